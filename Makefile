@@ -20,7 +20,7 @@ help:
 	@echo "make demo    set up, prepare real text, train a small GPT-2 on a 2x2 grid, sample from it"
 	@echo "make test    lint, type check and the test suite, in about ten minutes on two cores"
 	@echo "make test-all the same, with the cases that are more of the same and fresh random examples"
-	@echo "             (FUZZ=2000: so many random models on random layouts); writes docs/results/exactness.md"
+	@echo "             (FUZZ=2000: that number of random models on random layouts); writes docs/results/exactness.md"
 	@echo "make lock    pin the dependencies anew (requirements.lock)"
 	@echo "make clean   remove the environment, prepared data and runs"
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gridformer.launch import launch
-from gridformer.mesh.process_group import close_world, init_world
+from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.models.resnext import ResNeXt
 from gridformer.parallel.branches import parallelize_branches
 
@@ -87,9 +87,9 @@ def worker(
     n: int, images: Tensor, labels: Tensor, branches_on: int, common: Common, epochs: int, seed: int
 ) -> None:
     """Train on one of n processes."""
-    world = init_world("auto", n, timeout_s=60.0)
+    world = init_process_groups("auto", n, timeout_s=60.0)
     train(images, labels, branches_on, common, epochs, seed, world.device)
-    close_world()
+    close_process_groups()
 
 
 def main() -> None:

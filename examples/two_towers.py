@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridformer.launch import launch
-from gridformer.mesh.process_group import close_world, init_world
+from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.models.branches import Branches
 from gridformer.parallel.branches import parallelize_branches
 
@@ -117,9 +117,9 @@ def train(
 
 def worker(n: int, epochs: int, seed: int) -> None:
     """Train on one of n processes."""
-    world = init_world("auto", n, timeout_s=60.0)
+    world = init_process_groups("auto", n, timeout_s=60.0)
     train(sub_grids(n), epochs, seed, world.device)
-    close_world()
+    close_process_groups()
 
 
 def main() -> None:

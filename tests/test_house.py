@@ -1,11 +1,27 @@
-"""The layout of tests: shared code is in tests/support, and no test imports another."""
+"""The layout of tests and the names of classes.
+
+Code that tests share is in tests/support, and no test imports another. No two public classes have
+the same name.
+"""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src/gridformer"
+# Names of public classes that may occur twice, and why.
+TWICE = {
+    "Change": "being renamed: plan/advice.py, memory/tracker.py",
+    "Choices": "being renamed: data/prepare/tasks/race.py",
+    "Costs": "being renamed: plan/costs.py, plan/load.py",
+    "Found": "being renamed: plan/search.py, data/prepare/tasks/writing.py",
+    "Place": "being renamed: plan/load.py, trace/events.py",
+    "Recorded": "being renamed: plan/recorded.py, trace/repeat.py",
+    "Work": "being renamed: trace/kernels.py",
+}
 
 
 def imported(file: Path) -> set[str]:
@@ -64,3 +80,28 @@ def test_violations_of_these_rules_are_found(tmp_path: Path) -> None:
         "train/test_three.py imports tests.plain.test_one",
         "train/test_two.py imports tests.plain.test_one",
     ]
+
+
+def classes(source: Path) -> dict[str, list[str]]:
+    """Return the files that define each public class at their top level."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for file in sorted(source.rglob("*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(str(file.relative_to(source)))
+    return found
+
+
+def test_no_two_public_classes_have_the_same_name() -> None:
+    found = classes(SOURCE)
+    assert len(found) > 300
+    twice = {name: files for name, files in found.items() if len(files) > 1}
+    assert {name: files for name, files in twice.items() if name not in TWICE} == {}
+    assert TWICE.keys() <= twice.keys(), "it occurs once now: take it off the list"
+
+
+def test_classes_of_the_same_name_are_found(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "one.py").write_text("class A:\n    class C: ...\n\n\nclass _B: ...\n")
+    (tmp_path / "inner/two.py").write_text("class _B: ...\nclass A: ...\nclass C: ...\n")
+    assert classes(tmp_path) == {"A": ["inner/two.py", "one.py"], "C": ["inner/two.py"]}

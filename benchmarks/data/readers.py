@@ -62,16 +62,16 @@ def write_files(folder: Path, size: int) -> None:
 
 
 def read(way: str, file: Path) -> None:
-    """Reads all pieces of a file, or makes a token folder, in one of WAYS."""
-    from gridformer.data.prepare.files import file_pieces
-    from gridformer.data.prepare.place import Place
+    """Reads all chunks of a file, or makes a token folder, in one of WAYS."""
+    from gridformer.data.prepare.files import file_chunks
+    from gridformer.data.prepare.place import ReadingPlace
     from gridformer.data.prepare.records import Fields
 
     if file.name == "tokens":
         (tokenized if way == "gridformer" else mapped)(file.with_name("records.jsonl"))
         return
     if way == "gridformer":
-        found = file_pieces(file, Fields(), Counter())
+        found = file_chunks(file, Fields(), Counter())
     else:
         import datasets
 
@@ -82,7 +82,7 @@ def read(way: str, file: Path) -> None:
         table = datasets.load_dataset(
             kind, data_files=[str(file)], split="train", streaming=True, **more
         )
-        found = rows_of(str(file), table, Fields(), Counter(), Place())
+        found = rows_of(str(file), table, Fields(), Counter(), ReadingPlace())
     for _ in found:
         pass
 

@@ -78,7 +78,7 @@ def main() -> None:
         from gridformer.train.trainer import Trainer
 
         patches = (
-            (running, "init_world", PHASES[4]),
+            (running, "init_process_groups", PHASES[4]),
             (Trainer, "__init__", PHASES[5]),
             (Trainer, "_evaluate", PHASES[6]),
             (Trainer, "_start", PHASES[7]),

@@ -18,7 +18,7 @@ from benchmarks.fsdp2.problem import TOLERANCE, Method, model_of
 from benchmarks.fsdp2.trained import Trained, differences
 from benchmarks.schemes.traffic import torch_traffic
 from gridformer.config import Family, LayoutConfig, ModelConfig
-from gridformer.mesh.process_group import close_world, init_world
+from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.utils.batch import Batch
 
 TIMEOUT_S = 40.0
@@ -110,7 +110,7 @@ def compare(name: str, folder: Path) -> None:
     """Runs a cell in this process and writes what it has found, or the error, to a file."""
     torch.set_num_threads(1)
     (cell,) = (cell for cell in CELLS if cell.name == name)
-    world = init_world("cpu", cell.plan.n_processes, TIMEOUT_S)
+    world = init_process_groups("cpu", cell.plan.n_processes, TIMEOUT_S)
     found: dict[str, Any] = {}
     try:
         found = _compared(cell)
@@ -118,7 +118,7 @@ def compare(name: str, folder: Path) -> None:
         found["error"] = f"{type(error).__name__}: {error}"
     (folder / f"{world.rank}.json").write_text(json.dumps(found), encoding="utf-8")
     if "error" not in found:
-        close_world()
+        close_process_groups()
 
 
 def _compared(cell: Cell) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from gridformer.config import LayoutConfig, RunConfig, TrainConfig, shipped_mode
 from gridformer.launch import launch
 from gridformer.mesh.groups import objects_group
 from gridformer.mesh.launch_env import joined
-from gridformer.mesh.process_group import World, close_world, init_world
+from gridformer.mesh.process_group import World, close_process_groups, init_process_groups
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
@@ -109,7 +109,7 @@ class Writer:
 def work(n: int, options: Options) -> None:
     """Measures everything; the work of one rank."""
     set_numerics(TrainConfig())  # as a run does: TF32 and sums in less than float32 are off
-    world = init_world(options.device, n, 600.0)
+    world = init_process_groups(options.device, n, 600.0)
     objects_group()  # for all layouts, so that none of them makes and destroys it
     if world.device.type == "cuda" and not options.peak_tflops:
         known = peak_tflops(torch.cuda.get_device_name(), "bfloat16")
@@ -131,7 +131,7 @@ def work(n: int, options: Options) -> None:
     exactness(world, layouts, options, writer)
     speed(world, layouts, options, writer)
     writer.progress("done")
-    close_world()
+    close_process_groups()
 
 
 def _n_machines(n: int) -> int:

@@ -60,7 +60,7 @@ class Side:
 
     Attributes:
         name: Its name in the table.
-        build: Returns a pass over a model with so many layers.
+        build: Returns a pass over a model with this number of layers.
         rival: The name of the side with which the table compares it; empty if it is a rival itself.
         counts: Whether the kernels of a layer are counted.
     """

@@ -33,6 +33,7 @@ from benchmarks.memory.cases import (
     schemes,
 )
 from benchmarks.memory.report import plot, report
+from gridformer.parallel.registry import spec_of
 from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError
 
@@ -163,12 +164,12 @@ def _limit(name: str, processes: int, title: str, _: Found) -> dict[str, Any]:
 
 def _equal(name: str, processes: int, title: str, found: Found) -> dict[str, int]:
     """Return the peak with Optimus's largest batch, or the layout's next smaller one."""
-    from benchmarks.memory.limits import batch_unit, largest_batch, peak_of
+    from benchmarks.memory.limits import largest_batch, peak_of
 
     known = [one["found"] for one in found if one["case"] == ["limit", name, processes, OPTIMUS]]
     of_optimus = known[-1]["batch"] if known else largest_batch(name, processes, OPTIMUS).batch
     layout = schemes(processes)[title]
-    batch = of_optimus - of_optimus % batch_unit(layout)
+    batch = of_optimus - of_optimus % spec_of(layout).batch_parts(layout)
     return {"batch": batch, "peak": peak_of(SCALINGS[name].run(layout, batch)) if batch else 0}
 
 

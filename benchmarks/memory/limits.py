@@ -13,7 +13,7 @@ from gridformer.memory.breakdown import MemoryBreakdown
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.measure import measure_rank
 from gridformer.memory.ranks import largest_ranks
-from gridformer.mesh.process_group import close_world, init_world
+from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.parallel.registry import spec_of
 
 
@@ -36,12 +36,6 @@ class Limit:
     states: int
 
 
-def batch_unit(layout: LayoutConfig) -> int:
-    """Return the divisor of global batches: replicas times what shards samples within each."""
-    axis = spec_of(layout).samples_over(layout)
-    return layout.dp * (getattr(layout, axis) if axis else 1)
-
-
 def peak_of(run: RunConfig) -> int:
     """Return the estimated bytes of the fullest rank."""
     return max(estimate_rank(run, rank).peak for rank in largest_ranks(run))
@@ -54,7 +48,7 @@ def largest_batch(scaling_name: str, processes: int, title: str) -> Limit:
     """
     scaling = SCALINGS[scaling_name]
     layout = schemes(processes)[title]
-    unit = batch_unit(layout)
+    unit = spec_of(layout).batch_parts(layout)
     found: dict[int, MemoryBreakdown] = {}
 
     def peak(units: int) -> int:
@@ -86,7 +80,7 @@ def largest_batch(scaling_name: str, processes: int, title: str) -> Limit:
 
 def measure(run: RunConfig, out: Path) -> None:
     """Measure a run; the entrypoint of every process. Rank 0 writes the fullest rank's peak."""
-    world = init_world("cpu", run.layout.n_processes, 600.0)
+    world = init_process_groups("cpu", run.layout.n_processes, 600.0)
     torch.set_num_threads(1)
     _, peak = measure_rank(run)
     if world.size > 1:
@@ -95,7 +89,7 @@ def measure(run: RunConfig, out: Path) -> None:
         peak = max(every)
     if world.rank == 0:
         out.write_text(str(peak))
-    close_world()
+    close_process_groups()
 
 
 def share(layout: LayoutConfig, batch: int, scaling_name: str, recompute: str) -> float:

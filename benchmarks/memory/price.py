@@ -26,7 +26,7 @@ from gridformer.config import DataConfig, RunConfig, TrainConfig
 from gridformer.data.samples.order import Rows
 from gridformer.memory.estimate import DEVICE
 from gridformer.mesh import Axes
-from gridformer.mesh.process_group import close_world, init_world
+from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
@@ -77,7 +77,7 @@ def measure(layout: str, rounds: int, warmups: int, out: Path) -> None:
     """Time all methods; the entrypoint of every process. Rank 0 writes a line for each method."""
     gc.freeze()
     first = price_run(layout, next(iter(METHODS)))
-    world = init_world("cpu", first.layout.n_processes, 600.0)
+    world = init_process_groups("cpu", first.layout.n_processes, 600.0)
     torch.set_num_threads(max(1, 2 // world.size))
     axes = build_axes(first.layout, "cpu", decide_run(first).block)
     steppers = {method: _stepper(price_run(layout, method), axes) for method in METHODS}
@@ -106,7 +106,7 @@ def measure(layout: str, rounds: int, warmups: int, out: Path) -> None:
             for method in METHODS
         ]
         out.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    close_world()
+    close_process_groups()
 
 
 def _stepper(run: RunConfig, axes: Axes) -> Stepper:

@@ -15,7 +15,7 @@ from benchmarks.predicted.predictions import Predicted, Question, predicting
 from benchmarks.predicted.report import Row, error_lines, table
 from benchmarks.predicted.steps import Measured, measure
 from gridformer.config import RunConfig, shipped_model
-from gridformer.mesh.process_group import init_world
+from gridformer.mesh.process_group import init_process_groups
 from gridformer.parallel.validation import check
 from gridformer.train.numerics import set_numerics
 from gridformer.utils.units import GIB
@@ -94,7 +94,7 @@ def compare(cluster: Path, limit_s: float, quick: bool) -> str:
     cases = QUICK if quick else CASES
     questions = [Question(case.run(device), memory=True) for case in cases]
     set_numerics(questions[0].run.train)
-    world = init_world("auto", 1, 600.0)
+    world = init_process_groups("auto", 1, 600.0)
     measured: list[Measured | str] = []
     for case, question in zip(cases, questions):
         spent = time.monotonic() - began

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gridformer.config import RunConfig
-from gridformer.mesh.process_group import World, close_world, init_world
+from gridformer.mesh.process_group import World, close_process_groups, init_process_groups
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
@@ -59,11 +59,11 @@ def work(
         out: The JSON file to write.
     """
     set_numerics(runs[0].train)
-    world = init_world(runs[0].train.device, runs[0].layout.n_processes, 600.0)
+    world = init_process_groups(runs[0].train.device, runs[0].layout.n_processes, 600.0)
     found = [asdict(measure(run, world, n_steps, n_warmups, forward_only)) for run in runs]
     if world.rank == 0:
         out.write_text(json.dumps(found), encoding="utf-8")
-    close_world()
+    close_process_groups()
 
 
 def measure(

@@ -18,7 +18,7 @@ from benchmarks.published.namespaces import enter, network
 from gridformer import comm
 from gridformer.calibrate.cases import Cases, LinearShape, cpu_cases
 from gridformer.calibrate.device import average, measure_cpu
-from gridformer.calibrate.found import Found
+from gridformer.calibrate.found import Measurements
 from gridformer.calibrate.machine import cpu_cluster
 from gridformer.calibrate.messages import message_seconds, sends_of
 from gridformer.calibrate.write import write_cluster
@@ -27,7 +27,7 @@ from gridformer.config import RunConfig
 from gridformer.launch import launch
 from gridformer.mesh.axes import Axis
 from gridformer.mesh.groups import make_groups
-from gridformer.mesh.process_group import close_world, init_world
+from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.utils.errors import UserError
 from gridformer.utils.hardware import n_cores
 
@@ -79,7 +79,7 @@ def worker(
 ) -> None:
     """The entrypoint of every process: measures the processor, messages, and the runs."""
     enter(nodes[int(os.environ["RANK"]) // machine.each])
-    world = init_world("cpu", machine.n, 600.0)
+    world = init_process_groups("cpu", machine.n, 600.0)
     everyone = Axis("world", machine.n, world.rank)
 
     def say(text: str) -> None:
@@ -117,7 +117,7 @@ def worker(
         times.append([step, passes])
     if world.rank == 0:
         out.write_text(json.dumps({"found": asdict(found), "times": times}), encoding="utf-8")
-    close_world()
+    close_process_groups()
 
 
 def sharers_of(machine: Machine, groups: list[list[int]]) -> int:
@@ -171,7 +171,7 @@ def emulate(
         answer = json.loads(out.read_text(encoding="utf-8"))
         if len(answer["times"]) != len(layouts):
             raise UserError(f"{out} holds other layouts: remove it to measure again")
-        found = Found(**answer["found"])
+        found = Measurements(**answer["found"])
         sends = [row for row in found.rows["messages"] if row[0] == "send" and row[3] > 1]
         latency_us = min(row[-1] for row in sends)
         write_cluster(_with_levels(cpu_cluster(found), machine, latency_us), file)

@@ -34,7 +34,7 @@ from benchmarks.schemes.variants import (
     gridformer_variants,
     make_problem,
 )
-from gridformer.mesh.process_group import close_world, init_world
+from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.utils.hardware import n_cores
 
 TOLERANCE = 1e-4  # relative to the largest element; float32
@@ -80,7 +80,7 @@ def measure(plan: Plan) -> None:
     """Run a group; the entrypoint of every process. Rank 0 appends the results to `plan.out`."""
     case = plan.case
     gc.freeze()  # imported objects stay alive, so later collections can skip them
-    world = init_world("cpu", case.processes, plan.timeout_s)
+    world = init_process_groups("cpu", case.processes, plan.timeout_s)
     wanted = [v for v in all_variants(case.processes) if v.name in plan.variants]
     able = [v for v in wanted if not v.obstacles(case.size)]
     problem = make_problem(case.size)
@@ -115,7 +115,7 @@ def measure(plan: Plan) -> None:
         )
         results.append(plan.out, group)
     meet()
-    close_world()
+    close_process_groups()
 
 
 def meet() -> None:

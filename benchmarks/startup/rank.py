@@ -17,7 +17,7 @@ def counted_run(plan: Plan, answers: Path, began: float) -> None:
     import torch.distributed as dist
 
     from gridformer.mesh import process_group, rendezvous
-    from gridformer.mesh.process_group import close_world, init_world
+    from gridformer.mesh.process_group import close_process_groups, init_process_groups
     from gridformer.train.trainer import Trainer
 
     counts = {"files": 0, "groups": 0, "store": 0}
@@ -76,11 +76,11 @@ def counted_run(plan: Plan, answers: Path, began: float) -> None:
         patch.object(process_group, "store_of", counted_store),
         patch.object(dist, "new_group", counted_group),
     ):
-        world = init_world("cpu", plan.n_processes, 600.0)
+        world = init_process_groups("cpu", plan.n_processes, 600.0)
         met = time.time() - began
         trainer = Trainer(plan, world)
         trainer.fit()
     done = time.time() - began
     answer = {**counts, "met_s": met, "done_s": done, "rank": world.rank}
     (answers / f"{world.rank}.json").write_text(json.dumps(answer))
-    close_world()
+    close_process_groups()

@@ -25,7 +25,7 @@ from benchmarks.common.live_memory import LiveMemory, n_bytes
 from benchmarks.subgraph.cases import Case, Variant, variants
 from gridformer import comm
 from gridformer.mesh import Axes
-from gridformer.mesh.process_group import close_world, init_world
+from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.gradients import GradientSums, owned, reduce_gradients
@@ -113,7 +113,7 @@ def measure(plan: Plan) -> None:
     """Run a case; the entrypoint of every process. Rank 0 appends the results to `plan.out`."""
     gc.freeze()
     case = plan.case
-    world = init_world("cpu", case.processes, plan.timeout_s)
+    world = init_process_groups("cpu", case.processes, plan.timeout_s)
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(3)
     shape = (case.samples, case.model().max_seq_len, case.hidden)
@@ -143,7 +143,7 @@ def measure(plan: Plan) -> None:
         with plan.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     dist.barrier()
-    close_world()
+    close_process_groups()
 
 
 def _examine(built: Built, rank: int) -> Row:

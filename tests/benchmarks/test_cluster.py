@@ -82,7 +82,7 @@ def test_what_bits_depend_on_is_set_before_a_gpu_is_used(
         raise UserError(f"numerics were set {len(seen)} times before")
 
     monkeypatch.setattr(cluster, "set_numerics", seen.append)
-    monkeypatch.setattr(cluster, "init_world", joins)
+    monkeypatch.setattr(cluster, "init_process_groups", joins)
     with pytest.raises(UserError, match="1 times"):
         cluster.work(2, quick_options(2, tmp_path))
     assert not seen[0].tf32

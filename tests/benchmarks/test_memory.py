@@ -12,6 +12,7 @@ from benchmarks.memory.limits import largest_batch
 from benchmarks.memory.report import plot, report
 
 from gridformer.memory.estimate import estimate_rank
+from gridformer.parallel.validation import broken_rules
 
 MACHINE = dict.fromkeys(("date", "cpu", "cores", "torch", "commit", "command"), "-")
 
@@ -32,6 +33,20 @@ def test_schemes_fill_the_processes_and_what_does_not_divide_is_left_out() -> No
             left_out = [t for t in schemes(processes) if not memory._divides(name, processes, t)]
             cut_s = ["megatron, sequence parallel", "megatron 2-D", HYBRID.replace("1xc", "1x3")]
             assert left_out == (cut_s if processes == 9 else []), "3 and 9 do not divide s"
+
+
+def test_at_9_processes_512_tokens_divide_over_neither_3_nor_9_columns() -> None:
+    """These are the empty cells of README's table of memory at an equal batch."""
+    paper = SCALINGS["paper"]
+    found = {
+        title: [one.text for one in broken_rules(paper.run(layout, 9))]
+        for title, layout in schemes(9).items()
+    }
+    assert {title: said for title, said in found.items() if said} == {
+        "megatron, sequence parallel": ["data.seq_len=512 does not divide over layout.cols=9"],
+        "megatron 2-D": ["data.seq_len=512 does not divide over layout.cols=3"],
+        HYBRID.replace("1xc", "1x3"): ["data.seq_len=512 does not divide over layout.cols=3"],
+    }
 
 
 def test_hybrids_are_all_columns_times_replicas() -> None:

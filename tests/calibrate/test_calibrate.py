@@ -17,7 +17,7 @@ from gridformer.calibrate import device, messages
 from gridformer.calibrate.cases import cpu_cases, gpu_cases, quick_cases
 from gridformer.calibrate.clock import cpu_seconds
 from gridformer.calibrate.device import n_copies
-from gridformer.calibrate.found import Found
+from gridformer.calibrate.found import Measurements
 from gridformer.calibrate.messages import group_sizes, message_seconds
 from gridformer.calibrate.operations import Run, operations
 from gridformer.cluster import KernelWork, MessageWork, kernel_s, load_cluster, message_s
@@ -61,7 +61,7 @@ def test_a_calibrated_machine_is_a_cluster_file_with_times_that_are_positive(
 @pytest.mark.parametrize("gpu", [False, True])
 def test_every_operation_has_a_row_that_its_table_accepts(gpu: bool) -> None:
     cases = quick_cases(gpu_cases() if gpu else cpu_cases())
-    found = Found()
+    found = Measurements()
     listed = [*operations(cases, few=False, gpu=gpu)]
     for operation in listed:
         found.add(operation.table, operation.key, 1, 1e-3)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gridformer.checkpoint import blocks_io, saving
-from gridformer.checkpoint.block import Block, written_here
-from gridformer.checkpoint.index import Index, index_of_files, joined, part_of
+from gridformer.checkpoint.block import TensorBlock, written_here
+from gridformer.checkpoint.index import BlockIndex, index_of_files, joined, part_of
 from gridformer.checkpoint.safetensors_file import write_file
 from gridformer.mesh import Axes, Axis
 from gridformer.parallel.sharding import ParamShard
@@ -30,13 +30,13 @@ def shard(row: int, col: int, **more: Any) -> ParamShard:
     return ParamShard(SIZE, (3 * row, 2 * col), **more)
 
 
-def block(row: int, col: int) -> Block:
+def block(row: int, col: int) -> TensorBlock:
     place = shard(row, col)
-    return Block.of(place.block_of(whole(), torch.Size((3, 2))), place)
+    return TensorBlock.of(place.block_of(whole(), torch.Size((3, 2))), place)
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> tuple[Path, Index]:
+def saved(tmp_path: Path) -> tuple[Path, BlockIndex]:
     """A folder into which eight ranks have written their blocks of two tensors."""
     parts = []
     for rank in range(8):
@@ -61,7 +61,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_load_opens_the_files_that_it_needs(
-    saved: tuple[Path, Index], monkeypatch: pytest.MonkeyPatch
+    saved: tuple[Path, BlockIndex], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = opened(monkeypatch)
     local = torch.zeros(2, 4).t()  # stored transposed; rows 1 to 4, columns 2 and 3
@@ -70,18 +70,18 @@ def test_a_load_opens_the_files_that_it_needs(
     assert names == ["1.safetensors", "5.safetensors"]
 
 
-def test_files_without_an_index_tell_where_blocks_are(saved: tuple[Path, Index]) -> None:
+def test_files_without_an_index_tell_where_blocks_are(saved: tuple[Path, BlockIndex]) -> None:
     folder, index = saved
     found = index_of_files(folder, [*index.files])
     names = {"a", "b"}
     assert {*found.of(names)} == {*index.of(names)}
 
 
-def test_an_index_names_tensors_once(saved: tuple[Path, Index]) -> None:
+def test_an_index_names_tensors_once(saved: tuple[Path, BlockIndex]) -> None:
     _, index = saved
     assert index.names == [["a", "b"]]
     assert index.files["6.safetensors"] == [(0, (3, 4), (3, 2))]
-    assert Index.model_validate_json(index.model_dump_json()) == index
+    assert BlockIndex.model_validate_json(index.model_dump_json()) == index
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_an_index_names_tensors_once(saved: tuple[Path, Index]) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(
-    saved: tuple[Path, Index], name: str, size: tuple[int, ...], without: str, message: str
+    saved: tuple[Path, BlockIndex], name: str, size: tuple[int, ...], without: str, message: str
 ) -> None:
     folder, index = saved
     index.files.pop(without, None)
@@ -128,7 +128,7 @@ def test_parts_of_replicas_are_all_written_and_padding_is_not() -> None:
 def test_the_index_is_joined_once_for_all_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
 
-    def counting(parts: list[bytes]) -> Index:
+    def counting(parts: list[bytes]) -> BlockIndex:
         counted.append(len(parts))
         return joined(parts)
 

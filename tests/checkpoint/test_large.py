@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gridformer.checkpoint import saving
-from gridformer.checkpoint.block import Block, written_here
+from gridformer.checkpoint.block import TensorBlock, written_here
 from gridformer.checkpoint.checkpoint import manifest_of, shards_of
 from gridformer.checkpoint.index import part_of
 from gridformer.checkpoint.manifest import Manifest, read_manifest
@@ -49,7 +49,7 @@ class Moments:
         raise AssertionError("nothing is loaded")
 
 
-def blocks_of_all(run: RunConfig) -> Iterator[tuple[int, dict[str, Block]]]:
+def blocks_of_all(run: RunConfig) -> Iterator[tuple[int, dict[str, TensorBlock]]]:
     """Yield each rank and the blocks that it writes."""
     layout, choices = run.layout, decide_run(run).choices
     ranks, meta = mesh_ranks(layout), torch.device("meta")
@@ -85,7 +85,7 @@ def test_a_save_of_4096_ranks_is_planned_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = gpt_175b()
-    first: dict[str, Block] = {}
+    first: dict[str, TensorBlock] = {}
     notes: dict[int, bytes] = {}
     for rank, blocks in blocks_of_all(run):
         if rank == 0:

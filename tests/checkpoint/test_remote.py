@@ -12,7 +12,7 @@ from gridformer.checkpoint import find
 from gridformer.checkpoint.checkpoint import manifest_of
 from gridformer.checkpoint.manifest import MANIFEST, verify
 from gridformer.checkpoint.remote import Remote, fetch_newest
-from gridformer.checkpoint.saver import Report, Saver
+from gridformer.checkpoint.saver import Saver, SaveReport
 from gridformer.config import RunConfig, parse_run
 from gridformer.mesh import Axes
 from gridformer.parallel.sharding import ParamShard
@@ -35,7 +35,7 @@ def a_run(**train: object) -> RunConfig:
     return parse_run({"model": MODEL, "data": {"path": "unused"}, "train": train})
 
 
-def save(out: Path, step: int, run: RunConfig) -> Report:
+def save(out: Path, step: int, run: RunConfig) -> SaveReport:
     saver = Saver(out, run, Axes())
     shards = {"a": (torch.full((6, 3), float(step)), ParamShard((6, 3), (0, 0)))}
     saver.save(manifest_of(step, 0, run), shards, wait=False, last=False)

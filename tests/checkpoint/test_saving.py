@@ -19,10 +19,10 @@ import torch
 
 from gridformer.checkpoint import find, place, saving
 from gridformer.checkpoint import saver as saver_module
-from gridformer.checkpoint.block import Block
+from gridformer.checkpoint.block import TensorBlock
 from gridformer.checkpoint.checkpoint import manifest_of
 from gridformer.checkpoint.manifest import KEPT, read_manifest, verify
-from gridformer.checkpoint.outcome import Kept, Outcome
+from gridformer.checkpoint.outcome import Kept, SaveOutcome
 from gridformer.checkpoint.place import LocalPlace
 from gridformer.checkpoint.saver import Saver
 from gridformer.checkpoint.saving import Save
@@ -41,8 +41,8 @@ def a_run(**train: Any) -> RunConfig:
     return parse_run({"model": MODEL, "data": {"path": "unused"}, "train": train})
 
 
-def blocks_of(rank: int, value: float = 0.0) -> Mapping[str, Block]:
-    return {"a": Block(torch.full((2, 3), value), (2 * N_RANKS, 3), (2 * rank, 0))}
+def blocks_of(rank: int, value: float = 0.0) -> Mapping[str, TensorBlock]:
+    return {"a": TensorBlock(torch.full((2, 3), value), (2 * N_RANKS, 3), (2 * rank, 0))}
 
 
 def saved(out: Path, step: int, kept: Kept, patience_s: float = 60.0, ranks: int = N_RANKS) -> Any:
@@ -237,7 +237,7 @@ def test_a_draft_that_was_given_up_is_not_made_again(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ killed
 
 
-def save_with(out: Path, value: float, beside: bool) -> Outcome:
+def save_with(out: Path, value: float, beside: bool) -> SaveOutcome:
     """Save step 2 of a run in this process, with a saver of its own."""
     saver = Saver(out, a_run(), Axes())
     saver.sweep()
@@ -249,7 +249,7 @@ def save_with(out: Path, value: float, beside: bool) -> Outcome:
 
 
 def save_and_die(out: Path, at_event: int, at_byte: int, beside: bool) -> None:
-    """Save, and be killed at one event in the folder, or once so many bytes are written."""
+    """Save, and be killed at one event in the folder, or once that number of bytes is written."""
     left = at_byte
 
     class Dying:

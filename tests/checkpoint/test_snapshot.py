@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gridformer.checkpoint import checkpoint
-from gridformer.checkpoint.block import Block, written_here
+from gridformer.checkpoint.block import TensorBlock, written_here
 from gridformer.checkpoint.snapshot import Snapshot, bytes_of
 from gridformer.config import LayoutConfig, TrainConfig, parse_run
 from gridformer.config.train import DType
@@ -41,7 +41,10 @@ def test_memory_that_was_reserved_is_not_pinned_again(monkeypatch: pytest.Monkey
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda _: 0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    blocks = {"x": Block(torch.arange(6.0), (6,), (0,)), "y": Block(torch.ones(3), (3,), (0,))}
+    blocks = {
+        "x": TensorBlock(torch.arange(6.0), (6,), (0,)),
+        "y": TensorBlock(torch.ones(3), (3,), (0,)),
+    }
     snapshot = Snapshot()
     snapshot.reserve(bytes_of(blocks), pinned=True)
     copies = snapshot.take(blocks)

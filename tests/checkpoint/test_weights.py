@@ -41,7 +41,9 @@ def saved(out: Path, **model: Any) -> Model:
     return made
 
 
-def begun(out: Path, model: dict[str, Any], **train: Any) -> tuple[weights.Start, Model, Model]:
+def begun(
+    out: Path, model: dict[str, Any], **train: Any
+) -> tuple[weights.InitialWeights, Model, Model]:
     """Begin a run of seed 2 with saved weights; also return the model as it would be without."""
     run = a_run(model, init_from=str(out), **train)
     start = weights.start_of(run)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fenced import PAGES, ROOT
+from tests.support.reading_order import reading_order
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -55,13 +56,9 @@ def test_every_module_of_the_map_exists() -> None:
     """Check docs/architecture.md: packages, contents of `parallel`, and the reading order."""
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     source = ROOT / "src/gridformer"
-    packages, parallel, reading = (
+    packages, parallel = (
         text[text.index(a) : text.index(b)]
-        for a, b in (
-            ("| package |", "Inside `parallel`"),
-            ("| module |", "## Reading one step"),
-            ("## Reading one step", "## Seams"),
-        )
+        for a, b in (("| package |", "Inside `parallel`"), ("| module |", "## Reading one step"))
     )
     named = set(re.findall(r"^\| `(\w+)` \|", packages, re.MULTILINE))
     there = {path.parent.name for path in source.glob("*/__init__.py")}
@@ -74,15 +71,15 @@ def test_every_module_of_the_map_exists() -> None:
     for path in inside.iterdir():
         if path.name not in ("__init__.py", "__pycache__"):
             assert path.name in mapped, f"docs/architecture.md does not name parallel/{path.name}"
-    files = [name for name in _CODE.findall(reading) if name.endswith(".py")]
-    for name in files:
-        assert (source / name).exists() or list(inside.rglob(name)), name
+    order = reading_order()
+    for name in [*order.helpers, *(name for names in order.numbered.values() for name in names)]:
+        assert (source / name).exists(), name
 
 
 def test_every_listed_seam_is_in_the_models() -> None:
     """Check docs/architecture.md's list of places where a scheme takes hold of a model."""
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    seams = text[text.index("## Seams") : text.index("## Where to add")]
+    seams = text[text.index("## Seams") : text.index("## Tests")]
     files = (ROOT / "src/gridformer/models").rglob("*.py")
     models = "".join(path.read_text(encoding="utf-8") for path in files)
     names = [name for name in _CODE.findall(seams) if name.isidentifier()]

@@ -12,7 +12,7 @@ import torch
 
 from gridformer.config import RunConfig
 from gridformer.data import Tokenizer
-from gridformer.evaluate.beams import Search, search
+from gridformer.evaluate.beams import BeamSearch, search
 from gridformer.evaluate.loading import Trained
 from gridformer.models import T5
 from gridformer.models.blocks import KVCache
@@ -43,21 +43,21 @@ def models() -> tuple[T5, Any]:
 
 
 def search_all(
-    model: T5, sources: list[list[int]], how: Search, never: Sequence[int] = ()
+    model: T5, sources: list[list[int]], how: BeamSearch, never: Sequence[int] = ()
 ) -> list[list[int]]:
     one = Trained(cast(RunConfig, None), model, cast(Tokenizer, None))
     with one.in_use():
         return search(one, sources, 0, END, how, never)
 
 
-def found_by(model: T5, source: list[int], how: Search, never: Sequence[int] = ()) -> list[int]:
+def found_by(model: T5, source: list[int], how: BeamSearch, never: Sequence[int] = ()) -> list[int]:
     (found,) = search_all(model, [source], how, never)
     return found
 
 
-@pytest.mark.parametrize("how", [Search(3, 1.0, 15), Search(1, 1.0, 15)], ids=str)
+@pytest.mark.parametrize("how", [BeamSearch(3, 1.0, 15), BeamSearch(1, 1.0, 15)], ids=str)
 def test_sources_of_a_batch_have_the_targets_that_they_have_alone(
-    models: tuple[T5, Any], how: Search
+    models: tuple[T5, Any], how: BeamSearch
 ) -> None:
     ours, _ = models
     sources = [tokens_of(V, 1, size, seed=seed)[0].tolist() for seed, size in SOURCES]
@@ -78,7 +78,7 @@ def test_finds_what_hugging_face_finds(models: tuple[T5, Any], beams: int, penal
     ours, theirs = models
     for seed, size in SOURCES:
         source = tokens_of(V, 1, size, seed=seed)
-        found = found_by(ours, source[0].tolist(), Search(beams, penalty, 15))
+        found = found_by(ours, source[0].tolist(), BeamSearch(beams, penalty, 15))
         with torch.no_grad():
             want = theirs.generate(
                 source,
@@ -109,7 +109,7 @@ def test_targets_are_short_and_long_and_no_choice_is_close(
             weight.mul_(1 + 1e-5 * noise)
     lengths = set()
     for seed, size in SOURCES:
-        source, how = tokens_of(V, 1, size, seed=seed)[0].tolist(), Search(beams, penalty, 15)
+        source, how = tokens_of(V, 1, size, seed=seed)[0].tolist(), BeamSearch(beams, penalty, 15)
         found = found_by(ours, source, how)
         assert found_by(off, source, how) == found, (seed, size)
         lengths.add(len(found))
@@ -132,14 +132,14 @@ def test_beams_take_their_keys_and_values_along() -> None:
 def test_some_words_are_never_said(models: tuple[T5, Any]) -> None:
     ours, _ = models
     source = tokens_of(V, 1, 9)[0].tolist()
-    first = found_by(ours, source, Search(3, 1.0, 12))
-    again = found_by(ours, source, Search(3, 1.0, 12), first)
+    first = found_by(ours, source, BeamSearch(3, 1.0, 12))
+    again = found_by(ours, source, BeamSearch(3, 1.0, 12), first)
     assert first
     assert not set(first) & set(again)
 
 
 def test_invalid_search_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="--beams 0 must be at least 1"):
-        Search(beams=0)
+        BeamSearch(beams=0)
     with pytest.raises(ConfigError, match="--max-tokens 0"):
-        Search(max_tokens=0)
+        BeamSearch(max_tokens=0)

@@ -21,7 +21,7 @@ from gridformer.cli.app import app
 from gridformer.config import Family, LayoutConfig, parse_run
 from gridformer.config.data import Task
 from gridformer.data import Tokenizer
-from gridformer.evaluate.beams import Search
+from gridformer.evaluate.beams import BeamSearch
 from gridformer.evaluate.generate import answer, answer_prompts, translate
 from gridformer.evaluate.job import plan_job
 from gridformer.evaluate.loading import Trained, load_model
@@ -306,7 +306,7 @@ def test_bleu_is_that_of_the_texts_that_a_model_generates(
     pairs = [{"source": s, "target": t} for s, t in zip(sources, targets)]
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     (found,) = measure(loaded, parse_tasks(f"bleu:{file}"), Options()).values()
-    how = Search(max_tokens=256)
+    how = BeamSearch(max_tokens=256)
     said = [translate(loaded, loaded.special, [source], how)[0] for source in sources]
     assert found["bleu"] == sacrebleu.corpus_bleu(said, [targets]).score
 
@@ -325,7 +325,7 @@ def test_prompts_of_a_file_have_the_texts_that_each_has_alone(
     loaded = Trained(run, built, Tokenizer.load(token_folder / "tokenizer.json"))
     blank = "___" * (task == "spans")
     prompts = [f"line 1{blank}", f"a file and 2{blank} lines", f"of{blank}"]
-    how = Search(2, max_tokens=6)
+    how = BeamSearch(2, max_tokens=6)
     alone = ["".join(answer(loaded, prompt, Sampling(), how)) for prompt in prompts]
     assert len({*alone}) == 3, "the test must tell prompts apart"
     assert answer_prompts(loaded, prompts, how, 2) == alone

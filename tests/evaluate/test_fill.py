@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gridformer.config import RunConfig, Task
 from gridformer.data import SpecialIds, Tokenizer
-from gridformer.evaluate.beams import Search
+from gridformer.evaluate.beams import BeamSearch
 from gridformer.evaluate.fill import fill_spans, fill_words
 from gridformer.evaluate.generate import translate
 from gridformer.evaluate.loading import Trained
@@ -29,7 +29,7 @@ from tests.support.data import sentences
 # follow.
 TOKENIZER = Tokenizer.train(sentences(50), 300)
 SPACE = 16  # ids that the models have after all special ones
-GREEDY, BEAMS = Search(beams=1, max_tokens=12), Search(beams=3, max_tokens=12)
+GREEDY, BEAMS = BeamSearch(beams=1, max_tokens=12), BeamSearch(beams=3, max_tokens=12)
 
 
 def trained(model: nn.Module, tokenizer: Tokenizer = TOKENIZER) -> Trained:
@@ -169,7 +169,7 @@ def t5(task: Task) -> SpecialIds:
 
 
 @pytest.mark.parametrize("how", [GREEDY, BEAMS], ids=["greedy", "beams"])
-def test_t5s_blanks_hold_words_and_each_its_own(how: Search) -> None:
+def test_t5s_blanks_hold_words_and_each_its_own(how: BeamSearch) -> None:
     """Padding and ids beyond the vocabulary are never produced; sentinels separate spans."""
     special = t5("spans")
     first, second, third = special.sentinels[:3]
@@ -186,7 +186,7 @@ def test_t5s_blanks_hold_words_and_each_its_own(how: Search) -> None:
 
 @pytest.mark.parametrize("how", [GREEDY, BEAMS], ids=["greedy", "beams"])
 @pytest.mark.parametrize("family", ["t5", "transformer"])
-def test_a_translation_holds_words_alone(family: str, how: Search) -> None:
+def test_a_translation_holds_words_alone(family: str, how: BeamSearch) -> None:
     special = SpecialIds.of("t5" if family == "t5" else "transformer", "pairs", TOKENIZER)
     bad = [special.pad, special.vocab_size, special.vocab_size + SPACE - 1]
     model = ScriptedDecoder(special, bad, [FOX, OVER, DOGS])

@@ -20,7 +20,7 @@ from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.data import TokenFolder, resolve
 from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.evaluate import beams
-from gridformer.evaluate.beams import Beams, Search
+from gridformer.evaluate.beams import Beams, BeamSearch
 from gridformer.evaluate.bleu import Bleu
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.tasks import Options, check_tasks, parse_tasks
@@ -45,7 +45,7 @@ def test_the_penalty_is_the_power_of_the_length() -> None:
     end, word = 1, 2
 
     def best(penalty: float) -> list[int]:
-        search = Beams(0, end, Search(2, penalty, 8), (), CPU)
+        search = Beams(0, end, BeamSearch(2, penalty, 8), (), CPU)
         for row in ([1e-9, 0.5, 0.45, 0.05], [0.3331, 2 / 3, 1e-4, 1e-4]):
             search.step(torch.tensor([row, row], dtype=torch.float64).log())
         for _ in range(8):  # what is left over becomes ever less likely
@@ -155,4 +155,4 @@ def test_options_that_no_task_uses_are_refused(folder: TokenFolder) -> None:
 def test_penalties_that_have_no_meaning_are_refused() -> None:
     for penalty in (math.nan, math.inf, 1e30, -11.0):
         with pytest.raises(ConfigError, match="must be from -10 to 10"):
-            Search(length_penalty=penalty)
+            BeamSearch(length_penalty=penalty)

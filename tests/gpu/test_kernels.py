@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gridformer.models.blocks.dropout import masked
+from gridformer.models.blocks.dropout import drop_elements
 from gridformer.models.kernels import dropout, library, products
 from tests.support.kernels import ATTENTION, LARGE, MASKS, run_attention, stamp_of
 
@@ -21,7 +21,7 @@ def test_masks_have_the_bits_of_the_reference(name: str, dtype: torch.dtype) -> 
     shape, first, block, p = MASKS[name]
     x = torch.randn(shape, dtype=dtype, device="cuda")
     where = stamp_of(first, "cuda"), block[0] * shape[1], block[1] * shape[2], p
-    assert torch.equal(dropout.masked(x, *where), masked(x, *where))
+    assert torch.equal(dropout.masked(x, *where), drop_elements(x, *where))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

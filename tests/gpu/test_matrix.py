@@ -33,7 +33,7 @@ N_GPUS = torch.cuda.device_count() if dist.is_nccl_available() else 0
 
 
 def cells(n_gpus: int) -> list[Any]:
-    """Return the cells that so many GPUs can run, and a skipped case that counts the others."""
+    """Return the cells that these GPUs can run, and a skipped case that counts the others."""
     possible = [cell for cell in sorted(CELLS, key=n_of) if not refusal(cell)]
     here = [cell for cell in possible if n_of(cell) <= n_gpus] if n_gpus > 1 else []
     params = full_unless((QUICK | QUICK_ON_NCCL).__contains__, here)

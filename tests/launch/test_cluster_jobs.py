@@ -15,8 +15,8 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from gridformer.config import parse_run
-from gridformer.launch.cluster_jobs.job import Job, make_job
-from gridformer.launch.cluster_jobs.kubernetes import Place, manifest
+from gridformer.launch.cluster_jobs.job import ClusterJob, make_job
+from gridformer.launch.cluster_jobs.kubernetes import PodSettings, manifest
 from gridformer.launch.cluster_jobs.slurm import sbatch_script
 from gridformer.launch.cluster_jobs.torchrun import torchrun_lines
 from gridformer.utils.errors import ConfigError
@@ -29,7 +29,9 @@ NASTY = 'it\'s "a" $(touch owned) `touch owned`; touch owned #x: - &a *b !c %d'
 NASTY_LINES = f"{NASTY}\ntouch owned"
 
 
-def job(overrides: tuple[str, ...] = ("layout.dp=4",), name: str = "mine", **options: Any) -> Job:
+def job(
+    overrides: tuple[str, ...] = ("layout.dp=4",), name: str = "mine", **options: Any
+) -> ClusterJob:
     sections = {
         "name": name,
         "model": MODEL,
@@ -221,7 +223,9 @@ def pod_of(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("overrides", [("layout.dp=4",), (), ("train.device=cpu",)])
 def test_manifests_are_valid(overrides: tuple[str, ...]) -> None:
-    found = objects(manifest(job(overrides, hours=2.0), Place("gridformer:1", "shared", "/data")))
+    found = objects(
+        manifest(job(overrides, hours=2.0), PodSettings("gridformer:1", "shared", "/data"))
+    )
     assert [*found] == ["ConfigMap", "NetworkPolicy", "JobSet"]
     assert refused(found) == []
     (container,) = pod_of(found)["containers"]
@@ -231,7 +235,7 @@ def test_manifests_are_valid(overrides: tuple[str, ...]) -> None:
 
 
 def test_the_schemas_refuse_what_is_wrong() -> None:
-    right = objects(manifest(job(), Place("gridformer:1", "shared")))
+    right = objects(manifest(job(), PodSettings("gridformer:1", "shared")))
     for change in ("typo", "type", "missing"):
         wrong = copy.deepcopy(right)
         pod = pod_of(wrong)
@@ -245,7 +249,7 @@ def test_the_schemas_refuse_what_is_wrong() -> None:
 
 
 def test_the_pods_of_a_job_set() -> None:
-    found = objects(manifest(job(), Place("gridformer:1", "shared", memory_gib=1.5)))
+    found = objects(manifest(job(), PodSettings("gridformer:1", "shared", memory_gib=1.5)))
     (group,) = found["JobSet"]["spec"]["replicatedJobs"]
     spec = group["template"]["spec"]
     assert (spec["parallelism"], spec["completions"], spec["completionMode"]) == (2, 2, "Indexed")
@@ -267,7 +271,7 @@ def test_the_pods_of_a_job_set() -> None:
 
 def test_the_run_travels_in_the_manifest() -> None:
     sent = job(("layout.dp=4", "train.lr=0.5", f"data.path={NASTY}"), name="x: 'y'")
-    found = objects(manifest(sent, Place("gridformer:1", "shared")))
+    found = objects(manifest(sent, PodSettings("gridformer:1", "shared")))
     assert refused(found) == []
     assert parse_run(yaml.safe_load(found["ConfigMap"]["data"]["run.yaml"])) == sent.run
     (container,) = pod_of(found)["containers"]
@@ -275,7 +279,9 @@ def test_the_run_travels_in_the_manifest() -> None:
 
 
 def test_kubernetes_replaces_no_variables() -> None:
-    found = objects(manifest(job(run_dir=Path("runs/$(HOME)")), Place("gridformer:1", "shared")))
+    found = objects(
+        manifest(job(run_dir=Path("runs/$(HOME)")), PodSettings("gridformer:1", "shared"))
+    )
     (container,) = pod_of(found)["containers"]
     assert container["command"][-1] == "runs/$$(HOME)"
 

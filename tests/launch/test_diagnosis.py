@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from gridformer.comm import progress, progress_file
-from gridformer.comm.progress_file import COLLECTIVE, RECEIVE, SEND, Lane, Message, State, Wait
+from gridformer.comm.progress_file import (
+    COLLECTIVE,
+    RECEIVE,
+    SEND,
+    Lane,
+    Message,
+    State,
+    WaitingMessage,
+)
 from gridformer.launch import seen as telling
 from gridformer.launch.hang import Seen, Verdict, diagnose, listed
 from gridformer.mesh.axes import Axis
@@ -32,7 +40,7 @@ def rank(number: int, *lanes: Lane, waits: bool = False, **more: object) -> Seen
     wait = None
     if waits:
         first = lanes[0]
-        wait = Wait(first, first.started, first.recent[first.started], 5.0)
+        wait = WaitingMessage(first, first.started, first.recent[first.started], 5.0)
     state = State(100 + number, 7, wait, {one.key: one for one in lanes}, 0.1, "", 0.1)
     return replace(Seen(number, "answers", state), **more)  # type: ignore[arg-type]
 

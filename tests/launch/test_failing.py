@@ -20,7 +20,7 @@ import torch.distributed as dist
 from gridformer.cli.door import door
 from gridformer.launch import worker_process as working
 from gridformer.launch.failures import Failure, report
-from gridformer.mesh.process_group import abandon_world
+from gridformer.mesh.process_group import abandon_process_groups
 from gridformer.utils.errors import DataError, DivergedError
 from gridformer.utils.signals import StopPolicy, StopRequest
 from tests.support.launch.programs import (
@@ -105,11 +105,11 @@ def test_giving_up_nccl_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "destroy_process_group", lambda: called.append("destroy"))
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort)
-    abandon_world()
+    abandon_process_groups()
     assert called == ["abort"]
     never.set()
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    abandon_world()
+    abandon_process_groups()
     assert called == ["abort"], "gloo's sockets close by themselves"
 
 
@@ -128,8 +128,8 @@ def test_the_report_comes_before_the_groups_are_given_up(
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(working, "abandon_world", abandon)
-    monkeypatch.setattr(working.stopping, "end_process", end)
+    monkeypatch.setattr(working, "abandon_process_groups", abandon)
+    monkeypatch.setattr(working.signals, "end_process", end)
     monkeypatch.setenv("RANK", "0")
     place = working.Joined(0, 2, 0, 2, "torchrun")
 
@@ -157,7 +157,7 @@ def test_a_rank_told_to_stop_leaves_the_report_to_the_peer_that_failed(
     stop.policy, stop._cause, stop._outcome = StopPolicy(), "SIGTERM", ""
     stop.is_hopeless = meeting.is_hopeless
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(working.stopping, "end_process", sys.exit)
+    monkeypatch.setattr(working.signals, "end_process", sys.exit)
     with pytest.raises(SystemExit) as ended:
         working._fail(RuntimeError("Connection closed by peer"), stop, meeting.error_file(0))
     assert ended.value.code == 143

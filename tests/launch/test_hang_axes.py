@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gridformer.comm.progress_file import Wait
+from gridformer.comm.progress_file import WaitingMessage
 from gridformer.launch.hang import mismatch
 from gridformer.launch.seen import ranks_of
 from tests.support.launch.programs import LIMIT_S, ROOT, pid_of, processes
@@ -88,7 +88,7 @@ def assert_messages_agree(report: dict[str, Any]) -> None:
         assert seen.state is not None
         for lane in seen.state.lanes.values():
             for number, message in lane.recent.items():
-                waiting = replace(seen.state, wait=Wait(lane, number, message, 1.0))
+                waiting = replace(seen.state, wait=WaitingMessage(lane, number, message, 1.0))
                 n_compared += 1
                 found = mismatch(ranks, replace(seen, state=waiting))
                 assert found is None, found

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gridformer.mesh.launch_env import joined
-from gridformer.mesh.process_group import check_devices, init_world
+from gridformer.mesh.process_group import check_devices, init_process_groups
 from gridformer.mesh.slurm_notation import expand_counts, expand_nodes
 from gridformer.utils.errors import UserError
 from gridformer.utils.hardware import n_cores
@@ -275,7 +275,7 @@ def test_more_processes_than_devices(gpus: Callable[[int], None]) -> None:
     (problem,) = check_devices("cuda", 1)
     assert "no GPU" in problem
     with pytest.raises(UserError, match="no GPU"):
-        init_world("cuda", 1, 1.0)
+        init_process_groups("cuda", 1, 1.0)
 
 
 def test_nproc_differs_from_the_layout() -> None:
@@ -291,9 +291,9 @@ def test_world_size_differs_from_the_layout(monkeypatch: pytest.MonkeyPatch) -> 
     (problem,) = check_devices("cpu", 8)
     assert "srun started 7 processes, but the layout needs 8" in problem
     with pytest.raises(UserError, match="srun started 7"):
-        init_world("cpu", 8, 1.0)
+        init_process_groups("cpu", 8, 1.0)
 
 
-def test_init_world_needs_a_launcher() -> None:
+def test_init_process_groups_needs_a_launcher() -> None:
     with pytest.raises(UserError, match="torchrun or srun"):
-        init_world("cpu", 2, 1.0)
+        init_process_groups("cpu", 2, 1.0)

@@ -12,7 +12,7 @@ import torch
 
 from gridformer.comm import progress
 from gridformer.launch import watch
-from gridformer.launch.watch import Watch
+from gridformer.launch.watch import HangWatch
 
 TIMEOUT_S = 0.2
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 0.2
 @pytest.fixture
 def watched() -> Any:
     """A watch over NCCL without its thread, in the middle of a step."""
-    found: Any = object.__new__(Watch)
+    found: Any = object.__new__(HangWatch)
     found.timeout_s, found.nccl, found._trains = TIMEOUT_S, True, True
     found._progress = progress.start(None)
     found._still_since, found._still = time.monotonic(), (0, 0, 0)

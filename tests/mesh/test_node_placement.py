@@ -28,7 +28,7 @@ from gridformer.mesh.node_placement import (
     sizes_of,
 )
 from gridformer.mesh.placement_table import explain_racks
-from gridformer.parallel.offers import Problem
+from gridformer.parallel.offers import ProblemWithOffers
 from gridformer.parallel.validation import problems
 from tests.support.meshes import Traffic, cases, grid
 
@@ -332,7 +332,7 @@ def plan(n_rows: int, n_cols: int, dp: int, devices_per_node: int) -> LayoutConf
     )
 
 
-def of_nodes(layout: LayoutConfig, rule: str = "devices_per_node") -> list[Problem]:
+def of_nodes(layout: LayoutConfig, rule: str = "devices_per_node") -> list[ProblemWithOffers]:
     """Return the problems of a layout's nodes, or racks, only."""
     run = {"model": {"n_layers": 1, "hidden_size": 8, "n_heads": 2}, "data": {"path": "x"}}
     found = problems(RunConfig.model_validate({**run, "layout": layout}))

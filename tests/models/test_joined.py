@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gridformer.models.blocks import Init, JoinedLinear, Part, Role, attach_copies, keep_copies
+from gridformer.models.blocks import Init, JoinedLinear, PartSize, Role, attach_copies, keep_copies
 from gridformer.models.blocks.cast import cast, copy_of
 
 WIDTHS = {"q": 12, "k": 4, "v": 4}
 
 
 def made(dtype: torch.dtype, bias: bool = False) -> JoinedLinear:
-    parts = {name: Part(n, Init(std=1.0)) for name, n in WIDTHS.items()}
+    parts = {name: PartSize(n, Init(std=1.0)) for name, n in WIDTHS.items()}
     product = JoinedLinear(8, parts, Role("qkv", "attention"), bias)
     generator = torch.Generator().manual_seed(1)
     for parameter in product.parameters():

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gridformer.data import TokenFolder
-from gridformer.evaluate.beams import Search
+from gridformer.evaluate.beams import BeamSearch
 from gridformer.evaluate.bleu import SAMPLES_FILE, Bleu
 from gridformer.evaluate.generate import translate
 from gridformer.evaluate.loading import load_model
@@ -99,7 +99,7 @@ def test_bleu_is_that_of_the_saved_model(
     for step in (2, 4):  # each checkpoint's folder is evaluated as a run directory is
         checkpoint = with_bleu.out / "checkpoints" / f"step-{step:08d}"
         model = load_model(checkpoint, torch.device("cpu"))
-        said = translate(model, model.special, texts[::2], Search(2, max_tokens=64))
+        said = translate(model, model.special, texts[::2], BeamSearch(2, max_tokens=64))
         want = sacrebleu.corpus_bleu(said, [texts[1::2]]).score
         assert found[step]["val_bleu"] == pytest.approx(want, abs=1e-9)
         loss = measure_set(model, "val")["loss"]

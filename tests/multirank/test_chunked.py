@@ -62,7 +62,7 @@ def in_three() -> Iterator[None]:
 
 @contextmanager
 def parts_of(n_bytes: int) -> Iterator[list[Choices]]:
-    """Make all decisions inside use chunks of so many bytes; yields the choices they return."""
+    """Make all decisions inside use chunks of `n_bytes`; yields the choices they return."""
     decided: list[Choices] = []
     real = rules._at_once
 

@@ -11,7 +11,7 @@ import torch
 
 from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
-from gridformer.evaluate.beams import Search
+from gridformer.evaluate.beams import BeamSearch
 from gridformer.evaluate.fill import spans_of
 from gridformer.evaluate.generate import answer
 from gridformer.evaluate.loading import Trained, load_model
@@ -118,7 +118,7 @@ def test_from_text_to_text(
 
     trained = load_model(out, torch.device("cpu"))
     prompt = PROMPTS.get(name, "one two three")
-    said = "".join(answer(trained, prompt, Sampling(0.0), Search(2, max_tokens=8)))
+    said = "".join(answer(trained, prompt, Sampling(0.0), BeamSearch(2, max_tokens=8)))
     # Whether a translation learned in 30 steps is empty depends on a processor's rounding.
     assert said or run["kind"] == "pairs"
     if "___" in prompt:
@@ -131,7 +131,7 @@ def test_from_text_to_text(
 
 def no_blank(trained: Trained) -> None:
     with pytest.raises(UserError, match="the prompt has no blank: write ___"):
-        "".join(answer(trained, "one", Sampling(), Search()))
+        "".join(answer(trained, "one", Sampling(), BeamSearch()))
 
 
 def test_answers_for_each_blank() -> None:

@@ -10,12 +10,12 @@ import torch
 
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig
 from gridformer.data import SpecialIds, Tokenizer
-from gridformer.evaluate.beams import Search, search
+from gridformer.evaluate.beams import BeamSearch, search
 from gridformer.evaluate.continuing import Prompt, continue_texts
 from gridformer.evaluate.fill import fill_words
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.sampling import Sampling
-from gridformer.evaluate.scoring import Score, Window, score
+from gridformer.evaluate.scoring import Score, ScoredWindow, score
 from gridformer.evaluate.team import Team
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
@@ -111,7 +111,7 @@ def scores_of(trained: Trained) -> list[Score]:
     windows = []
     for i in range(31):
         ids = torch.randint(0, v, (2 + i % WINDOW,), generator=generator).tolist()
-        windows.append(Window(ids, 1 + i % (len(ids) - 1) * (i % 2)))
+        windows.append(ScoredWindow(ids, 1 + i % (len(ids) - 1) * (i % 2)))
     return score(trained, windows, 9)
 
 
@@ -181,7 +181,7 @@ def as_asked(layout: dict[str, Any]) -> tuple[list[Score], list[list[int]]] | No
     if trained.axes.world.index:
         team.follow()
         return None
-    scores = team.score([Window([5, 3, 8, 9], 2), Window([1, 2], 1)])
+    scores = team.score([ScoredWindow([5, 3, 8, 9], 2), ScoredWindow([1, 2], 1)])
     said = team.continue_ids([[4, 2], [7]], 9, ["1"], Sampling(temperature=0.0))
     team.release()
     return scores, said
@@ -249,8 +249,8 @@ def said_by(family: str, layout: dict[str, Any]) -> list[Any]:
     sources = [torch.randint(1, v, (n,), generator=generator).tolist() for n in (3, 9, 1, 6, 5)]
     if family != "bert":
         with trained.in_use():
-            greedy = search(trained, sources, 0, 5, Search(1, 1.0, TARGETS), [7])
-            return [greedy, search(trained, sources, 0, 5, Search(3, 0.5, TARGETS), [7])]
+            greedy = search(trained, sources, 0, 5, BeamSearch(1, 1.0, TARGETS), [7])
+            return [greedy, search(trained, sources, 0, 5, BeamSearch(3, 0.5, TARGETS), [7])]
     special = SpecialIds(0, 1, 2, 3, 4, 0, (), v, v - 3, frozenset({0, 1, 2, 3, 4}))
     trained = replace(trained, tokenizer=cast(Tokenizer, Letters()))
     return [fill_words(trained, special, text) for text in ("ab___cd ef___", "___a", "a___bc")]

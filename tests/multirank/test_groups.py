@@ -159,7 +159,7 @@ def test_waiting_for_an_absent_rank_times_out(
     tmp_path: Path, layout: Layout, names: set[str]
 ) -> None:
     """The error comes on every axis, and not only after half an hour."""
-    pool = WorkerPool(600.0)  # a pool of its own, because its groups are useless afterwards
+    pool = WorkerPool(600.0)  # a pool of its own, because its groups are useless afterward
     try:
         _, *found = pool.run(8, waited_for_rank_0, layout, tmp_path / "store", 20.0)
     finally:

@@ -48,7 +48,7 @@ def count_in_cache() -> int:
 
 
 def make_a_subgroup() -> int:
-    """Make a subgroup, and return this rank's number of threads afterwards."""
+    """Make a subgroup, and return this rank's number of threads afterward."""
     group = dist.new_group()
     dist.barrier(group)
     return len(os.listdir("/proc/self/task"))

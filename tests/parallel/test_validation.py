@@ -237,6 +237,30 @@ def test_a_first_sub_grid_alone_shares_no_samples_over_branches() -> None:
     assert problems(run_of(**odd, **{"layout.feed_forward": "common"})) == []
 
 
+@pytest.mark.parametrize(
+    ("layout", "parts"),
+    [
+        ({"dp": 3}, 3),
+        ({"scheme": "megatron", "cols": 4, "dp": 2}, 2),
+        ({"scheme": "megatron_2d", "rows": 2, "cols": 2, "dp": 3}, 6),
+        ({"scheme": "optimus", "rows": 2, "cols": 2, "dp": 2}, 4),
+        ({"scheme": "subgraph", "branches": 4, "dp": 2}, 8),
+        ({"scheme": "subgraph", "branches": 4, "dp": 2, "common": "first"}, 2),
+    ],
+    ids=str,
+)
+def test_micro_batches_divide_over_this_number_of_devices(
+    layout: dict[str, Any], parts: int
+) -> None:
+    """`batch_parts` is what the rule about `global_batch` demands of each micro-batch."""
+    plan = LayoutConfig(**layout, micro_batches=2)
+    assert SPECS[plan.scheme].batch_parts(plan) == parts
+    for batch in range(1, 4 * parts + 1):
+        values = {"train.global_batch": batch, "layout.micro_batches": 2}
+        broken = rules(run_of(**values, **{f"layout.{key}": x for key, x in layout.items()}))
+        assert ("batch" in broken) == (batch % (2 * parts) != 0), batch
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_a_scheme_does_not_cut_need_not_divide(scheme: str) -> None:
     """One replica on one device accepts anything; rows only matter to Optimus."""

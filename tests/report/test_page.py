@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 
 from gridformer.config import parse_run
-from gridformer.report.estimates import estimate
-from gridformer.report.page import write_page
-from gridformer.report.reading import Run, Sample
+from gridformer.report.estimates import estimates_of
+from gridformer.report.page import write_report_page
+from gridformer.report.reading import RunReading, Sample
 from gridformer.report.steptrace import read_timeline
 from gridformer.train.trace import merged
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror='alert(2)'>"
 
 
-def evil_run(folder: Path) -> Run:
+def evil_run(folder: Path) -> RunReading:
     """A run whose every text is an attack."""
     metrics = [{"step": step, "loss": 5.0 - step, EVIL: 1.0 * step} for step in range(3)]
     events = [
         {"event": "start", "step": 0, "layout": EVIL, "devices": EVIL, "device": EVIL, "time": 1e9},
         {"event": "diverged", "step": 1, "why": EVIL},
     ]
-    return Run(
+    return RunReading(
         label=EVIL,
         folder=folder,
         config=None,
@@ -66,7 +66,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("evil")
     run = evil_run(folder)
     path = folder / "out" / "page.html"
-    write_page([run, run], [None, None], path)
+    write_report_page([run, run], [None, None], path)
     return path.read_text()
 
 
@@ -110,7 +110,7 @@ def test_estimates_of_a_run_without_its_data() -> None:
     model = {"family": "gpt2", "n_layers": 2, "hidden_size": 16, "n_heads": 2, "vocab_size": 64}
     layout = {"scheme": "megatron", "cols": 2}
     run = parse_run({"model": {**model, "max_seq_len": 8}, "data": {"path": "x"}, "layout": layout})
-    found = estimate(run)
+    found = estimates_of(run)
     assert found.peak == sum(found.memory.values()) > 0
     [products] = [one for one in found.traffic if one.label == "product"]
     # Two of each layer in either direction, and one of the embedding and of the head.

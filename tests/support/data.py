@@ -9,7 +9,7 @@ import numpy as np
 
 from gridformer.config import RunConfig
 from gridformer.data.prepare.sources import Source
-from gridformer.data.prepare.text_chunks import Piece, labeled, pieces
+from gridformer.data.prepare.text_chunks import TextChunk, labeled, text_chunks
 from gridformer.data.tokenfolder import Kind, PartEntry, TokenFolder, TokenSplit
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "wizards")
@@ -28,12 +28,12 @@ class ListSource:
     parts: tuple[PartEntry, ...] = ()
     label: Callable[[str], str | None] = lambda document: None
 
-    def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
+    def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
         for document in self.documents():
-            yield from labeled(pieces([document]), self.label(document))
+            yield from labeled(text_chunks([document]), self.label(document))
 
-    def sample(self) -> Iterator[Piece]:
-        return self.pieces(Counter())
+    def sample(self) -> Iterator[TextChunk]:
+        return self.chunks(Counter())
 
 
 def listed(*documents: str) -> ListSource:
@@ -50,9 +50,9 @@ def texts(sources: Sequence[Source]) -> list[str]:
     """Return the whole documents of some sources."""
     out = [""]
     for source in sources:
-        for piece in source.pieces(Counter()):
-            out[-1] += piece.text
-            if piece.ends:
+        for chunk in source.chunks(Counter()):
+            out[-1] += chunk.text
+            if chunk.ends:
                 out.append("")
     return out[:-1]
 

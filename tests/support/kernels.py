@@ -92,9 +92,9 @@ def _begin() -> None:
     warnings.filterwarnings("ignore", message="overflow encountered")
     from gridformer.models.kernels import flash_launch, masking
 
-    library.LIBRARY.impl("masked", masking.masked, "CPU")
-    library.LIBRARY.impl("attention", flash_launch.attention, "CPU")
-    library.LIBRARY.impl("attention_backward", flash_launch.attention_backward, "CPU")
+    library.LIBRARY.impl("masked", masking.launch_masking, "CPU")
+    library.LIBRARY.impl("attention", flash_launch.launch_attention, "CPU")
+    library.LIBRARY.impl("attention_backward", flash_launch.launch_attention_backward, "CPU")
     library.available = lambda device, dtype: device.type == "cpu"
 
 

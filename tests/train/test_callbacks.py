@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from gridformer.mesh.process_group import World
-from gridformer.train import Callback, End, Saved, Start, journal
+from gridformer.train import Callback, RunEnd, RunStart, Saved, journal
 from gridformer.train.callbacks import Callbacks
+from gridformer.train.console import title_of
 from gridformer.train.events import EVENTS_FILE
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
@@ -30,7 +31,7 @@ class Told(Callback):
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
 
-    def on_start(self, start: Start) -> None:
+    def on_start(self, start: RunStart) -> None:
         self.events.append(("start", start.step, start.layout, start.devices, start.device))
 
     def on_step(self, metrics: Mapping[str, Any]) -> None:
@@ -42,7 +43,7 @@ class Told(Callback):
     def on_saved(self, saved: Saved) -> None:
         self.events.append(("saved", saved.step, saved.n_bytes > 0, saved.failure))
 
-    def on_end(self, end: End) -> None:
+    def on_end(self, end: RunEnd) -> None:
         self.events.append(("end", end.how, end.step, end.saved, end.why))
 
     def close(self) -> None:
@@ -77,9 +78,10 @@ def trained(plan: Plan, stops_at: int = -1) -> tuple[list[tuple[Any, ...]], int]
             raise OSError("the data are gone")
         start(step)
 
-    with patch.object(trainer, "_start", breaks), patch.object(journal, "plot_loss"):
+    with patch.object(trainer, "_start", breaks), patch.object(journal, "plot_loss") as plot:
         try:
             trainer.fit()
+            plot.assert_called_once_with(plan.out, title_of(plan.run))
         except OSError:
             assert stops_at >= 0
     return told.events, fails.calls
@@ -153,5 +155,5 @@ def test_errors_of_what_a_run_needs_end_it_after_all_are_closed() -> None:
 
 
 def test_what_callbacks_are_told_can_be_sent_to_other_processes() -> None:
-    end = End("failed", 3, why="it broke")
+    end = RunEnd("failed", 3, why="it broke")
     assert pickle.loads(pickle.dumps(end)) == end

@@ -17,7 +17,7 @@ import pytest
 
 from gridformer.config import RunConfig, parse_run
 from gridformer.launch.plan import check_run
-from gridformer.train.callbacks import Callback, End, Start
+from gridformer.train.callbacks import Callback, RunEnd, RunStart
 from gridformer.train.loggers import missing_packages, open_loggers
 from gridformer.train.metrics import METRICS
 from gridformer.utils.errors import ConfigError
@@ -140,7 +140,7 @@ def opened(name: str, folder: Path, resume_step: int = 0) -> Callback:
     kept = [json.dumps(line_of(step)) + "\n" for step in range(resume_step + 1)]
     (folder / METRICS).write_text("".join(kept) if resume_step else "")
     ([], [logger]) = open_loggers(run, folder, resume_step)
-    logger.on_start(Start(run, folder, resume_step, "single", 1, "cpu"))
+    logger.on_start(RunStart(run, folder, resume_step, "single", 1, "cpu"))
     return logger
 
 
@@ -165,7 +165,7 @@ def test_a_resumed_run_is_joined_and_no_step_is_logged_twice(
     first.on_evaluation(5, {})
     second = opened(name, tmp_path, 3)
     steps(second, 4, 7)
-    second.on_end(End("done", 7, 7))
+    second.on_end(RunEnd("done", 7, 7))
     second.close()
     assert [*known] == ["id0"]
     logged = known["id0"]["steps"] if name == "wandb" else mlflow.steps("id0")
@@ -195,7 +195,7 @@ def test_an_offline_run_goes_on_after_the_last_step_that_it_has_completed(
 ) -> None:
     first = opened("wandb", tmp_path)
     steps(first, 0, 4)
-    first.on_end(End("stopped", 4, 4))
+    first.on_end(RunEnd("stopped", 4, 4))
     steps(opened("wandb", tmp_path, 4), 5, 6)  # killed: what it has written may be lost
     steps(opened("wandb", tmp_path, 5), 6, 7)
     assert wandb.runs["id0"]["steps"] == [0, 1, 2, 3, 4, 5, 6, 5, 6, 7]

@@ -1,16 +1,20 @@
-"""What happens if metrics cannot be written."""
+"""What happens if metrics cannot be written, and what the picture of the losses shows."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from matplotlib.figure import Figure
 
+from gridformer.config import load_run
+from gridformer.train.console import title_of
 from gridformer.train.loggers.tensorboard import TensorBoard
-from gridformer.train.metrics import EVENTS, MetricsFile, read_metrics
+from gridformer.train.metrics import EVENTS, METRICS, PLOT, MetricsFile, plot_loss, read_metrics
 from gridformer.utils.disk import FullDiskError
 
 
@@ -32,3 +36,30 @@ def test_a_full_disk_is_named_also_where_tensorboard_meets_it(tmp_path: Path) ->
     log._events.close()
     file.close()
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
+
+
+def test_the_plot_names_the_run_and_its_label_covers_no_curve(tmp_path: Path) -> None:
+    """The last validation loss is written beside the axes, at the height where its curve ends."""
+    lines = [{"step": 0, "val_loss": 6.3}]
+    lines += [{"step": step, "loss": 6.3 - step / 4} for step in range(1, 10)]
+    lines[-1]["val_loss"] = 3.53
+    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    drawn: list[Figure] = []
+    with patch.object(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure)):
+        path = plot_loss(tmp_path, title_of(load_run("demo", ["model.vocab_size=512"])))
+    assert path == tmp_path / PLOT
+    (figure,) = drawn
+    (axes,) = figure.axes
+    assert axes.get_title() == "demo: demo-4m (3.8M parameters) on optimus 2x2"
+    (label,) = axes.texts
+    assert label.get_text() == "3.53\nperplexity\n34.1"
+    figure.draw_without_rendering()
+    where, inside = label.get_window_extent(), axes.get_window_extent()
+    assert inside.x1 < where.x0 < where.x1 <= figure.bbox.x1
+    height = axes.transData.transform((0.0, 3.53))[1]
+    assert where.y0 < height < where.y1
+    assert [curve.get_label() for curve in axes.lines] == [
+        "training, each step",
+        "training, smoothed",
+        "validation",
+    ]

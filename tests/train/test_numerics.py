@@ -22,7 +22,7 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(WORKSPACE, "")  # is put back afterwards
+    monkeypatch.setenv(WORKSPACE, "")  # is put back afterward
     monkeypatch.delenv(WORKSPACE)
     yield
     set_numerics(TrainConfig())

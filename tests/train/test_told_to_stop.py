@@ -22,7 +22,7 @@ from gridformer.mesh.process_group import World
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
-from gridformer.utils import signals as stopping
+from gridformer.utils import signals
 from tests.support.multirank.pool import WorkerPool
 
 
@@ -36,7 +36,7 @@ def train(folder: Path, out: Path, told: int, lag: int) -> tuple[int, bool]:
     }
     run = resolve(parse_run(sections), TokenFolder.open(folder))
     rank, done = dist.get_rank(), 0
-    stop = stopping.install(stopping.StopPolicy(grace_s=600.0))
+    stop = signals.install(signals.StopPolicy(grace_s=600.0))
     try:
         trainer = Trainer(
             Plan(run, out, None, 0, decide_run(run)),

@@ -10,8 +10,11 @@ from gridformer.utils.units import GIB, MIB, format_bytes, format_count, format_
 @pytest.mark.parametrize(
     ("n_bytes", "text"),
     [
-        (0, "0 MiB"),
-        (MIB // 64, "0.0156 MiB"),
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (MIB // 64, "16,384 bytes"),
+        (MIB - 0.25, "1,048,576 bytes"),
+        (MIB, "1 MiB"),
         (1.5 * MIB, "1.5 MiB"),
         (1000 * MIB, "1,000 MiB"),
         (GIB, "1 GiB"),

@@ -12,7 +12,7 @@ import torch
 from gridformer import comm
 from gridformer.calibrate.cases import Cases
 from gridformer.calibrate.clock import Meet, cpu_seconds, gpu_seconds
-from gridformer.calibrate.found import Found
+from gridformer.calibrate.found import Measurements
 from gridformer.calibrate.host import measure_host
 from gridformer.calibrate.operations import Operation, Run, operations
 from gridformer.config import TrainConfig
@@ -27,7 +27,7 @@ _BEYOND_CACHES = 128 * 2**20  # bytes
 _MOST_COPIES = 64  # of the tensors of one operation in a process
 
 
-def measure_gpu(cases: Cases, limit_s: float, tell: Tell) -> Found:
+def measure_gpu(cases: Cases, limit_s: float, tell: Tell) -> Measurements:
     """Measures the current GPU. What fails is reported, and the rest goes on.
 
     Args:
@@ -35,7 +35,7 @@ def measure_gpu(cases: Cases, limit_s: float, tell: Tell) -> Found:
         limit_s: After this time what is left is left out.
         tell: Receives progress messages.
     """
-    began, found = time.monotonic(), Found()
+    began, found = time.monotonic(), Measurements()
     device = torch.device("cuda", torch.cuda.current_device())
     set_numerics(TrainConfig())
     heat = _heater(device)
@@ -64,7 +64,7 @@ def measure_gpu(cases: Cases, limit_s: float, tell: Tell) -> Found:
 
 def measure_cpu(
     cases: Cases, n_processes: int, few: bool, n_cores: int, meet: Meet, tell: Tell
-) -> Found:
+) -> Measurements:
     """Measures a CPU from one of the processes that share it.
 
     Args:
@@ -75,7 +75,7 @@ def measure_cpu(
         meet: A barrier of all processes.
         tell: Receives progress messages.
     """
-    found, device = Found(), torch.device("cpu")
+    found, device = Measurements(), torch.device("cpu")
     waits = max(1.0, n_processes / n_cores)  # how much longer a call takes
     window_s = cases.window_s * min(3.0, waits)
     for operation in operations(cases, few, gpu=False):
@@ -109,7 +109,7 @@ def _in_turns(new: Callable[[], Run], copies: int, window_s: float, meet: Meet) 
     return cpu_seconds([new() for _ in range(copies)], window_s, meet)
 
 
-def average(found: Found, everyone: Axis) -> None:
+def average(found: Measurements, everyone: Axis) -> None:
     """Replaces times by their means over all processes, which call this together."""
     own = torch.tensor([*found.times(), *found.host], dtype=torch.float64)
     mean = (comm.all_reduce(own, everyone) / everyone.size).tolist()
@@ -120,7 +120,7 @@ def average(found: Found, everyone: Axis) -> None:
 
 def _guarded(
     operation: Operation,
-    found: Found,
+    found: Measurements,
     device: torch.device,
     measure: Callable[[Callable[[], Run]], float],
 ) -> float | None:
@@ -143,7 +143,9 @@ def _free(device: torch.device) -> float:
     return float(free + cached)
 
 
-def _measure_host(found: Found, device: torch.device, dtype: str, steps: int, meet: Meet) -> None:
+def _measure_host(
+    found: Measurements, device: torch.device, dtype: str, steps: int, meet: Meet
+) -> None:
     try:
         host = measure_host(device, dtype, steps, meet)
     except Exception as error:

@@ -11,7 +11,7 @@ from gridformer.cluster.tables import Tables
 
 
 @dataclass
-class Found:
+class Measurements:
     """Measurements of one machine.
 
     Attributes:
@@ -63,7 +63,7 @@ class Found:
         for row, us in zip(self._timed, times, strict=True):
             row[-1] = round(us, 3)
 
-    def extend(self, other: Found) -> None:
+    def extend(self, other: Measurements) -> None:
         """Adds what another process has found."""
         for table, rows in other.rows.items():
             self.rows.setdefault(table, []).extend(rows)
@@ -78,5 +78,5 @@ class Found:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @staticmethod
-    def read(path: Path) -> Found:
-        return Found(**json.loads(path.read_text(encoding="utf-8")))
+    def read(path: Path) -> Measurements:
+        return Measurements(**json.loads(path.read_text(encoding="utf-8")))

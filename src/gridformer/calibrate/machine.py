@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gridformer.calibrate.cases import Cases, cpu_cases, gpu_cases, quick_cases
-from gridformer.calibrate.found import Found
+from gridformer.calibrate.found import Measurements
 from gridformer.cluster import Cluster, Device, Figure, Host, Level
 from gridformer.launch import launch
 from gridformer.utils.errors import UserError
@@ -67,16 +67,16 @@ def _source(device: str) -> str:
 # --------------------------------------------------------------------------- CPU
 
 
-def _calibrate_cpu(counts: Sequence[int], quick: bool, tell: Tell) -> tuple[Found, Cluster]:
+def _calibrate_cpu(counts: Sequence[int], quick: bool, tell: Tell) -> tuple[Measurements, Cluster]:
     cases = quick_cases(cpu_cases()) if quick else cpu_cases()
-    found, began = Found(), time.monotonic()
+    found, began = Measurements(), time.monotonic()
     for n in counts:
         who = "1 process" if n == 1 else f"{n} processes at the same time"
         tell(f"{who} ({time.monotonic() - began:.0f} s so far)")
         with tempfile.TemporaryDirectory(prefix="gridformer-calibrate-") as folder:
             out = Path(folder) / "found.json"
             launch(cpu_worker, (n, cases, out), n)
-            found.extend(Found.read(out))
+            found.extend(Measurements.read(out))
     return found, cpu_cluster(found)
 
 
@@ -87,9 +87,9 @@ def cpu_worker(n: int, cases: Cases, out: Path) -> None:
     from gridformer import comm
     from gridformer.calibrate.device import average, measure_cpu
     from gridformer.mesh.axes import Axis
-    from gridformer.mesh.process_group import close_world, init_world
+    from gridformer.mesh.process_group import close_process_groups, init_process_groups
 
-    world = init_world("cpu", n, 600.0)
+    world = init_process_groups("cpu", n, 600.0)
     everyone = Axis("world", n, world.rank)
 
     def tell(text: str) -> None:
@@ -106,10 +106,10 @@ def cpu_worker(n: int, cases: Cases, out: Path) -> None:
     found.add_host(n)
     if world.rank == 0:
         found.write(out)
-    close_world()
+    close_process_groups()
 
 
-def cpu_cluster(found: Found) -> Cluster:
+def cpu_cluster(found: Measurements) -> Cluster:
     """Returns the cluster file of this CPU with these measurements."""
     name = _processor()
     source = _source(f"{name}, {n_cores()} cores, gloo")
@@ -134,7 +134,7 @@ def cpu_cluster(found: Found) -> Cluster:
 # --------------------------------------------------------------------------- GPU
 
 
-def _calibrate_gpu(quick: bool, limit_s: float, tell: Tell) -> tuple[Found, Cluster]:
+def _calibrate_gpu(quick: bool, limit_s: float, tell: Tell) -> tuple[Measurements, Cluster]:
     import torch
 
     from gridformer.calibrate.device import measure_gpu
@@ -156,7 +156,7 @@ def _calibrate_gpu(quick: bool, limit_s: float, tell: Tell) -> tuple[Found, Clus
         with tempfile.TemporaryDirectory(prefix="gridformer-calibrate-") as folder:
             out = Path(folder) / "found.json"
             launch(gpu_worker, (count, cases, out), count)
-            found.extend(Found.read(out))
+            found.extend(Measurements.read(out))
     properties = torch.cuda.get_device_properties(0)
     source = _source(f"{n} x {properties.name}, CUDA {torch.version.cuda}")
     device = Device(
@@ -175,20 +175,22 @@ def _calibrate_gpu(quick: bool, limit_s: float, tell: Tell) -> tuple[Found, Clus
 
 def gpu_worker(n: int, cases: Cases, out: Path) -> None:
     """The entrypoint of each of n processes with a GPU each. Rank 0 writes `out`."""
-    from gridformer.mesh.process_group import close_world, init_world
+    from gridformer.mesh.process_group import close_process_groups, init_process_groups
 
-    world = init_world("cuda", n, 600.0)
-    found = Found(backend=world.backend)
+    world = init_process_groups("cuda", n, 600.0)
+    found = Measurements(backend=world.backend)
     _measure_messages(found, cases, n, world.rank, world.device)
     if world.rank == 0:
         found.write(out)
-    close_world()
+    close_process_groups()
 
 
 # --------------------------------------------------------------------------- both
 
 
-def _measure_messages(found: Found, cases: Cases, n: int, rank: int, device: torch.device) -> None:
+def _measure_messages(
+    found: Measurements, cases: Cases, n: int, rank: int, device: torch.device
+) -> None:
     """Adds the times of messages in groups of several sizes; all ranks call this together."""
     from gridformer.calibrate.messages import axes_of, message_seconds, sends_of
     from gridformer.mesh.axes import Axis
@@ -204,7 +206,7 @@ def _measure_messages(found: Found, cases: Cases, n: int, rank: int, device: tor
                 found.rows.setdefault("messages", []).append(row)
 
 
-def _rates(found: Found, source: str) -> dict[str, Any]:
+def _rates(found: Measurements, source: str) -> dict[str, Any]:
     """Returns the highest rates that were measured, which formulas use where no table helps."""
     tables = found.tables(source)
     if not tables.products or not tables.memory:
@@ -223,7 +225,7 @@ def _rates(found: Found, source: str) -> dict[str, Any]:
     }
 
 
-def _cluster(name: str, device: Device, found: Found, source: str, size: int) -> Cluster:
+def _cluster(name: str, device: Device, found: Measurements, source: str, size: int) -> Cluster:
     tables = found.tables(source)
     host, said = min(tables.host, default=None), source
     if host is None:

@@ -16,7 +16,7 @@ Shards = Mapping[str, tuple[Tensor, ParamShard]]
 
 
 @dataclass(frozen=True)
-class Block:
+class TensorBlock:
     """A block of a global tensor.
 
     Attributes:
@@ -30,9 +30,9 @@ class Block:
     offset: tuple[int, ...]
 
     @staticmethod
-    def of(local: Tensor, shard: ParamShard) -> Block:
+    def of(local: Tensor, shard: ParamShard) -> TensorBlock:
         """Returns the block that a local tensor with this shard holds, without its padding."""
-        return Block(shard.valid(local.detach()), shard.size, shard.offset)
+        return TensorBlock(shard.valid(local.detach()), shard.size, shard.offset)
 
     @property
     def empty(self) -> bool:
@@ -53,7 +53,7 @@ class Block:
         return tuple(there), tuple(here)
 
 
-def written_here(shards: Shards, axes: Axes) -> dict[str, Block]:
+def written_here(shards: Shards, axes: Axes) -> dict[str, TensorBlock]:
     """Returns the blocks that this rank writes; of replicas of a block, one writes it.
 
     Every replica finds by itself which one that is, because all of them hold the same blocks in the
@@ -69,7 +69,7 @@ def written_here(shards: Shards, axes: Axes) -> dict[str, Block]:
     for name, (local, shard) in shards.items():
         if shard.stages and axes.pp.index != shard.stages[0]:
             continue
-        block = Block.of(local, shard)
+        block = TensorBlock.of(local, shard)
         if block.empty:
             continue
         if shard.replicas is not None:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from gridformer.checkpoint.block import Block, Shards
-from gridformer.checkpoint.index import Index, blocks_for
+from gridformer.checkpoint.block import Shards, TensorBlock
+from gridformer.checkpoint.index import BlockIndex, blocks_for
 
 
-def read_blocks(shards: Shards, folder: Path, index: Index) -> None:
+def read_blocks(shards: Shards, folder: Path, index: BlockIndex) -> None:
     """Fills local tensors in place from the blocks in `folder`, whichever layout wrote them.
 
     Only files with such blocks are opened.
@@ -30,11 +30,13 @@ def read_blocks(shards: Shards, folder: Path, index: Index) -> None:
         CheckpointError: A tensor is missing or incomplete, or has another global shape.
     """
     read_into(
-        {name: Block.of(local, shard) for name, (local, shard) in shards.items()}, folder, index
+        {name: TensorBlock.of(local, shard) for name, (local, shard) in shards.items()},
+        folder,
+        index,
     )
 
 
-def read_into(wanted: Mapping[str, Block], folder: Path, index: Index) -> None:
+def read_into(wanted: Mapping[str, TensorBlock], folder: Path, index: BlockIndex) -> None:
     """Fills blocks in place; see `read_blocks`."""
     for file, stored in blocks_for(index, wanted, folder).items():
         with safe_open(folder / file, framework="pt") as opened:

@@ -103,7 +103,17 @@ def manifest_of(
     data: Fingerprint | None = None,
     divergences: Divergences | None = None,
 ) -> Manifest:
-    """Returns the manifest of a checkpoint whose files are not written yet; see `save`."""
+    """Returns the manifest of a checkpoint whose files are not written yet.
+
+    Args:
+        step: The number of steps that are done.
+        tokens: The number of tokens that the run has read.
+        run: The run.
+        scale: The loss scale of float16; None with other types.
+        data_start: The step at which the order of samples began.
+        data: What identifies the data; None leaves it out.
+        divergences: What the run has done about steps that were not finite; None for nothing.
+    """
     return Manifest(
         format="gridformer-checkpoint",
         version=1,

@@ -33,7 +33,7 @@ class Damaged:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenCheckpoint:
     """The newest checkpoint of a run directory that is not known to be damaged.
 
     Attributes:
@@ -49,7 +49,7 @@ class Choice:
     damaged: tuple[Damaged, ...] = ()
 
 
-def choose(run_dir: Path, fallback: bool) -> Choice | None:
+def choose(run_dir: Path, fallback: bool) -> ChosenCheckpoint | None:
     """Finds the checkpoint to resume from by manifests and sizes; None if there is none at all.
 
     Args:
@@ -70,13 +70,13 @@ def choose(run_dir: Path, fallback: bool) -> Choice | None:
             damaged.append(Damaged(folder, str(error)))
             continue
         older = tuple(folders[number + 1 :]) if fallback else ()
-        return Choice(folder, manifest, older, tuple(damaged))
+        return ChosenCheckpoint(folder, manifest, older, tuple(damaged))
     if damaged:
         raise _none_left(run_dir, damaged)
     return None
 
 
-def choose_together(folders: Sequence[Path], axes: Axes) -> Choice:
+def choose_together(folders: Sequence[Path], axes: Axes) -> ChosenCheckpoint:
     """Finds the first checkpoint of several whose checksums are right.
 
     All ranks call it together, share the reading, and get the same result.
@@ -98,7 +98,7 @@ def choose_together(folders: Sequence[Path], axes: Axes) -> Choice:
         why = first_text(mine, axes.world)
         if not why:
             assert manifest is not None
-            return Choice(folder, manifest, tuple(folders[number + 1 :]), tuple(damaged))
+            return ChosenCheckpoint(folder, manifest, tuple(folders[number + 1 :]), tuple(damaged))
         damaged.append(Damaged(folder, why))
     raise _none_left(folders[0].parents[1], damaged)
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from gridformer.checkpoint.block import Block
+from gridformer.checkpoint.block import TensorBlock
 from gridformer.config import Config
 from gridformer.utils.errors import CheckpointError
 
@@ -38,7 +38,7 @@ class Stored(NamedTuple):
     size: tuple[int, ...]
 
 
-class Index(Config):
+class BlockIndex(Config):
     """Where the blocks of a checkpoint are.
 
     Attributes:
@@ -58,7 +58,7 @@ class Index(Config):
                     yield Stored(file, name, offset, size)
 
 
-def part_of(file: str, blocks: Mapping[str, Block]) -> bytes:
+def part_of(file: str, blocks: Mapping[str, TensorBlock]) -> bytes:
     """Returns one file's part of an index, packed; nothing for a rank that writes no file."""
     if not blocks:
         return b""
@@ -69,7 +69,7 @@ def part_of(file: str, blocks: Mapping[str, Block]) -> bytes:
     return zlib.compress(json.dumps([file, found]).encode())
 
 
-def joined(parts: Iterable[bytes]) -> Index:
+def joined(parts: Iterable[bytes]) -> BlockIndex:
     """Returns the index of all files, from the parts that `part_of` made."""
     number_of: dict[tuple[str, ...], int] = {}
     files: dict[str, list[Position]] = {}
@@ -82,10 +82,10 @@ def joined(parts: Iterable[bytes]) -> Index:
             for names, offset, size in groups
         ]
     names = [[*some] for some in number_of]
-    return Index.model_construct(names=names, files=files)  # it need not be checked
+    return BlockIndex.model_construct(names=names, files=files)  # it need not be checked
 
 
-def index_of_files(folder: Path, files: Iterable[str]) -> Index:
+def index_of_files(folder: Path, files: Iterable[str]) -> BlockIndex:
     """Reads the headers of all files, for a checkpoint whose manifest has no index."""
     from gridformer.checkpoint.safetensors_file import positions_in
 
@@ -96,10 +96,12 @@ def index_of_files(folder: Path, files: Iterable[str]) -> Index:
             (number_of.setdefault(name, len(number_of)), offset, size)
             for name, offset, size in positions_in(folder / file)
         ]
-    return Index.model_construct(names=[[name] for name in number_of], files=found)
+    return BlockIndex.model_construct(names=[[name] for name in number_of], files=found)
 
 
-def blocks_for(index: Index, wanted: Mapping[str, Block], folder: Path) -> dict[str, list[Stored]]:
+def blocks_for(
+    index: BlockIndex, wanted: Mapping[str, TensorBlock], folder: Path
+) -> dict[str, list[Stored]]:
     """Returns the stored blocks from which tensors can be filled, by file.
 
     Args:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from gridformer.checkpoint.index import Index
+from gridformer.checkpoint.index import BlockIndex
 from gridformer.config import Config, ModelConfig, RunConfig
 from gridformer.config.renamed import with_new_names
 from gridformer.data.fingerprint import Fingerprint
@@ -93,7 +93,7 @@ class Manifest(Config):
     run: dict[str, Any]
     files: dict[str, FileEntry]
     side_files: dict[str, FileEntry] = Field(default_factory=dict)
-    index: Index | None = None
+    index: BlockIndex | None = None
     data_start: int = Field(default=0, ge=0)
     data: Fingerprint | None = None
     divergences: Divergences = Divergences()
@@ -265,7 +265,7 @@ def _contradiction(manifest: Manifest) -> str | None:
     return None
 
 
-def _has_blocks(path: Path, index: Index) -> bool:
+def _has_blocks(path: Path, index: BlockIndex) -> bool:
     """Returns whether the header of a file has the blocks that the index says."""
     from gridformer.checkpoint.safetensors_file import positions_in
 

@@ -20,7 +20,7 @@ class Kept:
     room: bool = False
 
     def removable(self, names: list[str], newest: int) -> list[str]:
-        """Returns which of the complete checkpoints may go if so many of the newest stay."""
+        """Returns which of the complete checkpoints may go if that number of the newest stays."""
         older = names[:-newest]
         return [name for name in older if not self.every or step_of(name) % self.every]
 
@@ -36,7 +36,7 @@ def step_of(name: str) -> int:
 
 
 @dataclass
-class Outcome:
+class SaveOutcome:
     """What became of a save. Only the first rank knows it.
 
     Attributes:

@@ -76,7 +76,7 @@ class Draft(Protocol):
         """Removes the draft and everything in it."""
 
 
-class Place(Protocol):
+class CheckpointPlace(Protocol):
     """A folder of checkpoints."""
 
     def draft(self, name: str) -> Draft:

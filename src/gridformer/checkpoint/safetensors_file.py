@@ -17,7 +17,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from gridformer.checkpoint.block import Block
+from gridformer.checkpoint.block import TensorBlock
 
 _INFO = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
@@ -52,7 +52,7 @@ class Streamed:
         return n_bytes
 
 
-def write_file(file: BinaryIO, blocks: Mapping[str, Block]) -> tuple[int, int]:
+def write_file(file: BinaryIO, blocks: Mapping[str, TensorBlock]) -> tuple[int, int]:
     """Writes a file and computes its checksum meanwhile, so that it need not be read again.
 
     One block at a time is copied to host memory.
@@ -76,7 +76,7 @@ def _in_rows(tensor: Tensor) -> Streamed:
     return Streamed(tuple(tensor.shape), tensor.dtype, lambda: tensor.split(rows))
 
 
-def offsets_info(blocks: Mapping[str, Block]) -> dict[str, str]:
+def offsets_info(blocks: Mapping[str, TensorBlock]) -> dict[str, str]:
     """Returns the metadata of a file that holds these blocks."""
     offsets = {name: {_OFFSETS: list(block.offset)} for name, block in blocks.items()}
     return {_INFO: json.dumps(offsets)}

@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 
 from gridformer import comm
-from gridformer.checkpoint.block import Block, Shards, written_here
+from gridformer.checkpoint.block import Shards, TensorBlock, written_here
 from gridformer.checkpoint.manifest import Manifest
-from gridformer.checkpoint.outcome import Kept, Outcome
-from gridformer.checkpoint.place import LocalPlace, Place
+from gridformer.checkpoint.outcome import Kept, SaveOutcome
+from gridformer.checkpoint.place import CheckpointPlace, LocalPlace
 from gridformer.checkpoint.saving import Save
 from gridformer.checkpoint.snapshot import Snapshot, bytes_of
 from gridformer.comm import progress
@@ -38,7 +38,7 @@ _LOOK_S = 0.25
 
 
 @dataclass
-class Report:
+class SaveReport:
     """What became of a save, on the first rank.
 
     Attributes:
@@ -47,7 +47,7 @@ class Report:
         waited_s: How many of these it waited for the save before it.
     """
 
-    outcome: Outcome
+    outcome: SaveOutcome
     stalled_s: float
     waited_s: float
 
@@ -87,7 +87,7 @@ class Saver:
             train.keep_checkpoints, train.keep_every, train.full_disk == "remove_oldest"
         )
         self._copy_to = train.checkpoint_to
-        self.place: Place = LocalPlace(run_dir)
+        self.place: CheckpointPlace = LocalPlace(run_dir)
         self._copies = Snapshot()
         self._save: Save | None = None
         self._thread: threading.Thread | None = None
@@ -95,7 +95,7 @@ class Saver:
         self._failure = ""  # of the last save, on the first rank
         self._failed = False  # whether the last save has failed, as far as all ranks know
         self._stalls = 0.0, 0.0
-        self._news: list[Report] = []
+        self._news: list[SaveReport] = []
         self._metrics: dict[str, float] = {}
 
     @property
@@ -160,7 +160,7 @@ class Saver:
                 )
             self._pause(save.outcome.failure)
 
-    def _may_wait(self, outcome: Outcome, until: float) -> bool:
+    def _may_wait(self, outcome: SaveOutcome, until: float) -> bool:
         """Returns whether, as far as this rank knows, the save may be tried again later."""
         again_s = 2 * _RETRY_S  # a pause, and an attempt
         may = self._seconds_left() > again_s and not self._hopeless()
@@ -211,7 +211,7 @@ class Saver:
         self._failed = not self._all(not self._failure)
         return not self._failed
 
-    def news(self) -> list[Report]:
+    def news(self) -> list[SaveReport]:
         """Returns, on the first rank, what became of saves since the last call."""
         if self._save is not None and self.first and not self.busy:
             self.finish()
@@ -234,7 +234,7 @@ class Saver:
         self._save = self._thread = None
         self._failure = save.outcome.failure
         if self.first:
-            self._news.append(Report(save.outcome, *self._stalls))
+            self._news.append(SaveReport(save.outcome, *self._stalls))
             if not save.outcome.failure:
                 self._metrics["save_s"] = save.outcome.seconds
 
@@ -254,7 +254,7 @@ class Saver:
         )
         self._thread.start()
 
-    def _write(self, save: Save, copies: Mapping[str, Block]) -> None:
+    def _write(self, save: Save, copies: Mapping[str, TensorBlock]) -> None:
         try:
             self._copies.wait()
             save.run(lambda: copies)

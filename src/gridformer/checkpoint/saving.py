@@ -24,11 +24,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gridformer.checkpoint.block import Block
-from gridformer.checkpoint.index import Index, joined, part_of
+from gridformer.checkpoint.block import TensorBlock
+from gridformer.checkpoint.index import BlockIndex, joined, part_of
 from gridformer.checkpoint.manifest import FileEntry, Manifest, encoded
-from gridformer.checkpoint.outcome import Kept, Outcome, file_of, name_of
-from gridformer.checkpoint.place import Draft, Place
+from gridformer.checkpoint.outcome import Kept, SaveOutcome, file_of, name_of
+from gridformer.checkpoint.place import CheckpointPlace, Draft
 from gridformer.checkpoint.remote import Remote
 from gridformer.checkpoint.safetensors_file import write_file
 from gridformer.checkpoint.side_files import write_side_files
@@ -77,7 +77,7 @@ class Save:
 
     def __init__(
         self,
-        place: Place,
+        place: CheckpointPlace,
         manifest: Manifest,
         rank: int,
         n_ranks: int,
@@ -92,7 +92,7 @@ class Save:
         self.rank, self.n_ranks, self.patience_s = rank, n_ranks, patience_s
         self.draft: Draft = place.draft(name_of(manifest.step))
         self.began = time.monotonic()
-        self.outcome = Outcome(self.draft.target, manifest.step)
+        self.outcome = SaveOutcome(self.draft.target, manifest.step)
         self.no_draft = False  # whether the first rank could not begin
         self._own_s = 0.0
 
@@ -112,7 +112,7 @@ class Save:
                     self._fails(f"{self.draft.target}: {error.strerror or error}")
                     return False
 
-    def run(self, blocks: Callable[[], Mapping[str, Block]]) -> None:
+    def run(self, blocks: Callable[[], Mapping[str, TensorBlock]]) -> None:
         """Writes this rank's file and, on the first rank, publishes the checkpoint.
 
         Args:
@@ -153,7 +153,7 @@ class Save:
 
     # ------------------------------------------------------------------ each rank
 
-    def _write(self, blocks: Mapping[str, Block]) -> _Told:
+    def _write(self, blocks: Mapping[str, TensorBlock]) -> _Told:
         began = time.monotonic()
         name = file_of(self.rank)
         part = part_of(name, blocks)
@@ -171,7 +171,7 @@ class Save:
         finally:
             self._own_s = max(self._own_s, time.monotonic() - began)
 
-    def _troubled(self, error: OSError, blocks: Mapping[str, Block] | None = None) -> _Told:
+    def _troubled(self, error: OSError, blocks: Mapping[str, TensorBlock] | None = None) -> _Told:
         with contextlib.suppress(OSError):  # what was written leaves room for the notes
             self.draft.drop(file_of(self.rank))
         tensors = [block.tensor for block in (blocks or {}).values()]
@@ -346,10 +346,10 @@ class _LostError(Exception):
 
 
 # The index that was made last, for the parts of all ranks. Saves of one run have the same.
-_last: tuple[int, Index] | None = None
+_last: tuple[int, BlockIndex] | None = None
 
 
-def _index_of(parts: list[bytes]) -> Index:
+def _index_of(parts: list[bytes]) -> BlockIndex:
     global _last
     key = 0
     for part in parts:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gridformer.checkpoint.block import Block
+from gridformer.checkpoint.block import TensorBlock
 
 _ALIGNED = 64  # bytes
 
@@ -28,7 +28,7 @@ class Snapshot:
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
 
-    def take(self, blocks: Mapping[str, Block]) -> dict[str, Block]:
+    def take(self, blocks: Mapping[str, TensorBlock]) -> dict[str, TensorBlock]:
         """Copies blocks. The copies may be read after `wait`, until the next call."""
         device = next((b.tensor.device for b in blocks.values() if b.tensor.is_cuda), None)
         self.reserve(bytes_of(blocks), device is not None)
@@ -36,7 +36,7 @@ class Snapshot:
         for name, block in blocks.items():
             end = begin + block.tensor.numel() * block.tensor.element_size()
             copy = _like(block.tensor, self._memory[begin:end])
-            found[name] = Block(copy, block.size, block.offset)
+            found[name] = TensorBlock(copy, block.size, block.offset)
             begin = _aligned(end)
         pairs = [(found[name].tensor, block.tensor.detach()) for name, block in blocks.items()]
         if device is None:
@@ -95,7 +95,7 @@ class Snapshot:
             self._pinned = False
 
 
-def bytes_of(blocks: Mapping[str, Block]) -> int:
+def bytes_of(blocks: Mapping[str, TensorBlock]) -> int:
     """Returns the bytes that copies of blocks take."""
     sizes = (block.tensor.numel() * block.tensor.element_size() for block in blocks.values())
     return sum(map(_aligned, sizes))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.block import Block
+from gridformer.checkpoint.block import TensorBlock
 from gridformer.checkpoint.manifest import KEPT, verify
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.checkpoint.side_files import root_of
@@ -51,7 +51,7 @@ _OF_LENGTH = {"rope_theta", "rope_scaling", "window"}
 
 
 @dataclass(frozen=True)
-class Start:
+class InitialWeights:
     """The weights with which a run begins.
 
     Attributes:
@@ -77,7 +77,7 @@ class Start:
         return text
 
 
-def start_of(run: RunConfig) -> Start | None:
+def start_of(run: RunConfig) -> InitialWeights | None:
     """Finds the weights that a new run begins with, and checks that they fit its model.
 
     Returns:
@@ -122,10 +122,10 @@ def start_of(run: RunConfig) -> Start | None:
     if problems:
         where = f"train.init_from={run.train.init_from}"
         raise ConfigError([f"{where}: {problem}".replace("  ", " ") for problem in problems])
-    return Start(folder, rows, fresh, renamed)
+    return InitialWeights(folder, rows, fresh, renamed)
 
 
-def load(start: Start, model: Model, axes: Axes) -> None:
+def load(start: InitialWeights, model: Model, axes: Axes) -> None:
     """Loads weights into a new model under any layout. All ranks call it together.
 
     Args:
@@ -145,7 +145,7 @@ def load(start: Start, model: Model, axes: Axes) -> None:
     for name, parameter in model.named_parameters():
         if name in start.fresh:
             continue
-        block = Block.of(stored(parameter), shard_of(stored(parameter)))
+        block = TensorBlock.of(stored(parameter), shard_of(stored(parameter)))
         if name in start.rows:
             block = _with_rows(block, start.rows[name][0])
         wanted[f"model.{start.renamed.get(name, name)}"] = block
@@ -153,7 +153,7 @@ def load(start: Start, model: Model, axes: Axes) -> None:
         read_into(wanted, folder, manifest.index or index_of_files(folder, manifest.files))
 
 
-def keep_files(start: Start, out: Path) -> None:
+def keep_files(start: InitialWeights, out: Path) -> None:
     """Copies the files of an imported model to a run that begins with it, for a later export.
 
     They are left out if the run's data have another tokenizer.
@@ -170,8 +170,8 @@ def keep_files(start: Start, out: Path) -> None:
         shutil.copytree(there, out / KEPT)
 
 
-def _with_rows(block: Block, n_rows: int) -> Block:
-    """Returns the part of a block that lies in a table of so many rows."""
+def _with_rows(block: TensorBlock, n_rows: int) -> TensorBlock:
+    """Returns the part of a block that lies in a table with that number of rows."""
     tensor: Tensor = block.tensor
     here = max(0, min(tensor.shape[0], n_rows - block.offset[0]))
     return replace(block, tensor=tensor[:here], size=(n_rows, *block.size[1:]))

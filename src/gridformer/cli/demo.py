@@ -1,4 +1,4 @@
-"""`gridformer demo`: everything from text to a trained model, in about three minutes."""
+"""`gridformer demo`: everything from text to a trained model, in one to two minutes."""
 
 from __future__ import annotations
 

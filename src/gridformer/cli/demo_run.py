@@ -20,7 +20,7 @@ from gridformer.config import load_run
 from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.data.tokenfolder import TokenFolder
-from gridformer.evaluate.beams import Search
+from gridformer.evaluate.beams import BeamSearch
 from gridformer.evaluate.generate import answer
 from gridformer.evaluate.loading import load_model
 from gridformer.evaluate.sampling import Sampling
@@ -93,7 +93,7 @@ def show_summary(out: Path, console: Console) -> None:
     ):
         table.add_row(name, value)
     trained = load_model(out, torch.device("cpu"))
-    sample = "".join(answer(trained, PROMPT, SAMPLING, Search(max_tokens=160)))
+    sample = "".join(answer(trained, PROMPT, SAMPLING, BeamSearch(max_tokens=160)))
     console.print(table)
     title = f"the model's continuation of 'class Reader:' at temperature {SAMPLING.temperature}"
     console.print(Panel(Text(sample.rstrip()), title=title, title_align="left"))

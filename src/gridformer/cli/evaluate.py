@@ -107,7 +107,13 @@ def evaluate(
     from gridformer.evaluate.folders import run_directory
     from gridformer.evaluate.job import plan_job
     from gridformer.evaluate.loading import label_names
-    from gridformer.evaluate.tasks import Asked, Options, check_tasks, parse_tasks, timeout_of
+    from gridformer.evaluate.tasks import (
+        Options,
+        TaskArgument,
+        check_tasks,
+        parse_tasks,
+        timeout_of,
+    )
     from gridformer.launch import launch
     from gridformer.launch.watch_use import UseWatch
     from gridformer.utils.errors import ConfigError
@@ -122,7 +128,7 @@ def evaluate(
     given: dict[str, Any] = {name: value for name, value in words.items() if value is not None}
     options = replace(options, search=replace(options.search, **given))
     reads: int | None = length if asked else None  # sets have the lengths of the run
-    asked += [Asked("set", name) for name in sets or []]
+    asked += [TaskArgument("set", name) for name in sets or []]
     with ExitStack() as at_end:
         with waiting() as tell:
             found = at_end.enter_context(run_directory(run_dir, tell))

@@ -123,7 +123,7 @@ def generate(
     from dataclasses import replace
 
     from gridformer.cli.waiting import waiting
-    from gridformer.evaluate.beams import Search
+    from gridformer.evaluate.beams import BeamSearch
     from gridformer.evaluate.folders import run_directory
     from gridformer.evaluate.generate import check_options
     from gridformer.evaluate.generating import Generation, generate_worker
@@ -141,7 +141,7 @@ def generate(
     given = [*sampled, *searched]
     if greedy:
         sampled["temperature"], searched["beams"] = 0.0, 1
-    sampling, how = Sampling(**sampled), Search(**searched, max_tokens=max_tokens)
+    sampling, how = Sampling(**sampled), BeamSearch(**searched, max_tokens=max_tokens)
     if prompt and prompts:
         raise ConfigError(["--prompt and --prompts both name what to continue: leave one out"])
     if system and not chat:

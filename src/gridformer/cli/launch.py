@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 
-class Kind(StrEnum):
+class JobKind(StrEnum):
     """What starts the processes."""
 
     SLURM = "slurm"
@@ -32,7 +32,7 @@ class Rendezvous(StrEnum):
 
 
 def launch(
-    kind: Annotated[Kind, typer.Argument(help="What shall start the processes.")],
+    kind: Annotated[JobKind, typer.Argument(help="What shall start the processes.")],
     run: Annotated[
         str,
         typer.Argument(
@@ -128,7 +128,8 @@ def launch(
         typer.Option(
             "--max-restarts",
             min=0,
-            help="kubernetes, torchrun: after a failure, start all processes again so many times.",
+            help="kubernetes, torchrun: after a failure, start all processes again, at most this "
+            "number of times.",
         ),
     ] = 3,
 ) -> None:
@@ -159,14 +160,14 @@ def launch(
     job = make_job(
         loaded, run, overrides or [], cluster, devices_per_node or 0, run_dir, hours, interface
     )
-    if kind is Kind.SLURM:
+    if kind is JobKind.SLURM:
         from gridformer.launch.cluster_jobs.slurm import sbatch_script
 
         text = sbatch_script(job, tasks.value, sbatch or [], before)
-    elif kind is Kind.KUBERNETES:
-        from gridformer.launch.cluster_jobs.kubernetes import Place, manifest
+    elif kind is JobKind.KUBERNETES:
+        from gridformer.launch.cluster_jobs.kubernetes import PodSettings, manifest
 
-        place = Place(
+        place = PodSettings(
             image or f"gridformer:{__version__}",
             claim,
             memory_gib=memory_gib,

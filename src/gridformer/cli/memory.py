@@ -28,7 +28,7 @@ def memory(
         typer.Option(
             "--budget",
             min=0.0,
-            help="Say whether each rank fits into so many GiB, and if not, what would fit.",
+            help="Say whether each rank fits into this number of GiB, and if not, what would.",
         ),
     ] = 0.0,
     html: Annotated[

@@ -37,7 +37,7 @@ def plan(
             "a model about half a million tokens, and at least one sequence for each device.",
         ),
     ] = 0,
-    top: Annotated[int, typer.Option("--top", min=1, help="List so many layouts.")] = 10,
+    top: Annotated[int, typer.Option("--top", min=1, help="List this number of layouts.")] = 10,
     emit: Annotated[
         Path | None, typer.Option("--emit", help="Write the best layout as a run file.")
     ] = None,
@@ -47,8 +47,8 @@ def plan(
         typer.Option(
             "--seconds",
             min=0.0,
-            help="Trace no layouts that would take longer than so many seconds; 0 means 8, and 45 "
-            "for more than 64 devices.",
+            help="Trace no layouts that would take longer than this number of seconds; 0 means 8, "
+            "and 45 for more than 64 devices.",
         ),
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

@@ -12,7 +12,7 @@ from gridformer.utils.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gridformer.data.prepare.progress import Progress
+    from gridformer.data.prepare.progress import PrepareProgress
     from gridformer.data.tokenfolder import TokenFolder
 
 
@@ -186,7 +186,7 @@ def prepare(
             "--eos and --bos name tokens of a given tokenizer: add --tokenizer, or omit them"
         )
 
-    def write(show: Callable[[Progress], None]) -> TokenFolder:
+    def write(show: Callable[[PrepareProgress], None]) -> TokenFolder:
         if task_format is not None:
             return _task_folder(task_format, sources, out, tokenizer, workers, overwrite, show)
         if chat is not None:
@@ -251,7 +251,7 @@ def _task_folder(
     tokenizer: Path | None,
     workers: int | None,
     overwrite: bool,
-    show: Callable[[Progress], None],
+    show: Callable[[PrepareProgress], None],
 ) -> TokenFolder:
     """Writes a folder of examples; see `prepare_task`."""
     from gridformer.config import closest

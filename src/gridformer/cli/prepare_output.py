@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gridformer.data.prepare.progress import Progress
+    from gridformer.data.prepare.progress import PrepareProgress
     from gridformer.data.tokenfolder import TokenFolder
 
 
 class Bar:
-    """A progress bar on the terminal that `show` updates from `Progress` reports."""
+    """A progress bar on the terminal that `show` updates from `PrepareProgress` reports."""
 
     def __init__(self, console: Console) -> None:
         from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -38,7 +38,7 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def show(self, now: Progress) -> None:
+    def show(self, now: PrepareProgress) -> None:
         counts = ""
         if now.tokens:
             counts = (

@@ -11,7 +11,7 @@ from gridformer.cli.patience import LONGEST
 
 if TYPE_CHECKING:
     from gridformer.report.estimates import Estimates
-    from gridformer.report.reading import Run
+    from gridformer.report.reading import RunReading
 
 _SECONDS = 10.0
 
@@ -60,26 +60,26 @@ def report(
     print_summary(found, console)
     if html is None:
         return
-    from gridformer.report.page import write_page
+    from gridformer.report.page import write_report_page
 
     estimates: list[Estimates | None] = [None] * len(found)
     if seconds:
         with Console(stderr=True).status("estimating memory and messages"):
             estimates = [_estimated(run, seconds) for run in found]
-    write_page(found, estimates, html)
+    write_report_page(found, estimates, html)
     console.print(f"The report: {html}", soft_wrap=True)
 
 
-def _estimated(run: Run, seconds: float) -> Estimates | None:
+def _estimated(run: RunReading, seconds: float) -> Estimates | None:
     """Returns the estimates of a run, or a sentence why there are none."""
     from gridformer.cli.patience import at_most
-    from gridformer.report.estimates import Estimates, estimate
+    from gridformer.report.estimates import Estimates, estimates_of
     from gridformer.utils.errors import UserError
 
     if run.config is None:
         return None
     try:
         with at_most(seconds, "its run is large"):
-            return estimate(run.config)
+            return estimates_of(run.config)
     except UserError as error:
         return Estimates(problem=f"not estimated, because {error}")

@@ -107,6 +107,9 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") -> Tenso
 
     Args:
         x: tensor of any shape. It is overwritten if it is contiguous.
+        axis: the ranks that take part.
+        op: "sum", "max" or "min", element by element.
+        label: the purpose under which a recorder counts the message.
 
     Returns:
         The result: x itself, or a new tensor if x was not contiguous.
@@ -115,37 +118,67 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") -> Tenso
 
 
 def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") -> Pending:
-    """Starts `all_reduce`."""
+    """Starts `all_reduce`, whose arguments it takes, and returns its result as `Pending`."""
     return _start_all_reduce(x, axis, op, label, later=True)
 
 
 def broadcast(x: Tensor, axis: Axis, root: int, label: str = "") -> Tensor:
-    """Copies x of `root` into x of every other rank and returns x, which must be contiguous."""
+    """Copies x of `root` into x of every other rank.
+
+    Args:
+        x: tensor of the same shape on all ranks, contiguous. It is overwritten except on `root`.
+        axis: the ranks that take part.
+        root: the index on the axis of the rank that sends.
+        label: the purpose under which a recorder counts the message.
+
+    Returns:
+        x itself.
+    """
     return _start_broadcast(x, axis, root, label, later=False).wait()
 
 
 def start_broadcast(x: Tensor, axis: Axis, root: int, label: str = "") -> Pending:
-    """Starts `broadcast`."""
+    """Starts `broadcast`, whose arguments it takes, and returns its result as `Pending`."""
     return _start_broadcast(x, axis, root, label, later=True)
 
 
 def reduce(x: Tensor, axis: Axis, root: int, label: str = "") -> Tensor:
-    """Sums x of all ranks in place on `root`. On other ranks the content of x is then undefined."""
+    """Sums x of all ranks in place on `root`. On other ranks the content of x is then undefined.
+
+    Args:
+        x: tensor of the same shape on all ranks, contiguous. It is overwritten.
+        axis: the ranks that take part.
+        root: the index on the axis of the rank that gets the sum.
+        label: the purpose under which a recorder counts the message.
+
+    Returns:
+        x itself.
+    """
     return _start_reduce(x, axis, root, label, later=False).wait()
 
 
 def start_reduce(x: Tensor, axis: Axis, root: int, label: str = "") -> Pending:
-    """Starts `reduce`."""
+    """Starts `reduce`, whose arguments it takes, and returns its result as `Pending`."""
     return _start_reduce(x, axis, root, label, later=True)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
-    """Concatenates x [.., k, ..] of all ranks along `dim` to a new tensor [.., size*k, ..]."""
+    """Concatenates x of all ranks along a dimension, in the order of the axis.
+
+    Args:
+        x: [.., k, ..], k along `dim`, of the same shape on all ranks; it is not modified.
+        axis: the ranks that take part.
+        dim: the dimension.
+        label: the purpose under which a recorder counts the message.
+
+    Returns:
+        A new tensor [.., size*k, ..].
+    """
     return _start_all_gather(x, axis, dim, label, later=False).wait()
 
 
 def start_all_gather(x: Tensor, axis: Axis, dim: int, label: str = "") -> Pending:
-    """Starts `all_gather`."""
+    """Starts `all_gather`, whose arguments it takes, and returns its result as `Pending`."""
     return _start_all_gather(x, axis, dim, label, later=True)
 
 
@@ -154,6 +187,9 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
 
     Args:
         x: [.., size*k, ..], size*k along `dim`; it is not modified.
+        axis: the ranks that take part.
+        dim: the dimension of the blocks.
+        label: the purpose under which a recorder counts the message.
 
     Returns:
         A new tensor [.., k, ..].
@@ -165,7 +201,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Pending:
-    """Starts `reduce_scatter`."""
+    """Starts `reduce_scatter`, whose arguments it takes, and returns its result as `Pending`."""
     return _start_reduce_scatter(x, axis, dim, label, later=True)
 
 
@@ -304,7 +340,8 @@ def _exchange(blocks: list[Tensor], axis: Axis, later: bool) -> Pending:
     return Pending(received, work, sent).own(received, *copied)
 
 
-# An estimate of memory replaces these three (gridformer.memory.blocks_once).
+# The blocks of a tensor before and after messages: one is left out, all are copied into one
+# tensor, and those that have arrived are put together with this device's own.
 
 
 def without(blocks: Tensor, index: int) -> list[Tensor]:

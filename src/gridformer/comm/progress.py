@@ -203,7 +203,7 @@ class Progress:
         key = (_group_name(axis.group), kind, peer)
         lane = self._lanes.get(key)
         if lane is None:
-            # All lanes beyond the last share it. Nobody has so many.
+            # All lanes beyond the last share it. No run has that many.
             place = min(len(self._lanes), MOST_LANES - 1)
             lane = self._lanes[key] = _Lane(LANES + place * WORDS)
             ranks = axis.ranks

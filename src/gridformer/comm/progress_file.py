@@ -29,7 +29,7 @@ MAGIC = 0x6772696431
 ) = range(11)
 assert (LANE, SINCE) == (1, 4)  # literal numbers where each message comes by
 LANES = 16  # the word where lanes begin
-KEPT = 8  # so many messages of a lane are described, a power of 2
+KEPT = 8  # the number of messages of a lane that are described, a power of 2
 WORDS = 2 + 2 * KEPT  # numbers started and ended, and (site, size) of each kept one
 MOST_LANES = 512
 STACK = 8 * (LANES + MOST_LANES * WORDS)  # where the stack begins, in bytes
@@ -82,7 +82,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitingMessage:
     """The message for which a process waits, and for how many seconds it has."""
 
     lane: Lane
@@ -107,7 +107,7 @@ class State:
 
     pid: int
     step: int
-    wait: Wait | None
+    wait: WaitingMessage | None
     lanes: dict[tuple[str, str, int], Lane]
     beat_s: float
     stack: str
@@ -156,7 +156,7 @@ def state_of(data: mmap.mmap) -> State:
     if (lane := lanes.get(head[LANE])) is not None:
         number = head[NUMBER]
         what = lane.recent.get(number) or message(head[SITE], -1)
-        wait = Wait(lane, number, what, max(0.0, (now - head[SINCE]) / 1e9))
+        wait = WaitingMessage(lane, number, what, max(0.0, (now - head[SINCE]) / 1e9))
     stack = data[STACK : STACK + head[STACK_LENGTH]].decode(errors="replace")
     return State(
         pid=head[PID],

@@ -15,9 +15,10 @@ PipelineOrder = Literal["gpipe", "1f1b", "interleaved"]
 
 
 class LayoutConfig(Config):
-    """How a model is distributed over processes: a scheme on a rows x cols grid, times dp and pp.
+    """How a model is distributed over rows x cols x branches x dp x pp processes.
 
-    With `scheme=subgraph`, `branches` sub-grids of dp processes each take the place of the grid.
+    A scheme shards each replica over a grid of rows x cols devices. With `scheme=subgraph`,
+    `branches` sub-grids of dp processes each take the place of the grid.
 
     `schedule`, `stationary` and `keep_gathered` determine how matrix products communicate, and
     `reshard` how often parameters do. `auto` decides from message sizes and memory, and `gridformer
@@ -26,8 +27,9 @@ class LayoutConfig(Config):
 
     scheme: Scheme = Field(
         default="single",
-        description="The parallel scheme determines how weights and activations are sharded over "
-        "the grid.",
+        description="The scheme determines how weights and activations are sharded: single leaves "
+        "the model on one device, megatron shards it over columns, megatron_2d and optimus shard "
+        "it over a grid of rows and columns, and subgraph divides its branches among sub-grids.",
     )
     rows: int = Field(
         default=1,
@@ -111,13 +113,16 @@ class LayoutConfig(Config):
     )
     stationary: Literal["auto", "output", "input"] = Field(
         default="auto",
-        description="For optimus, this activation of a product is not communicated.",
+        description="For optimus, one activation of each product stays where it is, and the other "
+        "one is communicated with the weight: the result stays (output) or the operand does "
+        "(input). auto communicates the narrower of the two.",
     )
     keep_gathered: Literal["auto", "none", "inputs", "weights", "all"] = Field(
         default="auto",
-        description="These gathered operands are kept instead of being gathered again: the "
-        "inputs of a product until its backward pass, its weights until the step ends, both "
-        "(all), or none.",
+        description="These gathered operands are kept instead of being gathered again: the inputs "
+        "of a product until its backward pass (inputs), its weights until the step ends "
+        "(weights), both (all), or neither (none). auto keeps what saves the most traffic within "
+        "a share of the memory.",
     )
     common: Literal["all", "first"] = Field(
         default="all",

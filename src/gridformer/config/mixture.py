@@ -110,7 +110,7 @@ def weight_problems(where: str, names: Sequence[str], weights: Sequence[float]) 
     offered = _rounded(weights)
     listed = ", ".join(f"{name}: {value:g}" for name, value in zip(names, offered))
     return [
-        f"{where} have so many digits that the order of sources repeats only after "
+        f"{where} have too many digits: the order of sources repeats only after "
         f"{shortened(cycle)} samples, and at most {LONGEST_CYCLE} are kept in memory: use "
         f"{{{listed}}}"
     ]

@@ -208,8 +208,9 @@ class TrainConfig(FaultsConfig):
     bleu_every: int = Field(
         default=0,
         ge=0,
-        description="With data.task=pairs, every so many evaluations, and the last one, also "
-        "translate validation pairs and measure BLEU, which needs sacrebleu; 0 means none.",
+        description="With data.task=pairs, BLEU of translated validation pairs is measured each "
+        "time after this number of evaluations, and at the last one, which needs sacrebleu; 0 "
+        "means never.",
     )
     bleu_pairs: int = Field(
         default=0,

@@ -1,4 +1,4 @@
-"""From text to batches: sources -> pieces -> tokenizer -> token folder -> samples -> batches.
+"""From text to batches: sources -> chunks -> tokenizer -> token folder -> samples -> batches.
 
 `prepare_corpus` writes a token folder, `RunData.open` opens those of a run, `resolve` completes the
 run's config from them, and `open_training` and `open_validation` open its batches.

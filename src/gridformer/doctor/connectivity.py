@@ -36,16 +36,16 @@ def probe(n_processes: int, timeout_s: float, answer: Path) -> None:
         answer: path of the JSON file.
 
     Raises:
-        UserError: the processes do not fit this machine; see `init_world`.
+        UserError: the processes do not fit this machine; see `init_process_groups`.
     """
     import torch
 
     from gridformer.comm import all_reduce
     from gridformer.mesh.groups import objects_group
-    from gridformer.mesh.process_group import close_world, init_world
+    from gridformer.mesh.process_group import close_process_groups, init_process_groups
     from gridformer.parallel.axes import build_axes
 
-    world = init_world("auto", n_processes, timeout_s)
+    world = init_process_groups("auto", n_processes, timeout_s)
     axes = build_axes(grid(n_processes), world.device.type)
     mine = torch.zeros(n_processes, dtype=torch.float64, device=world.device)
     mine[world.rank] = world.rank + 1
@@ -80,7 +80,7 @@ def probe(n_processes: int, timeout_s: float, answer: Path) -> None:
     if world.rank == 0:
         found: dict[str, Any] = {"why": world.why, "wrong": wrong}
         answer.write_text(json.dumps({**found, "small_s": small_s, "big_s": big_s}))
-    close_world()
+    close_process_groups()
 
 
 def _wait_for_gpu(device: torch.device) -> None:

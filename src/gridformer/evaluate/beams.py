@@ -17,7 +17,7 @@ _MOST_PENALTY = 10.0  # so that its powers of numbers of tokens are finite
 
 
 @dataclass(frozen=True)
-class Search:
+class BeamSearch:
     """Settings of beam search. One beam is greedy search.
 
     A hypothesis of n tokens, its end included, has the score log p / n^length_penalty, so values
@@ -52,7 +52,7 @@ def search(
     sources: Sequence[Sequence[int]],
     start: int,
     end: int,
-    how: Search,
+    how: BeamSearch,
     never: Sequence[int] = (),
 ) -> list[list[int]]:
     """Searches for the most likely target of each source.
@@ -122,7 +122,7 @@ class Beams:
     """
 
     def __init__(
-        self, start: int, end: int, how: Search, never: Sequence[int], device: torch.device
+        self, start: int, end: int, how: BeamSearch, never: Sequence[int], device: torch.device
     ) -> None:
         self.end, self.how, self.ended = end, how, False
         self.banned = torch.tensor(list(never), dtype=torch.int64, device=device)

@@ -14,7 +14,7 @@ from pathlib import Path
 from gridformer.config import RunConfig
 from gridformer.data import Tokenizer, TokenSplit
 from gridformer.data.opened import RunData
-from gridformer.evaluate.beams import Search, search
+from gridformer.evaluate.beams import BeamSearch, search
 from gridformer.evaluate.loading import Trained
 from gridformer.train.forward_backward import Pipeline
 from gridformer.train.step import Stepper
@@ -106,7 +106,7 @@ class Bleu:
     def _translated(self, trained: Trained, sources: Sequence[Sequence[int]]) -> list[str]:
         special, said = trained.special, [""] * len(sources)
         train = self.run.train
-        how = Search(train.bleu_beams, train.bleu_length_penalty, self.run.seq_len)
+        how = BeamSearch(train.bleu_beams, train.bleu_length_penalty, self.run.seq_len)
         never = special.never(trained.model.config.vocab_size)
         # Searches end at about the same time if the sources are about equally long.
         order = sorted(range(len(sources)), key=lambda i: len(sources[i]))

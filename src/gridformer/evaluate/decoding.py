@@ -48,7 +48,7 @@ class Decoder:
         self.axes, self.n_rows = trained.axes, n_rows
         self.rows = RowSplit(n_rows, 1, self.axes).rows(0)
         boundary = spec_of(trained.layout).boundary(trained.layout)
-        # Where positions are sharded over devices, a pass has a multiple of so many of them.
+        # Where positions are sharded over devices, a pass has a multiple of this number of them.
         self.multiple = self.axes[boundary.axis].size if boundary.lies == "s" else 1
         # In D&SP a branch attends for the texts of all branches.
         self.attends_for = self.axes.batch.size if boundary.lies == "b" else 1

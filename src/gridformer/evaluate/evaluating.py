@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gridformer.evaluate.job import Job
-from gridformer.evaluate.tasks import Asked, Numbers, Options, measure
+from gridformer.evaluate.tasks import Numbers, Options, TaskArgument, measure
 from gridformer.parallel.registry import describe
 
 
-def evaluate_worker(job: Job, asked: Sequence[Asked], options: Options, as_json: bool) -> None:
+def evaluate_worker(
+    job: Job, asked: Sequence[TaskArgument], options: Options, as_json: bool
+) -> None:
     """The entrypoint of every process of `gridformer evaluate`; rank 0 prints the results."""
     with job.open() as (trained, rank):
         began = time.perf_counter()

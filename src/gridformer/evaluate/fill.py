@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gridformer.data import SpecialIds
-from gridformer.evaluate.beams import Search, search
+from gridformer.evaluate.beams import BeamSearch, search
 from gridformer.evaluate.decoding import whole_logits
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.scoring import in_batches
@@ -85,7 +85,7 @@ def fill_words(trained: Trained, special: SpecialIds, text: str) -> list[str]:
 
 
 def fill_spans(
-    trained: Trained, special: SpecialIds, texts: Sequence[str], how: Search
+    trained: Trained, special: SpecialIds, texts: Sequence[str], how: BeamSearch
 ) -> list[list[str]]:
     """Predicts the text of each blank of some prompts with beam search.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 from gridformer.config import ModelConfig
 from gridformer.data import SpecialIds, Tokenizer
-from gridformer.evaluate.beams import Search, search
+from gridformer.evaluate.beams import BeamSearch, search
 from gridformer.evaluate.continuing import Prompt, Speed, continue_texts
 from gridformer.evaluate.fill import fill_spans, fill_words, parts_of
 from gridformer.evaluate.loading import Trained
@@ -26,7 +26,7 @@ def check_options(model: ModelConfig, given: Sequence[str], chat: bool = False) 
 
     Args:
         model: config of the model.
-        given: names of fields of `Sampling` and `Search`.
+        given: names of fields of `Sampling` and `BeamSearch`.
         chat: whether prompts are conversations.
 
     Raises:
@@ -69,7 +69,7 @@ def answer(
     trained: Trained,
     prompt: str,
     sampling: Sampling,
-    how: Search,
+    how: BeamSearch,
     speed: Speed | None = None,
     stops: Stops = None,
 ) -> Iterator[str]:
@@ -104,7 +104,7 @@ def answer(
 
 
 def answer_prompts(
-    trained: Trained, prompts: Sequence[str], how: Search, batch_size: int
+    trained: Trained, prompts: Sequence[str], how: BeamSearch, batch_size: int
 ) -> list[str]:
     """Returns what an encoder-decoder generates for each prompt, the same as `answer`.
 
@@ -114,7 +114,7 @@ def answer_prompts(
         trained: a t5 or transformer.
         prompts: the prompts.
         how: settings.
-        batch_size: so many prompts of about equal length go through the model together.
+        batch_size: The number of prompts of about equal length that go through the model together.
     """
     special, said = trained.special, [""] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -132,7 +132,7 @@ def answer_prompts(
 
 
 def translate(
-    trained: Trained, special: SpecialIds, texts: Sequence[str], how: Search
+    trained: Trained, special: SpecialIds, texts: Sequence[str], how: BeamSearch
 ) -> list[str]:
     """Generates the second text of each pair whose first text is given, with beam search.
 

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 
-from gridformer.evaluate.beams import Search
+from gridformer.evaluate.beams import BeamSearch
 from gridformer.evaluate.continuing import Speed
 from gridformer.evaluate.generate import (
     Stops,
@@ -37,7 +37,7 @@ class Generation:
     many: bool = False
     batch_size: int = 16
     sampling: Sampling = field(default_factory=Sampling)
-    how: Search = field(default_factory=Search)
+    how: BeamSearch = field(default_factory=BeamSearch)
     shown: list[str] | None = None
     stops: Stops = None
 

@@ -131,7 +131,7 @@ def measured(team: Team, task: str, limit: int, length: int = 0) -> dict[str, fl
     Args:
         team: The processes, of which the others follow.
         task: The name of a task, or the path of its YAML file.
-        limit: Only the first so many documents are measured; 0 means all.
+        limit: Only this number of documents is measured, the first ones; 0 means all.
         length: The most tokens that the model reads at once; 0 means `max_seq_len`.
     """
     from lm_eval import simple_evaluate

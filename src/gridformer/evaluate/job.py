@@ -16,8 +16,8 @@ from gridformer.mesh.process_group import (
     DeviceChoice,
     World,
     check_devices,
-    close_world,
-    init_world,
+    close_process_groups,
+    init_process_groups,
 )
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.offers import Broken, Changes, Way, with_offers
@@ -84,7 +84,7 @@ class Job:
         signals.install().nothing_left_to_save()  # Ctrl-C ends it at once
         set_numerics(self.run.train)
         margin_s = self.watch.margin_s if self.watch else 0.0
-        world = init_world(self.device, self.n_processes, self.timeout_s, margin_s)
+        world = init_process_groups(self.device, self.n_processes, self.timeout_s, margin_s)
         watched = self.watch.start(world, self.timeout_s) if self.watch else None
         axes = build_axes(self.run.layout, world.device.type)
         dtype = self.run.train.dtype
@@ -94,7 +94,7 @@ class Job:
         yield trained, world.rank
         if watched:
             watched.end()
-        close_world()
+        close_process_groups()
 
 
 def plan_job(
@@ -147,8 +147,7 @@ def plan_job(
 def _broken_rules(run: RunConfig, length: int | None) -> list[Broken]:
     """Returns the broken rules of a model that is used, whose batches are made to fit."""
     layout, longest = run.layout, run.model.max_seq_len
-    axis = spec_of(layout).samples_over(layout)
-    parts = layout.dp * layout.micro_batches * (getattr(layout, axis) if axis else 1)
+    parts = spec_of(layout).batch_parts(layout) * layout.micro_batches
     if length is None:
         longest = max(1, longest // layout.cols) * layout.cols
     length = min(length or longest, longest)

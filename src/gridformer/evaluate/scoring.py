@@ -29,12 +29,12 @@ LABEL = "scores"
 
 
 @dataclass(frozen=True)
-class Window:
+class ScoredWindow:
     """Tokens that a model reads at once, and how many at the end it is asked to predict.
 
     Attributes:
         tokens: One token more than the model reads: the last one is only predicted.
-        n_targets: The last so many tokens are predicted.
+        n_targets: The number of tokens that are predicted, the last ones.
     """
 
     tokens: Sequence[int]
@@ -54,7 +54,7 @@ class Score:
     greedy: bool
 
 
-def score(trained: Trained, windows: Sequence[Window], batch_size: int) -> list[Score]:
+def score(trained: Trained, windows: Sequence[ScoredWindow], batch_size: int) -> list[Score]:
     """Scores windows. All processes call it together and get the same results.
 
     Args:

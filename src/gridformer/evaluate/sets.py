@@ -63,7 +63,16 @@ def check_named_set(name: str, run: RunConfig) -> None:
 
 
 def same_as_trained(trained: Trained, tokenizer: Tokenizer, name: str) -> None:
-    """Refuses a set whose tokens are not those of a model."""
+    """Refuses a set whose tokens are not those of a model.
+
+    Args:
+        trained: The model.
+        tokenizer: That of the set.
+        name: The name of the set.
+
+    Raises:
+        ConfigError: The set has another tokenizer than the model.
+    """
     if not same_tokenizer(trained.tokenizer, tokenizer):
         raise ConfigError(
             [

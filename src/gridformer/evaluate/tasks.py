@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from gridformer.config import ModelConfig, RunConfig, any_of, closest
-from gridformer.evaluate.beams import Search
+from gridformer.evaluate.beams import BeamSearch
 from gridformer.evaluate.examples import check_examples, example_problem, score_examples
 from gridformer.evaluate.generate import continues, translate
 from gridformer.evaluate.labels import predicted, read_labeled
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.prompts import read_fields, read_text
-from gridformer.evaluate.scoring import Window, score
+from gridformer.evaluate.scoring import ScoredWindow, score
 from gridformer.evaluate.sets import check_named_set, measure_set
 from gridformer.evaluate.team import Team
 from gridformer.evaluate.wikitext import n_words, read_pages, restored
@@ -36,8 +36,8 @@ class Options:
     Attributes:
         batch_size: about how many windows or texts go through the model together.
         stride: see `gridformer.evaluate.windows.sliding`; 0 means what the model reads at once.
-        limit: only the first so many documents are measured; 0 means all.
-        length: the model reads at most so many tokens at once; 0 means `max_seq_len`.
+        limit: only this number of documents is measured, the first ones; 0 means all.
+        length: the model reads at most this number of tokens at once; 0 means `max_seq_len`.
         search: how tasks search that translate.
     """
 
@@ -45,7 +45,7 @@ class Options:
     stride: int = 0
     limit: int = 0
     length: int = 0
-    search: Search = field(default_factory=lambda: Search(max_tokens=256))
+    search: BeamSearch = field(default_factory=lambda: BeamSearch(max_tokens=256))
 
     def length_for(self, model: ModelConfig) -> int:
         """Returns how many tokens a model reads at once."""
@@ -53,7 +53,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TaskArgument:
     """One task on the command line: `kind:what`."""
 
     kind: str
@@ -87,7 +87,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Document:
+class ScoredText:
     """A text to score, and by how many words and bytes its likelihood is divided."""
 
     text: str
@@ -96,7 +96,7 @@ class Document:
 
 
 def likelihood(
-    trained: Trained, documents: Sequence[Document], options: Options, begin: Sequence[int] = ()
+    trained: Trained, documents: Sequence[ScoredText], options: Options, begin: Sequence[int] = ()
 ) -> tuple[float, int]:
     """Returns the log-likelihood of all documents, and their number of tokens.
 
@@ -106,7 +106,7 @@ def likelihood(
         begin: tokens of each document before those of its text.
     """
     length = options.length_for(trained.model.config)
-    windows: list[Window] = []
+    windows: list[ScoredWindow] = []
     prefix = prefix_id(trained.tokenizer)
     for ids in trained.tokenizer.encode_batch([document.text for document in documents]):
         windows += sliding([*begin, *ids], prefix, length, options.stride or length)
@@ -115,8 +115,14 @@ def likelihood(
     return sum(one.log_likelihood for one in found), n_tokens
 
 
-def perplexities(total: float, n_tokens: int, documents: Sequence[Document]) -> Numbers:
-    """Returns the measures that are made of a log-likelihood."""
+def perplexities(total: float, n_tokens: int, documents: Sequence[ScoredText]) -> Numbers:
+    """Returns the measures that are made of a log-likelihood.
+
+    Args:
+        total: the log-likelihood of all documents, in nats.
+        n_tokens: their number of tokens.
+        documents: the documents, whose words and bytes it is divided by.
+    """
     words, size = sum(d.words for d in documents), sum(d.bytes for d in documents)
     return {
         "word_perplexity": math.exp(-total / words),
@@ -129,24 +135,50 @@ def perplexities(total: float, n_tokens: int, documents: Sequence[Document]) -> 
 
 
 def text(trained: Trained, file: str, options: Options) -> Numbers:
-    """Measures perplexity on a file, as one text."""
+    """Measures perplexity on a file, as one text.
+
+    This function and those below are the kinds of tasks. All ranks call them together.
+
+    Args:
+        trained: the model.
+        file: the path of the file.
+        options: the settings.
+
+    Returns:
+        The measures by name.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     whole = read_text(Path(file))
-    one = Document(whole, len(whole.split()), len(whole.encode()))
+    one = ScoredText(whole, len(whole.split()), len(whole.encode()))
     total, n_tokens = likelihood(trained, [one], options)
     return perplexities(total, n_tokens, [one])
 
 
 def wikitext(trained: Trained, file: str, options: Options) -> Numbers:
-    """Measures perplexity on pages of WikiText, per word of the original."""
+    """Measures perplexity on pages of WikiText, per word of the original.
+
+    Args:
+        trained: the model.
+        file: a file of WikiText as it is published.
+        options: the settings.
+    """
     pages = _first(read_pages(Path(file)), options)
-    documents = [Document(restored(p), n_words(p), len(p.encode())) for p in pages]
+    documents = [ScoredText(restored(p), n_words(p), len(p.encode())) for p in pages]
     # As in lm-evaluation-harness, a begin-of-text token of the tokenizer is predicted, too.
     total, n_tokens = likelihood(trained, documents, options, trained.tokenizer.begin_ids)
     return perplexities(total, n_tokens, documents) | {"documents": len(pages)}
 
 
 def lambada(trained: Trained, file: str, options: Options) -> Numbers:
-    """Measures how well a model predicts the last word of each text (Paperno et al. 2016)."""
+    """Measures how well a model predicts the last word of each text (Paperno et al. 2016).
+
+    Args:
+        trained: the model.
+        file: JSON lines with the key `text`.
+        options: the settings.
+    """
     texts = _first(read_fields(Path(file), "text"), options)
     windows, length = [], options.length_for(trained.model.config)
     for (whole,) in texts:
@@ -162,7 +194,13 @@ def lambada(trained: Trained, file: str, options: Options) -> Numbers:
 
 
 def labels(trained: Trained, file: str, options: Options) -> Numbers:
-    """Measures how often the classifier gives the right label."""
+    """Measures how often the classifier gives the right label.
+
+    Args:
+        trained: the model, which has a classifier.
+        file: JSON lines with a text, or two, and a label.
+        options: the settings.
+    """
     records = _first(read_labeled(Path(file), trained.run, trained.label_names), options)
     found = predicted(trained, [text for text, _ in records], options.batch_size)
     right = sum(label == wanted for label, (_, wanted) in zip(found, records))
@@ -170,17 +208,35 @@ def labels(trained: Trained, file: str, options: Options) -> Numbers:
 
 
 def examples(trained: Trained, folder: str, options: Options) -> Numbers:
-    """Measures a fine-tuned model on the validation split of a folder of examples."""
+    """Measures a fine-tuned model on the validation split of a folder of examples.
+
+    Args:
+        trained: the model.
+        folder: the token folder of the examples.
+        options: the settings, of which `batch_size` counts.
+    """
     return score_examples(trained, folder, options.batch_size)
 
 
 def named_set(trained: Trained, name: str, options: Options) -> Numbers:
-    """Measures the loss of a named set of the run, and its scores."""
+    """Measures the loss of a named set of the run, and its scores.
+
+    Args:
+        trained: the model.
+        name: the name of the set in data.validation or data.test.
+        options: not used: the run says how a set is read.
+    """
     return measure_set(trained, name)
 
 
 def bleu(trained: Trained, file: str, options: Options) -> Numbers:
-    """Measures BLEU (Papineni et al. 2002; Post 2018) of generated second texts of pairs."""
+    """Measures BLEU (Papineni et al. 2002; Post 2018) of generated second texts of pairs.
+
+    Args:
+        trained: the model, which has learned pairs.
+        file: JSON lines with the keys `source` and `target`.
+        options: the settings, those of the search among them.
+    """
     import sacrebleu
 
     pairs = _first(read_fields(Path(file), "source", "target"), options)
@@ -198,7 +254,16 @@ def bleu(trained: Trained, file: str, options: Options) -> Numbers:
 
 
 def lm_eval(trained: Trained, task: str, options: Options) -> Numbers:
-    """Measures a task of lm-evaluation-harness, which runs on rank 0."""
+    """Measures a task of lm-evaluation-harness, which runs on rank 0.
+
+    Args:
+        trained: the model.
+        task: the name of the task there.
+        options: the settings.
+
+    Returns:
+        The measures by name; nothing on other ranks than 0.
+    """
     team = Team(trained, options.batch_size)
     if trained.axes.world.index:
         team.follow()
@@ -280,7 +345,7 @@ TASKS: dict[str, Task] = {
 # --------------------------------------------------------------------------- the command line
 
 
-def parse_tasks(words: str) -> list[Asked]:
+def parse_tasks(words: str) -> list[TaskArgument]:
     """Returns the tasks of `--tasks`, which are separated by commas.
 
     Raises:
@@ -294,7 +359,7 @@ def parse_tasks(words: str) -> list[Asked]:
         elif not what:
             problems.append(f"--tasks {word}: write {kind}:{TASKS[kind].what}")
         else:
-            found.append(Asked(kind, what))
+            found.append(TaskArgument(kind, what))
     if problems:
         raise ConfigError(problems)
     return found
@@ -302,7 +367,7 @@ def parse_tasks(words: str) -> list[Asked]:
 
 def check_tasks(
     run: RunConfig,
-    asked: Sequence[Asked],
+    asked: Sequence[TaskArgument],
     options: Options,
     label_names: Sequence[str] = (),
     given: Sequence[str] = (),
@@ -314,7 +379,7 @@ def check_tasks(
         asked: the tasks.
         options: the settings.
         label_names: what the labels of a classifier are called, if that is stored with the model.
-        given: names of fields of `Search` that the user has set.
+        given: names of fields of `BeamSearch` that the user has set.
 
     Raises:
         ConfigError: a model cannot do a task, or no task uses a setting. It lists all problems.
@@ -341,7 +406,9 @@ def check_tasks(
         TASKS[one.kind].check(one.what, run, label_names)
 
 
-def _search_problems(model: ModelConfig, asked: Sequence[Asked], given: Sequence[str]) -> list[str]:
+def _search_problems(
+    model: ModelConfig, asked: Sequence[TaskArgument], given: Sequence[str]
+) -> list[str]:
     """Returns why settings of a search are of no use."""
     if not model.two_stacks:
         why = f"is for t5 and transformer, which use beam search; this model is a {model.family}"
@@ -353,7 +420,7 @@ def _search_problems(model: ModelConfig, asked: Sequence[Asked], given: Sequence
     return [f"--{name.replace('_', '-')} {why}: leave it out" for name in given]
 
 
-def timeout_of(asked: Sequence[Asked]) -> float:
+def timeout_of(asked: Sequence[TaskArgument]) -> float:
     """Returns the seconds that a process may wait for others.
 
     For lm-evaluation-harness, rank 0 may download and prepare data for a long time.
@@ -361,6 +428,8 @@ def timeout_of(asked: Sequence[Asked]) -> float:
     return 6 * 3600.0 if any(one.kind == "lm-eval" for one in asked) else 600.0
 
 
-def measure(trained: Trained, asked: Sequence[Asked], options: Options) -> dict[str, Numbers]:
+def measure(
+    trained: Trained, asked: Sequence[TaskArgument], options: Options
+) -> dict[str, Numbers]:
     """Measures a model on tasks. All processes call it together and get the same numbers."""
     return {str(one): TASKS[one.kind].measure(trained, one.what, options) for one in asked}

@@ -16,7 +16,7 @@ from gridformer.evaluate.continuing import Prompt
 from gridformer.evaluate.generate import continued_ids
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.sampling import Sampling
-from gridformer.evaluate.scoring import Score, Window, score
+from gridformer.evaluate.scoring import Score, ScoredWindow, score
 
 LABEL = "request"
 
@@ -34,7 +34,7 @@ class Team:
     def __init__(self, trained: Trained, batch_size: int) -> None:
         self.trained, self.batch_size = trained, batch_size
 
-    def score(self, windows: Sequence[Window]) -> list[Score]:
+    def score(self, windows: Sequence[ScoredWindow]) -> list[Score]:
         """Returns `gridformer.evaluate.scoring.score`."""
         found: list[Score] = self._ask("score", [[list(w.tokens), w.n_targets] for w in windows])
         return found
@@ -70,7 +70,7 @@ class Team:
 
     def _do(self, what: str, values: list[Any]) -> Any:
         if what == "score":
-            windows = [Window(tokens, n) for tokens, n in values]
+            windows = [ScoredWindow(tokens, n) for tokens, n in values]
             return score(self.trained, windows, self.batch_size)
         if what == "continue":
             prompts, max_tokens, until, settings = values

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gridformer.data import Tokenizer
-from gridformer.evaluate.scoring import Window
+from gridformer.evaluate.scoring import ScoredWindow
 
 # Names of a token with which a text begins, looked up in this order.
 _BEGINS = ("<|begin_of_text|>", "<s>", "<bos>")
@@ -21,7 +21,7 @@ def prefix_id(tokenizer: Tokenizer) -> int:
     return next((i for i in found if i is not None), tokenizer.eos_id)
 
 
-def sliding(ids: Sequence[int], prefix: int, length: int, stride: int) -> Iterator[Window]:
+def sliding(ids: Sequence[int], prefix: int, length: int, stride: int) -> Iterator[ScoredWindow]:
     """Yields windows in which each token of a text is predicted once, in order.
 
     The first window predicts up to `length` tokens, each further one the next `stride` tokens, or
@@ -38,10 +38,10 @@ def sliding(ids: Sequence[int], prefix: int, length: int, stride: int) -> Iterat
     while done < len(ids):
         new = min(stride if done else length, len(ids) - done)
         done += new
-        yield Window(whole[max(0, done - length) : done + 1], new)
+        yield ScoredWindow(whole[max(0, done - length) : done + 1], new)
 
 
-def continuation(tokenizer: Tokenizer, context: str, text: str, length: int) -> Window:
+def continuation(tokenizer: Tokenizer, context: str, text: str, length: int) -> ScoredWindow:
     """Returns the window that predicts `text` after `context`.
 
     As in lm-evaluation-harness, both are tokenized together, spaces at the end of the context
@@ -55,6 +55,6 @@ def continuation(tokenizer: Tokenizer, context: str, text: str, length: int) -> 
     return after(before or [prefix_id(tokenizer)], whole[len(before) :], length)
 
 
-def after(context: Sequence[int], ids: Sequence[int], length: int) -> Window:
+def after(context: Sequence[int], ids: Sequence[int], length: int) -> ScoredWindow:
     """Returns the window that predicts tokens after those of a context of at least one token."""
-    return Window([*context, *ids][-(length + 1) :], min(len(ids), length))
+    return ScoredWindow([*context, *ids][-(length + 1) :], min(len(ids), length))

@@ -74,7 +74,7 @@ def _named(layout: LayoutConfig) -> str:
 
 
 def _best(run: RunConfig, present: int) -> RunConfig:
-    """Returns the run on the best layout of at most so many processes.
+    """Returns the run on the best layout of at most that number of processes.
 
     Raises:
         ConfigError: no layout is valid and fits.
@@ -160,19 +160,14 @@ def _carried_over(run: RunConfig, arrangement: LayoutConfig) -> RunConfig | None
 
 def _micro_batches(run: RunConfig, layout: LayoutConfig) -> list[int]:
     """Returns numbers of micro-batches, first those whose micro-batches are at most as large."""
-    batch, here = run.train.global_batch, _at_a_time(layout)
+    batch, here = run.train.global_batch, spec_of(layout).batch_parts(layout)
     if batch % here:
         return []
-    most = batch // (_at_a_time(run.layout) * run.layout.micro_batches)
+    before = run.layout
+    most = batch // (spec_of(before).batch_parts(before) * before.micro_batches)
     return sorted(
         divisors(batch // here), key=lambda m: (batch // here > most * m, m < layout.pp, m)
     )
-
-
-def _at_a_time(layout: LayoutConfig) -> int:
-    """Returns over how many processes the rows of a micro-batch are divided."""
-    axis = spec_of(layout).samples_over(layout)
-    return layout.dp * (int(getattr(layout, axis)) if axis else 1)
 
 
 def _fits(run: RunConfig, room: Room | None) -> bool:

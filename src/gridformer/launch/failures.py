@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 
 from gridformer.launch.memory_advice import GENERAL
 from gridformer.launch.worker_process import print_last, print_stopped
-from gridformer.utils import oom
-from gridformer.utils import signals as stopping
+from gridformer.utils import oom, signals
 from gridformer.utils.errors import ConfigError, UserError
 
 Advise = Callable[[], str]  # returns a part of a sentence
@@ -67,7 +66,7 @@ class Failure:
 
     @property
     def told_to_stop(self) -> bool:
-        codes = (stopping.REQUEUE, *(128 + signum for signum in stopping.SIGNALS))
+        codes = (signals.REQUEUE, *(128 + signum for signum in signals.SIGNALS))
         return not self.message and self.exitcode in codes
 
     def order(self) -> tuple[int, float]:
@@ -103,10 +102,10 @@ def report(failure: Failure, advise: Advise = general) -> NoReturn:
         error.exit_code = message["exit_code"]
         raise error
     if failure.told_to_stop:
-        requeue = exitcode == stopping.REQUEUE
+        requeue = exitcode == signals.REQUEUE
         name = "" if requeue else signal.Signals(exitcode - 128).name
         by = f"{name} sent to rank {failure.rank}"
-        print_stopped(f"a signal or {stopping.MAX_HOURS}" if requeue else by, exitcode)
+        print_stopped(f"a signal or {signals.MAX_HOURS}" if requeue else by, exitcode)
         raise SystemExit(exitcode)
     print_last(described(failure, advise))
     raise SystemExit(1)

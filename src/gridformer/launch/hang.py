@@ -20,7 +20,7 @@ from gridformer.comm.progress_file import (
     Lane,
     Message,
     State,
-    Wait,
+    WaitingMessage,
 )
 from gridformer.launch import hang_queued
 
@@ -53,7 +53,7 @@ class Seen:
     stack: tuple[str, ...] = ()
 
     @property
-    def wait(self) -> Wait | None:
+    def wait(self) -> WaitingMessage | None:
         return self.state.wait if self.state else None
 
     @property
@@ -273,7 +273,7 @@ def describe(seen: Seen, trains: bool = True) -> str:
     return f"{seen.who}: {step}{module}waits for no message{done}"
 
 
-def _what(wait: Wait | None) -> str:
+def _what(wait: WaitingMessage | None) -> str:
     if wait is None:
         return "no message"
     return f"{wait.message}, number {wait.number} of {lane_name(wait.lane)}"

@@ -1,7 +1,7 @@
 """Starts the worker processes of a local run and ends the run when one fails or a signal stops it.
 
     launch(worker, (plan,), n_processes)        # in the command line's process
-        def worker(plan): world = init_world(...); ...; close_world()
+        def worker(plan): world = init_process_groups(...); ...; close_process_groups()
 
 If the run has one process, or torchrun or srun started this process, the entrypoint runs in this
 process. Otherwise this module starts and watches worker processes.
@@ -40,14 +40,13 @@ from gridformer.launch.stop_signals import Signals, signals_seen
 from gridformer.launch.worker_process import Meeting, print_stopped, work, work_here
 from gridformer.mesh.launch_env import joined
 from gridformer.utils import oom
-from gridformer.utils import signals as stopping
 from gridformer.utils.folders import private_prefix, remove_private_leftovers
 from gridformer.utils.forkserver import warm_up
-from gridformer.utils.signals import StopPolicy
+from gridformer.utils.signals import REQUEUE, StopPolicy
 from gridformer.utils.threads import threads_of
 
 # Workers end by themselves at the end of their grace period, unless one of them saves. Those that
-# still run after so many more seconds are killed.
+# still run after this number of further seconds are killed.
 _MORE_PATIENCE_S = 0.5
 _LEAVES_S = 10.0  # for a worker that has saved to say so and to leave its groups
 # How long the launcher waits for the rank that broke a connection after its peers have failed.
@@ -103,7 +102,15 @@ class Ended:
     failure: Failure | None = None
 
     def tell(self, advise: Advise = general) -> None:
-        """Prints how they have ended, unless all has gone well; raises what `launch` raises."""
+        """Prints how the processes have ended, unless all has gone well.
+
+        Args:
+            advise: returns what to do about a failure.
+
+        Raises:
+            UserError: a process has raised it.
+            SystemExit: a process has failed otherwise, or a signal stopped the run.
+        """
         if self.failure:
             report(self.failure, advise)
         if self.code:
@@ -136,12 +143,12 @@ def attempt(
         codes = workers.exit_codes()
         # All ranks have saved before any of them exits with this code.
         saved = failure is None or failure.told_to_stop
-        saved = saved and bool({stopping.REQUEUE, UNKNOWN} & codes)
+        saved = saved and bool({REQUEUE, UNKNOWN} & codes)
         if saved and meeting.stopped.exists():
-            return Ended(stopping.REQUEUE, meeting.stopped.read_text(encoding="utf-8"))
-        if saved and stopping.REQUEUE in codes and signals.first:
+            return Ended(REQUEUE, meeting.stopped.read_text(encoding="utf-8"))
+        if saved and REQUEUE in codes and signals.first:
             # Its grace was over before it could write the cause there.
-            return Ended(stopping.REQUEUE, signal.Signals(signals.first).name)
+            return Ended(REQUEUE, signal.Signals(signals.first).name)
     if failure and not (failure.told_to_stop and signals.first):
         return Ended(failure=failure)
     if signals.first and codes != {0}:

@@ -115,12 +115,19 @@ def plan_checked(
     room: Room | None = None,
     lock: RunLock | None = None,
 ) -> Plan:
-    """Plans a run that `check_run` has returned. Errors are those of `plan_run`.
+    """Plans a run that `check_run` has returned.
 
     Args:
         run: the checked run.
         out, tell, lock: see `plan_run`.
         room: the budget of each process; None means that of the processes on this machine.
+
+    Raises:
+        ConfigError: a process would need more memory than it has, or the messages of the ranks do
+            not fit together.
+        CheckpointError: the last checkpoint in `out` is damaged or belongs to a different run, or
+            train.init_from is no run directory or is of another model.
+        UserError: another run holds the lock of `out`.
     """
     _refuse_what_nothing_saves(run, room)  # what follows loads torch
     from gridformer.checkpoint import weights

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from gridformer.memory.room import Tell
     from gridformer.parallel.auto.decisions import Decisions
 
-LIMIT_S = 5.0  # no more ranks are traced after so many seconds
+LIMIT_S = 5.0  # no more ranks are traced after this number of seconds
 
 
 def preflight_problems(run: RunConfig, tell: Tell, decisions: Decisions) -> list[str]:

@@ -12,13 +12,13 @@ from pathlib import Path
 from gridformer.checkpoint.place import LocalPlace
 from gridformer.config import TrainConfig
 from gridformer.launch import launch
-from gridformer.launch.explain import out_of_memory
+from gridformer.launch.failure_cause import out_of_memory
 from gridformer.launch.memory_advice import memory_advice
 from gridformer.launch.restarts import launch_with_restarts
-from gridformer.launch.watch import MARGIN_S, Watch
+from gridformer.launch.watch import MARGIN_S, HangWatch
 from gridformer.launch.worker_process import end_with_report, print_last
 from gridformer.mesh.launch_env import Joined, joined, use_only
-from gridformer.mesh.process_group import close_world, init_world
+from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.mesh.rendezvous import store_of
 from gridformer.train.callbacks import Callback
 from gridformer.train.evaluation import Measure
@@ -178,16 +178,16 @@ def worker(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     train = plan.run.train
     leave_to_callers()
     set_numerics(train)
-    world = init_world(train.device, plan.n_processes, train.timeout_s, MARGIN_S)
+    world = init_process_groups(train.device, plan.n_processes, train.timeout_s, MARGIN_S)
     place, watch = joined(), None
     if place and world.size > 1:
         nccl = world.backend == "nccl"
-        watch = Watch(place, train.timeout_s, plan.out, end_with_report, nccl)
+        watch = HangWatch(place, train.timeout_s, plan.out, end_with_report, nccl)
     with without_dynamo():
         trainer = Trainer(plan, world, _measures(plan), callbacks)
         if watch:
             watch.where.model = trainer.model
         trainer.fit()
-    close_world()
+    close_process_groups()
     if watch:
         watch.end()

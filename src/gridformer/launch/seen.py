@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from gridformer.comm.progress_file import Lane, Message, State, Wait
+from gridformer.comm.progress_file import Lane, Message, State, WaitingMessage
 from gridformer.launch.boards import Report
 from gridformer.launch.hang import Seen
 
@@ -33,7 +33,7 @@ def from_json(data: Mapping[str, Any]) -> State:
     wait = None
     if (found := data["wait"]) is not None:
         lane = lanes[tuple(found["lane"])]
-        wait = Wait(lane, found["number"], _message(found), found["seconds"])
+        wait = WaitingMessage(lane, found["number"], _message(found), found["seconds"])
     return State(
         pid=data["pid"],
         step=data["step"],

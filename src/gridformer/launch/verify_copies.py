@@ -6,12 +6,14 @@ import tempfile
 from pathlib import Path
 
 from gridformer.checkpoint.remote import Remote, reading
-from gridformer.launch.verify_run import Finding, Tell, verify_run
+from gridformer.launch.verify_run import RunFinding, Tell, verify_run
 from gridformer.utils.errors import CheckpointError, UserError
 from gridformer.utils.folders import private_prefix
 
 
-def verify_copies(url: str, finite: bool = False, tell: Tell = lambda doing: None) -> list[Finding]:
+def verify_copies(
+    url: str, finite: bool = False, tell: Tell = lambda doing: None
+) -> list[RunFinding]:
     """Checks the checkpoints at a URL. Each is copied into a temporary folder, one at a time.
 
     Args:
@@ -22,7 +24,7 @@ def verify_copies(url: str, finite: bool = False, tell: Tell = lambda doing: Non
     Raises:
         UserError: The URL cannot be read, or has no checkpoint.
     """
-    found: list[Finding] = []
+    found: list[RunFinding] = []
     with reading(url):
         remote = Remote(url)
         names = remote.complete()
@@ -37,9 +39,9 @@ def verify_copies(url: str, finite: bool = False, tell: Tell = lambda doing: Non
     return found
 
 
-def _verify(remote: Remote, name: str, copy: Path, finite: bool) -> list[Finding]:
+def _verify(remote: Remote, name: str, copy: Path, finite: bool) -> list[RunFinding]:
     try:
         remote.download(name, copy)
     except CheckpointError as error:
-        return [Finding(name, False, str(error))]
+        return [RunFinding(name, False, str(error))]
     return verify_run(copy, finite)

@@ -30,7 +30,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Finding:
+class RunFinding:
     """What was found about one thing in a run directory.
 
     Attributes:
@@ -46,7 +46,7 @@ class Finding:
 
 def verify_run(
     run_dir: Path, finite: bool = False, tell: Tell = lambda doing: None
-) -> list[Finding]:
+) -> list[RunFinding]:
     """Checks a run directory as a whole, or one checkpoint. Nothing in it is changed.
 
     Args:
@@ -78,12 +78,12 @@ def verify_run(
             manifests.append(manifest)
         findings.append(found)
     if not folders:
-        findings.append(Finding("checkpoints", True, "there are none"))
+        findings.append(RunFinding("checkpoints", True, "there are none"))
     run, last = configured[1], manifests[-1] if manifests else None
     if run and run.train.checkpoint_to:
         url = run.train.checkpoint_to
         note = f"at {url}, not looked at: `gridformer verify {url}` verifies them"
-        findings.append(Finding("copies", True, note))
+        findings.append(RunFinding("copies", True, note))
     if run and last:
         findings += _agree(run, last)
     findings += [*_metrics(run_dir, last, held), *_tokenizer(run_dir, last)]
@@ -91,20 +91,20 @@ def verify_run(
     return findings
 
 
-def _lock(run_dir: Path, held: bool) -> Iterator[Finding]:
+def _lock(run_dir: Path, held: bool) -> Iterator[RunFinding]:
     if not (run_dir / LOCK).exists():
         return
     holder = holder_of(run_dir)
     if held:
-        yield Finding(LOCK, True, f"in use by {holder}")
+        yield RunFinding(LOCK, True, f"in use by {holder}")
     else:
-        yield Finding(LOCK, True, f"left by {holder or 'a run'}; the next run replaces it")
+        yield RunFinding(LOCK, True, f"left by {holder or 'a run'}; the next run replaces it")
 
 
-def _config(run_dir: Path) -> tuple[Finding, RunConfig | None]:
+def _config(run_dir: Path) -> tuple[RunFinding, RunConfig | None]:
     path = run_dir / CONFIG
     if not path.exists():
-        return Finding(CONFIG, False, f"{path} is missing: the next run writes it"), None
+        return RunFinding(CONFIG, False, f"{path} is missing: the next run writes it"), None
     try:
         run = RunConfig.model_validate(parse_yaml(read_text(path)))
     except ValidationError as error:
@@ -114,21 +114,23 @@ def _config(run_dir: Path) -> tuple[Finding, RunConfig | None]:
     except (UserError, ValueError) as error:
         why = " ".join(str(error).split())
     else:
-        return Finding(CONFIG, True, "readable"), run
-    return Finding(CONFIG, False, f"{path} is damaged ({why}): the next run writes it anew"), None
+        return RunFinding(CONFIG, True, "readable"), run
+    return RunFinding(
+        CONFIG, False, f"{path} is damaged ({why}): the next run writes it anew"
+    ), None
 
 
-def _checkpoint(folder: Path, finite: bool) -> tuple[Finding, Manifest | None]:
+def _checkpoint(folder: Path, finite: bool) -> tuple[RunFinding, Manifest | None]:
     try:
         manifest = verify(folder)
         if finite:
             _check_finite(folder, manifest)
     except (CheckpointError, OSError) as error:
-        return Finding(folder.name, False, str(error)), None
+        return RunFinding(folder.name, False, str(error)), None
     numbers = ", all finite" * finite
     n_files = len(manifest.files)
     note = f"{n_files} file{'s' * (n_files > 1)}, {_size(folder)}{numbers}"
-    return Finding(folder.name, True, note), manifest
+    return RunFinding(folder.name, True, note), manifest
 
 
 def _check_finite(folder: Path, manifest: Manifest) -> None:
@@ -147,22 +149,22 @@ def _check_finite(folder: Path, manifest: Manifest) -> None:
                     )
 
 
-def _agree(run: RunConfig, last: Manifest) -> Iterator[Finding]:
+def _agree(run: RunConfig, last: Manifest) -> Iterator[RunFinding]:
     different = other_model(last, run)
     if different:
         told = "; ".join(different)
-        yield Finding(
+        yield RunFinding(
             CONFIG, False, f"it belongs to another run than step {last.step} does ({told})"
         )
 
 
-def _metrics(run_dir: Path, last: Manifest | None, held: bool) -> Iterator[Finding]:
+def _metrics(run_dir: Path, last: Manifest | None, held: bool) -> Iterator[RunFinding]:
     path = run_dir / METRICS
     if last is not None and last.weights_only:
         return
     if not path.is_file():
         if last is not None:
-            yield Finding(METRICS, False, f"{path} is missing: losses so far are lost")
+            yield RunFinding(METRICS, False, f"{path} is missing: losses so far are lost")
         return
     steps: list[int] = []
     lines = path.read_bytes().split(b"\n")
@@ -171,64 +173,64 @@ def _metrics(run_dir: Path, last: Manifest | None, held: bool) -> Iterator[Findi
         try:
             steps.append(int(json.loads(line)["step"]))
         except (ValueError, KeyError, TypeError, RecursionError):
-            yield Finding(METRICS, False, f"line {number} cannot be read: remove that line")
+            yield RunFinding(METRICS, False, f"line {number} cannot be read: remove that line")
             return
     for before, after in pairwise(steps):
         if after != before + 1:
-            yield Finding(METRICS, False, f"after step {before} comes step {after}")
+            yield RunFinding(METRICS, False, f"after step {before} comes step {after}")
             return
     end = steps[-1] if steps else 0
     if last is not None and end < last.step:
-        yield Finding(
+        yield RunFinding(
             METRICS, False, f"it ends at step {end}, but a checkpoint is of step {last.step}"
         )
         return
     if last is not None and steps and steps[0] > 1:
-        yield Finding(METRICS, False, f"it begins at step {steps[0]}")
+        yield RunFinding(METRICS, False, f"it begins at step {steps[0]}")
         return
     note = f"{len(lines)} lines, up to step {end}"
     if torn and not held:
         note += "; a killed run left half a line, which the next run removes"
-    yield Finding(METRICS, True, note)
+    yield RunFinding(METRICS, True, note)
 
 
-def _tokenizer(run_dir: Path, last: Manifest | None) -> Iterator[Finding]:
+def _tokenizer(run_dir: Path, last: Manifest | None) -> Iterator[RunFinding]:
     path = run_dir / TOKENIZER
     if not path.is_file():
         if last is not None and not last.weights_only:
-            yield Finding(TOKENIZER, False, f"{path} is missing: copy that of the data there")
+            yield RunFinding(TOKENIZER, False, f"{path} is missing: copy that of the data there")
         return
     try:
         found = Tokenizer.load(path)
     except DataError as error:
-        yield Finding(TOKENIZER, False, str(error))
+        yield RunFinding(TOKENIZER, False, str(error))
         return
     ours = last if last is not None and not last.weights_only else None
     if ours and found.vocab_size > ours.model.vocab_size:
-        yield Finding(
+        yield RunFinding(
             TOKENIZER,
             False,
             f"it has {found.vocab_size} words, but the model only {ours.model.vocab_size}: it is "
             "another one, so copy that of the data there",
         )
     else:
-        yield Finding(TOKENIZER, True, f"{found.vocab_size} words")
+        yield RunFinding(TOKENIZER, True, f"{found.vocab_size} words")
 
 
-def _data(run: RunConfig | None, last: Manifest | None) -> Iterator[Finding]:
+def _data(run: RunConfig | None, last: Manifest | None) -> Iterator[RunFinding]:
     """Compares the data with that of the last checkpoint, if both are there."""
     if run is None or last is None or last.data is None or not run.data.exists:
         return
     try:
         changed = fingerprint(RunData.open(run.data)).differences(last.data)
     except (DataError, OSError) as error:
-        yield Finding("data", False, str(error))
+        yield RunFinding("data", False, str(error))
         return
     if changed:
         told = ", ".join(changed)
-        yield Finding("data", False, f"{_named(run)} has changed since the checkpoint ({told})")
+        yield RunFinding("data", False, f"{_named(run)} has changed since the checkpoint ({told})")
     else:
-        yield Finding("data", True, f"{_named(run)} is that of the checkpoint")
+        yield RunFinding("data", True, f"{_named(run)} is that of the checkpoint")
 
 
 def _named(run: RunConfig) -> str:
@@ -237,23 +239,23 @@ def _named(run: RunConfig) -> str:
     return f"the data of {names}" if names else str(run.data.path)
 
 
-def _others(run_dir: Path, held: bool) -> Iterator[Finding]:
+def _others(run_dir: Path, held: bool) -> Iterator[RunFinding]:
     """Names what is left of killed runs, and what no run has written."""
     checkpoints = run_dir / "checkpoints"
     known = {folder.name for folder in find.complete(run_dir)}
     left = {path for at in (run_dir, checkpoints) for name in _LEFTOVERS for path in at.glob(name)}
     if left and not held:
         names = ", ".join(sorted(path.name for path in left))
-        yield Finding("leftovers", True, f"{names}: the next run removes them")
+        yield RunFinding("leftovers", True, f"{names}: the next run removes them")
     for path in sorted(checkpoints.glob("*")):
         if path in left or path.name in known:
             continue
         if path.name.startswith(("damaged-", "rolled-back-")):
             by = "train.fallback" if path.name.startswith("damaged") else "train.on_divergence"
             note = f"left aside by {by}; remove it when you do not need it"
-            yield Finding(path.name, True, note)
+            yield RunFinding(path.name, True, note)
         else:
-            yield Finding(path.name, False, f"{path} is no checkpoint's folder: move it away")
+            yield RunFinding(path.name, False, f"{path} is no checkpoint's folder: move it away")
 
 
 def _size(folder: Path) -> str:

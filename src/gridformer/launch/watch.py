@@ -45,7 +45,7 @@ _RECORDS_S = 1.5  # for torch's records of messages
 _QUIET_S = 2.5  # a watch that has not looked for so long does not run
 
 
-class Watch:
+class HangWatch:
     """Watches this process from a thread of its own.
 
     Args:

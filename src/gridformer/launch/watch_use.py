@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gridformer.launch.watch import MARGIN_S, Watch
+from gridformer.launch.watch import MARGIN_S, HangWatch
 from gridformer.launch.worker_process import end_with_report
 from gridformer.mesh.launch_env import joined
 from gridformer.mesh.process_group import World
@@ -16,7 +16,7 @@ class UseWatch:
 
     margin_s = MARGIN_S
 
-    def start(self, world: World, timeout_s: float) -> Watch | None:
+    def start(self, world: World, timeout_s: float) -> HangWatch | None:
         """Starts to watch this process, unless it is the only one.
 
         Args:
@@ -27,4 +27,6 @@ class UseWatch:
         if place is None or world.size == 1:
             return None
         nccl = world.backend == "nccl"
-        return Watch(place, timeout_s, None, end_with_report, nccl, limit="--timeout", trains=False)
+        return HangWatch(
+            place, timeout_s, None, end_with_report, nccl, limit="--timeout", trains=False
+        )

@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import multiprocessing
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gridformer.launch.explain import explain, out_of_memory
+from gridformer.launch.failure_cause import cause_of, out_of_memory
 from gridformer.mesh.launch_env import STORE_FILE, Joined
-from gridformer.mesh.process_group import abandon_world, is_effect_of_a_peer
-from gridformer.utils import signals as stopping
+from gridformer.mesh.process_group import abandon_process_groups, is_effect_of_a_peer
+from gridformer.utils import signals
 from gridformer.utils.allocator import use_expandable_segments
 from gridformer.utils.errors import SaveError, UserError
+from gridformer.utils.parent import end_with_parent
 
 # Under torchrun, a rank whose peer broke the connection waits this long before it ends, because
 # torchrun polls its workers ten times a second, blames the one that ended first, and compares whole
@@ -86,7 +84,7 @@ def work(
     size: int,
     meeting: Meeting,
     threads: int | None,
-    policy: stopping.StopPolicy,
+    policy: signals.StopPolicy,
 ) -> None:
     """The main function of a process that `launch` started.
 
@@ -102,10 +100,10 @@ def work(
     Raises:
         SystemExit: a signal asked to stop. If the entrypoint fails, the process ends here.
     """
-    stop = stopping.install(replace(policy, again_after_s=float("inf")))
+    stop = signals.install(replace(policy, again_after_s=float("inf")))
     stop.is_hopeless = meeting.is_hopeless
     stop.on_hold = partial(_mark, meeting.saving(rank))
-    threading.Thread(target=_die_with_launcher, name="launcher watch", daemon=True).start()
+    end_with_parent()
     faulthandler.enable(all_threads=True)  # a crash in native code prints where it happened
     use_expandable_segments()
     os.environ |= {
@@ -131,7 +129,7 @@ def work(
         _fail(error, stop, meeting.error_file(rank))
     stop.nothing_left_to_save()
     if stop.requested:
-        if stop.exit_code == stopping.REQUEUE:
+        if stop.exit_code == signals.REQUEUE:
             meeting.tell_stopped(stop.cause)
         raise SystemExit(stop.exit_code)
 
@@ -148,7 +146,7 @@ def work_here(
     entrypoint: Callable[..., None],
     args: tuple[Any, ...],
     place: Joined | None,
-    policy: stopping.StopPolicy | None = None,
+    policy: signals.StopPolicy | None = None,
 ) -> None:
     """Runs the entrypoint in this process: the whole run, or a rank that torchrun or srun started.
 
@@ -165,9 +163,9 @@ def work_here(
             would wait for peers that wait for this rank.
         SystemExit: a signal asked to stop.
     """
-    again_after_s = stopping.TWICE_BY_TORCHRUN_S if place and place.by == "torchrun" else 0.0
-    policy = policy or stopping.StopPolicy()
-    stop = stopping.install(replace(policy, again_after_s=again_after_s))
+    again_after_s = signals.TWICE_BY_TORCHRUN_S if place and place.by == "torchrun" else 0.0
+    policy = policy or signals.StopPolicy()
+    stop = signals.install(replace(policy, again_after_s=again_after_s))
     use_expandable_segments()
     error_file = _error_file_of_torchrun()
     if error_file:
@@ -212,13 +210,13 @@ def end_with_report(text: str) -> NoReturn:
         )
     if not folder:
         print_last(text)
-    abandon_world()
-    stopping.end_process(1)
+    abandon_process_groups()
+    signals.end_process(1)
 
 
 def _fail(
     error: Exception,
-    stop: stopping.StopRequest,
+    stop: signals.StopRequest,
     error_file: Path | None,
     by_torchrun_or_srun: bool = False,
 ) -> NoReturn:
@@ -242,17 +240,9 @@ def _fail(
         if by_torchrun_or_srun:  # otherwise `launch` prints it, because it started the workers
             _print_failure(error)
         code = error.exit_code if isinstance(error, UserError) else 1
-    abandon_world()
+    abandon_process_groups()
     # Not sys.exit: at interpreter shutdown the destructors of groups wait for pending messages.
-    stopping.end_process(code)
-
-
-def _die_with_launcher() -> None:
-    """Ends this process when the launcher ended or was killed, whatever the main thread does."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+    signals.end_process(code)
 
 
 def _error_file_of_torchrun() -> Path | None:
@@ -274,7 +264,7 @@ def _write_failure(error: Exception, path: Path) -> None:
         "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
         "time": time.time(),
         "caused_by_peer": _is_effect_of_a_peer(error),
-        "meaning": explain(error),
+        "meaning": cause_of(error),
         "out_of_memory": out_of_memory(error) is not None,
     }
     if isinstance(error, UserError):
@@ -311,7 +301,7 @@ def _print_failure(error: Exception) -> None:
             file=sys.stderr,
         )
     else:
-        if meaning := explain(error):
+        if meaning := cause_of(error):
             print(f"rank {rank} failed: {meaning}\n", file=sys.stderr)
         traceback.print_exception(error)
 
@@ -336,7 +326,7 @@ def print_stopped(by: str, code: int = 0) -> None:
         by: what stopped it, for example the name of a signal.
         code: the exit code.
     """
-    requeue = f"; exit code {code}: start it again to go on" if code == stopping.REQUEUE else ""
+    requeue = f"; exit code {code}: start it again to go on" if code == signals.REQUEUE else ""
     print_last(f"gridformer: stopped by {by.replace('SIGINT', 'Ctrl-C (SIGINT)', 1)}{requeue}")
 
 

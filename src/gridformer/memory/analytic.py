@@ -66,7 +66,7 @@ def quick_peak(run: RunConfig, choices: Choices) -> float:
     if choices.work.recompute == "full":
         stays, one = _inputs(run, choices, n_layers)
         again = each / n_layers + one
-    activations = (stays + _kept_inputs(choices)) * share
+    activations = (stays + choices.all_kept_bytes) * share
     replicas = _Replicas.of(run, choices)
     states += replicas.gathered
     logits = _logits(run, choices) + replicas.table
@@ -268,10 +268,6 @@ def _inputs(run: RunConfig, choices: Choices, n_layers: int) -> tuple[float, flo
     if choices.between == "replicated":
         return n_bytes / grid * n_layers, n_bytes
     return n_bytes / (grid if choices.between == "cut" else 1) * n_layers, 0.0
-
-
-def _kept_inputs(choices: Choices) -> float:
-    return sum(choices.kept_bytes(choice) for choice in choices.products.values())
 
 
 def _logits(run: RunConfig, choices: Choices) -> float:

@@ -177,5 +177,4 @@ def _held(run: RunConfig) -> float:
 
 
 def _smallest_batch(layout: LayoutConfig) -> int:
-    axis = spec_of(layout).samples_over(layout)
-    return layout.dp * (getattr(layout, axis) if axis else 1) * layout.micro_batches
+    return spec_of(layout).batch_parts(layout) * layout.micro_batches

@@ -18,7 +18,7 @@ from gridformer.utils.units import byte_unit
 
 _COLUMNS = 5  # ranks side by side in a table
 # States are blue, activations orange, and the rest green and gray.
-_COLOURS = {
+_COLORS = {
     "parameters": "#08306b",
     "gradients": "#2171b5",
     "optimizer": "#6baed6",
@@ -111,8 +111,8 @@ def write_page(
                         legendgroup=kind,
                         showlegend=row == 1,
                         stackgroup="all",
-                        line={"width": 0, "color": _COLOURS[kind], "shape": "hv"},
-                        fillcolor=_COLOURS[kind],
+                        line={"width": 0, "color": _COLORS[kind], "shape": "hv"},
+                        fillcolor=_COLORS[kind],
                         hovertemplate="%{y:.4g} " + name,
                     ),
                     row=row,

@@ -42,7 +42,7 @@ class Axis:
         return tuple(get_process_group_ranks(self.group))
 
 
-class Places(NamedTuple):
+class MeshRanks(NamedTuple):
     """The rank at each place of a mesh, in Python's numbers.
 
     Attributes:
@@ -112,7 +112,7 @@ class Axes:
     world: Axis = Axis("world")
     device_type: str = "cpu"
     pp_lines: tuple[tuple[int, ...], ...] = ()
-    places: Places | None = field(default=None, repr=False)
+    places: MeshRanks | None = field(default=None, repr=False)
     further: dict[str, Axis] = field(default_factory=dict, compare=False, repr=False)
     _holders: dict[tuple[int, ...], Axis] = field(
         default_factory=dict, init=False, compare=False, repr=False
@@ -231,7 +231,7 @@ class Axes:
             elif larger:
                 axes[name] = replace(larger[0], name=name)
         lines = _lines(ranks, names, ("pp",)) if "pp" in names else []
-        places = Places(tuple(names), tuple(ranks.shape), tuple(ranks.flatten().tolist()))
+        places = MeshRanks(tuple(names), tuple(ranks.shape), tuple(ranks.flatten().tolist()))
         pp_lines = tuple(map(tuple, lines))
         further: dict[str, Axis] = {}  # named, so that it is not one of `axes`
         return Axes(

@@ -85,7 +85,7 @@ def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
     here = dist.get_rank()  # each rank checks its own line: of thousands that takes long
     assert all([*line] == sorted(line) for line in lines if here in line), "torch would sort them"
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-        # NCCL is already connected (see init_world), and all groups are split off it at once.
+        # NCCL is connected already by init_process_groups; all groups are split off it at once.
         split: ProcessGroup | None = dist.split_group(
             split_ranks=[[*line] for line in lines], timeout=_timeout(), group_desc=purpose
         )

@@ -11,7 +11,7 @@ from gridformer.utils.units import MIB, three_digits
 
 
 @dataclass(frozen=True)
-class Row:
+class PlacementRow:
     """A row of the explanation.
 
     Attributes:
@@ -35,7 +35,7 @@ class Row:
 
 def rows(
     candidates: Sequence[Candidate], sizes: Sizes, devices_per_node: int, few: int = 3
-) -> list[Row]:
+) -> list[PlacementRow]:
     """Returns rows for the best `few` candidates, and for the plain order if it is not among them.
 
     Axes of size 1 are left out of `mib` because nothing moves over them.
@@ -57,7 +57,7 @@ def rows(
         else:
             ratio = math.inf if candidate.total else 1.0
         found.append(
-            Row(
+            PlacementRow(
                 block=_words(candidate, sizes, plain),
                 mib={
                     axis: candidate.bytes_in[axis] / MIB

@@ -80,7 +80,7 @@ def check_devices(
     return problems
 
 
-def init_world(
+def init_process_groups(
     device: DeviceChoice, n_processes: int, timeout_s: float, margin_s: float = 0.0
 ) -> World:
     """Joins the process group of the run from inside a worker and chooses this process's device.
@@ -137,10 +137,10 @@ def init_world(
     return World(place.rank, place.local_rank, place.size, chosen, backend, why)
 
 
-def close_world() -> None:
+def close_process_groups() -> None:
     """Destroys the process group, if there is one, at the end of a successful run.
 
-    Never call this while an exception propagates: see `abandon_world`.
+    Never call this while an exception propagates: see `abandon_process_groups`.
     """
     import torch.distributed as dist
 
@@ -148,7 +148,7 @@ def close_world() -> None:
         dist.destroy_process_group()
 
 
-def abandon_world() -> None:
+def abandon_process_groups() -> None:
     """Abandons the process group after a failure, without waiting for any peer.
 
     The peers may be inside a collective that this rank will never enter. Destroying an NCCL group

@@ -53,7 +53,7 @@ def build_model(config: ModelConfig) -> Model:
 
 
 def in_few_layers(config: ModelConfig) -> list[tuple[int, ModelConfig]]:
-    """Returns models of few layers which, so many times each, add up to a deep model.
+    """Returns models of few layers, and how often to take each so that they add up to a deep model.
 
     What a model has in all, such as its parameters, is a sum over its layers. The layers of a stack
     are equal except perhaps for the first and the last one, so two models of two and of three

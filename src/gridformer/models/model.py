@@ -187,7 +187,17 @@ class Model(nn.Module):
     def hidden(
         self, batch: Batch, caches: Sequence[KVCache] | None = None, start: int = 0
     ) -> Tensor:
-        """Returns the last hidden states [b, s, h]; see `run`."""
+        """Returns the last hidden states of a model that is run as a whole.
+
+        Args:
+            batch: Tokens [b, s], and what else the family reads; see `gridformer.utils.batch`.
+            caches: The keys and values of earlier tokens, one cache for each layer; None in
+                training.
+            start: The position of the first token, the number of tokens in the caches.
+
+        Returns:
+            [b, s, h].
+        """
         hidden = self.run(batch, caches=caches, start=start).hidden
         assert hidden is not None
         return hidden

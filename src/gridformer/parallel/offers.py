@@ -47,7 +47,7 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class Problem:
+class ProblemWithOffers:
     """A broken rule with the changes that fix it; `str` gives a sentence for an error message."""
 
     rule: str
@@ -61,7 +61,7 @@ class Problem:
 Check = Callable[[RunConfig], list[Broken]]
 
 
-def with_offers(run: RunConfig, check: Check) -> list[Problem]:
+def with_offers(run: RunConfig, check: Check) -> list[ProblemWithOffers]:
     """Returns every rule that a run breaks, with changes that fix it.
 
     Args:
@@ -72,7 +72,8 @@ def with_offers(run: RunConfig, check: Check) -> list[Problem]:
     names = {one.rule for one in broken}
     search = _Search(run, check)
     return [
-        Problem(one.rule, one.text, tuple(search.offers(one, names - {one.rule}))) for one in broken
+        ProblemWithOffers(one.rule, one.text, tuple(search.offers(one, names - {one.rule})))
+        for one in broken
     ]
 
 

@@ -104,6 +104,14 @@ class SchemeSpec:
         """Returns the axis that shards the samples of a replica's micro-batch between sections."""
         return None
 
+    def batch_parts(self, layout: LayoutConfig) -> int:
+        """Returns over how many devices the sequences of a micro-batch are divided.
+
+        The size of every micro-batch is a multiple of it.
+        """
+        axis = self.samples_over(layout)
+        return layout.dp * (int(getattr(layout, axis)) if axis else 1)
+
     def ranks(self, layout: LayoutConfig, block: NodeBlock | None) -> Tensor:
         """Returns the rank at each position of the mesh, int64 [pp, dp, *mesh].
 

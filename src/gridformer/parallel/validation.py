@@ -10,7 +10,7 @@ from typing import Any
 
 from gridformer.cluster import cluster_names, cluster_path, load_cluster
 from gridformer.config import LayoutConfig, RunConfig, any_of, divisors
-from gridformer.parallel.offers import Broken, Changes, Problem, Way, with_offers
+from gridformer.parallel.offers import Broken, Changes, ProblemWithOffers, Way, with_offers
 from gridformer.parallel.registry import SPECS, spec_of
 from gridformer.parallel.scheme import HEADS_WIDTH, LayoutAxis
 from gridformer.utils.errors import ConfigError
@@ -30,7 +30,7 @@ def check(run: RunConfig) -> None:
         raise ConfigError([str(problem) for problem in found])
 
 
-def problems(run: RunConfig) -> list[Problem]:
+def problems(run: RunConfig) -> list[ProblemWithOffers]:
     """Returns every broken rule of a run, with changes that fix it and break no other rule."""
     return with_offers(run, broken_rules)
 

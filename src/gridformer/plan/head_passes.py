@@ -7,7 +7,7 @@ from gridformer.plan import launches as counts
 from gridformer.plan.layer_passes import add_norm
 from gridformer.plan.load import Load
 from gridformer.plan.products import enter_or_leave, product_loads
-from gridformer.plan.sizes import Sizes, chunks_of, loss_tokens
+from gridformer.plan.sizes import Sizes, chunks_of, head_tokens
 
 # Passes over logits; see `gridformer.plan.layer_passes`.
 LOGITS = 6  # in float32: log-softmax and the targets' logits, forward and backward
@@ -96,7 +96,7 @@ def _lookup_launches(sizes: Sizes, table: Choice) -> tuple[Load, Load]:
 
 def _loss(sizes: Sizes, choice: Choice) -> Load:
     """Returns the load of the loss: passes over logits, and messages over the vocabulary's axis."""
-    tokens = loss_tokens(sizes, choice)
+    tokens = head_tokens(sizes, choice)
     width = sizes.run.model.vocab_size
     chunks = chunks_of(sizes, choice)
     h = sizes.run.model.hidden_size

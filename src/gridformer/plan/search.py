@@ -18,13 +18,13 @@ from functools import partial
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig, divisors
 from gridformer.memory.layouts import candidates
-from gridformer.parallel.registry import describe
+from gridformer.parallel.registry import describe, spec_of
 from gridformer.parallel.validation import broken_rules
 from gridformer.plan.analytic import Estimate, estimate
 from gridformer.plan.load import Costs
 from gridformer.plan.predict import predict
 from gridformer.plan.prediction import Prediction
-from gridformer.plan.settings import changed, micro_batches, modes, neighbors, rows_at_a_time
+from gridformer.plan.settings import changed, micro_batches, modes, neighbors
 from gridformer.trace.fast_fake import fast_fakes
 from gridformer.utils.beside import as_far_as, can_copy
 from gridformer.utils.hardware import n_cores
@@ -114,7 +114,7 @@ class Search:
         placed = node if self.n_devices > node and self.n_devices % node == 0 else 0
         for layout in candidates(self.n_devices):
             layout = layout.model_copy(update={"devices_per_node": placed})
-            rows = rows_at_a_time(layout)
+            rows = spec_of(layout).batch_parts(layout)
             if self.run.train.global_batch % rows:
                 continue
             most = self.run.train.global_batch // rows

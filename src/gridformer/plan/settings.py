@@ -20,7 +20,7 @@ def neighbors(run: RunConfig) -> Iterator[tuple[dict[str, Any], RunConfig]]:
 
 def _single_changes(run: RunConfig) -> Iterator[dict[str, Any]]:
     layout = run.layout
-    at_most = run.train.global_batch // rows_at_a_time(layout)
+    at_most = run.train.global_batch // spec_of(layout).batch_parts(layout)
     sizes = divisors(at_most)
     here = sizes.index(layout.micro_batches) if layout.micro_batches in sizes else 0
     for place in (here - 2, here - 1, here + 1, here + 2):
@@ -55,17 +55,11 @@ def modes(layout: LayoutConfig) -> list[dict[str, Any]]:
 def micro_batches(run: RunConfig) -> list[int]:
     """Returns a few numbers of micro-batches, the smallest first."""
     layout = run.layout
-    sizes = divisors(run.train.global_batch // rows_at_a_time(layout))
+    sizes = divisors(run.train.global_batch // spec_of(layout).batch_parts(layout))
     if layout.pp > 1:
         enough = [m for m in sizes if m >= 2 * layout.pp] or sizes[-1:]
         return list(dict.fromkeys((enough[0], sizes[-1])))
     return list(dict.fromkeys((sizes[0], sizes[len(sizes) // 2], sizes[-1])))
-
-
-def rows_at_a_time(layout: LayoutConfig) -> int:
-    """Returns the number of which a layout's global batches are multiples."""
-    axis = spec_of(layout).samples_over(layout)
-    return layout.dp * (int(getattr(layout, axis)) if axis else 1)
 
 
 def changed(run: RunConfig, changes: dict[str, Any]) -> RunConfig | None:

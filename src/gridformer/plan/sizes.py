@@ -81,7 +81,7 @@ class Sizes:
         return self.itemsize + self.wide if self.itemsize < self.wide else 0
 
 
-def loss_tokens(sizes: Sizes, choice: Choice) -> float:
+def head_tokens(sizes: Sizes, choice: Choice) -> float:
     """Returns for how many tokens a device computes a product of the head."""
     return sizes.between(choice.product, 1) if choice.common else sizes.tokens(choice.product)
 
@@ -91,4 +91,4 @@ def chunks_of(sizes: Sizes, choice: Choice) -> int:
     at_a_time = sizes.choices.work.loss_chunk_tokens
     if choice.product.name != "head" or not at_a_time:
         return 1
-    return max(1, math.ceil(loss_tokens(sizes, choice) / at_a_time))
+    return max(1, math.ceil(head_tokens(sizes, choice) / at_a_time))

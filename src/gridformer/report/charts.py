@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from gridformer.report.history import Mark, marks_of
-from gridformer.report.reading import Run
+from gridformer.report.reading import RunReading
 
 MOST_POINTS = 1200  # of a curve; a screen is not wider
 _AXIS_POINTS = 400
@@ -68,7 +68,7 @@ _SPELLED = {"val": "validation", "bleu": "BLEU", "f1": "F1"}
 _LOSS, _VALIDATION = "loss", "val_loss"
 
 
-def chart_list(runs: Sequence[Run]) -> list[Curves]:
+def chart_list(runs: Sequence[RunReading]) -> list[Curves]:
     """Returns the charts that some runs have values for, the losses first."""
     keys = [*dict.fromkeys(key for run in runs for key in run.names)]
     of_sets = (f"{_VALIDATION}_", "test_loss_")
@@ -100,7 +100,7 @@ def words(key: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def as_json(runs: Sequence[Run]) -> dict[str, Any]:
+def as_json(runs: Sequence[RunReading]) -> dict[str, Any]:
     """Returns what the script draws: charts with curves, axes and marks of each run."""
     charts = []
     for chart in chart_list(runs):
@@ -137,7 +137,7 @@ def _mark(mark: Mark) -> dict[str, Any]:
     return {"step": mark.step, "kind": mark.kind, "text": mark.text}
 
 
-def _axes(run: Run) -> dict[str, list[float]]:
+def _axes(run: RunReading) -> dict[str, list[float]]:
     """Returns tokens and hours at some steps, between which the script draws lines."""
     lines = run.metrics
     n = min(len(lines), _AXIS_POINTS)
@@ -157,7 +157,7 @@ def _number(line: dict[str, Any], key: str) -> float:
 
 
 def decimated(values: Sequence[float], most: int) -> list[int]:
-    """Returns the places of at most so many values that show the same curve.
+    """Returns the places of a limited number of values that show the same curve.
 
     Of each of equal parts it takes the smallest and the largest value, so no spike is lost, and it
     takes the first and the last of all.

@@ -10,7 +10,7 @@ from gridformer.memory.breakdown import KINDS, MemoryBreakdown
 from gridformer.memory.estimate import estimate_ranks
 from gridformer.memory.ranks import largest_ranks
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.report.steptrace import Traffic
+from gridformer.report.steptrace import PurposeTraffic
 from gridformer.trace.rank import trace_rank
 
 
@@ -34,11 +34,11 @@ class Estimates:
     memory: dict[str, int] = field(default_factory=dict)
     peak: int = 0
     moment: str = ""
-    traffic: list[Traffic] = field(default_factory=list)
+    traffic: list[PurposeTraffic] = field(default_factory=list)
     problem: str = ""
 
 
-def estimate(run: RunConfig) -> Estimates:
+def estimates_of(run: RunConfig) -> Estimates:
     """Estimates memory and messages of the fullest rank of a run.
 
     It registers a device type in this process, which must not belong to a process group.
@@ -70,7 +70,7 @@ def estimate(run: RunConfig) -> Estimates:
         fullest.peak,
         fullest.moment,
         [
-            Traffic(*key, count, n_bytes)
+            PurposeTraffic(*key, count, n_bytes)
             for key, (count, n_bytes) in sorted(counts.items(), key=lambda item: -item[1][1])
         ],
     )

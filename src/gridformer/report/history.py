@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple
 
-from gridformer.report.reading import Run
+from gridformer.report.reading import RunReading
 from gridformer.utils.units import format_bytes, three_digits
 
 MarkKind = Literal["start", "save", "trouble", "end"]
@@ -31,7 +31,7 @@ class Mark(NamedTuple):
     time: str = ""
 
 
-def marks_of(run: Run) -> list[Mark]:
+def marks_of(run: RunReading) -> list[Mark]:
     """Returns what has happened to a run, in the order in which it happened."""
     told = [mark for event in run.events if (mark := _mark(event)) is not None]
     saved = {mark.step for mark in told if mark.kind == "save"}
@@ -46,7 +46,7 @@ def marks_of(run: Run) -> list[Mark]:
     return [*found, *told]
 
 
-def starts(run: Run) -> int:
+def starts(run: RunReading) -> int:
     """Returns how often a run was started; 0 if that is not known."""
     return sum(event["event"] == "start" for event in run.events)
 
@@ -106,7 +106,7 @@ _SENTENCES = {
 }
 
 
-def _from_metrics(run: Run) -> list[Mark]:
+def _from_metrics(run: RunReading) -> list[Mark]:
     found, rollbacks = [], 0.0
     for line in run.metrics:
         step = line["step"]

@@ -18,9 +18,9 @@ from gridformer.report import charts
 from gridformer.report.bars import KINDS, RUNS, axis_colors, bars, memory_colors, time_colors
 from gridformer.report.estimates import Estimates
 from gridformer.report.history import Mark, marks_of
-from gridformer.report.reading import Run, Sample
+from gridformer.report.reading import RunReading, Sample
 from gridformer.report.settings import table as settings_table
-from gridformer.report.steptrace import Slice, StepTimeline, Traffic, read_timeline
+from gridformer.report.steptrace import PurposeTraffic, Slice, StepTimeline, read_timeline
 from gridformer.report.summary import summary
 from gridformer.utils.page import DARK, document
 from gridformer.utils.units import byte_unit, format_bytes, three_digits
@@ -29,7 +29,9 @@ _MOST_MARKS = 60  # rows of a run in the table of what has happened; starts and 
 _MOST_TRAFFIC = 12
 
 
-def write_page(runs: Sequence[Run], estimates: Sequence[Estimates | None], path: Path) -> None:
+def write_report_page(
+    runs: Sequence[RunReading], estimates: Sequence[Estimates | None], path: Path
+) -> None:
     """Writes the report.
 
     Args:
@@ -66,7 +68,7 @@ def _text(value: object) -> str:
     return html.escape(str(value))
 
 
-def _data(runs: Sequence[Run], timelines: Sequence[StepTimeline | None]) -> str:
+def _data(runs: Sequence[RunReading], timelines: Sequence[StepTimeline | None]) -> str:
     """Returns what the script draws, as JSON that no text in it can end."""
     found = charts.as_json(runs)
     found["timelines"] = [
@@ -95,7 +97,7 @@ def _rounded(rows: Sequence[Sequence[Slice]]) -> list[list[list[Any]]]:
     ]
 
 
-def _last_timeline(run: Run) -> StepTimeline | None:
+def _last_timeline(run: RunReading) -> StepTimeline | None:
     return next((line for path in reversed(run.traces) if (line := read_timeline(path))), None)
 
 
@@ -120,11 +122,11 @@ def _rows(
     )
 
 
-def _labels(runs: Sequence[Run]) -> list[str]:
+def _labels(runs: Sequence[RunReading]) -> list[str]:
     return ["", *(run.label for run in runs)]
 
 
-def _summary(runs: Sequence[Run]) -> str:
+def _summary(runs: Sequence[RunReading]) -> str:
     rows = [[row.name, *row.values] for row in summary(runs)]
     problems = "".join(
         f'<p class="note bad">{_text(run.label)}: its settings cannot be read: '
@@ -135,7 +137,7 @@ def _summary(runs: Sequence[Run]) -> str:
     return _run_colors(runs) + _rows(_labels(runs), rows, "runs") + problems
 
 
-def _run_colors(runs: Sequence[Run]) -> str:
+def _run_colors(runs: Sequence[RunReading]) -> str:
     """Returns which run has which color; the controls above the curves are not printed."""
     if len(runs) == 1:
         return ""
@@ -147,7 +149,7 @@ def _run_colors(runs: Sequence[Run]) -> str:
     return f'<div class="keys">{found}</div>'
 
 
-def _differences(runs: Sequence[Run]) -> str:
+def _differences(runs: Sequence[RunReading]) -> str:
     if len(runs) == 1:
         return ""
     rows = [[key, *values] for key, values in settings_table(runs, differing=True)]
@@ -155,7 +157,7 @@ def _differences(runs: Sequence[Run]) -> str:
     return f"<h2>Settings that differ</h2>{what}"
 
 
-def _all_settings(runs: Sequence[Run]) -> str:
+def _all_settings(runs: Sequence[RunReading]) -> str:
     rows = [[key, *values] for key, values in settings_table(runs, differing=False)]
     if not rows:
         return ""
@@ -174,7 +176,7 @@ def _curves() -> str:
     )
 
 
-def _history(runs: Sequence[Run]) -> str:
+def _history(runs: Sequence[RunReading]) -> str:
     several = len(runs) > 1
     rows: list[list[object]] = []
     left_out = 0
@@ -210,7 +212,7 @@ def _important(marks: Sequence[Mark]) -> list[Mark]:
 # --------------------------------------------------------------------------- one step
 
 
-def _timelines(runs: Sequence[Run], timelines: Sequence[StepTimeline | None]) -> str:
+def _timelines(runs: Sequence[RunReading], timelines: Sequence[StepTimeline | None]) -> str:
     found = []
     for number, (run, line) in enumerate(zip(runs, timelines)):
         if line is None:
@@ -243,12 +245,12 @@ def _in_order(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def _communication(
-    runs: Sequence[Run],
+    runs: Sequence[RunReading],
     timelines: Sequence[StepTimeline | None],
     estimates: Sequence[Estimates | None],
 ) -> str:
     """Shows the messages of a step: those that were measured, or else those of the run's code."""
-    found: list[tuple[str, list[Traffic]]] = []
+    found: list[tuple[str, list[PurposeTraffic]]] = []
     for run, line, estimated in zip(runs, timelines, estimates):
         if line is not None and line.traffic:
             found.append((f"{run.label}, measured", line.traffic))
@@ -276,12 +278,12 @@ def _communication(
     )
 
 
-def _of_all(traffic: Sequence[Traffic]) -> str:
+def _of_all(traffic: Sequence[PurposeTraffic]) -> str:
     total, count = sum(one.bytes for one in traffic), sum(one.messages for one in traffic)
     return f"{three_digits(count)} messages, {format_bytes(total)}"
 
 
-def _traffic(traffic: Sequence[Traffic]) -> str:
+def _traffic(traffic: Sequence[PurposeTraffic]) -> str:
     rows = [
         [one.axis, one.op, one.label, three_digits(one.messages), format_bytes(one.bytes)]
         for one in traffic[:_MOST_TRAFFIC]
@@ -294,7 +296,7 @@ def _traffic(traffic: Sequence[Traffic]) -> str:
     return _rows(head, rows, "many", numbers=(3, 4))
 
 
-def _memory(runs: Sequence[Run], estimates: Sequence[Estimates | None]) -> str:
+def _memory(runs: Sequence[RunReading], estimates: Sequence[Estimates | None]) -> str:
     rows, notes = [], []
     for run, found in zip(runs, estimates):
         if found is None:
@@ -321,7 +323,7 @@ def _memory(runs: Sequence[Run], estimates: Sequence[Estimates | None]) -> str:
 # --------------------------------------------------------------------------- samples
 
 
-def _samples(runs: Sequence[Run]) -> str:
+def _samples(runs: Sequence[RunReading]) -> str:
     found = []
     for run in runs:
         if not run.samples:

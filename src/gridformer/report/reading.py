@@ -50,7 +50,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunReading:
     """What a run directory tells.
 
     Attributes:
@@ -96,7 +96,7 @@ class Run:
         return [key for key in found if key != "step"]
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
+def read_runs(folders: Sequence[Path]) -> list[RunReading]:
     """Reads some run directories.
 
     Args:
@@ -133,7 +133,7 @@ def _problem(folder: Path) -> str:
     return f"{folder} has neither {METRICS} nor {CONFIG}, so it is no run directory{hint}"
 
 
-def _read(folder: Path, label: str) -> Run:
+def _read(folder: Path, label: str) -> RunReading:
     config, problem = None, ""
     try:
         config = load_run(folder / CONFIG)
@@ -141,7 +141,7 @@ def _read(folder: Path, label: str) -> Run:
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
     settings = flat(config.model_dump(mode="json")) if config else {}
     by_step = {line["step"]: line for line in lines(folder / METRICS) if _has_step(line)}
-    return Run(
+    return RunReading(
         label,
         folder,
         config,

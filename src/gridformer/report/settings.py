@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
-from gridformer.report.reading import Run
+from gridformer.report.reading import RunReading
 from gridformer.utils.units import as_yaml
 
 NOT_SET = "-"
 _LONGEST = 200
 
 
-def table(runs: Sequence[Run], differing: bool) -> list[tuple[str, list[str]]]:
+def table(runs: Sequence[RunReading], differing: bool) -> list[tuple[str, list[str]]]:
     """Returns settings as rows: the key, and the value of each run.
 
     Args:

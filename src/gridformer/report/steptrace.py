@@ -32,7 +32,7 @@ class Slice(NamedTuple):
     name: str
 
 
-class Traffic(NamedTuple):
+class PurposeTraffic(NamedTuple):
     """Messages of one purpose.
 
     Attributes:
@@ -72,7 +72,7 @@ class StepTimeline:
     messages: list[list[Slice]]
     seconds: list[dict[str, float]]
     n_ranks: int
-    traffic: list[Traffic] = field(default_factory=list)
+    traffic: list[PurposeTraffic] = field(default_factory=list)
 
     @property
     def end(self) -> float:
@@ -140,7 +140,7 @@ def _timeline(step: int, events: Sequence[dict[str, Any]]) -> StepTimeline | Non
         [_seconds(work[rank], waits[rank]) for rank in ranks],
         len(names),
         [
-            Traffic(*key, count / len(names), n_bytes[key] / len(names))
+            PurposeTraffic(*key, count / len(names), n_bytes[key] / len(names))
             for key, count in sorted(traffic.items(), key=lambda item: -n_bytes[item[0]])
         ],
     )

@@ -10,7 +10,7 @@ from gridformer.models import count_parameters
 from gridformer.parallel.registry import describe
 from gridformer.report.charts import words
 from gridformer.report.history import starts
-from gridformer.report.reading import Run
+from gridformer.report.reading import RunReading
 from gridformer.train.console import perplexity
 from gridformer.utils.units import format_count, three_digits
 
@@ -18,7 +18,7 @@ NOTHING = "-"
 _RECENT = 20  # steps over which the last training loss is a mean
 
 
-class Row(NamedTuple):
+class SummaryRow(NamedTuple):
     """A number of all runs.
 
     Attributes:
@@ -30,30 +30,32 @@ class Row(NamedTuple):
     values: list[str]
 
 
-def summary(runs: Sequence[Run]) -> list[Row]:
+def summary(runs: Sequence[RunReading]) -> list[SummaryRow]:
     """Returns the rows of the summary. Those that no run has a value for are left out."""
     rows = [
-        Row("model", [_model(run) for run in runs]),
-        Row("layout", [describe(run.config.layout) if run.config else NOTHING for run in runs]),
-        Row("processes", [_processes(run) for run in runs]),
-        Row("steps", [_steps(run) for run in runs]),
-        Row("state", [run.state or NOTHING for run in runs]),
-        Row("starts", [str(n) if (n := starts(run)) > 1 else NOTHING for run in runs]),
-        Row("training loss", [_recent(run, "loss") for run in runs]),
-        *(Row(_name(key), [_last(run, key) for run in runs]) for key in _evaluated(runs)),
-        Row("lowest validation loss", [_lowest(run) for run in runs]),
-        Row("tokens", [_count(run, "tokens") for run in runs]),
-        Row("tokens/s, median", [_median(run, "tokens_per_s") for run in runs]),
-        Row("MFU, median", [_percent(run, "mfu") for run in runs]),
-        Row("peak of memory", [_most(run, "peak_memory_gib", " GiB") for run in runs]),
-        Row("rollbacks", [_count(run, "rollbacks") for run in runs]),
-        Row("steps skipped for overflow", [_count(run, "skipped") for run in runs]),
-        Row("steps left out", [_left_out(run) for run in runs]),
+        SummaryRow("model", [_model(run) for run in runs]),
+        SummaryRow(
+            "layout", [describe(run.config.layout) if run.config else NOTHING for run in runs]
+        ),
+        SummaryRow("processes", [_processes(run) for run in runs]),
+        SummaryRow("steps", [_steps(run) for run in runs]),
+        SummaryRow("state", [run.state or NOTHING for run in runs]),
+        SummaryRow("starts", [str(n) if (n := starts(run)) > 1 else NOTHING for run in runs]),
+        SummaryRow("training loss", [_recent(run, "loss") for run in runs]),
+        *(SummaryRow(_name(key), [_last(run, key) for run in runs]) for key in _evaluated(runs)),
+        SummaryRow("lowest validation loss", [_lowest(run) for run in runs]),
+        SummaryRow("tokens", [_count(run, "tokens") for run in runs]),
+        SummaryRow("tokens/s, median", [_median(run, "tokens_per_s") for run in runs]),
+        SummaryRow("MFU, median", [_percent(run, "mfu") for run in runs]),
+        SummaryRow("peak of memory", [_most(run, "peak_memory_gib", " GiB") for run in runs]),
+        SummaryRow("rollbacks", [_count(run, "rollbacks") for run in runs]),
+        SummaryRow("steps skipped for overflow", [_count(run, "skipped") for run in runs]),
+        SummaryRow("steps left out", [_left_out(run) for run in runs]),
     ]
     return [row for row in rows if any(value != NOTHING for value in row.values)]
 
 
-def _model(run: Run) -> str:
+def _model(run: RunReading) -> str:
     if run.config is None:
         return NOTHING
     model = run.config.model
@@ -61,16 +63,16 @@ def _model(run: Run) -> str:
     return f"{name} ({format_count(count_parameters(model))} parameters)"
 
 
-def _processes(run: Run) -> str:
+def _processes(run: RunReading) -> str:
     return str(run.config.layout.n_processes) if run.config else NOTHING
 
 
-def _steps(run: Run) -> str:
+def _steps(run: RunReading) -> str:
     of = f" of {run.config.train.steps:,}" if run.config else ""
     return f"{run.last_step:,}{of}" if run.metrics else NOTHING
 
 
-def _evaluated(runs: Sequence[Run]) -> list[str]:
+def _evaluated(runs: Sequence[RunReading]) -> list[str]:
     """Returns the names of all metrics of evaluations, `val_loss` first."""
     keys = dict.fromkeys(
         key for run in runs for key in run.names if key.startswith(("val_", "test_"))
@@ -83,7 +85,7 @@ def _name(key: str) -> str:
     return title[:1].lower() + title[1:]
 
 
-def _last(run: Run, key: str) -> str:
+def _last(run: RunReading, key: str) -> str:
     _, values = run.series(key)
     if not values:
         return NOTHING
@@ -91,7 +93,7 @@ def _last(run: Run, key: str) -> str:
     return f"{text} (perplexity {perplexity(values[-1]):,.4g})" if key == "val_loss" else text
 
 
-def _lowest(run: Run) -> str:
+def _lowest(run: RunReading) -> str:
     steps, values = run.series("val_loss")
     if not values:
         return NOTHING
@@ -99,7 +101,7 @@ def _lowest(run: Run) -> str:
     return f"{values[lowest]:.4g} at step {steps[lowest]:,}"
 
 
-def _recent(run: Run, key: str) -> str:
+def _recent(run: RunReading, key: str) -> str:
     _, values = run.series(key)
     if not values:
         return NOTHING
@@ -107,26 +109,26 @@ def _recent(run: Run, key: str) -> str:
     return f"{statistics.fmean(values[-n:]):.4g} (mean of the last {n} steps)"
 
 
-def _median(run: Run, key: str) -> str:
+def _median(run: RunReading, key: str) -> str:
     _, values = run.series(key)
     return three_digits(statistics.median(values)) if values else NOTHING
 
 
-def _percent(run: Run, key: str) -> str:
+def _percent(run: RunReading, key: str) -> str:
     _, values = run.series(key)
     return f"{statistics.median(values):.1%}" if values else NOTHING
 
 
-def _most(run: Run, key: str, unit: str) -> str:
+def _most(run: RunReading, key: str, unit: str) -> str:
     _, values = run.series(key)
     return f"{max(values):.3g}{unit}" if values else NOTHING
 
 
-def _count(run: Run, key: str) -> str:
+def _count(run: RunReading, key: str) -> str:
     _, values = run.series(key)
     return format_count(values[-1]) if values and values[-1] else NOTHING
 
 
-def _left_out(run: Run) -> str:
+def _left_out(run: RunReading) -> str:
     n = sum("left_out" in line for line in run.metrics)
     return str(n) if n else NOTHING

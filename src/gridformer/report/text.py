@@ -10,14 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from gridformer.report.history import marks_of
-from gridformer.report.reading import Run
+from gridformer.report.reading import RunReading
 from gridformer.report.settings import table as settings_table
 from gridformer.report.summary import summary
 
 _MOST_MARKS = 5
 
 
-def print_summary(runs: Sequence[Run], console: Console) -> None:
+def print_summary(runs: Sequence[RunReading], console: Console) -> None:
     """Prints a few numbers of each run, what went wrong, and the settings that differ.
 
     Args:
@@ -38,7 +38,9 @@ def print_summary(runs: Sequence[Run], console: Console) -> None:
         _print(console, runs, rows)
 
 
-def _print(console: Console, runs: Sequence[Run], rows: Sequence[tuple[str, list[str]]]) -> None:
+def _print(
+    console: Console, runs: Sequence[RunReading], rows: Sequence[tuple[str, list[str]]]
+) -> None:
     if not rows:
         return
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")

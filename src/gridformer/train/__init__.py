@@ -1,5 +1,5 @@
 """Training: one optimizer step, the loop around it, the optimizer, metrics and console output."""
 
-from gridformer.train.callbacks import Callback, End, Saved, Start
+from gridformer.train.callbacks import Callback, RunEnd, RunStart, Saved
 
-__all__ = ["Callback", "End", "Saved", "Start"]
+__all__ = ["Callback", "RunEnd", "RunStart", "Saved"]

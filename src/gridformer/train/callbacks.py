@@ -21,7 +21,7 @@ State = Literal["starting", "training", "evaluating", "saving", "stopped", "fail
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """A run that starts, or that goes on from a checkpoint.
 
     Attributes:
@@ -70,7 +70,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class End:
+class RunEnd:
     """How a run has ended.
 
     Attributes:
@@ -98,7 +98,7 @@ class Callback:
         """What the callback is called in messages."""
         return type(self).__name__
 
-    def on_start(self, start: Start) -> None:
+    def on_start(self, start: RunStart) -> None:
         """The first step of this process, or an evaluation before it, is about to run."""
 
     def on_state(self, state: State, step: int | None = None, loss: float | None = None) -> None:
@@ -141,7 +141,7 @@ class Callback:
     def on_note(self, sentence: str) -> None:
         """Something happened that a reader of the terminal wants to know."""
 
-    def on_end(self, end: End) -> None:
+    def on_end(self, end: RunEnd) -> None:
         """The run is over."""
 
     def close(self) -> None:

@@ -154,7 +154,7 @@ def _uncompiled(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _takes_cuda(run: RunConfig) -> bool:
-    """Returns whether the run will use GPUs, as `gridformer.launch.init_world` decides it."""
+    """Returns whether the run will use GPUs, as `init_process_groups` decides it."""
     if run.train.device != "auto":
         return run.train.device == "cuda"
     return bool(gpus_here(joined(), run.layout.n_processes))

@@ -17,7 +17,7 @@ from gridformer.data.samples.remarks import remarks
 from gridformer.models import count_parameters
 from gridformer.parallel.auto.decisions import notes
 from gridformer.parallel.registry import describe
-from gridformer.train.callbacks import Callback, End, Saved, State
+from gridformer.train.callbacks import Callback, RunEnd, Saved, State
 from gridformer.utils.units import GIB, format_bytes, format_count, three_digits
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Reporter(Callback):
                 "the next one is copied again"
             )
 
-    def on_end(self, end: End) -> None:
+    def on_end(self, end: RunEnd) -> None:
         """Stops the progress bar and prints how the run ended; the launcher says why one failed."""
         self.close()
         out = self.plan.out

@@ -38,7 +38,7 @@ _LOOK_S = 0.5  # between two looks at the store; more if many ranks look
 _LOOKS_PER_S = 500.0  # of all ranks together
 _WAIT_S = 10.0  # how long a rank waits at a border for the others' promises
 _PAUSE_S = 0.02
-# What is expected to take a time may take so many times as long.
+# What is expected to take a time may take up to this factor times that.
 _STEP_MARGIN, _SAVE_MARGIN, _MARGIN_S = 1.25, 1.5, 1.0
 
 
@@ -252,7 +252,7 @@ class Ending:
 
 
 def _wait_for(store: dist.Store, key: str, seconds: float) -> str:
-    """Returns a value as soon as it is set, or an empty text after so many seconds."""
+    """Returns a value as soon as it is set, or an empty text after that number of seconds."""
     until = time.monotonic() + seconds
     while not store.check([key]):
         if time.monotonic() > until:

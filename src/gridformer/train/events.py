@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gridformer.train.callbacks import Callback, End, Saved, Start
+from gridformer.train.callbacks import Callback, RunEnd, RunStart, Saved
 
 EVENTS_FILE = "events.jsonl"
 
@@ -29,7 +29,7 @@ class Events(Callback):
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time) -> None:
         self.path, self._clock = run_dir / EVENTS_FILE, clock
 
-    def on_start(self, start: Start) -> None:
+    def on_start(self, start: RunStart) -> None:
         about = {"layout": start.layout, "devices": start.devices, "device": start.device}
         self._write("start", start.step, about)
 
@@ -43,7 +43,7 @@ class Events(Callback):
     def on_diverged(self, step: int, why: str, back_to: int | None) -> None:
         self._write("diverged", step, {"why": why, "back_to": back_to})
 
-    def on_end(self, end: End) -> None:
+    def on_end(self, end: RunEnd) -> None:
         if end.how == "failed":
             self._write("failed", end.step, {"why": end.why})
         else:

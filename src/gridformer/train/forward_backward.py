@@ -76,6 +76,11 @@ class WholeModel:
     def train(
         self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor], scale: float = 1.0
     ) -> Losses:
+        """Runs the micro-batches forward and backward; see `Passes.train`.
+
+        Raises:
+            StepDropped: Micro-batches were left out, on all ranks.
+        """
         totals = zeros(counts)
         for number, micro in enumerate(work):
             if number and self.at_border and self.at_border(number):
@@ -129,6 +134,11 @@ class Pipeline:
     def train(
         self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor], scale: float = 1.0
     ) -> Losses:
+        """Runs the micro-batches forward and backward; see `Passes.train`.
+
+        Raises:
+            StepDropped: Micro-batches were left out, on all ranks.
+        """
         totals = zeros(counts)
 
         def finish(hidden: Tensor, batch: Batch) -> Tensor:

@@ -15,7 +15,7 @@ from gridformer.data.label_names import write_label_names
 from gridformer.data.opening import open_tokens, tokenizer_of
 from gridformer.data.tokenizer import SETTINGS
 from gridformer.parallel.registry import describe
-from gridformer.train.callbacks import Callback, Callbacks, End, Saved, Start, State
+from gridformer.train.callbacks import Callback, Callbacks, RunEnd, RunStart, Saved, State
 from gridformer.train.console import Reporter, overflow_note, title_of, trace_note
 from gridformer.train.events import Events
 from gridformer.train.heartbeat import Heartbeat
@@ -23,7 +23,7 @@ from gridformer.train.loggers import open_loggers
 from gridformer.train.metrics import MetricsFile, plot_loss
 
 if TYPE_CHECKING:
-    from gridformer.checkpoint.saver import Report
+    from gridformer.checkpoint.saver import SaveReport
     from gridformer.data import Batches
     from gridformer.mesh.process_group import World
     from gridformer.train.plan import Plan
@@ -70,7 +70,7 @@ class Journal:
         device = self.world.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         layout = self.run.layout
-        start = Start(
+        start = RunStart(
             self.run, self.out, plan.resume_step, describe(layout), layout.n_processes, name
         )
         self.told.tell(lambda callback: callback.on_start(start))
@@ -123,7 +123,7 @@ class Journal:
         """Tells what a reader of the terminal wants to know."""
         self.told.tell(lambda callback: callback.on_note(sentence))
 
-    def saved(self, one: Report) -> None:
+    def saved(self, one: SaveReport) -> None:
         """Tells what became of a save."""
         found = one.outcome
         saved = Saved(
@@ -152,7 +152,7 @@ class Journal:
         """
         if self.world.rank == 0:
             plot_loss(self.out, title_of(self.run))
-        end = End("done" if step == self.run.train.steps else "stopped", step, saved)
+        end = RunEnd("done" if step == self.run.train.steps else "stopped", step, saved)
         self.told.tell(lambda callback: callback.on_end(end))
 
     def failed(self, error: BaseException) -> None:
@@ -160,7 +160,7 @@ class Journal:
         self.state("failed")
         said = str(error).strip().splitlines()
         why = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
-        end = End("failed", self.step, why=why)
+        end = RunEnd("failed", self.step, why=why)
         self.told.tell(lambda callback: callback.on_end(end))
 
     def close(self) -> None:

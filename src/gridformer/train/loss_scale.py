@@ -1,7 +1,7 @@
 """Dynamic loss scaling, which keeps float16 gradients within the range of float16.
 
 float16 ends at 65,504 and loses digits below 6e-5. The loss is multiplied by a power of two before
-the backward pass, and the gradients, which are float32 by then, are divided by it afterwards
+the backward pass, and the gradients, which are float32 by then, are divided by it afterward
 (Micikevicius et al. 2018, section 3.2). A step whose gradients overflow on any rank is skipped on
 all ranks and halves the scale; many good steps in a row double it.
 

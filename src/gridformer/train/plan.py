@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gridformer.checkpoint.fallback import Damaged
-from gridformer.checkpoint.weights import Start
+from gridformer.checkpoint.weights import InitialWeights
 from gridformer.config import RunConfig
 from gridformer.data.fingerprint import Fingerprint
 from gridformer.parallel.auto.decisions import Decisions
@@ -35,7 +35,7 @@ class Plan:
     resume: Path | None
     resume_step: int
     decisions: Decisions
-    start: Start | None = None
+    start: InitialWeights | None = None
     data_start: int = 0
     data: Fingerprint | None = None
     older: tuple[Path, ...] = ()

@@ -37,7 +37,7 @@ from gridformer.train.saves import Saves
 from gridformer.train.scorers import validation_sets
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.train.trace import StepTrace
-from gridformer.train.under_way import Ended, StepsUnderWay, lag_of
+from gridformer.train.under_way import FinishedStep, StepsUnderWay, lag_of
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import DivergedError
 from gridformer.utils.signals import install
@@ -244,7 +244,7 @@ class Trainer:
             told = told or ended.result.flagged
         return metrics, told
 
-    def _metrics_of(self, ended: Ended) -> dict[str, Any]:
+    def _metrics_of(self, ended: FinishedStep) -> dict[str, Any]:
         """Counts a step that is over, and returns its line of metrics.jsonl."""
         step, result, seconds, data_wait_s, peak = ended
         self.recovery.succeeded()

@@ -12,7 +12,7 @@ from gridformer.config import TrainConfig
 from gridformer.train.results import Copied, Moment, StartedStep, StepResult
 
 
-class Ended(NamedTuple):
+class FinishedStep(NamedTuple):
     """A step that is over.
 
     Attributes:
@@ -62,7 +62,7 @@ class StepsUnderWay:
         """
         self._started.append((step, began, started, data_wait_s, peak))
 
-    def end(self, left: int) -> Iterator[Ended]:
+    def end(self, left: int) -> Iterator[FinishedStep]:
         """Waits for steps until only `left` are under way, or for all if a rank was told to stop.
 
         Raises:
@@ -75,7 +75,7 @@ class StepsUnderWay:
             seconds = started.ended.seconds_since(began)
             left = 0 if result.flagged else left
             n_bytes = None if peak is None else int(peak.read()[0])
-            yield Ended(step, result, seconds, data_wait_s, n_bytes)
+            yield FinishedStep(step, result, seconds, data_wait_s, n_bytes)
 
     def clear(self) -> None:
         """Forgets all steps. After one that was not finite, those after it have updated nothing."""

@@ -122,7 +122,7 @@ def as_far_as(work: Sequence[Callable[[], T]], seconds: float, fewest: int = 0) 
     Args:
         work: The pieces; `can_copy()` is true.
         seconds: When so much time is over, what is not done is stopped.
-        fewest: So many pieces are waited for, however long they take.
+        fewest: This number of pieces is waited for, however long they take.
 
     Returns:
         The results, in the order of the pieces; None for those that were stopped.

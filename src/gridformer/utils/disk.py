@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gridformer.utils.units import MIB, format_bytes
+from gridformer.utils.units import format_bytes
 
 _WHY = {
     errno.ENOSPC: "the disk is full",
@@ -88,12 +88,8 @@ def sentence(error: OSError) -> str:
     path = Path(os.fsdecode(error.filename))
     needed = getattr(error, "n_bytes", 0)
     text += f": {path} could not be written"
-    said = [f"{_bytes(needed)} were to be written"] if needed else []
+    said = [f"{format_bytes(needed)} were to be written"] if needed else []
     folder = next((parent for parent in path.parents if parent.is_dir()), None)
     if folder is not None:
-        said.append(f"{_bytes(shutil.disk_usage(folder).free)} are free there")
+        said.append(f"{format_bytes(shutil.disk_usage(folder).free)} are free there")
     return text + (f" ({', '.join(said)})" if said else "")
-
-
-def _bytes(n_bytes: int) -> str:
-    return format_bytes(n_bytes) if n_bytes >= MIB else f"{n_bytes:,} bytes"

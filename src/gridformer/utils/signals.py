@@ -1,6 +1,6 @@
 """Stop requests: signals such as Ctrl-C and SIGTERM, as a flag that a training loop polls.
 
-    stop = stopping.install(StopPolicy(grace_s=30.0, requeue=("SIGTERM",)))
+    stop = signals.install(StopPolicy(grace_s=30.0, requeue=("SIGTERM",)))
     for step in ...:
         train(step)
         if agree_on_all_ranks(stop.requested):
@@ -56,8 +56,8 @@ class StopPolicy:
         grace_s: Seconds from the first signal after which a process is ended by force, except while
             it saves.
         requeue: Names of the signals after which a run that has saved exits with `REQUEUE`.
-        again_after_s: A second Ctrl-C ends the process at once if it comes more than so many
-            seconds after the first. Infinity leaves that to the launcher.
+        again_after_s: A second Ctrl-C ends the process at once if it comes more than this number
+            of seconds after the first. Infinity leaves that to the launcher.
         ends_at: The time (`time.time`) at which a run must have saved and ended, or None.
     """
 
@@ -84,7 +84,7 @@ def install(policy: StopPolicy | None = None) -> StopRequest:
     global _installed
     if _installed is None:
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("stopping.install() must first be called in the main thread")
+            raise RuntimeError("signals.install() must first be called in the main thread")
         _installed = StopRequest(policy or StopPolicy())
     return _installed
 

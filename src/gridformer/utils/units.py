@@ -7,7 +7,12 @@ GIB = 2**30
 
 
 def format_bytes(n_bytes: float) -> str:
-    """Formats bytes with three digits in GiB, or in MiB below 1 GiB: `1.5 GiB`, `320 MiB`."""
+    """Formats bytes with three digits in GiB or MiB, and below that as they are.
+
+    Examples: `1.5 GiB`, `320 MiB`, `20,480 bytes`.
+    """
+    if n_bytes < MIB:
+        return f"{n_bytes:,.0f} byte{'s' * (round(n_bytes) != 1)}"
     size, name = byte_unit(n_bytes)
     return f"{three_digits(n_bytes / size)} {name}"
 

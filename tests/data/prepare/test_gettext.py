@@ -55,7 +55,7 @@ def test_pairs_in_turn_each_english_text_once(root: Path) -> None:
     assert (german.kind, german.languages) == ("pairs", ("en", "de"))
     assert texts([german]) == [*ONE, *TWO, *THREE]
     skipped: Counter[str] = Counter()
-    list(german.pieces(skipped))
+    list(german.chunks(skipped))
     assert skipped == {"messages seen before": 1}
     assert texts([source(f"gettext:fr:{root}")]) == [ONE[0], "le premier de tous"]
     assert german.n_bytes == sum(len(text.encode()) for text in (*ONE, *TWO, *THREE))
@@ -65,7 +65,7 @@ def test_samples_are_whole_pairs_in_another_order(root: Path) -> None:
     pairs = [(f"message number {i} of many more", f"Nachricht {i}") for i in range(50)]
     write(root / "de/LC_MESSAGES/x.mo", *pairs)
     german = source(f"gettext:de:{root}")
-    sample = [piece.text for piece in german.sample()]
+    sample = [chunk.text for chunk in german.sample()]
     assert set(zip(sample[::2], sample[1::2])) == {*pairs, ONE, TWO, THREE}
     assert sample != texts([german])
 
@@ -150,15 +150,15 @@ def test_damaged_catalogs(root: Path, content: bytes) -> None:
     damaged.write_bytes(content)
     german = source(f"gettext:de:{root}")
     skipped: Counter[str] = Counter()
-    assert len(list(german.pieces(skipped))) == 6
+    assert len(list(german.chunks(skipped))) == 6
     assert skipped["catalogs that cannot be read"] == 1
     with pytest.raises(DataError, match=r"damaged\.mo: is not a readable catalog"):
-        list(source(f"gettext:de:{damaged}").pieces(Counter()))
+        list(source(f"gettext:de:{damaged}").chunks(Counter()))
 
 
 def test_catalogs_of_other_languages(root: Path) -> None:
     values: dict[str, Any] = {"Language": "fr"}
     write(root / "de/LC_MESSAGES/wrong.mo", ("a stray among the messages", "perdu"), **values)
     skipped: Counter[str] = Counter()
-    list(source(f"gettext:de:{root}").pieces(skipped))
+    list(source(f"gettext:de:{root}").chunks(skipped))
     assert skipped["catalogs in other languages than de"] == 1

@@ -29,11 +29,11 @@ def test_lines_are_pairs(tmp_path: Path) -> None:
     assert (source.kind, source.languages) == ("pairs", ("en", "de"))
     assert source.n_bytes is None
     skipped: Counter[str] = Counter()
-    list(source.pieces(skipped))
+    list(source.chunks(skipped))
     assert sum(skipped.values()) == 2
     want = ["a cat", "eine Katze", "two \u2028 lines", "zwei Zeilen", "end", "Ende"]
     assert texts([source]) == want
-    assert sorted(piece.text for piece in source.sample() if piece.text) == sorted(
+    assert sorted(chunk.text for chunk in source.sample() if chunk.text) == sorted(
         [*want, "leer", "no German"]
     )
 
@@ -55,7 +55,7 @@ def test_what_cannot_be_pairs_is_refused(tmp_path: Path) -> None:
     other = written(tmp_path, "a.de", ["x", "y", "z"])
     (source,) = open_sources([one, other], pair_files=True)
     with pytest.raises(DataError, match=r"a\.en: ends after 2 lines, but .*a\.de has more"):
-        list(source.pieces(Counter()))
+        list(source.chunks(Counter()))
     for specs, said in (
         ([one], "there are 1 sources: write, for instance, train.en train.de"),
         ([one, one], "does not translate itself"),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.prepare import reading
 from gridformer.data.prepare.prepare import prepare_corpus, sample
-from gridformer.data.prepare.progress import Progress
+from gridformer.data.prepare.progress import PrepareProgress
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import (
     ListSource,
@@ -121,7 +121,7 @@ def test_documents_are_consumed_lazily(tmp_path: Path, monkeypatch: pytest.Monke
             ahead.append(given_out - reported)
             yield text
 
-    def watch(now: Progress) -> None:
+    def watch(now: PrepareProgress) -> None:
         nonlocal reported
         reported = now.bytes
 
@@ -146,7 +146,7 @@ def test_the_sample_stops_at_its_limit_and_is_fair() -> None:
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     source = listed(*sentences(30))
     source.n_bytes = sum(len(text) for text in sentences(30))
-    seen: list[Progress] = []
+    seen: list[PrepareProgress] = []
     folder = prepare_corpus([source], tmp_path / "t", vocab_size=280, on_progress=seen.append)
     assert [now.phase for now in seen] == ["sampling", "training the tokenizer", "tokenizing"]
     assert seen[-1].bytes == seen[-1].total == source.n_bytes

@@ -34,7 +34,7 @@ def lines(path: Path, records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def labels(source: Source) -> list[tuple[str, str | None]]:
-    return [(piece.text, piece.label) for piece in source.pieces(Counter())]
+    return [(chunk.text, chunk.label) for chunk in source.chunks(Counter())]
 
 
 def test_pairs(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_pairs(tmp_path: Path) -> None:
     assert texts(sources) == ["one", "eins", "four", "vier"]
     assert (sources[0].kind, sources[0].languages) == ("pairs", ("en", "de"))
     skipped: Counter[str] = Counter()
-    list(sources[0].pieces(skipped))
+    list(sources[0].chunks(skipped))
     assert skipped == {"pairs without one of the texts": 2}
 
 
@@ -60,7 +60,7 @@ def test_labels(tmp_path: Path) -> None:
     assert source.kind == "labeled"
     assert labels(source) == [("good", "5"), ("bad", "1")]
     skipped: Counter[str] = Counter()
-    list(source.pieces(skipped))
+    list(source.chunks(skipped))
     assert skipped == {"records without a label": 1, "records without text": 1}
 
 

@@ -15,7 +15,7 @@ import pytest
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.prepare import reading, resuming
 from gridformer.data.prepare.prepare import prepare_corpus
-from gridformer.data.prepare.progress import Progress
+from gridformer.data.prepare.progress import PrepareProgress
 from gridformer.data.prepare.resuming import documents_kept
 from gridformer.data.prepare.sources import Source, open_sources
 from gridformer.utils.errors import UserError
@@ -77,7 +77,7 @@ def test_stopped_again_and_again(tmp_path: Path, make: Callable[[Path], list[Sou
     prepare_corpus(sources, tmp_path / "whole", tokenizer=TOKENIZER)
     seen: list[int] = []
 
-    def stop(now: Progress) -> None:
+    def stop(now: PrepareProgress) -> None:
         seen.append(now.documents)
         if len(seen) == 3:
             raise Stop
@@ -102,7 +102,7 @@ def test_a_trained_tokenizer_is_not_trained_again(
     sources = of_files(tmp_path / "in")
     prepare_corpus(sources, tmp_path / "whole", vocab_size=300)
 
-    def stop(now: Progress) -> None:
+    def stop(now: PrepareProgress) -> None:
         if now.documents > 40:
             raise Stop
 
@@ -117,7 +117,7 @@ def test_a_trained_tokenizer_is_not_trained_again(
 def test_what_begins_anew(tmp_path: Path, what: str) -> None:
     sources = of_files(tmp_path / "in")
 
-    def stop(now: Progress) -> None:
+    def stop(now: PrepareProgress) -> None:
         if now.documents > 40:
             raise Stop
 
@@ -131,7 +131,7 @@ def test_what_begins_anew(tmp_path: Path, what: str) -> None:
         (tmp_path / "in" / "3.txt").write_text("something else")
     else:
         (tmp_path / ".writing-t" / "train.lengths").unlink()
-    seen: list[Progress] = []
+    seen: list[PrepareProgress] = []
     prepare_corpus(sources, tmp_path / "t", tokenizer=TOKENIZER, seed=seed, on_progress=seen.append)
     assert seen[0].documents <= 7
     prepare_corpus(sources, tmp_path / "whole", tokenizer=TOKENIZER, seed=seed)
@@ -143,7 +143,7 @@ def test_two_at_a_time(tmp_path: Path) -> None:
     sources = of_files(tmp_path / "in")
     begun = False
 
-    def other(now: Progress) -> None:
+    def other(now: PrepareProgress) -> None:
         nonlocal begun
         if not begun:
             begun = True

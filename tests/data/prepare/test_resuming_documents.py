@@ -14,7 +14,7 @@ from gridformer.data.chat import open_template
 from gridformer.data.examples_file import read_questions
 from gridformer.data.prepare import reading, resuming
 from gridformer.data.prepare.chat import FORGED, NO_ANSWER, prepare_chat
-from gridformer.data.prepare.progress import Progress
+from gridformer.data.prepare.progress import PrepareProgress
 from gridformer.data.prepare.resuming import documents_kept
 from gridformer.data.prepare.tasks.writing import prepare_task
 from tests.support.chats import conversations, written
@@ -78,7 +78,7 @@ def test_stopped_again_and_again(kind: str, tmp_path: Path) -> None:
         assert whole.index.skipped == {NO_ANSWER: 1, FORGED: 1}
     seen: list[int] = []
 
-    def stop(now: Progress) -> None:
+    def stop(now: PrepareProgress) -> None:
         if now.phase == "tokenizing":
             seen.append(now.documents)
         if len(seen) == 3:
@@ -104,7 +104,7 @@ def test_stopped_again_and_again(kind: str, tmp_path: Path) -> None:
 def test_other_settings_begin_anew(tmp_path: Path) -> None:
     prepare = of_task("squad", write_squad, tmp_path / "in")
 
-    def stop(now: Progress) -> None:
+    def stop(now: PrepareProgress) -> None:
         if now.documents > 55:  # among the validation questions
             raise Stop
 
@@ -113,7 +113,7 @@ def test_other_settings_begin_anew(tmp_path: Path) -> None:
     assert documents_kept(tmp_path / "t") == 51
     file = tmp_path / "in" / "train-v2.0.json"
     file.write_text(file.read_text().replace("which words?", "whose words?"))
-    seen: list[Progress] = []
+    seen: list[PrepareProgress] = []
     found = prepare(out=tmp_path / "t", on_progress=seen.append)
     assert seen[0].documents == 11
     assert len(read_questions(found.path, "val")) == found.val.n_documents

@@ -73,7 +73,7 @@ def test_samples_are_the_same_documents_in_another_order(tmp_path: Path) -> None
     for name in names:
         (tmp_path / f"{name}.txt").write_text(name)
     (source,) = open_sources([str(tmp_path)])
-    sample = [piece.text for piece in source.sample()]
+    sample = [chunk.text for chunk in source.sample()]
     assert sorted(sample) == names
     assert sample != names
 
@@ -95,18 +95,18 @@ def test_binary_files_are_skipped_and_counted(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_bytes(b"x" * chunk + b"\0")
     skipped: Counter[str] = Counter()
     (source,) = open_sources([str(tmp_path)])
-    assert [piece.text for piece in source.pieces(skipped)] == ["ok"]
+    assert [chunk.text for chunk in source.chunks(skipped)] == ["ok"]
     assert skipped == {files.BINARY: 2}
 
 
-def test_long_files_come_in_pieces_and_characters_stay_whole(tmp_path: Path) -> None:
+def test_long_files_come_in_chunks_and_characters_stay_whole(tmp_path: Path) -> None:
     text = "é" * (files._CHUNK + 1)  # two bytes each: a chunk ends inside a character
     path = tmp_path / "t.txt"
     path.write_text("a" + text, encoding="utf-8")
     (source,) = open_sources([str(path)])
-    out = list(source.pieces(Counter()))
+    out = list(source.chunks(Counter()))
     assert len(out) > 10
-    assert "".join(piece.text for piece in out) == "a" + text
+    assert "".join(chunk.text for chunk in out) == "a" + text
     assert source.n_bytes == path.stat().st_size
 
 
@@ -146,7 +146,7 @@ def test_json_lines(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
     skipped: Counter[str] = Counter()
     (source,) = open_sources([str(tmp_path)])
-    assert [piece.text for piece in source.pieces(skipped)] == ["one\nline", "two"]
+    assert [chunk.text for chunk in source.chunks(skipped)] == ["one\nline", "two"]
     assert skipped == {records.NO_TEXT: 2}
     assert texts(open_sources([str(tmp_path / name)], text_key="body")) == ["1", "2", "3", "4"]
 
@@ -211,7 +211,7 @@ def test_tables(tmp_path: Path) -> None:
     for path in (tmp_path / "t.parquet", arrow):
         skipped: Counter[str] = Counter()
         (source,) = open_sources([str(path)])
-        assert [p.text for p in source.pieces(skipped)] == ["one\nline", "two"] * 50
+        assert [p.text for p in source.chunks(skipped)] == ["one\nline", "two"] * 50
         assert skipped == {records.NO_TEXT: 100}
     (tmp_path / "t.parquet").write_bytes(b"not a table")
     with pytest.raises(DataError, match=r"t\.parquet: "):
@@ -223,7 +223,7 @@ def test_streamed_by_name(tmp_path: Path) -> None:
     (source,) = open_sources([f"hf:{tmp_path}"])
     assert source.name == f"hf:{tmp_path}"
     assert texts([source]) == ["one\nline", "two"] * 50
-    assert [piece.text for piece in source.sample()] == ["one\nline", "two"] * 50
+    assert [chunk.text for chunk in source.sample()] == ["one\nline", "two"] * 50
     with pytest.raises(UserError, match="dev"):
         open_sources([f"hf:{tmp_path}"], split="dev")
 

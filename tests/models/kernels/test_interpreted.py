@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gridformer.models.blocks import DropoutClock
-from gridformer.models.blocks.dropout import Dropout, masked
+from gridformer.models.blocks.dropout import Dropout, drop_elements
 from gridformer.models.kernels import attention, dropout
 from gridformer.utils import rng
 from tests.support.kernels import (
@@ -65,7 +65,7 @@ def test_masks_have_the_bits_of_the_reference(
     _, s, h = shape
     where = stamp_of(first), block[0] * s, block[1] * h, p
     for y in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
-        got, want = cpu(dropout.masked, y, *where), masked(y, *where)
+        got, want = cpu(dropout.masked, y, *where), drop_elements(y, *where)
         if dtype == torch.bfloat16:
             got, want = got.ne(0).float(), want.ne(0).float()
         assert got.is_contiguous()

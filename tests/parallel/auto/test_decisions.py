@@ -110,6 +110,18 @@ def test_every_column_has_a_name_and_fits(layout: dict[str, Any], width: int) ->
         assert len(cells) == len(lines[head].replace("in x out", "size").split()), line
 
 
+@pytest.mark.parametrize(
+    ("m", "head"),
+    [
+        (1, "1,024 tokens per micro-batch, 1 micro-batch per step, float32"),
+        (4, "256 tokens per micro-batch, 4 micro-batches per step, float32"),
+    ],
+)
+def test_the_first_line_says_how_large_micro_batches_are(m: int, head: str) -> None:
+    first = said(run_of({"dp": 2, "micro_batches": m})).splitlines()[0]
+    assert first == f"custom on dp=2: {head}"
+
+
 def test_stages_share_the_traffic_and_have_their_own() -> None:
     """Activations travel one way and gradients the other; columns share one tensor."""
     whole = decide_run(run_of({"scheme": "megatron", "cols": 2})).traffic

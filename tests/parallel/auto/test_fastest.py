@@ -19,7 +19,7 @@ from gridformer.config.reading import configs_dir
 from gridformer.parallel.auto import seconds
 from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.decisions import choices_of, decide_run, print_decisions
-from gridformer.parallel.auto.fastest import lines_of
+from gridformer.parallel.auto.fastest import max_chunks
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError
@@ -152,7 +152,7 @@ def test_choices_on_any_cluster_are_valid_and_equal_on_all_ranks(
     choices = choices_of(run)
     for choice in choices.products.values():
         gathers = choice.schedule == "gather"
-        assert 1 <= choice.n_chunks <= max(1, lines_of(choices, run.layout, choice.product))
+        assert 1 <= choice.n_chunks <= max(1, max_chunks(choices, run.layout, choice.product))
         assert choice.n_chunks == 1 or (gathers and not choice.keep_input)
         assert gathers or not (choice.keep_input or choice.keep_weight)
         assert not (choice.keep_input and choice.stays == "input")

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from gridformer.mesh.launch_env import STORE_FILE
-from gridformer.mesh.process_group import close_world, init_world
-from gridformer.utils import signals as stopping
+from gridformer.mesh.process_group import close_process_groups, init_process_groups
+from gridformer.utils import signals
 from gridformer.utils.errors import ConfigError
 
 
@@ -24,20 +24,20 @@ def note(folder: Path, name: str, text: str = "") -> None:
 
 def sums(folder: Path, n: int) -> None:
     """Run a collective, and write what each worker sees."""
-    world = init_world("auto", n, 600.0)
+    world = init_process_groups("auto", n, 600.0)
     x = torch.ones(1)
     if n > 1:
         dist.all_reduce(x)
     note(folder, "allocator", os.environ.get("PYTORCH_ALLOC_CONF", ""))
     note(folder, "sum", f"{world.rank}/{world.size} {x.item():g} {torch.get_num_threads()}")
     print(f"output of rank {world.rank}: {world.why}")
-    close_world()
+    close_process_groups()
 
 
 def steps(folder: Path, n: int) -> None:
     """Run a training loop until told to stop, then save."""
-    stop = stopping.install()
-    init_world("cpu", n, 600.0)
+    stop = signals.install()
+    init_process_groups("cpu", n, 600.0)
     note(folder, "store", os.environ.get(STORE_FILE, ""))
     note(folder, "gloo", os.environ.get("GLOO_SOCKET_IFNAME", ""))
     note(folder, "nccl", os.environ.get("NCCL_SOCKET_IFNAME", ""))
@@ -50,12 +50,12 @@ def steps(folder: Path, n: int) -> None:
         if wanted.item():
             note(folder, "saved")
             break
-    close_world()
+    close_process_groups()
 
 
 def one_long_step(folder: Path, n: int) -> None:
     """Rank 1 computes without looking at the stop flag; the others wait for it in a collective."""
-    init_world("cpu", n, 600.0)
+    init_process_groups("cpu", n, 600.0)
     note(folder, "pid", str(os.getpid()))
     if dist.get_rank() == 1:
         time.sleep(600)
@@ -69,8 +69,8 @@ def one_step_that_no_grace_ends(folder: Path, n: int) -> None:
 
 def one_long_save(folder: Path, n: int) -> None:
     """Be told to stop in a save that takes longer than the grace period of 0.5 s."""
-    stop = stopping.install()
-    init_world("cpu", n, 600.0)
+    stop = signals.install()
+    init_process_groups("cpu", n, 600.0)
     with stop.held():
         note(folder, "pid", str(os.getpid()))
         while not stop.requested:
@@ -80,12 +80,12 @@ def one_long_save(folder: Path, n: int) -> None:
         note(folder, "saved")
         dist.barrier()
         stop.saved()
-    close_world()
+    close_process_groups()
 
 
 def one_raises(folder: Path, n: int) -> None:
     """One rank raises; of the others, one is in a collective and one notices nothing."""
-    init_world("cpu", n, 600.0)
+    init_process_groups("cpu", n, 600.0)
     dist.barrier()
     if dist.get_rank() == 1:
         raise ValueError("the root cause")
@@ -95,7 +95,7 @@ def one_raises(folder: Path, n: int) -> None:
 
 
 def one_is_killed(folder: Path, n: int) -> None:
-    init_world("cpu", n, 600.0)
+    init_process_groups("cpu", n, 600.0)
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -108,7 +108,7 @@ def config_error(folder: Path, n: int) -> None:
 
 def config_error_of_one_that_stops(folder: Path, n: int) -> None:
     """Rank 1 finds the error of rank 0, but only when it is told to stop because of that one."""
-    stop = stopping.install()
+    stop = signals.install()
     stop.hold()  # so that it is not ended before it raises
     while os.environ["RANK"] == "1" and not stop.requested:
         time.sleep(0.01)
@@ -117,11 +117,11 @@ def config_error_of_one_that_stops(folder: Path, n: int) -> None:
 
 def fails_in_the_first_attempt(folder: Path, n: int) -> None:
     """For torchrun --max-restarts: the second attempt must not find the first one's addresses."""
-    init_world("cpu", n, 600.0)
+    init_process_groups("cpu", n, 600.0)
     dist.barrier()
     if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1))
     world = dist.get_world_size()
     note(folder, "attempt", f"{os.environ['TORCHELASTIC_RESTART_COUNT']} of {world} ranks")
-    close_world()
+    close_process_groups()

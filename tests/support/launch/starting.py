@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gridformer.mesh.process_group import init_world
+from gridformer.mesh.process_group import init_process_groups
 from gridformer.utils.disk import writing
 
 
@@ -22,7 +22,7 @@ def killing_the_server(folder: Path, n: int) -> None:
 
 def with_a_full_disk(folder: Path, n: int) -> None:
     """Rank 1 cannot write; the others wait for it."""
-    world = init_world("cpu", n, 600.0)
+    world = init_process_groups("cpu", n, 600.0)
     dist.barrier()
     if world.rank == 1:
         with writing(Path("/dev/full"), 1 << 20):
@@ -32,7 +32,7 @@ def with_a_full_disk(folder: Path, n: int) -> None:
 
 def needing_memory(folder: Path, n: int) -> None:
     """Rank 1 takes memory until it gets no more; the others wait for it."""
-    world = init_world("cpu", n, 600.0)
+    world = init_process_groups("cpu", n, 600.0)
     dist.barrier()
     if world.rank == 1:
         if more := int(os.environ.get("MORE_BYTES", "0")):

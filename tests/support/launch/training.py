@@ -19,7 +19,7 @@ from gridformer.config import (
     shipped_model,
 )
 from gridformer.launch import run as runner
-from gridformer.mesh.process_group import World, close_world
+from gridformer.mesh.process_group import World, close_process_groups
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.plan import Plan
 from tests.support.launch.entrypoints import note
@@ -37,7 +37,7 @@ def one_leaves_before_it_reports(folder: Path, n: int) -> None:
         try:
             runner.worker(plan)
         finally:
-            close_world()
+            close_process_groups()
 
     _train(folder, n, worker)
 

@@ -14,7 +14,7 @@ from gridformer.train import ending
 from gridformer.train.ending import Ending
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
-from gridformer.utils import signals as stopping
+from gridformer.utils import signals
 from tests.support.multirank.runs import train
 
 MICRO = 6  # micro-batches of a step
@@ -27,9 +27,9 @@ def told(plan: Plan, store: Path, step: int, border: int) -> tuple[int, int, str
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     chosen = 0 if plan.run.layout.pp > 1 else size - 1
-    policy = stopping.StopPolicy(grace_s=600.0, requeue=("SIGTERM",))
-    stopping.install().uninstall()  # that of an earlier run in this process
-    stop = stopping.install(policy)
+    policy = signals.StopPolicy(grace_s=600.0, requeue=("SIGTERM",))
+    signals.install().uninstall()  # that of an earlier run in this process
+    stop = signals.install(policy)
     steps, left_out = 0, 0
 
     def ending_of(self: Trainer) -> Ending:

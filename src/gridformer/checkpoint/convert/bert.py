@@ -7,18 +7,19 @@ from typing import Any
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import SAME, TRANSPOSED, Form, Interleaved
 from gridformer.checkpoint.convert.heads import head_entries, head_keys, read_heads
-from gridformer.checkpoint.convert.table import Entry, Kind
+from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.config import ModelConfig, Task
 
 _LABELS = {"classifier.pooler": "bert.pooler.dense", "classifier.labels": "classifier"}
 _NEXT_SENTENCE = "cls.seq_relationship.weight"
 
 
-def entries(config: ModelConfig) -> list[Entry]:
+def entries(config: ModelConfig) -> list[TableEntry]:
+    """Returns the table of a BERT: how each of our parameters is stored there."""
     found = [
-        Entry("tokens.weight", ("bert.embeddings.word_embeddings.weight",)),
-        Entry("positions.weight", ("bert.embeddings.position_embeddings.weight",)),
-        Entry("segments.weight", ("bert.embeddings.token_type_embeddings.weight",)),
+        TableEntry("tokens.weight", ("bert.embeddings.word_embeddings.weight",)),
+        TableEntry("positions.weight", ("bert.embeddings.position_embeddings.weight",)),
+        TableEntry("segments.weight", ("bert.embeddings.token_type_embeddings.weight",)),
         *_norm("embedding_norm", "bert.embeddings.LayerNorm"),
     ]
     qkv = Interleaved(3, config.head_width)
@@ -37,7 +38,7 @@ def entries(config: ModelConfig) -> list[Entry]:
         found += [
             *_linear("transform", ["cls.predictions.transform.dense"]),
             *_norm("head_norm", "cls.predictions.transform.LayerNorm"),
-            Entry("head.bias", ("cls.predictions.bias",)),
+            TableEntry("head.bias", ("cls.predictions.bias",)),
         ]
     found += head_entries(config, _LABELS)
     if config.sentence_pair:
@@ -50,18 +51,26 @@ def entries(config: ModelConfig) -> list[Entry]:
 
 def _linear(
     ours: str, theirs: list[str], weight: Form = TRANSPOSED, bias: Form = SAME
-) -> list[Entry]:
+) -> list[TableEntry]:
     return [
-        Entry(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs), weight),
-        Entry(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs), bias),
+        TableEntry(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs), weight),
+        TableEntry(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs), bias),
     ]
 
 
-def _norm(ours: str, theirs: str) -> list[Entry]:
+def _norm(ours: str, theirs: str) -> list[TableEntry]:
     return _linear(ours, [theirs], SAME)
 
 
 def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
+    """Returns the keys of our ModelConfig for a BERT.
+
+    A value that our family does not have becomes one of `keys.problems`.
+
+    Args:
+        keys: The keys of their config.json.
+        names: The names of the stored tensors, which tell what heads there are.
+    """
     keys.only("hidden_act", ("gelu",), "gelu")
     keys.only("position_embedding_type", ("absolute", None), "absolute")
     keys.only("type_vocab_size", (2,), 2)
@@ -89,6 +98,15 @@ def _heads_of(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
 
 
 def write_config(config: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
+    """Returns the keys of their config.json for a BERT, or why there is none.
+
+    Args:
+        config: Our model.
+        task: What the model has learned.
+
+    Returns:
+        The keys, or a list of problems if their class cannot represent the model.
+    """
     problems: list[str] = []
     if config.norm_position != "post":
         problems.append(f"norm_position={config.norm_position}: BERT there has only post")

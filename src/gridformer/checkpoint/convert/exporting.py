@@ -20,7 +20,7 @@ from gridformer.checkpoint.convert.heads import head_problem, label_keys
 from gridformer.checkpoint.convert.importing import DType
 from gridformer.checkpoint.convert.kinds import KINDS, kinds_of
 from gridformer.checkpoint.convert.stored import StoredParameters
-from gridformer.checkpoint.convert.table import Entry, Kind
+from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
 from gridformer.checkpoint.manifest import KEPT, read_manifest, verify
 from gridformer.checkpoint.safetensors_file import Streamed, write_streamed
@@ -129,7 +129,7 @@ def _kind_of(model: ModelConfig, task: Task, kept: Path) -> tuple[Kind, dict[str
     raise ConfigError([f"model.{problem}" for problem in dict.fromkeys(problems)])
 
 
-def _streamed(entry: Entry, stored: StoredParameters, dtype: DType) -> dict[str, Streamed]:
+def _streamed(entry: TableEntry, stored: StoredParameters, dtype: DType) -> dict[str, Streamed]:
     """Returns their tensors of one parameter, by name."""
     shape = entry.form.shape_of_theirs(stored.shapes[entry.ours])
     written = stored.dtype(entry.ours) if dtype == "keep" else getattr(torch, dtype)

@@ -22,7 +22,7 @@ def row_slices(shape: Shape, dtype: torch.dtype) -> Iterator[slice]:
 
 
 def in_files(tensors: Mapping[str, Streamed], n_bytes: int) -> list[list[str]]:
-    """Divides tensors, in their order, into files of at most so many bytes.
+    """Divides tensors, in their order, into files of bounded size.
 
     A tensor that is larger gets a file of its own.
     """

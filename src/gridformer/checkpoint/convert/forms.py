@@ -23,10 +23,21 @@ class Form(Protocol):
         """Returns the shape of each of their tensors, given that of ours."""
 
     def ours(self, theirs: Sequence[Tensor], rows: slice) -> Tensor:
-        """Returns some rows of our parameter from their tensors, in the table's order."""
+        """Returns some rows of our parameter.
+
+        Args:
+            theirs: Their tensors in the table's order, whole.
+            rows: The rows of ours.
+        """
 
     def theirs(self, ours: Tensor, part: int, rows: slice) -> Tensor:
-        """Returns some rows of their tensor number `part` from our parameter."""
+        """Returns some rows of one of their tensors.
+
+        Args:
+            ours: Our parameter, whole.
+            part: The number of their tensor in the table's order.
+            rows: The rows of theirs.
+        """
 
 
 @dataclass(frozen=True)

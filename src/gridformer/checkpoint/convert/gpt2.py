@@ -7,7 +7,7 @@ from typing import Any
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import SAME, SideBySide
 from gridformer.checkpoint.convert.heads import head_entries, head_keys, read_heads
-from gridformer.checkpoint.convert.table import Entry, Kind
+from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.config import ModelConfig, Task
 
 _LAYER = {
@@ -21,15 +21,16 @@ _LAYER = {
 _LEAVES = ("weight", "bias")
 
 
-def entries(config: ModelConfig) -> list[Entry]:
+def entries(config: ModelConfig) -> list[TableEntry]:
+    """Returns the table of a GPT-2: how each of our parameters is stored there."""
     qkv = SideBySide(3, config.head_width)
     found = [
-        Entry("tokens.weight", ("transformer.wte.weight",)),
-        Entry("positions.weight", ("transformer.wpe.weight",)),
+        TableEntry("tokens.weight", ("transformer.wte.weight",)),
+        TableEntry("positions.weight", ("transformer.wpe.weight",)),
     ]
     for i in range(config.n_layers):
         found += [
-            Entry(
+            TableEntry(
                 f"layers.{i}.{ours}.{leaf}",
                 (f"transformer.h.{i}.{theirs}.{leaf}",),
                 qkv if ours == "attention.qkv" else SAME,
@@ -37,11 +38,19 @@ def entries(config: ModelConfig) -> list[Entry]:
             for ours, theirs in _LAYER.items()
             for leaf in _LEAVES
         ]
-    found += [Entry(f"norm.{leaf}", (f"transformer.ln_f.{leaf}",)) for leaf in _LEAVES]
+    found += [TableEntry(f"norm.{leaf}", (f"transformer.ln_f.{leaf}",)) for leaf in _LEAVES]
     return found + head_entries(config, {"classifier.labels": "score"}, bias=False)
 
 
 def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
+    """Returns the keys of our ModelConfig for a GPT-2.
+
+    A value that our family does not have becomes one of `keys.problems`.
+
+    Args:
+        keys: The keys of their config.json.
+        names: The names of the stored tensors, which tell what heads there are.
+    """
     keys.only("activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")
     keys.only("scale_attn_weights", (True,), True)
     keys.only("scale_attn_by_inverse_layer_idx", (False,), False)
@@ -63,6 +72,15 @@ def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
 
 
 def write_config(config: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
+    """Returns the keys of their config.json for a GPT-2, or why there is none.
+
+    Args:
+        config: Our model.
+        task: What the model has learned.
+
+    Returns:
+        The keys, or a list of problems if their class cannot represent the model.
+    """
     problems: list[str] = []
     if config.head_width * config.n_heads != config.hidden_size:
         problems.append(

@@ -7,13 +7,15 @@ from typing import Any
 
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import SAME, TRANSPOSED
-from gridformer.checkpoint.convert.table import Entry
+from gridformer.checkpoint.convert.table import TableEntry
 from gridformer.config import ModelConfig, Task
 
 _CHOICE = "ForMultipleChoice"
 
 
-def head_entries(config: ModelConfig, labels: Mapping[str, str], bias: bool = True) -> list[Entry]:
+def head_entries(
+    config: ModelConfig, labels: Mapping[str, str], bias: bool = True
+) -> list[TableEntry]:
     """Returns the entries of the heads of fine-tuning that a model has.
 
     Args:
@@ -28,9 +30,9 @@ def head_entries(config: ModelConfig, labels: Mapping[str, str], bias: bool = Tr
         products.append(("span.ends", "qa_outputs", True))
     found = []
     for ours, theirs, biased in products:
-        found.append(Entry(f"{ours}.weight", (f"{theirs}.weight",), TRANSPOSED))
+        found.append(TableEntry(f"{ours}.weight", (f"{theirs}.weight",), TRANSPOSED))
         if biased:
-            found.append(Entry(f"{ours}.bias", (f"{theirs}.bias",), SAME))
+            found.append(TableEntry(f"{ours}.bias", (f"{theirs}.bias",), SAME))
     return found
 
 

@@ -30,7 +30,7 @@ from gridformer.checkpoint.convert.folder import (
 from gridformer.checkpoint.convert.forms import Shape
 from gridformer.checkpoint.convert.heads import label_names, task_of
 from gridformer.checkpoint.convert.kinds import KINDS
-from gridformer.checkpoint.convert.table import Entry, Kind
+from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.checkpoint.convert.weights_only import write_weights
 from gridformer.checkpoint.manifest import KEPT
 from gridformer.checkpoint.safetensors_file import Streamed
@@ -64,7 +64,7 @@ class Imported:
 
 
 @dataclass(frozen=True)
-class Source:
+class HuggingFaceFolder:
     """A folder of Hugging Face whose tensors fit a model of ours.
 
     Attributes:
@@ -81,7 +81,7 @@ class Source:
     kind: Kind
     model: ModelConfig
     task: Task
-    entries: list[Entry]
+    entries: list[TableEntry]
     shapes: Mapping[str, Shape]
     tensors: Mapping[str, There]
 
@@ -130,7 +130,7 @@ def import_folder(
     return Imported(run, source.kind.model_type, n_parameters, has_tokenizer)
 
 
-def open_source(folder: Path) -> Source:
+def open_source(folder: Path) -> HuggingFaceFolder:
     """Reads config.json and the headers of all files, and checks that they fit together.
 
     Raises: See `import_folder`.
@@ -158,7 +158,7 @@ def open_source(folder: Path) -> Source:
         raise ConfigError([f"{path}: vocab_size=0 is no vocabulary: write how many tokens it has"])
     entries, shapes = kind.entries(model), shapes_of(model)
     _check_tensors(folder, kind, entries, shapes, there)
-    return Source(folder, kind, model, task_of(model, values), entries, shapes, there)
+    return HuggingFaceFolder(folder, kind, model, task_of(model, values), entries, shapes, there)
 
 
 def _named(there: Mapping[str, There], kind: Kind) -> dict[str, There]:
@@ -176,7 +176,7 @@ def _named(there: Mapping[str, There], kind: Kind) -> dict[str, There]:
 def _check_tensors(
     folder: Path,
     kind: Kind,
-    entries: list[Entry],
+    entries: list[TableEntry],
     shapes: Mapping[str, Shape],
     there: Mapping[str, There],
 ) -> None:
@@ -204,13 +204,13 @@ def _check_tensors(
 
 
 def _write(
-    source: Source, step: Path, run: RunConfig, dtype: DType, tell: Callable[[str], None]
+    source: HuggingFaceFolder, step: Path, run: RunConfig, dtype: DType, tell: Callable[[str], None]
 ) -> None:
     streamed = {f"model.{entry.ours}": _streamed(entry, source, dtype) for entry in source.entries}
     write_weights(step, streamed, run, tell=tell)
 
 
-def _streamed(entry: Entry, source: Source, dtype: DType) -> Streamed:
+def _streamed(entry: TableEntry, source: HuggingFaceFolder, dtype: DType) -> Streamed:
     shape = source.shapes[entry.ours]
     theirs = [source.tensors[name] for name in entry.theirs]
     stored = dtype_of(theirs[0]) if dtype == "keep" else getattr(torch, dtype)

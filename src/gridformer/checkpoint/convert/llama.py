@@ -14,7 +14,7 @@ from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import SAME, TRANSPOSED
 from gridformer.checkpoint.convert.heads import head_entries, head_keys, read_heads
 from gridformer.checkpoint.convert.rope import read_rope, write_rope
-from gridformer.checkpoint.convert.table import Entry, Kind
+from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.config import ModelConfig, Task
 from gridformer.utils.units import as_yaml
 
@@ -61,28 +61,38 @@ _TRAITS = {
 }
 
 
-def entries(config: ModelConfig) -> list[Entry]:
-    found = [Entry("tokens.weight", ("model.embed_tokens.weight",))]
+def entries(config: ModelConfig) -> list[TableEntry]:
+    """Returns the table of a Llama or its like: how each parameter of ours is stored there."""
+    found = [TableEntry("tokens.weight", ("model.embed_tokens.weight",))]
     for i in range(config.n_layers):
         here, there = f"layers.{i}", f"model.layers.{i}"
         norms = {**_NORMS, **(_HEAD_NORMS if config.qk_norm else {})}
         found += [
-            Entry(f"{here}.{ours}.weight", (f"{there}.{theirs}.weight",), form)
+            TableEntry(f"{here}.{ours}.weight", (f"{there}.{theirs}.weight",), form)
             for names, form in ((_LINEARS, TRANSPOSED), (norms, SAME))
             for ours, theirs in names.items()
         ]
         if config.qkv_bias:
             found += [
-                Entry(f"{here}.{ours}.bias", (f"{there}.{theirs}.bias",))
+                TableEntry(f"{here}.{ours}.bias", (f"{there}.{theirs}.bias",))
                 for ours, theirs in _QKV.items()
             ]
-    found.append(Entry("norm.weight", ("model.norm.weight",)))
+    found.append(TableEntry("norm.weight", ("model.norm.weight",)))
     if config.token_head and not config.tied_head:
-        found.append(Entry("head.weight", ("lm_head.weight",)))
+        found.append(TableEntry("head.weight", ("lm_head.weight",)))
     return found + head_entries(config, {"classifier.labels": "score"}, bias=False)
 
 
 def read_config(traits: _Traits, keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
+    """Returns the keys of our ModelConfig for a Llama or its like.
+
+    A value that our family does not have becomes one of `keys.problems`.
+
+    Args:
+        traits: What distinguishes this kind of model.
+        keys: The keys of their config.json.
+        names: The names of the stored tensors, which tell what heads there are.
+    """
     keys.only("hidden_act", ("silu",), "silu")
     # It would be in the output projection as well.
     keys.only("attention_bias", (False,), False)
@@ -134,6 +144,16 @@ def _window(traits: _Traits, keys: ConfigKeys, layers: Any) -> int:
 
 
 def write_config(kind: str, config: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
+    """Returns the keys of their config.json for a Llama or its like, or why there is none.
+
+    Args:
+        kind: The `model_type` there.
+        config: Our model.
+        task: What the model has learned.
+
+    Returns:
+        The keys, or a list of problems if their class cannot represent the model.
+    """
     traits = _TRAITS[kind]
     problems: list[str] = []
     for key, here in (("qkv_bias", traits.qkv_bias), ("qk_norm", traits.qk_norm)):

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from gridformer.checkpoint.block import Block
+from gridformer.checkpoint.block import TensorBlock
 from gridformer.checkpoint.convert.files import row_slices
 from gridformer.checkpoint.convert.folder import DTYPES
 from gridformer.checkpoint.convert.forms import Shape
@@ -33,7 +33,9 @@ class StoredParameters:
         self.folder, self.shapes = folder, shapes
         index = manifest.index or index_of_files(folder, manifest.files)
         wanted = {
-            f"model.{name}": Block(torch.empty(shape, device="meta"), shape, (0,) * len(shape))
+            f"model.{name}": TensorBlock(
+                torch.empty(shape, device="meta"), shape, (0,) * len(shape)
+            )
             for name, shape in shapes.items()
         }
         self._blocks: dict[str, list[Stored]] = {name: [] for name in shapes}

@@ -7,7 +7,7 @@ from typing import Any
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import TRANSPOSED, Interleaved
 from gridformer.checkpoint.convert.heads import head_entries, head_keys, read_heads
-from gridformer.checkpoint.convert.table import Entry, Kind
+from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.config import ModelConfig, Task
 
 _LABELS = {
@@ -16,27 +16,28 @@ _LABELS = {
 }
 
 
-def entries(config: ModelConfig) -> list[Entry]:
-    found = [Entry("tokens.weight", ("shared.weight",))]
+def entries(config: ModelConfig) -> list[TableEntry]:
+    """Returns the table of a T5: how each of our parameters is stored there."""
+    found = [TableEntry("tokens.weight", ("shared.weight",))]
     for stack, n in (("encoder", config.n_layers), ("decoder", config.n_decoder_layers)):
         bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        found.append(Entry(f"{stack}.bias.weight", (bias,)))
+        found.append(TableEntry(f"{stack}.bias.weight", (bias,)))
         for i in range(n):
             found += _layer(config, stack, i)
-        found.append(Entry(f"{stack}.norm.weight", (f"{stack}.final_layer_norm.weight",)))
+        found.append(TableEntry(f"{stack}.norm.weight", (f"{stack}.final_layer_norm.weight",)))
     return found + head_entries(config, _LABELS)
 
 
-def _layer(config: ModelConfig, stack: str, i: int) -> list[Entry]:
+def _layer(config: ModelConfig, stack: str, i: int) -> list[TableEntry]:
     here, there, d = f"{stack}.layers.{i}", f"{stack}.block.{i}.layer", config.head_width
 
-    def several(ours: str, theirs: str, parts: str) -> Entry:
+    def several(ours: str, theirs: str, parts: str) -> TableEntry:
         names = tuple(f"{there}.{theirs}.{part}.weight" for part in parts)
         form = Interleaved(len(parts), d) if len(parts) > 1 else TRANSPOSED
-        return Entry(f"{here}.{ours}.weight", names, form)
+        return TableEntry(f"{here}.{ours}.weight", names, form)
 
-    def norm(ours: str, number: int) -> Entry:
-        return Entry(f"{here}.{ours}.weight", (f"{there}.{number}.layer_norm.weight",))
+    def norm(ours: str, number: int) -> TableEntry:
+        return TableEntry(f"{here}.{ours}.weight", (f"{there}.{number}.layer_norm.weight",))
 
     found = [
         norm("norm1", 0),
@@ -56,12 +57,20 @@ def _layer(config: ModelConfig, stack: str, i: int) -> list[Entry]:
     return [
         *found,
         norm("norm2", last),
-        Entry(f"{here}.mlp.up.weight", (f"{dense}.wi.weight",), TRANSPOSED),
-        Entry(f"{here}.mlp.down.weight", (f"{dense}.wo.weight",), TRANSPOSED),
+        TableEntry(f"{here}.mlp.up.weight", (f"{dense}.wi.weight",), TRANSPOSED),
+        TableEntry(f"{here}.mlp.down.weight", (f"{dense}.wo.weight",), TRANSPOSED),
     ]
 
 
 def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
+    """Returns the keys of our ModelConfig for a T5.
+
+    A value that our family does not have becomes one of `keys.problems`.
+
+    Args:
+        keys: The keys of their config.json.
+        names: The names of the stored tensors, which tell what heads there are.
+    """
     keys.only("feed_forward_proj", ("relu",), "relu", " (as in T5 v1.1)")
     keys.only("is_gated_act", (False, None), None)
     keys.only("tie_word_embeddings", (True,), True, " (as in T5 v1.1)")
@@ -84,6 +93,15 @@ def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
 
 
 def write_config(config: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
+    """Returns the keys of their config.json for a T5, or why there is none.
+
+    Args:
+        config: Our model.
+        task: What the model has learned.
+
+    Returns:
+        The keys, or a list of problems if their class cannot represent the model.
+    """
     return {
         **head_keys(config, task, "T5", "T5ForConditionalGeneration"),
         "is_encoder_decoder": True,

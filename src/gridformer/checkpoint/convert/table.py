@@ -14,7 +14,7 @@ from gridformer.config import Family, ModelConfig, Task
 
 
 @dataclass(frozen=True)
-class Entry:
+class TableEntry:
     """One line of a table.
 
     Attributes:
@@ -59,7 +59,7 @@ class Kind:
 
     model_type: str
     family: Family
-    entries: Callable[[ModelConfig], list[Entry]]
+    entries: Callable[[ModelConfig], list[TableEntry]]
     read_config: Callable[[ConfigKeys, frozenset[str]], dict[str, Any]]
     write_config: WriteConfig
     prefix: str
@@ -68,7 +68,7 @@ class Kind:
     written: Callable[[ModelConfig, str], str] = lambda model, name: name
 
 
-def to_ours(entries: list[Entry], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_ours(entries: list[TableEntry], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns our parameters, given all tensors of a model of Hugging Face by name."""
     return {
         entry.ours: entry.form.ours([theirs[name] for name in entry.theirs], slice(None))
@@ -76,7 +76,7 @@ def to_ours(entries: list[Entry], theirs: Mapping[str, Tensor]) -> dict[str, Ten
     }
 
 
-def to_theirs(entries: list[Entry], ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_theirs(entries: list[TableEntry], ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors of a model of Hugging Face, given all of our parameters by name."""
     found = {}
     for entry in entries:

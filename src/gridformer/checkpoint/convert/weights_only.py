@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from gridformer.checkpoint.block import Block
+from gridformer.checkpoint.block import TensorBlock
 from gridformer.checkpoint.convert.files import in_files
 from gridformer.checkpoint.index import joined, part_of
 from gridformer.checkpoint.manifest import FileEntry, Manifest, write_manifest
@@ -69,7 +69,7 @@ def write_weights(
     )
 
 
-def _whole(tensor: Streamed) -> Block:
+def _whole(tensor: Streamed) -> TensorBlock:
     """Returns a tensor as a block without memory, for the index."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return Block(empty, tensor.shape, (0,) * len(tensor.shape))
+    return TensorBlock(empty, tensor.shape, (0,) * len(tensor.shape))

@@ -33,7 +33,7 @@ _BEGIN, _END = f"\x00{_NAME}<\x00", f"\x00{_NAME}>\x00"
 _MARK = re.compile(f"\x00{_NAME}([<>])\x00")
 
 
-class Answers(Extension):
+class GenerationBlock(Extension):
     """The block `{% generation %} ... {% endgeneration %}`, which contains what the model says."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
@@ -53,7 +53,7 @@ def environment() -> ImmutableSandboxedEnvironment:
     There is no clock (`strftime_now`), so that the same conversation always gives the same text.
     """
     made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Answers, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
     made.filters["tojson"] = _to_json
     made.globals["raise_exception"] = _refuse

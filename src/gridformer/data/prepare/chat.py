@@ -26,15 +26,15 @@ from gridformer.data.prepare.documents import (
     Document,
     EncodedDocuments,
     Making,
-    Part,
+    SourcePart,
     prepare_documents,
 )
 from gridformer.data.prepare.files import JSON_LINES, TABLES, json_lines
-from gridformer.data.prepare.place import Place
-from gridformer.data.prepare.progress import Progress
+from gridformer.data.prepare.place import ReadingPlace
+from gridformer.data.prepare.progress import PrepareProgress
 from gridformer.data.prepare.records import Fields
 from gridformer.data.prepare.replacing import check_free
-from gridformer.data.prepare.tokenizing import Packed
+from gridformer.data.prepare.tokenizing import PickledTokenizer
 from gridformer.data.prepare.writing import sampled
 from gridformer.data.tokenfolder import TokenFolder, token_dtype
 from gridformer.data.tokenizer import Tokenizer, encodable
@@ -54,7 +54,7 @@ Conversation = list[Message]
 class ChatEncoder:
     """Makes documents of conversations."""
 
-    tokenizer: Packed
+    tokenizer: PickledTokenizer
     chat: StoredChat
     dtype: np.dtype[Any]
 
@@ -93,7 +93,7 @@ def prepare_chat(
     seed: int = 1234,
     workers: int | None = 1,
     overwrite: bool = False,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> TokenFolder:
     """Writes the conversations of all sources, in order, to a token folder, and opens it.
 
@@ -127,7 +127,7 @@ def prepare_chat(
 
     making = Making(
         "chat",
-        lambda found: ChatEncoder(Packed.of(found), chat, token_dtype(found.vocab_size)),
+        lambda found: ChatEncoder(PickledTokenizer.of(found), chat, token_dtype(found.vocab_size)),
         lambda messages: sum(len(message["content"]) for message in messages),
         {
             "chat": chat.model_dump(),
@@ -177,11 +177,11 @@ def _usable(
             yield messages
 
 
-def _sample(parts: Sequence[Part[Conversation]], limit: int) -> Iterator[str]:
+def _sample(parts: Sequence[SourcePart[Conversation]], limit: int) -> Iterator[str]:
     """Yields about `limit` bytes of messages, the same amount from each source that has enough."""
     for part in parts:
         taken = 0
-        for messages in part.read(Counter(), Place()):
+        for messages in part.read(Counter(), ReadingPlace()):
             for message in messages:
                 text = encodable(message["content"])
                 taken += len(text.encode())
@@ -190,7 +190,7 @@ def _sample(parts: Sequence[Part[Conversation]], limit: int) -> Iterator[str]:
                 break
 
 
-def _part(spec: str, split: str) -> Part[Conversation]:
+def _part(spec: str, split: str) -> SourcePart[Conversation]:
     """Returns the conversations of a source."""
     path = Path(spec).expanduser()
     if spec.startswith("hf:"):
@@ -198,21 +198,23 @@ def _part(spec: str, split: str) -> Part[Conversation]:
     elif path.is_dir() and hf.is_saved(path):
         table = hf.saved_source(path, spec, split, Fields()).table
     elif path.is_file() and path.name.endswith(JSON_LINES):
-        return Part(spec, partial(_of_lines, path), files=(path,))
+        return SourcePart(spec, partial(_of_lines, path), files=(path,))
     elif path.is_file() and path.name.endswith(TABLES):
-        return Part(spec, partial(_of_table, spec, hf.open_table(path)), files=(path,))
+        return SourcePart(spec, partial(_of_table, spec, hf.open_table(path)), files=(path,))
     else:
         raise UserError(
             f"{spec}: --chat reads conversations from {', '.join((*JSON_LINES, *TABLES))} files, "
             f"save_to_disk folders and hf:NAME, and this is none of them"
         )
-    return Part(spec, partial(_of_table, spec, table))
+    return SourcePart(spec, partial(_of_table, spec, table))
 
 
-def _of_table(name: str, table: Any, skipped: Counter[str], place: Place) -> Iterator[Conversation]:
+def _of_table(
+    name: str, table: Any, skipped: Counter[str], place: ReadingPlace
+) -> Iterator[Conversation]:
     for number, record in hf.records(name, table, skipped, place):
         yield messages_of(record, f"{name}, row {number}")
 
 
-def _of_lines(path: Path, skipped: Counter[str], place: Place) -> Iterator[Conversation]:
+def _of_lines(path: Path, skipped: Counter[str], place: ReadingPlace) -> Iterator[Conversation]:
     return (messages_of(record, where) for where, record in json_lines(path))

@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 from numpy.typing import NDArray
 
 from gridformer.data.columns import Column
-from gridformer.data.prepare.place import Place
-from gridformer.data.prepare.progress import Progress
+from gridformer.data.prepare.place import ReadingPlace
+from gridformer.data.prepare.progress import PrepareProgress
 from gridformer.data.prepare.reading import Reader
 from gridformer.data.prepare.replacing import written_whole
 from gridformer.data.prepare.resuming import Unfinished, key_of, resumable
@@ -71,7 +71,7 @@ class EncodedDocuments:
 
 
 @dataclass(frozen=True)
-class Part(Generic[Item]):
+class SourcePart(Generic[Item]):
     """What is read from one source, or from a part of it.
 
     Attributes:
@@ -162,7 +162,7 @@ def write_documents(
     """
     out = Path(out)
 
-    def read(counts: Counter[str], place: Place) -> Iterator[Document]:
+    def read(counts: Counter[str], place: ReadingPlace) -> Iterator[Document]:
         yield from documents
         counts.update(skipped or {})
 
@@ -177,20 +177,20 @@ def write_documents(
     with written_whole(out, overwrite) as folder:
         work = Unfinished(folder, None, can_keep=False)
         tokenizer_of(work, tokenizer)
-        part = Part(name, read, license=license)
+        part = SourcePart(name, read, license=license)
         _write([part], work, "", making, tokenizer, 1, lambda progress: None)
     return TokenFolder.open(out)
 
 
 def prepare_documents(
-    parts: Sequence[Part[Item]],
+    parts: Sequence[SourcePart[Item]],
     out: Path | str,
     making: Making[Item],
     tokenizer: Tokenizer | Callable[[], Tokenizer],
     *,
     workers: int | None = 1,
     overwrite: bool = False,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> TokenFolder:
     """Writes what is made of all parts, in order, to a token folder, and opens it.
 
@@ -225,13 +225,13 @@ def prepare_documents(
 
 
 def _write(
-    parts: Sequence[Part[Item]],
+    parts: Sequence[SourcePart[Item]],
     work: Unfinished,
     key: str,
     making: Making[Item],
     tokenizer: Tokenizer,
     workers: int | None,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[PrepareProgress], None],
 ) -> None:
     sizes = [part.n_bytes for part in parts]
     total = None if None in sizes else sum(size or 0 for size in sizes)
@@ -288,7 +288,7 @@ class _Appender:
     """
 
     def __init__(
-        self, writer: SplitWriter, parts: Sequence[Part[Any]], dropped: Counter[str]
+        self, writer: SplitWriter, parts: Sequence[SourcePart[Any]], dropped: Counter[str]
     ) -> None:
         self._writer, self._parts = writer, parts
         self.dropped = dropped
@@ -305,7 +305,7 @@ class _Appender:
         return sum(one.n_bytes for one in made.documents)
 
 
-def _entries(parts: Sequence[Part[Any]], done: Written) -> tuple[SourceEntry, ...]:
+def _entries(parts: Sequence[SourcePart[Any]], done: Written) -> tuple[SourceEntry, ...]:
     entries = []
     for name, some in groupby(range(len(parts)), lambda i: parts[i].name):
         numbers = [*some]

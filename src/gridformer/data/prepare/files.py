@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from gridformer.data.prepare.records import Fields, record_pieces
-from gridformer.data.prepare.text_chunks import Piece, pieces
+from gridformer.data.prepare.records import Fields, record_chunks
+from gridformer.data.prepare.text_chunks import TextChunk, text_chunks
 from gridformer.utils.errors import DataError
 from gridformer.utils.files import parse_json
 
@@ -31,7 +31,7 @@ BINARY = "files with NUL bytes"
 _CHUNK = 1 << 20
 
 
-def file_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
+def file_chunks(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[TextChunk]:
     """Yields the documents of a file: a text file is one, other formats have one per line or row.
 
     Args:
@@ -46,9 +46,9 @@ def file_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[P
         if path.name.endswith(JSON_LINES):
             yield from _json_lines(path, fields, skipped)
         elif path.name.endswith(TABLES):
-            from gridformer.data.prepare.hf import table_pieces
+            from gridformer.data.prepare.hf import table_chunks
 
-            yield from table_pieces(path, fields, skipped)
+            yield from table_chunks(path, fields, skipped)
         elif fields.kind == "text":
             yield from _text(path, skipped)
         else:
@@ -59,17 +59,18 @@ def file_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[P
             )
 
 
-def _open(path: Path) -> BinaryIO:
+def open_binary(path: Path) -> BinaryIO:
+    """Opens a file for reading its bytes, which are decompressed if its name ends with .gz."""
     return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    with _open(path) as file:
+    with open_binary(path) as file:
         while chunk := file.read(_CHUNK):
             yield chunk
 
 
-def _text(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
+def _text(path: Path, skipped: Counter[str]) -> Iterator[TextChunk]:
     # A first pass looks for NUL bytes, because tokens cannot be taken back. It is free for a file
     # of up to one chunk; the second pass over a larger file mostly reads from the page cache.
     first, rest = b"", False
@@ -86,12 +87,12 @@ def _text(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
             yield decoder.decode(chunk)
         yield decoder.decode(b"", final=True)
 
-    yield from pieces(decoded())
+    yield from text_chunks(decoded())
 
 
-def _json_lines(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
+def _json_lines(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[TextChunk]:
     for where, record in json_lines(path):
-        yield from record_pieces(record, fields, where, skipped)
+        yield from record_chunks(record, fields, where, skipped)
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -100,7 +101,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         DataError: The file cannot be read, or a line is no record.
     """
-    with readable(path), _open(path) as file:
+    with readable(path), open_binary(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -116,7 +117,14 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turns errors of reading a file into a DataError that names it."""
+    """Turns errors of reading a file inside the block into one that names the file.
+
+    Args:
+        path: The file.
+
+    Raises:
+        DataError: The file cannot be read, or its compressed content is damaged.
+    """
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:

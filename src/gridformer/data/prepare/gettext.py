@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from gridformer.data.prepare.gettext_licenses import DJANGO, license_of
 from gridformer.data.prepare.gettext_messages import Pair, cleaned
-from gridformer.data.prepare.text_chunks import Piece, pieces
+from gridformer.data.prepare.text_chunks import TextChunk, text_chunks
 from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.utils.errors import DataError, UserError
 from gridformer.utils.extras import require
@@ -111,11 +111,11 @@ class CatalogSource:
     def n_bytes(self) -> int:
         return sum(len(text.encode()) for pair in self._pairs() for text in pair)
 
-    def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
+    def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
         skipped.update(self._read[1])
         return _documents(self._pairs())
 
-    def sample(self) -> Iterator[Piece]:
+    def sample(self) -> Iterator[TextChunk]:
         pairs = self._pairs()
         random.Random(0).shuffle(pairs)
         return _documents(pairs)
@@ -225,7 +225,7 @@ def _django_name(path: Path) -> str:
     return ".".join(part for part in (*parts[start:], path.stem) if part != "conf")
 
 
-def _documents(pairs: list[Pair]) -> Iterator[Piece]:
+def _documents(pairs: list[Pair]) -> Iterator[TextChunk]:
     for pair in pairs:
         for text in pair:
-            yield from pieces([text])
+            yield from text_chunks([text])

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gridformer.data.prepare.place import Place
-from gridformer.data.prepare.records import Fields, record_pieces
-from gridformer.data.prepare.text_chunks import Piece
+from gridformer.data.prepare.place import ReadingPlace
+from gridformer.data.prepare.records import Fields, record_chunks
+from gridformer.data.prepare.text_chunks import TextChunk
 from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.utils.errors import DataError, UserError
 from gridformer.utils.extras import require
@@ -37,15 +37,15 @@ class TableSource:
     def languages(self) -> tuple[str, str] | None:
         return self.fields.languages
 
-    def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
-        return self.pieces_from(skipped, Place())
+    def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
+        return self.chunks_from(skipped, ReadingPlace())
 
-    def pieces_from(self, skipped: Counter[str], place: Place) -> Iterator[Piece]:
-        """Yields the pieces from the row after place.mark on."""
+    def chunks_from(self, skipped: Counter[str], place: ReadingPlace) -> Iterator[TextChunk]:
+        """Yields the chunks from the row after place.mark on."""
         return rows_of(self.name, self.table, self.fields, skipped, place)
 
-    def sample(self) -> Iterator[Piece]:
-        return self.pieces(Counter())
+    def sample(self) -> Iterator[TextChunk]:
+        return self.chunks(Counter())
 
 
 def hub_source(spec: str, split: str, fields: Fields) -> TableSource:
@@ -106,9 +106,9 @@ def saved_source(folder: Path, name: str, split: str, fields: Fields) -> TableSo
     return TableSource(name, _license(table), table, fields)
 
 
-def table_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
+def table_chunks(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[TextChunk]:
     """Yields the documents of one file of a table; see `open_table`."""
-    return rows_of(str(path), open_table(path), fields, skipped, Place())
+    return rows_of(str(path), open_table(path), fields, skipped, ReadingPlace())
 
 
 def open_table(path: Path) -> Any:
@@ -129,8 +129,20 @@ def open_table(path: Path) -> Any:
 
 
 def rows_of(
-    name: str, table: Any, fields: Fields, skipped: Counter[str], place: Place
-) -> Iterator[Piece]:
+    name: str, table: Any, fields: Fields, skipped: Counter[str], place: ReadingPlace
+) -> Iterator[TextChunk]:
+    """Yields the documents of the rows of a table.
+
+    Args:
+        name: What messages call the table.
+        table: A data set of `datasets`, streamed or not.
+        fields: The columns that are read.
+        skipped: Counts the rows that are left out.
+        place: Where to begin; it is told of places where reading can begin again.
+
+    Raises:
+        DataError: The table lacks a column, or a row cannot be read.
+    """
     columns = table.column_names
     if columns is not None:
         # Only these columns are read.
@@ -141,11 +153,11 @@ def rows_of(
         if isinstance(label, int):
             # Data sets without labels write a number below 0 for None.
             record[fields.label] = names[label] if 0 <= label < len(names) else None
-        yield from record_pieces(record, fields, f"{name}, row {number}", skipped)
+        yield from record_chunks(record, fields, f"{name}, row {number}", skipped)
 
 
 def records(
-    name: str, table: Any, skipped: Counter[str], place: Place
+    name: str, table: Any, skipped: Counter[str], place: ReadingPlace
 ) -> Iterator[tuple[int, dict[Any, Any]]]:
     """Yields the number and the values of each row after place.mark.
 

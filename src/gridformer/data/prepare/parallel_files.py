@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import cast
 
+from gridformer.data.prepare.files import open_binary
 from gridformer.data.prepare.records import NO_PAIR
-from gridformer.data.prepare.text_chunks import Piece, pieces
+from gridformer.data.prepare.text_chunks import TextChunk, text_chunks
 from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.utils.errors import DataError, UserError
 
@@ -49,20 +49,20 @@ class ParallelFiles:
             return None
         return self.first.stat().st_size + self.second.stat().st_size
 
-    def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
+    def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
         for pair in self._pairs():
             if not all(pair):
                 skipped[NO_PAIR] += 1
                 continue
             for text in pair:
-                yield from pieces([text])
+                yield from text_chunks([text])
 
-    def sample(self) -> Iterator[Piece]:
+    def sample(self) -> Iterator[TextChunk]:
         """Yields every 97th pair first, then the ones after those, and so on."""
         for start in range(_SAMPLE_EVERY):
             for pair in itertools.islice(self._pairs(), start, None, _SAMPLE_EVERY):
                 for text in pair:
-                    yield from pieces([text])
+                    yield from text_chunks([text])
 
     def _pairs(self) -> Iterator[tuple[str, str]]:
         one, other = _lines(self.first), _lines(self.second)
@@ -109,7 +109,7 @@ def _language(path: Path) -> str:
 def _lines(path: Path) -> Iterator[str]:
     """Yields the lines of a file without the white space around them."""
     try:
-        with _open(path) as file:
+        with open_binary(path) as file:
             # By bytes, because text mode would also end lines at characters such as U+2028.
             for number, line in enumerate(file):
                 text = line.decode("utf-8", "replace")
@@ -117,7 +117,3 @@ def _lines(path: Path) -> Iterator[str]:
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path}: cannot be read ({reason})") from error
-
-
-def _open(path: Path) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass
-class Place:
+class ReadingPlace:
     """Where a source is being read. The source calls `reached` at places where it can begin."""
 
     mark: Any = None

@@ -11,15 +11,20 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from gridformer.data.prepare.progress import Progress
+from gridformer.data.prepare.progress import PrepareProgress
 from gridformer.data.prepare.reading import reader_of
 from gridformer.data.prepare.records import NO_PAIR
 from gridformer.data.prepare.replacing import check_free
 from gridformer.data.prepare.resuming import Unfinished, key_of, resumable
 from gridformer.data.prepare.sources import Source
 from gridformer.data.prepare.splitting import SplitWriter
-from gridformer.data.prepare.text_chunks import Piece
-from gridformer.data.prepare.tokenizing import EncodedTexts, Packed, TextEncoder, workers_for
+from gridformer.data.prepare.text_chunks import TextChunk
+from gridformer.data.prepare.tokenizing import (
+    EncodedTexts,
+    PickledTokenizer,
+    TextEncoder,
+    workers_for,
+)
 from gridformer.data.prepare.writing import (
     Described,
     Input,
@@ -54,7 +59,7 @@ def prepare_corpus(
     ends: bool = True,
     workers: int | None = 1,
     overwrite: bool = False,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> TokenFolder:
     """Writes the documents of all sources, in order, to a token folder, and opens it.
 
@@ -124,11 +129,11 @@ def sample(sources: Sequence[Source], limit: int) -> Iterator[str]:
     live = list(range(len(readers)))
     while live and sum(taken) < limit:
         least = min(live, key=taken.__getitem__)
-        piece = next(readers[least], None)
-        if piece is None:
+        chunk = next(readers[least], None)
+        if chunk is None:
             live.remove(least)
-        elif piece.text:
-            text = encodable(piece.text)
+        elif chunk.text:
+            text = encodable(chunk.text)
             taken[least] += len(text.encode())
             yield text
 
@@ -139,14 +144,14 @@ def _write(
     key: str,
     tokenizer: Tokenizer,
     options: _Options,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[PrepareProgress], None],
 ) -> None:
     sizes = [source.n_bytes for source in sources]
     dtype = token_dtype(tokenizer.vocab_size)
     given = Input(
         [reader_of(source) for source in sources],
-        lambda piece: len(piece.text),
-        TextEncoder(Packed.of(tokenizer), dtype),
+        lambda chunk: len(chunk.text),
+        TextEncoder(PickledTokenizer.of(tokenizer), dtype),
         options.workers,
         None if None in sizes else sum(size or 0 for size in sizes),
     )
@@ -187,7 +192,7 @@ def _write(
 
 
 class _Appender:
-    """Appends pieces to a writer. It holds back the first text of a pair until both are complete.
+    """Appends chunks to a writer. It holds back the first text of a pair until both are complete.
 
     Attributes:
         dropped: Counts pairs that were left out, because one of their texts has no tokens.
@@ -205,11 +210,11 @@ class _Appender:
         """Whether no document is open and no text of a pair is held back."""
         return self._ended and self._writer.is_between and self._texts == [[]]
 
-    def append(self, source: int, pieces: Sequence[Piece], made: EncodedTexts) -> int:
+    def append(self, source: int, chunks: Sequence[TextChunk], made: EncodedTexts) -> int:
         """See Appender."""
-        for ids, piece in zip(made.ids, pieces, strict=True):
-            self._append(ids, piece.ends, piece.label)
-        self._ended = pieces[-1].ends
+        for ids, chunk in zip(made.ids, chunks, strict=True):
+            self._append(ids, chunk.ends, chunk.label)
+        self._ended = chunks[-1].ends
         return made.n_bytes
 
     def _append(self, ids: NDArray[Any], ends: bool, label: str | None) -> None:
@@ -231,7 +236,7 @@ def _nothing(sources: Sequence[Source]) -> DataError:
     """Reads everything again to tell why there is no text, because samples count nothing."""
     skipped: Counter[str] = Counter()
     for source in sources:
-        deque(source.pieces(skipped), maxlen=0)
+        deque(source.chunks(skipped), maxlen=0)
     return _empty(sources, Written([], [], dict(skipped)))
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Progress:
+class PrepareProgress:
     """The progress of a preparation.
 
     Attributes:

@@ -10,9 +10,9 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 from pydantic import Field
 
 from gridformer.config import Config
-from gridformer.data.prepare.place import Place
+from gridformer.data.prepare.place import ReadingPlace
 from gridformer.data.prepare.sources import Source
-from gridformer.data.prepare.text_chunks import Piece
+from gridformer.data.prepare.text_chunks import TextChunk
 
 # Large enough to keep the tokenizer's threads busy; its results take about 100 bytes per token.
 BATCH_CHARS = 1 << 21
@@ -21,11 +21,11 @@ BATCH_ITEMS = 4096
 Item = TypeVar("Item")
 # Yields the items of a source after place.mark, and tells `place` of the marks that it passes. A
 # source that cannot begin in the middle tells of none, and is read again up to where it stopped.
-Reader = Callable[[Counter[str], Place], Iterator[Item]]
+Reader = Callable[[Counter[str], ReadingPlace], Iterator[Item]]
 
 
 class Position(Config):
-    """A place in the sources: from `mark` on, so many items have been read.
+    """A place in the sources: the number of items that have been read from `mark` on.
 
     Attributes:
         source: The number of the source.
@@ -42,21 +42,21 @@ class Position(Config):
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A source of pieces that can begin in the middle."""
+    """A source of chunks that can begin in the middle."""
 
-    def pieces_from(self, skipped: Counter[str], place: Place) -> Iterator[Piece]:
+    def chunks_from(self, skipped: Counter[str], place: ReadingPlace) -> Iterator[TextChunk]:
         """See Reader."""
 
 
-def reader_of(source: Source) -> Reader[Piece]:
-    """Returns what reads the pieces of a source."""
+def reader_of(source: Source) -> Reader[TextChunk]:
+    """Returns what reads the chunks of a source."""
     if isinstance(source, Resumable):
-        return source.pieces_from
-    return lambda skipped, place: source.pieces(skipped)
+        return source.chunks_from
+    return lambda skipped, place: source.chunks(skipped)
 
 
 @dataclass(frozen=True)
-class Batch(Generic[Item]):
+class ItemBatch(Generic[Item]):
     """Some items of one source, and the place after them."""
 
     source: int
@@ -69,7 +69,7 @@ def batches(
     chars: Callable[[Item], int],
     skipped: Counter[str],
     start: Position,
-) -> Iterator[Batch[Item]]:
+) -> Iterator[ItemBatch[Item]]:
     """Yields the items of all sources after `start`, in order.
 
     Args:
@@ -81,7 +81,7 @@ def batches(
     skipped.clear()
     skipped.update(start.skipped)
     for number in range(start.source, len(readers)):
-        place, again = Place(skipped=dict(skipped)), 0
+        place, again = ReadingPlace(skipped=dict(skipped)), 0
         if number == start.source:
             place.mark, again = start.mark, start.items
         batch: list[Item] = []
@@ -94,11 +94,11 @@ def batches(
             batch.append(item)
             n_chars += chars(item)
             if n_chars >= BATCH_CHARS or len(batch) >= BATCH_ITEMS:
-                yield Batch(number, batch, _position(number, place))
+                yield ItemBatch(number, batch, _position(number, place))
                 batch, n_chars = [], 0
         if batch:
-            yield Batch(number, batch, _position(number, place))
+            yield ItemBatch(number, batch, _position(number, place))
 
 
-def _position(source: int, place: Place) -> Position:
+def _position(source: int, place: ReadingPlace) -> Position:
     return Position(source=source, mark=place.mark, items=place.items, skipped=dict(place.skipped))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gridformer.data.prepare.text_chunks import Piece, labeled, pieces
+from gridformer.data.prepare.text_chunks import TextChunk, labeled, text_chunks
 from gridformer.data.tokenfolder import Kind
 from gridformer.utils.errors import DataError
 
@@ -64,10 +64,10 @@ class Fields:
         return sorted({k if k in present else k.partition(".")[0] for k in self.options})
 
 
-def record_pieces(
+def record_chunks(
     record: Mapping[str, Any], fields: Fields, where: str, skipped: Counter[str]
-) -> Iterator[Piece]:
-    """Yields the pieces of a record's document, or of the two documents of a pair.
+) -> Iterator[TextChunk]:
+    """Yields the chunks of a record's document, or of the two documents of a pair.
 
     Args:
         record: The record.
@@ -87,7 +87,7 @@ def record_pieces(
             skipped[NO_PAIR] += 1
             return
         for text in texts:
-            yield from pieces([text])
+            yield from text_chunks([text])
         return
     text = checked_text(_value(record, fields.text, fields, where), where, fields.text)
     if not text:
@@ -99,7 +99,7 @@ def record_pieces(
         if not label:
             skipped[NO_LABEL] += 1
             return
-    yield from labeled(pieces([text]), label)
+    yield from labeled(text_chunks([text]), label)
 
 
 def checked_text(value: object, where: str, key: str, option: str = "--text-key") -> str:

@@ -30,7 +30,7 @@ STATE, LOCK = "state.json", "lock"
 SAVE_EVERY_S = 10.0
 
 
-class State(Config):
+class PreparationState(Config):
     """How far a preparation is.
 
     Attributes:
@@ -61,7 +61,7 @@ class Unfinished:
         keeps: Whether the folder stays if the preparation fails.
     """
 
-    def __init__(self, folder: Path, state: State | None, can_keep: bool) -> None:
+    def __init__(self, folder: Path, state: PreparationState | None, can_keep: bool) -> None:
         self.folder, self.state = folder, state
         self._can_keep = can_keep
         self.keeps = can_keep and state is not None
@@ -72,7 +72,7 @@ class Unfinished:
         """Whether it is time to save the state."""
         return self._can_keep and time.monotonic() - self._saved >= SAVE_EVERY_S
 
-    def save(self, state: State) -> None:
+    def save(self, state: PreparationState) -> None:
         """Saves the state of files that are on disk."""
         if not self._can_keep:
             return
@@ -167,14 +167,14 @@ def _lock(folder: Path) -> int | None:
     return None
 
 
-def _read(folder: Path) -> State | None:
+def _read(folder: Path) -> PreparationState | None:
     try:
-        return State.model_validate(read_json(folder / STATE))
+        return PreparationState.model_validate(read_json(folder / STATE))
     except (UnreadableError, ValidationError):
         return None
 
 
-def _is_whole(folder: Path, state: State) -> bool:
+def _is_whole(folder: Path, state: PreparationState) -> bool:
     """Returns whether all files are there that a state counts on, and as long as it says."""
     files = [one for split in state.writer.files.values() for one in split.items()]
     try:

@@ -1,7 +1,7 @@
 """The sources of `gridformer prepare`: files, folders, globs, data sets, built-in names.
 
 A source can be read several times (a sample for the tokenizer, then everything). It reads lazily
-and never holds more than a piece of a document.
+and never holds more than a chunk of a document.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Protocol
 
 from gridformer.data.prepare import hf
-from gridformer.data.prepare.files import DEFAULT_SUFFIXES, FOLDER_RECORDS, TABLES, file_pieces
+from gridformer.data.prepare.files import DEFAULT_SUFFIXES, FOLDER_RECORDS, TABLES, file_chunks
 from gridformer.data.prepare.gettext import PREFIX, catalog_source
 from gridformer.data.prepare.parallel_files import parallel_files
-from gridformer.data.prepare.place import Place
+from gridformer.data.prepare.place import ReadingPlace
 from gridformer.data.prepare.records import Fields
-from gridformer.data.prepare.text_chunks import Piece, labeled
+from gridformer.data.prepare.text_chunks import TextChunk, labeled
 from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.utils.errors import DataError, UserError
 
@@ -36,7 +36,7 @@ _TEXT = Fields()
 
 
 class Source(Protocol):
-    """Documents in pieces, and where they come from."""
+    """Documents in chunks, and where they come from."""
 
     @property
     def name(self) -> str:
@@ -62,10 +62,10 @@ class Source(Protocol):
     def parts(self) -> tuple[PartEntry, ...]:
         """The parts of the source, if they have their own licenses."""
 
-    def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
+    def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
         """Yields all documents, always in the same order, and counts in `skipped` what it skips."""
 
-    def sample(self) -> Iterator[Piece]:
+    def sample(self) -> Iterator[TextChunk]:
         """Yields all documents in an order whose beginning is typical of the whole."""
 
 
@@ -103,24 +103,24 @@ class FileSource:
             return None
         return sum(path.stat().st_size for path in self.paths)
 
-    def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
-        return self.pieces_from(skipped, Place())
+    def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
+        return self.chunks_from(skipped, ReadingPlace())
 
-    def pieces_from(self, skipped: Counter[str], place: Place) -> Iterator[Piece]:
-        """Yields the pieces from the file with the number place.mark on."""
+    def chunks_from(self, skipped: Counter[str], place: ReadingPlace) -> Iterator[TextChunk]:
+        """Yields the chunks from the file with the number place.mark on."""
         for number in range(place.mark or 0, len(self.paths)):
             place.reached(number, skipped)
             yield from self._of(self.paths[number], skipped)
 
-    def sample(self) -> Iterator[Piece]:
+    def sample(self) -> Iterator[TextChunk]:
         paths = list(self.paths)
         # Folders are read in sorted order, so their first megabytes may not be typical.
         random.Random(0).shuffle(paths)
         for path in paths:
             yield from self._of(path, Counter())
 
-    def _of(self, path: Path, skipped: Counter[str]) -> Iterator[Piece]:
-        parts = file_pieces(path, self.fields, skipped)
+    def _of(self, path: Path, skipped: Counter[str]) -> Iterator[TextChunk]:
+        parts = file_chunks(path, self.fields, skipped)
         if self.label_root is None:
             return parts
         return labeled(parts, path.relative_to(self.label_root).parts[0])

@@ -1,4 +1,4 @@
-"""Splits documents into pieces of bounded size, so that no document must fit into memory."""
+"""Splits documents into chunks of bounded size, so that no document must fit into memory."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-PIECE_CHARS = 1 << 16
+CHUNK_CHARS = 1 << 16
 _LOOK_BACK = 1 << 12  # characters before the limit in which to look for a place to cut
 _SEAM = re.compile(r"\S(?=[ \n\r\t])")
 
 
-class Piece(NamedTuple):
-    """A part of a document. An empty document is one empty piece.
+class TextChunk(NamedTuple):
+    """A part of a document. An empty document is one empty chunk.
 
     In sources of pairs, documents alternate between the first and the second text of a pair.
 
     Attributes:
         text: The text.
-        ends: Whether it is the last piece of its document.
-        label: The label of the document, on all of its pieces, in labeled sources.
+        ends: Whether it is the last chunk of its document.
+        label: The label of the document, on all of its chunks, in labeled sources.
     """
 
     text: str
@@ -27,27 +27,27 @@ class Piece(NamedTuple):
     label: str | None = None
 
 
-def pieces(chunks: Iterable[str], limit: int = PIECE_CHARS) -> Iterator[Piece]:
-    """Splits one document, given in chunks of any size, into pieces of at most `limit` characters.
+def text_chunks(texts: Iterable[str], limit: int = CHUNK_CHARS) -> Iterator[TextChunk]:
+    """Splits one document, given as strings of any size, into chunks of at most `limit` characters.
 
-    Pieces end between a word and the white space after it. GPT-2's pre-tokenizer always splits
+    Chunks end between a word and the white space after it. GPT-2's pre-tokenizer always splits
     there, so the tokens are those of the whole document. If 4096 characters contain no such place,
     the cut is arbitrary and may add one token.
     """
     held = ""
-    for chunk in chunks:
-        held += chunk
+    for text in texts:
+        held += text
         done = 0
         while len(held) - done > limit:
             end = _seam(held, done, done + limit)
-            yield Piece(held[done:end], False)
+            yield TextChunk(held[done:end], False)
             done = end
         held = held[done:]
-    yield Piece(held, True)
+    yield TextChunk(held, True)
 
 
-def labeled(parts: Iterable[Piece], label: str | None) -> Iterator[Piece]:
-    """Adds a label to pieces."""
+def labeled(parts: Iterable[TextChunk], label: str | None) -> Iterator[TextChunk]:
+    """Adds a label to chunks."""
     return (part._replace(label=label) for part in parts)
 
 

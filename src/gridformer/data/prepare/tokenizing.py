@@ -9,24 +9,23 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gridformer.data.prepare.reading import Batch
-from gridformer.data.prepare.text_chunks import Piece
+from gridformer.data.prepare.reading import ItemBatch
+from gridformer.data.prepare.text_chunks import TextChunk
 from gridformer.data.tokenizer import Tokenizer, encodable
 from gridformer.utils.errors import DataError
 from gridformer.utils.hardware import n_cores
+from gridformer.utils.parent import end_with_parent
 
 WORTH_WORKERS = 64_000_000  # bytes of text below which starting processes takes longer
 _WAITING = 2  # batches of each worker that are read before they are needed
@@ -62,8 +61,8 @@ def workers_for(wanted: int | None, n_bytes: int | None) -> int:
 
 
 def encoded(
-    batches: Iterator[Batch[Item]], encoder: Encoder[Item, Made], workers: int
-) -> Iterator[tuple[Batch[Item], Made]]:
+    batches: Iterator[ItemBatch[Item]], encoder: Encoder[Item, Made], workers: int
+) -> Iterator[tuple[ItemBatch[Item], Made]]:
     """Yields every batch with what is made of it, in order. One worker is this process itself.
 
     Raises:
@@ -75,7 +74,7 @@ def encoded(
                 yield batch, encode(batch.items)
         return
     with _pool(encoder, workers) as pool:
-        waiting: deque[tuple[Batch[Item], Future[Made]]] = deque()
+        waiting: deque[tuple[ItemBatch[Item], Future[Made]]] = deque()
         try:
             for batch in batches:
                 waiting.append((batch, pool.submit(_work, batch.items)))
@@ -91,14 +90,14 @@ def encoded(
 
 
 @dataclass(frozen=True)
-class Packed:
+class PickledTokenizer:
     """A tokenizer as it is sent to worker processes."""
 
     text: str
     eos_token: str
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Packed:
+    def of(cls, tokenizer: Tokenizer) -> PickledTokenizer:
         return cls(tokenizer.to_json(), tokenizer.eos_token)
 
     def unpacked(self) -> Tokenizer:
@@ -110,7 +109,7 @@ class EncodedTexts:
     """The tokens of a batch of texts.
 
     Attributes:
-        ids: The tokens of each piece.
+        ids: The tokens of each chunk.
         n_bytes: The bytes of their text as UTF-8.
     """
 
@@ -120,18 +119,18 @@ class EncodedTexts:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Makes tokens of pieces of text."""
+    """Makes tokens of chunks of text."""
 
-    tokenizer: Packed
+    tokenizer: PickledTokenizer
     dtype: np.dtype[Any]
 
     @contextlib.contextmanager
-    def begin(self) -> Iterator[Callable[[Sequence[Piece]], EncodedTexts]]:
+    def begin(self) -> Iterator[Callable[[Sequence[TextChunk]], EncodedTexts]]:
         """See Encoder."""
         tokenizer = self.tokenizer.unpacked()
 
-        def encode(pieces: Sequence[Piece]) -> EncodedTexts:
-            texts = [encodable(piece.text) for piece in pieces]
+        def encode(chunks: Sequence[TextChunk]) -> EncodedTexts:
+            texts = [encodable(chunk.text) for chunk in chunks]
             found = [np.asarray(ids, dtype=self.dtype) for ids in tokenizer.encode_batch(texts)]
             return EncodedTexts(found, sum(len(text.encode()) for text in texts))
 
@@ -161,16 +160,8 @@ _open = ExitStack()
 def _begin(encoder: Encoder[Any, Any]) -> None:
     global _own
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores already
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     _own = _open.enter_context(encoder.begin())
-
-
-def _end_with_parent() -> None:
-    """Ends this process when its parent does, which a killed one could not ask for."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
 
 
 def _work(items: Sequence[Any]) -> Any:

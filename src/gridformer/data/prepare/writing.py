@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from gridformer.data.prepare.progress import Progress
+from gridformer.data.prepare.progress import PrepareProgress
 from gridformer.data.prepare.reading import Position, Reader, batches
-from gridformer.data.prepare.resuming import State, Unfinished
+from gridformer.data.prepare.resuming import PreparationState, Unfinished
 from gridformer.data.prepare.splitting import SplitWriter
 from gridformer.data.prepare.tokenizing import Encoder, encoded
 from gridformer.data.tokenfolder import (
@@ -84,7 +84,7 @@ def write_batches(
     writer: SplitWriter,
     appender: Appender[Item, Made],
     given: Input[Item, Made],
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[PrepareProgress], None],
 ) -> Written:
     """Writes all documents after those that are written already, and saves how far it is.
 
@@ -108,11 +108,13 @@ def write_batches(
         n_bytes[batch.source] += appender.append(batch.source, batch.items, made)
         documents[batch.source] += writer.documents - before
         on_progress(
-            Progress("tokenizing", sum(n_bytes), writer.tokens, writer.documents, given.total)
+            PrepareProgress(
+                "tokenizing", sum(n_bytes), writer.tokens, writer.documents, given.total
+            )
         )
         if work.is_due and appender.is_between:
             work.save(
-                State(
+                PreparationState(
                     key=key,
                     origin=origin,
                     position=batch.after,
@@ -195,7 +197,7 @@ def finish(
 def sampled(
     texts: Callable[[], Iterator[str]],
     vocab_size: int,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[PrepareProgress], None],
     empty: Callable[[], Exception],
 ) -> Tokenizer:
     """Trains a tokenizer on a sample.
@@ -206,9 +208,9 @@ def sampled(
         on_progress: Called with the progress.
         empty: Returns what to raise if there is no text.
     """
-    on_progress(Progress("sampling"))
+    on_progress(PrepareProgress("sampling"))
     found = list(texts())
     if not found:
         raise empty()
-    on_progress(Progress("training the tokenizer"))
+    on_progress(PrepareProgress("training the tokenizer"))
     return Tokenizer.train(found, vocab_size)

@@ -23,7 +23,7 @@ MOST_QUESTION = 64  # tokens of a question that are read, as in the original cod
 
 
 @dataclass(frozen=True)
-class Window:
+class ContextWindow:
     """One window of a context.
 
     Attributes:
@@ -76,12 +76,12 @@ class AnswerExamples:
         self.firsts = np.concatenate([[0], np.cumsum(1 - (-more // self.step))])
         self.n_samples = int(self.firsts[-1])
 
-    def window(self, number: int) -> Window:
+    def window(self, number: int) -> ContextWindow:
         """Returns the window that is a sample."""
         document = int(np.searchsorted(self.firsts, number, side="right")) - 1
         start = (number - int(self.firsts[document])) * int(self.step[document])
         length = min(int(self.n_context[document]) - start, int(self.room[document]))
-        return Window(document, start, length, int(self.n_question[document]) + 2)
+        return ContextWindow(document, start, length, int(self.n_question[document]) + 2)
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
         """Returns what `read_by` returns, segments (and context) [seq_len], and answer [2]."""
@@ -100,13 +100,13 @@ class AnswerExamples:
             found["context"] = self._context(number, window)
         return found
 
-    def _answer(self, window: Window) -> NDArray[np.int64]:
+    def _answer(self, window: ContextWindow) -> NDArray[np.int64]:
         low, high = (int(n) for n in self.split.columns[ANSWER][window.document])
         if low < window.start or high >= window.start + window.length:
             return np.zeros(2, dtype=np.int64)
         return np.array([low, high], dtype=np.int64) - window.start + window.place
 
-    def _context(self, number: int, window: Window) -> NDArray[np.int64]:
+    def _context(self, number: int, window: ContextWindow) -> NDArray[np.int64]:
         """Returns where an answer may end (1), and where it may also begin (2) [seq_len].
 
         An answer begins in the window that has the most context on both sides of its first token,
@@ -126,7 +126,7 @@ class AnswerExamples:
         return found
 
 
-def _score(window: Window, place: NDArray[np.int64]) -> NDArray[np.float64]:
+def _score(window: ContextWindow, place: NDArray[np.int64]) -> NDArray[np.float64]:
     """Returns how much context a window has around tokens; -1 where it does not hold them."""
     left, right = place - window.start, window.start + window.length - 1 - place
     score = np.minimum(left, right) + 0.01 * window.length

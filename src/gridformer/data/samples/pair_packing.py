@@ -52,7 +52,7 @@ def pack_pairs(
 def _in_units(
     lengths: NDArray[np.int64], room: tuple[int, int]
 ) -> tuple[NDArray[np.int64], tuple[int, int]]:
-    """Returns lengths and rooms in units of so many tokens that there are few kinds.
+    """Returns lengths and rooms in units of a number of tokens for which there are few kinds.
 
     Lengths are rounded up, so that what fits in units fits in tokens. Texts of many kinds are long,
     and their rows lose little.

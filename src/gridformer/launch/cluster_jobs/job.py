@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PORT = 29500
-# A run is told to stop so many seconds before it must be gone, besides its own train.stop_grace_s:
+# A run is told to stop this number of seconds before it must be gone, plus train.stop_grace_s:
 # time to save, and for what comes after the run in a script.
 _AFTER_S = 60
-# Of a time limit, so many seconds are left for the start of the processes and the end.
+# Of a time limit, this number of seconds is left for the start of the processes and the end.
 _AROUND_S = 300.0
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """A run on nodes.
 
     Attributes:
@@ -105,7 +105,7 @@ def make_job(
     run_dir: Path | None = None,
     hours: float = 0.0,
     interface: str = "",
-) -> Job:
+) -> ClusterJob:
     """Divides a run over nodes.
 
     Args:
@@ -115,7 +115,7 @@ def make_job(
         per_node: devices of a node; 0 means those of the cluster file, or of the run's layout.
         run_dir: the run directory; None means `runs/NAME`.
         hours: limit of the job; the run stops before it, unless it has a train.max_hours.
-        interface: see `Job`.
+        interface: see `ClusterJob`.
 
     Raises:
         ConfigError: the number of processes fits no number of nodes, the options contradict each
@@ -140,7 +140,7 @@ def make_job(
     changed = parse_run(run.model_dump(mode="json"), own)
     check(changed)
     cores = int(found.host.cores.value) // found.node_size if found and found.host.cores else 0
-    return Job(
+    return ClusterJob(
         run=changed,
         file=file,
         overrides=(*overrides, *own),

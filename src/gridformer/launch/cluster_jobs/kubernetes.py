@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from gridformer.launch.cluster_jobs.job import PORT, Job, one_word
+from gridformer.launch.cluster_jobs.job import PORT, ClusterJob, one_word
 from gridformer.launch.cluster_jobs.shell import PYTHON, comments
 from gridformer.utils.signals import REQUEUE
 
@@ -28,7 +28,7 @@ _START_S, _START_EVERY_S, _ALIVE_EVERY_S = 3600, 10, 60
 
 
 @dataclass(frozen=True)
-class Place:
+class PodSettings:
     """Where the pods of a run get their image and files from, and what they may use.
 
     Attributes:
@@ -46,7 +46,7 @@ class Place:
     max_restarts: int = 3
 
 
-def manifest(job: Job, place: Place) -> str:
+def manifest(job: ClusterJob, place: PodSettings) -> str:
     """Returns a ConfigMap, a NetworkPolicy and a JobSet as YAML for `kubectl apply -f -`."""
     sentences = ["Written by `gridformer launch kubernetes`.", *job.notes]
     documents = [_config_map(job), _network_policy(job), _job_set(job, place)]
@@ -66,7 +66,7 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def _network_policy(job: Job) -> dict[str, Any]:
+def _network_policy(job: ClusterJob) -> dict[str, Any]:
     """Lets nobody but the pods of the run connect to them: their store knows no password."""
     run = {"podSelector": {"matchLabels": _labels(job)}}
     return {
@@ -77,7 +77,7 @@ def _network_policy(job: Job) -> dict[str, Any]:
     }
 
 
-def _config_map(job: Job) -> dict[str, Any]:
+def _config_map(job: ClusterJob) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -86,7 +86,7 @@ def _config_map(job: Job) -> dict[str, Any]:
     }
 
 
-def _job_set(job: Job, place: Place) -> dict[str, Any]:
+def _job_set(job: ClusterJob, place: PodSettings) -> dict[str, Any]:
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -111,7 +111,7 @@ def _job_set(job: Job, place: Place) -> dict[str, Any]:
     }
 
 
-def _job_spec(job: Job, place: Place) -> dict[str, Any]:
+def _job_spec(job: ClusterJob, place: PodSettings) -> dict[str, Any]:
     requeue = {"containerName": _CONTAINER, "operator": "In", "values": [REQUEUE]}
     evicted = [{"type": "DisruptionTarget", "status": "True"}]
     return {
@@ -129,7 +129,7 @@ def _job_spec(job: Job, place: Place) -> dict[str, Any]:
     }
 
 
-def _pod(job: Job, place: Place) -> dict[str, Any]:
+def _pod(job: ClusterJob, place: PodSettings) -> dict[str, Any]:
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": job.grace_s,
@@ -150,7 +150,7 @@ def _pod(job: Job, place: Place) -> dict[str, Any]:
     }
 
 
-def _container(job: Job, place: Place) -> dict[str, Any]:
+def _container(job: ClusterJob, place: PodSettings) -> dict[str, Any]:
     health = [PYTHON, "-m", "gridformer", "health", str(job.run_dir)]
     starting = [*health, f"--max-age-s={3 * _START_EVERY_S}"]  # not what the last attempt wrote
     return {
@@ -184,7 +184,7 @@ def _container(job: Job, place: Place) -> dict[str, Any]:
     }
 
 
-def _program(job: Job) -> list[str]:
+def _program(job: ClusterJob) -> list[str]:
     train = job.train_words(_FILE)
     if job.nodes == 1:
         return [PYTHON, "-m", "gridformer", *train]
@@ -192,7 +192,7 @@ def _program(job: Job) -> list[str]:
             f"--processes={job.per_node}", "--", *train]  # fmt: skip
 
 
-def _variables(job: Job) -> dict[str, str]:
+def _variables(job: ClusterJob) -> dict[str, str]:
     """Returns the variables by which the pods meet. Kubernetes sets JOB_COMPLETION_INDEX itself."""
     if job.nodes == 1:
         return {}
@@ -201,7 +201,7 @@ def _variables(job: Job) -> dict[str, str]:
     return {"MASTER_ADDR": first, "MASTER_PORT": str(PORT), **job.environment}
 
 
-def _resources(job: Job, place: Place) -> dict[str, Any]:
+def _resources(job: ClusterJob, place: PodSettings) -> dict[str, Any]:
     limits: dict[str, str] = {}
     if job.gpus:
         limits["nvidia.com/gpu"] = str(job.per_node)
@@ -214,7 +214,7 @@ def _resources(job: Job, place: Place) -> dict[str, Any]:
     }
 
 
-def _labels(job: Job) -> dict[str, str]:
+def _labels(job: ClusterJob) -> dict[str, str]:
     return {"app.kubernetes.io/name": "gridformer", "app.kubernetes.io/instance": job.label}
 
 

@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from gridformer.launch.cluster_jobs.job import Job, sbatch_option
+from gridformer.launch.cluster_jobs.job import ClusterJob, sbatch_option
 from gridformer.launch.cluster_jobs.shell import PYTHON, command, comments
 from gridformer.utils.signals import REQUEUE
 
 Tasks = Literal["device", "node"]
-# When one task has ended, Slurm ends the others after so many seconds.
+# When one task has ended, Slurm ends the others after this number of seconds.
 _WAIT_S = 60
 
 
 def sbatch_script(
-    job: Job, tasks: Tasks = "device", directives: Sequence[str] = (), before: str = ""
+    job: ClusterJob, tasks: Tasks = "device", directives: Sequence[str] = (), before: str = ""
 ) -> str:
     """Returns an sbatch script that starts a run and puts it into the queue again when it asks.
 
@@ -55,7 +55,7 @@ def sbatch_script(
     return "\n".join(lines) + "\n"
 
 
-def _options(job: Job, tasks: Tasks) -> list[str]:
+def _options(job: ClusterJob, tasks: Tasks) -> list[str]:
     options = [f"--job-name={job.label}", f"--nodes={job.nodes}"]
     options.append(f"--ntasks-per-node={_tasks_per_node(job, tasks)}")
     if job.gpus:
@@ -71,15 +71,15 @@ def _options(job: Job, tasks: Tasks) -> list[str]:
     return [*options, "--requeue", "--open-mode=append", "--output=%x-%j.out"]
 
 
-def _tasks_per_node(job: Job, tasks: Tasks) -> int:
+def _tasks_per_node(job: ClusterJob, tasks: Tasks) -> int:
     return job.per_node if tasks == "device" else 1
 
 
-def _cores(job: Job, tasks: Tasks) -> int:
+def _cores(job: ClusterJob, tasks: Tasks) -> int:
     return job.cores * job.per_node // _tasks_per_node(job, tasks)
 
 
-def _srun(job: Job, tasks: Tasks) -> list[str]:
+def _srun(job: ClusterJob, tasks: Tasks) -> list[str]:
     words = ["srun", "--kill-on-bad-exit=0", f"--wait={_WAIT_S}"]
     if job.gpus:
         words.append("--gpu-bind=none")  # NCCL needs to see the GPUs of its neighbors on a node
@@ -88,7 +88,7 @@ def _srun(job: Job, tasks: Tasks) -> list[str]:
     return words
 
 
-def _program(job: Job, tasks: Tasks) -> list[str]:
+def _program(job: ClusterJob, tasks: Tasks) -> list[str]:
     if tasks == "device" or job.nodes == 1:
         return [PYTHON, "-m", "gridformer", *job.train_words()]
     return [PYTHON, "-m", "gridformer.launch.node", f"--processes={job.per_node}", "--",

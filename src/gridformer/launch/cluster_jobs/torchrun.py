@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from gridformer.launch.cluster_jobs.job import PORT, Job, one_word
+from gridformer.launch.cluster_jobs.job import PORT, ClusterJob, one_word
 from gridformer.launch.cluster_jobs.shell import Raw, command, comments
 
 _MASTER = '"${MASTER_ADDR:?set it to the host of the first machine}"'
@@ -13,7 +13,7 @@ _SIGNALS = ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"]  # which torchrun passes o
 
 
 def torchrun_lines(
-    job: Job, rendezvous: Rendezvous = "c10d", master: str = "", max_restarts: int = 0
+    job: ClusterJob, rendezvous: Rendezvous = "c10d", master: str = "", max_restarts: int = 0
 ) -> str:
     """Returns a shell script, or with `static` one command for each machine.
 

@@ -31,7 +31,7 @@ from gridformer.models.blocks.embedding import (
 )
 from gridformer.models.blocks.gated import GatedFeedForward, GatedLayer
 from gridformer.models.blocks.grouped import GroupedAttention
-from gridformer.models.blocks.joined import Joined, JoinedLinear, Part
+from gridformer.models.blocks.joined import JoinedLinear, JoinedParts, PartSize
 from gridformer.models.blocks.layer import Layer, Spread, Style, StyledLayer
 from gridformer.models.blocks.linear import (
     FeedForward,
@@ -80,8 +80,8 @@ __all__ = [
     "GroupedAttention",
     "HeadNorm",
     "Init",
-    "Joined",
     "JoinedLinear",
+    "JoinedParts",
     "KVCache",
     "LabelHead",
     "LabelLoss",
@@ -90,7 +90,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "PaddingMask",
-    "Part",
+    "PartSize",
     "PooledDropout",
     "PositionEmbedding",
     "RMSNorm",

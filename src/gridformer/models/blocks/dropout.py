@@ -65,10 +65,10 @@ def _masked(x: Tensor, stamp: Tensor, token: int, column: int, p: float, fused: 
     if torch.compiler.is_compiling():
         out: Tensor = torch.ops.gridformer.masked_unfused(x, stamp, token, column, p)
         return out
-    return masked(x, stamp, token, column, p)
+    return drop_elements(x, stamp, token, column, p)
 
 
-def masked(x_BSH: Tensor, stamp: Tensor, token: int, column: int, p: float) -> Tensor:
+def drop_elements(x_BSH: Tensor, stamp: Tensor, token: int, column: int, p: float) -> Tensor:
     """Zeroes elements of x with probability p and multiplies the others by 1 / (1 - p).
 
     Args:
@@ -100,7 +100,7 @@ _CHUNK_ELEMENTS = {False: 1 << 18, True: 1 << 24}
 
 
 def each_part(n: int, size: int) -> Sequence[slice]:
-    """Returns parts of n rows, in order. An estimate of memory runs equal ones once."""
+    """Returns slices of `size` rows that cover n rows, in order; the last may be shorter."""
     return [slice(start, start + size) for start in range(0, n, size)]
 
 
@@ -139,7 +139,7 @@ def indices(start: int, n: int, like: Tensor) -> Tensor:
 # those of uncompiled code, and it does not hold random integers of 64 bits for the backward pass.
 define("masked_unfused(Tensor x, Tensor stamp, int token, int column, float p) -> Tensor")
 define("keep_scores(Tensor stamp, int[] shape, int first_head, float p) -> Tensor")
-torch.library.impl(LIBRARY, "masked_unfused", "CompositeExplicitAutograd")(masked)
+torch.library.impl(LIBRARY, "masked_unfused", "CompositeExplicitAutograd")(drop_elements)
 torch.library.impl(LIBRARY, "keep_scores", "CompositeExplicitAutograd")(_keep_scores)
 
 

@@ -13,7 +13,7 @@ from gridformer.models.blocks.cache import KVCache
 from gridformer.models.blocks.clock import DropoutClock
 from gridformer.models.blocks.dropout import Dropout
 from gridformer.models.blocks.grouped import GroupedAttention
-from gridformer.models.blocks.joined import JoinedLinear, Part
+from gridformer.models.blocks.joined import JoinedLinear, PartSize
 from gridformer.models.blocks.layer import Layer
 from gridformer.models.blocks.linear import Init, Linear, Role
 from gridformer.models.blocks.norm import HeadNorm, RMSNorm
@@ -64,7 +64,11 @@ class GatedLayer(Layer):
         h, f, d, eps = config.hidden_size, config.ffn_size, config.head_width, config.norm_eps
         n, m, init = config.n_heads, config.kv_heads, Init(std=config.init_std)
         self.norm1 = RMSNorm(h, eps, "qkv")
-        parts = {"q": Part(n * d, init), "k": Part(m * d, init, m), "v": Part(m * d, init, m)}
+        parts = {
+            "q": PartSize(n * d, init),
+            "k": PartSize(m * d, init, m),
+            "v": PartSize(m * d, init, m),
+        }
         qkv = JoinedLinear(h, parts, Role("qkv", "attention"), config.qkv_bias)
         out = Linear(n * d, h, Role("out", "attention", opens=False), init, bias=False)
         norms = (HeadNorm(d, eps), HeadNorm(d, eps)) if config.qk_norm else None
@@ -72,7 +76,7 @@ class GatedLayer(Layer):
         self.attention = GroupedAttention(qkv, out, d, norms, config.window, drop, where, clock)
         self.dropout1 = Dropout(config.dropout, f"{site}.dropout1", clock)
         self.norm2 = RMSNorm(h, eps, "up")
-        halves = {"gate": Part(f, init), "up": Part(f, init)}
+        halves = {"gate": PartSize(f, init), "up": PartSize(f, init)}
         up = JoinedLinear(h, halves, Role("up", "feed_forward"))
         down = Linear(f, h, Role("down", "feed_forward", opens=False), init, bias=False)
         self.mlp = GatedFeedForward(up, down)

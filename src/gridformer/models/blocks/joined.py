@@ -22,13 +22,13 @@ from gridformer.models.blocks.linear import Init, Role, linear, new_parameter
 
 
 @dataclass(frozen=True)
-class Part:
+class PartSize:
     """The size of one part of a `JoinedLinear`.
 
     Attributes:
         n_out: Size of the output's last dimension.
         init: How the weight is initialized; a bias starts at 0.
-        pieces: The part consists of so many pieces that are never split, such as heads of keys.
+        pieces: The number of pieces of the part that are never split, such as heads of keys.
             Where they do not divide over devices, several devices compute the same ones. 0 if the
             part must divide over devices.
     """
@@ -43,14 +43,14 @@ class JoinedPart(nn.Module):
 
     cast_parameters = ("weight", "bias")
 
-    def __init__(self, n_in: int, part: Part, bias: bool) -> None:
+    def __init__(self, n_in: int, part: PartSize, bias: bool) -> None:
         super().__init__()
         self.pieces = part.pieces
         self.weight = new_parameter(n_in, part.n_out, init=part.init)
         self.bias: nn.Parameter | None = new_parameter(part.n_out, init=Init()) if bias else None
 
 
-class Joined(nn.Module):
+class JoinedParts(nn.Module):
     """The parts of a product, as modules of their own that parameters are named after."""
 
     names: tuple[str, ...]
@@ -76,7 +76,7 @@ class Joined(nn.Module):
         return out.split([part.weight.shape[1] for part in self.parts()], -1)
 
 
-class JoinedLinear(Joined):
+class JoinedLinear(JoinedParts):
     """Several products with one input, carried out as one: x [.., in] to one output [.., n] a part.
 
     Args:
@@ -87,7 +87,7 @@ class JoinedLinear(Joined):
     """
 
     def __init__(
-        self, n_in: int, parts: Mapping[str, Part], role: Role, bias: bool = False
+        self, n_in: int, parts: Mapping[str, PartSize], role: Role, bias: bool = False
     ) -> None:
         super().__init__()
         assert role.opens, "a product with several outputs opens its section"

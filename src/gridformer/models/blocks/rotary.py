@@ -108,7 +108,7 @@ def _yarn(waves: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
     d = 2 * len(waves)
 
     def pair_of(turns: float) -> float:
-        """Returns the index of the pair that turns so many times, which may be fractional."""
+        """Returns the index of the pair that turns this number of times; it may be fractional."""
         length = scaling.original_max_position_embeddings
         return d * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 

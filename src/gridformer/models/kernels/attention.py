@@ -134,7 +134,7 @@ def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     from gridformer.models.kernels import flash_launch
 
     with torch.cuda.device(q.device):
-        return flash_launch.attention(q, *rest)
+        return flash_launch.launch_attention(q, *rest)
 
 
 @torch.library.impl(LIBRARY, "attention_backward", "CUDA")
@@ -142,7 +142,7 @@ def _(grad: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from gridformer.models.kernels import flash_launch
 
     with torch.cuda.device(grad.device):
-        return flash_launch.attention_backward(grad, *rest)
+        return flash_launch.launch_attention_backward(grad, *rest)
 
 
 @torch.library.register_fake("gridformer::attention", lib=LIBRARY)

@@ -37,7 +37,7 @@ def _(x: Tensor, stamp: Tensor, token: int, column: int, p: float) -> Tensor:
     from gridformer.models.kernels import masking
 
     with torch.cuda.device(x.device):
-        return masking.masked(x, stamp, token, column, p)
+        return masking.launch_masking(x, stamp, token, column, p)
 
 
 @torch.library.register_fake("gridformer::masked", lib=LIBRARY)

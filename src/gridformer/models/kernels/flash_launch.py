@@ -18,7 +18,7 @@ from gridformer.models.kernels.flash_backward import (
 from gridformer.models.kernels.library import threshold
 
 
-def attention(
+def launch_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -54,7 +54,7 @@ def attention(
     return out, lse
 
 
-def attention_backward(
+def launch_attention_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,

@@ -45,7 +45,9 @@ def _masked(
     tl.store(out + place, (values.to(wide) * factor).to(values.dtype), inside)
 
 
-def masked(x_BSH: Tensor, stamp: Tensor, first_token: int, first_column: int, p: float) -> Tensor:
+def launch_masking(
+    x_BSH: Tensor, stamp: Tensor, first_token: int, first_column: int, p: float
+) -> Tensor:
     """Returns x [b, s, h] masked, contiguous; see `dropout.masked`."""
     x_BSH = x_BSH.contiguous()
     out = torch.empty_like(x_BSH)

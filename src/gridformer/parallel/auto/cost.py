@@ -249,6 +249,11 @@ class Choices:
             total += product.n_in * choice.n_out / self.cols
         return total * product.count * work.itemsize
 
+    @property
+    def all_kept_bytes(self) -> float:
+        """The bytes that a device holds longer for what all products keep."""
+        return sum(self.kept_bytes(choice) for choice in self.products.values())
+
     def _unit(self, choice: Choice) -> tuple[float, float]:
         """Returns the elements received to gather the activation, and the weight, once."""
         product, r, c = choice.product, self.rows, self.cols

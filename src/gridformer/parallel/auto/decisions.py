@@ -179,7 +179,9 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
     choices, layout = decisions.choices, run.layout
     work = choices.work
     said = f"{run.model.name} on {describe(layout)}: {work.tokens:,} tokens per micro-batch"
-    console.print(Text(f"{said}, {work.micro_batches} per step, {run.train.dtype}"))
+    m = work.micro_batches
+    per_step = f"{m} micro-batch{'es' * (m > 1)} per step"
+    console.print(Text(f"{said}, {per_step}, {run.train.dtype}"))
     if choices.rows * choices.cols == 1:
         holds = "a whole pipeline stage" if layout.pp > 1 else "the whole model"
         console.print(f"One device holds {holds}: no product sends anything.")

@@ -53,7 +53,7 @@ def fastest(by_rules: Choices, layout: LayoutConfig, block: NodeBlock | None = N
     return replace(found, timed=timed, reasons=[*reasons, _why(layout, timed, room)])
 
 
-def lines_of(choices: Choices, layout: LayoutConfig, product: Product) -> int:
+def max_chunks(choices: Choices, layout: LayoutConfig, product: Product) -> int:
     """Returns the most chunks into which the activation of a product can be cut."""
     work, lies = choices.work, spec_of(layout).boundary(layout).lies
     if lies == "s":  # chunks of whole sequences
@@ -97,7 +97,7 @@ def _options(rule: Choice, choices: Choices, layout: LayoutConfig) -> Iterator[C
     schedules: tuple[ScheduleName, ...] = (rule.schedule,)
     if "schedule" in spec.keys and layout.schedule == "auto":
         schedules = _SCHEDULES
-    most = min(MOST_CHUNKS, lines_of(choices, layout, product))
+    most = min(MOST_CHUNKS, max_chunks(choices, layout, product))
     counts = [2**i for i in range(1, most.bit_length()) if 2**i <= most]
     for one, schedule in itertools.product(stays, schedules):
         option = replace(rule, stays=one, schedule=schedule, n_chunks=1)

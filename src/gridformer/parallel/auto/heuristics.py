@@ -22,7 +22,7 @@ from gridformer.parallel.auto.fastest import (
     MOST_CHUNKS,
     SMALL_BYTES,
     fastest,
-    lines_of,
+    max_chunks,
 )
 from gridformer.parallel.auto.products import Work, blocks_of, products_of
 from gridformer.parallel.auto.seconds import cluster_of
@@ -151,10 +151,8 @@ def _chunked(choices: Choices, layout: LayoutConfig) -> Choices:
         if not _saves_memory(choices, choice):
             return choice
         n_chunks = math.ceil(choices.activation_bytes(choice) / limit)
-        return replace(
-            choice,
-            n_chunks=max(1, min(n_chunks, MOST_CHUNKS, lines_of(choices, layout, choice.product))),
-        )
+        most = min(MOST_CHUNKS, max_chunks(choices, layout, choice.product))
+        return replace(choice, n_chunks=max(1, min(n_chunks, most)))
 
     return _each(choices, cut)
 
@@ -196,7 +194,7 @@ def _kept(choices: Choices, layout: LayoutConfig) -> Choices:
     budget = choices.held_bytes * share
     offers = []
     for name, changed in (("inputs", inputs), ("weights", weights)):
-        price = _kept_bytes(changed)
+        price = changed.all_kept_bytes
         saved = _moved_bytes(choices) - _moved_bytes(changed)
         if price > 0 and saved > 0:
             offers.append((saved / price, name, price, saved))
@@ -296,10 +294,6 @@ def copies_bytes(choices: Choices, layout: LayoutConfig) -> float:
 
 def _each(choices: Choices, change: Callable[[Choice], Choice]) -> Choices:
     return replace(choices, products={k: change(c) for k, c in choices.products.items()})
-
-
-def _kept_bytes(choices: Choices) -> float:
-    return sum(choices.kept_bytes(choice) for choice in choices.products.values())
 
 
 def _moved_bytes(choices: Choices) -> float:

@@ -201,7 +201,13 @@ class ProductTimes:
         return self.message_s("all_reduce", tokens * _STATISTICS, self.axis).seconds
 
     def kernel_s(self, m: int, n: int, k: int) -> float:
-        """Returns the seconds of a product [m, k] x [k, n] on one device."""
+        """Returns the seconds of a product [m, k] x [k, n] on one device.
+
+        Args:
+            m: Rows of the result, those of tokens.
+            n: Columns of the result.
+            k: The dimension that is summed over.
+        """
         if (m, n, k) not in self._kernels:
             dtype = self.work.dtype or "float32"
             work = product_work(1, m, n, k, dtype, self.work.itemsize)
@@ -212,7 +218,13 @@ class ProductTimes:
         return kernel_s(self.cluster, KernelWork("memory", 0.0, n_bytes))
 
     def message_s(self, op: Op, n_bytes: float, axis: str) -> _Message:
-        """Returns the seconds of a message; `n_bytes` as in `cluster.MessageWork`."""
+        """Returns the seconds of a message, 0 if one rank has the axis for itself.
+
+        Args:
+            op: The kind of message.
+            n_bytes: Its bytes, counted as in `cluster.MessageWork`.
+            axis: The name of the axis over which it is sent.
+        """
         if axis not in self.places:
             return _Message(0.0, 0.0)
         key = op, n_bytes, axis

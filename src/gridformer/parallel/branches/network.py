@@ -36,7 +36,7 @@ from gridformer.mesh import Axis
 from gridformer.mesh.groups import make_groups
 from gridformer.models.branches import Branches
 from gridformer.parallel.branches.grids import Grid, Order, assign, divide, whole
-from gridformer.parallel.branches.placed import Batch, Placed, PlacedBranches, Row
+from gridformer.parallel.branches.placed import Placed, PlacedBranches, SectionRow, SharedBatchSize
 from gridformer.parallel.branches.section import Section
 from gridformer.parallel.data.gradients import GradientSums
 
@@ -114,7 +114,7 @@ class _Planned:
     path: str  # of the section in `module`
     plain: Branches
     source: Grid
-    row: Row
+    row: SectionRow
 
     def segments(self) -> list[tuple[int, ...]]:
         """Returns the groups of the segmented collectives; none if they do not apply."""
@@ -147,7 +147,9 @@ class _Plan:
                 held = assign(costs, [len(part) for part in grids])
             except ValueError as error:
                 raise ValueError(f"section {full}: {error}") from None
-            row = Row(full, grids, held, [sum(costs[i] for i in branches) for branches in held])
+            row = SectionRow(
+                full, grids, held, [sum(costs[i] for i in branches) for branches in held]
+            )
             self.sections.append(_Planned(module, path, plain, source, row))
             for part, branches in zip(grids, held):
                 for i in branches:
@@ -186,7 +188,7 @@ class _Holder(nn.Module):
 
 def _carry_out(plan: _Plan, model: nn.Module, source: Grid, rank: int, world: Axis) -> Placed:
     """Creates the groups, replaces the sections, and frees what belongs to other processes."""
-    device, batch = _device(model), Batch()
+    device, batch = _device(model), SharedBatchSize()
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for ranks in plan.groups():  # torch requires every process to create all of them
         groups[ranks] = make_groups([ranks], "sub-grid") if len(ranks) < world.size else None

@@ -19,14 +19,14 @@ from gridformer.parallel.data.gradients import GradientSums
 
 
 @dataclass
-class Batch:
+class SharedBatchSize:
     """Number of samples of the current global batch, shared by all sections of a network."""
 
     n_samples: int = 0
 
 
 @dataclass(frozen=True)
-class Row:
+class SectionRow:
     """Description of a section: its name, its sub-grids, and their branches and work."""
 
     section: str
@@ -40,11 +40,11 @@ class PlacedBranches(nn.Module):
 
     Dimension 0 of its input and output holds this process's samples.
 
-    Raises:
-        ValueError: `forward` was called before `Placed.local`.
     """
 
-    def __init__(self, plain: Branches, section: Section, held: list[list[int]], batch: Batch):
+    def __init__(
+        self, plain: Branches, section: Section, held: list[list[int]], batch: SharedBatchSize
+    ):
         super().__init__()
         self.section, self.held, self.batch = section, held, batch
         self.enter, self.leave, self.dim = plain.enter, plain.leave, plain.dim
@@ -54,6 +54,14 @@ class PlacedBranches(nn.Module):
         self._columns: dict[tuple[int, ...], Columns] = {}
 
     def forward(self, x: Tensor) -> Tensor:
+        """Computes this process's part of the section.
+
+        Args:
+            x: The samples of this process, along dimension 0.
+
+        Raises:
+            ValueError: `Placed.local` has not been called, so the batch size is unknown.
+        """
         n = self.batch.n_samples
         if not n:
             raise ValueError(
@@ -133,13 +141,13 @@ class Placed:
 
     model: nn.Module
     common: Grid
-    rows: list[Row]
+    rows: list[SectionRow]
     rank: int
     world: Axis
     device: torch.device
     held: list[nn.Parameter]
     _counted: list[nn.Parameter]  # this process is the first that holds them
-    _batch: Batch
+    _batch: SharedBatchSize
     _sums: GradientSums
 
     @property
@@ -164,7 +172,7 @@ class Placed:
         return whole_batch[:: len(self.common)].to("meta")
 
     def backward(self, loss: Tensor, last: bool = True) -> None:
-        """Runs the backward pass; afterwards every gradient is that of the global batch.
+        """Runs the backward pass; afterward every gradient is that of the global batch.
 
         Args:
             loss: This process's part of a loss that is a sum over samples.

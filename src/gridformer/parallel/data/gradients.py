@@ -62,7 +62,7 @@ def reduce_gradients(
 ) -> None:
     """Sums gradients over copies, replicas and the stages that share a parameter.
 
-    Afterwards the gradients of owned parameters are those of the global batch. They are zero, not
+    Afterward the gradients of owned parameters are those of the global batch. They are zero, not
     None, for a parameter that backward did not reach, so that every layout updates it in the same
     way. Gradients of other parameters are undefined.
 

@@ -47,7 +47,7 @@ def _stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, .
 
 @contextmanager
 def with_stages(config: ModelConfig, stages: Sequence[range]) -> Iterator[None]:
-    """Cuts a model into these stages wherever it is cut into so many, inside the context.
+    """Cuts a model into these stages wherever it is cut into as many, inside the context.
 
     Args:
         config: The model.

@@ -52,15 +52,15 @@ class Boundary(Protocol):
             shape: Shape of each partial sum.
         """
 
-    def n_lines(self, shape: torch.Size) -> int:
-        """Returns the number of lines of activations of that shape, full or sharded alike.
+    def max_chunks(self, shape: torch.Size) -> int:
+        """Returns the most chunks of activations of that shape, full or sharded alike.
 
-        Lines are the indices of a dimension that is not sharded, so any range of lines can be
-        gathered or reduce-scattered by itself.
+        A chunk is a range of indices of a dimension that is not sharded, so any chunk can be
+        gathered or reduce-scattered by itself. The smallest chunk is one index.
         """
 
-    def chunk(self, x: Tensor, lines: slice) -> Tensor:
-        """Returns a view of some lines of an activation, whether full or sharded."""
+    def chunk(self, x: Tensor, indices: slice) -> Tensor:
+        """Returns a view of a chunk of an activation, whether full or sharded."""
 
 
 def boundary_of(spec: BoundarySpec, axes: Axes) -> Boundary:
@@ -91,11 +91,11 @@ class Replicated:
     def empty_result_like(self, like: Tensor, shape: torch.Size) -> Tensor:
         return like.new_empty(()).expand(shape)
 
-    def n_lines(self, shape: torch.Size) -> int:
+    def max_chunks(self, shape: torch.Size) -> int:
         return shape[:-1].numel()
 
-    def chunk(self, x: Tensor, lines: slice) -> Tensor:
-        return x.flatten(0, -2)[lines]
+    def chunk(self, x: Tensor, indices: slice) -> Tensor:
+        return x.flatten(0, -2)[indices]
 
 
 @dataclass(frozen=True)
@@ -121,15 +121,15 @@ class Sharded:
         sizes[self.dim] //= self.col.size
         return like.new_empty(()).expand(sizes)
 
-    def n_lines(self, shape: torch.Size) -> int:
+    def max_chunks(self, shape: torch.Size) -> int:
         if self.dim % len(shape) == len(shape) - 1:
             return shape[:-1].numel()
         return shape[self._other(len(shape))]
 
-    def chunk(self, x: Tensor, lines: slice) -> Tensor:
+    def chunk(self, x: Tensor, indices: slice) -> Tensor:
         if self.dim % x.dim() == x.dim() - 1:
-            return x.flatten(0, -2)[lines]
-        return x[lines] if self._other(x.dim()) == 0 else x[:, lines]
+            return x.flatten(0, -2)[indices]
+        return x[indices] if self._other(x.dim()) == 0 else x[:, indices]
 
     def _other(self, dims: int) -> int:
         """Returns the dimension b if s is sharded, and s if b is."""
@@ -165,8 +165,8 @@ class OnFirst:
             return like.new_empty(shape, device="meta")
         return like.new_empty(()).expand(shape)
 
-    def n_lines(self, shape: torch.Size) -> int:
+    def max_chunks(self, shape: torch.Size) -> int:
         return shape[:-1].numel()
 
-    def chunk(self, x: Tensor, lines: slice) -> Tensor:
-        return x.flatten(0, -2)[lines]
+    def chunk(self, x: Tensor, indices: slice) -> Tensor:
+        return x.flatten(0, -2)[indices]

@@ -38,7 +38,7 @@ from gridformer.parallel.tensor.linear import (
 )
 
 
-class GridJoinedLinear(blocks.Joined):
+class GridJoinedLinear(blocks.JoinedParts):
     """A joined product, x [.., in/c] to an output [.., n/c] for each part; its output stays.
 
     Args:
@@ -149,7 +149,7 @@ def kv_heads_of(heads: int, kv_heads: int, index: int, columns: int) -> tuple[in
     return None if even else read
 
 
-class SliceJoined(blocks.Joined):
+class SliceJoined(blocks.JoinedParts):
     """A common joined projection, followed by SUPER's slice: the heads of each branch.
 
     Maps x [b, s, h] to outputs [g b, s, n/g] (D&SP: all-to-all in both directions) or [b, s, n/g]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gridformer.config import RunConfig
-from gridformer.train.callbacks import Callback, End, Start
+from gridformer.train.callbacks import Callback, RunEnd, RunStart
 from gridformer.train.metrics import read_metrics
 from gridformer.utils.errors import UserError
 from gridformer.utils.files import read_json
@@ -72,11 +72,11 @@ class JoinedLogger(Callback):
         """Ends the run there. It can be joined again.
 
         Args:
-            how: See `End`; `diverged` if the run goes on in another one.
+            how: See `RunEnd`; `diverged` if the run goes on in another one.
         """
         raise NotImplementedError
 
-    def on_start(self, start: Start) -> None:
+    def on_start(self, start: RunStart) -> None:
         self.settings = start.run
         self.about = {
             "layout": start.layout,
@@ -112,7 +112,7 @@ class JoinedLogger(Callback):
         self._part, self._after = self._part + 1, back_to
         self._begin(None)
 
-    def on_end(self, end: End) -> None:
+    def on_end(self, end: RunEnd) -> None:
         self.finish(end.how)
         self._remember(self.logged)
 

@@ -14,7 +14,7 @@ from gridformer.data.prepare.documents import Document, EncodedDocuments
 from gridformer.data.prepare.tasks.glue import Text
 from gridformer.data.prepare.tasks.race import Choices
 from gridformer.data.prepare.tasks.squad import Asked
-from gridformer.data.prepare.tokenizing import Packed
+from gridformer.data.prepare.tokenizing import PickledTokenizer
 from gridformer.data.tokenizer import Tokenizer
 
 Example = TypeVar("Example")
@@ -25,7 +25,7 @@ Documents = Callable[[Tokenizer, Sequence[Example], Counter[str]], Iterator[Docu
 class ExampleEncoder(Generic[Example]):
     """Makes documents of examples with `documents`, a function at the top level of a module."""
 
-    tokenizer: Packed
+    tokenizer: PickledTokenizer
     documents: Documents[Example]
 
     @contextlib.contextmanager

@@ -11,9 +11,9 @@ from typing import Any
 
 from gridformer.data.columns import LABEL_COLUMN, LABELS, Column
 from gridformer.data.examples_file import Question, write_questions
-from gridformer.data.prepare.documents import Making, Part, prepare_documents
-from gridformer.data.prepare.place import Place
-from gridformer.data.prepare.progress import Progress
+from gridformer.data.prepare.documents import Making, SourcePart, prepare_documents
+from gridformer.data.prepare.place import ReadingPlace
+from gridformer.data.prepare.progress import PrepareProgress
 from gridformer.data.prepare.reading import Reader
 from gridformer.data.prepare.tasks.encoding import (
     Documents,
@@ -26,7 +26,7 @@ from gridformer.data.prepare.tasks.encoding import (
 from gridformer.data.prepare.tasks.glue import GLUE, Text, read_glue
 from gridformer.data.prepare.tasks.race import Choices, read_race
 from gridformer.data.prepare.tasks.squad import Asked, read_squad
-from gridformer.data.prepare.tokenizing import Packed
+from gridformer.data.prepare.tokenizing import PickledTokenizer
 from gridformer.data.tokenfolder import SplitName, TokenFolder
 from gridformer.data.tokenizer import Tokenizer
 from gridformer.utils.errors import DataError, UserError
@@ -70,7 +70,7 @@ def prepare_task(
     *,
     workers: int | None = 1,
     overwrite: bool = False,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> TokenFolder:
     """Writes a folder of examples from a data set, whose splits are those of its files.
 
@@ -89,7 +89,7 @@ def prepare_task(
     found = _opened(kind, path)
     name = f"{kind}: {path}"
     parts = [
-        Part(name, found.read(split, file), split, _files_of(file))
+        SourcePart(name, found.read(split, file), split, _files_of(file))
         for split, file in found.files.items()
     ]
 
@@ -101,7 +101,7 @@ def prepare_task(
 
     making: Making[Any] = Making(
         "examples",
-        lambda given: ExampleEncoder(Packed.of(given), found.documents),
+        lambda given: ExampleEncoder(PickledTokenizer.of(given), found.documents),
         found.chars,
         {"format": kind},
         found.columns,
@@ -190,7 +190,7 @@ def _questions(file: Path) -> Iterator[Question]:
 
 
 def _choices(n: int, split: SplitName, file: Path) -> Reader[Choices]:
-    def read(skipped: Counter[str], place: Place) -> Iterator[Choices]:
+    def read(skipped: Counter[str], place: ReadingPlace) -> Iterator[Choices]:
         for one in read_race(file, skipped):
             if len(one.continuations) == n:
                 yield one

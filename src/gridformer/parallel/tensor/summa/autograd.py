@@ -202,7 +202,7 @@ class _WholeColumn(torch.autograd.Function):
 
 
 class _AB(torch.autograd.Function):
-    """Saves the operands of C = A B + bias for the backward pass; `_Carry` computes C afterwards.
+    """Saves the operands of C = A B + bias for the backward pass; `_Carry` computes C afterward.
 
     The backward pass does not need C. torch.utils.checkpoint stops recomputing as soon as it has
     every saved tensor, so it skips this product at the end of a block (Xu et al. 2021). If the
@@ -248,7 +248,7 @@ class _AB(torch.autograd.Function):
 
 
 class _ABt(torch.autograd.Function):
-    """Saves the operands of C = A Bᵀ + bias; `_Carry` computes C afterwards, see `_AB`."""
+    """Saves the operands of C = A Bᵀ + bias; `_Carry` computes C afterward, see `_AB`."""
 
     @staticmethod
     def forward(

@@ -37,10 +37,10 @@ class ChunkedGather(Gather):
     Args:
         axes: Axes of the grid.
         boundary: How activations are sharded between sections.
-        n_chunks: Number of chunks of each activation; fewer if it has fewer lines.
+        n_chunks: Number of chunks of each activation; fewer if it has fewer indices to divide.
 
     Attributes:
-        split: Function of (number of lines, maximum number of chunks) that returns the chunks.
+        split: Function of (number of indices, maximum number of chunks) that returns the chunks.
     """
 
     def __init__(self, axes: Axes, boundary: Boundary, n_chunks: int) -> None:
@@ -68,7 +68,7 @@ class ChunkedGather(Gather):
             return super().abt(a, b)
         sums = self.sum_of(shape, weight)
         for chunk in chunks:
-            sums.start(chunk, times(self._lines_of(a.local, chunk), weight))
+            sums.start(chunk, times(self._chunk_of(a.local, chunk), weight))
         return sums.pending()
 
     def atb(self, a: Operand, b: Operand) -> Pending:
@@ -76,7 +76,7 @@ class ChunkedGather(Gather):
             return super().atb(a, b)
         terms = self.weight_gradient(a)
         for chunk, arriving in self.arriving(a):
-            terms.add(arriving.wait(), self._lines_of(b.local, chunk))
+            terms.add(arriving.wait(), self._chunk_of(b.local, chunk))
             del arriving
         return terms.pending()
 
@@ -87,7 +87,7 @@ class ChunkedGather(Gather):
         for chunk, arriving in self.arriving(a):
             whole = arriving.wait()
             del arriving
-            terms.add(whole, self._lines_of(c, chunk))
+            terms.add(whole, self._chunk_of(c, chunk))
             result.multiply(chunk, whole, self.whole_column(b))
             del whole
         return Pending(result.all()), terms.pending()
@@ -97,13 +97,13 @@ class ChunkedGather(Gather):
         super().prefetch(activation if self.n_chunks == 1 else None, weight)
 
     def chunks(self, shape: torch.Size) -> list[slice]:
-        """Returns the lines of each chunk for an activation of that shape."""
+        """Returns the indices of each chunk for an activation of that shape."""
         if self.n_chunks == 1:
             return [ALL]
-        return self.split(self.boundary.n_lines(shape), self.n_chunks)
+        return self.split(self.boundary.max_chunks(shape), self.n_chunks)
 
     def arriving(self, a: Operand) -> Iterator[tuple[slice, Pending]]:
-        """Yields (lines, gathered chunk) of an activation in order, gathering one chunk ahead.
+        """Yields (indices, gathered chunk) of an activation in order, gathering one chunk ahead.
 
         The caller holds the only reference to a chunk, and drops it before asking for the next.
         """
@@ -132,8 +132,8 @@ class ChunkedGather(Gather):
             self.boundary, self.boundary.empty_gathered_like(tensor_of(a), width).shape
         )
 
-    def _lines_of(self, x: Matrix, chunk: slice) -> Matrix:
-        """Returns some lines of an activation, whether sharded or gathered."""
+    def _chunk_of(self, x: Matrix, chunk: slice) -> Matrix:
+        """Returns a chunk of an activation, whether sharded or gathered."""
         if isinstance(x, OneHot):
             tokens = self.boundary.chunk(x.tokens.unsqueeze(-1), chunk).squeeze(-1)
             return OneHot(tokens, x.first, x.size)

@@ -1,7 +1,7 @@
 """Results that are computed chunk by chunk.
 
-A chunk is a range of lines of an activation [b, s, h]. Which dimension counts as lines depends on
-the boundary of the section (gridformer.parallel.tensor.boundary): any range of lines can be
+A chunk is a range of indices of one dimension of an activation [b, s, h]. Which dimension that is
+depends on the boundary of the section (gridformer.parallel.tensor.boundary): any chunk can be
 gathered, or reduce-scattered, independently of the others.
 """
 
@@ -22,7 +22,7 @@ ALL = slice(None)
 
 
 def even_chunks(n: int, n_chunks: int) -> list[slice]:
-    """Splits n lines into at most `n_chunks` slices, the first ones one line longer if needed."""
+    """Splits n indices into at most `n_chunks` slices, the first ones one longer if needed."""
     n_chunks = min(n_chunks, n)
     size, larger = divmod(n, n_chunks)
     ends = [size * i + min(i, larger) for i in range(n_chunks + 1)]
@@ -36,15 +36,15 @@ class ChunkedResult:
         self._boundary, self._shape = boundary, shape
         self._made: Tensor | None = None
 
-    def put(self, chunk: slice, lines: Tensor) -> None:
-        """Stores the lines of a chunk; `ALL` takes the tensor as the result without a copy."""
+    def put(self, chunk: slice, x: Tensor) -> None:
+        """Stores a chunk; `ALL` takes the tensor as the result without a copy."""
         if chunk == ALL:
-            self._made = lines
+            self._made = x
             return
-        self._place(chunk, lines).copy_(lines)
+        self._place(chunk, x).copy_(x)
 
     def multiply(self, chunk: slice, a: Tensor, b: Tensor) -> None:
-        """Stores a [.., K] times b [K, N] as the lines of a chunk."""
+        """Stores a [.., K] times b [K, N] as a chunk."""
         place = None if chunk == ALL else self._place(chunk, a)
         if place is not None and place.is_contiguous():
             torch.matmul(a, b, out=place)
@@ -88,8 +88,8 @@ class ChunkedSum:
         if chunk == ALL:
             return last
 
-        def complete(lines: Tensor) -> Tensor:
-            self._result.put(chunk, lines)
+        def complete(x: Tensor) -> Tensor:
+            self._result.put(chunk, x)
             return self._result.all()
 
         return last.then(complete)
@@ -102,12 +102,12 @@ class ChunkedSum:
 
 
 class WeightGradient:
-    """Aᵀ B summed down a column of devices, where lines of A and B come chunk by chunk.
+    """Aᵀ B summed down a column of devices, where A and B come chunk by chunk.
 
     Chunks are accumulated in float32 at least, as a single product accumulates its terms.
 
     Args:
-        at_once: Starts the sum of Aᵀ B when a single chunk holds all lines.
+        at_once: Starts the sum of Aᵀ B when there is a single chunk.
         row: The axis whose ranks each keep one block of rows of the sum.
         n_chunks: Number of calls to `add` that follow.
     """
@@ -121,7 +121,7 @@ class WeightGradient:
         self._dtype: torch.dtype | None = None
 
     def add(self, a: Matrix, b: Matrix) -> None:
-        """Adds the lines of one chunk: a [.., M] and b [.., N/c]."""
+        """Adds one chunk: a [.., M] and b [.., N/c]."""
         if self._n_chunks == 1:
             self._pending = self._at_once(a, b)
             return

@@ -129,7 +129,7 @@ class _NormedAB(torch.autograd.Function):
             # for its own columns of B. The gradient of a norm is linear in that of its output, so
             # the partial sums go through the norm first and are reduce-scattered after it.
             terms = grad @ column
-            if chunk == ALL or chunk.stop == schedule.boundary.n_lines(shape):
+            if chunk == ALL or chunk.stop == schedule.boundary.max_chunks(shape):
                 del column  # frees the gathered weight
             x_whole = arriving.wait()
             del arriving

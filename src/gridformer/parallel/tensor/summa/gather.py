@@ -88,7 +88,7 @@ class Gather:
         The blocks of other devices are multiplied first, and travel while the own one multiplies.
 
         Args:
-            whole: Gathered lines [.., M] of A.
+            whole: A gathered chunk [.., M] of A.
             local: This device's columns [.., N/c] of B.
 
         Returns:
@@ -147,7 +147,7 @@ class Gather:
     # ------------------------------------------------------------------ loops over chunks
 
     def arriving(self, a: Operand) -> Iterator[tuple[slice, Pending]]:
-        """Yields (lines, gathered chunk) of an activation in order; here there is one chunk."""
+        """Yields (indices, gathered chunk) of an activation in order; here there is one chunk."""
         yield ALL, self._take_whole(a)
 
     def sum_of(self, shape: torch.Size, like: Tensor) -> ChunkedSum:

@@ -1,7 +1,7 @@
 """Gathered operands that are kept beyond one use, and weights that are gathered early.
 
 Both are optional for every product: with `NOTHING`, a product gathers its operands when it needs
-them and frees them afterwards.
+them and frees them afterward.
 """
 
 from __future__ import annotations

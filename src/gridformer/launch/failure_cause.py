@@ -13,7 +13,7 @@ _OF_GPU = re.compile(r"total capacity of ([\d.]+ [KMGT]iB)")
 _ASKED_NUMPY = re.compile(r"Unable to allocate ([\d.]+ [KMGT]?i?B)")
 
 
-def explain(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
     """Returns what an error means and what to do, or an empty text if it speaks for itself."""
     if (text := out_of_memory(error)) is not None:
         return text

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gridformer.launch.explain import explain, out_of_memory
+from gridformer.launch.failure_cause import cause_of, out_of_memory
 from gridformer.launch.failures import Failure, described
 from gridformer.launch.worker_process import _write_failure
 from gridformer.utils.disk import FullDiskError
@@ -23,12 +23,12 @@ GPU = (
 
 
 def test_memory() -> None:
-    assert explain(torch.OutOfMemoryError(GPU)) == (
+    assert cause_of(torch.OutOfMemoryError(GPU)) == (
         "the memory of the GPU of 79.10 GiB is used up: 20.00 MiB more were asked for"
     )
     host = "the memory of this machine, or what this process may have of it, is used up"
-    assert explain(MemoryError()) == host
-    assert explain(
+    assert cause_of(MemoryError()) == host
+    assert cause_of(
         RuntimeError(
             "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate "
             "memory: you tried to allocate 4294967296 bytes. Error code 12 (Cannot allocate memory)"
@@ -40,17 +40,17 @@ def test_memory() -> None:
 def test_torch_says_it_like_this() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert explain(raised.value).endswith(f": {1 << 30:,} GiB more were asked for"), explain(
+    assert cause_of(raised.value).endswith(f": {1 << 30:,} GiB more were asked for"), cause_of(
         raised.value
     )
 
 
 def test_a_full_disk() -> None:
-    text = explain(FullDiskError(errno.ENOSPC, Path("runs/a/metrics.jsonl"), 100))
+    text = cause_of(FullDiskError(errno.ENOSPC, Path("runs/a/metrics.jsonl"), 100))
     assert text.startswith("the disk is full: runs/a/metrics.jsonl could not be written (")
     assert text.endswith("; free some, or choose --out on another disk")
-    assert explain(ValueError("no")) == ""
-    assert explain(FileNotFoundError(errno.ENOENT, "no", "a")) == ""
+    assert cause_of(ValueError("no")) == ""
+    assert cause_of(FileNotFoundError(errno.ENOENT, "no", "a")) == ""
 
 
 def test_a_failed_save_is_told_by_the_rank_that_knows_why(tmp_path: Path) -> None:
@@ -86,5 +86,5 @@ def test_innocent_ranks_show_no_traceback(start: Start) -> None:
 
 
 def test_this_needs_no_torch() -> None:
-    code = "import sys, gridformer.launch.explain; sys.exit('torch' in sys.modules)"
+    code = "import sys, gridformer.launch.failure_cause; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,105 @@
+"""Profiles one step with each scheme: docs/architecture.md names every file that runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import gridformer
+from gridformer.config import LayoutConfig, TrainConfig
+from gridformer.parallel import build_parallel
+from gridformer.parallel.registry import SPECS
+from gridformer.train.step import Stepper
+from gridformer.utils.batch import next_words
+from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
+from tests.support.multirank.layouts import Layout
+from tests.support.multirank.pool import WorkerPool
+from tests.support.reading_order import SOURCE, reading_order
+
+ROWS = 4
+# Of a layout's list, the numbers that it does not run: one device has no scheme and no grid.
+ON_ONE_DEVICE = {6, 8, 9, 10}
+LAYOUTS: dict[str, Layout] = {
+    "single": {},
+    "megatron": {"scheme": "megatron", "cols": 4},
+    "megatron, sequence parallel": {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
+    "megatron_2d": {"scheme": "megatron_2d", "rows": 2, "cols": 2},
+    "optimus": {"scheme": "optimus", "rows": 2, "cols": 2},
+    "optimus, broadcast": {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "broadcast"},
+    "subgraph": {"scheme": "subgraph", "branches": 4},
+}
+
+
+@contextmanager
+def files_run() -> Iterator[set[str]]:
+    """Collect the files of gridformer in which this thread calls a function."""
+    folder = f"{Path(gridformer.__file__).parent}/"
+    found: set[str] = set()
+
+    def called(frame: FrameType, event: str, argument: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(folder):
+            found.add(name.removeprefix(folder))
+
+    before: Callable[..., Any] | None = sys.getprofile()
+    sys.setprofile(called)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+def files_of(layout: Layout) -> tuple[set[str], set[str]]:
+    """Return the files that run when a rank builds its model, and in one of its steps."""
+    torch.set_num_threads(1)
+    plan, config = LayoutConfig(**layout), tiny(max_seq_len=12)
+    axes = axes_of(plan)
+    with files_run() as built:
+        model = build_parallel(config, plan, axes, 1, CPU)
+    stepper = Stepper(model, TrainConfig(global_batch=ROWS), axes, plan)
+
+    def step(number: int) -> None:
+        stepper(number, lambda rows: next_words(batch_of(number, config, ROWS)[rows]))
+
+    step(0)  # creates the optimizer's state
+    with files_run() as in_step:
+        step(1)
+    return built, in_step
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_reading_order_names_every_file_of_a_step(pool: WorkerPool, name: str) -> None:
+    layout = LAYOUTS[name]
+    n = LayoutConfig(**layout).n_processes
+    found = pool.run(n, files_of, layout)
+    built = set().union(*(of_rank for of_rank, _ in found))
+    in_step = set().union(*(of_rank for _, of_rank in found))
+    order = reading_order()
+    listed = {file for files in order.numbered.values() for file in files}
+    assert in_step - listed - order.helpers == set(), "they run, and the page does not name them"
+    assert len(order.numbered) <= 12
+    for number, files in order.numbered.items():
+        runs = built if number == 6 else in_step
+        expected = number not in ON_ONE_DEVICE or n > 1
+        assert any(file in runs for file in files) == expected, (number, files)
+    assert f"parallel/{LayoutConfig(**layout).scheme}.py" in built
+
+
+def test_the_page_lists_no_helper_that_never_runs(pool: WorkerPool) -> None:
+    """Each helper runs with some scheme, and the page names the file of every scheme."""
+    order = reading_order()
+    found = []
+    for layout in LAYOUTS.values():
+        found.append(pool.run(LayoutConfig(**layout).n_processes, files_of, layout))
+    in_step = set().union(*(files for ranks in found for _, files in ranks))
+    assert order.helpers - in_step == set()
+    files = {f"parallel/{scheme}.py" for scheme in SPECS if scheme != "single"}
+    assert {*order.numbered[6]} == files
+    assert all((SOURCE / file).exists() for file in files)
