@@ -286,7 +286,7 @@ def traffic_of(folder: Path) -> Counter[str]:
 def amount(text: str) -> float:
     """Return the bytes that a text such as `1.5 MiB` means."""
     value, unit = text.replace(",", "").split()
-    return float(value) * {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit]
+    return float(value) * {"bytes": 1, "MiB": 2**20, "GiB": 2**30}[unit]
 
 
 def test_where_communication_goes(page: Page, shown: list[Path]) -> None:

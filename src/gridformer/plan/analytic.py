@@ -257,11 +257,11 @@ def _border_bytes(sizes: Sizes) -> float:
 
 
 def _borders(sizes: Sizes, k: int, there: Load, back: Load) -> None:
-    """Adds messages of k stages to other stages, which travel during computation."""
+    """Adds messages of k stages to other stages; what waits for them is in `passes_of`."""
     seconds = sizes.costs.message_s("send", _border_bytes(sizes), sizes.place("pp"))
     tensors = 1 + sizes.run.model.two_stacks  # the output of the encoder goes to all later stages
     for load in (there, back):
-        load.message("pp", seconds * k, load.compute_s, 2 * k * tensors)
+        load.message("pp", seconds * k, seconds * k, 2 * k * tensors)
         sliced = sizes.choices.between == "replicated" and sizes.run.layout.scatter_gather
         if sliced and sizes.choices.cols > 1:
             # A tensor that is replicated is sent in slices, which are gathered when they arrive.

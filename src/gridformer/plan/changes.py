@@ -53,9 +53,9 @@ def _moved(layout: LayoutConfig, more: str, less: str) -> dict[str, Any]:
     sizes[more] *= 2
     sizes[less] //= 2
     moved = {f"layout.{more}": sizes[more], f"layout.{less}": sizes[less]}
-    if layout.scheme != "single" and all(sizes[axis] == 1 for axis in AXES):
+    plain = LayoutConfig()
+    if spec_of(layout) is not spec_of(plain) and all(sizes[axis] == 1 for axis in AXES):
         # One device has no grid: it is `single`, and keys of the scheme mean nothing to it.
-        plain = LayoutConfig()
         moved |= {
             f"layout.{key}": getattr(plain, key)
             for key in ("scheme", *spec_of(layout).keys)

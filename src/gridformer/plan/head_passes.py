@@ -59,9 +59,11 @@ def embedding(sizes: Sizes) -> tuple[Load, Load]:
     width, between = rows * h, sizes.between(table.product, h)
     column = sizes.run.model.vocab_size * h / (1 if table.common else choices.cols)
     forward, backward = _lookup_launches(sizes, table)
-    # Looks up, adds positions, casts; backward adds up rows, and the gradient of the tied head.
+    # Looks up, adds positions, casts; backward adds up rows in a new gradient, and adds that to the
+    # tied head's and to those of earlier micro-batches.
     forward_bytes = 2 * wide * width + 2 * wide * between + sizes.cast * between
-    backward_bytes = (4 * wide + wide) * column / (1 if table.common else choices.rows)
+    passes = 1 + 3 * sizes.joins_head + 3 * sizes.accumulated
+    backward_bytes = passes * wide * column / (1 if table.common else choices.rows)
     backward_bytes += wide * width + sizes.cast * between
     if not table.common:
         forward_bytes += 2 * wide * width

@@ -55,12 +55,14 @@ def _of_product(sizes: Sizes, choice: Choice, held: Held) -> float:
 
     The table of the tokens counts with the head. It is the head's, if it is tied.
     """
-    found = choice.elements * held.share_of(choice.product)
-    if choice.product.name != "head" or not held.lookups:
+    if choice.product.name != "head":
+        return choice.elements * held.share_of(choice.product)
+    found = choice.elements * (held.head and sizes.run.model.token_head)
+    if not held.lookups:
         return found
     if sizes.choices.table:
         return found + sizes.choices.table
-    return found if held.head else choice.elements
+    return found or choice.elements
 
 
 def gather_replicas(sizes: Sizes, passes: Mapping[str, tuple[Load, Load]]) -> None:
@@ -123,7 +125,8 @@ def reductions(sizes: Sizes, held: Held, backward: Load) -> Load:
     ends = held.lookups > 0 or held.head
     outside = launches.OUTSIDE[sizes.run.model.family] * ends
     load.launches += launches.of_mode(sizes) * (launches.parameters(sizes, held) + outside)
-    if layout.pp > 1 and sizes.run.model.tied_head and ends:  # they share the table
+    tied = sizes.run.model.tied_head and sizes.run.model.token_head
+    if layout.pp > 1 and tied and ends:  # they share the table
         shares = 1 if layout.dp_mode == "replicate" else max(1, sizes.spec.replicas(layout))
         n_bytes = _table(sizes) * sizes.wide / shares
         load.message("pp", costs.message_s("all_reduce", n_bytes, sizes.place("pp")))

@@ -164,7 +164,7 @@ def _weights(sizes: Sizes, choice: Choice, weight: float, chunks: int, backward:
     if choice.product.name == "head" and chunks > choice.n_chunks:
         # Gradients of chunks are added up in float32 and scaled; with rows in the gathered table.
         each = sizes.cast + 3 * wide if rows == 1 else 2 * wide + sizes.itemsize
-        n_bytes = weight * (chunks * each * (not in_product) + 4 * wide)
+        n_bytes = weight * (chunks * each * (not in_product) + 2 * wide)
         n_bytes += weight * (sizes.cast + 2 * sizes.itemsize) * (rows > 1)
         backward.launches += (0 if in_product else 1 if rows > 1 else 2) * chunks + 4
     elif in_product:
@@ -176,8 +176,9 @@ def _weights(sizes: Sizes, choice: Choice, weight: float, chunks: int, backward:
     if choice.n_chunks > 1:  # in float32, chunk by chunk
         n_bytes += weight * choice.n_chunks * (2 * wide + sizes.itemsize)
         backward.launches += 2 * (choice.n_chunks - 1)
-    if choice.product.name != "head":
+    if choice.product.name != "head" or not sizes.joins_head:
         n_bytes += own * 3 * wide * sizes.accumulated
+    if choice.product.name != "head":
         backward.launches += (max(1, len(choice.product.parts)) + biases) * sizes.accumulated
     if rows > 1:  # blocks of the sum are stacked
         n_bytes += weight * 2 * sizes.itemsize

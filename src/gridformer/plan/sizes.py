@@ -71,6 +71,11 @@ class Sizes:
         return 1 - 1 / self.choices.work.micro_batches
 
     @property
+    def joins_head(self) -> bool:
+        """Whether a device adds the gradients of a tied table from its lookups and its head."""
+        return self.run.model.tied_head and self.run.layout.pp == 1
+
+    @property
     def wide(self) -> int:
         """Bytes of an element of norms, losses and parameters."""
         return max(4, self.itemsize)
