@@ -96,7 +96,7 @@ def measured_steps(run: RunConfig) -> list[int]:
 
 
 def test_what_threads_of_gloo_free_is_not_taken_for_held(pool: WorkerPool) -> None:
-    """The profiler does not see it, so a measured step once held all that such threads had freed."""
+    """The profiler does not see it, so measured steps seemed to hold all that these had freed."""
     run = a_run({"scheme": "megatron", "cols": 4}, {"n_layers": 4}, {"recompute": "full"})
     told = estimate_rank(run, 0).peak
     steps = [peak for peaks in pool.run(4, measured_steps, run) for peak in peaks]
