@@ -32,6 +32,15 @@ _GRID = (
     "gpt-175b layout.scheme=optimus layout.rows=8 layout.cols=8 layout.dp=4 layout.pp=16 "
     "layout.micro_batches=32 train.global_batch=1024 train.dtype=bfloat16"
 )
+# Pipelines with many stages, and with many micro-batches through several stages of each rank.
+_DEEP = (
+    "gpt-1t layout.scheme=optimus layout.rows=8 layout.cols=8 layout.pp=64 "
+    "layout.micro_batches=256 train.global_batch=2048"
+)
+_INTERLEAVED = (
+    "gpt-175b layout.scheme=megatron layout.cols=8 layout.pp=8 layout.stages_per_rank=3 "
+    "layout.micro_batches=192 layout.sequence_parallel=true train.global_batch=192"
+)
 _ON = " --cluster dgx-h100"
 
 
@@ -54,13 +63,16 @@ CASES = [
     Case(64, f"memory {_SMALL}"),
     Case(64, f"predict {_SMALL}{_ON}", 5),
     Case(64, f"predict {_FSDP}{_ON}", 5),
+    Case(64, f"predict {_INTERLEAVED}{_ON}", 5),
     Case(64, f"plan gpt2-1.5b --devices 64{_ON}", 10),
+    Case(64, f"plan llama-3.1-8b --devices 64{_ON}", 10),
     Case(4096, f"check {_LARGE}", 10),
     Case(4096, f"memory {_LARGE}", 10),
     Case(4096, f"predict {_LARGE}{_ON}", 5),
     Case(4096, f"check {_GRID}", 10),
     Case(4096, f"memory {_GRID}", 10),
     Case(4096, f"predict {_GRID}{_ON}", 5),
+    Case(4096, f"predict {_DEEP}{_ON}", 5),
     Case(4096, f"plan gpt-175b --devices 4096 --batch 1536{_ON}", 60),
 ]
 

@@ -192,12 +192,13 @@ def test_the_budget_is_the_setting_or_the_machines_memory(monkeypatch: pytest.Mo
     run = a_run({}, {}, {"memory_gib": 2.5})
     room = room_of(run)
     assert room is not None
-    assert (room.n_bytes, room.why) == (round(2.5 * GIB), "train.memory_gib=2.5")
+    assert room.n_bytes == round(0.95 * 2.5 * GIB), "estimates leave a margin"
+    assert room.why == "train.memory_gib=2.5 leaves 2.38 GiB with 5% to spare"
     monkeypatch.setattr(rooms, "free_memory", lambda: 8 * GIB)
     four = a_run({"scheme": "optimus", "rows": 2, "cols": 2}, {}, {"device": "cpu"})
     room = room_of(four)
     assert room is not None
-    assert room.n_bytes == 2 * GIB - rooms.OWN_CPU
+    assert room.n_bytes == round(0.95 * (2 * GIB - rooms.OWN_CPU))
     monkeypatch.setattr(rooms, "free_memory", lambda: None)
     assert room_of(four) is None
 
@@ -289,6 +290,9 @@ def test_the_command_says_whether_it_fits() -> None:
     assert code == 1
     assert "It does not fit: rank 0 would hold" in text
     assert "use " in text
+    needed = max(estimate_rank(load_run("demo", DEMO[1:]), rank).needed for rank in (0, 1))
+    code, text = invoke(*DEMO, "--budget", f"{1.02 * needed / GIB}")
+    assert code == 1, "an estimate that leaves no margin does not fit"
 
 
 def test_ranks_are_chosen() -> None:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from gridformer.comm.p2p import P2PChannel
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check
@@ -88,6 +89,23 @@ def test_repeated_passes_are_those_that_are_run(gpu: InProcess, case: Any, kerne
     layout, train, ranks = case
     for whole, repeated in gpu(compared, run_of(layout, train), ranks, kernels):
         assert without_modules(whole) == without_modules(repeated)
+
+
+def sends(run: RunConfig) -> list[int]:
+    """Return how often code that sends to another stage runs for one rank, and for three."""
+    torch.set_num_threads(1)
+    found = []
+    for ranks in ([1], [1, 2, 3]):
+        with patch.object(P2PChannel, "send", autospec=True, side_effect=P2PChannel.send) as send:
+            alike.trace_alike(run, ranks, decide_run(run), kernels=True)
+        found.append(send.call_count)
+    return found
+
+
+def test_equal_messages_of_ranks_that_are_not_run_are_sent_once(gpu: InProcess) -> None:
+    one, three = gpu(sends, run_of({"pp": 5, "micro_batches": 8}, {}))
+    assert one == 16, "the rank that is run sends every micro-batch and its gradient"
+    assert three - one == 4, "each other rank sends one of either kind"
 
 
 def with_fewer(run: RunConfig, ranks: list[int]) -> list[tuple[list[Single], list[Single]]]:

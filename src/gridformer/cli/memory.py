@@ -59,7 +59,7 @@ def memory(
     from gridformer.memory.budget import refusal
     from gridformer.memory.estimate import estimate_ranks
     from gridformer.memory.ranks import chosen_ranks
-    from gridformer.memory.room import Room
+    from gridformer.memory.room import room_of_budget
     from gridformer.memory.show import print_breakdowns, write_page
     from gridformer.parallel.auto.decisions import decide_run
     from gridformer.utils.extras import require
@@ -84,12 +84,13 @@ def memory(
     if not gib:
         return
     worst = max(breakdowns, key=lambda breakdown: breakdown.needed)
-    if worst.needed <= gib * GIB:
+    name = f"the budget of {gib:g} GiB" if budget else f"train.memory_gib={gib:g}"
+    room = room_of_budget(gib, name)
+    if worst.needed <= room.n_bytes:
         copies = " with the copies while it saves" if worst.needed > worst.peak else ""
         used = f"{worst.needed / GIB:.3g} of {gib:g} GiB"
         console.print(f"It fits: the largest peak{copies} is {used}.")
         return
-    room = Room(round(gib * GIB), f"{gib:g} GiB is the budget")
     with waiting() as tell:
         text = refusal(checked, worst, room, tell)
     console.print(f"It does not fit: {text}", soft_wrap=True)

@@ -1,5 +1,7 @@
 """The memory that each process of a run may take: that of a GPU, or a part of what is free here.
 
+An estimate fits if it leaves a margin: `train`, `memory`, `predict` and `plan` share it.
+
 Nothing here loads torch unless it may find GPUs.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
 from gridformer.mesh.gpus import gpus_here, n_visible_gpus
 from gridformer.mesh.launch_env import joined
@@ -19,7 +22,9 @@ Tell = Callable[[str, str], None]
 
 OWN_CPU = GIB * 2 // 5  # bytes that a process holds before any tensor
 OWN_CUDA = GIB  # bytes of the driver's context and of NCCL's buffers
-USABLE = 0.95  # fraction of a GPU that a caching, rounding allocator can give to tensors
+# The part of a budget that an estimate may come to. The rest is for what it does not know: an
+# allocator rounds and caches, and the kernels of GPUs hold up to 2% more than those of CPUs.
+USABLE = 0.95
 
 
 def silent(found: str, doing: str) -> None:
@@ -31,7 +36,7 @@ class Room:
     """The budget of one process.
 
     Attributes:
-        n_bytes: The bytes that the tensors of one process may take.
+        n_bytes: The bytes that the tensors of one process may take by estimate.
         why: Where that number comes from, as part of a sentence.
     """
 
@@ -39,18 +44,35 @@ class Room:
     why: str
 
 
+def room_of_budget(gib: float, name: str) -> Room:
+    """Returns the room that a budget of a process leaves.
+
+    Args:
+        gib: The budget in GiB.
+        name: What it is called where it was set, such as `train.memory_gib=16`.
+    """
+    n_bytes = round(gib * GIB * USABLE)
+    return Room(n_bytes, f"{name} leaves {format_bytes(n_bytes)} with 5% to spare")
+
+
+def room_on(run: RunConfig, cluster: Cluster) -> float:
+    """Returns what an estimate may come to on a device of a cluster, in GiB."""
+    own = run.train.memory_gib
+    return USABLE * (min(own, cluster.limit_gib) if own else cluster.limit_gib)
+
+
 def room_of(run: RunConfig) -> Room | None:
     """Returns the budget of each process on this machine, or None if it is not known."""
     if run.train.memory_gib:
         gib = run.train.memory_gib
-        return Room(round(gib * GIB), f"train.memory_gib={gib:g}")
+        return room_of_budget(gib, f"train.memory_gib={gib:g}")
     place, gpus = joined(), gpus_of(run)
     n_here = place.local_size if place else run.layout.n_processes
     if gpus:
         import torch
 
         least = min(torch.cuda.get_device_properties(i).total_memory for i in gpus)
-        usable = round(least * USABLE) - OWN_CUDA
+        usable = round((least - OWN_CUDA) * USABLE)
         return Room(
             usable,
             f"{format_bytes(usable)} of a GPU's {format_bytes(least)} are available to tensors",
@@ -58,8 +80,8 @@ def room_of(run: RunConfig) -> Room | None:
     free = free_memory()
     if free is None:
         return None
-    share = max(0, free // n_here - OWN_CPU)
-    own = f"each takes {format_bytes(OWN_CPU)} for itself"
+    share = round(max(0, free // n_here - OWN_CPU) * USABLE)
+    own = f"each takes {format_bytes(OWN_CPU)} for itself and has 5% to spare"
     return Room(
         share,
         f"{format_bytes(share)} are left for each of {n_here} processes, with "

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
 from gridformer.memory.analytic import quick_peak
+from gridformer.memory.room import room_on
 from gridformer.mesh.node_placement import NodeBlock
 from gridformer.parallel.auto.decisions import Decisions, placements, traffic_of
 from gridformer.parallel.auto.heuristics import decide
@@ -144,18 +145,12 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
         backward_s=backward_s + reduce_s + waits_s - gathers_s,
         update_s=update_s,
         peak_gib=quick_peak(on_device(run, cluster.device.kind), choices) / GIB,
-        limit_gib=limit_gib(run, cluster),
+        limit_gib=room_on(run, cluster),
         load=clock.total,
         launch_s=waited,
         bubble_s=before_s + waits_s - gathers_s,
         block=block,
     )
-
-
-def limit_gib(run: RunConfig, cluster: Cluster) -> float:
-    """Returns the GiB that a rank's tensors may take: the run's limit or that of the device."""
-    own = run.train.memory_gib
-    return min(own, cluster.limit_gib) if own else cluster.limit_gib
 
 
 Both = tuple[Load, Load]  # forward and backward

@@ -69,7 +69,8 @@ class Prediction:
             optimizer.
         fits: Whether it fits into the memory of each device; None if that was not estimated.
         peak_gib: The most that the tensors of a rank take, in GiB; None if not estimated.
-        limit_gib: What they may take, in GiB.
+        limit_gib: What they may take, in GiB: a little less than a device has for them, because
+            neither estimates nor allocators are exact.
         model_tflops_per_device: See `train.flops`; in millions of millions a second.
         hardware_tflops_per_device: The same with what is recomputed.
         exposed_communication_s: Seconds in which the device waits for messages that travel.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from gridformer.cluster.file import NO_DATA, Cluster
 from gridformer.config import RunConfig
+from gridformer.memory.room import room_on
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.plan.blocks import Programs
@@ -193,7 +194,7 @@ def _prediction(
         update_s=step_s - passes_s,
         fits=None,
         peak_gib=None,
-        limit_gib=cluster.limit_gib,
+        limit_gib=room_on(run, cluster),
         model_tflops_per_device=flops.model * share / each,
         hardware_tflops_per_device=(flops.hardware if training else flops.model / 3) / each,
         exposed_communication_s=sum(exposed.values()),

@@ -49,7 +49,8 @@ def print_prediction(run: RunConfig, cluster: Cluster, found: Prediction, consol
     if found.peak_gib is not None:
         fits = "It fits" if found.fits else "It does not fit"
         console.print(
-            f"{fits}: a rank's tensors take {found.peak_gib:.3g} of {found.limit_gib:.3g} GiB."
+            f"{fits}: a rank's tensors take {found.peak_gib:.3g} of the {found.limit_gib:.3g} GiB "
+            "that leave 5% to spare."
         )
     for warning in found.warnings:
         console.print(f"Warning: {warning}.", soft_wrap=True)

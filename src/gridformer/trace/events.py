@@ -84,6 +84,23 @@ class Start:
     parts: tuple[Part, ...] = ()
     pieces: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
+    def numbered(self, number: int) -> Start:
+        """Returns the same with another number; `dataclasses.replace` takes three times as long."""
+        return Start(
+            number,
+            self.op,
+            self.group,
+            self.ranks,
+            self.place,
+            self.axis,
+            self.label,
+            self.size,
+            self.dtype,
+            self.how,
+            self.parts,
+            self.pieces,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Wait:

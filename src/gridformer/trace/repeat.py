@@ -3,7 +3,7 @@
 Most micro-batches do in a stage what the second one does: in the first one weights are gathered
 that stay, and in the last one sums of gradients begin. So these three are run. For the others the
 messages of the second one are repeated, and the results are empty tensors with the right shapes.
-The messages between stages are never repeated: the pipeline's own code sends them.
+The pipeline's own code sends the messages between stages (gridformer.trace.stage_messages).
 
 Ranks whose stages have equal layers differ only in the order of their passes, so their traces can
 be made from the passes of one of them (gridformer.trace.alike).
@@ -12,8 +12,8 @@ be made from the passes of one of them (gridformer.trace.alike).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,10 @@ from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.pipeline.schedules import Action
 from gridformer.trace.events import Event, Kernel, Passed, Read, Start, Wait
 from gridformer.trace.group import Log
+from gridformer.trace.stage_messages import StageMessages
 from gridformer.utils.batch import MicroBatch
+
+_NOTHING = nullcontext()
 
 
 class _Kind(NamedTuple):
@@ -120,6 +123,7 @@ class Repeats:
         ]
         if recorded is not None:  # no pass runs, so none needs autograd
             replaced.append((executor, "enter", self._enter))
+            replaced += StageMessages(executor, log).replaced
         self._replaced = [(owner, name) for owner, name, _ in replaced]
         for owner, name, function in replaced:
             object.__setattr__(owner, name, function)
@@ -139,7 +143,7 @@ class Repeats:
         for event in events:
             if isinstance(event, Start):
                 self._renumbered[event.number] = number = self.log.next_number()
-                self.log.trace.events.append(replace(event, number=number))
+                self.log.trace.events.append(event.numbered(number))
             elif isinstance(event, Wait):
                 number = self._renumbered.get(event.number, event.number)
                 self.log.trace.events.append(Wait(number, event.place))
@@ -168,13 +172,15 @@ class Repeats:
         self._real_train(work, finish)
         self.span = start, len(self.log.trace.events)
 
+    def _timed(self, kind: str, action: Action) -> AbstractContextManager[None]:
+        """Takes the place of `Executor.timed`, which surrounds passes and messages."""
+        return self._timed_pass(kind, action) if kind in ("forward", "backward") else _NOTHING
+
     @contextmanager
-    def _timed(self, kind: str, action: Action) -> Iterator[None]:
-        """Surrounds every pass, and every message between stages."""
+    def _timed_pass(self, kind: str, action: Action) -> Iterator[None]:
+        """Surrounds every pass."""
         with self._real_timed(kind, action):
-            if kind not in ("forward", "backward"):
-                yield
-            elif (action.stage, action.micro) in self._run:
+            if (action.stage, action.micro) in self._run:
                 start, products = len(self.log.trace.events), self.count(0)
                 self._now = Recorded([])
                 yield

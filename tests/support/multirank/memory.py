@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from gridformer.config import LayoutConfig, RunConfig, Task, TrainConfig
+from gridformer.memory import budget
 from gridformer.memory.bounds import at_most
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.measure import measure_rank
 from gridformer.memory.ranks import largest_ranks
+from gridformer.memory.room import room_of_budget
 from gridformer.parallel.validation import check
+from gridformer.utils.units import GIB
 from tests.support.multirank.exactness import tiny
 from tests.support.multirank.pool import WorkerPool
 
@@ -48,10 +52,16 @@ def measured(run: RunConfig) -> tuple[int, int]:
     return measure_rank(run, n_steps=2)
 
 
+def refused_below(run: RunConfig, n_bytes: int) -> bool:
+    """Return whether a run is refused if each process may take a little less than so many bytes."""
+    with patch.object(budget, "refusal", lambda *_: "refused"):  # it looks for settings that fit
+        return budget.fit_problems(run, room=room_of_budget((n_bytes - 1) / GIB, "it")) != []
+
+
 def agrees_of(
     pool: WorkerPool, run: RunConfig, measuring: Callable[..., tuple[int, int]], *args: Any
-) -> None:
-    """Check that one of five attempts agrees with the estimate.
+) -> int:
+    """Check that one of five attempts agrees with the estimate, and return its measured bytes.
 
     On a busy machine tensors may be held longer by chance, but not every time.
     """
@@ -64,6 +74,6 @@ def agrees_of(
         apart = {rank: abs(peak / got[rank] - 1) for rank, peak in told.items()}
         more = max(got.values()) / max(told.values()) - 1
         if max(*apart.values(), more) <= AGREE:
-            return
+            return max(got.values())
         found.append(f"apart by {apart}, the fullest rank by {more}")
     pytest.fail("; ".join(found))
