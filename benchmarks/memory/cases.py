@@ -54,8 +54,8 @@ class Scaling:
 # 9 heads or columns, h must divide by 9, so h = 3024 there, and 36 has the paper's h = 6120.
 PAPER = Scaling(
     "paper",
-    "as in the paper: h = 1024 sqrt(p) (3024 at 9, 6120 at 36), N = 24, s = 512, v = 50304, 16 GB a process, "
-    "estimated",
+    "as in the paper: h = 1024 sqrt(p) (3024 at 9, 6120 at 36), N = 24, s = 512, v = 50304, "
+    "16 GB a process, estimated",
     {
         1: (1024, 16),
         4: (2048, 32),

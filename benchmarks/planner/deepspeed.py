@@ -15,7 +15,11 @@ from gridformer.trace.events import Event, Start, Trace, Wait
 
 # The parameters of a layer of GPT-2 in units of h, as (units of h squared, units of h): the norms,
 # then weights and biases of QKV, the output projection and the two products of the feed-forward.
-_LAYER = ((0, 1), (0, 1), (3, 0), (0, 3), (1, 0), (0, 1), (0, 1), (0, 1), (4, 0), (0, 4), (4, 0), (0, 1))  # fmt: skip
+_LAYER = (
+    *((0, 1), (0, 1), (0, 1), (0, 1)),
+    *((3, 0), (0, 3), (1, 0), (0, 1)),
+    *((4, 0), (0, 4), (4, 0), (0, 1)),
+)
 
 
 def as_deepspeed(recorded: Recorded) -> Recorded:

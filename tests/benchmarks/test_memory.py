@@ -26,6 +26,7 @@ def limit(batch: int, measured: int | None = None) -> dict[str, Any]:
 
 
 def test_schemes_fill_the_processes_and_what_does_not_divide_is_left_out() -> None:
+    assert all({*one.widths} == {1, 4, 9, 16, 36, 64} for one in SCALINGS.values())
     for processes in SCALINGS["paper"].widths:
         assert {layout.n_processes for layout in schemes(processes).values()} == {processes}
         for name in SCALINGS:
