@@ -53,8 +53,8 @@ def main(
         SCALINGS
     ),
     processes: Annotated[
-        str, typer.Option(help="Numbers of processes out of 1, 4, 9, 16, 64.")
-    ] = "1,4,9,16,64",
+        str, typer.Option(help="Numbers of processes out of 1, 4, 9, 16, 36, 64.")
+    ] = "1,4,9,16,36,64",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds for each price.")] = 9,
     quick: Annotated[
         bool, typer.Option("--quick", help="A little of each part, to try the script.")

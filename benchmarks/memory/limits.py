@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,38 +44,47 @@ def peak_of(run: RunConfig) -> int:
 
 
 def largest_batch(scaling_name: str, processes: int, title: str) -> Limit:
+    """Search the largest batch of a scheme's layout under the budget of a scaling."""
+    scaling = SCALINGS[scaling_name]
+    layout = schemes(processes)[title]
+    return search(partial(scaling.run, layout), spec_of(layout).batch_parts(layout), scaling.budget)
+
+
+def search(run_of: Callable[[int], RunConfig], unit: int, budget: int) -> Limit:
     """Search the largest batch along the line through two peaks.
 
     Peaks rise linearly with the batch once activations dominate, so a few estimates are enough.
+
+    Args:
+        run_of: Returns the run with a batch.
+        unit: What batches are multiples of.
+        budget: The bytes that a process may hold.
     """
-    scaling = SCALINGS[scaling_name]
-    layout = schemes(processes)[title]
-    unit = spec_of(layout).batch_parts(layout)
     found: dict[int, MemoryBreakdown] = {}
 
     def peak(units: int) -> int:
         if units not in found:
-            run = scaling.run(layout, units * unit)
+            run = run_of(units * unit)
             each = [estimate_rank(run, rank) for rank in largest_ranks(run)]
             found[units] = max(each, key=lambda breakdown: breakdown.peak)
         return found[units].peak
 
-    if peak(1) > scaling.budget:
+    if peak(1) > budget:
         return Limit(0, unit, peak(1), peak(1), found[1].between)
     low, high = 1, 8
-    while peak(high) <= scaling.budget:
+    while peak(high) <= budget:
         # bytes per unit; the next estimate follows this line
         rise = (peak(high) - peak(low)) / (high - low)
-        beyond = int((scaling.budget - peak(high)) / rise) + 1 if rise > 0 else 3 * high
+        beyond = int((budget - peak(high)) / rise) + 1 if rise > 0 else 3 * high
         low, high = high, high + min(beyond, 15 * high)
     while high - low > 1:  # try where the line through both ends meets the budget, or the next unit
-        rise = (scaling.budget - peak(low)) / (peak(high) - peak(low))
+        rise = (budget - peak(low)) / (peak(high) - peak(low))
         units = min(max(low + int(rise * (high - low)), low + 1), high - 1)
-        if peak(units) > scaling.budget:
+        if peak(units) > budget:
             high = units
         else:
             low = units
-            if peak(units + 1) > scaling.budget:
+            if peak(units + 1) > budget:
                 high = units + 1
     return Limit(low * unit, unit, peak(low), peak(high), found[low].between)
 

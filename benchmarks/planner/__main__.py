@@ -1,6 +1,7 @@
 """Prints the tables of docs/results/planner.md: published steps against predicted ones.
 
-    python -m benchmarks.planner                # all: about ten minutes on one core
+    python -m benchmarks.planner --out docs/results/planner.md     # all, in their places there
+    python -m benchmarks.planner                # prints them
     python -m benchmarks.planner frontera-rtx5000 dgx-h100
     python -m benchmarks.planner held-out
     python -m benchmarks.planner map --plot docs/results/planner-map.png
@@ -14,10 +15,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from benchmarks.planner.apart import apart_lines
 from benchmarks.planner.fit import fit_rows
-from benchmarks.planner.held_out import held_out, predict_held_out
+from benchmarks.planner.held_out import held_out
 from benchmarks.planner.map import main as draw_map
+from benchmarks.planner.page import fill
 from benchmarks.planner.pricing import cluster_of, error, predicted, record
 from benchmarks.planner.rows import FITS, calibration_rows
 from benchmarks.planner.speed import main as measure_speed
@@ -30,10 +34,17 @@ def main(names: Sequence[str]) -> None:
     if names and names[0] == "speed":
         measure_speed(names[1:])
         return
+    out = None
+    if "--out" in names:
+        at = names.index("--out")
+        names, out = [*names[:at], *names[at + 2 :]], Path(names[at + 1])
     for name in names or [*FITS, "held-out"]:
+        lines = apart() if name == "held-out" else calibrated(name).lines
+        if out is not None:
+            fill(out, name, lines)
+            continue
         print(f"## {name}\n")
-        print("\n".join(apart() if name == "held-out" else calibrated(name).lines), flush=True)
-        print()
+        print("\n".join(lines), end="\n\n", flush=True)
 
 
 @dataclass
@@ -79,19 +90,8 @@ def calibrated(name: str) -> Calibrated:
 
 
 def apart() -> list[str]:
-    """Returns the table of published numbers that nothing is fitted to."""
-    lines = [
-        "| published number | machine | published | predicted | ratio | source | note |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for one in held_out():
-        value = predict_held_out(one)
-        lines.append(
-            f"| {one.name} | {one.row.cluster} | {one.published:g} {one.unit} | {value:.3g} | "
-            f"{value / one.published:.2f} | {one.row.source} | {one.note} |"
-        )
-        print(lines[-1], file=sys.stderr, flush=True)
-    return lines
+    """Returns the tables of published numbers that nothing is fitted to."""
+    return apart_lines(held_out(lambda one: print(one, file=sys.stderr, flush=True)))
 
 
 if __name__ == "__main__":

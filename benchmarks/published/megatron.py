@@ -9,156 +9,35 @@ Nothing here runs on a cluster, and nothing of the cluster file is fitted to the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from benchmarks.common.machine import command_line, describe_machine
 from benchmarks.common.page import write_page
-from benchmarks.planner.pricing import cluster_of, price, record
-from benchmarks.planner.rows import SELENE, Row, gpt
-from gridformer.plan.prediction import Prediction
-
-PAPER = "Narayanan et al. 2021 (Megatron-LM), arXiv 2104.04473, as public summaries quote it"
-SEQ, VOCAB = 2048, 51200
-GPT3, GPT_530B, GPT_1T = (96, 12288, 96), (105, 20480, 128), (128, 25600, 160)
-GPT_162B = (32, 20480, 128)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A run of the paper.
-
-    Attributes:
-        name: How tables call it.
-        sizes: Layers, hidden size and heads.
-        batch: The global batch.
-        micro: Sequences in a micro-batch.
-        layout: Fields of the layout besides `micro_batches`.
-        published: TFLOP/s of each device, with what is recomputed; 0 if the text has no number.
-    """
-
-    name: str
-    sizes: tuple[int, int, int]
-    batch: int
-    micro: int
-    layout: dict[str, Any] = field(default_factory=dict)
-    published: float = 0.0
-
-    def row(self) -> Row:
-        micro_batches = self.batch // self.micro // self.layout.get("dp", 1)
-        layout = {"scheme": "megatron", "devices_per_node": 8, **self.layout}
-        if layout.get("cols", 1) == 1:
-            layout["scheme"] = "single"
-        layout["micro_batches"] = micro_batches
-        train = {"global_batch": self.batch, "dtype": "float16", "recompute": "full"}
-        run = gpt((*self.sizes, SEQ, VOCAB), layout, train)
-        return Row(self.name, SELENE, self.published, "hardware TFLOP/s", run, PAPER)
-
-    def flops(self) -> float:
-        """Returns the operations of a step by the paper's equation 3, which are what it divides.
-
-        They include a second forward pass of all layers.
-        """
-        n, h, _ = self.sizes
-        rest = 1 + SEQ / (6 * h) + VOCAB / (16 * n * h)
-        return 96 * self.batch * SEQ * n * h * h * rest
-
-
-@dataclass(frozen=True)
-class Result:
-    """A case and its prediction."""
-
-    case: Case
-    found: Prediction
-    devices: int
-
-    @property
-    def tflops(self) -> float:
-        """TFLOP/s of each device, counted as the paper counts them."""
-        return self.case.flops() / self.found.step_s / self.devices / 1e12
-
-    @property
-    def bubble(self) -> float:
-        """The time in which the slowest rank waits for other ranks, relative to the rest."""
-        return self.found.bubble_s / (self.found.step_s - self.found.bubble_s)
-
-
-def run(case: Case) -> Result:
-    """Predicts a case."""
-    row = case.row()
-    recorded = record(row)
-    return Result(case, price(recorded, cluster_of(row)), row.run.layout.n_processes)
-
-
-# --------------------------------------------------------------------------- the experiments
-
-
-def _ptdp(name: str, sizes: tuple[int, int, int], pp: int, dp: int, batch: int, published: float,
-          k: int) -> Case:  # fmt: skip
-    layout = {"cols": 8, "pp": pp, "dp": dp, "stages_per_rank": k}
-    return Case(name, sizes, batch, 1, layout, published)
-
-
-def _zero3(name: str, sizes: tuple[int, int, int], dp: int, micro: int, batch: int,
-           published: float) -> Case:  # fmt: skip
-    return Case(name, sizes, batch, micro, {"dp": dp, "dp_mode": "fsdp"}, published)
-
-
-def scale() -> list[Case]:
-    """Returns the runs at scale of which the text or a table gives the rate."""
-    return [
-        _ptdp("175B, 8 x 12 stages, 384 devices", GPT3, 12, 4, 1536, 153, 2),
-        _ptdp("175B, 8 x 12 stages, 1,536 devices", GPT3, 12, 16, 1536, 141, 2),
-        _ptdp("530B, 8 x 35 stages, 560 devices", GPT_530B, 35, 2, 2240, 171, 1),
-        _ptdp("530B, 8 x 35 stages, 2,240 devices", GPT_530B, 35, 8, 2240, 159, 1),
-        _ptdp("1T, 8 x 64 stages, 3,072 devices", GPT_1T, 64, 6, 3072, 163, 2),
-        _zero3("175B, ZeRO-3, 384 devices", GPT3, 384, 4, 1536, 144),
-        _zero3("175B, ZeRO-3, 1,536 devices", GPT3, 1536, 1, 1536, 44),
-        _zero3("530B, ZeRO-3, 640 devices", GPT_530B, 640, 4, 2560, 138),
-        _zero3("530B, ZeRO-3, 2,240 devices", GPT_530B, 2240, 1, 2240, 48),
-    ]
-
-
-def tensor_or_pipeline() -> dict[int, list[Case]]:
-    """Returns the layouts of 162.2B on 64 devices, by batch."""
-    return {
-        batch: [
-            Case(f"{pp} x {64 // pp}", GPT_162B, batch, 1, {"cols": 64 // pp, "pp": pp})
-            for pp in (2, 4, 8, 16, 32)
-        ]
-        for batch in (32, 128)
-    }
-
-
-def schedules() -> dict[int, dict[str, Case]]:
-    """Returns the schedules of 175B on 96 devices, by batch."""
-    base = {"cols": 8, "pp": 12}
-    kinds = {
-        "one stage a rank": base,
-        "two, whole tensors": {**base, "stages_per_rank": 2, "scatter_gather": False},
-        "two, scatter/gather": {**base, "stages_per_rank": 2},
-    }
-    return {
-        batch: {kind: Case(kind, GPT3, batch, 1, layout) for kind, layout in kinds.items()}
-        for batch in (12, 36, 60)
-    }
-
-
-def stages() -> dict[int, list[Case]]:
-    """Returns the pipelines with three layers of h=20480 a stage, by batch."""
-    return {
-        batch: [
-            Case(f"{pp}", (3 * pp, 20480, 128), batch, 1, {"cols": 8, "pp": pp})
-            for pp in (1, 2, 4, 8)
-        ]
-        for batch in (8, 128)
-    }
-
+from benchmarks.planner.held_out import weak_scaling
+from benchmarks.published.megatron_cases import (
+    PAPER,
+    Case,
+    Result,
+    run,
+    run_as_deepspeed,
+    scale,
+    schedules,
+    stages,
+    tensor_or_pipeline,
+)
 
 # --------------------------------------------------------------------------- the page
+
+
+def weak_lines() -> list[str]:
+    """Predicts the weak scaling of 2019 and returns its table."""
+    lines = ["| model | published | predicted | ratio |", "|---|---:|---:|---:|"]
+    for one in weak_scaling():
+        lines.append(f"| {one.name} | {one.published} | {one.predicted:.1f} | {one.ratio:.2f} |")
+    return lines
 
 
 def scale_lines(results: Sequence[Result]) -> list[str]:
@@ -174,10 +53,13 @@ def scale_lines(results: Sequence[Result]) -> list[str]:
             f"| {one.case.name} | {published:g} | {one.tflops:.0f} | {errors[-1]:+.0%} | "
             f"{one.found.bubble_s / step:.0%} | {one.found.exposed_communication_s / step:.0%} |"
         )
-    three_d = "tensor and pipeline parallelism"
-    kinds: dict[str, list[float]] = {three_d: [], "ZeRO-3": []}
+    kinds: dict[str, list[float]] = {}
     for one, off in zip(results, errors):
-        kinds["ZeRO-3" if "ZeRO-3" in one.case.name else three_d].append(abs(off))
+        name = one.case.name
+        kind = "tensor and pipeline parallelism"
+        if "ZeRO-3" in name:
+            kind = "ZeRO-3 as DeepSpeed ran it" if "simulated" in name else "gridformer's ZeRO-3"
+        kinds.setdefault(kind, []).append(abs(off))
     means = ", ".join(f"{sum(some) / len(some):.0%} of {kind}" for kind, some in kinds.items())
     return [*lines, "", f"Errors are those of the time of a step. Their means: {means}."]
 
@@ -259,6 +141,7 @@ def page(image: str) -> tuple[list[str], dict[int, list[Result]], dict[int, list
     """Predicts everything; returns the page's parts and the results of its figure."""
     about = describe_machine("benchmarks.published.megatron")
     large = [_told(case) for case in scale()]
+    large += [run_as_deepspeed(one.case) for one in large if "ZeRO-3" in one.case.name]
     sweep = {batch: [_told(case) for case in some] for batch, some in tensor_or_pipeline().items()}
     kinds = {
         batch: {kind: _told(case) for kind, case in some.items()}
@@ -275,6 +158,9 @@ def page(image: str) -> tuple[list[str], dict[int, list[Result]], dict[int, list
         "## Runs at scale",
         _SCALE,
         "\n".join(scale_lines(large)),
+        "## Weak scaling on V100: 1.2B to 8.3B",
+        _WEAK,
+        "\n".join(weak_lines()),
         "## Tensor or pipeline parallelism: 162.2B on 64 devices",
         _SWEEP,
         "\n".join(sweep_lines(sweep)),
@@ -301,9 +187,17 @@ where nothing else is said. TFLOP/s a device are the paper's equation 3, which c
 forward pass, divided by the time of a step."""
 _SCALE = """\
 Tables 1 and 2 of the paper. The number of stages a rank is not given; two are assumed for 175B
-and 1T, and one for 530B, whose 105 layers make 35 stages of three. ZeRO-3 is `dp_mode: fsdp`: the
-predicted runs are gridformer's, which gather the next layer while one computes. The published ones
-are DeepSpeed's of 2021, and the paper says that their messages decide; that is not reproduced."""
+and 1T, and one for 530B, whose 105 layers make 35 stages of three. ZeRO-3 is `dp_mode: fsdp`, with
+which gridformer gathers the next layer while one computes. The published runs are DeepSpeed's of
+2021, which gathered each parameter by itself and hid no message. The last rows simulate that on the
+record of gridformer's code (`benchmarks/planner/deepspeed.py`); [planner.md](planner.md) has the
+winners."""
+_WEAK = """\
+Shoeybi et al. 2019 (Megatron-LM), figure 5, on `dgx2h-v100`: the rate of a device relative to that
+of 1.2B on one device, with tensor parallelism alone and with 64 times as many devices, in %. Heads
+are 96 wide, s=1024, 8 sequences a replica in float16 with full recomputation. Of the published
+numbers 77 and 74 are those of the project's specification; the others are from memory of the
+figure, and not verified."""
 _SWEEP = """\
 TFLOP/s a device, for stages x tensor-parallel devices. The paper's Figure 13 has its peak at
 8 x 8, where tensor parallelism fills a node and pipelines connect nodes."""

@@ -9,8 +9,7 @@ cluster. `python -m benchmarks.published` measures Optimus against Megatron on a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -21,32 +20,24 @@ import typer
 from benchmarks.common.machine import command_line, describe_machine
 from benchmarks.common.page import write_page
 from benchmarks.planner.pricing import cluster_of, predicted, record
-from benchmarks.planner.rows import FRONTERA, TRACED_LAYERS, calibration_rows, gpt
-from gridformer.cluster import Cluster, load_cluster
+from benchmarks.planner.rows import FRONTERA, calibration_rows
+from benchmarks.published.costs import cost_lines, equation_lines
+from benchmarks.published.limits import largest_batches, limit_lines
+from benchmarks.published.scaling import (
+    EFFICIENCIES,
+    exponent,
+    flat,
+    gain,
+    iso_lines,
+    isoefficiency,
+    strong_lines,
+    strong_scaling,
+)
+from gridformer.cluster import load_cluster
 from gridformer.config import RunConfig
-from gridformer.parallel.validation import check
-from gridformer.plan.analytic import Estimate, estimate
 
 PAPER = "Xu, Li, Gong and You 2021 (Optimus)"
-SIDES = (2, 4, 6, 8)  # of the square grids of the paper's Table 2
-ISO_SIDES = (2, 4, 8, 16, 32)
-EFFICIENCIES = (0.8, 0.9)
-SEQ, WORDS = 512, 1152
-SEQUENCES = 1 / 32  # b / h in the isoefficiency, so that the work grows as h cubed
-
-# What lies on the grid, as fields of a layout, by the side q of the grid.
-KINDS: dict[str, Callable[[int], dict[str, object]]] = {
-    "megatron": lambda q: {"scheme": "megatron", "cols": q * q},
-    "optimus, the paper's broadcasts": lambda q: {
-        "scheme": "optimus",
-        "rows": q,
-        "cols": q,
-        "schedule": "broadcast",
-        "stationary": "output",
-    },
-    "optimus": lambda q: {"scheme": "optimus", "rows": q, "cols": q},
-}
-EXPONENTS = {"megatron": "3", "optimus, the paper's broadcasts": "1.5, times log p cubed"}
+INFERENCE = 1.78  # the published speed of Optimus relative to Megatron on 64 devices
 
 
 # --------------------------------------------------------------------------- weak scaling
@@ -54,13 +45,23 @@ EXPONENTS = {"megatron": "3", "optimus, the paper's broadcasts": "1.5, times log
 
 @dataclass(frozen=True)
 class Point:
-    """A row of Table 2: the work of a sequence per device, and the seconds that it takes."""
+    """A row of Table 2.
+
+    Attributes:
+        scheme: The scheme.
+        devices: The number of devices.
+        flops: Operations of one sequence, forward and backward with recomputation.
+        published_s: Its seconds.
+        predicted_s: Its predicted seconds.
+        forward_s: Those of its forward pass alone, as in inference.
+    """
 
     scheme: str
     devices: int
     flops: float
     published_s: float
     predicted_s: float
+    forward_s: float
 
 
 def flops_of(run: RunConfig, layers: int) -> float:
@@ -74,11 +75,12 @@ def weak_scaling() -> list[Point]:
     found = []
     for row in calibration_rows(FRONTERA):
         scheme, devices = row.name.split(" / ")
-        seconds = predicted(record(row), cluster_of(row))
-        typer.echo(f"{row.name}: {seconds:.3f} s a sequence", err=True)
-        found.append(
-            Point(scheme, int(devices), flops_of(row.run, row.layers), row.published, seconds)
+        both, forward = (
+            predicted(record(row, training), cluster_of(row)) for training in (True, False)
         )
+        typer.echo(f"{row.name}: {both:.3f} s a sequence, {forward:.3f} s forward", err=True)
+        flops = flops_of(row.run, row.layers)
+        found.append(Point(scheme, int(devices), flops, row.published, both, forward))
     return found
 
 
@@ -123,116 +125,19 @@ def weak_lines(points: Sequence[Point]) -> list[str]:
     return [*lines, f"| f of Gustafson's law | {' | '.join(shares)} | | |"]
 
 
-# --------------------------------------------------------------------------- strong scaling
-
-
-def strong_scaling() -> dict[str, dict[int, float]]:
-    """Returns the estimated speed on p devices relative to four, for one model and batch."""
-    found: dict[str, dict[int, float]] = {}
-    cluster = load_cluster(FRONTERA)
-    for kind in KINDS:
-        times = {q * q: _estimate(kind, q, 4096, 64, 256, cluster).step_s for q in ISO_SIDES[:-1]}
-        found[kind] = {p: times[4] / seconds for p, seconds in times.items()}
-    return found
-
-
-def amdahl(speeds: dict[int, float]) -> float:
-    """Fits the part of the time on four devices that more of them do not shorten."""
-    n = np.array([p / 4 for p in speeds])
-    inverse = 1 / np.array([*speeds.values()])  # f + (1 - f) / n
-    return float(((inverse - 1 / n) @ (1 - 1 / n)) / ((1 - 1 / n) @ (1 - 1 / n)))
-
-
-def strong_lines(found: dict[str, dict[int, float]]) -> list[str]:
-    devices = [*next(iter(found.values()))]
+def inference_lines(points: Sequence[Point]) -> list[str]:
     lines = [
-        "| | " + " | ".join(f"{p} devices" for p in devices) + " | f of Amdahl's law |",
-        "|---|" + "---:|" * (len(devices) + 1),
+        "| devices | megatron, sequences/s | optimus, sequences/s | optimus against megatron | "
+        "published |",
+        "|---:|---:|---:|---:|---:|",
     ]
-    for kind, speeds in found.items():
-        cells = " | ".join(f"{speed:.2f}" for speed in speeds.values())
-        lines.append(f"| {kind} | {cells} | {min(1.0, amdahl(speeds)):.0%} |")
-    return lines
-
-
-# --------------------------------------------------------------------------- isoefficiency
-
-
-def flat(cluster: Cluster) -> Cluster:
-    """Returns a cluster whose devices have a link each, all with the rate of a node's link."""
-    outer = cluster.levels[-1].model_copy(update={"shared_by": 1, "size": 1 << 20})
-    fitted = {name: one for name, one in cluster.fitted.items() if name != "slowdown_per_node"}
-    inner = cluster.levels[0].model_copy(update={"size": 1})
-    return cluster.model_copy(update={"levels": (inner, outer), "fitted": fitted})
-
-
-def _estimate(kind: str, q: int, h: int, batch: int, heads: int, cluster: Cluster) -> Estimate:
-    layout = {**KINDS[kind](q), "devices_per_node": 4 if cluster.node_size > 1 else 0}
-    train = {"global_batch": batch, "clip_norm": 0}
-    # Runs have a limit of width, which the isoefficiency of Megatron exceeds.
-    run = gpt((TRACED_LAYERS, heads, heads, SEQ, WORDS), layout, train)
-    sizes = {"hidden_size": h, "ffn_size": 4 * h}
-    run = run.model_copy(update={"model": run.model.model_copy(update=sizes)})
-    check(run)
-    return estimate(run, cluster)
-
-
-def efficiency(kind: str, q: int, h: int, cluster: Cluster) -> float:
-    """Returns the estimated share of a step in which devices compute and wait for no message."""
-    heads = max(q * q, 32)
-    found = _estimate(kind, q, h, max(q, round(h * SEQUENCES / q) * q), heads, cluster)
-    return found.load.compute_s / found.load.device_s
-
-
-def width_for(kind: str, q: int, target: float, cluster: Cluster) -> float:
-    """Finds the hidden size with which q x q devices reach an efficiency, by bisection.
-
-    Widths are multiples of the number of heads, from 1,024 on; between the last two it
-    interpolates.
-    """
-    unit = max(q * q, 32)
-    low = high = max(1, 1024 // unit)
-    if efficiency(kind, q, low * unit, cluster) >= target:
-        return math.nan
-    while efficiency(kind, q, high * unit, cluster) < target:
-        low, high = high, 2 * high
-        if high * unit > 1 << 24:
-            return math.nan
-    while high - low > 1:
-        middle = (low + high) // 2
-        reached = efficiency(kind, q, middle * unit, cluster) >= target
-        low, high = (low, middle) if reached else (middle, high)
-    below, above = (efficiency(kind, q, n * unit, cluster) for n in (low, high))
-    share = (target - below) / (above - below) if above > below else 1.0
-    return unit * (low + min(1.0, max(0.0, share)) * (high - low))
-
-
-def isoefficiency(target: float, cluster: Cluster) -> dict[str, dict[int, float]]:
-    """Returns the hidden sizes with which p devices reach an efficiency."""
-    found: dict[str, dict[int, float]] = {}
-    for kind in KINDS:
-        found[kind] = {q * q: width_for(kind, q, target, cluster) for q in ISO_SIDES}
-    return found
-
-
-def exponent(widths: dict[int, float]) -> float:
-    """Returns x of work ~ p**x, where the work grows with the cube of the width."""
-    pairs = [(math.log(p), 3 * math.log(w)) for p, w in widths.items() if not math.isnan(w)]
-    x, y = np.array(pairs).T
-    return float(np.polyfit(x, y, 1)[0])
-
-
-def iso_lines(found: dict[str, dict[int, float]]) -> list[str]:
-    devices = [*next(iter(found.values()))]
-    lines = [
-        "| h with which it is reached | "
-        + " | ".join(f"p = {p:,}" for p in devices)
-        + " | exponent of the work | the paper's |",
-        "|---|" + "---:|" * (len(devices) + 1) + "---|",
-    ]
-    for kind, widths in found.items():
-        cells = " | ".join("< 1,024" if math.isnan(w) else f"{w:,.0f}" for w in widths.values())
-        lines.append(f"| {kind} | {cells} | {exponent(widths):.2f} | {EXPONENTS.get(kind, '-')} |")
+    sides = {s: [p for p in points if p.scheme == s] for s in ("megatron", "optimus")}
+    for theirs, mine in zip(sides["megatron"], sides["optimus"]):
+        said = f"{INFERENCE}" if mine.devices == 64 else ""
+        lines.append(
+            f"| {mine.devices} | {1 / theirs.forward_s:.2f} | {1 / mine.forward_s:.2f} | "
+            f"{theirs.forward_s / mine.forward_s:.2f} | {said} |"
+        )
     return lines
 
 
@@ -298,6 +203,18 @@ def main(
             if plot_to
             else []
         ),
+        "## Inference",
+        _INFERENCE,
+        "\n".join(inference_lines(points)),
+        "## The largest batch",
+        _LIMITS,
+        "\n".join(limit_lines(largest_batches())),
+        "## What a layer costs: both halves of Table 1",
+        _COSTS,
+        "\n".join(cost_lines()),
+        "## Time of messages and efficiency: equations 4 and 5",
+        _EQUATIONS,
+        "\n".join(equation_lines(network)),
         "## Strong scaling",
         _STRONG,
         "\n".join(strong_lines(strong_scaling())),
@@ -305,7 +222,12 @@ def main(
         _ISO,
     ]
     for target, found in iso.items():
-        parts += [f"Efficiency {target:.0%}:", "\n".join(iso_lines(found))]
+        least, most = gain(found)
+        parts += [
+            f"Efficiency {target:.0%}. Our default reaches it with a hidden size that is "
+            f"1/{least:.0f} to 1/{most:.0f} of what the paper's broadcasts need:",
+            "\n".join(iso_lines(found)),
+        ]
     if plot_to is not None:
         plot(points, iso[EFFICIENCIES[0]], plot_to)
     write_page(parts, out)
@@ -316,10 +238,48 @@ Table 2 of the paper: float32, full recomputation, 24 layers, s=512. Rates are o
 and second relative to four devices. The cluster's numbers are fitted to these rows
 (docs/results/planner.md), so the columns show what a model with four numbers can follow, not a
 test of it. The last row fits the part of the time that does not scale by Gustafson's law."""
+_INFERENCE = f"""\
+The rows of Table 2 with forward passes alone, predicted on p = 4, 16, 36 and 64. Of the published
+inference, only the ratio on 64 devices is at hand, {INFERENCE} (the paper's abstract). Nothing is
+fitted to it."""
+_LIMITS = """\
+How many sequences fit, by `gridformer memory`'s estimate of the fullest rank: the 24 layers alone
+(a vocabulary of 64), float32, full recomputation, and what a device of Frontera can hold by the
+cluster file. Attention keeps its scores, as then. The moments of AdamW are included, which the
+paper's benchmark may not have had. The paper says that Optimus ran b = 480 on 64 devices, eight
+times what Megatron could; of other numbers of devices it shows a figure whose numbers are not at
+hand. By the estimate both schemes hold more than the paper says, Megatron by a larger factor, so
+their ratio is smaller. `benchmarks.memory --processes 36` has the same with embedding, head and
+loss."""
+_COSTS = """\
+Table 1 of the paper has the operations and the elements of a layer. Here both stand beside what one
+rank of gridformer's code does, in the record of a step with and without recomputation: b=8, s=512,
+h=1,024. Operations count a multiplication and an addition as two. Formulas: forward
+2 (12 bsh² + 2 bs²h) / p operations, backward twice as many, recomputation as many as forward;
+elements of Megatron 4 (p - 1)/p bsh in each of the three; of the paper's Optimus
+f (7 bsh + 12 h²), backward twice that, recomputation as many as forward, where f is (q - 1)/q² for
+pipelined rings, which are counted, and log2(q)/q for the trees of the paper; of our default 4 bsh
+in the place of 7 bsh.
+
+The code recomputes less than the formulas say: it skips the last product of a layer, whose result
+no gradient needs, and Megatron its all-reduce. Where the output of a product travels, our default
+gathers its gradient once for both products that need it. All else is met exactly.
+
+A slip in the paper: the products of its Table 1 sum to 48 bsh² of work (12 forward, 12 of
+recomputation, 24 backward, in multiplications), where Table 2's caption counts 28. The code's
+operations are those of Table 1, less the 4 bsh² of the skipped product."""
+_EQUATIONS = """\
+The time of a layer's messages T, forward and backward with recomputation, and the efficiency
+E = 1 / (1 + p T / W) that follows, where W is the time of its operations on one device; from these
+the paper derives the isoefficiency. The text of its equations 4 and 5 was not at hand: the formulas
+are those of Table 1 with the specification's E, and with no latency, as there. Rates are those of
+the flat network below; h=8,192, b=384, s=512."""
 _STRONG = """\
-By estimate; no published numbers of strong scaling are at hand. One model (two layers of h=4,096
-with 256 heads) and a batch of 64 on more and more devices: speed relative to four devices, and the
-part of the time on four devices that more devices do not shorten, by Amdahl's law."""
+By estimate; the paper's numbers of strong scaling (its Table 3) are not at hand. One model (two
+layers of h=4,096 with 256 heads) and a batch of 64 on more and more devices: speed relative to four
+devices, and a fit of Amdahl's law, by which a part f of the time on four devices does not shorten
+with more of them. A fit above 100% says that the law does not hold: it knows no devices that make a
+run slower, and with more devices Megatron's messages do."""
 _ISO = """\
 By estimate: the hidden size with which p devices reach an efficiency, the share of a step in which
 a device computes. As in the paper the batch grows with it (b = h / 32, s=512), so the work grows
@@ -327,8 +287,8 @@ with its cube. The network is flat, as in the paper's derivation: each device ha
 with the rate of a node's link on Frontera. The paper derives W ~ p^3 for Megatron and
 W ~ (sqrt(p) log p)^3 for Optimus. Its log p comes from broadcasts along trees; those of a pipelined
 ring, which are modeled here, take no log p, so its exponent here is 1.5. The row "optimus" is our
-default, in which each product keeps an operand in place: about the same exponent, with a hidden
-size a tenth as large."""
+default, in which each product keeps an operand in place: about the same exponent, with a much
+smaller hidden size."""
 
 
 if __name__ == "__main__":

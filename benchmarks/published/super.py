@@ -1,6 +1,7 @@
 """The experiments of SUPER (Jain et al. 2021) on Lassen: published, and what `predict` says.
 
-    python -m benchmarks.published.super --out docs/results/published-super.md
+    python -m benchmarks.published.super --out docs/results/published-super.md \
+        --plot docs/results/published-super.png
 
 SUPER launched the kernels of every attention head by themselves. gridformer computes all heads in
 one product. Both are predicted: for the former, each kernel of attention is replaced in the record
@@ -18,9 +19,11 @@ import typer
 
 from benchmarks.common.machine import command_line, describe_machine
 from benchmarks.common.page import write_page
+from benchmarks.published.super_figure import plot
 from gridformer.cluster import Cluster, Figure, Level, load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.parallel.validation import check
+from gridformer.plan.predict import predict
 from gridformer.plan.price import price
 from gridformer.plan.recorded import Recorded, record
 from gridformer.trace.events import Event, Kernel, Trace
@@ -31,6 +34,8 @@ PUBLISHED = {"t5-large-mod": 2.22, "transformer-base": 1.8}  # 4-way D&SP agains
 MODELS = ("transformer-base", "gpt2-124m", "t5-large-mod")
 RACK = 2  # nodes in a rack of the cluster with racks
 SLOWER = 4  # how much less a link between racks carries
+MISFIT = "*"  # marks in tables what does not fit into the memory of a device
+HEADS = {False: "one product", True: "one by one"}  # how they are computed, by `per_head`
 
 
 # --------------------------------------------------------------------------- runs
@@ -108,12 +113,27 @@ def _share(kernel: Kernel, heads: int) -> Kernel:
 
 @dataclass(frozen=True)
 class Speeds:
-    """How many times faster layouts are than data parallelism on as many devices."""
+    """How many times faster layouts are than data parallelism on as many devices.
+
+    Attributes:
+        model: The model.
+        names: The layouts, data parallelism first.
+        batched: Their speeds with heads in one product.
+        per_head: Their speeds with heads one by one.
+        peaks: GiB of the fullest device.
+        fits: Whether it can hold them.
+    """
 
     model: str
     names: list[str]
     batched: list[float]
     per_head: list[float]
+    peaks: list[float]
+    fits: list[bool]
+
+    def mark(self, name: str) -> str:
+        """Returns what tells in tables that a layout does not fit."""
+        return "" if self.fits[self.names.index(name)] else MISFIT
 
 
 def ways(n: int) -> dict[str, dict[str, Any]]:
@@ -135,13 +155,18 @@ def speeds(model: str, n: int) -> Speeds:
     cluster, both = load_cluster(LASSEN), []
     heads = run_of(model, replicas(n), n).model.n_heads
     layouts = {k: v for k, v in ways(n).items() if heads % v.get("branches", 1) == 0}
+    peaks, fits = [], []
+    for layout in layouts.values():
+        found = predict(run_of(model, layout, n), cluster)
+        peaks.append(found.peak_gib or 0.0)
+        fits.append(bool(found.fits))
     for per_head in (False, True):
         times = []
         for layout in layouts.values():
             times.append(seconds(run_of(model, layout, n), cluster, per_head))
             typer.echo(f"{model} {n} {layout} {times[-1]:.4f} s", err=True)
         both.append([times[0] / one for one in times])
-    return Speeds(model, [*layouts], *both)
+    return Speeds(model, [*layouts], both[0], both[1], peaks, fits)
 
 
 def with_racks() -> Cluster:
@@ -172,16 +197,20 @@ def orders() -> list[tuple[str, float, float]]:
     return found
 
 
-def strong() -> list[tuple[int, float, float]]:
-    """Returns devices and seconds of data parallelism and of 4-way D&SP with a batch of 128."""
+def strong() -> list[tuple[int, bool, float, float]]:
+    """Returns devices, whether heads are one by one, and seconds with a batch of 128.
+
+    The seconds are those of data parallelism and of 4-way D&SP.
+    """
     cluster, found = load_cluster(LASSEN), []
     for n in (4, 8, 16, 32):
-        times = [
-            seconds(run_of("transformer-base", layout, 128), cluster)
-            for layout in (replicas(n), sub_graphs(4, n // 4))
-        ]
-        typer.echo(f"strong {n} {times}", err=True)
-        found.append((n, times[0], times[1]))
+        for per_head in HEADS:
+            times = [
+                seconds(run_of("transformer-base", layout, 128), cluster, per_head)
+                for layout in (replicas(n), sub_graphs(4, n // 4))
+            ]
+            typer.echo(f"strong {n} {HEADS[per_head]} {times}", err=True)
+            found.append((n, per_head, times[0], times[1]))
     return found
 
 
@@ -200,10 +229,24 @@ def speed_lines(found: Sequence[Speeds], published: bool) -> list[str]:
     for one in found:
         for kind, values in (("one product", one.batched), ("one by one", one.per_head)):
             of = dict(zip(one.names, values))
-            cells = " | ".join(f"{of[name]:.2f}" if name in of else "-" for name in names)
-            known = one.model in PUBLISHED and kind == "one by one"
+            cells = " | ".join(
+                f"{of[name]:.2f}{one.mark(name)}" if name in of else "-" for name in names
+            )
+            known = one.model in PUBLISHED
             said = f" {PUBLISHED[one.model] if known else ''} |" * published
-            lines.append(f"| {one.model} | {kind} | {cells} |{said}")
+            model = one.model + one.mark(one.names[0])
+            lines.append(f"| {model} | {kind} | {cells} |{said}")
+    return lines
+
+
+def memory_lines(found: Sequence[Speeds]) -> list[str]:
+    """Returns a table of the GiB of the fullest device."""
+    names = max((one.names for one in found), key=len)
+    lines = ["| model | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    for one in found:
+        of = dict(zip(one.names, one.peaks))
+        cells = " | ".join(f"{of[n]:.1f}{one.mark(n)}" if n in of else "-" for n in names)
+        lines.append(f"| {one.model} | {cells} |")
     return lines
 
 
@@ -217,10 +260,15 @@ def order_lines(found: Sequence[tuple[str, float, float]]) -> list[str]:
     return lines
 
 
-def strong_lines(found: Sequence[tuple[int, float, float]]) -> list[str]:
-    lines = ["| devices | data parallel, s | 4-way D&SP, s | faster by |", "|---:|---:|---:|---:|"]
-    for n, plain, branched in found:
-        lines.append(f"| {n} | {plain:.4g} | {branched:.4g} | {plain / branched:.2f} |")
+def strong_lines(found: Sequence[tuple[int, bool, float, float]]) -> list[str]:
+    lines = [
+        "| devices | heads | data parallel, s | 4-way D&SP, s | faster by |",
+        "|---:|---|---:|---:|---:|",
+    ]
+    for n, per_head, plain, branched in found:
+        lines.append(
+            f"| {n} | {HEADS[per_head]} | {plain:.4g} | {branched:.4g} | {plain / branched:.2f} |"
+        )
     return lines
 
 
@@ -228,11 +276,17 @@ def main(
     out: Annotated[
         Path | None, typer.Option(help="The Markdown file to write; else it is printed.")
     ] = None,
+    plot_to: Annotated[
+        Path | None, typer.Option("--plot", help="The figure to write, beside the page.")
+    ] = None,
 ) -> None:
     """Predict the experiments and compare them with what was published."""
     about = describe_machine("benchmarks.published.super")
     four = [speeds(model, 4) for model in MODELS]
     eight = [speeds(model, 8) for model in MODELS]
+    several = strong()
+    if plot_to is not None:
+        plot(four, several, HEADS, PUBLISHED, plot_to)
     parts = [
         "# SUPER on Lassen: published and predicted",
         f"{about['date']}, commit {about['commit'] or 'unknown'}: "
@@ -243,15 +297,20 @@ def main(
         _SPEEDS,
         "On one node of four devices:",
         "\n".join(speed_lines(four, published=True)),
+        *([f"![Speeds, published and predicted]({plot_to.name})"] if plot_to else []),
         "On two nodes:",
         "\n".join(speed_lines(eight, published=False)),
         _SHOWN,
+        f"GiB of the fullest of four devices, of {load_cluster(LASSEN).limit_gib:.1f} that one can "
+        "hold, by estimate:",
+        "\n".join(memory_lines(four)),
         "## The order of ranks",
         _ORDERS,
         "\n".join(order_lines(orders())),
         "## A batch of 128 on more devices",
         _STRONG,
-        "\n".join(strong_lines(strong())),
+        "\n".join(strong_lines(several)),
+        _LOSS,
     ]
     write_page(parts, out)
 
@@ -260,20 +319,26 @@ _SPEEDS = """\
 How many times faster a step is than with data parallelism. "One product": as gridformer computes
 attention, all heads of a device together. "One by one": every kernel of attention is launched once
 for each head of the device, as SUPER's code did; the record of gridformer's code is changed so
-(simulated). A process has all heads under data parallelism and 1/g of them under g-way D&SP."""
+(simulated), so these rows are the ones to compare with the published numbers. A process has all
+heads under data parallelism and 1/g of them under g-way D&SP. A * marks what does not fit into the
+16 GB of a device by estimate, after a model's name for data parallelism: such a speed could not be
+measured there."""
 _SHOWN = """\
-With heads one by one, sub-graphs are predicted to be faster than data parallelism as published, for
-the Transformer by as much, for T5 by more: the cluster file has the launch time of PyTorch on
-another machine, and SUPER's code launched from C++. With heads in one product this effect is gone,
-under data parallelism most of all, and D&SP of few devices saves memory rather than time. So the
-published speed-ups are those of an implementation that is bound by launches; gridformer's data
-parallelism is not."""
+With heads one by one, sub-graphs are predicted to be faster than data parallelism, as published:
+for the Transformer by about as much, for T5-Large-Mod by far more. The cluster file has the launch
+time of PyTorch on another machine, and SUPER's code launched from C++. With heads in one product
+this effect is gone, under data parallelism most of all, and D&SP of few devices saves memory rather
+than time. So the published speed-ups are those of an implementation that is bound by launches;
+gridformer's data parallelism is not."""
 _ORDERS = f"""\
 T5-Large-Mod, one sequence a device. Contiguous ranks put the members of a segmented collective far
 apart, topology-aware ranks put them into one node as far as it goes. With racks, a link between
 racks of {RACK} nodes carries 1/{SLOWER} of one within (assumed), and nodes are ordered, too."""
 _STRONG = """\
-The original Transformer, heads in one product."""
+The original Transformer. See above for how heads are computed."""
+_LOSS = """\
+[Loss against wall clock](published-super-loss.md) with this batch on four devices has a page of its
+own."""
 
 
 if __name__ == "__main__":

@@ -27,12 +27,15 @@ def limit(batch: int, measured: int | None = None) -> dict[str, Any]:
 
 
 def test_schemes_fill_the_processes_and_what_does_not_divide_is_left_out() -> None:
+    assert all({*one.widths} == {1, 4, 9, 16, 36, 64} for one in SCALINGS.values())
     for processes in SCALINGS["paper"].widths:
         assert {layout.n_processes for layout in schemes(processes).values()} == {processes}
         for name in SCALINGS:
             left_out = [t for t in schemes(processes) if not memory._divides(name, processes, t)]
-            cut_s = ["megatron, sequence parallel", "megatron 2-D", HYBRID.replace("1xc", "1x3")]
-            assert left_out == (cut_s if processes == 9 else []), "3 and 9 do not divide s"
+            cut_s = ["megatron, sequence parallel", "megatron 2-D"]
+            odd = {9: (3,), 36: (3, 6, 9, 12, 18)}  # columns that do not divide s
+            hybrids = [HYBRID.replace("1xc", f"1x{c}") for c in odd.get(processes, ())]
+            assert left_out == (cut_s + hybrids if processes in odd else [])
 
 
 def test_at_9_processes_512_tokens_divide_over_neither_3_nor_9_columns() -> None:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from benchmarks.predicted.machine import demo_runs
 from benchmarks.predicted.report import Row, error_lines, mean_error
-from benchmarks.published import megatron, namespaces, optimus
+from benchmarks.published import megatron_cases as megatron
+from benchmarks.published import namespaces, optimus, scaling
 from benchmarks.published import super as super_
 from benchmarks.published.cases import PLAN, Machine
 from benchmarks.published.emulate import groups_of, patterns, sharers_of
@@ -81,21 +82,21 @@ def test_kernels_of_attention_are_shared_by_heads() -> None:
 @pytest.mark.full
 def test_isoefficiency_has_the_exponents_of_the_paper() -> None:
     """Megatron needs work that grows with about the cube of the devices, a grid with p**1.5."""
-    found = optimus.isoefficiency(0.8, optimus.flat(load_cluster("frontera-rtx5000")))
-    exponents = {kind: optimus.exponent(widths) for kind, widths in found.items()}
+    found = scaling.isoefficiency(0.8, scaling.flat(load_cluster("frontera-rtx5000")))
+    exponents = {kind: scaling.exponent(widths) for kind, widths in found.items()}
     assert 2.8 < exponents["megatron"] < 3.4
     assert 1.4 < exponents["optimus"] < 1.7
     assert 1.4 < exponents["optimus, the paper's broadcasts"] < 1.7
 
 
 def test_laws_of_scaling_are_fitted() -> None:
-    assert optimus.amdahl({4: 1.0, 16: 1 / (0.1 + 0.9 / 4)}) == pytest.approx(0.1)
+    assert scaling.amdahl({4: 1.0, 16: 1 / (0.1 + 0.9 / 4)}) == pytest.approx(0.1)
     assert optimus.gustafson({4: 1.0, 16: (4 - 0.2 * 3) / 4}) == pytest.approx(0.2)
-    assert optimus.exponent({4: 2.0, 16: 8.0}) == pytest.approx(3.0)
+    assert scaling.exponent({4: 2.0, 16: 8.0}) == pytest.approx(3.0)
 
 
 def test_efficiencies_of_the_widest_models_of_the_isoefficiency_are_found() -> None:
     """Megatron reaches 90% on 1,024 devices with a hidden size that no run file may have."""
-    cluster = optimus.flat(load_cluster("frontera-rtx5000"))
-    narrow, wide = (optimus.efficiency("megatron", 32, h, cluster) for h in (1 << 20, 1 << 23))
+    cluster = scaling.flat(load_cluster("frontera-rtx5000"))
+    narrow, wide = (scaling.efficiency("megatron", 32, h, cluster) for h in (1 << 20, 1 << 23))
     assert 0.3 < narrow < 0.9 < wide < 1.0
