@@ -1,8 +1,9 @@
-"""The emulated machines, and the models and layouts that run on them."""
+"""An emulated machine, and a model on a layout that runs on it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 from gridformer.config import RunConfig
@@ -11,18 +12,39 @@ from gridformer.parallel.validation import check
 
 @dataclass(frozen=True)
 class Machine:
-    """Some nodes with as many processes each, on links of `mbit` megabits a second."""
+    """Some nodes with as many processes each, on links of `mbit` megabits a second.
+
+    Attributes:
+        nodes: The number of nodes. One node has no link.
+        each: Processes in a node.
+        mbit: Megabits a second of the link of a node; 0 for one node, which needs none.
+        racks: So many racks hold equally many nodes each.
+        trunk_mbit: Megabits a second of the link between a rack and the others.
+    """
 
     nodes: int
     each: int
     mbit: float
+    racks: int = 1
+    trunk_mbit: float = 0.0
 
     @property
     def n(self) -> int:
         return self.nodes * self.each
 
+    @property
+    def file_name(self) -> str:
+        """A name for what is measured there."""
+        name = f"{self.nodes}x{self.each}-{self.mbit:g}"
+        return f"{name}-racks{self.racks}-{self.trunk_mbit:g}" if self.racks > 1 else name
+
     def __str__(self) -> str:
-        return f"{self.n} processes on {self.nodes} nodes, {self.mbit:g} Mbit/s"
+        if self.nodes == 1:
+            return f"{self.n} processes on one node"
+        name = f"{self.n} processes on {self.nodes} nodes, {self.mbit:g} Mbit/s"
+        if self.racks > 1:
+            name += f", {self.racks} racks, {self.trunk_mbit:g} Mbit/s between them"
+        return name
 
 
 @dataclass(frozen=True)
@@ -36,6 +58,9 @@ class Layout:
         recompute: `train.recompute`.
         batch: The global batch.
         forward_too: Whether forward passes alone are measured, too.
+        nodes_known: Whether the layout knows which ranks share a node, so that blocks of a grid are
+            placed on nodes.
+        racks_known: The same for nodes in racks.
     """
 
     title: str
@@ -44,14 +69,23 @@ class Layout:
     recompute: str = "none"
     batch: int = 16
     forward_too: bool = False
+    nodes_known: bool = True
+    racks_known: bool = True
 
     def __str__(self) -> str:
         return f"{self.model}: {self.title}"
 
+    def key(self, machine: Machine) -> str:
+        """Returns a name that is another one if something about the run differs."""
+        run = self.run(machine).model_dump_json()
+        return f"{self} {sha256(run.encode()).hexdigest()[:12]}"
+
     def run(self, machine: Machine) -> RunConfig:
         layout = dict(self.layout)
-        if layout.get("rows", 1) * layout.get("cols", 1) > 1:
+        if layout.get("rows", 1) * layout.get("cols", 1) > 1 and self.nodes_known:
             layout["devices_per_node"] = machine.each
+            if machine.racks > 1 and self.racks_known:
+                layout["nodes_per_rack"] = machine.nodes // machine.racks
         run = RunConfig.model_validate(
             {
                 "model": MODELS[self.model],
@@ -78,61 +112,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "Transformer": {"family": "transformer", "n_layers": 2, **_TINY},
     # Large enough that messages take most of the time, as in the paper.
     "stem": {"family": "gpt2", "n_layers": 2, **_TINY, "hidden_size": 256},
-}
-
-_GRID = {"scheme": "optimus", "rows": 4, "cols": 4}
-_PAPER = {"schedule": "broadcast", "stationary": "output", "keep_gathered": "none"}
-
-
-def _megatron(cols: int, **more: Any) -> dict[str, Any]:
-    return {"scheme": "megatron", "cols": cols, **more}
-
-
-def _optimus(rows: int, cols: int, **more: Any) -> dict[str, Any]:
-    return {"scheme": "optimus", "rows": rows, "cols": cols, **more}
-
-
-PLAN: dict[Machine, tuple[Layout, ...]] = {
-    Machine(4, 4, 100): (
-        Layout("megatron 1x16, recomputed", "stem", _megatron(16), "full", 32, True),
-        Layout("optimus 4x4 as in the paper, recomputed", "stem", {**_GRID, **_PAPER}, "full", 32,
-               True),
-        Layout("optimus 4x4, recomputed", "stem", _GRID, "full", 32, True),
-        Layout("megatron 1x16", "GPT-2", _megatron(16)),
-        Layout("megatron 1x16, sequence parallel", "GPT-2", _megatron(16, sequence_parallel=True)),
-        Layout("optimus 4x4", "GPT-2", _GRID),
-        Layout("megatron_2d 4x4", "GPT-2", {**_GRID, "scheme": "megatron_2d"}),
-        Layout("megatron 1x4, dp 4", "GPT-2", _megatron(4, dp=4)),
-        Layout("optimus 2x2, dp 4", "GPT-2", _optimus(2, 2, dp=4)),
-        Layout("megatron 1x4, pp 4", "GPT-2", _megatron(4, pp=4, micro_batches=4)),
-        Layout("megatron 1x8, dp 2", "GPT-2", _megatron(8, dp=2)),
-        Layout("dp 16", "GPT-2", {"dp": 16}),
-        Layout("fsdp 16", "GPT-2", {"dp": 16, "dp_mode": "fsdp"}),
-    ),
-    Machine(4, 2, 100): (
-        Layout("megatron 1x8", "T5", _megatron(8)),
-        Layout("megatron 1x2, dp 4", "T5", _megatron(2, dp=4)),
-        Layout("optimus 2x2, dp 2", "T5", _optimus(2, 2, dp=2)),
-        Layout("subgraph, 2 branches, dp 4", "T5",
-               {"scheme": "subgraph", "branches": 2, "dp": 4}),
-        Layout("dp 8", "T5", {"dp": 8}),
-        Layout("megatron 1x8", "GPT-2", _megatron(8)),
-        Layout("optimus 2x4", "GPT-2", _optimus(2, 4)),
-        Layout("megatron 1x2, pp 4", "GPT-2", _megatron(2, pp=4, micro_batches=4)),
-    ),
-    Machine(2, 2, 50): (
-        Layout("megatron 1x4", "Transformer", _megatron(4)),
-        Layout("megatron 1x2, dp 2", "Transformer", _megatron(2, dp=2)),
-        Layout("optimus 2x2", "Transformer", _optimus(2, 2)),
-        Layout("subgraph, 4 branches", "Transformer", {"scheme": "subgraph", "branches": 4}),
-        Layout("subgraph, 2 branches, dp 2", "Transformer",
-               {"scheme": "subgraph", "branches": 2, "dp": 2}),
-        Layout("dp 4", "Transformer", {"dp": 4}),
-    ),
-}  # fmt: skip
-QUICK: dict[Machine, tuple[Layout, ...]] = {
-    Machine(2, 1, 200): (
-        Layout("megatron 1x2", "GPT-2", _megatron(2), forward_too=True),
-        Layout("dp 2", "GPT-2", {"dp": 2}),
-    )
+    # With a layer for each of eight stages.
+    "deep": {"family": "gpt2", "n_layers": 8, **_TINY},
 }

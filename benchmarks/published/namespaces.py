@@ -3,6 +3,9 @@
     with network(4, mbit=100) as nodes:
         ...                    # in a process of a node: enter(nodes[2])
 
+With racks, the nodes of each rack have a switch of their own, and a rate-limited trunk connects it
+with a switch that joins the racks.
+
 It needs root and the commands `ip` and `tc` of iproute2. Nothing of the machine's own network is
 touched: the switch, too, is a bridge inside a namespace. All namespaces are removed at the end,
 also when the command is interrupted, and those that a killed command left are removed by the next.
@@ -40,12 +43,16 @@ def problems() -> list[str]:
 
 
 @contextmanager
-def network(n_nodes: int, mbit: float) -> Iterator[list[str]]:
+def network(
+    n_nodes: int, mbit: float, racks: int = 1, trunk_mbit: float = 0.0
+) -> Iterator[list[str]]:
     """Creates nodes that are connected by a switch, and removes them at the end.
 
     Args:
         n_nodes: The number of nodes.
-        mbit: Megabits a second of each node's link, in each direction.
+        mbit: Megabits a second of each node's link, in each direction; 0 for no limit.
+        racks: Nodes next to each other are in one of so many racks, equally many in each.
+        trunk_mbit: Megabits a second of the trunk of each rack, in each direction.
 
     Yields:
         The name of each node's namespace.
@@ -61,26 +68,46 @@ def network(n_nodes: int, mbit: float) -> Iterator[list[str]]:
     before = signal.signal(signal.SIGTERM, _exit)
     try:
         _run("ip", "netns", "add", switch)
-        _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "br0", "up")
+        _add_bridges(switch, racks, trunk_mbit)
         for i, node in enumerate(nodes):
             port = f"port{i}"
             _run("ip", "netns", "add", node)
             _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name",
                  INTERFACE, "netns", node)  # fmt: skip
-            _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
+            bridge = f"br{i * racks // n_nodes}"
+            _run("ip", "-n", switch, "link", "set", port, "master", bridge, "up")
             _run("ip", "-n", node, "addr", "add", f"10.77.0.{i + 1}/24", "dev", INTERFACE)
             _run("ip", "-n", node, "link", "set", INTERFACE, "up")
             _run("ip", "-n", node, "link", "set", "lo", "up")
-            for where, interface in ((switch, port), (node, INTERFACE)):
-                _run("tc", "-n", where, "qdisc", "add", "dev", interface, "root", "tbf", "rate",
-                     f"{mbit:g}mbit", "burst", "64kb", "latency", "400ms")  # fmt: skip
+            if mbit:
+                _limit(switch, port, mbit)
+                _limit(node, INTERFACE, mbit)
         yield nodes
     finally:
         for name in [*nodes, switch]:
             with suppress(UserError):
                 _run("ip", "netns", "delete", name)
         signal.signal(signal.SIGTERM, before)
+
+
+def _add_bridges(switch: str, racks: int, trunk_mbit: float) -> None:
+    """Adds the bridge of each rack, and one that joins them if there are several."""
+    for name in [*(f"br{i}" for i in range(racks)), *(["core"] if racks > 1 else [])]:
+        _run("ip", "-n", switch, "link", "add", name, "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", name, "up")
+    for i in range(racks if racks > 1 else 0):
+        ends = {f"up{i}": f"br{i}", f"down{i}": "core"}
+        up, down = ends
+        _run("ip", "-n", switch, "link", "add", up, "type", "veth", "peer", "name", down)
+        for end, bridge in ends.items():
+            _run("ip", "-n", switch, "link", "set", end, "master", bridge, "up")
+            _limit(switch, end, trunk_mbit)
+
+
+def _limit(namespace: str, interface: str, mbit: float) -> None:
+    """Limits what an interface sends."""
+    _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", "rate",
+         f"{mbit:g}mbit", "burst", "64kb", "latency", "400ms")  # fmt: skip
 
 
 def enter(node: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from benchmarks.predicted.machine import demo_runs
@@ -11,9 +12,13 @@ from benchmarks.predicted.report import Row, error_lines, mean_error
 from benchmarks.published import megatron_cases as megatron
 from benchmarks.published import namespaces, optimus, scaling
 from benchmarks.published import super as super_
-from benchmarks.published.cases import PLAN, Machine
-from benchmarks.published.emulate import groups_of, patterns, sharers_of
+from benchmarks.published.cases import Layout, Machine
+from benchmarks.published.comparisons import bubble, comparisons
+from benchmarks.published.emulate import cluster_of
+from benchmarks.published.measuring import Kept, groups_of, patterns, sharers_of
+from benchmarks.published.plan import PLAN, RACKS
 
+from gridformer.calibrate.found import Measurements
 from gridformer.cluster import like_messages, load_cluster
 from gridformer.parallel.validation import check
 from gridformer.trace.events import Kernel, Place, Trace
@@ -37,6 +42,46 @@ def test_all_layouts_are_valid_and_there_are_enough_of_them() -> None:
     assert len(layouts) >= 20
     assert {run.model.family for run in layouts} == {"gpt2", "t5", "transformer"}
     assert len({name for name, _ in demo_runs()}) == 12
+
+
+def test_what_is_compared_is_measured_and_differs() -> None:
+    for one in comparisons():
+        assert one.slow in PLAN[one.machine], one.name
+        assert one.fast in PLAN[one.machine], one.name
+        assert one.slow.run(one.machine) != one.fast.run(one.machine)
+        if one.forward:
+            assert one.slow.forward_too
+            assert one.fast.forward_too
+
+
+def test_bubbles_are_what_a_step_takes_beyond_its_micro_batches() -> None:
+    assert bubble({2: 2.5, 8: 8.5}) == pytest.approx({2: 0.25, 8: 0.0625})
+
+
+def test_what_was_measured_is_kept_until_its_run_changes(tmp_path: Path) -> None:
+    machine, layout = Machine(2, 1, 200), Layout("dp 2", "GPT-2", {"dp": 2})
+    Kept(times={layout.key(machine): [0.5, None]}).write(tmp_path / "kept.json")
+    kept = Kept.read(tmp_path / "kept.json")
+    assert kept.has(layout, machine)
+    assert not kept.has(replace(layout, batch=32), machine)
+    assert not kept.has(replace(layout, forward_too=True), machine)
+
+
+def test_racks_are_a_level_of_the_network_and_their_trunk_is_slower() -> None:
+    """A send of 500,000 bytes in 25,000 us reaches 20 MB/s of the 25 MB/s of 200 Mbit/s."""
+    rows = [["send", 16, 2, 1, 1, 500_000, 500.0], ["send", 16, 2, 2, 1, 500_000, 25_000.0]]
+    product = ["float32", 16, 1, 64, 64, 64, "nn", 50.0]
+    kernel = ["copy_", "float32", 16, 4096, 5.0]
+    found = Measurements(
+        {"messages": rows, "products": [product], "memory": [kernel]}, host=[2e-5, 1e-3]
+    )
+    found.add_host(16)
+    cluster = cluster_of(RACKS, found)
+    assert [level.size for level in cluster.levels] == [2, 4, 32]
+    assert [level.shared_by for level in cluster.levels][1:] == [2, 4]
+    node, trunk = (level.bandwidth_gbps.value for level in cluster.levels[1:])
+    assert node == 2 * trunk
+    assert cluster.fitted["outer_efficiency"].value == pytest.approx(0.8)
 
 
 def test_without_root_the_error_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
