@@ -12,16 +12,6 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src/gridformer"
-# Names of public classes that may occur twice, and why.
-TWICE = {
-    "Change": "being renamed: plan/advice.py, memory/tracker.py",
-    "Choices": "being renamed: data/prepare/tasks/race.py",
-    "Costs": "being renamed: plan/costs.py, plan/load.py",
-    "Found": "being renamed: plan/search.py, data/prepare/tasks/writing.py",
-    "Place": "being renamed: plan/load.py, trace/events.py",
-    "Recorded": "being renamed: plan/recorded.py, trace/repeat.py",
-    "Work": "being renamed: trace/kernels.py",
-}
 
 
 def imported(file: Path) -> set[str]:
@@ -96,8 +86,7 @@ def test_no_two_public_classes_have_the_same_name() -> None:
     found = classes(SOURCE)
     assert len(found) > 300
     twice = {name: files for name, files in found.items() if len(files) > 1}
-    assert {name: files for name, files in twice.items() if name not in TWICE} == {}
-    assert TWICE.keys() <= twice.keys(), "it occurs once now: take it off the list"
+    assert twice == {}
 
 
 def test_classes_of_the_same_name_are_found(tmp_path: Path) -> None:

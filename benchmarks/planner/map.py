@@ -62,7 +62,7 @@ def kind_of(layout: LayoutConfig) -> str:
 
 def cell_of(run: RunConfig, cluster: str, n_devices: int) -> Cell:
     """Returns the fastest layout of each kind that fits by estimate, fastest first."""
-    search = Search(run, load_cluster(cluster), n_devices)
+    search = Search(run, load_cluster(cluster), n_devices, named=cluster)
     of_kind: dict[str, list[Found]] = {}
     for arrangement in search.arrangements():
         found = search.first(arrangement)
@@ -72,7 +72,8 @@ def cell_of(run: RunConfig, cluster: str, n_devices: int) -> Cell:
     for kind, some in of_kind.items():
         some.sort(key=lambda one: one.step_s)
         improved = [search.improved(one, margin=1.0) for one in some[:IMPROVED]]
-        best[kind] = min((*improved, *some), key=lambda one: one.step_s)
+        chosen = [search.for_cluster(one) for one in (*improved, some[0])]
+        best[kind] = min((*chosen, *some), key=lambda one: one.step_s)
     return dict(sorted(best.items(), key=lambda item: item[1].step_s))
 
 

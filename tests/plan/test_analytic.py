@@ -11,7 +11,7 @@ import pytest
 from gridformer.cluster import Cluster, load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.plan.analytic import estimate
-from gridformer.plan.load import Costs
+from gridformer.plan.load import StepCosts
 from gridformer.plan.predict import predict
 from gridformer.plan.prediction import Prediction
 from tests.support.marks import full_unless
@@ -131,7 +131,7 @@ def test_kinds_of_kernels_agree() -> None:
 def test_an_estimate_takes_little_time() -> None:
     """The search makes thousands of them; the bound is far from the millisecond they take."""
     run = run_of("GPT-2", {"scheme": "optimus", "rows": 4, "cols": 4, "dp": 4}, global_batch=64)
-    costs = Costs(cluster())
+    costs = StepCosts(cluster())
     estimate(run, cluster(), costs)
     began = time.process_time()
     for _ in range(20):

@@ -23,6 +23,7 @@ from gridformer.plan.prediction import Prediction
 from gridformer.plan.ranking import as_json, layout_of, print_result, settings_between
 from gridformer.plan.remedies import remedies
 from gridformer.plan.search import Found, Queue, Search, default_batch, search
+from gridformer.plan.settings import changed, neighbors
 from gridformer.utils import beside
 from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
 
@@ -245,3 +246,60 @@ def test_a_model_gets_half_a_million_tokens_a_step() -> None:
     run = run_of()
     assert default_batch(run, 8) * run.seq_len == 2**19
     assert default_batch(run, 4096) == 4096
+
+
+def racked_cluster() -> Cluster:
+    """Return `dgx-h100` with racks of four nodes."""
+    whole = cluster()
+    node, outer = whole.levels
+    rack = outer.model_copy(update={"name": "rack", "size": 4 * node.size})
+    return whole.model_copy(update={"levels": (node, rack, outer)})
+
+
+def test_nodes_of_a_cluster_with_racks_are_ordered_by_rack() -> None:
+    machine = racked_cluster()
+    assert (cluster().nodes_per_rack, machine.nodes_per_rack) == (0, 4)
+    for n, wanted in ((64, 4), (16, 0), (48, 0)):  # two racks; a part of one; one and a half
+        found = [run.layout for run in Search(run_of(batch=n), machine, n).arrangements()]
+        assert {layout.nodes_per_rack for layout in found} == {wanted}
+        assert {layout.devices_per_node for layout in found} == {8}
+    plain = Search(run_of(batch=64), cluster(), 64).arrangements()
+    assert {run.layout.nodes_per_rack for run in plain} == {0}
+
+
+def test_layouts_get_choices_for_the_cluster_if_they_are_faster_with_them() -> None:
+    machine = load_cluster("frontera-rtx5000")
+    grid = ["layout.scheme=optimus", "layout.rows=4", "layout.cols=4", "layout.devices_per_node=4"]
+    run = run_of("gpt2-1.5b", "model.n_heads=16", "train.dtype=float16", *grid, batch=16)
+    plain, named = (Search(run, machine, 16, named=name) for name in ("", "frontera-rtx5000"))
+    before = plain.estimated(run)
+    assert plain.for_cluster(before) is before
+    found = named.for_cluster(before)
+    assert found.run.layout.cluster == "frontera-rtx5000"
+    assert found.step_s < 0.95 * before.step_s
+    megatron = run_of("gpt2-774m", "layout.scheme=megatron", "layout.cols=4", batch=16)
+    assert named.for_cluster(one := named.estimated(megatron)) is one  # nothing is left open
+
+
+def test_a_search_ranks_layouts_with_choices_for_the_cluster() -> None:
+    machine, name = load_cluster("frontera-rtx5000"), "frontera-rtx5000"
+    run = run_of("gpt2-774m", "train.dtype=float16", batch=16)
+    ranked, _ = Search(run, machine, 16, named=name).ranked()
+    chosen = [one for one in ranked if one.run.layout.cluster]
+    assert chosen
+    for one in chosen:
+        plain = changed(one.run, {"layout.cluster": ""})
+        assert plain is not None
+        assert one.step_s < estimate(plain, machine).step_s
+
+
+def test_settings_of_pipelines_and_sub_graphs_are_tried() -> None:
+    deep = run_of("gpt-175b", "layout.pp=8", "layout.micro_batches=8", batch=8)
+    tried = [change for change, _ in neighbors(deep)]
+    assert [{"layout.stages_per_rank": k} in tried for k in (2, 3, 4, 6, 8, 12)] == [True] * 6
+    shallow = run_of("gpt2-774m", "layout.pp=8", "layout.micro_batches=8", batch=8)
+    assert {"layout.stages_per_rank": 12} not in [change for change, _ in neighbors(shallow)]
+    sub_graph = run_of("gpt2-774m", "layout.scheme=subgraph", "layout.branches=2", batch=8)
+    tried = [change for change, _ in neighbors(sub_graph)]
+    assert {"layout.attention": "outside"} in tried
+    assert {"layout.feed_forward": "common"} in tried

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gridformer.trace.kernels import Work, work_of
+from gridformer.trace.kernels import LaunchedWork, work_of
 
 T, V, H = 6, 1000, 8
 LOGITS = torch.zeros(T, V)
@@ -25,7 +25,7 @@ class Launches(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Work] = []
+        self.found: list[LaunchedWork] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

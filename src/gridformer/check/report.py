@@ -79,8 +79,8 @@ def check_run(
         decisions: The result of `decide_run(run)`; None calls it.
         whole: Whether all ranks, layers and micro-batches are traced one by one; otherwise equal
             ones once, see `gridformer.check.sample`.
-        most: Up to so many ranks are traced one by one.
-        limit_s: No rank is begun after so many seconds.
+        most: Up to this many ranks are traced one by one.
+        limit_s: No rank is begun after this many seconds.
         here: See `gridformer.trace.trace_ranks`.
     """
     decisions = decisions or decide_run(run)

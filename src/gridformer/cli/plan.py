@@ -93,8 +93,10 @@ def plan(
     with console.status("estimating layouts") as status:
         limit_s = seconds or (8.0 if devices <= 64 else 45.0)
         ends = time.monotonic() + limit_s
-        result = search(run, machine, devices, top, SEARCH * limit_s, tell=status.update)
-        asked = Search(run, machine, devices)
+        result = search(
+            run, machine, devices, top, SEARCH * limit_s, tell=status.update, named=cluster
+        )
+        asked = Search(run, machine, devices, named=cluster)
         traced: list[Found] = []
         if result.layouts:
             status.update("tracing what is advised for the best")

@@ -173,6 +173,13 @@ class Cluster(_Part):
         return self.levels[0].size
 
     @property
+    def nodes_per_rack(self) -> int:
+        """Nodes in a unit of the second level, if there is a third level; 0 otherwise."""
+        if len(self.levels) < 3 or self.levels[1].size % self.node_size:
+            return 0
+        return self.levels[1].size // self.node_size
+
+    @property
     def size(self) -> int:
         """The most devices that the file describes."""
         return self.levels[-1].size

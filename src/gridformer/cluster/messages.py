@@ -206,5 +206,5 @@ def _efficiency(cluster: Cluster, index: int) -> float:
 
 
 def link_count(level: Level, devices: int) -> int:
-    """Returns the number of links of a level that so many neighboring devices have."""
+    """Returns the number of links of a level that this many neighboring devices have."""
     return max(1, devices // level.shared_by)

@@ -31,7 +31,7 @@ from gridformer.memory.tape import (
     steps_of,
     without_entries,
 )
-from gridformer.memory.tracker import Change, Entry, MemoryTracker
+from gridformer.memory.tracker import Entry, MemoryChange, MemoryTracker
 from gridformer.models import Activations
 from gridformer.models.blocks.cast import CastCopy
 from gridformer.parallel.pipeline import Executor
@@ -138,7 +138,7 @@ class _Passes:
     def _arrives(self, grads: tuple[Tensor, ...]) -> None:
         if self._recording:
             self._arriving = self.tracker.entry_of(grads[0])
-            self.tracker.changes.append(Change("gradient", self._arriving))
+            self.tracker.changes.append(MemoryChange("gradient", self._arriving))
 
     def _accumulated(self, number: int, parameter: nn.Parameter) -> None:
         if not self._recording:
@@ -147,7 +147,7 @@ class _Passes:
         entry = self.tracker.entry_of(parameter.grad)
         # Torch copies a gradient that is a part of another tensor, or that others hold.
         kept = entry if entry is self._arriving else None
-        self.tracker.changes.append(Change("accumulated", kept, str(number)))
+        self.tracker.changes.append(MemoryChange("accumulated", kept, str(number)))
 
     def forward(
         self, action: Action, batch: Batch, entering: Activations, finish: Finish

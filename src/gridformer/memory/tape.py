@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gridformer.memory.tracker import Change, Entry, MemoryTracker
+from gridformer.memory.tracker import Entry, MemoryChange, MemoryTracker
 
 
 class NotRepeatableError(Exception):
@@ -24,8 +24,8 @@ class Step(NamedTuple):
     """A change of the log, with a number for its storage.
 
     Attributes:
-        what: `begin`, `end`, `kind`, `at` or `accumulated`, see `Change`; `tick` for a storage
-            without bytes that other code owns, and `skip` for a number without a storage.
+        what: `begin`, `end`, `kind`, `at` or `accumulated`, see `MemoryChange`; `tick` for a
+            storage without bytes that other code owns, and `skip` for a number without a storage.
         number: The number of the storage.
         n_bytes: Its size.
         text: The kind or the place.
@@ -92,7 +92,7 @@ class Numbers:
         return len(self.entries) - 1
 
 
-def steps_of(changes: Sequence[Change], numbers: Numbers) -> list[Step]:
+def steps_of(changes: Sequence[MemoryChange], numbers: Numbers) -> list[Step]:
     """Returns changes of the log in a form that can be played.
 
     Args:

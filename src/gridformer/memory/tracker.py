@@ -49,7 +49,7 @@ class Entry:
     until_backward: bool = False
 
 
-class Change(NamedTuple):
+class MemoryChange(NamedTuple):
     """A change of the log.
 
     Attributes:
@@ -91,7 +91,7 @@ class MemoryTracker(TorchDispatchMode):
         self.entries: list[Entry] = []
         self.places: list[tuple[int, str]] = []  # (begin, place)
         self.now = 0
-        self.changes: list[Change] = []
+        self.changes: list[MemoryChange] = []
         self.when_ended: dict[int, Callable[[], None]] = {}
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Entry]] = {}
 
@@ -99,7 +99,7 @@ class MemoryTracker(TorchDispatchMode):
         """Sets the place of storages made from now on."""
         self.place = place
         self.places.append((self.now, place))
-        self.changes.append(Change("at", None, place))
+        self.changes.append(MemoryChange("at", None, place))
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Sets the kind of some tensors, and tracks them from now on."""
@@ -111,7 +111,7 @@ class MemoryTracker(TorchDispatchMode):
     def become(self, entry: Entry, kind: str) -> None:
         """Sets the kind of a storage."""
         entry.kind = kind
-        self.changes.append(Change("kind", entry, kind))
+        self.changes.append(MemoryChange("kind", entry, kind))
 
     def leave_out(self, tensors: Iterable[Tensor]) -> int:
         """Stops counting some tensors, which a real run has elsewhere; returns their bytes."""
@@ -213,7 +213,7 @@ class MemoryTracker(TorchDispatchMode):
         backward = self._in_backward() if backward is None else backward
         entry = Entry(n_bytes, self.now, self.place, kind, in_backward=backward)
         self.entries.append(entry)
-        self.changes.append(Change("begin", entry, kind))
+        self.changes.append(MemoryChange("begin", entry, kind))
         return entry
 
     @contextmanager
@@ -237,7 +237,7 @@ class MemoryTracker(TorchDispatchMode):
         if until_backward is None:
             until_backward = self._in_backward() and not entry.in_backward
         entry.until_backward = until_backward
-        self.changes.append(Change("end", entry))
+        self.changes.append(MemoryChange("end", entry))
         told = self.when_ended.pop(id(entry), None)
         if told is not None:
             told()

@@ -16,13 +16,12 @@ from gridformer.config import RunConfig
 from gridformer.memory.analytic import quick_peak
 from gridformer.memory.room import room_on
 from gridformer.mesh.node_placement import NodeBlock
-from gridformer.parallel.auto.decisions import Decisions, placements, traffic_of
-from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.auto.decisions import Decisions, choices_of, placements, traffic_of
 from gridformer.parallel.auto.work import work_of
 from gridformer.parallel.registry import spec_of
 from gridformer.plan import head_passes, launches, layer_passes, once_a_step
 from gridformer.plan.held import Held, held_by_stages, together
-from gridformer.plan.load import Costs, Load
+from gridformer.plan.load import Load, StepCosts
 from gridformer.plan.pipeline_time import PassSeconds, passes_of
 from gridformer.plan.recorded import on_device
 from gridformer.plan.sizes import Sizes
@@ -80,7 +79,7 @@ class _Clock:
         return self.device - before
 
 
-def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Estimate:
+def estimate(run: RunConfig, cluster: Cluster, costs: StepCosts | None = None) -> Estimate:
     """Estimates the time of a step of a checked run.
 
     Args:
@@ -88,9 +87,9 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
         cluster: The machine.
         costs: Remembers seconds of kernels and messages of this cluster; None makes new ones.
     """
-    costs = costs or Costs(cluster)
+    costs = costs or StepCosts(cluster)
     layout, train, work = run.layout, run.train, work_of(run)
-    choices = decide(run.model, layout, work)
+    choices = choices_of(run)
     spec = spec_of(layout)
     traffic = traffic_of(run, choices, work)
     block = Decisions(choices, traffic, *placements(layout, traffic)).block

@@ -73,7 +73,7 @@ class Load:
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, which is fast
-class Place:
+class AxisPlace:
     """Where the ranks of one axis lie on the machine.
 
     Attributes:
@@ -89,14 +89,14 @@ class Place:
         return len(self.members)
 
 
-class Costs:
+class StepCosts:
     """Seconds of kernels and messages on one cluster; remembers what it was asked before."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._kernels: dict[KernelWork, float] = {}
-        self._messages: dict[tuple[str, float, Place], float] = {}
-        self._places: dict[tuple[object, ...], dict[str, Place]] = {}
+        self._messages: dict[tuple[str, float, AxisPlace], float] = {}
+        self._places: dict[tuple[object, ...], dict[str, AxisPlace]] = {}
 
     def product_s(
         self, batch: int, m: int, n: int, k: int, dtype: str, itemsize: int, more_bytes: int = 0
@@ -131,10 +131,10 @@ class Costs:
         return self._kernel(KernelWork("attention", flop, n_bytes, dtype, shape, op))
 
     def memory_s(self, n_bytes: float) -> float:
-        """Returns the seconds of a memory-bound kernel that moves so many bytes."""
+        """Returns the seconds of a memory-bound kernel that moves this many bytes."""
         return self._kernel(KernelWork("memory", 0.0, n_bytes)) if n_bytes else 0.0
 
-    def message_s(self, op: Op, n_bytes: float, place: Place) -> float:
+    def message_s(self, op: Op, n_bytes: float, place: AxisPlace) -> float:
         """Returns the seconds of a message; `n_bytes` as in `MessageWork`."""
         if place.size < 2 or not n_bytes:
             return 0.0
@@ -144,7 +144,7 @@ class Costs:
             self._messages[key] = message_s(self.cluster, work)
         return self._messages[key]
 
-    def places_of(self, run: RunConfig, block: NodeBlock | None) -> dict[str, Place]:
+    def places_of(self, run: RunConfig, block: NodeBlock | None) -> dict[str, AxisPlace]:
         """Returns where one group of each axis lies; rank i is on device i.
 
         Args:
@@ -163,7 +163,9 @@ class Costs:
         return self._kernels[work]
 
 
-def _places(layout: LayoutConfig, cluster: Cluster, block: NodeBlock | None) -> dict[str, Place]:
+def _places(
+    layout: LayoutConfig, cluster: Cluster, block: NodeBlock | None
+) -> dict[str, AxisPlace]:
     n = layout.n_processes
     if n == 1:
         return {}
@@ -182,7 +184,7 @@ def _places(layout: LayoutConfig, cluster: Cluster, block: NodeBlock | None) -> 
         groups["replicas"] = tuple(sorted(ranks[0].flatten().tolist()))
     elif "dp" in groups:
         groups["replicas"] = groups["dp"]
-    return {axis: Place(group, _sharers(group, cluster, n)) for axis, group in groups.items()}
+    return {axis: AxisPlace(group, _sharers(group, cluster, n)) for axis, group in groups.items()}
 
 
 def _levels_between(pair: tuple[int, ...], cluster: Cluster) -> int:

@@ -10,7 +10,7 @@ from gridformer.parallel.auto.cost import Choice
 from gridformer.parallel.pipeline.schedules import rounds
 from gridformer.plan import launches
 from gridformer.plan.held import Held, stacks_of
-from gridformer.plan.load import Load, Place
+from gridformer.plan.load import AxisPlace, Load
 from gridformer.plan.sizes import Sizes
 
 ADAM_BYTES = 28  # reads a parameter, its gradient and two moments, and writes all but the gradient
@@ -156,7 +156,7 @@ def _table(sizes: Sizes) -> float:
     return choice.product.n_in * choice.product.n_out / grid
 
 
-def _summed(sizes: Sizes, held: Held) -> list[tuple[float, float, Place]]:
+def _summed(sizes: Sizes, held: Held) -> list[tuple[float, float, AxisPlace]]:
     """Returns the gradients that are summed over replicas.
 
     Returns:

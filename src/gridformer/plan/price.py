@@ -238,7 +238,7 @@ def warnings_of(run: RunConfig, cluster: Cluster, traces: Sequence[Trace]) -> li
 
 
 def doubts(cluster: Cluster, n_devices: int) -> list[str]:
-    """Returns which fitted numbers the data do not determine for runs on so many devices.
+    """Returns which fitted numbers the data do not determine for runs on this many devices.
 
     Numbers that do not count for these runs are left out: those of messages on one device or in one
     node, and those that tables of measurements replace.

@@ -82,7 +82,7 @@ class Shortened:
         return Shortened(run, decisions, training, layers, rounds)
 
     def traces(self, kind: Kind, fewer: int) -> list[list[Trace]]:
-        """Returns the traces with so many layers fewer, for each number of rounds.
+        """Returns the traces with this many layers fewer, for each number of rounds.
 
         Raises:
             UserError: The step of this run fails.

@@ -18,10 +18,11 @@ from functools import partial
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig, divisors
 from gridformer.memory.layouts import candidates
+from gridformer.parallel.auto.decisions import choices_of
 from gridformer.parallel.registry import describe, spec_of
 from gridformer.parallel.validation import broken_rules
 from gridformer.plan.analytic import Estimate, estimate
-from gridformer.plan.load import Costs
+from gridformer.plan.load import StepCosts
 from gridformer.plan.predict import predict
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.settings import changed, micro_batches, modes, neighbors
@@ -33,6 +34,7 @@ IMPROVED = 24  # arrangements whose settings are improved
 ROUNDS = 6  # single changes of settings in a row
 # The estimate of memory is approximate: what exceeds the limit by less may fit when it is traced.
 MARGIN = 1.1
+GAIN = 0.995  # with choices for the cluster, an estimate must be below this part of that without
 FEWEST = 2  # layouts are traced, though it may take longer than asked
 SPARE = 3  # so many times as many layouts are traced at most as are listed
 
@@ -99,21 +101,32 @@ class Search:
         cluster: The machine.
         n_devices: The number of devices.
         costs: The costs of another search on this cluster, which remember what it asked.
+        named: The cluster as `layout.cluster` takes it: layouts that are faster with choices for it
+            get it. Empty if none are to.
     """
 
     def __init__(
-        self, run: RunConfig, cluster: Cluster, n_devices: int, costs: Costs | None = None
+        self,
+        run: RunConfig,
+        cluster: Cluster,
+        n_devices: int,
+        costs: StepCosts | None = None,
+        named: str = "",
     ) -> None:
         self.run, self.cluster, self.n_devices = run, cluster, n_devices
-        self.costs = costs or Costs(cluster)
+        self.costs, self.named = costs or StepCosts(cluster), named
         self.n_estimates = 0
 
     def arrangements(self) -> Iterator[RunConfig]:
         """Yields the run on every arrangement of the devices that is valid with this batch."""
         node = self.cluster.node_size
         placed = node if self.n_devices > node and self.n_devices % node == 0 else 0
+        racked = self.cluster.nodes_per_rack if placed else 0
+        if racked and self.n_devices // node % racked:
+            racked = 0  # racks of different sizes
+        on_nodes = {"devices_per_node": placed, "nodes_per_rack": racked}
         for layout in candidates(self.n_devices):
-            layout = layout.model_copy(update={"devices_per_node": placed})
+            layout = layout.model_copy(update=on_nodes)
             rows = spec_of(layout).batch_parts(layout)
             if self.run.train.global_batch % rows:
                 continue
@@ -177,6 +190,16 @@ class Search:
             found = best
         return found
 
+    def for_cluster(self, found: Found) -> Found:
+        """Returns a layout with `layout.cluster` if it is faster with choices for the cluster."""
+        if not self.named or found.run.layout.cluster:
+            return found
+        other = changed(found.run, {"layout.cluster": self.named})
+        if other is None or choices_of(other).products == choices_of(found.run).products:
+            return found
+        timed = self.estimated(other)
+        return timed if self.fits(timed) and timed.step_s < GAIN * found.step_s else found
+
     def smaller(self, found: Found, scale: float) -> Found | None:
         """Returns the fastest of a layout's neighbors, and theirs, that fits; None if none does.
 
@@ -198,7 +221,7 @@ class Search:
         """Returns layouts that may fit by the estimate, fastest first, and what was counted.
 
         Args:
-            improved: The settings of so many arrangements are improved.
+            improved: The settings of this many arrangements are improved.
         """
         result = Result()
         firsts = []
@@ -207,7 +230,8 @@ class Search:
             firsts.append(self.first(run))
         result.smallest = min(firsts, key=lambda one: one.estimate.peak_gib, default=None)
         fitting = sorted((one for one in firsts if self.fits(one)), key=lambda one: one.step_s)
-        found = [self.improved(one) for one in fitting[:improved]] + fitting[improved:]
+        best = [self.for_cluster(self.improved(one)) for one in fitting[:improved]]
+        found = best + fitting[improved:]
         result.n_estimates = self.n_estimates
         return sorted(found, key=lambda one: one.step_s), result
 
@@ -299,6 +323,7 @@ def search(
     limit_s: float = float("inf"),
     predictor: Predict = predict,
     tell: Callable[[str], None] = lambda text: None,
+    named: str = "",
 ) -> Result:
     """Returns the fastest layouts of a run on some devices of a cluster.
 
@@ -307,15 +332,16 @@ def search(
         cluster: The machine.
         n_devices: The number of devices.
         top: How many layouts to trace and list.
-        limit_s: If a few layouts have been found, no trace is begun that would end after so many
+        limit_s: If a few layouts have been found, no trace is begun that would end after this many
             seconds if it takes as long as the one before it. After them, one layout is enough, and
             traces on other cores are stopped.
         predictor: Traces a run; tests replace it.
         tell: Is told what happens.
+        named: The cluster as `layout.cluster` takes it; see `Search`.
     """
     began = time.monotonic()
     tell("estimating layouts")
-    asked = Search(run, cluster, n_devices)
+    asked = Search(run, cluster, n_devices, named=named)
     found, result = asked.ranked()
     last_s, traces = 0.0, 0
     queue = Queue(asked, found)

@@ -9,6 +9,13 @@ from gridformer.config import LayoutConfig, RunConfig, divisors
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.validation import broken_rules
 
+STAGES_PER_RANK = (1, 2, 3, 4, 6, 8, 12)
+WORDS = {
+    "order": ("topology", "contiguous"),
+    "attention": ("inside", "outside"),
+    "feed_forward": ("branched", "common"),
+}
+
 
 def neighbors(run: RunConfig) -> Iterator[tuple[dict[str, Any], RunConfig]]:
     """Yields valid runs that differ in one setting, with the change."""
@@ -33,15 +40,14 @@ def _single_changes(run: RunConfig) -> Iterator[dict[str, Any]]:
             yield {"layout.dp_mode": mode, "layout.reshard": "layer"}
         yield {"layout.dp_mode": "fsdp", "layout.reshard": "step"}
     if layout.pp > 1:
-        for k in (1, 2, 3, 4):
+        for k in STAGES_PER_RANK:
             yield {"layout.stages_per_rank": k}
     spec = spec_of(layout)
     if layout.n_processes > 1 and layout.devices_per_node and spec.node_blocks:
-        yield {"layout.devices_per_node": 0}
-    for key in ("order",):
+        yield {"layout.devices_per_node": 0, "layout.nodes_per_rack": 0}
+    for key, values in WORDS.items():
         if key in spec.keys:
-            for value in ("topology", "contiguous"):
-                yield {f"layout.{key}": value}
+            yield from ({f"layout.{key}": value} for value in values)
 
 
 def modes(layout: LayoutConfig) -> list[dict[str, Any]]:

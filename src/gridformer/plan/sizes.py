@@ -11,9 +11,9 @@ from gridformer.config import RunConfig
 from gridformer.parallel.auto.cost import Choice, Choices
 from gridformer.parallel.auto.products import Product
 from gridformer.parallel.scheme import SchemeSpec
-from gridformer.plan.load import Costs, Place
+from gridformer.plan.load import AxisPlace, StepCosts
 
-ALONE = Place((0,))
+ALONE = AxisPlace((0,))
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Sizes:
     run: RunConfig
     choices: Choices
     spec: SchemeSpec
-    costs: Costs
-    places: Mapping[str, Place]
+    costs: StepCosts
+    places: Mapping[str, AxisPlace]
     dtype: str
 
     @property
     def itemsize(self) -> int:
         return self.choices.work.itemsize
 
-    def place(self, axis: str) -> Place:
+    def place(self, axis: str) -> AxisPlace:
         return self.places.get(axis, ALONE)
 
     @cached_property

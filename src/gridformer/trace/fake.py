@@ -18,7 +18,7 @@ from gridformer.trace.device import NAME, gpu_kernels
 from gridformer.trace.events import Read
 from gridformer.trace.fast_fake import fast_fakes
 from gridformer.trace.group import Log
-from gridformer.trace.kernels import Work, work_of
+from gridformer.trace.kernels import LaunchedWork, work_of
 from gridformer.trace.no_compiler import without_compiler
 
 _PRODUCTS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm")}
@@ -26,7 +26,7 @@ _PRODUCTS.add(torch.ops.gridformer.add_product)
 _COPY = torch.ops.aten.copy_
 _DEVICE = torch.ops.prim.device.default
 _COPIES = {torch.ops.aten._to_copy, _COPY}
-_UNKNOWN = Work("", "memory", (), "", 0, 0)
+_UNKNOWN = LaunchedWork("", "memory", (), "", 0, 0)
 
 
 class Watch(TorchDispatchMode):
@@ -38,8 +38,8 @@ class Watch(TorchDispatchMode):
         self.products = 0
         self.device = log.device.type
         self.fakes = fast_fakes()
-        self._works: dict[int, Work | None] = {}  # by the ids of recipes, which stay
-        self._others: dict[Any, Work | None] = {}  # by the keys of other operations
+        self._works: dict[int, LaunchedWork | None] = {}  # by the ids of recipes, which stay
+        self._others: dict[Any, LaunchedWork | None] = {}  # by the keys of other operations
         # By the id of an operation: whether it is a product, whether it copies, and itself.
         self._about: dict[int, tuple[bool, bool, Any]] = {}
 

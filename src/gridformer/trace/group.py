@@ -31,7 +31,7 @@ from gridformer.trace.events import (
     Trouble,
     Wait,
 )
-from gridformer.trace.kernels import Work
+from gridformer.trace.kernels import LaunchedWork
 from gridformer.trace.place import Places
 
 BACKEND = "gridformer_trace"
@@ -66,9 +66,9 @@ class Log:
         self._number = 0
         self._posted: list[tuple[_Group, Part]] | None = None
         # One object for each kernel makes records small. What the ids are of is kept with it.
-        self._kernels: dict[tuple[int, int, bool], tuple[Kernel, Work, Place]] = {}
+        self._kernels: dict[tuple[int, int, bool], tuple[Kernel, LaunchedWork, Place]] = {}
 
-    def launch(self, work: Work) -> None:
+    def launch(self, work: LaunchedWork) -> None:
         """Records that a kernel is launched."""
         if self.muted:
             return

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 
-class Work(NamedTuple):
+class LaunchedWork(NamedTuple):
     """What an operator launches; see `gridformer.trace.events.Kernel`."""
 
     op: str
@@ -41,7 +41,9 @@ _LOOKUPS = {"embedding", "gather", "index_select", "index", "take"}
 _SCATTERS = {"index_add_", "scatter_add_", "scatter_"}
 
 
-def work_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any, device: str) -> Work | None:
+def work_of(
+    func: Any, args: Any, kwargs: dict[str, Any], out: Any, device: str
+) -> LaunchedWork | None:
     """Returns what an operator launches on a type of device; None if it launches nothing there.
 
     Args:
@@ -80,10 +82,10 @@ def work_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any, device: str)
     elif name == "nll_loss_forward":  # reads the logarithms of targets
         read = [*read[1:], given[1].numel() * given[0].element_size()]
     n_bytes = sum(read) + sum(map(_extent, made)) + sum(map(_extent, changed))
-    return Work(name, "memory", (), _dtype((made or changed or given)[0]), 0, n_bytes)
+    return LaunchedWork(name, "memory", (), _dtype((made or changed or given)[0]), 0, n_bytes)
 
 
-def _product(name: str, factors: Any, out: Tensor, given: list[Tensor]) -> Work:
+def _product(name: str, factors: Any, out: Tensor, given: list[Tensor]) -> LaunchedWork:
     a, b = factors[0], factors[1]
     *batch, m, k = a.shape
     n = b.shape[-1]
@@ -91,12 +93,12 @@ def _product(name: str, factors: Any, out: Tensor, given: list[Tensor]) -> Work:
     order = "".join("n" if x.stride(-1) == 1 or x.shape[-1] == 1 else "t" for x in (a, b))
     n_bytes = sum(_extent(x) for x in given) + _extent(out)
     flop = 2 * many * m * n * k
-    return Work(name, "product", (many, m, n, k), _dtype(a), flop, n_bytes, order)
+    return LaunchedWork(name, "product", (many, m, n, k), _dtype(a), flop, n_bytes, order)
 
 
 def _attention(
     name: str, args: Any, kwargs: dict[str, Any], made: list[Tensor], given: list[Tensor]
-) -> Work:
+) -> LaunchedWork:
     """The backward pass counts for two products of each in the forward pass."""
     backward = "backward" in name
     q, k = args[backward], args[1 + backward]
@@ -108,7 +110,7 @@ def _attention(
     causal = any(value is True for value in _causal(name, args, kwargs))
     n_bytes = sum(map(_extent, given)) + sum(map(_extent, made))
     shape = (b, heads, queries, keys, width, int(causal))
-    return Work(name, "attention", shape, _dtype(q), flop, n_bytes)
+    return LaunchedWork(name, "attention", shape, _dtype(q), flop, n_bytes)
 
 
 def _causal(name: str, args: Any, kwargs: dict[str, Any]) -> list[Any]:

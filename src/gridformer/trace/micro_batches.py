@@ -56,7 +56,7 @@ class MicroBatches:
         object.__setattr__(passes, "_timed", replaced)
 
     def repeat(self, more: int) -> None:
-        """Adds so many copies of the second micro-batch to the trace."""
+        """Adds this many copies of the second micro-batch to the trace."""
         trace, log = self.log.trace, self.log
         first, middle, last = (
             self._begins[place] for place in (("forward", 1), ("backward", 1), ("forward", 2))

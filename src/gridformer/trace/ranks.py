@@ -45,7 +45,7 @@ def trace_ranks(
             stages have equal layers; see `gridformer.trace.alike`.
         decisions: The result of `decide_run(run)`; None calls it.
         repeat: Whether equal micro-batches of a pipeline are traced once and repeated.
-        limit_s: No list is begun after so many seconds.
+        limit_s: No list is begun after this many seconds.
         kernels, backend: See `trace_rank`.
         here: Whether this process may trace, too, in which that registers a device type. Then
             copies of it share the work, or if it cannot be copied, other processes are started for

@@ -61,7 +61,7 @@ class _Shape:
 
 
 @dataclass
-class Recorded:
+class RecordedPass:
     """What a pass did.
 
     Attributes:
@@ -96,15 +96,15 @@ class Repeats:
         executor: Executor,
         log: Log,
         count: Callable[[int], int],
-        recorded: Mapping[_Kind, Recorded] | None = None,
+        recorded: Mapping[_Kind, RecordedPass] | None = None,
     ) -> None:
         self.log, self.count = log, count
         itinerary, complete = executor.itinerary(executor.layout.micro_batches, training=True)
         self._kinds = _kinds(itinerary.actions, complete, executor.layout.pp)
         self._run = _to_run(itinerary.actions, self._kinds) if recorded is None else set()
-        self.recorded: dict[_Kind, Recorded] = dict(recorded or {})
+        self.recorded: dict[_Kind, RecordedPass] = dict(recorded or {})
         self.span = 0, 0
-        self._now = Recorded([])
+        self._now = RecordedPass([])
         self._repeating = False
         self._renumbered: dict[int, int] = {}
         # Messages that passes start and wait for, by the id of the events, which are kept.
@@ -182,7 +182,7 @@ class Repeats:
         with self._real_timed(kind, action):
             if (action.stage, action.micro) in self._run:
                 start, products = len(self.log.trace.events), self.count(0)
-                self._now = Recorded([])
+                self._now = RecordedPass([])
                 yield
                 self._now.events = tuple(self.log.trace.events[start:])
                 self._fold(start)

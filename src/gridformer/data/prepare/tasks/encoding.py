@@ -12,7 +12,7 @@ import numpy as np
 
 from gridformer.data.prepare.documents import Document, EncodedDocuments
 from gridformer.data.prepare.tasks.glue import Text
-from gridformer.data.prepare.tasks.race import Choices
+from gridformer.data.prepare.tasks.race import ChoiceQuestion
 from gridformer.data.prepare.tasks.squad import Asked
 from gridformer.data.prepare.tokenizing import PickledTokenizer
 from gridformer.data.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ def _in_tokens(
 
 
 def choices(
-    tokenizer: Tokenizer, examples: Sequence[Choices], dropped: Counter[str]
+    tokenizer: Tokenizer, examples: Sequence[ChoiceQuestion], dropped: Counter[str]
 ) -> Iterator[Document]:
     """Yields questions with answers to choose from."""
     once = [*dict.fromkeys(one.passage for one in examples)]

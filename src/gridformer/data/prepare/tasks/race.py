@@ -19,7 +19,7 @@ INCOMPLETE = "incomplete questions"
 
 
 @dataclass(frozen=True)
-class Choices:
+class ChoiceQuestion:
     """A passage, the question with each of its answers, and the number of the right one."""
 
     passage: str
@@ -27,7 +27,7 @@ class Choices:
     right: int
 
 
-def read_race(folder: Path, skipped: Counter[str]) -> Iterator[Choices]:
+def read_race(folder: Path, skipped: Counter[str]) -> Iterator[ChoiceQuestion]:
     """Yields the questions of all texts of a folder, ordered by the names of files.
 
     Args:
@@ -57,7 +57,7 @@ def read_race(folder: Path, skipped: Counter[str]) -> Iterator[Choices]:
                 ):
                     skipped[INCOMPLETE] += 1
                     continue
-                yield Choices(passage, tuple(_filled(question, o) for o in options), right)
+                yield ChoiceQuestion(passage, tuple(_filled(question, o) for o in options), right)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(
                 f"{file}: is not a text of RACE ({type(error).__name__}: {error}); it has article, "

@@ -24,7 +24,7 @@ from gridformer.data.prepare.tasks.encoding import (
     numbered_texts,
 )
 from gridformer.data.prepare.tasks.glue import GLUE, Text, read_glue
-from gridformer.data.prepare.tasks.race import Choices, read_race
+from gridformer.data.prepare.tasks.race import ChoiceQuestion, read_race
 from gridformer.data.prepare.tasks.squad import Asked, read_squad
 from gridformer.data.prepare.tokenizing import PickledTokenizer
 from gridformer.data.tokenfolder import SplitName, TokenFolder
@@ -42,7 +42,7 @@ FORMATS = (*GLUE, "squad", "race")
 
 
 @dataclass(frozen=True)
-class Found:
+class TaskFiles:
     """A data set that was found in a folder.
 
     Attributes:
@@ -118,7 +118,7 @@ def prepare_task(
     )
 
 
-def _opened(kind: str, path: Path) -> Found:
+def _opened(kind: str, path: Path) -> TaskFiles:
     if kind in GLUE:
         task = GLUE[kind]
         files = {"train": (task.train,), "val": (task.val,)}
@@ -128,7 +128,7 @@ def _opened(kind: str, path: Path) -> Found:
         def rows(split: SplitName, file: Path) -> Reader[Text]:
             return lambda skipped, place: read_glue(file, task, skipped)
 
-        return Found(
+        return TaskFiles(
             _files(kind, path, files),
             rows,
             lambda one: len(one.a) + len(one.b),
@@ -140,7 +140,7 @@ def _opened(kind: str, path: Path) -> Found:
             "parts": Column(dtype="int32", width=2),
             "answer": Column(dtype="int32", width=2),
         }
-        return Found(
+        return TaskFiles(
             _files(kind, path, _SQUAD),
             _asked,
             lambda one: len(one.question.question) + len(one.question.context),
@@ -153,7 +153,7 @@ def _opened(kind: str, path: Path) -> Found:
         first = next(read_race(found["train"], Counter()), None)
         n = len(first.continuations) if first else 4
         columns = {"parts": Column(dtype="int32", width=1 + n), "right": Column(dtype="int32")}
-        return Found(
+        return TaskFiles(
             found,
             partial(_choices, n),
             lambda one: len(one.passage) + sum(map(len, one.continuations)),
@@ -189,8 +189,8 @@ def _questions(file: Path) -> Iterator[Question]:
     return (one.question for one in read_squad(file, Counter()))
 
 
-def _choices(n: int, split: SplitName, file: Path) -> Reader[Choices]:
-    def read(skipped: Counter[str], place: ReadingPlace) -> Iterator[Choices]:
+def _choices(n: int, split: SplitName, file: Path) -> Reader[ChoiceQuestion]:
+    def read(skipped: Counter[str], place: ReadingPlace) -> Iterator[ChoiceQuestion]:
         for one in read_race(file, skipped):
             if len(one.continuations) == n:
                 yield one
