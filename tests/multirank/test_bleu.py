@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,24 @@ def test_bleu_is_that_of_the_saved_model(
         *zip(texts[:10:2], texts[1:10:2])
     ]
     assert [one["text"] for one in last] == said[:5]
+
+
+def test_translations_of_steps_that_run_again_are_replaced(
+    pool: WorkerPool, folder: TokenFolder, tmp_path: Path
+) -> None:
+    extra("sacrebleu")
+    out = tmp_path / "resumed"
+    layout = {"scheme": "megatron", "cols": 2}
+    pool.run(2, trained, plan(folder, out, layout, save_every=1))
+    file = out / SAMPLES_FILE
+    whole = file.read_text(encoding="utf-8")
+    assert [json.loads(line)["step"] for line in whole.splitlines()] == [2] * 5 + [4] * 5
+
+    # As if the run had been killed while it wrote its last line, after the checkpoint of step 3.
+    shutil.rmtree(out / "checkpoints" / "step-00000004")
+    file.write_text(whole[:-9], encoding="utf-8")
+    pool.run(2, trained, plan(folder, out, layout, save_every=1))
+    assert file.read_text(encoding="utf-8") == whole
 
 
 def test_other_tasks_have_no_bleu(folder: TokenFolder, tmp_path: Path) -> None:

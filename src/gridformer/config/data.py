@@ -53,7 +53,7 @@ FINE_TUNING: dict[Task, dict[str, Any]] = {
 
 
 class DataConfig(Config):
-    """Token folders written by `gridformer prepare`, and how samples are made from them."""
+    """The tokens that a run reads, and how samples are made from them."""
 
     path: AnyPath = Field(
         default=Path(),
@@ -62,7 +62,7 @@ class DataConfig(Config):
     )
     sources: tuple[SourceConfig, ...] = Field(
         default=(),
-        description="Instead of data.path, these token folders are mixed. Each has a name, a path "
+        description="Instead of data.path, these sources are mixed. Each has a name, a path "
         "and a weight, which is its share of the samples; data: [{path, weight}, ...] is short "
         "for this key.",
     )

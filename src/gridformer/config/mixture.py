@@ -38,14 +38,17 @@ Weight = Annotated[float, Field(ge=0, le=LARGEST_FLOAT)]
 
 
 class SourceConfig(Config):
-    """A token folder that a run reads, and its weight in the mixture."""
+    """Tokens that a run reads, and their weight in the mixture."""
 
     name: SourceName = Field(
         default="",
         description="Stages, metrics and messages call the source by this name. By default it is "
-        "that of the folder.",
+        "that of the folder or file.",
     )
-    path: AnyPath = Field(description="This is a token folder that `gridformer prepare` wrote.")
+    path: AnyPath = Field(
+        description="This is a token folder that `gridformer prepare` wrote, the PREFIX of "
+        "Megatron-LM's PREFIX.bin and PREFIX.idx, or datatrove's NAME.ds."
+    )
     weight: Weight = Field(
         default=1.0,
         description="The source's share of a run's samples is its weight divided by the sum of "
@@ -69,14 +72,15 @@ class ValidationConfig(Config):
     name: SourceName = Field(
         default="",
         description="The loss of the set is val_loss_NAME in metrics.jsonl, and that of a test set "
-        "test_loss_NAME. By default it is the name of the folder.",
+        "test_loss_NAME. By default it is the name of the folder or file.",
     )
     path: AnyPath | None = Field(
         default=None,
-        description="This is a token folder. By default it is that of the source of this name.",
+        description="This is a token folder, or files of Megatron-LM or datatrove. By default it "
+        "is the path of the source of this name.",
     )
     split: Literal["train", "val"] = Field(
-        default="val", description="The set consists of this split of the folder."
+        default="val", description="The set consists of this split of the path."
     )
 
 

@@ -7,9 +7,11 @@ tokenizer. A pair counts if it fits the lengths of the run, as for the validatio
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gridformer.config import RunConfig
 from gridformer.data import Tokenizer, TokenSplit
@@ -17,7 +19,9 @@ from gridformer.data.opened import RunData
 from gridformer.evaluate.beams import BeamSearch, search
 from gridformer.evaluate.loading import Trained
 from gridformer.train.forward_backward import Pipeline
+from gridformer.train.metrics import complete_lines
 from gridformer.train.step import Stepper
+from gridformer.utils.disk import writing
 
 SAMPLES_FILE = "samples.jsonl"
 _SHOWN = 5  # pairs of each evaluation that are written to SAMPLES_FILE
@@ -83,14 +87,18 @@ class Bleu:
         import sacrebleu
 
         trained = self._model(stepper)
-        found = {}
+        found, shown = {}, []
         for name, pairs in self.sets.items():
             said = self._translated(trained, pairs.sources)
             suffix = f"_{name}" if name else ""
             score = sacrebleu.corpus_bleu(said, [pairs.references])
             found[f"val_bleu{suffix}"] = float(score.score)
-            if stepper.axes.world.index == 0:
-                self._write(step, pairs, said)
+            several = {"set": name} if name else {}
+            for source, text, reference in [*zip(pairs.texts, said, pairs.references)][:_SHOWN]:
+                line = {"step": step, "prompt": source, "text": text, "reference": reference}
+                shown.append({**line, **several})
+        if stepper.axes.world.index == 0:
+            self._write(step, shown)
         return found
 
     def _model(self, stepper: Stepper) -> Trained:
@@ -119,13 +127,12 @@ class Bleu:
                     said[i] = self.tokenizer.decode(ids)
         return said
 
-    def _write(self, step: int, pairs: Pairs, said: Sequence[str]) -> None:
-        lines = [
-            json.dumps(
-                {"step": step, "prompt": source, "text": text, "reference": reference},
-                ensure_ascii=False,
-            )
-            for source, text, reference in zip(pairs.texts, said, pairs.references)
-        ]
-        with (self.out / SAMPLES_FILE).open("a", encoding="utf-8") as file:
-            file.write("".join(line + "\n" for line in lines[:_SHOWN]))
+    def _write(self, step: int, shown: Sequence[Mapping[str, Any]]) -> None:
+        """Adds the translations of a step, and removes those of steps that run again."""
+        path = self.out / SAMPLES_FILE
+        lines = [line for line in complete_lines(path) if line["step"] < step]
+        swap = path.with_suffix(".tmp")
+        with writing(path):
+            content = (json.dumps(line, ensure_ascii=False) + "\n" for line in [*lines, *shown])
+            swap.write_text("".join(content), encoding="utf-8")
+            os.replace(swap, path)

@@ -67,16 +67,20 @@ def grouped(name: str) -> str:
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Returns all complete lines of a run's metrics.jsonl, without lines truncated by a crash."""
-    path = run_dir / METRICS
+    return complete_lines(run_dir / METRICS)
+
+
+def complete_lines(path: Path) -> list[dict[str, Any]]:
+    """Returns the objects in a file of JSON lines, without lines truncated by a crash."""
     if not path.exists():
         return []
-    metrics = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    found = []
+    for line in path.read_text(encoding="utf-8").split("\n"):
         try:
-            metrics.append(json.loads(line))
+            found.append(json.loads(line))
         except json.JSONDecodeError:
             continue
-    return metrics
+    return found
 
 
 def plot_loss(run_dir: Path, title: str) -> Path | None:
