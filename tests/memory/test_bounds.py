@@ -14,7 +14,7 @@ from gridformer.config import ModelConfig, model_names, shipped_model
 from gridformer.memory.analytic import states_of, total_states
 from gridformer.memory.bounds import beyond_saving
 from gridformer.memory.room import Room
-from gridformer.memory.savings import changed, cheapest_first
+from gridformer.memory.savings import cheapest_first, valid_change
 from gridformer.models import count_parameters
 from gridformer.utils.units import GIB
 from tests.support.multirank.memory import a_run
@@ -42,9 +42,9 @@ def test_only_what_nothing_saves_is_refused(layout: dict[str, Any], device: str)
     run = a_run(layout, WIDE, {"device": device})
     together: dict[str, Any] = {}
     for change in cheapest_first(run):
-        other = changed(run, together | change)
+        other = valid_change(run, together | change)
         together |= change if other else {}
-    saved = changed(run, together)
+    saved = valid_change(run, together)
     assert saved is not None
     assert beyond_saving(run, Room(int(states_of(saved)), "it has room")) == []
     (text,) = beyond_saving(run, Room(int(states_of(saved) * 0.3), "it is small"))

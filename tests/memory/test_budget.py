@@ -23,7 +23,7 @@ from gridformer.memory.budget import fit_problems, nearest
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.ranks import chosen_ranks
 from gridformer.memory.room import Room, room_of
-from gridformer.memory.savings import changed
+from gridformer.memory.savings import valid_change
 from gridformer.models import build_model
 from gridformer.parallel.auto import decisions
 from gridformer.parallel.auto.cost import Choices
@@ -59,7 +59,7 @@ def test_proposed_settings_fit() -> None:
         {"train.recompute"},
     ]
     for offer in offers:
-        other = changed(run, offer.changes)
+        other = valid_change(run, offer.changes)
         assert other is not None
         assert peak(other) == offer.peak <= n_bytes
         assert "train.global_batch" not in offer.changes, "the run's numbers stay as they are"
@@ -70,10 +70,10 @@ def test_several_settings_together(monkeypatch: pytest.MonkeyPatch) -> None:
     worst = estimate_rank(run, 0)
     ways: list[dict[str, Any]] = [{"train.recompute": "full"}, {"layout.micro_batches": 2}]
     monkeypatch.setattr(fits, "cheapest_first", lambda run: iter(ways))
-    least = min(peak(other) for way in ways if (other := changed(run, way)) is not None)
+    least = min(peak(other) for way in ways if (other := valid_change(run, way)) is not None)
     (together,) = nearest(run, worst, least - 1)
     assert together.changes == ways[0] | ways[1]
-    other = changed(run, together.changes)
+    other = valid_change(run, together.changes)
     assert other is not None
     assert peak(other) == together.peak < least
     assert not nearest(run, worst, worst.between // 2), "parameters and moments alone are more"
@@ -84,7 +84,7 @@ def test_every_stage_fits_with_the_proposed_settings(monkeypatch: pytest.MonkeyP
     stages, model = {"pp": 2, "micro_batches": 2}, {"n_layers": 2, "hidden_size": 48}
     run = a_run(stages, {**model, "vocab_size": 3000}, {"loss_chunk_tokens": 0})
     chunks = {"train.loss_chunk_tokens": 64}
-    again = changed(run, chunks)
+    again = valid_change(run, chunks)
     assert again is not None
     before, after = ([estimate_rank(each, rank) for rank in (0, 1)] for each in (run, again))
     assert before[1].peak > before[0].peak >= after[0].peak > after[1].peak
@@ -102,7 +102,7 @@ def test_a_smaller_batch_is_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> 
     run = a_run({}, WIDE, {})
     worst = estimate_rank(run, 0)
     monkeypatch.setattr(fits, "cheapest_first", lambda run: iter([{"train.recompute": "full"}]))
-    again = changed(run, {"train.recompute": "full"})
+    again = valid_change(run, {"train.recompute": "full"})
     assert again is not None
     (offer,) = nearest(run, worst, peak(again) - 1)
     assert offer.changes == {"train.recompute": "full", "train.global_batch": 16}
@@ -178,7 +178,7 @@ def test_the_estimate_is_printed_before_the_search(monkeypatch: pytest.MonkeyPat
     assert len(tried) == 1
     assert "no setting that was tried within 0 s fits; try " in text
     likely = re.findall(r"try (\S+=\S+) \(by formula about ", text)
-    other = changed(run, dict(change.split("=") for change in likely))
+    other = valid_change(run, dict(change.split("=") for change in likely))
     assert other is not None
     assert peak(other) < size
     (_, looking, _), (found, searching, before) = told
@@ -314,7 +314,7 @@ def test_a_vocabulary_must_be_known_without_data() -> None:
 def test_invalid_changes_are_not_tried(key: str) -> None:
     run = a_run({}, {}, {})
     wrong = {"train.recompute": "twice", "layout.micro_batches": 7}[key]
-    assert changed(run, {key: wrong}) is None
+    assert valid_change(run, {key: wrong}) is None
     check(run)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from gridformer.plan import figures
 from gridformer.plan.advice import advise
-from gridformer.plan.html import fastest, memory_factors, write_page
+from gridformer.plan.html import fastest, memory_factors, write_plan_page
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.search import Result, Search, search
 from tests.support.marks import extra
@@ -48,7 +48,7 @@ def test_a_report_says_what_is_certain_what_is_hidden_and_what_is_left_out(tmp_p
     result, asked = warned(found_on_8()), Search(run_of(), cluster(), 8)
     path = tmp_path / "new" / "report.html"
     advice = [advise(asked, one) for one in result.layouts]
-    write_page(run_of(), cluster(), 8, result, advice, path)
+    write_plan_page(run_of(), cluster(), 8, result, advice, path)
     page = path.read_text(encoding="utf-8")
     assert page.count("For all layouts: a doubt of &lt;all&gt;.") == 1
     for number, one in enumerate(result.layouts, start=1):
@@ -67,7 +67,7 @@ def test_a_report_without_layouts_says_what_would_fit(tmp_path: Path) -> None:
     result = search(run_of("gpt-175b", batch=8), cluster(), 8, predictor=predictor)
     assert not result.layouts
     path = tmp_path / "report.html"
-    write_page(run_of("gpt-175b"), cluster(), 8, result, [], path, ["Take <more> devices."])
+    write_plan_page(run_of("gpt-175b"), cluster(), 8, result, [], path, ["Take <more> devices."])
     page = path.read_text(encoding="utf-8")
     assert "<h2>Nothing fits</h2><ul><li>Take &lt;more&gt; devices.</li>" in page.replace("\n", "")
     assert "How certain this is" in page

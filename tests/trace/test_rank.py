@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gridformer.config import RunConfig
 from gridformer.trace import Start, Trace, Wait, trace_rank
 from gridformer.trace.device import fake_gpu
-from gridformer.trace.fake import fake_tensors
+from gridformer.trace.fake import watched_fakes
 from gridformer.trace.rank import _said, on_devices
 from tests.support.fake_gpu import InProcess
 from tests.support.multirank.memory import a_run
@@ -65,7 +65,7 @@ def test_the_host_waits_for_nothing(traces: list[Trace]) -> None:
 
 def reading(run: RunConfig) -> list[tuple[bool, int]]:
     """Return what is recorded about reading from the device in all ways."""
-    with on_devices(run, 0) as log, fake_tensors(log) as watch:
+    with on_devices(run, 0) as log, watched_fakes(log) as watch:
         x = torch.ones(2, 2, device=fake_gpu())
         _ = x @ x
         _ = [x.tolist(), x[0, 0].item(), float(x[0, 0]), int(x[0, 0]), bool(x[0, 0])]
@@ -83,7 +83,7 @@ def test_all_ways_to_read_are_recorded(gpu: InProcess) -> None:
 
 def posted(run: RunConfig) -> tuple[Trace, list[int]]:
     """Post two messages together and one alone."""
-    with on_devices(run, 1) as log, fake_tensors(log):
+    with on_devices(run, 1) as log, watched_fakes(log):
         x, y = torch.ones(3, device=fake_gpu()), torch.ones(4, device=fake_gpu())
         ops = [dist.P2POp(dist.isend, x, 0), dist.P2POp(dist.irecv, y, 0)]
         for work in dist.batch_isend_irecv(ops):

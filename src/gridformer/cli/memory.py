@@ -60,7 +60,7 @@ def memory(
     from gridformer.memory.estimate import estimate_ranks
     from gridformer.memory.ranks import chosen_ranks
     from gridformer.memory.room import room_of_budget
-    from gridformer.memory.show import print_breakdowns, write_page
+    from gridformer.memory.show import print_breakdowns, write_memory_page
     from gridformer.parallel.auto.decisions import decide_run
     from gridformer.utils.extras import require
     from gridformer.utils.files import check_output
@@ -78,7 +78,7 @@ def memory(
             breakdowns = estimate_ranks(checked, [*chosen], decisions)
     print_breakdowns(checked, breakdowns, chosen, console)
     if html is not None:
-        write_page(checked, breakdowns, chosen, html)
+        write_memory_page(checked, breakdowns, chosen, html)
         console.print(f"Plot of memory over time: {html}")
     gib = budget or checked.train.memory_gib
     if not gib:

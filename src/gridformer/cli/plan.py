@@ -104,10 +104,10 @@ def plan(
         advice = [advise(asked, found, traced) for found in result.layouts]
         would_fit = [] if result.layouts else remedies(asked, result.smallest)
         if html is not None:
-            from gridformer.plan.html import write_page
+            from gridformer.plan.html import write_plan_page
 
             status.update("estimating other batches and numbers of devices")
-            write_page(run, machine, devices, result, advice, html, would_fit)
+            write_plan_page(run, machine, devices, result, advice, html, would_fit)
     if as_json:
         typer.echo(json.dumps(to_json(result, advice, would_fit)))
     elif result.layouts:

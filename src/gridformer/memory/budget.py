@@ -15,7 +15,7 @@ from gridformer.memory.breakdown import STATES, MemoryBreakdown
 from gridformer.memory.estimate import estimate_ranks
 from gridformer.memory.ranks import largest_ranks
 from gridformer.memory.room import Room, Tell, gpus_of, room_of, silent
-from gridformer.memory.savings import changed, cheapest_first, smaller_batches
+from gridformer.memory.savings import cheapest_first, smaller_batches, valid_change
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.offers import Changes
 from gridformer.utils.units import format_bytes, format_setting
@@ -182,7 +182,7 @@ def nearest(
 
         None means that the changed run is not valid, or that the time is over.
         """
-        other = changed(run, changes)
+        other = valid_change(run, changes)
         if other is None:
             return None
         bound = states_of(other)
@@ -235,7 +235,7 @@ def _likely(run: RunConfig, worst: MemoryBreakdown | None, n_bytes: int) -> Offe
         together = together | change
         sums.append(together)
     for changes in [*ways, *sums]:
-        other = changed(run, changes)
+        other = valid_change(run, changes)
         if other is not None and (size := quick_estimate(other) * scale) <= n_bytes:
             return Offer(changes, round(size))
     return None

@@ -54,7 +54,7 @@ def smaller_batches(run: RunConfig) -> Iterator[Changes]:
         batch //= 2
 
 
-def changed(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
+def valid_change(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
     """Returns the run with other values, or None if they make it invalid."""
     other = with_changes(run, changes)
     return None if other is None or broken_rules(other) else other

@@ -78,7 +78,7 @@ def print_breakdowns(
         )
 
 
-def write_page(
+def write_memory_page(
     run: RunConfig, breakdowns: Sequence[MemoryBreakdown], stand_for: Mapping[int, str], path: Path
 ) -> None:
     """Writes a self-contained HTML page that plots each rank's memory by kind over a step.

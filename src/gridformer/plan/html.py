@@ -25,7 +25,7 @@ _STYLE = "td:nth-child(2), th:nth-child(2) { text-align: left; } ul { margin-top
 _Kind = tuple[str, str, bool]
 
 
-def write_page(
+def write_plan_page(
     run: RunConfig,
     cluster: Cluster,
     n_devices: int,

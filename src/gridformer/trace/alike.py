@@ -24,7 +24,7 @@ from gridformer.parallel.pipeline.partition import model_outline
 from gridformer.trace.batch import rows_like
 from gridformer.trace.device import Backend
 from gridformer.trace.events import Event, Member, Start, Trace
-from gridformer.trace.fake import Watch, fake_tensors
+from gridformer.trace.fake import Watch, watched_fakes
 from gridformer.trace.group import Log
 from gridformer.trace.rank import Played, on_devices, play
 from gridformer.trace.repeat import Repeats
@@ -103,7 +103,7 @@ def _following(
     with on_devices(run, rank, kernels, backend) as log:
         axes = build_axes(run.layout, log.device.type, decisions.block)
         split_heads(run.model, run.layout, axes)  # in the order in which a model's building does
-        with fake_tensors(log) as watch:
+        with watched_fakes(log) as watch:
             model = copy.copy(model_outline(run.model))
             model.stages = stages_of(run.model, run.layout.n_stages, decisions.choices.work)
             model.compute_dtype = getattr(torch, run.train.dtype)

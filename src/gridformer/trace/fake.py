@@ -113,7 +113,7 @@ def _goes_on(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def fake_tensors(log: Log) -> Iterator[Watch]:
+def watched_fakes(log: Log) -> Iterator[Watch]:
     """Makes all new tensors fake, and records what is read back from the device.
 
     A number that is read from a tensor is 1, with which a step takes its ordinary path.

@@ -20,7 +20,7 @@ from gridformer.trace.batch import rows_like
 from gridformer.trace.chunks import chunks_once
 from gridformer.trace.device import NAME, Backend, fake_gpu
 from gridformer.trace.events import Trace, Trouble
-from gridformer.trace.fake import fake_tensors
+from gridformer.trace.fake import watched_fakes
 from gridformer.trace.fewer_micro_batches import trace_again
 from gridformer.trace.group import Log, recording
 from gridformer.trace.micro_batches import MicroBatches, fewer
@@ -114,7 +114,7 @@ def play(
         played = Played(log.trace)
         try:
             axes = build_axes(layout, log.device.type, decisions.block)
-            watch = stack.enter_context(fake_tensors(log))
+            watch = stack.enter_context(watched_fakes(log))
             model = build_parallel(
                 run.model,
                 layout,

@@ -94,12 +94,22 @@ def linear(x: Tensor, weight_IO: Tensor, bias_O: Tensor | None, padded: bool = F
     """
     if weight_IO.dtype == x.dtype and not stands_for_parameters(weight_IO):
         # F.linear would transpose the transpose once more, and both again in the backward pass.
+        x = x if x.requires_grad else as_rows(x)
         return x @ weight_IO if bias_O is None else F.linear(x, weight_IO.t(), bias_O)
     weight = cast(weight_IO, x.dtype, padded)
     bias = None if bias_O is None else cast(bias_O, x.dtype, weight.shape[1] > len(bias_O))
     place = _CastLinear.apply(x, weight_IO, bias_O, weight.shape[1])
-    out: Tensor = _CastLinearResult.apply(place, x.detach(), weight, bias)
+    out: Tensor = _CastLinearResult.apply(place, as_rows(x.detach()), weight, bias)
     return out
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Returns x [.., K], or a copy of it, so that its product with a matrix is a single one.
+
+    Of a slice of tokens, as chunks of a loss are, torch would make a small product per sequence
+    where nothing needs a gradient.
+    """
+    return x.flatten(0, -2).view(x.shape)
 
 
 class _CastLinear(torch.autograd.Function):
@@ -123,12 +133,13 @@ class _CastLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight_IO = ctx.saved_tensors
         n_out = weight_IO.shape[1]
-        grad = grads[0].flatten(0, -2)
+        grad_out = as_rows(grads[0])
+        grad = grad_out.flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             source = weight_IO if ctx.weight is None else ctx.weight
             weight = cast(source, x.dtype, padded=grad.shape[1] > n_out)
-            grad_x = grads[0] @ weight.t()
+            grad_x = grad_out @ weight.t()
         if ctx.needs_input_grad[1]:
             total = None if ctx.weight is None else sum_behind(ctx.weight)
             rows = x.flatten(0, -2)

@@ -11,6 +11,7 @@ from torch import Tensor
 from gridformer.comm import Pending
 from gridformer.mesh import Axis
 from gridformer.models.blocks.cast import cast
+from gridformer.models.blocks.linear import as_rows
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def columns(a: Matrix, start: int, stop: int) -> Matrix:
 
 def times(a: Matrix, b: Tensor) -> Tensor:
     """Multiplies a [.., K] by b [K, N]: [.., N]."""
-    return a.rows_of(b) if isinstance(a, OneHot) else a @ b
+    return a.rows_of(b) if isinstance(a, OneHot) else as_rows(a) @ b
 
 
 def transposed_times(a: Matrix, b: Matrix) -> Tensor:
