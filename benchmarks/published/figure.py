@@ -20,7 +20,7 @@ def plot(outcomes: Sequence[Outcome], found: Sequence[Ratios], path: Path) -> No
     from matplotlib import pyplot as plt
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 6.6))
     known = [one for one in outcomes if not one.predicted.error]
     for number, machine in enumerate(dict.fromkeys(one.machine for one in known)):
         mine = [one for one in known if one.machine == machine]
@@ -63,7 +63,8 @@ def plot(outcomes: Sequence[Outcome], found: Sequence[Ratios], path: Path) -> No
             one.set_ticks(ticks)
             one.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             one.set_minor_formatter(NullFormatter())
-        axis.legend(fontsize=8, loc="upper left")
+        # Below, because points lie in all of the figure.
+        axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0.0, -0.12), frameon=False)
         axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
