@@ -33,9 +33,8 @@ MODELS: dict[str, str | dict[str, Any]] = {
     "Transformer": "transformer-big",
     "Llama": LLAMA,
 }
-# Of the step. What is 5% and more off are pipelines of four stages with replicas, whose last sums
-# overlap in other ways, and a few heads of fine-tuning.
-TOLERANCE, IN_PIPELINES, FINE_TUNED = 0.05, 0.07, 0.22
+# Of the step. What is more than 5% off are a few heads of fine-tuning, with short steps.
+TOLERANCE, FINE_TUNED = 0.05, 0.10
 DEEP, SMALL, SLOW = "megatron-8.3b", "megatron-1.2b", "frontera-rtx5000"
 EIGHT = {"pp": 8, "dp": 8, "micro_batches": 8}
 QUICK = {
@@ -77,9 +76,7 @@ def test_a_step_takes_as_long_as_its_trace_says(cell: matrix.Cell) -> None:
     if cell.dropout:
         dropout = {"dropout": 0.1, "attention_dropout": 0.1}
         run = run.model_copy(update={"model": run.model.model_copy(update=dropout)})
-    tolerance = IN_PIPELINES if cell.pp > 1 and cell.replicas != "none" else TOLERANCE
-    if "fine-tuned" in cell.model:
-        tolerance = FINE_TUNED
+    tolerance = FINE_TUNED if "fine-tuned" in cell.model else TOLERANCE
     wanted = pytest.approx(predicted(run).step_s, rel=tolerance)
     assert estimate(run, cluster()).step_s == wanted
 

@@ -21,8 +21,8 @@ from gridformer.parallel.auto.work import work_of
 from gridformer.parallel.registry import spec_of
 from gridformer.plan import head_passes, launches, layer_passes, once_a_step
 from gridformer.plan.held import Held, held_by_stages, together
-from gridformer.plan.load import Load, StepCosts
-from gridformer.plan.pipeline_time import PassSeconds, passes_of
+from gridformer.plan.load import Load, StepCosts, hop_from
+from gridformer.plan.pipeline_time import PassSeconds, pass_times
 from gridformer.plan.recorded import on_device
 from gridformer.plan.sizes import Sizes
 from gridformer.utils.units import GIB
@@ -109,9 +109,10 @@ def estimate(run: RunConfig, cluster: Cluster, costs: StepCosts | None = None) -
     ahead = cluster.device.kind == "cuda" and train.dtype != "float16"
     clock = _Clock(0.0 if ahead else cluster.host.launch_us.value * 1e-6)
     seconds = [_pass_seconds(sizes, found.of([one]), clock.launch_s) for one in stages]
-    send_s = sizes.costs.message_s("send", _border_bytes(sizes), sizes.place("pp"))
+    places_of_hops = [sizes.place(hop_from(i)) for i in range(pp)]
+    sends_s = [costs.message_s("send", _border_bytes(sizes), place) for place in places_of_hops]
     begins = [once[one].casts.device_s for one in ranks]
-    times = passes_of(layout, seconds, begins, send_s)
+    times = pass_times(layout, seconds, begins, sends_s)
     tails = [end + once[one].reductions.device_s for one, (_, end) in zip(ranks, times)]
     last = max(range(pp), key=lambda i: tails[i])
     rank, (begin, end) = ranks[last], times[last]
@@ -251,7 +252,7 @@ def _border_bytes(sizes: Sizes) -> float:
 
 
 def _borders(sizes: Sizes, k: int, there: Load, back: Load) -> None:
-    """Adds messages of k stages to other stages; what waits for them is in `passes_of`."""
+    """Adds messages of k stages to other stages; what waits for them is in `pass_times`."""
     seconds = sizes.costs.message_s("send", _border_bytes(sizes), sizes.place("pp"))
     tensors = 1 + sizes.run.model.two_stacks  # the output of the encoder goes to all later stages
     for load in (there, back):

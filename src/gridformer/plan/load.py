@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -163,6 +162,11 @@ class StepCosts:
         return self._kernels[work]
 
 
+def hop_from(i: int) -> str:
+    """Returns the name of the axis place between the pipeline's rank i and the next, in a ring."""
+    return f"pp from {i}"
+
+
 def _places(
     layout: LayoutConfig, cluster: Cluster, block: NodeBlock | None
 ) -> dict[str, AxisPlace]:
@@ -178,8 +182,9 @@ def _places(
             groups[name] = tuple(ranks[index].tolist())
     if "pp" in groups:
         # A message goes from one stage to the next, at the slowest between those furthest apart.
-        pairs = itertools.pairwise(groups["pp"])
-        groups["pp"] = max(pairs, key=lambda pair: _levels_between(pair, cluster))
+        hops = [*zip(groups["pp"], (*groups["pp"][1:], groups["pp"][0]))]
+        groups["pp"] = max(hops[:-1], key=lambda pair: _levels_between(pair, cluster))
+        groups |= {hop_from(i): pair for i, pair in enumerate(hops)}
     if spec.replicas(layout) > layout.dp:
         groups["replicas"] = tuple(sorted(ranks[0].flatten().tolist()))
     elif "dp" in groups:

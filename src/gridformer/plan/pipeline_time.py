@@ -1,8 +1,8 @@
 """When the ranks of a pipeline begin and end their passes, by running through their schedule.
 
 It takes the order of passes that the executor takes, with the seconds of a forward and of a
-backward pass of each rank. A pass begins when its rank is free and its input has come. A message
-takes the same time between any two ranks, and a rank sends one message in each direction at a time.
+backward pass of each rank. A pass begins when its rank is free and its input has come. A rank sends
+one message in each direction at a time.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ class PassSeconds:
         return self.forward + self.backward
 
 
-def passes_of(
-    layout: LayoutConfig, stages: Sequence[PassSeconds], begins: Sequence[float], send_s: float
+def pass_times(
+    layout: LayoutConfig,
+    stages: Sequence[PassSeconds],
+    begins: Sequence[float],
+    sends_s: Sequence[float],
 ) -> list[tuple[float, float]]:
     """Returns when each rank begins its first pass and ends its last, in seconds.
 
@@ -48,7 +51,8 @@ def passes_of(
         layout: The layout, with or without a pipeline.
         stages: What the passes of each stage take.
         begins: When each rank can begin its first pass.
-        send_s: Seconds of a message between two ranks.
+        sends_s: Seconds of a message between each rank and the next; the last sends to the first
+            if it has several stages.
     """
     m, pp, k = layout.micro_batches, layout.pp, layout.stages_per_rank
     if pp == 1:
@@ -78,9 +82,10 @@ def passes_of(
             end = max(begin + takes[kind][stage], weights[stage])
         free[rank] = end
         if sends:
-            end = linked[kind][rank] = max(end, linked[kind][rank]) + send_s
+            end = linked[kind][rank] = max(end, linked[kind][rank]) + sends_s[rank - kind]
         arrived.append(end)
-    each = max(max(sum(stage.both for stage in stages[rank::pp]) for rank in range(pp)), k * send_s)
+    busy = max(sum(stage.both for stage in stages[rank::pp]) for rank in range(pp))
+    each = max(busy, k * max(sends_s if k > 1 else sends_s[:-1]))
     return [(start or 0.0, end + (m - few) * each) for start, end in zip(began, free)]
 
 

@@ -109,7 +109,10 @@ def as_rows(x: Tensor) -> Tensor:
     Of a slice of tokens, as chunks of a loss are, torch would make a small product per sequence
     where nothing needs a gradient.
     """
-    return x.flatten(0, -2).view(x.shape)
+    if x.is_contiguous():
+        return x
+    # torch asks for the stride of a dimension of size 1, too.
+    return x.flatten(0, -2).view(x.shape) if x.shape[-2] > 1 else x.contiguous()
 
 
 class _CastLinear(torch.autograd.Function):
