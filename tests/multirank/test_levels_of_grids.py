@@ -71,15 +71,20 @@ def entered(pool: WorkerPool, run: RunConfig, block: NodeBlock, unit: int) -> di
 @pytest.mark.parametrize("changes", [{}, {"rows": 2, "cols": 4}], ids=["4x2", "2x4"])
 def test_bytes_into_nodes_and_racks(pool: WorkerPool, changes: dict[str, Any]) -> None:
     one, two = (run_of(n, changes) for n in (1, 2))
-    decided = decide_run(two)
+    decided, less = decide_run(two), decide_run(one)
     assert decided.block is not None
     assert decided.block.rack is not None
-    less = decide_run(one).traffic
-    best = {"node": decided.candidates[0], "rack": decided.racks[0]}
+    assert less.block == decided.block
+    said = {
+        "node": (less.candidates[0].bytes_in, decided.candidates[0].bytes_in),
+        "rack": (less.racks[0].bytes_in, decided.racks[0].bytes_in),
+    }
     for name, unit in UNITS.items():
+        few, many = said[name]
         small, large = (entered(pool, run, decided.block, unit) for run in (one, two))
         for number in range(N // unit):
             for axis in ("row", "col"):
                 key = number, axis == "row"
-                said = best[name].receivers[axis] * (decided.traffic[axis] - less[axis])
-                assert large[key] - small[key] == pytest.approx(said, rel=1e-9), (name, key)
+                found = large[key] - small[key]
+                assert found == pytest.approx(many[axis] - few[axis], rel=1e-9), (name, key)
+        assert sum(large.values()) > sum(small.values())

@@ -86,7 +86,7 @@ def both_ways(run: RunConfig) -> list[Prediction]:
     cluster = load_cluster("dgx-h100")
     every = record(run, whole=True)
     few = record(run)
-    assert few.shorter, "some layers are left out"
+    assert few.shorter or few.earlier, "some layers or micro-batches are left out"
     whole = price(every, cluster, timeline=True)
     assert whole.timeline
     whole.timeline = {}
@@ -97,19 +97,38 @@ REPEATED: list[dict[str, Any]] = [
     {"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 12},
     {"scheme": "optimus", "rows": 2, "cols": 2, "micro_batches": 6},
     {"dp": 2, "micro_batches": 6},
+    # With two stages between the first and the last, of which one follows from the other.
+    {"dp": 2, "dp_mode": "zero1", "pp": 4, "micro_batches": 20},
+    {"dp": 2, "dp_mode": "fsdp", "pp": 4, "micro_batches": 20},
+    {"dp": 2, "dp_mode": "fsdp", "reshard": "step", "pp": 4, "micro_batches": 20},
 ]
 
 
-@pytest.mark.parametrize("layout", full_unless(REPEATED[0].__eq__, REPEATED))
+def tiny(run: RunConfig) -> Prediction:
+    """Return what is predicted for a run by fewer layers."""
+    torch.set_num_threads(1)
+    return price(record(run), load_cluster("dgx-h100"))
+
+
+def test_replicas_of_tiny_layers_take_no_less_time_than_fewer_layers(gpu: InProcess) -> None:
+    """A layer more hides more of the messages than it adds: a line through both ends below zero."""
+    layout = {"dp": 2, "micro_batches": 1}
+    train = {"dtype": "bfloat16"}
+    few, many = (gpu(tiny, run_of(layout, {"n_layers": n}, train)) for n in (4, 16))
+    assert 0 < few.step_s < many.step_s
+
+
+@pytest.mark.parametrize("layout", full_unless([REPEATED[0], REPEATED[-1]].__contains__, REPEATED))
 def test_what_is_repeated_takes_as_long_as_what_is_traced(
     gpu: InProcess, layout: dict[str, Any]
 ) -> None:
-    run = run_of(layout, {"n_layers": 16}, {"dtype": "bfloat16"})
+    batch = 40 if layout["micro_batches"] == 20 else 48
+    run = run_of(layout, {"n_layers": 16}, {"dtype": "bfloat16", "global_batch": batch})
     whole, repeated = gpu(both_ways, run)
     for name in ("step_s", "model_tflops_per_device"):
         assert getattr(repeated, name) == pytest.approx(getattr(whole, name), rel=0.01)
     for name in ("forward_s", "backward_s"):  # a pass gives each its share of waiting for the host
-        assert getattr(repeated, name) == pytest.approx(getattr(whole, name), rel=0.03)
+        assert getattr(repeated, name) == pytest.approx(getattr(whole, name), rel=0.05)
     parts = dict(whole.parts.rows())
     for name, seconds in repeated.parts.rows():
         assert seconds == pytest.approx(parts.get(name, 0.0), abs=0.01 * whole.step_s)

@@ -128,7 +128,9 @@ FEWER: list[tuple[dict[str, Any], dict[str, Any], list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", full_unless(lambda case: case is FEWER[2], FEWER), ids=str)
+@pytest.mark.parametrize(
+    "case", full_unless(lambda case: case in (FEWER[2], FEWER[5]), FEWER), ids=str
+)
 def test_a_step_with_fewer_micro_batches_has_the_same_passes(gpu: InProcess, case: Any) -> None:
     layout, train, ranks = case
     for whole, repeated in gpu(with_fewer, run_of(layout, train), ranks):

@@ -15,7 +15,7 @@ from typing import Any
 from gridformer.config import RunConfig
 from gridformer.parallel.pipeline import Executor
 from gridformer.trace.batch import rows_like
-from gridformer.trace.events import Event, Trace
+from gridformer.trace.events import Event, Start, Trace
 from gridformer.trace.fake import Watch
 from gridformer.trace.group import Log
 from gridformer.trace.repeat import Repeats
@@ -57,6 +57,10 @@ def trace_again(
     stepper.micro_batches = run.layout.micro_batches
     stepper.split = RowSplit(run.train.global_batch, stepper.micro_batches, stepper.axes)
     watch.products = 0
+    # The recorded passes wait for messages that began before them, by their numbers.
+    before = [one.number for one in trace.events[: repeats.span[0]] if isinstance(one, Start)]
+    if before:
+        log.number_from(before[0])
     log.trace = replace(trace, events=[], reads=[], troubles=[], complete=False, update=0)
     again = Repeats(stepper.model, executor, log, watch.count, repeats.recorded)
     if again.missing:

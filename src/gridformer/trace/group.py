@@ -162,6 +162,10 @@ class Log:
         self._number += 1
         return self._number
 
+    def number_from(self, number: int) -> None:
+        """Gives the next message this number. Numbers must differ only within a trace."""
+        self._number = number - 1
+
     def wait(self, number: int) -> None:
         self.trace.events.append(Wait(number, self.places.here()))
 

@@ -150,6 +150,20 @@ class Repeats:
             else:
                 self.log.trace.events.append(event)
 
+    def numbers_of(self, passes: Sequence[Event]) -> None:
+        """Lets later waits name messages of passes by their numbers in another trace.
+
+        Args:
+            passes: The passes in that trace, which has repeated the same ones as this one.
+        """
+        theirs = [one.numbers for one in passes if isinstance(one, Passed)]
+        self._renumbered |= {
+            number: self._renumbered[recorded]
+            for numbers in theirs
+            for recorded, number in numbers.items()
+            if recorded in self._renumbered
+        }
+
     def _pass(self, events: Sequence[Event]) -> None:
         """Adds a pass, as one event where kernels are recorded."""
         if not self.log.kernels:
