@@ -53,6 +53,32 @@ def test_formulas_know_what_long_sequences_take(recompute: str) -> None:
     assert 0.9 < quick_estimate(run) / estimate_rank(run, 0).peak < 1.25
 
 
+UNFUSED = [
+    ({}, "none"),
+    ({}, "selective"),
+    ({}, "full"),
+    ({"scheme": "megatron_2d", "rows": 2, "cols": 2}, "none"),
+    ({"pp": 2, "micro_batches": 4}, "none"),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("layout", "recompute"), full_unless(lambda case: case[1] == "none", UNFUSED, unpack=True)
+)
+def test_formulas_know_scores_that_no_kernel_fuses(
+    layout: dict[str, Any], recompute: str, dtype: str
+) -> None:
+    """As on clusters of the time before fused attention, whose files say `fused_attention`."""
+    train = {"recompute": recompute, "dtype": dtype, "device": "cuda", "kernels": "torch"}
+    # The head counts as a layer, which of few layers is a large part.
+    n_layers = 16 if "pp" in layout else 4
+    model = {**MODEL, "n_layers": n_layers, "max_seq_len": 1024, "attention_dropout": 0.1}
+    run = a_run(layout, model, {**train, "global_batch": 8})
+    peak = max(estimate_rank(run, rank).peak for rank in largest_ranks(run))
+    assert 0.85 < quick_estimate(run) / peak < 1.15
+
+
 SEQUENCE = {"scheme": "megatron", "cols": 4, "sequence_parallel": True}
 LONG: list[tuple[dict[str, Any], str]] = [
     (layout, recompute)

@@ -23,6 +23,7 @@ _FREED = 0.6  # the fraction of what a layer has kept that is free by then
 _WHOLE = 2  # gathered activations, the input and the sum for its gradient
 _BLOCKS = 3  # over gloo, the blocks of such activations that other devices send
 _PANELS = 8  # panels of activations for which a product that goes panel by panel has room
+_SCORE = 12  # bytes of a score that is not in a fused kernel, in the backward pass of its layer
 _GRADIENTS = 5.5  # gradients of a layer's widest product with FSDP: made, joined and in messages
 
 
@@ -62,10 +63,16 @@ def quick_peak(run: RunConfig, choices: Choices) -> float:
         head /= 2  # a stage has the table of the embedding or that of the head
     states = in_layers * share + head
     each = _kept(run, choices)  # by all layers if none is recomputed
-    stays, again = each, 0.0
+    kept_score = 2 * choices.work.itemsize + 1  # a probability, before and after dropout, its mask
+    scores = _scores(run, choices)
+    stays = each + scores * kept_score
+    again = scores / n_layers * _SCORE
+    if choices.work.recompute == "selective":
+        stays, again = each, again + scores / n_layers * kept_score
     if choices.work.recompute == "full":
+        again += stays / n_layers
         stays, one = _inputs(run, choices, n_layers)
-        again = each / n_layers + one
+        again += one
     activations = (stays + choices.all_kept_bytes) * share
     replicas = _Replicas.of(run, choices)
     states += replicas.gathered
@@ -256,6 +263,22 @@ def _kept(run: RunConfig, choices: Choices) -> float:
         width = product.n_in if product.closes else choice.n_out
         kept += (around + inside * width) * product.count
     return kept * work.itemsize
+
+
+def _scores(run: RunConfig, choices: Choices) -> float:
+    """Returns how many scores of attention a device computes in all layers, if no kernel is fused.
+
+    Dropout of their probabilities without gridformer's kernel lets torch keep them.
+    """
+    model, work = run.model, choices.work
+    if not model.attention_dropout or (on_gpu(run) and run.train.kernels != "torch"):
+        return 0.0
+    keys = run.seq_len
+    found = model.n_layers * work.tokens * keys
+    if model.two_stacks:
+        found = model.n_layers * work.source * run.source_len
+        found += model.n_decoder_layers * work.tokens * (keys + run.source_len)
+    return found * model.n_heads / (choices.rows * choices.cols)
 
 
 def _inputs(run: RunConfig, choices: Choices, n_layers: int) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from gridformer.plan import head_passes, launches, layer_passes, once_a_step
 from gridformer.plan.held import Held, held_by_stages, together
 from gridformer.plan.load import Load, StepCosts, hop_from
 from gridformer.plan.pipeline_time import PassSeconds, pass_times
-from gridformer.plan.recorded import on_device
+from gridformer.plan.recorded import on_device, unfused
 from gridformer.plan.sizes import Sizes
 from gridformer.utils.units import GIB
 
@@ -144,7 +144,7 @@ def estimate(run: RunConfig, cluster: Cluster, costs: StepCosts | None = None) -
         forward_s=forward_s + before_s + gathers_s,
         backward_s=backward_s + reduce_s + waits_s - gathers_s,
         update_s=update_s,
-        peak_gib=quick_peak(on_device(run, cluster.device.kind), choices) / GIB,
+        peak_gib=quick_peak(on_device(unfused(run, cluster), cluster.device.kind), choices) / GIB,
         limit_gib=room_on(run, cluster),
         load=clock.total,
         launch_s=waited,

@@ -14,7 +14,7 @@ from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.price import Prices, warnings_of
 from gridformer.plan.program import Spent
-from gridformer.plan.recorded import Shortened, on_device
+from gridformer.plan.recorded import Shortened, on_device, unfused
 from gridformer.utils.beside import shared
 from gridformer.utils.units import GIB
 
@@ -90,18 +90,3 @@ def _held(run: RunConfig, decisions: Decisions) -> list[Callable[[], int]]:
         return estimate_rank(run, rank, decisions, timeline=False).peak
 
     return [partial(peak, rank) for rank in largest_ranks(run, decisions)]
-
-
-def unfused(run: RunConfig, cluster: Cluster) -> RunConfig:
-    """Returns the run with attention that keeps its scores if the cluster has no fused one.
-
-    Scores of attention without dropout are then kept like those with very little of it, which no
-    fused kernel computes.
-    """
-    if cluster.device.fused_attention:
-        return run
-    model = run.model
-    if not model.attention_dropout:
-        model = model.model_copy(update={"attention_dropout": 1e-6})
-    train = run.train.model_copy(update={"kernels": "torch"})
-    return run.model_copy(update={"model": model, "train": train})

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gridformer.check.sample import alike_stages
+from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import mesh_ranks
@@ -95,6 +96,21 @@ class Shortened:
 def on_device(run: RunConfig, kind: Kind) -> RunConfig:
     """Returns a run on a type of device."""
     return run.model_copy(update={"train": run.train.model_copy(update={"device": kind})})
+
+
+def unfused(run: RunConfig, cluster: Cluster) -> RunConfig:
+    """Returns the run with attention that keeps its scores if the cluster has no fused one.
+
+    Scores of attention without dropout are then kept like those with very little of it, which no
+    fused kernel computes.
+    """
+    if cluster.device.fused_attention:
+        return run
+    model = run.model
+    if not model.attention_dropout:
+        model = model.model_copy(update={"attention_dropout": 1e-6})
+    train = run.train.model_copy(update={"kernels": "torch"})
+    return run.model_copy(update={"model": model, "train": train})
 
 
 def record(

@@ -10,11 +10,7 @@ from gridformer.parallel.registry import spec_of
 from gridformer.parallel.validation import broken_rules
 
 STAGES_PER_RANK = (1, 2, 3, 4, 6, 8, 12)
-WORDS = {
-    "order": ("topology", "contiguous"),
-    "attention": ("inside", "outside"),
-    "feed_forward": ("branched", "common"),
-}
+WORDS = {"order": ("topology", "contiguous")}
 
 
 def neighbors(run: RunConfig) -> Iterator[tuple[dict[str, Any], RunConfig]]:
