@@ -1,25 +1,30 @@
-"""Which scheme wins where: the fastest layout of each kind over devices and batch, by estimate.
+"""Which scheme wins where: the fastest layout of each kind over devices and batch.
 
     python -m benchmarks.planner map --plot docs/results/planner-map.png
 
-Each cell is a search of `gridformer plan` without its traces: every kind of layout gets the best
-settings that fit by estimate. It prints Markdown.
+In each cell every kind of layout gets the best settings that fit by the estimates of `gridformer
+plan`, and is then traced as `gridformer predict` does. Memory is that of the estimates. It prints
+Markdown.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from gridformer.cluster import load_cluster
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.parallel.registry import spec_of
+from gridformer.plan.predict import predict
 from gridformer.plan.search import Found, Search, fastest_dtype
 
 IMPROVED = 2  # arrangements of each kind whose settings are improved
-CLOSE = 0.10  # what differs by less may be the other way round: so far off can estimates be
+CLOSE = 0.10  # what differs by less counts as close
+PROCESSES = 2
 
 # Kinds of layouts, with their color in the figure. The strongest alternatives have replicas of any
 # mode, FSDP among them, and every kind may have a pipeline.
@@ -61,7 +66,7 @@ def kind_of(layout: LayoutConfig) -> str:
 
 
 def cell_of(run: RunConfig, cluster: str, n_devices: int) -> Cell:
-    """Returns the fastest layout of each kind that fits by estimate, fastest first."""
+    """Returns the fastest layout of each kind that fits, traced, fastest first."""
     search = Search(run, load_cluster(cluster), n_devices, named=cluster)
     of_kind: dict[str, list[Found]] = {}
     for arrangement in search.arrangements():
@@ -74,20 +79,28 @@ def cell_of(run: RunConfig, cluster: str, n_devices: int) -> Cell:
         improved = [search.improved(one, margin=1.0) for one in some[:IMPROVED]]
         chosen = [search.for_cluster(one) for one in (*improved, some[0])]
         best[kind] = min((*chosen, *some), key=lambda one: one.step_s)
-    return dict(sorted(best.items(), key=lambda item: item[1].step_s))
+    traced = {
+        kind: replace(one, prediction=predict(one.run, load_cluster(cluster), memory=False))
+        for kind, one in best.items()
+    }
+    return dict(sorted(traced.items(), key=lambda item: item[1].step_s))
+
+
+def _cell(case: Case, place: tuple[int, int]) -> Cell:
+    batch, n = place
+    dtype = fastest_dtype(load_cluster(case.cluster))
+    settings = [f"train.dtype={dtype}", f"train.global_batch={batch}"]
+    run = parse_run({"model": case.model, "data": {"path": "."}}, settings)
+    found = cell_of(run, case.cluster, n)
+    print(f"{case.cluster} {n} devices, batch {batch}", file=sys.stderr, flush=True)
+    return found
 
 
 def map_of(case: Case) -> dict[tuple[int, int], Cell]:
     """Returns the cells of a map by (batch, devices)."""
-    dtype = fastest_dtype(load_cluster(case.cluster))
-    found = {}
-    for batch in case.batches:
-        for n in case.devices:
-            settings = [f"train.dtype={dtype}", f"train.global_batch={batch}"]
-            run = parse_run({"model": case.model, "data": {"path": "."}}, settings)
-            found[batch, n] = cell_of(run, case.cluster, n)
-            print(f"{case.cluster} {n} devices, batch {batch}", file=sys.stderr, flush=True)
-    return found
+    places = [(batch, n) for batch in case.batches for n in case.devices]
+    with ProcessPoolExecutor(PROCESSES) as pool:
+        return dict(zip(places, pool.map(partial(_cell, case), places)))
 
 
 def lines_of(case: Case, cells: dict[tuple[int, int], Cell]) -> list[str]:

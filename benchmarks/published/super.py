@@ -354,7 +354,7 @@ gridformer's data parallelism is not."""
 _CSUB = """\
 SUPER's own cSub has only heads as branches, and keeps everything else on the first sub-graph's
 device. With T5's dropout, that of attention included, T5-Large-Mod takes {peak:.1f} GiB there, of
-{limit:.1f}: it {fits}. In the paper it does not fit."""
+{limit:.1f} that estimates may take: it {fits}. In the paper it does not fit."""
 _ORDERS = f"""\
 T5-Large-Mod, one sequence a device. Contiguous ranks put the members of a segmented collective far
 apart, topology-aware ranks put them into one node as far as it goes. With racks, a link between
