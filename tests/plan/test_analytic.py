@@ -41,6 +41,8 @@ QUICK = {
     matrix.Cell("GPT-2", "Megatron, sequence parallel", 1, "replicate", False),
     matrix.Cell("GPT-2", "Optimus", 1, "none", False),
     matrix.Cell("GPT-2", "D&SP-cSub", 2, "none", False),
+    # The second of its stages' messages leaves a node; the others do not.
+    matrix.Cell("Llama", "D&SP-cSub", 4, "zero1", False),
 }
 CELLS = [
     pytest.param(cell, id=cell.title, marks=() if cell in QUICK else pytest.mark.full)

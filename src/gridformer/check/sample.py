@@ -46,7 +46,7 @@ def lines(run: RunConfig, decisions: Decisions, most: int = MOST) -> list[list[i
     Args:
         run: The run.
         decisions: The result of `decide_run`.
-        most: Up to this many ranks are returned all, each in a list of its own.
+        most: Ranks that are at most this many are all returned, each in a list of its own.
 
     Returns:
         Lists of ranks that differ only in their place along pp and whose stages have equal layers.

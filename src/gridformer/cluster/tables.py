@@ -65,7 +65,8 @@ class MemoryRow(NamedTuple):
 class MessageRow(NamedTuple):
     """A message, while all groups of the same kind send theirs; see `messages.MessageWork`.
 
-    `nodes` is the number of nodes that a group spans, and `sharers` this many groups share a link.
+    `nodes` is the number of nodes that a group spans, and `sharers` the number of groups that share
+    a link.
     """
 
     op: str

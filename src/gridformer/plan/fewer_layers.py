@@ -26,7 +26,7 @@ Stages = Sequence[range]
 def removable(run: RunConfig, decisions: Decisions) -> int:
     """Returns how many layers of each stage may be left out; 0 if all are traced.
 
-    Without a pipeline, this many are left out of each stack of layers.
+    Without a pipeline, this is the number for each stack of layers.
     """
     model = run.model
     if run.layout.pp == 1:

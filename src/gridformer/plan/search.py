@@ -36,7 +36,7 @@ ROUNDS = 6  # single changes of settings in a row
 MARGIN = 1.1
 GAIN = 0.995  # with choices for the cluster, an estimate must be below this part of that without
 FEWEST = 2  # layouts are traced, though it may take longer than asked
-SPARE = 3  # so many times as many layouts are traced at most as are listed
+SPARE = 3  # for each layout that is listed, at most this many are traced
 
 Predict = Callable[[RunConfig, Cluster], Prediction]
 

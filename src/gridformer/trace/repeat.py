@@ -150,7 +150,7 @@ class Repeats:
             else:
                 self.log.trace.events.append(event)
 
-    def numbers_of(self, passes: Sequence[Event]) -> None:
+    def also_numbered(self, passes: Sequence[Event]) -> None:
         """Lets later waits name messages of passes by their numbers in another trace.
 
         Args:
