@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from gridformer.cli.app import app
 from gridformer.config import RunConfig, parse_run
+from gridformer.memory import layouts
 from gridformer.memory.layouts import candidates, list_layouts, reasons
 from gridformer.parallel.registry import describe
 from gridformer.parallel.validation import check
@@ -48,6 +50,14 @@ def test_candidates_of_four_processes() -> None:
         "subgraph, 4 branches",
         "subgraph, 2 branches, common layers on the first, dp=2",
     }
+
+
+def test_a_busy_machine_leaves_out_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a clock runs on while other programs have the processor."""
+    clock = itertools.count(step=1000)
+    monkeypatch.setattr(layouts.time, "monotonic", lambda: float(next(clock)))
+    found = list_layouts(MODEL, 4, seconds=600)
+    assert len(found) == len([*candidates(4)])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "transformer"])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gridformer.memory.layouts import Listed
 
 
-_SECONDS = 12  # Only numbers of many thousands of processes have that many layouts.
+_SECONDS = 12  # of a processor; only many thousands of processes have that many layouts
 
 
 def layouts(
@@ -91,8 +91,8 @@ def layouts(
     total = sum(1 for _ in candidates(processes, schemes))
     if len(found) < total:
         left_out = (
-            f"{len(found):,} of {total:,} layouts were checked in {_SECONDS} seconds, those with "
-            "the fewest stages first; --scheme checks fewer of them"
+            f"{len(found):,} of {total:,} layouts were checked in {_SECONDS} s, "
+            "fewest stages first (see --scheme)"
         )
         typer.echo(left_out, err=True)
     if settings:

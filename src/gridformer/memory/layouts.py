@@ -70,16 +70,17 @@ def list_layouts(
             that only the model decides whether a layout works.
         seq_len: Tokens per sequence; 0 uses the model's maximum.
         schemes: The schemes to list; empty lists all.
-        seconds: Of more candidates than can be checked in this time, the rest are left out.
+        seconds: Of more candidates than can be checked in this processor time, the rest are left
+            out. Other programs, and loading torch from a cold disk, take none of it.
 
     Raises:
         ConfigError: The model, the batch or the length is not valid.
     """
     found = []
     whole = parse_run({"model": model, "data": {"path": ".", "seq_len": seq_len}})
-    end = time.monotonic() + seconds
+    end = time.process_time() + seconds
     for layout in candidates(processes, schemes):
-        if time.monotonic() > end:
+        if time.process_time() > end:
             break
         batch = global_batch or _smallest_batch(layout)
         train = whole.train.model_copy(update={"global_batch": batch})
