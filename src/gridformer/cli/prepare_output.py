@@ -80,19 +80,21 @@ def summarize(folder: TokenFolder, out: Path, console: Console) -> None:
             table.add_row(name, Text(value))  # Text, because brackets in paths are not markup
     console.print(table)
     # Printed on its own line without wrapping, so that it can be copied.
-    console.print(Text(f"next: {_next(folder, out)}"), soft_wrap=True)
+    console.print(Text(f"next: {next_command(folder, out)}"), soft_wrap=True)
 
 
-def _next(folder: TokenFolder, out: Path) -> str:
+def next_command(folder: TokenFolder, out: Path) -> str:
     """Returns a command that trains on the folder."""
     if folder.kind == "examples":
         of = {"answer": "squad", "right": "race", "value": "sts-b"}
         run = next((of[name] for name in of if name in folder.index.columns), "mnli")
         if run == "squad" and (folder.train.columns["answer"] < 0).any():
             run = "squad2"  # some questions have no answer
+        if len(folder.index.labels) == 2:
+            run = "qqp"
         words = ["gridformer", "train", run, f"data.path={out}"]
-        if folder.index.labels and len(folder.index.labels) != 3:
-            words.append(f"model.n_labels={len(folder.index.labels)}")
+        if run == "mnli":
+            words.append("data.validation=[]")  # its own sets are folders of fixed names
         return shlex.join([*words, "--out", f"runs/{out.resolve().name}"])
     shipped = {"pairs": "translate", "chat": "chat"}.get(folder.kind, "demo")
     words = ["gridformer", "train", shipped, f"data.path={out}"]

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from gridformer.cli.prepare_output import next_command
 from gridformer.data.examples_file import read_questions
 from gridformer.data.prepare.tasks.glue import BAD_ROWS, GLUE, Text, read_glue
 from gridformer.data.prepare.tasks.race import read_race
 from gridformer.data.prepare.tasks.squad import MISPLACED, read_squad
 from gridformer.data.prepare.tasks.writing import prepare_task
+from gridformer.launch.plan import check_run
 from gridformer.utils.errors import DataError
-from tests.support.tasks import examples, words_tokenizer, write_mnli, write_squad
+from tests.support.tasks import (
+    examples,
+    words_tokenizer,
+    write_mnli,
+    write_qqp,
+    write_race,
+    write_squad,
+    write_sts_b,
+)
 
 
 def test_rows_of_glue(tmp_path: Path) -> None:
@@ -137,3 +148,26 @@ def test_tokens_of_answers_spell_the_answers(tmp_path: Path, version: str) -> No
             assert said.strip() == question.answers[0]
     again = prepare_task("squad", path, tmp_path / "out", words_tokenizer(), overwrite=True)
     assert again.val.n_documents == folder.val.n_documents
+
+
+FORMATS = {
+    "mnli": (write_mnli, "mnli"),
+    "qqp": (write_qqp, "qqp"),
+    "sts-b": (write_sts_b, "sts-b"),
+    "squad": (write_squad, "squad2"),
+    "race": (write_race, "race"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_command_that_comes_next_reads_what_was_written(tmp_path: Path, name: str) -> None:
+    write, shipped = FORMATS[name]
+    out = tmp_path / "my data"
+    folder = prepare_task(name, write(tmp_path / "from"), out, words_tokenizer())
+    program, train, run, *words = shlex.split(next_command(folder, out))
+    assert (program, train, run) == ("gridformer", "train", shipped)
+    settings = words[: words.index("--out")]
+    # Pretrained weights, which are not here, say how large the model is.
+    checked = check_run(run, [*settings, "train.init_from=", "model.vocab_size=0"])
+    assert checked.data.path == out
+    assert not checked.data.validation
