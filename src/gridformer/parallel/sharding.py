@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from gridformer.mesh import Axes
 from gridformer.models.blocks import Init, init_of
-
-_ATTRIBUTE = "_gridformer_info"
+from gridformer.utils.tensor_attribute import TensorAttribute
 
 
 @dataclass(frozen=True)
@@ -130,13 +129,16 @@ class ParamInfo:
     cut: tuple[str | None, ...] = ()
 
 
+_INFO = TensorAttribute[ParamInfo]("info")
+
+
 def info_of(parameter: Tensor) -> ParamInfo:
     """Returns the ParamInfo of a parameter.
 
     A parameter without one, as in a plain model, gets a new one which says that it is not sharded.
     It is not attached, so changes to it are lost: attach it with `set_info`.
     """
-    info: ParamInfo | None = getattr(parameter, _ATTRIBUTE, None)
+    info = _INFO.get(parameter)
     if info is None:
         whole = ParamShard(tuple(parameter.shape), (0,) * parameter.dim())
         return ParamInfo(whole, init_of(parameter))
@@ -145,7 +147,7 @@ def info_of(parameter: Tensor) -> ParamInfo:
 
 def set_info(parameter: nn.Parameter, info: ParamInfo) -> nn.Parameter:
     """Attaches a ParamInfo to a parameter and returns the parameter."""
-    setattr(parameter, _ATTRIBUTE, info)
+    _INFO.set(parameter, info)
     return parameter
 
 
@@ -175,7 +177,7 @@ def shared_by_stages(model: nn.Module) -> dict[tuple[int, ...], list[tuple[str, 
 
 def is_placed(parameter: Tensor) -> bool:
     """Returns whether a parameter has a ParamInfo, as all have that `place` made."""
-    return hasattr(parameter, _ATTRIBUTE)
+    return _INFO.get(parameter) is not None
 
 
 def place(module: nn.Module, name: str, placement: ParamPlacement, axes: Axes) -> None:

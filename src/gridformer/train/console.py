@@ -213,7 +213,8 @@ def _next(plan: Plan) -> str:
     """Returns a command that uses the model."""
     if plan.run.task in FINE_TUNING:
         return f"gridformer evaluate {plan.out} --tasks examples:{plan.run.data.first_path}"
-    return f'gridformer generate {plan.out} --prompt "..."'
+    chat = " --chat" if plan.run.task == "chat" else ""
+    return f'gridformer generate {plan.out}{chat} --prompt "..."'
 
 
 def _scores(metrics: Mapping[str, Any]) -> str:

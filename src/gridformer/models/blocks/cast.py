@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_ATTRIBUTE = "_gridformer_cast"
-_STANDS_FOR = "_gridformer_stands_for"
-_TRANSPOSE_OF = "_gridformer_transpose_of"
+from gridformer.utils.tensor_attribute import TensorAttribute
+
 # GPUs multiply blocks of this many columns. With 50,257 words instead of 50,304, a multiple of it,
 # the product of a head ran at 100 instead of 640 TFLOP/s on an H100 (docs/results/gpu.md).
 ROWS_OF_TABLE = 64
@@ -126,15 +125,20 @@ class CopiesTogether:
             self._value = None
 
 
+_COPY = TensorAttribute[CastCopy]("cast_copy")
+_STANDS_FOR = TensorAttribute[Sequence[Tensor]]("stands_for")
+_TRANSPOSE_OF = TensorAttribute[Tensor]("transpose_of")
+
+
 def stand_for(place: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Makes a tensor stand for parameters side by side, and returns it; `cast` reads them."""
-    setattr(place, _STANDS_FOR, parameters)
+    _STANDS_FOR.set(place, parameters)
     return place
 
 
 def stands_for_parameters(weight: Tensor) -> bool:
     """Whether `stand_for` was called on a tensor, whose values only `cast` knows."""
-    return hasattr(weight, _STANDS_FOR)
+    return _STANDS_FOR.get(weight) is not None
 
 
 def transposed(parameter: Tensor) -> Tensor:
@@ -146,7 +150,7 @@ def transposed(parameter: Tensor) -> Tensor:
     if not parameter.numel() or parameter.untyped_storage().nbytes():
         return parameter.t()
     place: Tensor = _Transposed.apply(parameter)
-    setattr(place, _TRANSPOSE_OF, parameter)
+    _TRANSPOSE_OF.set(place, parameter)
     return place
 
 
@@ -191,7 +195,7 @@ def cast(weight: Tensor, dtype: torch.dtype, padded: bool = False) -> Tensor:
         padded: Whether the result may have the additional rows of the copy, or columns if `weight`
             is a transpose. They are zero.
     """
-    several: Sequence[Tensor] | None = getattr(weight, _STANDS_FOR, None)
+    several = _STANDS_FOR.get(weight)
     if several is not None:
         copy = copy_of(several[0])
         if copy is None or copy.dtype != dtype or copy.together is None:
@@ -229,7 +233,7 @@ def _copy_behind(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, CastCopy] 
     # Compiled code cannot keep a tensor between calls.
     if weight.dtype == dtype or torch.compiler.is_compiling():
         return None
-    turned: Tensor | None = getattr(weight, _TRANSPOSE_OF, None)
+    turned = _TRANSPOSE_OF.get(weight)
     parameter = turned if turned is not None else weight if weight._base is None else weight._base
     copy = copy_of(parameter)
     if copy is None or copy.dtype != dtype:
@@ -251,8 +255,7 @@ def _is_alike(weight: Tensor, other: Tensor) -> bool:
 
 def copy_of(parameter: Tensor) -> CastCopy | None:
     """Returns the copy of a parameter, or None if no product reads it in another type."""
-    copy: CastCopy | None = getattr(parameter, _ATTRIBUTE, None)
-    return copy
+    return _COPY.get(parameter)
 
 
 def attach_copies(model: nn.Module, dtype: torch.dtype, once: bool) -> None:
@@ -272,7 +275,7 @@ def attach_copies(model: nn.Module, dtype: torch.dtype, once: bool) -> None:
             parameter = getattr(module, name)
             if parameter is not None and parameter.dtype != dtype:
                 multiple = getattr(module, "cast_multiple", 1)
-                setattr(parameter, _ATTRIBUTE, CastCopy(dtype, once, multiple))
+                _COPY.set(parameter, CastCopy(dtype, once, multiple))
     for module in model.modules():
         for together in getattr(module, "cast_together", list)():
             if all(copy_of(parameter) is not None for parameter in together):

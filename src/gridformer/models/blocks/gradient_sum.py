@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from gridformer.models.kernels import products
-
-_ATTRIBUTE = "_gridformer_gradient_sum"
+from gridformer.utils.tensor_attribute import TensorAttribute
 
 
 class GradientSum:
@@ -18,7 +17,6 @@ class GradientSum:
 
     While `summed` is open, a product that reads the tensor may add its gradient here itself, and
     autograd then returns none for it.
-
     """
 
     def __init__(self, of: Tensor) -> None:
@@ -49,21 +47,24 @@ class GradientSum:
             products.add_product(self._sum, a, b)
 
 
+_SUM = TensorAttribute[GradientSum]("gradient_sum")
+
+
 @contextmanager
 def summed(tensors: Sequence[Tensor]) -> Iterator[list[GradientSum]]:
     """Yields an empty sum for each tensor, which the products that read it find in this context."""
     sums = [GradientSum(of) for of in tensors]
     for of, total in zip(tensors, sums):
-        setattr(of, _ATTRIBUTE, total)
+        _SUM.set(of, total)
     try:
         yield sums
     finally:
         for of in tensors:
-            delattr(of, _ATTRIBUTE)
+            _SUM.remove(of)
 
 
 def sum_behind(weight: Tensor) -> GradientSum | None:
     """Returns the open sum of a tensor, of which `weight` is the whole or the transpose."""
     of = weight if weight._base is None else weight._base
-    total: GradientSum | None = getattr(of, _ATTRIBUTE, None)
+    total = _SUM.get(of)
     return total if of.numel() == weight.numel() else None

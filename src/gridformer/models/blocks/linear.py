@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gridformer.models.blocks.cast import cast, stands_for_parameters
 from gridformer.models.blocks.gradient_sum import sum_behind
 from gridformer.models.kernels.products import wide_product
+from gridformer.utils.tensor_attribute import TensorAttribute
 
 Section = Literal["attention", "feed_forward", "head"]
 Activation = Literal["gelu", "gelu_tanh", "relu"]
@@ -40,6 +41,9 @@ class Init:
     width: int = 0
 
 
+_INIT = TensorAttribute[Init]("init")
+
+
 def new_parameter(*shape: int, init: Init) -> nn.Parameter:
     """Returns an uninitialized parameter with its `Init`.
 
@@ -50,14 +54,13 @@ def new_parameter(*shape: int, init: Init) -> nn.Parameter:
 
 def with_init(parameter: nn.Parameter, init: Init) -> nn.Parameter:
     """Records how a parameter is initialized, and returns it; `init_of` reads the record."""
-    parameter.init = init  # type: ignore[attr-defined]
+    _INIT.set(parameter, init)
     return parameter
 
 
 def init_of(parameter: Tensor) -> Init | None:
     """Returns how a parameter is initialized, or None if `with_init` was not called on it."""
-    init: Init | None = getattr(parameter, "init", None)
-    return init
+    return _INIT.get(parameter)
 
 
 @dataclass(frozen=True)
