@@ -13,6 +13,7 @@ The numbers of the shipped cluster files are used; python -m benchmarks.planner.
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,22 +27,33 @@ from benchmarks.planner.pricing import cluster_of, error, predicted, record
 from benchmarks.planner.rows import FITS, calibration_rows
 from benchmarks.planner.speed import main as measure_speed
 
+TABLES = [*FITS, "held-out"]
 
-def main(names: Sequence[str]) -> None:
-    if names and names[0] == "map":
-        draw_map(names[1:])
+
+def main(arguments: Sequence[str]) -> None:
+    if arguments and arguments[0] == "map":
+        parser = ArgumentParser("benchmarks.planner map", description="Which layout wins where.")
+        parser.add_argument("--plot", type=Path, help="a PNG file to write")
+        draw_map(parser.parse_args(arguments[1:]).plot)
         return
-    if names and names[0] == "speed":
-        measure_speed(names[1:])
+    if arguments and arguments[0] == "speed":
+        parser = ArgumentParser("benchmarks.planner speed", description="Times of the commands.")
+        parser.add_argument("words", nargs="*", help="only commands that contain all of them")
+        measure_speed(parser.parse_args(arguments[1:]).words)
         return
-    out = None
-    if "--out" in names:
-        at = names.index("--out")
-        names, out = [*names[:at], *names[at + 2 :]], Path(names[at + 1])
-    for name in names or [*FITS, "held-out"]:
+    parser = ArgumentParser(
+        "benchmarks.planner", description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="TABLE", help=f"one of {', '.join(TABLES)}")
+    parser.add_argument("--out", type=Path, help="the page to put the tables into")
+    asked = parser.parse_args(arguments)
+    for name in asked.names:
+        if name not in TABLES:
+            parser.error(f"there is no table {name}; tables are {', '.join(TABLES)}")
+    for name in asked.names or TABLES:
         lines = apart() if name == "held-out" else calibrated(name).lines
-        if out is not None:
-            fill(out, name, lines)
+        if asked.out is not None:
+            fill(asked.out, name, lines)
             continue
         print(f"## {name}\n")
         print("\n".join(lines), end="\n\n", flush=True)

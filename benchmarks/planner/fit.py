@@ -10,6 +10,7 @@ of each row when the numbers are fitted to the other rows. It changes no file.
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,8 +21,16 @@ from benchmarks.planner.rows import FITS, calibration_rows
 from gridformer.cluster.file import FITTED
 
 
-def main(names: Sequence[str]) -> None:
-    for name in names or FITS:
+def main(arguments: Sequence[str]) -> None:
+    parser = ArgumentParser(
+        "benchmarks.planner.fit", description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="CLUSTER", help=f"one of {', '.join(FITS)}")
+    asked = parser.parse_args(arguments)
+    for name in asked.names:
+        if name not in FITS:
+            parser.error(f"nothing is fitted for {name}; clusters are {', '.join(FITS)}")
+    for name in asked.names or FITS:
         rows = [record(row) for row in calibration_rows(name)]
         print(report(name, rows, fit_rows(name, rows)), flush=True)
 

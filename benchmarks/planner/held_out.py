@@ -216,11 +216,16 @@ def _at_scale() -> list[Found]:
             rivals[place] = case.published, found.tflops
             three_d.append(_rate(THREE_D, found, None, ""))
             continue
-        then = replace(recorded, recorded=as_deepspeed(recorded.recorded))
+        then = replace(recorded, recorded=as_deepspeed(recorded.recorded, cluster_of(row)))
         as_then = replace(found, found=price(then, cluster_of(row)))
         against, predicted_there = rivals[place]
         for group, one, several, note in (
-            (ZERO, as_then, simulated, "simulated: a message a parameter, none hidden"),
+            (
+                ZERO,
+                as_then,
+                simulated,
+                "simulated: a message a matrix, none hidden, and copies for each rank",
+            ),
             (ZERO_OWN, found, own, "other code: hides its messages behind computation"),
         ):
             right = same_winner(against / case.published, predicted_there / one.tflops)

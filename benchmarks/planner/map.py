@@ -180,11 +180,12 @@ def wins(cells: dict[tuple[int, int], Cell]) -> str:
     )
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(picture: Path | None) -> None:
+    """Prints the maps, and draws them into a file if one is given."""
     maps = []
     for case in CASES:
         cells = map_of(case)
         maps.append((case, cells))
         print("\n".join([*lines_of(case, cells), "", wins(cells), ""]), flush=True)
-    if "--plot" in arguments:
-        plot(maps, Path(arguments[arguments.index("--plot") + 1]))
+    if picture is not None:
+        plot(maps, picture)

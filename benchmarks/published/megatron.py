@@ -189,9 +189,9 @@ _SCALE = """\
 Tables 1 and 2 of the paper. The number of stages a rank is not given; two are assumed for 175B
 and 1T, and one for 530B, whose 105 layers make 35 stages of three. ZeRO-3 is `dp_mode: fsdp`, with
 which gridformer gathers the next layer while one computes. The published runs are DeepSpeed's of
-2021, which gathered each parameter by itself and hid no message. The last rows simulate that on the
-record of gridformer's code (`benchmarks/planner/deepspeed.py`); [planner.md](planner.md) has the
-winners."""
+2021, which gathered each matrix by itself, hid no message, and made views and copies for each rank.
+The last rows simulate that on the record of gridformer's code (`benchmarks/planner/deepspeed.py`);
+[planner.md](planner.md) has the winners."""
 _WEAK = """\
 Shoeybi et al. 2019 (Megatron-LM), figure 5, on `dgx2h-v100`: the rate of a device relative to that
 of 1.2B on one device, with tensor parallelism alone and with 64 times as many devices, in %. Heads

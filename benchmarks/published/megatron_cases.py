@@ -86,7 +86,7 @@ def run_as_deepspeed(case: Case) -> Result:
     """Predicts a case of ZeRO-3 with the messages of DeepSpeed of 2021, which are simulated."""
     row = case.row()
     recorded = record(row)
-    then = replace(recorded, recorded=as_deepspeed(recorded.recorded))
+    then = replace(recorded, recorded=as_deepspeed(recorded.recorded, cluster_of(row)))
     named = replace(case, name=f"{case.name}, as DeepSpeed of 2021 (simulated)")
     return Result(named, price(then, cluster_of(row)), row.run.layout.n_processes)
 

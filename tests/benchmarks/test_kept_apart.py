@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.planner.apart import apart_lines, mean_error, winner_lines
-from benchmarks.planner.deepspeed import of_deepspeed
+from benchmarks.planner.deepspeed import COPY_S, VIEW_S, Rates, of_deepspeed
 from benchmarks.planner.held_out import SUPER, SUPER_OWN, WEAK, Found, same_winner
 from benchmarks.planner.page import fill, marked
 
@@ -40,32 +40,73 @@ def test_means_with_and_without_each_group_and_missed_winners() -> None:
     assert SUPER_OWN in ours
 
 
-def _trace() -> Trace:
-    """A layer of h=8 that is gathered while a kernel runs, and a sum of gradients."""
-    numel = 12 * 64 + 13 * 8
-    gather = Start(1, "all_gather", "g", (0, 1), PLACE, "dp", "parameters", numel // 2, "float16")
-    sums = replace(gather, number=2, op="reduce_scatter", label="gradients", dtype="float32")
-    other = replace(gather, number=3, op="all_reduce", axis="world", label="metrics", size=3)
-    kernel = Kernel("mm", "product", (1, 8, 8, 8), "float16", 1024, 384, PLACE)
-    events: list[Event] = [gather, kernel, Wait(1, PLACE), sums, kernel, Wait(2, PLACE)]
-    return Trace(0, events=[*events, other, Wait(3, PLACE)], update=6)
+H = 320  # norms and biases have fewer than 100,000 elements, matrices more
+MATRICES = 3 * H * H, H * H, 4 * H * H, 4 * H * H
 
 
-def test_deepspeed_of_2021_hides_no_message_and_gathers_each_parameter_by_itself() -> None:
-    trace = of_deepspeed(_trace(), 8)
-    starts = [one for one in trace.events if isinstance(one, Start)]
-    gathers = [one for one in starts if one.op == "all_gather"]
-    assert sorted(one.size for one in gathers) == sorted(
-        size // 2 for size in (8, 8, 8, 8, 192, 24, 64, 8, 256, 32, 256, 8)
+def _trace(backward: bool = False) -> Trace:
+    """A layer that is gathered while a kernel runs, and the sum of its gradients."""
+    numel = 12 * H * H + 13 * H
+    place = PLACE._replace(backward=backward)
+    gather = Start(1, "all_gather", "g", (0, 1), place, "dp", "parameters", numel // 2, "float16")
+    sums = replace(
+        gather, number=2, op="reduce_scatter", label="gradients", size=numel, dtype="float32"
     )
-    assert len({one.number for one in starts}) == len(starts)
+    other = replace(gather, number=3, op="all_reduce", axis="world", label="metrics", size=3)
+    kernel = Kernel("mm", "product", (1, 8, 8, 8), "float16", 1024, 384, place)
+    events: list[Event] = [gather, kernel, Wait(1, place), sums, kernel, Wait(2, place)]
+    return Trace(0, events=[*events, other, Wait(3, place)], update=6)
+
+
+def _starts(trace: Trace, op: str) -> list[Start]:
+    return [one for one in trace.events if isinstance(one, Start) and one.op == op]
+
+
+def test_deepspeed_of_2021_hides_no_message_and_gathers_each_matrix_by_itself() -> None:
+    trace = of_deepspeed(_trace(), H, Rates(1e12))
+    assert [2 * one.size for one in _starts(trace, "all_gather")] == [*MATRICES]
+    numbers = [one.number for one in trace.events if isinstance(one, Start)]
+    assert len({*numbers}) == len(numbers)
     for number, one in enumerate(trace.events):
         if isinstance(one, Start) and one.axis == "dp":
             assert trace.events[number + 1] == Wait(one.number, one.place)
-    assert [one.dtype for one in starts if one.op == "reduce_scatter"] == ["float16"]
+    sums = _starts(trace, "reduce_scatter")
+    assert {one.dtype for one in sums} == {"float16"}
+    assert sum(one.size for one in sums) == 12 * H * H + 13 * H
+    assert len(sums) == 12
     update = trace.events[trace.update]
     assert isinstance(update, Start)
     assert update.op == "all_reduce"
+
+
+def test_deepspeed_of_2021_gathers_what_is_far_from_its_reuse_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("benchmarks.planner.deepspeed.REUSE", 8 * H * H)
+    trace = of_deepspeed(_trace(backward=True), H, Rates(1e12))
+    sizes = [2 * one.size for one in _starts(trace, "all_gather")]
+    # All but the last matrix, after which at most 8 h^2 elements are used until it is used again.
+    assert sizes == [*MATRICES, *MATRICES[:3]]
+
+
+def test_what_deepspeed_of_2021_does_for_each_rank_takes_time_for_each_rank() -> None:
+    def seconds(n: int) -> float:
+        trace, rates = _trace(), Rates(1e12)
+        events = [
+            replace(one, ranks=tuple(range(n)), size=one.size * 2 // n)
+            if isinstance(one, Start) and one.op == "all_gather"
+            else replace(one, ranks=tuple(range(n)))
+            if isinstance(one, Start)
+            else one
+            for one in trace.events
+        ]
+        found = of_deepspeed(replace(trace, events=events), H, rates)
+        kernels = [one for one in found.events if isinstance(one, Kernel) and one.op != "mm"]
+        return sum(one.bytes for one in kernels) / rates.bytes_s
+
+    more = (seconds(2048) - seconds(1024)) / 1024
+    gathers, sums = 4 * (VIEW_S["all_gather"] + COPY_S), 12 * (VIEW_S["reduce_scatter"] + COPY_S)
+    assert more == pytest.approx(gathers + sums, rel=0.01)
 
 
 def test_a_page_gets_the_table_where_it_is_marked(tmp_path: Path) -> None:

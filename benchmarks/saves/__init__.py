@@ -1,0 +1,1 @@
+"""How long training waits while a checkpoint is saved."""
