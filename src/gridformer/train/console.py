@@ -160,7 +160,7 @@ class Reporter(Callback):
         elif end.how == "done":
             self._print(
                 f"  done: {out}/loss.png, metrics.jsonl, tensorboard/, checkpoints/\n"
-                f"  next: {_next(self.plan)}"
+                f"  next: {command_after(self.plan)}"
             )
 
     def close(self) -> None:
@@ -209,8 +209,8 @@ def _lengths(run: RunConfig) -> str:
     return f"{run.source_len} + {run.seq_len}" if run.source_len else str(run.seq_len)
 
 
-def _next(plan: Plan) -> str:
-    """Returns a command that uses the model."""
+def command_after(plan: Plan) -> str:
+    """Returns a command that uses the model of a run that is over."""
     if plan.run.task in FINE_TUNING:
         return f"gridformer evaluate {plan.out} --tasks examples:{plan.run.data.first_path}"
     chat = " --chat" if plan.run.task == "chat" else ""

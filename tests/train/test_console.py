@@ -1,0 +1,26 @@
+"""What the terminal says of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gridformer.train.console import command_after
+from tests.support.chats import chat_folder
+from tests.support.multirank.packed_runs import plan
+
+
+@pytest.mark.parametrize(
+    ("task", "command"),
+    [
+        ("causal", 'gridformer generate {out} --prompt "..."'),
+        ("chat", 'gridformer generate {out} --chat --prompt "..."'),
+    ],
+)
+def test_the_command_after_a_run_uses_its_model(tmp_path: Path, task: str, command: str) -> None:
+    chats = plan(tmp_path / "run", "gpt2", {}, path=chat_folder(tmp_path).path, task="chat")
+    data = chats.run.data.model_copy(update={"task": task})
+    found = replace(chats, run=chats.run.model_copy(update={"data": data}))
+    assert command_after(found) == command.format(out=chats.out)
