@@ -13,7 +13,7 @@ from gridformer.cli.app import app
 from gridformer.config import RunConfig, parse_run
 from gridformer.memory import layouts
 from gridformer.memory.layouts import candidates, list_layouts, reasons
-from gridformer.parallel.registry import describe
+from gridformer.parallel.registry import describe_layout
 from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError
 
@@ -35,7 +35,7 @@ def test_all_candidates_take_all_processes(processes: int) -> None:
 
 
 def test_candidates_of_four_processes() -> None:
-    names = {describe(layout) for layout in candidates(4)}
+    names = {describe_layout(layout) for layout in candidates(4)}
     assert names >= {
         "dp=4",
         "pp=4",

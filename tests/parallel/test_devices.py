@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gridformer import comm
-from gridformer.comm import record
+from gridformer.comm import record_messages
 from gridformer.config import RunConfig
 from gridformer.mesh import Axis
 from gridformer.parallel.axes import mesh_ranks
@@ -238,7 +238,7 @@ def test_a_step_of_every_cell_mixes_no_devices(gpu: InProcess, cell: Cell) -> No
 def network_step(name: str, rank: int, how: dict[str, Any]) -> Step:
     """Return a training step of one of two ranks that share a network's branches."""
     watch = Watch()
-    with playing(rank, 2), fake_tensors(), watch, record() as recorder:
+    with playing(rank, 2), fake_tensors(), watch, record_messages() as recorder:
         with fake_gpu():
             network = NETWORKS[name]()
         placed = parallelize_branches(network, g=2, **how)

@@ -69,7 +69,7 @@ def part_of(file: str, blocks: Mapping[str, TensorBlock]) -> bytes:
     return zlib.compress(json.dumps([file, found]).encode())
 
 
-def joined(parts: Iterable[bytes]) -> BlockIndex:
+def joined_index(parts: Iterable[bytes]) -> BlockIndex:
     """Returns the index of all files, from the parts that `part_of` made."""
     number_of: dict[tuple[str, ...], int] = {}
     files: dict[str, list[Position]] = {}

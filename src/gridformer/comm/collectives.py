@@ -290,7 +290,7 @@ def _start_all_gather(x: Tensor, axis: Axis, dim: int, label: str, later: bool) 
         pending = Pending(blocks, work, x).timed(timing)
         return pending.then(lambda parts: parts.movedim(0, dim).flatten(dim, dim + 1))
     pending = _exchange([x] * (axis.size - 1), axis, later).timed(timing)
-    return pending.then(lambda rest: joined(rest, x, axis, dim))
+    return pending.then(lambda rest: concatenated(rest, x, axis, dim))
 
 
 def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str, later: bool) -> Pending:
@@ -354,7 +354,7 @@ def stacked(blocks: list[Tensor]) -> Tensor:
     return torch.stack(blocks)
 
 
-def joined(rest: Tensor, mine: Tensor, axis: Axis, dim: int) -> Tensor:
+def concatenated(rest: Tensor, mine: Tensor, axis: Axis, dim: int) -> Tensor:
     """Returns the blocks of all ranks as one new tensor, along a dimension of the blocks.
 
     Args:

@@ -132,7 +132,7 @@ _open: list[Recorder] = []
 
 
 @contextmanager
-def record() -> Iterator[Recorder]:
+def record_messages() -> Iterator[Recorder]:
     """Records the collectives issued inside the block, including those of backward passes."""
     recorder = Recorder()
     _open.append(recorder)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gridformer.comm.recorder import Record, Recorder
 from gridformer.mesh import groups
-from gridformer.trace.device import NAME, Backend, device_of
+from gridformer.trace.device import NAME, Backend, traced_device
 from gridformer.trace.events import (
     Groups,
     Kernel,
@@ -59,7 +59,7 @@ class Log:
         backend: Backend = "nccl",
     ) -> None:
         self.trace, self.places, self.kernels = trace, places, kernels
-        self.nccl, self.device = backend == "nccl", device_of(backend)
+        self.nccl, self.device = backend == "nccl", traced_device(backend)
         self.updating = self.muted = False
         self.recorder = Recorder()  # `gridformer.comm` tells it the axis and purpose of messages
         self.n_groups = 0

@@ -21,9 +21,9 @@ from gridformer.mesh.placement_table import explain, explain_racks
 from gridformer.parallel.auto.cost import Choice, Choices
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import Work
-from gridformer.parallel.auto.work import ITEMSIZE, parameter_bytes, resolved, work_of
+from gridformer.parallel.auto.work import ITEMSIZE, parameter_bytes, replica_work, resolved
 from gridformer.parallel.pipeline.partition import link_names, stages_of
-from gridformer.parallel.registry import describe, spec_of
+from gridformer.parallel.registry import describe_layout, spec_of
 from gridformer.utils.units import MIB, three_digits
 
 _TURNS = 3  # of deciding choices and placement
@@ -62,7 +62,7 @@ class Decisions:
 
 def decide_run(run: RunConfig) -> Decisions:
     """Decides what the `auto` settings of a validated run become."""
-    work = work_of(run)
+    work = replica_work(run)
     choices = choices_of(run)
     traffic = traffic_of(run, choices, work)
     if run.layout.pp > 1:
@@ -77,7 +77,7 @@ def choices_of(run: RunConfig) -> Choices:
     On a cluster this depends on what nodes hold, which depends on what travels: both are decided in
     turn until what nodes hold does not change.
     """
-    layout, work, block = run.layout, work_of(run), None
+    layout, work, block = run.layout, replica_work(run), None
     for _ in range(_TURNS):
         choices = decide(run.model, layout, work, block)
         if not layout.cluster or not layout.devices_per_node:
@@ -178,7 +178,7 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
     """Prints how each product is carried out, what travels, what is kept, and why."""
     choices, layout = decisions.choices, run.layout
     work = choices.work
-    said = f"{run.model.name} on {describe(layout)}: {work.tokens:,} tokens per micro-batch"
+    said = f"{run.model.name} on {describe_layout(layout)}: {work.tokens:,} tokens per micro-batch"
     m = work.micro_batches
     per_step = f"{m} micro-batch{'es' * (m > 1)} per step"
     console.print(Text(f"{said}, {per_step}, {run.train.dtype}"))
