@@ -48,7 +48,7 @@ from gridformer.mesh.process_group import World, close_process_groups, init_proc
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.train.numerics import set_numerics
 from gridformer.train.step import Ahead, Stepper
 from gridformer.utils.batch import next_words
@@ -256,7 +256,7 @@ def _run_of(layout: dict[str, Any], options: Options) -> RunConfig:
             },
         }
     )
-    check(run)
+    check_layout(run)
     return run
 
 

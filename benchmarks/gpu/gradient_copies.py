@@ -26,7 +26,7 @@ from benchmarks.gpu.report import table
 from gridformer.config import ModelConfig, RunConfig, shipped_model
 from gridformer.parallel.data import gradients
 from gridformer.parallel.data.zero import FlatBucket
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.trace.device import NAME
 from gridformer.trace.events import Kernel
 from gridformer.trace.kernels import launched_work
@@ -108,7 +108,7 @@ def run_of(model: ModelConfig, mode: str, tokens: int, micro_batches: int) -> Ru
             "train": {"global_batch": batch, "dtype": "bfloat16", "device": "cuda"},
         }
     )
-    check(run)
+    check_layout(run)
     return run
 
 

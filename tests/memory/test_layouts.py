@@ -14,7 +14,7 @@ from gridformer.config import RunConfig, parse_run
 from gridformer.memory import layouts
 from gridformer.memory.layouts import candidates, list_layouts, reasons
 from gridformer.parallel.registry import describe_layout
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError
 
 MODEL: dict[str, Any] = {"n_layers": 2, "hidden_size": 24, "n_heads": 6, "vocab_size": 50}
@@ -72,13 +72,13 @@ def test_listed_layouts_work_as_written(family: str) -> None:
         assert run.layout == one.layout
         if one.problems:
             with pytest.raises(ConfigError) as error:
-                check(run)
+                check_layout(run)
             with_offers = error.value.problems
             assert len(with_offers) == len(one.problems)
             assert all(map(str.startswith, with_offers, one.problems))
             assert not one.modes
             continue
-        check(run)
+        check_layout(run)
         replicas = one.layout.dp > 1 or (one.layout.branches > 1 and one.layout.common == "all")
         assert [*one.modes] == (["replicate", "zero1", "fsdp"] if replicas else ["replicate"])
         held = [*one.modes.values()]

@@ -24,7 +24,7 @@ from gridformer.config import RunConfig
 from gridformer.mesh import Axis
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.branches import parallelize_branches
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.trace.device import NAME, fake_gpu
 from gridformer.train import step as training_step
 from gridformer.utils.batch import Batch
@@ -183,7 +183,7 @@ def test_a_machine_may_have_gpus(gpu: InProcess) -> None:
 
 def is_refused(run: RunConfig) -> bool:
     try:
-        check(run)
+        check_layout(run)
     except ConfigError:
         return True
     return False

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gridformer.checkpoint.manifest import KEPT, MANIFEST, STEP_FOLDER, verify
+from gridformer.checkpoint.manifest import KEPT, MANIFEST, STEP_FOLDER, verify_checkpoint
 from gridformer.checkpoint.side_files import SIDE_FILES, side_files
 from gridformer.utils.errors import CheckpointError, UserError
 from gridformer.utils.folders import begin_folder, finish_folder, hidden_folder
@@ -90,7 +90,7 @@ class Remote:
         begin_folder(writing)
         try:
             self._get(f"{self.root}/{name}", writing)
-            verify(writing)
+            verify_checkpoint(writing)
             finish_folder(writing, target)
         except CheckpointError as error:
             there = f"{self.url.rstrip('/')}/{name}"

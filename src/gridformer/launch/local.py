@@ -283,7 +283,7 @@ class _Workers:
             return None
         killer = ""
         if process.exitcode == -signal.SIGKILL:
-            killer = oom.verdict(self._oom_kills, oom.count())
+            killer = oom.kill_cause(self._oom_kills, oom.count())
         return Failure(rank, process.pid, process.exitcode, self._read(rank), killer)
 
     def _lost(self) -> str:

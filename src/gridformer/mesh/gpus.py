@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from gridformer.mesh.launch_env import Joined
 
-CPU, GPU = "cpu", "gpu"  # what `verdict` returns if all is well
+CPU, GPU = "cpu", "gpu"  # what `device_or_problem` returns if all is well
 
 
 def own_gpu(place: Joined | None) -> int | None:
@@ -79,7 +79,7 @@ def too_few_gpus(place: Joined | None, n_local: int) -> list[str]:
 
 
 def identity(gpu: int | None, rank: int) -> str:
-    """Returns a text that names this process's machine and GPU, for `verdict`."""
+    """Returns a text that names this process's machine and GPU, for `device_or_problem`."""
     if gpu is None:
         return json.dumps([socket.gethostname(), ""])
     import torch
@@ -91,7 +91,7 @@ def identity(gpu: int | None, rank: int) -> str:
     return json.dumps([socket.gethostname(), name])
 
 
-def verdict(identities: Sequence[str]) -> str:
+def device_or_problem(identities: Sequence[str]) -> str:
     """Returns whether a run uses CPUs or GPUs, or a sentence that says why it cannot start.
 
     Args:

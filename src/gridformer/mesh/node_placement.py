@@ -151,7 +151,9 @@ def plain_block(sizes: Sizes, devices_per_node: int) -> NodeBlock | None:
     return NodeBlock.of(reversed(extents))
 
 
-def search(sizes: Sizes, traffic: Mapping[str, float], devices_per_node: int) -> list[Candidate]:
+def search_blocks(
+    sizes: Sizes, traffic: Mapping[str, float], devices_per_node: int
+) -> list[Candidate]:
     """Ranks every block that fills a node, and the plain order if that is not a block.
 
     The fewest bytes enter a node with the best candidate. Ties are broken by the fewest devices
@@ -164,7 +166,7 @@ def search(sizes: Sizes, traffic: Mapping[str, float], devices_per_node: int) ->
             with ring algorithms. An axis that is absent moves nothing. Messages over all devices
             ("world") enter every node equally and are left out.
         devices_per_node: number of devices per node, at least 1. It must divide the number of
-            devices if that is larger (see gridformer.parallel.validation.check).
+            devices if that is larger (see gridformer.parallel.validation.check_layout).
 
     Returns:
         The candidates, the best first.
@@ -202,7 +204,7 @@ def search_racks(sizes: Sizes, best: Candidate, nodes_per_rack: int) -> list[Can
     """
     if best.block is None:
         return []
-    return search(nodes_of(sizes, best.block), best.bytes_in, nodes_per_rack)
+    return search_blocks(nodes_of(sizes, best.block), best.bytes_in, nodes_per_rack)
 
 
 def nodes_of(sizes: Sizes, block: NodeBlock) -> Sizes:

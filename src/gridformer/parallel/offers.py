@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gridformer.config import RunConfig, any_of
-from gridformer.utils.units import as_yaml
+from gridformer.utils.units import format_value
 
 Changes = dict[str, Any]  # dotted keys of a run to their new values
 
@@ -100,9 +100,11 @@ def written(offers: Sequence[Changes]) -> str:
             values = [offer[keys[0]] for offer in some]
             if all(isinstance(value, int) for value in values):
                 values.sort()
-            words.append(f"{keys[0]}={any_of(map(as_yaml, values))}")
+            words.append(f"{keys[0]}={any_of(map(format_value, values))}")
         else:
-            words += [" and ".join(f"{k}={as_yaml(v)}" for k, v in offer.items()) for offer in some]
+            words += [
+                " and ".join(f"{k}={format_value(v)}" for k, v in offer.items()) for offer in some
+            ]
     return ", or ".join(words)
 
 

@@ -94,7 +94,7 @@ class Trainer:
         self.tokens = 0
         self.recovery = Recovery(run.train, plan.out, self.axes)
         if plan.start is not None:
-            weights.load(plan.start, self.model, self.axes)
+            weights.load_initial_weights(plan.start, self.model, self.axes)
         if plan.resume is not None:
             self.recovery.done = self._load(plan.resume, verified).divergences
             self.stepper.train = self.recovery.present

@@ -64,7 +64,7 @@ def bits(key: int | tuple[Tensor, Tensor], rows: Tensor, cols: Tensor) -> Tensor
     return _mix_in_place(row_hash.unsqueeze(-1) ^ col_hash)
 
 
-def join(first: Tensor, *others: Tensor) -> Tensor:
+def hash_indices(first: Tensor, *others: Tensor) -> Tensor:
     """Hashes several broadcastable index tensors into one row index per element, int64 [...]."""
     joined = (_mix(_fold(first)) + 0x9E3779B9) & _MASK
     for index in others:

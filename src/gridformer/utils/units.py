@@ -35,11 +35,11 @@ def format_count(count: float) -> str:
     return f"{count:.3g}"
 
 
-def as_yaml(value: object) -> str:
+def format_value(value: object) -> str:
     """Formats a value as in run files and overrides: `true`, not `True`."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def format_setting(key: str, value: object) -> str:
     """Formats a setting as an override: `layout.rows=2`, `layout.sequence_parallel=true`."""
-    return f"{key}={as_yaml(value)}"
+    return f"{key}={format_value(value)}"

@@ -116,7 +116,7 @@ def placements(
     if not layout.devices_per_node or not spec_of(layout).node_blocks:
         return [], []
     sizes = nodes.sizes_of(layout)
-    candidates = nodes.search(sizes, traffic, layout.devices_per_node)
+    candidates = nodes.search_blocks(sizes, traffic, layout.devices_per_node)
     if not layout.nodes_per_rack:
         return candidates, []
     return candidates, nodes.search_racks(sizes, candidates[0], layout.nodes_per_rack)

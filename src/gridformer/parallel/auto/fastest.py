@@ -27,7 +27,9 @@ _RULES = ("stationary:", "schedule:", "chunks:", "keep_gathered:")  # what their
 _SCHEDULES: tuple[ScheduleName, ...] = ("gather", "pipelined", "broadcast")
 
 
-def fastest(by_rules: Choices, layout: LayoutConfig, block: NodeBlock | None = None) -> Choices:
+def fastest_choices(
+    by_rules: Choices, layout: LayoutConfig, block: NodeBlock | None = None
+) -> Choices:
     """Returns the fastest choices on the cluster of a layout.
 
     Args:

@@ -32,7 +32,7 @@ from gridformer.models import Activations, Model
 from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline.schedules import Action, Itinerary, actions_of, forwards
 from gridformer.parallel.pipeline.stage_io import LABEL, StageIO
-from gridformer.parallel.pipeline.stage_params import parameters_of, shared_sets
+from gridformer.parallel.pipeline.stage_params import parameters_under, shared_sets
 from gridformer.parallel.pipeline.timeline import OnAction, timed
 from gridformer.utils.batch import Batch, MicroBatch
 
@@ -86,7 +86,7 @@ class Executor:
                 parameter
                 for i in model.stages[stage]
                 for path in self.links[i].modules
-                for parameter in parameters_of(model, path)
+                for parameter in parameters_under(model, path)
             }
             for stage in range(axes.pp.index, layout.n_stages, axes.pp.size)
         }
