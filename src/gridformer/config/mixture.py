@@ -129,7 +129,13 @@ def repeated(names: Iterable[str]) -> list[str]:
 
 
 def unknown_source(key: str, name: str, known: Sequence[str]) -> str:
-    """Returns the message about a name that no source has."""
+    """Returns the message about a name that no source has.
+
+    Args:
+        key: The key of the run file that has the name.
+        name: The name.
+        known: The names of the sources.
+    """
     there = any_of(known)
     return f"{key} names {shortened_text(name)}, but data.sources has {there}: use one of these"
 

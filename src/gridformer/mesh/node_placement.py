@@ -66,10 +66,12 @@ class NodeBlock:
 
     @property
     def extents(self) -> Sizes:
+        """Its devices along each axis, in the order of MESH_AXES."""
         return self.pp, self.dp, self.row, self.col
 
     @property
     def n_devices(self) -> int:
+        """The number of devices in it."""
         return math.prod(self.extents)
 
     def describe(self, sizes: Sizes) -> str:

@@ -30,6 +30,7 @@ class OomKills:
 
     @property
     def are_known(self) -> bool:
+        """Whether any counter could be read."""
         return self.machine is not None or bool(self.groups)
 
 
