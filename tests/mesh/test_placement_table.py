@@ -92,4 +92,4 @@ def test_everything_can_be_explained(case: tuple[Sizes, Traffic, int]) -> None:
     assert len(found) <= 4
     text = explain(candidates, sizes, k).splitlines()
     assert len(text) == len(found) + 3
-    assert max(map(len, text)) <= 140
+    assert max(map(len, text)) <= 150

@@ -186,7 +186,14 @@ def _mark_update(stepper: Stepper, log: Log) -> None:
 def on_devices(
     run: RunConfig, rank: int, kernels: bool = False, backend: Backend = "nccl"
 ) -> Iterator[Log]:
-    """Makes this process a rank of the run's group of devices, and yields the log of it."""
+    """Makes this process a rank of the run's group of devices, and yields the log of it.
+
+    Args:
+        run: The run.
+        rank: The global rank that is played.
+        kernels: Whether kernels are recorded.
+        backend: The backend that is played.
+    """
     places = Places()
     fake_gpu()  # registers the device type that `recording` names
     log = Log(Trace(rank), places, kernels, backend)

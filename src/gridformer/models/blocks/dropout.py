@@ -131,7 +131,16 @@ def _keep_scores(stamp: Tensor, shape: Sequence[int], first_head: int, p: float)
 
 
 def indices(start: int, n: int, like: Tensor) -> Tensor:
-    """Returns the n integers from `start` on, on the device of `like`."""
+    """Returns the n integers from `start` on, on the device of `like`.
+
+    Args:
+        start: The first integer.
+        n: How many there are.
+        like: A tensor on the device of the result.
+
+    Returns:
+        int64 [n].
+    """
     return torch.arange(start, start + n, device=like.device)
 
 

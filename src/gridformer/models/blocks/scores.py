@@ -277,10 +277,17 @@ def same_document(bounds: Tensor, keys: int, causal: bool) -> Tensor:
 
 
 def past(queries: int, seen: int, device: torch.device, size: int | None = None) -> Tensor:
-    """Returns a mask [queries, seen]: True where a key is not after the query's position.
+    """Returns a mask that is True where a key is not after the query's position.
 
-    The last query and the last key are at the same position. With `size`, a query sees this many
-    keys at most, of which its own position is the last.
+    Args:
+        queries: The number of queries, the last ones of the sequence.
+        seen: The number of keys, those of earlier tokens included.
+        device: The device of the mask.
+        size: How many keys a query sees at most, of which its own position is the last; None means
+            all that are not after it.
+
+    Returns:
+        bool [queries, seen]. The last query and the last key are at the same position.
     """
     mask = torch.ones(queries, seen, dtype=torch.bool, device=device).tril(seen - queries)
     return mask if size is None else mask.triu(seen - queries - size + 1)

@@ -48,7 +48,18 @@ def _masked(
 def launch_masking(
     x_BSH: Tensor, stamp: Tensor, first_token: int, first_column: int, p: float
 ) -> Tensor:
-    """Returns x [b, s, h] masked, contiguous; see `dropout.masked`."""
+    """Drops elements on a GPU; see `dropout.masked`.
+
+    Args:
+        x_BSH: The tensor [b, s, h] of which a share p of the elements is dropped.
+        stamp: What the mask depends on; see `dropout.masked`.
+        first_token: The index of the first token within its sequence.
+        first_column: The index of the first column.
+        p: The probability of dropping an element.
+
+    Returns:
+        A new contiguous tensor [b, s, h]: x / (1 - p) where it is kept, and 0 elsewhere.
+    """
     x_BSH = x_BSH.contiguous()
     out = torch.empty_like(x_BSH)
     h = x_BSH.shape[-1]

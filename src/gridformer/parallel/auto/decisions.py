@@ -90,7 +90,16 @@ def choices_of(run: RunConfig) -> Choices:
 
 
 def traffic_of(run: RunConfig, choices: Choices, work: Work) -> dict[str, float]:
-    """Returns the bytes that one device receives over each axis in a step; see `Decisions`."""
+    """Returns the bytes that one device receives over each axis in a step; see `Decisions`.
+
+    Args:
+        run: The run.
+        choices: How each product is carried out.
+        work: The work of one replica, as `replica_work(run)` returns it.
+
+    Returns:
+        Bytes by the name of the axis: `col`, `row` and `dp`, and with stages `pp`.
+    """
     layout = run.layout
     steps = [choices.step(choice) for choice in choices.products.values()]
     spec, again = spec_of(layout), _times_over_replicas(resolved(run, choices))
@@ -175,7 +184,13 @@ def _times_over_replicas(run: RunConfig) -> float:
 
 
 def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> None:
-    """Prints how each product is carried out, what travels, what is kept, and why."""
+    """Prints how each product is carried out, what travels, what is kept, and why.
+
+    Args:
+        run: The run.
+        decisions: What `decide_run(run)` returned.
+        console: Where it is printed.
+    """
     choices, layout = decisions.choices, run.layout
     work = choices.work
     said = f"{run.model.name} on {describe_layout(layout)}: {work.tokens:,} tokens per micro-batch"

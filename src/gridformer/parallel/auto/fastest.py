@@ -56,7 +56,13 @@ def fastest_choices(
 
 
 def max_chunks(choices: Choices, layout: LayoutConfig, product: Product) -> int:
-    """Returns the most chunks into which the activation of a product can be cut."""
+    """Returns the most chunks into which the activation of a product can be cut.
+
+    Args:
+        choices: The choices, of which the work and the grid are read.
+        layout: The layout.
+        product: The product.
+    """
     work, lies = choices.work, spec_of(layout).boundary(layout).lies
     if lies == "s":  # chunks of whole sequences
         return work.sequences // choices.rows

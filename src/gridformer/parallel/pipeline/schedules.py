@@ -112,7 +112,13 @@ class Itinerary:
 
     @staticmethod
     def of(orders: tuple[tuple[Action, ...], ...], rank: int, n_stages: int) -> Itinerary:
-        """Derives the messages of `rank` from the orders of all ranks."""
+        """Derives the messages of `rank` from the orders of all ranks.
+
+        Args:
+            orders: The actions of each rank in the order in which it runs them.
+            rank: The index of the rank along `pp`.
+            n_stages: The stages of all ranks together.
+        """
         pp = len(orders)
         sends = {
             action: (reader, reader.stage % pp)
