@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from gridformer.utils.beside import is_copy
-from gridformer.utils.placeholder_module import PlaceholderModule, installed
+from gridformer.utils.placeholder_module import PlaceholderModule, substituted
 
 _NAME = "torch.distributed.tensor"
 
@@ -29,5 +29,5 @@ def without_dtensors() -> Iterator[None]:
     """Does without DTensors inside the context, in a process that is a copy."""
     with ExitStack() as stack:
         if is_copy() and _NAME not in sys.modules:
-            stack.enter_context(installed(_Tensors(_NAME)))
+            stack.enter_context(substituted(_Tensors(_NAME)))
         yield

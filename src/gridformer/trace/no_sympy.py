@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gridformer.utils.placeholder_module import PlaceholderModule, installed
+from gridformer.utils.placeholder_module import PlaceholderModule, substituted
 
 _NAME = "torch.fx.experimental.symbolic_shapes"
 _FUNCTIONS = "torch.utils._sympy.functions"
@@ -97,7 +97,7 @@ def without_sympy() -> Iterator[None]:
         if "sympy" not in sys.modules:
             spec = find_spec("sympy")
             places = (spec and spec.submodule_search_locations) or [""]
-            stack.enter_context(installed(_Sympy("sympy", places[0])))
-        stack.enter_context(installed(_SymbolicShapes()))
-        stack.enter_context(installed(_Functions()))
+            stack.enter_context(substituted(_Sympy("sympy", places[0])))
+        stack.enter_context(substituted(_SymbolicShapes()))
+        stack.enter_context(substituted(_Functions()))
         yield

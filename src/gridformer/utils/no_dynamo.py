@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gridformer.utils.placeholder_module import PlaceholderModule, installed
+from gridformer.utils.placeholder_module import PlaceholderModule, substituted
 
 _NAME = "torch._dynamo"
 _CONFIG = f"{_NAME}.config"  # its settings, which need nothing else of it
@@ -57,5 +57,5 @@ def without_dynamo() -> Iterator[None]:
 
     Join the process group before: torch, when it does so, asks what is loaded.
     """
-    with installed(_Dynamo()):
+    with substituted(_Dynamo()):
         yield

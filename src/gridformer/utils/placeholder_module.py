@@ -71,7 +71,7 @@ class _Parts(MetaPathFinder, Loader):
 
 
 @contextmanager
-def installed(placeholder: PlaceholderModule) -> Iterator[None]:
+def substituted(placeholder: PlaceholderModule) -> Iterator[None]:
     """Makes imports inside the context find a placeholder, unless the real module is loaded."""
     name = placeholder.__name__
     if name in sys.modules:
