@@ -81,6 +81,10 @@ class Remote:
     def download(self, name: str, target: Path) -> None:
         """Copies a checkpoint to a local folder, which appears when it is complete and verified.
 
+        Args:
+            name: The name of the checkpoint's folder at the URL.
+            target: The folder to make.
+
         Raises:
             CheckpointError: What is there is damaged.
         """
@@ -139,6 +143,10 @@ class Remote:
 
 def fetch_newest(url: str, run_dir: Path) -> Path | None:
     """Copies the newest checkpoint at a URL into a run directory that has none as new.
+
+    Args:
+        url: The URL of `train.checkpoint_to`.
+        run_dir: The run directory.
 
     Returns:
         The folder of the copy; None if there was nothing to copy.

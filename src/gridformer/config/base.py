@@ -55,7 +55,12 @@ class Config(Bounded):
 
 
 def shortened_text(value: object, at_most: int = 80) -> str:
-    """Returns a value as text for a message, without its middle if it is long."""
+    """Returns a value as text for a message, without its middle if it is long.
+
+    Args:
+        value: What the text is of.
+        at_most: From which number of characters on it is long.
+    """
     try:
         text = str(value)
     except ValueError:  # Python does not write integers of thousands of digits

@@ -140,7 +140,12 @@ def blocks(sizes: Sizes, devices_per_node: int) -> list[NodeBlock]:
 
 
 def plain_block(sizes: Sizes, devices_per_node: int) -> NodeBlock | None:
-    """Returns what a node holds in plain order (`col` innermost), or None if it is not a block."""
+    """Returns what a node holds in plain order (`col` innermost), or None if it is not a block.
+
+    Args:
+        sizes: sizes of the mesh, see sizes_of.
+        devices_per_node: number of devices per node, at least 1.
+    """
     if math.prod(sizes) <= devices_per_node:
         return NodeBlock.of(sizes)
     left, extents = devices_per_node, []
@@ -210,7 +215,12 @@ def search_racks(sizes: Sizes, best: Candidate, nodes_per_rack: int) -> list[Can
 
 
 def nodes_of(sizes: Sizes, block: NodeBlock) -> Sizes:
-    """Returns the sizes of the mesh in nodes."""
+    """Returns the sizes of the mesh in nodes.
+
+    Args:
+        sizes: sizes of the mesh in devices, see sizes_of.
+        block: the block on each node, whose extents divide the sizes.
+    """
     pp, dp, row, col = (size // extent for size, extent in zip(sizes, block.extents))
     return pp, dp, row, col
 

@@ -78,7 +78,12 @@ def with_offers(run: RunConfig, check: Check) -> list[ProblemWithOffers]:
 
 
 def with_changes(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
-    """Returns the run with some dotted keys changed; None if a section refuses the values."""
+    """Returns the run with some dotted keys changed; None if a section refuses the values.
+
+    Args:
+        run: The run.
+        changes: New values by dotted key, such as `layout.cols`.
+    """
     values: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, _, name = key.partition(".")

@@ -53,6 +53,10 @@ def count(root: Path = Path("/")) -> OomKills:
 def kill_cause(before: OomKills, after: OomKills) -> str:
     """Says whether a process that was killed by SIGKILL in between was killed for want of memory.
 
+    Args:
+        before: The counters before the process started.
+        after: The counters after it ended.
+
     Returns:
         A part of a sentence; empty if the counters cannot tell.
     """

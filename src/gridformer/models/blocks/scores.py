@@ -180,7 +180,12 @@ class ScoreParts:
     documents: DocumentBounds | None = None
 
     def sum(self, queries: int, dtype: torch.dtype) -> Tensor | SharedBias | DocumentMask | None:
-        """Returns them as one tensor, for attention that the kernels cannot compute."""
+        """Returns them as one tensor, for attention that the kernels cannot compute.
+
+        Args:
+            queries: The number s of queries.
+            dtype: The dtype of what is added to scores.
+        """
         mask = None if self.valid is None else self.valid[:, None, None, :]
         out = added_to_scores(
             queries, dtype, mask, self.bias, self.causal, False, self.window, self.documents

@@ -165,6 +165,14 @@ def tile_sizes(q: Tensor, forward: bool) -> dict[str, int]:
     """Returns the sizes of tiles and how many threads and buffers a program has.
 
     They fit into the 99 KiB of shared memory that the smallest supported GPUs have.
+
+    Args:
+        q: Queries [.., d], of which the width and the dtype are read.
+        forward: Whether it is the forward kernel, which needs less memory.
+
+    Returns:
+        The constants of the kernels: `D`, the width of a tile, at least d; `R` and `C`, its numbers
+        of queries and of keys; `num_warps` and `num_stages`, which Triton reads.
     """
     width = max(16, triton.next_power_of_2(q.shape[-1]))
     n_bytes = width * q.element_size()  # of a row

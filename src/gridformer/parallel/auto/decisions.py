@@ -121,7 +121,17 @@ def traffic_of(run: RunConfig, choices: Choices, work: Work) -> dict[str, float]
 def placements(
     layout: LayoutConfig, traffic: Mapping[str, float]
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Returns the blocks that a node and a rack may hold, best first; see `Decisions`."""
+    """Returns the blocks that a node and a rack may hold, best first; see `Decisions`.
+
+    Args:
+        layout: The layout.
+        traffic: What `traffic_of` returned.
+
+    Returns:
+        The blocks of devices that a node may hold, and the blocks of nodes that a rack may hold.
+        A list is empty if the layout does not give the number of devices per node, or of nodes per
+        rack, or if the scheme has no blocks.
+    """
     if not layout.devices_per_node or not spec_of(layout).node_blocks:
         return [], []
     sizes = nodes.sizes_of(layout)

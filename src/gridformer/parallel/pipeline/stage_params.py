@@ -56,7 +56,12 @@ def keep_stages(model: Model, stages: tuple[range, ...], axes: Axes) -> None:
 
 
 def parameters_under(model: Model, path: str) -> Iterator[nn.Parameter]:
-    """Yields the parameters of a submodule; none of a layer that was not built."""
+    """Yields the parameters of a submodule; none of a layer that was not built.
+
+    Args:
+        model: The model of this rank.
+        path: The dotted name of the submodule.
+    """
     parent, _, leaf = path.rpartition(".")
     container = model.get_submodule(parent)
     if not isinstance(container, nn.ModuleDict) or leaf in container:
