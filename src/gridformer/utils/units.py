@@ -30,7 +30,7 @@ def three_digits(value: float) -> str:
 def format_count(count: float) -> str:
     """Formats 1234567 as `1.23M`."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
+        if count >= 0.9995 * size:  # which three digits round to one of the unit
             return f"{count / size:.3g}{unit}"
     return f"{count:.3g}"
 
