@@ -44,7 +44,7 @@ def problems(tests: Path) -> list[str]:
     return found
 
 
-def test_helpers_stand_in_support_and_no_test_imports_another() -> None:
+def test_helpers_are_in_support_and_no_test_imports_another() -> None:
     assert problems(TESTS) == []
 
 

@@ -43,12 +43,12 @@ from benchmarks.gpu.step_report import step_flops
 from gridformer.config import LayoutConfig, RunConfig, TrainConfig, shipped_model
 from gridformer.launch import launch
 from gridformer.mesh.groups import objects_group
-from gridformer.mesh.launch_env import joined
+from gridformer.mesh.launch_env import launched_place
 from gridformer.mesh.process_group import World, close_process_groups, init_process_groups
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.train.numerics import set_numerics
 from gridformer.train.step import Ahead, Stepper
 from gridformer.utils.batch import next_words
@@ -135,7 +135,7 @@ def work(n: int, options: Options) -> None:
 
 
 def _n_machines(n: int) -> int:
-    place = joined()
+    place = launched_place()
     return max(1, n // place.local_size) if place else 1
 
 
@@ -256,7 +256,7 @@ def _run_of(layout: dict[str, Any], options: Options) -> RunConfig:
             },
         }
     )
-    check(run)
+    check_layout(run)
     return run
 
 
@@ -397,7 +397,7 @@ def main(
 ) -> None:
     """Writes one report on exactness, speed, memory and overlap of all layouts."""
     try:
-        place = joined()
+        place = launched_place()
         n = place.size if place else processes or _n_devices(device)
         known = layouts_of(n)
         unknown = [title for title in only or () if title not in known]

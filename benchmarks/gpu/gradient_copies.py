@@ -26,10 +26,10 @@ from benchmarks.gpu.report import table
 from gridformer.config import ModelConfig, RunConfig, shipped_model
 from gridformer.parallel.data import gradients
 from gridformer.parallel.data.zero import FlatBucket
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.trace.device import NAME
 from gridformer.trace.events import Kernel
-from gridformer.trace.kernels import work_of
+from gridformer.trace.kernels import launched_work
 from gridformer.trace.rank import trace_rank
 from gridformer.train import step
 from gridformer.utils.units import GIB
@@ -51,7 +51,7 @@ class _Bytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        work = work_of(func, args, kwargs or {}, out, NAME)
+        work = launched_work(func, args, kwargs or {}, out, NAME)
         self.n += work.bytes if work else 0
         return out
 
@@ -108,7 +108,7 @@ def run_of(model: ModelConfig, mode: str, tokens: int, micro_batches: int) -> Ru
             "train": {"global_batch": batch, "dtype": "bfloat16", "device": "cuda"},
         }
     )
-    check(run)
+    check_layout(run)
     return run
 
 

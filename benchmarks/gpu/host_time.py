@@ -44,7 +44,7 @@ from gridformer.mesh import Axes, groups
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.gradients import clear_gradients, reduce_gradients
-from gridformer.trace.kernels import work_of
+from gridformer.trace.kernels import launched_work
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import MicroBatch, next_words
 
@@ -296,7 +296,7 @@ class _Launches(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self.n += work_of(func, args, kwargs, out, "cpu") is not None
+        self.n += launched_work(func, args, kwargs, out, "cpu") is not None
         return out
 
 

@@ -34,7 +34,7 @@ from benchmarks.memory.cases import (
 )
 from benchmarks.memory.report import plot, report
 from gridformer.parallel.registry import spec_of
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError
 
 Found = list[dict[str, Any]]
@@ -113,7 +113,7 @@ def _divides(name: str, processes: int, title: str) -> bool:
     """Return whether the layout divides the model; sequence parallelism cannot divide s by 9."""
     layout = schemes(processes)[title]
     try:
-        check(SCALINGS[name].run(layout, layout.n_processes))
+        check_layout(SCALINGS[name].run(layout, layout.n_processes))
     except ConfigError:
         return False
     return True

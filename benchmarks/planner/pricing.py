@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from benchmarks.planner.rows import Row
 from gridformer.cluster import Cluster, load_cluster
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.plan import price as pricing
 from gridformer.plan import recorded as recording
 from gridformer.plan.prediction import Prediction
@@ -28,7 +28,7 @@ def record(row: Row, training: bool = True) -> RecordedRow:
         row: The row.
         training: Whether it is an optimizer step; otherwise its forward passes.
     """
-    check(row.run)
+    check_layout(row.run)
     decisions = decide_run(row.run)
     if row.node_block is not None:
         same = [

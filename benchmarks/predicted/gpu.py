@@ -16,7 +16,7 @@ from benchmarks.predicted.report import Row, error_lines, table
 from benchmarks.predicted.steps import Measured, measure
 from gridformer.config import RunConfig, shipped_model
 from gridformer.mesh.process_group import init_process_groups
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.train.numerics import set_numerics
 from gridformer.utils.units import GIB
 
@@ -55,7 +55,7 @@ class Case:
                 },
             }
         )
-        check(run)
+        check_layout(run)
         return run
 
 

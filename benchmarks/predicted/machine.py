@@ -24,7 +24,7 @@ from gridformer.calibrate.machine import calibrate
 from gridformer.calibrate.write import write_cluster
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, shipped_model
 from gridformer.launch import launch
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 
 Tell = Callable[[str], None]
 # The variants that `predict` can be asked about: their layouts say everything about them.
@@ -171,7 +171,7 @@ def _run(model: ModelConfig, layout: LayoutConfig, batch: int) -> RunConfig:
             "train": {"global_batch": batch, "device": "cpu", "steps": 1000},
         }
     )
-    check(run)
+    check_layout(run)
     return run
 
 

@@ -7,7 +7,7 @@ from hashlib import sha256
 from typing import Any
 
 from gridformer.config import RunConfig
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Layout:
                 },
             }
         )
-        check(run)
+        check_layout(run)
         if run.layout.n_processes != machine.n:
             raise ValueError(f"{self} has {run.layout.n_processes} processes, not {machine.n}")
         return run

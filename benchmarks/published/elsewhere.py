@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.planner.rows import FRONTERA, SELENE, calibration_rows, gpt
 from benchmarks.predicted.predictions import Question, predict_all
 from gridformer.config import RunConfig, parse_run
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 
 LASSEN = "lassen-v100"
 
@@ -69,7 +69,7 @@ def weak_scaling(scheme: str, training: bool = True, **layout: Any) -> There:
     """Returns Table 2 of Optimus on 64 devices, with fields of the layout changed."""
     run = _table_2()[f"{scheme} / 64"]
     run = run.model_copy(update={"layout": run.layout.model_copy(update=layout)})
-    check(run)
+    check_layout(run)
     return There(FRONTERA, run, training, layers_only=True)
 
 
@@ -85,7 +85,7 @@ def lassen(model: str, n: int, layout: dict[str, Any]) -> There:
         "train": {"global_batch": n},
     }
     run = parse_run(raw)
-    check(run)
+    check_layout(run)
     return There(LASSEN, run)
 
 
@@ -97,5 +97,5 @@ def selene(sizes: tuple[int, int, int], batch: int, **layout: Any) -> There:
     fields = {"scheme": "megatron", "devices_per_node": 8, "micro_batches": batch, **layout}
     train = {"global_batch": batch, "dtype": "float16", "recompute": "full"}
     run = gpt((*sizes, 2048, 51200), fields, train)
-    check(run)
+    check_layout(run)
     return There(SELENE, run)

@@ -16,7 +16,7 @@ from benchmarks.planner.rows import FRONTERA, gpt
 from gridformer.cluster import load_cluster
 from gridformer.config import RunConfig
 from gridformer.parallel.registry import spec_of
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.plan.predict import unfused
 from gridformer.utils.units import GIB
 
@@ -47,7 +47,7 @@ def run_of(layout: dict[str, Any], batch: int) -> RunConfig:
     sizes = (LAYERS, *SHAPES[cols * rows], SEQ, WORDS)
     train = {"global_batch": batch, "recompute": "full", "device": "cuda"}
     run = gpt(sizes, layout, train)
-    check(run)
+    check_layout(run)
     return unfused(run, load_cluster(FRONTERA))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.planner.rows import FRONTERA, TRACED_LAYERS, gpt
 from gridformer.cluster import Cluster, load_cluster
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.plan.analytic import Estimate, estimate
 
 ISO_SIDES = (2, 4, 8, 16, 32)
@@ -82,7 +82,7 @@ def _estimate(kind: str, q: int, h: int, batch: int, heads: int, cluster: Cluste
     run = gpt((TRACED_LAYERS, heads, heads, SEQ, WORDS), layout, train)
     sizes = {"hidden_size": h, "ffn_size": 4 * h}
     run = run.model_copy(update={"model": run.model.model_copy(update=sizes)})
-    check(run)
+    check_layout(run)
     return estimate(run, cluster)
 
 

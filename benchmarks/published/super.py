@@ -22,7 +22,7 @@ from benchmarks.common.page import write_page
 from benchmarks.published.super_figure import plot
 from gridformer.cluster import Cluster, Figure, Level, load_cluster
 from gridformer.config import RunConfig, parse_run
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.plan.predict import predict
 from gridformer.plan.price import price
 from gridformer.plan.recorded import Recorded, record
@@ -61,7 +61,7 @@ def run_of(model: str, layout: dict[str, Any], batch: int, nodes_per_rack: int =
     if not model.startswith("gpt2"):
         raw["data"]["task"] = "pairs"
     run = parse_run(raw)
-    check(run)
+    check_layout(run)
     return run
 
 
@@ -192,7 +192,7 @@ def own_csub() -> str:
             "train": {"global_batch": 4},
         }
     )
-    check(run)
+    check_layout(run)
     found = predict(run, load_cluster(LASSEN))
     return _CSUB.format(
         peak=found.peak_gib, limit=found.limit_gib, fits="fits" if found.fits else "does not fit"

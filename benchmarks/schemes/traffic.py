@@ -1,9 +1,9 @@
 """Counts collectives as torch issues them, and gives the formulas for the expected volumes.
 
-gridformer counts its own collectives (`gridformer.comm.record`). Those of torch's DTensor and FSDP2
-are counted here where torch dispatches them, by the same convention: the elements that must cross
-one rank's link whatever the algorithm (`gridformer.comm.recorder.Record.moved`). Elements have four
-bytes.
+gridformer counts its own collectives (`gridformer.comm.record_messages`). Those of torch's DTensor
+and FSDP2 are counted here where torch dispatches them, by the same convention: the elements that
+must cross one rank's link whatever the algorithm (`gridformer.comm.recorder.Record.moved`).
+Elements have four bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Traffic:
 def gridformer_traffic() -> Iterator[Traffic]:
     """Count what gridformer issues inside the block."""
     traffic = Traffic()
-    with comm.record() as recorder:
+    with comm.record_messages() as recorder:
         yield traffic
     traffic.count = recorder.count()
     traffic.elements = recorder.bytes() / _ITEM

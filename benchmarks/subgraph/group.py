@@ -148,7 +148,7 @@ def measure(plan: Plan) -> None:
 
 def _examine(built: Built, rank: int) -> Row:
     """Count the messages and bytes of one step."""
-    with comm.record() as record:
+    with comm.record_messages() as record:
         built.step()
     within, _ = record.messages(rank, [dist.get_world_size()])
     parameters = [*built.stack.parameters()]

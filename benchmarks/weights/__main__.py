@@ -24,7 +24,7 @@ import typer
 from torch import Tensor
 
 from benchmarks.common.machine import describe_machine
-from gridformer.checkpoint.convert.exporting import write_json, write_tensors
+from gridformer.checkpoint.convert.exporting import write_json, write_weight_files
 from gridformer.checkpoint.convert.files import row_slices
 from gridformer.checkpoint.convert.kinds import KINDS
 from gridformer.checkpoint.safetensors_file import Streamed
@@ -81,7 +81,7 @@ def synthesize(model: ModelConfig, folder: Path) -> tuple[int, int]:
         shape = entry.form.shape_of_theirs(shapes[entry.ours])
         streamed[entry.theirs[0]] = Streamed(shape, DTYPE, partial(random_rows, shape))
     folder.mkdir()
-    write_tensors(streamed, folder, 5 * GIB)
+    write_weight_files(streamed, folder, 5 * GIB)
     config = kind.write_config(model)
     assert isinstance(config, dict)
     write_json(folder / "config.json", {"model_type": "llama", **config})

@@ -20,7 +20,7 @@ from benchmarks.published.plan import PLAN, RACKS
 
 from gridformer.calibrate.found import Measurements
 from gridformer.cluster import like_messages, load_cluster
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.trace.events import Kernel, Place, Trace
 from gridformer.utils.errors import UserError
 
@@ -105,7 +105,7 @@ def test_the_runs_of_the_papers_are_valid() -> None:
     cases += [case for some in megatron.schedules().values() for case in some.values()]
     cases += [case for some in megatron.stages().values() for case in some]
     for case in cases:
-        check(case.row().run)
+        check_layout(case.row().run)
     assert {case.row().run.layout.n_processes for case in megatron.scale()} >= {384, 1536, 3072}
     for model in super_.MODELS:
         for layout in super_.ways(4).values():

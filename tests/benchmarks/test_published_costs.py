@@ -9,7 +9,7 @@ from benchmarks.published import costs, limits, loss
 from benchmarks.published.super import Speeds, speed_lines
 
 from gridformer.cluster import load_cluster
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from tests.support.planner import in_own_process
 
 
@@ -44,7 +44,7 @@ def test_trees_move_more_than_rings_and_a_grid_less_than_megatron_on_many_device
 def test_layouts_of_the_batch_limits_are_valid_and_the_table_is_relative_to_megatron() -> None:
     for devices in limits.SHAPES:
         for layout in limits.layouts(devices).values():
-            check(limits.run_of(layout, devices))
+            check_layout(limits.run_of(layout, devices))
     lines = limits.limit_lines(
         {"megatron": {64: 60}, "optimus, the paper's broadcasts": {64: 480}, "optimus": {64: 600}}
     )

@@ -137,7 +137,7 @@ def both_counts() -> tuple[comm.Recorder, traffic.Traffic]:
     """Count the same messages with gridformer's recorder and with torch's counter."""
     axis = Axis("world", dist.get_world_size(), dist.get_rank(), None)
     x = torch.ones(8, 6)
-    with comm.record() as recorder, traffic.torch_traffic() as counted:
+    with comm.record_messages() as recorder, traffic.torch_traffic() as counted:
         comm.all_reduce(x.clone(), axis)
         comm.broadcast(x.clone(), axis, root=1)
         comm.reduce(x.clone(), axis, root=2)

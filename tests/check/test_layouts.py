@@ -9,7 +9,7 @@ import torch
 
 from gridformer.check import Report, report_of
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.trace import trace_rank
 from tests.support.fake_gpu import InProcess
 from tests.support.marks import full_unless
@@ -103,7 +103,7 @@ def checked(case: Case) -> Report:
     model = of_one_task(MODELS[case.model], [*MODELS].index(case.model))
     model = {"n_layers": n_layers, "max_seq_len": 16, **model}
     run = a_run(layout, model, {"global_batch": shares, "loss_chunk_tokens": 0, **case.train})
-    check(run)
+    check_layout(run)
     decisions = decide_run(run)
     ranks = range(run.layout.n_processes)
     return report_of(run, [trace_rank(run, rank, decisions, repeat=True) for rank in ranks])

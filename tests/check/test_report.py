@@ -27,7 +27,7 @@ from gridformer.parallel.data import gradients
 from gridformer.parallel.data.buckets import in_buckets
 from gridformer.parallel.pipeline import executor
 from gridformer.parallel.sharding import shard_of
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.trace import trace_rank
 from gridformer.train import forward_backward, step
 from tests.support.checking import one_group_for_all_messages
@@ -59,7 +59,7 @@ def checked(
     model = {"n_layers": 2, "max_seq_len": 8, **(model or {})}
     run = a_run(layout, model, {"global_batch": 16, "loss_chunk_tokens": 0, **(train or {})})
     if valid:
-        check(run)
+        check_layout(run)
     with fault():
         return report_of(run, [trace_rank(run, rank) for rank in range(run.layout.n_processes)])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gridformer.checkpoint import blocks_io, saving
 from gridformer.checkpoint.block import TensorBlock, written_here
-from gridformer.checkpoint.index import BlockIndex, index_of_files, joined, part_of
+from gridformer.checkpoint.index import BlockIndex, index_of_files, joined_index, part_of
 from gridformer.checkpoint.safetensors_file import write_file
 from gridformer.mesh import Axes, Axis
 from gridformer.parallel.sharding import ParamShard
@@ -44,7 +44,7 @@ def saved(tmp_path: Path) -> tuple[Path, BlockIndex]:
         with (tmp_path / f"{rank}.safetensors").open("wb") as file:
             write_file(file, held)
         parts.append(part_of(f"{rank}.safetensors", held))
-    return tmp_path, joined(parts)
+    return tmp_path, joined_index(parts)
 
 
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -130,13 +130,13 @@ def test_the_index_is_joined_once_for_all_saves(monkeypatch: pytest.MonkeyPatch)
 
     def counting(parts: list[bytes]) -> BlockIndex:
         counted.append(len(parts))
-        return joined(parts)
+        return joined_index(parts)
 
-    monkeypatch.setattr(saving, "joined", counting)
+    monkeypatch.setattr(saving, "joined_index", counting)
     monkeypatch.setattr(saving, "_last", None)
     parts = [part_of(f"{rank}.safetensors", {"a": block(0, rank)}) for rank in range(4)]
     found = [saving._index_of(parts) for _ in range(2)]
     assert counted == [4]
-    assert found[0] == found[1] == joined(parts)
+    assert found[0] == found[1] == joined_index(parts)
     saving._index_of([*parts[:3], part_of("3.safetensors", {"b": block(0, 3)})])
     assert counted == [4, 4]

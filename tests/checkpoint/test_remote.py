@@ -10,7 +10,7 @@ import torch
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.checkpoint import manifest_of
-from gridformer.checkpoint.manifest import MANIFEST, verify
+from gridformer.checkpoint.manifest import MANIFEST, verify_checkpoint
 from gridformer.checkpoint.remote import Remote, fetch_newest
 from gridformer.checkpoint.saver import Saver, SaveReport
 from gridformer.config import RunConfig, parse_run
@@ -57,7 +57,7 @@ def test_a_run_goes_on_elsewhere_from_the_newest_copy(tmp_path: Path, url: str) 
     assert [path.name for path in (here / "checkpoints").iterdir() if path.name[0] == "."] == []
     fetched = fetch_newest(url, there)
     assert fetched == there / "checkpoints" / kept[-1]
-    assert verify(fetched).step == 5
+    assert verify_checkpoint(fetched).step == 5
     for path in (here / "checkpoints" / kept[-1]).iterdir():
         assert (fetched / path.name).read_bytes() == path.read_bytes()
     assert fetch_newest(url, there) is None, "it is there already"
@@ -75,7 +75,7 @@ def test_a_copy_without_a_manifest_is_none(tmp_path: Path) -> None:
     assert remote.complete() == ["step-00000001"]
     fetched = fetch_newest(URL, tmp_path / "there")
     assert fetched is not None
-    assert verify(fetched).step == 1
+    assert verify_checkpoint(fetched).step == 1
     assert not save(tmp_path / "here", 2, a_run()).outcome.not_copied
     assert remote.complete() == ["step-00000001", "step-00000002"]
 
@@ -90,7 +90,7 @@ def test_a_place_that_cannot_be_reached_costs_no_checkpoint(
         patch.setattr(Remote, "upload", broken)
         report = save(tmp_path, 1, a_run())
     assert report.outcome.not_copied == "PermissionError: no credentials"
-    assert verify(tmp_path / "checkpoints" / "step-00000001").step == 1
+    assert verify_checkpoint(tmp_path / "checkpoints" / "step-00000001").step == 1
     assert not save(tmp_path, 2, a_run()).outcome.not_copied
     assert Remote(URL).complete() == ["step-00000002"]
 

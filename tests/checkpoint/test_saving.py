@@ -21,7 +21,7 @@ from gridformer.checkpoint import find, place, saving
 from gridformer.checkpoint import saver as saver_module
 from gridformer.checkpoint.block import TensorBlock
 from gridformer.checkpoint.checkpoint import manifest_of
-from gridformer.checkpoint.manifest import KEPT, read_manifest, verify
+from gridformer.checkpoint.manifest import KEPT, read_manifest, verify_checkpoint
 from gridformer.checkpoint.outcome import Kept, SaveOutcome
 from gridformer.checkpoint.place import LocalPlace
 from gridformer.checkpoint.saver import Saver
@@ -72,7 +72,7 @@ def names(out: Path) -> list[str]:
             *(f"shard-{rank + 1:05d}.safetensors" for rank in range(N_RANKS)),
             *side_files(out),
         ]
-        assert verify(folder).step == int(folder.name[-8:])
+        assert verify_checkpoint(folder).step == int(folder.name[-8:])
     return [name.removeprefix("step-0000") for name in found]
 
 
@@ -154,7 +154,7 @@ def test_the_last_save_waits_for_space(tmp_path: Path, monkeypatch: pytest.Monke
     full_disk(monkeypatch, lambda name: len(told) < 3)
     (report,) = last_save(tmp_path, no_space=told.append).news()
     assert not report.outcome.failure
-    assert verify(tmp_path / "checkpoints" / "step-00000001").step == 1
+    assert verify_checkpoint(tmp_path / "checkpoints" / "step-00000001").step == 1
     assert len(told) == 3
     assert all("no space left on device" in why for why in told)
 
@@ -293,7 +293,7 @@ def value_of(out: Path) -> float:
 
     folder = find.latest(out)
     assert folder is not None
-    verify(folder)
+    verify_checkpoint(folder)
     (tensor,) = load_file(folder / "shard-00001.safetensors").values()
     assert tensor.min() == tensor.max()
     return float(tensor.min())

@@ -15,7 +15,7 @@ from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint.average import average_run
 from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.checkpoint.convert.importing import import_folder
-from gridformer.checkpoint.manifest import KEPT, MANIFEST, read_manifest, verify
+from gridformer.checkpoint.manifest import KEPT, MANIFEST, read_manifest, verify_checkpoint
 from gridformer.checkpoint.remote import Remote
 from gridformer.checkpoint.side_files import load_tokenizer, root_of
 from gridformer.config import RunConfig, parse_run
@@ -94,13 +94,13 @@ def test_averages_and_imports_have_them_too(
     average_run(run_dir, tmp_path / "mean", 2)
     mean = tmp_path / "mean" / "checkpoints" / "step-00000002"
     assert files_of(mean) == expected(run_dir)
-    verify(mean)
+    verify_checkpoint(mean)
     shutil.rmtree(run_dir / KEPT)  # whose config.json is none
     save(run_dir, token_folder, 3)
     export_run(run_dir, tmp_path / "theirs")
     import_folder(tmp_path / "theirs", tmp_path / "back")
     back = tmp_path / "back" / "checkpoints" / "step-00000000"
-    assert verify(back).side_files.keys() >= {"tokenizer.json", f"{KEPT}/config.json"}
+    assert verify_checkpoint(back).side_files.keys() >= {"tokenizer.json", f"{KEPT}/config.json"}
     alone = shutil.copytree(back, tmp_path / "alone")
     shutil.rmtree(tmp_path / "back")
     export_run(alone, tmp_path / "again")
@@ -200,10 +200,10 @@ def linked(path: Path) -> None:
 )
 def test_damage_is_found(run_dir: Path, token_folder: Path, damage: Any, told: str) -> None:
     folder = save(run_dir, token_folder)
-    assert verify(folder, part=1, n_parts=2) == verify(folder)
+    assert verify_checkpoint(folder, part=1, n_parts=2) == verify_checkpoint(folder)
     damage(folder)
     with pytest.raises(CheckpointError, match=told):
-        verify(folder)
+        verify_checkpoint(folder)
 
 
 @pytest.mark.parametrize("name", ["../tokenizer.json", "/etc/passwd", "a/b", f"{KEPT}/../x", ""])
@@ -214,7 +214,7 @@ def test_no_file_outside_a_checkpoint_is_read(run_dir: Path, token_folder: Path,
     content["side_files"][name] = {"bytes": 1, "crc32": 1}
     (folder / MANIFEST).write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="is not the name of a small file in its folder"):
-        verify(folder)
+        verify_checkpoint(folder)
 
 
 def test_a_file_that_cannot_be_read_costs_no_checkpoint(
@@ -231,4 +231,4 @@ def test_a_file_that_cannot_be_read_costs_no_checkpoint(
         patch.setattr(Path, "read_bytes", refuses)
         folder = save(run_dir, token_folder)
     assert "labels.json" not in files_of(folder)
-    verify(folder)
+    verify_checkpoint(folder)

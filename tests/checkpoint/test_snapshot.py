@@ -25,7 +25,7 @@ def test_what_is_reserved_for_parameters_and_moments_is_what_they_take(dtype: DT
     train = TrainConfig(dtype=dtype)
     model = build_parallel(RUN.model, LayoutConfig(), Axes(), 1, torch.device("cpu"), train.dtype)
     updates = Stepper(model, train, Axes()).updates
-    parameters = bytes_of(written_here(checkpoint.parameters_of(model), Axes()))
+    parameters = bytes_of(written_here(checkpoint.updated_parameters(model), Axes()))
     updates.allocate(1)
     shards = checkpoint.shards_of(model, updates)
     assert 3 * parameters == bytes_of(written_here(shards, Axes())) > 0

@@ -49,7 +49,7 @@ def begun(
     start = weights.start_of(run)
     assert start is not None
     made = a_model(run, 2)
-    weights.load(start, made, Axes())
+    weights.load_initial_weights(start, made, Axes())
     return start, made, a_model(run, 2)
 
 

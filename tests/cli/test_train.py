@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.manifest import verify
+from gridformer.checkpoint.manifest import verify_checkpoint
 from gridformer.train.metrics import read_metrics
 from tests.support.commands import gridformer_here
 from tests.support.marks import full_unless
@@ -90,7 +90,7 @@ def test_a_run_writes_all_promised_files(run_file: Path, tmp_path: Path) -> None
     assert list((out / "tensorboard").glob("events.out.tfevents.*"))
     folder = find.latest(out)
     assert folder is not None
-    assert verify(folder).step == 6
+    assert verify_checkpoint(folder).step == 6
 
     again = gridformer_here("train", run_file, "--out", out)
     assert again.returncode == 0
@@ -153,7 +153,7 @@ def test_a_stopped_run_resumes_exactly(
     assert "Traceback" not in output
     folder = find.latest(stopped)
     assert folder is not None
-    assert 3 <= verify(folder).step < 30
+    assert 3 <= verify_checkpoint(folder).step < 30
     wait_until_nobody_is_left(process.pid)
     resumed = gridformer_here("train", *words, "--out", stopped)
     assert resumed.returncode == 0, resumed.stderr
@@ -181,7 +181,7 @@ def test_a_killed_worker_ends_the_run(run_file: Path, tmp_path: Path) -> None:
     assert "was killed by signal 9 (SIGKILL)" in last
     folder = find.latest(out)
     assert folder is not None
-    verify(folder)
+    verify_checkpoint(folder)
 
 
 def worker_of(session: int) -> int:

@@ -10,7 +10,7 @@ import yaml
 from gridformer.cluster import cluster_names, load_cluster
 from gridformer.cluster.file import parse_cluster
 from gridformer.config import configs_dir, parse_run
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError
 
 
@@ -74,4 +74,4 @@ def test_local_is_the_file_that_calibrate_writes(
     )
     assert load_cluster("local").device == load_cluster("dgx-h100").device
     layout = {"scheme": "megatron", "cols": 2, "cluster": "local"}
-    check(parse_run({"model": "gpt2-124m", "data": {"path": "."}, "layout": layout}))
+    check_layout(parse_run({"model": "gpt2-124m", "data": {"path": "."}, "layout": layout}))

@@ -23,7 +23,7 @@ from gridformer.config import (
     shipped_model,
 )
 from gridformer.config.renamed import with_new_names
-from gridformer.parallel.registry import describe
+from gridformer.parallel.registry import describe_layout
 from gridformer.utils.errors import ConfigError
 
 RUN_FILES = sorted((configs_dir() / "runs").glob("*.yaml"))
@@ -261,7 +261,7 @@ def test_closest() -> None:
     ],
 )
 def test_description_of_a_layout(changes: dict[str, Any], text: str) -> None:
-    assert describe(LayoutConfig(**changes)) == text
+    assert describe_layout(LayoutConfig(**changes)) == text
 
 
 def test_older_runs_keep_their_micro_batches() -> None:

@@ -36,7 +36,7 @@ def test_shipped_run_files_work_as_they_are(path: Path) -> None:
     assert RUN_FILES
     for run in (load_run(path), load_run(path.stem), load_run(f"configs/runs/{path.name}")):
         assert run == load_run(path)
-        layout.check(run)
+        layout.check_layout(run)
 
 
 SIZES = {  # published N, h and n, and parameters where a paper counts them
@@ -84,7 +84,7 @@ SIZES = {  # published N, h and n, and parameters where a paper counts them
 @pytest.mark.parametrize("name", model_names())
 def test_shipped_models_have_the_sizes_of_their_names(name: str) -> None:
     run = parse_run({**BASE, "model": name}, ["train.global_batch=8"])
-    layout.check(run)
+    layout.check_layout(run)
     model = run.model
     assert model.name == name
     if not model.vocab_size:  # the vocabulary comes from the data

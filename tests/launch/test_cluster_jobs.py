@@ -63,9 +63,9 @@ def directives(script: str) -> dict[str, str]:
 def run_with(script: str, folder: Path, *programs: str) -> list[str]:
     """Run a script with programs that write their arguments, one a line; return what is written."""
     for program in programs:
-        stand_in = folder / program
-        stand_in.write_text(f'#!/bin/sh\nprintf "%s\\0" {program} "$@" >> {folder}/said\nexit 75\n')
-        stand_in.chmod(0o755)
+        fake = folder / program
+        fake.write_text(f'#!/bin/sh\nprintf "%s\\0" {program} "$@" >> {folder}/said\nexit 75\n')
+        fake.chmod(0o755)
     environ = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "MASTER_ADDR": "node01"}
     subprocess.run(["sh"], input=script, text=True, cwd=folder, env=environ, check=False)
     assert not (folder / "owned").exists()

@@ -15,7 +15,7 @@ from gridformer.launch.elastic import layouts_for, with_processes
 from gridformer.launch.restarts import launch_with_restarts, resumed
 from gridformer.launch.run import worker
 from gridformer.mesh.rendezvous import of_this_attempt
-from gridformer.parallel.registry import describe
+from gridformer.parallel.registry import describe_layout
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.signals import StopPolicy
 from tests.support.multirank.memory import a_run
@@ -40,7 +40,7 @@ def wanted(layout: dict[str, Any], **train: Any) -> RunConfig:
 def test_what_a_layout_becomes(layout: dict[str, Any], n: int, becomes: str) -> None:
     run = wanted(layout, global_batch=24)
     found = next(layouts_for(run, n))
-    assert describe(found.layout) == becomes
+    assert describe_layout(found.layout) == becomes
     assert found.layout.n_processes == n
     assert found.train == run.train, "the global batch and all else stay"
 

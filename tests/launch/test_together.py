@@ -182,7 +182,7 @@ def test_rank_0_alone_says_that_a_run_is_done(
     plan = Plan(ranks.run, Path("runs/mine"), None, ranks.run.train.steps, decide_run(ranks.run))
     for rank in range(2):
         place = Joined(rank, 2, rank, 2, "torchrun", "10.0.0.1", 29500)
-        monkeypatch.setattr(execution, "joined", lambda place=place: place)
+        monkeypatch.setattr(execution, "launched_place", lambda place=place: place)
         execution.execute(plan)
         assert capsys.readouterr().out.count("has done") == (rank == 0)
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.manifest import read_manifest, verify
+from gridformer.checkpoint.manifest import read_manifest, verify_checkpoint
 from gridformer.train.metrics import read_metrics
 from gridformer.utils.errors import CheckpointError
 from tests.support.launch.programs import ROOT
@@ -63,7 +63,7 @@ def test_a_killed_worker_is_restarted(token_folder: Path, tmp_path: Path) -> Non
     assert losses(cut) == losses(whole)
     folder = find.latest(cut)
     assert folder is not None
-    assert verify(folder).step == 6
+    assert verify_checkpoint(folder).step == 6
 
 
 def agent(port: int, *words: str | Path) -> subprocess.Popen[str]:

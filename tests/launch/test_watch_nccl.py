@@ -1,4 +1,4 @@
-"""What the watch does over NCCL, where no process waits in a message, with stand-ins."""
+"""What the watch does over NCCL, where no process waits in a message, without GPUs."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from gridformer.models import build_model
 from gridformer.parallel.auto import decisions
 from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.decisions import Decisions
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.units import GIB
 from tests.support.marks import extra
@@ -315,7 +315,7 @@ def test_invalid_changes_are_not_tried(key: str) -> None:
     run = a_run({}, {}, {})
     wrong = {"train.recompute": "twice", "layout.micro_batches": 7}[key]
     assert valid_change(run, {key: wrong}) is None
-    check(run)
+    check_layout(run)
 
 
 @pytest.mark.parametrize(("gpus", "device"), [([], "cpu"), ([0, 1], "auto")])

@@ -13,8 +13,8 @@ from gridformer.cli.app import app
 from gridformer.config import RunConfig, parse_run
 from gridformer.memory import layouts
 from gridformer.memory.layouts import candidates, list_layouts, reasons
-from gridformer.parallel.registry import describe
-from gridformer.parallel.validation import check
+from gridformer.parallel.registry import describe_layout
+from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError
 
 MODEL: dict[str, Any] = {"n_layers": 2, "hidden_size": 24, "n_heads": 6, "vocab_size": 50}
@@ -35,7 +35,7 @@ def test_all_candidates_take_all_processes(processes: int) -> None:
 
 
 def test_candidates_of_four_processes() -> None:
-    names = {describe(layout) for layout in candidates(4)}
+    names = {describe_layout(layout) for layout in candidates(4)}
     assert names >= {
         "dp=4",
         "pp=4",
@@ -72,13 +72,13 @@ def test_listed_layouts_work_as_written(family: str) -> None:
         assert run.layout == one.layout
         if one.problems:
             with pytest.raises(ConfigError) as error:
-                check(run)
+                check_layout(run)
             with_offers = error.value.problems
             assert len(with_offers) == len(one.problems)
             assert all(map(str.startswith, with_offers, one.problems))
             assert not one.modes
             continue
-        check(run)
+        check_layout(run)
         replicas = one.layout.dp > 1 or (one.layout.branches > 1 and one.layout.common == "all")
         assert [*one.modes] == (["replicate", "zero1", "fsdp"] if replicas else ["replicate"])
         held = [*one.modes.values()]

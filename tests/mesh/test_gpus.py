@@ -6,7 +6,15 @@ import json
 
 import pytest
 
-from gridformer.mesh.gpus import CPU, GPU, gpus_here, identity, own_gpu, too_few_gpus, verdict
+from gridformer.mesh.gpus import (
+    CPU,
+    GPU,
+    device_or_problem,
+    gpus_here,
+    identity,
+    own_gpu,
+    too_few_gpus,
+)
 from gridformer.mesh.launch_env import Joined
 from gridformer.mesh.process_group import check_devices
 
@@ -76,11 +84,11 @@ def on(host: str, gpu: str) -> str:
 
 
 def test_verdict() -> None:
-    assert verdict([on("a", ""), on("b", "")]) == CPU
-    assert verdict([on("a", "x"), on("a", "y"), on("b", "x")]) == GPU
-    mixed = verdict([on("a", "x"), on("a", "y"), on("b", "")])
+    assert device_or_problem([on("a", ""), on("b", "")]) == CPU
+    assert device_or_problem([on("a", "x"), on("a", "y"), on("b", "x")]) == GPU
+    mixed = device_or_problem([on("a", "x"), on("a", "y"), on("b", "")])
     assert "rank 2 on b has no GPU of its own, but rank 0 on a has one (1 of 3" in mixed
-    shared = verdict([on("a", "x"), on("b", "x"), on("b", "x")])
+    shared = device_or_problem([on("a", "x"), on("b", "x"), on("b", "x")])
     assert "ranks 1 and 2 on b all see the same single GPU" in shared
 
 

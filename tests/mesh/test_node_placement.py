@@ -23,7 +23,7 @@ from gridformer.mesh.node_placement import (
     nodes_of,
     plain_block,
     rank_grid,
-    search,
+    search_blocks,
     search_racks,
     sizes_of,
 )
@@ -61,7 +61,7 @@ def test_bytes_into_every_node_are_those_of_simulated_rings(
     case: tuple[Sizes, Traffic, int],
 ) -> None:
     sizes, traffic, k = case
-    for candidate in search(sizes, traffic, k):
+    for candidate in search_blocks(sizes, traffic, k):
         nodes = simulated(rank_grid(sizes, candidate.block), traffic, k)
         if candidate.block is None:
             assert max(sum(node.values()) for node in nodes) == candidate.total
@@ -98,7 +98,7 @@ def test_ranks_of_a_node_are_a_block_and_rise_along_every_axis(
 @given(case=cases())
 def test_the_best_lets_in_the_fewest_bytes(case: tuple[Sizes, Traffic, int]) -> None:
     sizes, traffic, k = case
-    found = search(sizes, traffic, k)
+    found = search_blocks(sizes, traffic, k)
     totals = [candidate.total for candidate in found]
     assert totals == sorted(totals)
     every = {
@@ -155,7 +155,7 @@ def test_no_other_way_to_fill_nodes_is_better(sizes: Sizes, k: int) -> None:
             most = max(a * (pp + dp + row) + b * col for pp, dp, row, col in entered)
             fewest[a, b] = min(fewest[a, b], most)
     for (a, b), total in fewest.items():
-        assert search(sizes, {"pp": a, "dp": a, "row": a, "col": b}, k)[0].total == total
+        assert search_blocks(sizes, {"pp": a, "dp": a, "row": a, "col": b}, k)[0].total == total
 
 
 # --------------------------------------------------------------------------- racks
@@ -169,7 +169,7 @@ def test_bytes_into_every_rack_are_those_of_simulated_rings(
 ) -> None:
     """Rings of devices in rank order, with as many bytes a device, enter racks as is foretold."""
     sizes, traffic, k = case
-    for candidate in search(sizes, traffic, k)[:3]:
+    for candidate in search_blocks(sizes, traffic, k)[:3]:
         if candidate.block is None:
             assert search_racks(sizes, candidate, racks) == []
             continue
@@ -193,7 +193,7 @@ def test_bytes_into_every_rack_are_those_of_simulated_rings(
 
 def test_racks_are_squares_of_squares() -> None:
     sizes = grid(16, 16)
-    best_node = search(sizes, {"row": 100, "col": 100}, 4)[0]
+    best_node = search_blocks(sizes, {"row": 100, "col": 100}, 4)[0]
     found = search_racks(sizes, best_node, 4)
     assert found[0].block == NodeBlock(row=2, col=2)  # 2x2 nodes of 2x2 devices
     assert found[0].total == 800  # 4 rings of rows and 4 of columns enter 4x4 devices
@@ -225,13 +225,13 @@ def test_numbers_of_nodes_that_do_not_divide_are_refused() -> None:
 
 
 def best(sizes: Sizes, devices_per_node: int, **traffic: int) -> Candidate:
-    return search(sizes, traffic, devices_per_node)[0]
+    return search_blocks(sizes, traffic, devices_per_node)[0]
 
 
 @pytest.mark.parametrize("n", [4, 8, 16])
 def test_square_grid_is_bunched(n: int) -> None:
     """In Xu et al. 2021, figure 8, nodes hold 2x2; 2 of 4 devices share the cable."""
-    found = search(grid(n, n), {"row": 100, "col": 100}, 4)
+    found = search_blocks(grid(n, n), {"row": 100, "col": 100}, 4)
     assert found[0].block == NodeBlock(row=2, col=2)
     assert found[0].bytes_in == {"pp": 0, "dp": 0, "row": 200, "col": 200}
     assert found[0].sharing == 2
@@ -249,7 +249,7 @@ def test_strips_when_one_axis_dominates() -> None:
 
 def test_eight_devices_a_node() -> None:
     """2x4 and 4x2 let in equally many bytes; 2x4's longer rows are closer to plain order."""
-    found = search(grid(16, 16), {"row": 100, "col": 100}, 8)
+    found = search_blocks(grid(16, 16), {"row": 100, "col": 100}, 8)
     assert [c.block for c in found[:2]] == [NodeBlock(row=2, col=4), NodeBlock(row=4, col=2)]
     assert [c.total for c in found] == [600, 600, 900, 900]
     assert best(grid(16, 16), 16, row=100, col=100).block == NodeBlock(row=4, col=4)
@@ -276,14 +276,14 @@ def test_plain_order_where_all_is_equal() -> None:
 
 def test_plain_order_is_kept_where_it_beats_every_block() -> None:
     """With rows of 5 on nodes of 4, the only block is a whole column, and it splits every row."""
-    found = search(grid(4, 5), {"row": 1, "col": 100}, 4)
+    found = search_blocks(grid(4, 5), {"row": 1, "col": 100}, 4)
     assert [c.block for c in found] == [None, NodeBlock(row=4)]
     assert [c.total for c in found] == [204, 400]
     assert torch.equal(rank_grid(grid(4, 5), None), torch.arange(20).view(1, 1, 4, 5))
 
 
 def test_fewer_devices_than_a_node_holds() -> None:
-    (only,) = search((1, 1, 2, 3), {"row": 5, "col": 5}, 8)
+    (only,) = search_blocks((1, 1, 2, 3), {"row": 5, "col": 5}, 8)
     assert only.block == NodeBlock(row=2, col=3)
     assert only.total == 0
 

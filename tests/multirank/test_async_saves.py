@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from gridformer.checkpoint import checkpoint, saving
-from gridformer.checkpoint.manifest import Manifest, verify
+from gridformer.checkpoint.manifest import Manifest, verify_checkpoint
 from gridformer.checkpoint.remote import Remote, fetch_newest
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
@@ -92,7 +92,7 @@ def train_with_slow_files(plan: Plan) -> int:
 def blocks_of(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
     """Return every block of a checkpoint by name and offset."""
     blocks = {}
-    for path in verify(folder).files:
+    for path in verify_checkpoint(folder).files:
         with safe_open(folder / path, framework="pt") as file:
             offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
             for name in file.keys():  # noqa: SIM118 - it is no dictionary
@@ -175,7 +175,7 @@ def test_an_error_on_one_rank_waits_for_the_save_under_way(
     with pytest.raises(RankFailed, match="planted"):
         pool.run(2, fail_beside, plan, failing, at_the_fourth)
     (folder,) = (tmp_path / "checkpoints").iterdir()
-    assert verify(folder).step == 3
+    assert verify_checkpoint(folder).step == 3
 
 
 @pytest.mark.full

@@ -38,7 +38,7 @@ def sent_around(
     every = torch.arange(n_samples * width, dtype=torch.float64).view(n_samples, width)
     x = every[[*section.source.samples(rank, n_samples)]] if section.on_source else None
     x = every.to("meta") if x is None else x
-    with comm.record() as record:
+    with comm.record_messages() as record:
         inside = section.spread(x, columns, n_samples)
     back = section.collect(inside, columns, n_samples)
     return {"inside": inside, "back": None if back.is_meta else back, "moved": record.moved()}
@@ -102,9 +102,9 @@ def segmented(g: int, order: str, first: bool, sliced: bool) -> list[dict[str, A
     local = placed.local(x).requires_grad_()
     placed.model(local)  # computes the widths, once
     found = []
-    with comm.record() as record:
+    with comm.record_messages() as record:
         y = placed.model(local)
-    with comm.record() as back:
+    with comm.record_messages() as back:
         y.backward(torch.ones_like(y))
     for recorder in (record, back):
         for r in recorder.records:

@@ -38,7 +38,7 @@ from tests.support.multirank.volumes import (
     Volume,
     agrees,
     predicted,
-    record,
+    record_messages,
     volume_of,
 )
 
@@ -156,9 +156,9 @@ def one_layer(layout: dict[str, Any], n_bytes: int) -> tuple[Volume, Volume, Cho
         axes = axes_of(plan)
         part = batch_of(0, CONFIG, B).chunk(axes.batch.size)[axes.batch.index]
         with weights_kept(model):
-            with record() as forward:
+            with record_messages() as forward:
                 loss = model.loss_sum(part[:, :-1], part[:, 1:])
-            with record() as backward:
+            with record_messages() as backward:
                 loss.backward()
         found.append([volume_of(each, "product") for each in (forward, backward)])
     forward_, backward_ = (two.minus(one) for two, one in zip(*found))

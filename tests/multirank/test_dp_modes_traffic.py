@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gridformer.comm import record
+from gridformer.comm import record_messages
 from gridformer.models.blocks import Layer
 from gridformer.parallel.sharding import shard_of
 from tests.support.marks import full_unless
@@ -37,7 +37,7 @@ def traffic_of(layout: Layout, model: dict[str, Any]) -> Traffic:
         rows = p.shape[1] if shard_of(p).transposed else p.shape[0]
         share = -(-rows // axes.dp.size) * (p.numel() // rows)
         inside, outside = inside + share * ("layers." in name), outside + share
-    with record() as recorder:
+    with record_messages() as recorder:
         stepper(0, read_of(built, 0))
     labels = ("gradients", "parameters")
     return Traffic(
@@ -90,7 +90,7 @@ def sent_when(layout: Layout) -> tuple[list[int], int, dict[str, list[int]]]:
     built, _, stepper = settings_of(layout, 3)
     early: list[int] = []
     gathers: dict[str, list[int]] = {"forward": [], "backward": []}
-    with record() as recorder:
+    with record_messages() as recorder:
 
         def note(way: str) -> None:
             gathers[way].append(recorder.count("parameters").total())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.manifest import verify
+from gridformer.checkpoint.manifest import verify_checkpoint
 from tests.support.multirank.layouts import name_of
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import STEPS, losses, plan_of, stored, train
@@ -48,7 +48,7 @@ def test_a_step_is_dropped_and_the_run_goes_on_exactly(
     assert ends[0][1:] == (75, "SIGTERM")
     folder = find.latest(cut)
     assert folder is not None
-    assert verify(folder).step == 2, "the steps before it are saved"
+    assert verify_checkpoint(folder).step == 2, "the steps before it are saved"
     pool.run(n, train, plan_of(token_folder, cut, layout, **settings))
     assert losses(cut) == losses(whole)
     assert len(losses(cut)) == STEPS

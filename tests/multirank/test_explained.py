@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.comm import record
+from gridformer.comm import record_messages
 from gridformer.config import DataConfig, LayoutConfig, RunConfig, TrainConfig
 from gridformer.data.samples.order import Rows
 from gridformer.parallel import build_parallel
@@ -79,7 +79,7 @@ def moved(run: RunConfig) -> tuple[float, float]:
     def read(rows: Rows) -> Batch:
         return {key: value[rows] for key, value in batch.items()}
 
-    with record() as recorder:
+    with record_messages() as recorder:
         Stepper(model, run.train, axes, layout)(0, partial(read))
     found = [r for r in recorder.records if r.label in COUNTED]
     assert {r.axis for r in found} <= {"col", "row", "branch"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gridformer.checkpoint.fallback import choose
+from gridformer.checkpoint.fallback import choose_checkpoint
 from gridformer.checkpoint.manifest import MANIFEST
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import CheckpointError
@@ -27,7 +27,7 @@ def flip(folder: Path) -> None:
 
 
 def resumed(data: Path, out: Path, fallback: bool) -> Plan:
-    found = choose(out, fallback)
+    found = choose_checkpoint(out, fallback)
     assert found is not None
     nothing = out.with_name("no such run")
     plan = plan_of(data, nothing, GRID, fallback=fallback, save_every=1, keep_checkpoints=9)
@@ -53,7 +53,7 @@ def test_ranks_agree_on_the_newest_intact_checkpoint(
     (newest / MANIFEST).unlink()
     flip(before)
     with pytest.raises(CheckpointError, match=r"is missing: train\.fallback=true resumes"):
-        choose(out, fallback=False)
+        choose_checkpoint(out, fallback=False)
     plan = resumed(token_folder, out, fallback=True)
     assert (plan.resume, plan.resume_step) == (before, STEPS - 1)
     pool.run(2, train, plan)
@@ -75,4 +75,4 @@ def test_if_all_are_damaged_nothing_is_trained(
     for folder in (tmp_path / "checkpoints").iterdir():
         (folder / MANIFEST).write_text("{")
     with pytest.raises(CheckpointError, match=r"all 2 checkpoints of .* are damaged"):
-        choose(tmp_path, fallback=True)
+        choose_checkpoint(tmp_path, fallback=True)

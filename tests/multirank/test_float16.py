@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import read_manifest
-from gridformer.comm import record
+from gridformer.comm import record_messages
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.models import Model
 from gridformer.models.blocks import StyledLayer
@@ -126,7 +126,7 @@ def skip_a_step(layout: Layout, rank: int) -> Skipping:
     for number in range(3):
         batch, before = batch_of(number, config, 8), held()
         poison = overflowing(model, rank) if number == 1 else contextlib.nullcontext()
-        with poison, record() as recorder:
+        with poison, record_messages() as recorder:
             result = stepper(number, lambda rows: next_words(batch[rows]))  # noqa: B023
         found.skipped.append(result.skipped)
         found.finite.append(math.isfinite(result.grad_norm))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gridformer.comm import record
+from gridformer.comm import record_messages
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.mesh import Axes, Axis
 from gridformer.models import Model
@@ -65,7 +65,7 @@ def sent_when(layout: Layout, micro_batches: int) -> tuple[list[int], list[int],
     early: list[int] = []
     late: list[int] = []
 
-    with record() as recorder:
+    with record_messages() as recorder:
 
         def sent() -> int:
             return recorder.count("gradients").total()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gridformer import comm
-from gridformer.comm import Recorder, autograd, record
+from gridformer.comm import Recorder, autograd, record_messages
 from gridformer.mesh import Axes, Axis
 from tests.support.multirank.cutting import Case, Dims, check_differences, cut, grid_axes, join
 from tests.support.multirank.pool import WorkerPool
@@ -50,7 +50,7 @@ def exchanged_by_all_to_all(rows: int, cols: int, name: str) -> None:
     here, others = axis.index, range(axis.size)
     sent = [piece(here, i, line) for i in others]
     wanted = [piece(i, here, line) for i in others]
-    with record() as recorder:
+    with record_messages() as recorder:
         got = comm.all_to_all(sent, [x.shape for x in wanted], axis, "why")
     for mine, want in zip(got, wanted):
         equal(mine, want)
@@ -70,7 +70,7 @@ def scattered_and_gathered(rows: int, cols: int, name: str) -> None:
         mine = pieces[here]
         far = sum(p.numel() for i, p in enumerate(pieces) if i != root)
         out = torch.full(mine.shape, torch.nan)
-        with record() as recorder:
+        with record_messages() as recorder:
             got = comm.scatter(pieces if here == root else None, out, axis, root, "why")
         assert got is out
         equal(got, mine)
@@ -79,7 +79,7 @@ def scattered_and_gathered(rows: int, cols: int, name: str) -> None:
         assert found.targets == (axis.ranks if here == root else ())
 
         shapes = [p.shape for p in pieces]
-        with record() as recorder:
+        with record_messages() as recorder:
             gathered = comm.gather(mine, shapes, axis, root, "why")
         found = only(recorder, "gather", axis)
         assert found.moved == (far if here == root else mine.numel())
@@ -98,7 +98,7 @@ def exchanged(rows: int, cols: int, name: str) -> None:
     sends = {j: piece(i, j, line) for i, j in pairs if i == here}
     wanted = {i: piece(i, j, line) for i, j in pairs if j == here}
     receives = {i: torch.full(x.shape, torch.nan) for i, x in wanted.items()}
-    with record() as recorder:
+    with record_messages() as recorder:
         comm.exchange(sends, receives, axis, "why")
     if here == n:
         assert not recorder.records
@@ -123,7 +123,7 @@ def test_pieces_of_any_shape_arrive(
 def test_one_rank_keeps_what_it_has() -> None:
     """One rank initializes nothing, and nothing is counted."""
     axis, x = Axis("col"), torch.arange(3.0)
-    with record() as recorder:
+    with record_messages() as recorder:
         (kept,) = comm.all_to_all([x], [x.shape], axis)
         scattered = comm.scatter([x], torch.zeros(3), axis, 0)
         gathered = comm.gather(x, [x.shape], axis, 0)

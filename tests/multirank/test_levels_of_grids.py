@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gridformer.comm import record
+from gridformer.comm import record_messages
 from gridformer.config import RunConfig
 from gridformer.data.samples.order import Rows
 from gridformer.mesh.node_placement import NodeBlock
@@ -48,7 +48,7 @@ def received(run: RunConfig, block: NodeBlock) -> list[tuple[int, bool, float]]:
     def read(rows: Rows) -> Batch:
         return {key: value[rows] for key, value in batch.items()}
 
-    with record() as recorder:
+    with record_messages() as recorder:
         Stepper(model, run.train, axes, run.layout)(0, partial(read))
     before = {}
     for axis in (axes.row, axes.col):

@@ -11,7 +11,7 @@ from benchmarks.precision.dtypes import BOUND, HALVES, LAYOUTS, MODEL, TRAIN, la
 
 from gridformer.config import parse_run
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from tests.support.marks import full_unless
@@ -47,7 +47,7 @@ def curve(
             "train": {**TRAIN, "steps": steps, "dtype": dtype, "global_batch": rows},
         }
     )
-    check(run)
+    check_layout(run)
     with pool.limit(900.0):
         plan = Plan(run, out, None, 0, decide_run(run))
         pool.run(plan.n_processes, train, plan)

@@ -15,7 +15,7 @@ import torch
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.measure import measure_rank
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from tests.support.marks import full_unless
 from tests.support.multirank.matrix import CELLS, QUICK, Cell
 from tests.support.multirank.memory import a_run, agrees_of, measured, refused_below
@@ -38,7 +38,7 @@ OF_EACH_SCHEME = {c for c in {c.scheme: c for c in reversed(ONE_STACK)}.values()
 def possible(cell: Cell) -> bool:
     """Reject invalid combinations, whose messages tests/multirank/test_matrix.py checks."""
     try:
-        check(a_run(cell.layout, cell.config, {}, cell.task))
+        check_layout(a_run(cell.layout, cell.config, {}, cell.task))
     except ValueError:
         return False
     return True

@@ -8,7 +8,7 @@ import pytest
 
 from gridformer.config import ENCODER_DECODER, Family, LayoutConfig
 from gridformer.mesh import Axes
-from gridformer.parallel.registry import describe
+from gridformer.parallel.registry import describe_layout
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import axes_of
 from tests.support.multirank.pipelines import Layout, compare, family, reads_of, stepper_of
@@ -33,7 +33,7 @@ def pipe(pp: int, m: int, k: int = 1, **layout: Any) -> Layout:
 def case_id(case: Case) -> str:
     layout, name = case
     plan = LayoutConfig(**layout)
-    words = [name, describe(plan).replace(", ", "-").replace(" ", "_"), plan.pipeline_order]
+    words = [name, describe_layout(plan).replace(", ", "-").replace(" ", "_"), plan.pipeline_order]
     words += [f"m{plan.micro_batches}"]
     words += [
         f"{key}_{layout[key]}"

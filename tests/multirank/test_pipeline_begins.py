@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gridformer.comm import record
+from gridformer.comm import record_messages
 from gridformer.models.blocks import copy_of
 from gridformer.parallel.pipeline import Event
 from tests.support.marks import full_unless
@@ -16,7 +16,7 @@ def gathers_before_the_first_input(layout: Layout) -> list[int]:
     """Return how many gathers of a later stage have started when its first input is there."""
     built, axes, stepper = settings_of(layout, 4)
     gathers: list[int] = []
-    with record() as recorder:
+    with record_messages() as recorder:
 
         def note(event: Event) -> None:
             if event.kind == "recv":

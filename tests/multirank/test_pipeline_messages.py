@@ -42,7 +42,7 @@ def moved(layout: Layout, config: ModelConfig) -> dict[str, tuple[float, int]]:
     plan = LayoutConfig(**layout)
     stepper = stepper_of(config, plan, axes_of(plan))
     (read,) = reads_of(config, 1)
-    with comm.record() as recorder:
+    with comm.record_messages() as recorder:
         stepper(0, read)
     found: dict[str, tuple[float, int]] = {}
     for op in ("send", "recv"):

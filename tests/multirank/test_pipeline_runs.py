@@ -11,7 +11,7 @@ import torch
 from gridformer.checkpoint import checkpoint, find
 from gridformer.config import LayoutConfig
 from gridformer.parallel import build_parallel
-from gridformer.parallel.registry import describe
+from gridformer.parallel.registry import describe_layout
 from gridformer.train.compile import compile_model
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import CPU, axes_of, distance, values
@@ -39,7 +39,7 @@ PAIRS = [
 
 
 def title(pair: tuple[Layout, Layout]) -> str:
-    return " to ".join(describe(LayoutConfig(**layout)) for layout in pair)
+    return " to ".join(describe_layout(LayoutConfig(**layout)) for layout in pair)
 
 
 @pytest.mark.parametrize("pair", full_unless(PAIRS[:2].__contains__, PAIRS), ids=title)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gridformer.comm import record
+from gridformer.comm import record_messages
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.memory.tracker import MemoryTracker
 from gridformer.models import Model, build_model
@@ -315,7 +315,7 @@ def sent(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> Count
     `col` counts activations, `row` weights, and `kept` blocks' inputs.
     """
     model, batch, _ = start(layout, config, recompute)
-    with weights_kept(model), record() as recorder:
+    with weights_kept(model), record_messages() as recorder:
         loss_of(model, batch).backward()
     found: Counter[str] = Counter()
     for r in recorder.records:
@@ -376,7 +376,7 @@ def gathered(
             found.append((gathering.layers.index(unit), unit._coming is not None))
         unshard(unit)
 
-    with record() as recorder, patch.object(FSDPUnit, "unshard", watched):
+    with record_messages() as recorder, patch.object(FSDPUnit, "unshard", watched):
         stepper(0, lambda rows: {key: value[rows] for key, value in batch.items()})
 
     def comes(unit: FSDPUnit) -> int:

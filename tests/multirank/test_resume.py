@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gridformer.checkpoint import checkpoint, find, saving
-from gridformer.checkpoint.manifest import Manifest, read_manifest, verify
+from gridformer.checkpoint.manifest import Manifest, read_manifest, verify_checkpoint
 from gridformer.checkpoint.same_run import check_same_run
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.plan import Plan
@@ -160,7 +160,7 @@ def test_a_last_save_that_fails_leaves_the_checkpoint_before(
     found = find.latest(crashed)
     assert found is not None
     assert found.name == f"step-{MIDDLE:08d}"
-    verify(found)
+    verify_checkpoint(found)
     pool.run(4, train, plan_of(token_folder, crashed, layout))
     assert losses(crashed) == losses(whole)
     left = sorted(path.name for path in (crashed / "checkpoints").iterdir())

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.manifest import read_manifest, verify
+from gridformer.checkpoint.manifest import read_manifest, verify_checkpoint
 from gridformer.checkpoint.saver import Saver
 from gridformer.config import TrainConfig
 from gridformer.train.metrics import read_metrics
@@ -151,7 +151,7 @@ def test_a_step_is_dropped_while_the_one_before_it_is_under_way(
     assert [line["step"] for line in read_metrics(cut)] == [0, 1, 2]
     folder = find.latest(cut)
     assert folder is not None
-    assert verify(folder).step == 2
+    assert verify_checkpoint(folder).step == 2
     pool.run(2, train_a_step_ahead, train, plan_of(token_folder, cut, layout, **settings))
     assert_same(cut, waits)
 

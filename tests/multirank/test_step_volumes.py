@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gridformer.comm import Recorder, record
+from gridformer.comm import Recorder, record_messages
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.data.samples.order import Rows
 from gridformer.mesh import Axes
@@ -73,7 +73,7 @@ def one_step(
     def read(rows: Rows) -> Batch:
         return next_words(batch[rows])
 
-    with patch.object(bucketing, "BUCKET_BYTES", bucket_bytes), record() as recorder:
+    with patch.object(bucketing, "BUCKET_BYTES", bucket_bytes), record_messages() as recorder:
         stepper = Stepper(model, settings, axes, plan)
         stepper(0, read)
     groups: dict[tuple[str, str], list[Any]] = {}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.comm import Recorder, record
+from gridformer.comm import Recorder, record_messages
 from gridformer.config import LayoutConfig, RunConfig, TrainConfig
 from gridformer.data.samples.order import Rows
 from gridformer.mesh.node_placement import split_messages
@@ -190,7 +190,7 @@ def one_step(layout: Layout, micro_batches: int) -> tuple[int, Recorder, Recorde
         return next_words(batch[rows])
 
     stepper = Stepper(model, settings, axes, plan)
-    with record() as recorder:
+    with record_messages() as recorder:
         stepper(0, read)
     gradients = [r for r in recorder.records if r.label == "gradients"]
     rest = [r for r in recorder.records if r.label != "gradients"]

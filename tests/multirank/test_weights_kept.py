@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gridformer.comm import record
+from gridformer.comm import record_messages
 from gridformer.config import LayoutConfig
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
@@ -45,7 +45,7 @@ class Product:
     def forward_backward(self) -> Gathers:
         """Run one evaluation, and check its value and gradient against the current weights."""
         self.a.grad = None
-        with record() as recorder:
+        with record_messages() as recorder:
             c = summa.product_ab(self.a, self.b, self.schedule, keep=self.keep)
             c.backward(torch.ones_like(c))
         a = self.a.detach().clone().requires_grad_()
@@ -98,7 +98,7 @@ def both_types(rows: int, cols: int) -> None:
     for _ in range(2):
         for dtype in (torch.float64, torch.bfloat16):
             a = product.a.detach().to(dtype)
-            with record() as recorder:
+            with record_messages() as recorder:
                 c = summa.product_ab(a, product.b, product.schedule, keep=product.keep)
             assert c.dtype == dtype
             gathers.append(recorder.count(axis=ROW)["all_gather"])

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gridformer import comm
-from gridformer.comm import record
+from gridformer.comm import record_messages
 from gridformer.config import RunConfig
 from gridformer.mesh import Axis
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.branches import parallelize_branches
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.trace.device import NAME, fake_gpu
 from gridformer.train import step as training_step
 from gridformer.utils.batch import Batch
@@ -183,7 +183,7 @@ def test_a_machine_may_have_gpus(gpu: InProcess) -> None:
 
 def is_refused(run: RunConfig) -> bool:
     try:
-        check(run)
+        check_layout(run)
     except ConfigError:
         return True
     return False
@@ -238,7 +238,7 @@ def test_a_step_of_every_cell_mixes_no_devices(gpu: InProcess, cell: Cell) -> No
 def network_step(name: str, rank: int, how: dict[str, Any]) -> Step:
     """Return a training step of one of two ranks that share a network's branches."""
     watch = Watch()
-    with playing(rank, 2), fake_tensors(), watch, record() as recorder:
+    with playing(rank, 2), fake_tensors(), watch, record_messages() as recorder:
         with fake_gpu():
             network = NETWORKS[name]()
         placed = parallelize_branches(network, g=2, **how)

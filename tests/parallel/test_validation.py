@@ -14,7 +14,7 @@ import gridformer
 from gridformer.config import SCHEMES, LayoutConfig, RunConfig
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.registry import SPECS
-from gridformer.parallel.validation import check, problems
+from gridformer.parallel.validation import check_layout, problems
 from gridformer.utils.errors import ConfigError
 from tests.support.offers import changed, rules, run_of
 
@@ -204,10 +204,10 @@ def test_one_rule_broken(changes: dict[str, Any], text: str) -> None:
     (only,) = problems(run)
     assert str(only).startswith(text)
     with pytest.raises(ConfigError) as error:
-        check(run)
+        check_layout(run)
     assert error.value.problems == [str(only)]
     for offer in only.offers:
-        check(changed(run, offer))
+        check_layout(changed(run, offer))
 
 
 def test_all_problems_at_once() -> None:

@@ -11,7 +11,7 @@ from gridformer.cluster.file import load_cluster
 from gridformer.config import RunConfig
 from gridformer.memory.estimate import estimate_rank
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.plan.predict import predict, unfused
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.price import price
@@ -50,7 +50,7 @@ VOCABULARY = 96
 def run_of(layout: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) -> RunConfig:
     model = {"n_layers": 2, "max_seq_len": 24, "vocab_size": VOCABULARY, **model}
     run = a_run(layout, model, {"global_batch": 48, "loss_chunk_tokens": 0, **train})
-    check(run)
+    check_layout(run)
     return run
 
 

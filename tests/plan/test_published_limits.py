@@ -9,7 +9,7 @@ import torch
 
 from gridformer.cluster import load_cluster
 from gridformer.config import RunConfig, shipped_model
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.plan.predict import predict
 from tests.support.fake_gpu import InProcess
 from tests.support.marks import full_unless
@@ -50,7 +50,7 @@ def fits(cluster: str, model: dict[str, Any], layout: dict[str, Any], batch: int
             },
         }
     )
-    check(run)
+    check_layout(run)
     return predict(run, load_cluster(cluster)).fits
 
 

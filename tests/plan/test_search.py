@@ -14,7 +14,7 @@ from rich.console import Console
 
 from gridformer.cluster import Cluster, load_cluster
 from gridformer.config import RunConfig, load_run
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.plan import search as plan_search
 from gridformer.plan.advice import advise
 from gridformer.plan.analytic import estimate
@@ -33,7 +33,7 @@ def test_layouts_are_valid_fit_and_are_sorted() -> None:
     assert len(layouts) == 4
     assert [one.step_s for one in layouts] == sorted(one.step_s for one in layouts)
     for one in layouts:
-        check(one.run)
+        check_layout(one.run)
         assert one.run.layout.n_processes == 8
         assert one.run.train.global_batch == 64
         assert trace_of(one).fits

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gridformer
-from gridformer.comm import record
+from gridformer.comm import record_messages
 from gridformer.comm.recorder import Recorder
 from gridformer.config import RunConfig
 from gridformer.parallel import build_parallel
@@ -212,7 +212,7 @@ def step_of(run: RunConfig, rank: int, whole_masks: bool = True) -> Step:
     masks = nullcontext() if whole_masks else short_masks()
     with masks, playing(rank, layout.n_processes):
         axes = build_axes(layout, NAME)
-        with fake_tensors(watch), watch, record() as recorder:
+        with fake_tensors(watch), watch, record_messages() as recorder:
             model = build_parallel(
                 run.model, layout, axes, train.seed, device, train.dtype, choices, filled=False
             )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gridformer.config import LayoutConfig
 from gridformer.mesh import Axes, Axis
-from gridformer.parallel.registry import describe
+from gridformer.parallel.registry import describe_layout
 
 LAYOUTS = [
     LayoutConfig(scheme="single"),
@@ -26,7 +26,7 @@ LAYOUTS = [
 
 def name_of(layout: LayoutConfig) -> str:
     how = [word for word in (layout.stationary, layout.schedule) if word != "auto"]
-    return ", ".join([describe(layout), *how])
+    return ", ".join([describe_layout(layout), *how])
 
 
 def ranks(rows: int, cols: int) -> Iterator[Axes]:

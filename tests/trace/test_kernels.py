@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gridformer.trace.kernels import LaunchedWork, work_of
+from gridformer.trace.kernels import LaunchedWork, launched_work
 
 T, V, H = 6, 1000, 8
 LOGITS = torch.zeros(T, V)
@@ -29,7 +29,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        work = work_of(func, args, kwargs or {}, out, "cpu")
+        work = launched_work(func, args, kwargs or {}, out, "cpu")
         self.found += [work] if work is not None else []
         return out
 

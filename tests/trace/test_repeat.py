@@ -12,7 +12,7 @@ import torch
 from gridformer.comm.p2p import P2PChannel
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.plan.fewer_rounds import without_rounds
 from gridformer.trace import Start, Trace, Wait, alike, chunks, trace_rank
 from gridformer.trace.events import Kernel, Read
@@ -53,7 +53,7 @@ def run_of(layout: dict[str, Any], train: dict[str, Any]) -> RunConfig:
     n_rows = layout["micro_batches"] * layout.get("dp", 1) * layout.get("rows", 1) * 2
     model = {"n_layers": 2 * layout["pp"] * layout.get("stages_per_rank", 1), "max_seq_len": 8}
     run = a_run(layout, model, {"global_batch": n_rows, "loss_chunk_tokens": 0, **train})
-    check(run)
+    check_layout(run)
     return run
 
 
@@ -153,7 +153,7 @@ def of_chunks(layout: dict[str, Any], tokens: int) -> tuple[list[Single], list[S
     model = {"n_layers": 2 * layout.get("pp", 1), "max_seq_len": 16}
     n_rows = 2 * layout.get("dp", 1)
     run = a_run(layout, model, {"global_batch": n_rows, "loss_chunk_tokens": tokens})
-    check(run)
+    check_layout(run)
     rank = run.layout.n_processes - 1
     found = [trace_rank(run, rank, repeat=once, kernels=True) for once in (False, True)]
     ran = [0]

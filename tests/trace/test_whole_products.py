@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gridformer.config import RunConfig
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.trace import trace_rank
 from gridformer.trace.events import Kernel
 from tests.support.fake_gpu import InProcess
@@ -34,7 +34,7 @@ def test_a_chunk_of_the_loss_is_one_product(
     layout = SCHEMES[scheme][0]
     changes = {"n_layers": 2, "max_seq_len": 12, **MODELS[model]}
     run = a_run(layout, changes, {"dtype": dtype, "loss_chunk_tokens": 6, "global_batch": 4})
-    check(run)
+    check_layout(run)
     found, n = gpu(batched, run)
     assert n > 0
     assert not found

@@ -56,7 +56,7 @@ class Masked(nn.Module):
             index.view(-1, *[1] * (len(indices) - 1 - place)) for place, index in enumerate(indices)
         ]
         key = rng.key(SEED, self.now.step, self.site)
-        words = rng.bits(key, rng.join(*shaped), torch.arange(columns))
+        words = rng.bits(key, rng.hash_indices(*shaped), torch.arange(columns))
         return torch.where(words / 2.0**32 < self.p, 0.0, x / (1 - self.p))
 
 

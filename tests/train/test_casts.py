@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gridformer.comm import record
+from gridformer.comm import record_messages
 from gridformer.config import LayoutConfig, RunConfig, TrainConfig
 from gridformer.memory.budget import nearest
 from gridformer.memory.estimate import estimate_rank, playing, rows_like
@@ -79,7 +79,7 @@ def casts_of(run: RunConfig, rank: int = 0) -> tuple[dict[str, int], set[str], f
                 run.model, layout, axes, 1, CPU, train.dtype, decisions.choices, filled=False
             )
             stepper = Stepper(model, train, axes, layout)
-            with Casts(model) as casts, record() as recorder:
+            with Casts(model) as casts, record_messages() as recorder:
                 stepper(0, partial(rows_like, run))
             read = {name for name, p in model.named_parameters() if copy_of(p) is not None}
             inside = sum(p.numel() for name, p in model.named_parameters() if "layers." in name)

@@ -15,7 +15,7 @@ import torch
 
 from gridformer.checkpoint import checkpoint, find
 from gridformer.checkpoint import manifest as manifest_module
-from gridformer.checkpoint.manifest import MANIFEST, read_manifest, verify
+from gridformer.checkpoint.manifest import MANIFEST, read_manifest, verify_checkpoint
 from gridformer.checkpoint.same_run import check_same_run
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, parse_run
 from gridformer.config.rope import RopeScaling
@@ -76,7 +76,7 @@ def test_a_save_does_not_read_what_it_has_written(
     with monkeypatch.context() as patch:
         patch.setattr(manifest_module, "crc32_of", reads)
         folder = checkpoint.save(tmp_path, 1, 8, run, model, stepper.updates, Axes())
-    verify(folder)
+    verify_checkpoint(folder)
 
 
 def test_a_manifest_without_an_index_is_enough(saved: Path) -> None:
@@ -170,7 +170,7 @@ def test_damage_is_refused_by_name(saved: Path, damage: Callable[[Path], Path]) 
 
 def test_a_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a gridformer checkpoint"):
-        verify(tmp_path)
+        verify_checkpoint(tmp_path)
 
 
 class Payload:

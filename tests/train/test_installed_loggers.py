@@ -1,7 +1,7 @@
 """Real runs that log to the real packages of Weights & Biases and MLflow, where they are installed.
 
 `make test` does not install them, since they bring large packages along, so these tests are skipped
-there; test_loggers.py tests the same with stand-ins. `pip install -e '.[wandb,mlflow]'` adds them.
+there; test_loggers.py tests the same with fakes. `pip install -e '.[wandb,mlflow]'` adds them.
 Nothing is sent: Weights & Biases runs offline, and MLflow writes to a file.
 """
 

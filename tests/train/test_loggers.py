@@ -1,6 +1,6 @@
 """Loggers of services: joined again on resume, no step twice, a run of its own after a rollback.
 
-Small stand-ins take the place of the packages, so nothing is sent to anybody.
+Small fakes take the place of the packages, so nothing is sent to anybody.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RUN = {
 
 
 class FakeWandb(ModuleType):
-    """Stands in for wandb: runs by id, with the steps logged to each."""
+    """A fake wandb: runs by id, with the steps logged to each."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -63,7 +63,7 @@ class FakeWandb(ModuleType):
 
 
 class FakeMLflow:
-    """Stands in for mlflow.tracking.MlflowClient."""
+    """A fake mlflow.tracking.MlflowClient."""
 
     def __init__(self) -> None:
         self.runs: dict[str, dict[str, Any]] = {}

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gridformer.checkpoint.manifest import verify
+from gridformer.checkpoint.manifest import verify_checkpoint
 from gridformer.config import parse_run
 from gridformer.data import TokenFolder, resolve
 from gridformer.mesh.process_group import World
@@ -71,4 +71,4 @@ def test_all_stop_when_one_is_told_to(
     done = 3 + lag
     assert results == [(done, told == 0), (done, told == 1)]
     (folder,) = (tmp_path / "checkpoints").iterdir()
-    assert verify(folder).step == done
+    assert verify_checkpoint(folder).step == done

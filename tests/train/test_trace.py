@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gridformer.comm import Record, record
+from gridformer.comm import Record, record_messages
 from gridformer.parallel.pipeline import Event
 from gridformer.train.trace import merged
 from tests.support.multirank.pool import WorkerPool
@@ -40,7 +40,7 @@ def test_clocks_of_one_machine_are_one(host: str, start: float) -> None:
 def traced(plan: Any) -> dict[str, float]:
     """Return what this rank sent over each axis in the traced step, by the recorder."""
     seen: list[Record] = []
-    with record() as recorder:
+    with record_messages() as recorder:
         train(plan)
     times = [r for r in recorder.records if r.timing.ended]
     assert all(r.timing.began <= r.timing.waited <= r.timing.ended for r in times)

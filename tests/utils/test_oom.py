@@ -26,7 +26,7 @@ def test_a_kill_in_the_control_group(tmp_path: Path, version: int) -> None:
     machine(tmp_path, version, 2, 5, str(3 << 30))
     before = oom.count(tmp_path)
     machine(tmp_path, version, 3, 6, str(3 << 30))
-    found = oom.verdict(before, oom.count(tmp_path))
+    found = oom.kill_cause(before, oom.count(tmp_path))
     assert found.endswith("out-of-memory killer, for its control group, whose limit is 3 GiB")
     assert oom.is_oom(found)
 
@@ -35,17 +35,17 @@ def test_a_kill_elsewhere_on_the_machine_is_only_likely(tmp_path: Path) -> None:
     machine(tmp_path, 2, 2, 5)
     before = oom.count(tmp_path)
     machine(tmp_path, 2, 2, 6)
-    found = oom.verdict(before, oom.count(tmp_path))
+    found = oom.kill_cause(before, oom.count(tmp_path))
     assert "most likely" in found
     assert oom.is_oom(found)
 
 
 def test_no_kill(tmp_path: Path) -> None:
     machine(tmp_path, 2, 2, 5)
-    found = oom.verdict(oom.count(tmp_path), oom.count(tmp_path))
+    found = oom.kill_cause(oom.count(tmp_path), oom.count(tmp_path))
     assert "not by the kernel's out-of-memory killer" in found
     assert not oom.is_oom(found)
 
 
 def test_what_cannot_be_known(tmp_path: Path) -> None:
-    assert oom.verdict(oom.count(tmp_path), oom.count(tmp_path)) == ""
+    assert oom.kill_cause(oom.count(tmp_path), oom.count(tmp_path)) == ""

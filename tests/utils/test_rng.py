@@ -167,7 +167,7 @@ def test_length_and_threads_do_not_matter(threads: int, n: int) -> None:
 
 
 def test_shape_of_rows_is_kept() -> None:
-    rows = rng.join(torch.arange(3).view(3, 1), torch.arange(5))
+    rows = rng.hash_indices(torch.arange(3).view(3, 1), torch.arange(5))
     assert rows.shape == (3, 5)
     words = rng.bits(KEY, rows, torch.arange(7))
     assert words.shape == (3, 5, 7)
@@ -182,7 +182,7 @@ def test_large_indices_are_all_different() -> None:
     big = torch.tensor(NEAR_2_32)
     words = rng.bits(KEY, big, big)
     assert len(words.unique()) == words.numel()
-    joined = rng.join(big.view(-1, 1), big)
+    joined = rng.hash_indices(big.view(-1, 1), big)
     assert len(joined.unique()) == joined.numel()
     assert int(joined.min()) >= 0
     assert int(joined.max()) < 1 << 32
@@ -264,9 +264,9 @@ def test_pinned_integers() -> None:
         [640062392, 3396845252, 3042871910, 219938746],
     ]
     first, second = torch.tensor([0, 1, 2]), torch.tensor([0, 5, 2**34])
-    assert rng.join(first, second).tolist() == [43633131, 477057780, 1823383867]
+    assert rng.hash_indices(first, second).tolist() == [43633131, 477057780, 1823383867]
     third = torch.tensor([3])
-    assert rng.join(first, third, second).tolist() == [2171003641, 2753757391, 1676867646]
+    assert rng.hash_indices(first, third, second).tolist() == [2171003641, 2753757391, 1676867646]
 
 
 def test_pinned_normal_numbers_and_mask() -> None:

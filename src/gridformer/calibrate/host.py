@@ -20,7 +20,7 @@ from gridformer.calibrate.clock import Meet, cpu_seconds
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
-from gridformer.trace.kernels import work_of
+from gridformer.trace.kernels import launched_work
 from gridformer.train.step import Ahead, Stepper
 from gridformer.utils.batch import next_words
 from gridformer.utils.no_dynamo import without_dynamo
@@ -105,5 +105,5 @@ class _Count(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self.launches += work_of(func, args, kwargs, out, self.device) is not None
+        self.launches += launched_work(func, args, kwargs, out, self.device) is not None
         return out

@@ -8,7 +8,7 @@ from rich.text import Text
 from gridformer.check.problems import KINDS, listed
 from gridformer.check.report import Report
 from gridformer.config import RunConfig
-from gridformer.parallel.registry import describe
+from gridformer.parallel.registry import describe_layout
 
 
 def print_report(run: RunConfig, report: Report, console: Console) -> None:
@@ -23,7 +23,7 @@ def print_report(run: RunConfig, report: Report, console: Console) -> None:
     def line(text: str, style: str = "") -> None:
         console.print(Text(text, style=style), soft_wrap=True)
 
-    line(f"{run.model.name} on {describe(run.layout)}: one step on GPUs, over NCCL")
+    line(f"{run.model.name} on {describe_layout(run.layout)}: one step on GPUs, over NCCL")
     for problem in report.problems:
         axis = f", axis {problem.axis}" if problem.axis else ""
         alike = f" and {problem.alike} more groups alike" if problem.alike else ""

@@ -42,7 +42,16 @@ class TensorBlock:
     def overlap(
         self, offset: tuple[int, ...], size: tuple[int, ...]
     ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Returns where another block and this one overlap, as slices of each; None if nowhere."""
+        """Returns where another block of the same global tensor and this one overlap.
+
+        Args:
+            offset: Where the other block begins in the global tensor.
+            size: Its size along each dimension.
+
+        Returns:
+            The slices of the other block and those of this one, whose elements are the same; None
+            if the blocks do not overlap.
+        """
         there, here = [], []
         for mine, n, other, m in zip(self.offset, self.tensor.shape, offset, size):
             begin, end = max(mine, other), min(mine + n, other + m)

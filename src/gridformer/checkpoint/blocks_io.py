@@ -37,7 +37,16 @@ def read_blocks(shards: Shards, folder: Path, index: BlockIndex) -> None:
 
 
 def read_into(wanted: Mapping[str, TensorBlock], folder: Path, index: BlockIndex) -> None:
-    """Fills blocks in place; see `read_blocks`."""
+    """Fills blocks in place; see `read_blocks`.
+
+    Args:
+        wanted: The blocks to fill, by the name of their global tensor.
+        folder: The folder of the checkpoint.
+        index: Which file holds which block.
+
+    Raises:
+        CheckpointError: A tensor is missing or incomplete, or has another global shape.
+    """
     for file, stored in blocks_for(index, wanted, folder).items():
         with safe_open(folder / file, framework="pt") as opened:
             for _, name, offset, size in stored:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gridformer.checkpoint.index import index_of_files
-from gridformer.checkpoint.manifest import Divergences, Manifest, verify
+from gridformer.checkpoint.manifest import Divergences, Manifest, verify_checkpoint
 from gridformer.config import RunConfig
 from gridformer.data.fingerprint import Fingerprint
 from gridformer.mesh import Axes
@@ -158,7 +158,7 @@ def load(
     """
     from gridformer.checkpoint.blocks_io import read_blocks
 
-    manifest = verified or verify(folder, part=axes.world.index, n_parts=axes.world.size)
+    manifest = verified or verify_checkpoint(folder, part=axes.world.index, n_parts=axes.world.size)
     shards: dict[str, tuple[Tensor, ParamShard]] = {
         f"model.{name}": (stored(parameter), shard_of(stored(parameter)))
         for name, parameter in model.named_parameters()
@@ -173,10 +173,10 @@ def load(
 
 def shards_of(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, ParamShard]]:
     """Returns what this rank updates and therefore saves: parameters and moments."""
-    return parameters_of(model) | _moments(model, optimizer)
+    return updated_parameters(model) | _moments(model, optimizer)
 
 
-def parameters_of(model: nn.Module) -> dict[str, tuple[Tensor, ParamShard]]:
+def updated_parameters(model: nn.Module) -> dict[str, tuple[Tensor, ParamShard]]:
     """Returns the parameters that this rank updates."""
     return {f"model.{name}": (parameter, shard_of(parameter)) for name, parameter in owned(model)}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.manifest import Manifest, verify
+from gridformer.checkpoint.manifest import Manifest, verify_checkpoint
 from gridformer.comm.agree import first_text
 from gridformer.mesh import Axes
 from gridformer.utils.errors import CheckpointError
@@ -49,7 +49,7 @@ class ChosenCheckpoint:
     damaged: tuple[Damaged, ...] = ()
 
 
-def choose(run_dir: Path, fallback: bool) -> ChosenCheckpoint | None:
+def choose_checkpoint(run_dir: Path, fallback: bool) -> ChosenCheckpoint | None:
     """Finds the checkpoint to resume from by manifests and sizes; None if there is none at all.
 
     Args:
@@ -63,7 +63,7 @@ def choose(run_dir: Path, fallback: bool) -> ChosenCheckpoint | None:
     damaged: list[Damaged] = []
     for number, folder in enumerate(folders):
         try:
-            manifest = verify(folder, contents=False)
+            manifest = verify_checkpoint(folder, contents=False)
         except (CheckpointError, OSError) as error:
             if not fallback:
                 raise
@@ -92,7 +92,7 @@ def choose_together(folders: Sequence[Path], axes: Axes) -> ChosenCheckpoint:
     for number, folder in enumerate(folders):
         manifest, mine = None, ""
         try:
-            manifest = verify(folder, part=axes.world.index, n_parts=axes.world.size)
+            manifest = verify_checkpoint(folder, part=axes.world.index, n_parts=axes.world.size)
         except (CheckpointError, OSError) as error:
             mine = str(error)
         why = first_text(mine, axes.world)

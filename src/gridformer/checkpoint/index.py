@@ -59,7 +59,12 @@ class BlockIndex(Config):
 
 
 def part_of(file: str, blocks: Mapping[str, TensorBlock]) -> bytes:
-    """Returns one file's part of an index, packed; nothing for a rank that writes no file."""
+    """Returns one file's part of an index, packed; nothing for a rank that writes no file.
+
+    Args:
+        file: The name of the file in the folder of the checkpoint.
+        blocks: Its blocks, by the name of their global tensor.
+    """
     if not blocks:
         return b""
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = defaultdict(list)
@@ -69,7 +74,7 @@ def part_of(file: str, blocks: Mapping[str, TensorBlock]) -> bytes:
     return zlib.compress(json.dumps([file, found]).encode())
 
 
-def joined(parts: Iterable[bytes]) -> BlockIndex:
+def joined_index(parts: Iterable[bytes]) -> BlockIndex:
     """Returns the index of all files, from the parts that `part_of` made."""
     number_of: dict[tuple[str, ...], int] = {}
     files: dict[str, list[Position]] = {}

@@ -110,7 +110,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.exists():
         if STEP_FOLDER.fullmatch(folder.name) and folder.is_dir():
-            raise CheckpointError(f"{path} is missing: {remedy(folder)}")
+            raise CheckpointError(f"{path} is missing: {damage_remedy(folder)}")
         raise CheckpointError(
             f"{folder} is not a gridformer checkpoint, because it has no {MANIFEST}: name a run "
             "directory or a folder in its checkpoints"
@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> Manifest:
         else:
             why = error.reason if isinstance(error, UnreadableError) else str(error)
         raise CheckpointError(
-            f"{path} is damaged or not a gridformer checkpoint's ({why}): {remedy(folder)}"
+            f"{path} is damaged or not a gridformer checkpoint's ({why}): {damage_remedy(folder)}"
         ) from None
     problem = _contradiction(manifest)
     if problem:
@@ -147,7 +147,9 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def verify(folder: Path, contents: bool = True, part: int = 0, n_parts: int = 1) -> Manifest:
+def verify_checkpoint(
+    folder: Path, contents: bool = True, part: int = 0, n_parts: int = 1
+) -> Manifest:
     """Compares the files of a checkpoint with its manifest, and returns the manifest.
 
     Args:
@@ -190,24 +192,26 @@ def verify_file(folder: Path, manifest: Manifest, name: str, contents: bool = Tr
             "file it points to in its place"
         )
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing: {remedy(folder)}")
+        raise CheckpointError(f"{path} is missing: {damage_remedy(folder)}")
     size = path.stat().st_size
     if size != entry.bytes:
         raise CheckpointError(
             f"{path} is truncated or was changed: it has {size} bytes, but {entry.bytes} were "
-            f"written; {remedy(folder)}"
+            f"written; {damage_remedy(folder)}"
         )
     if not contents:
         return
     if crc32_of(path) != entry.crc32:
-        raise CheckpointError(f"{path} is damaged (its checksum is wrong): {remedy(folder)}")
+        raise CheckpointError(f"{path} is damaged (its checksum is wrong): {damage_remedy(folder)}")
     if name in manifest.side_files:
         return
     if manifest.index is not None and not _has_blocks(path, manifest.index):
-        raise CheckpointError(f"{path} has other blocks than {MANIFEST} says: {remedy(folder)}")
+        raise CheckpointError(
+            f"{path} has other blocks than {MANIFEST} says: {damage_remedy(folder)}"
+        )
 
 
-def remedy(folder: Path) -> str:
+def damage_remedy(folder: Path) -> str:
     """Returns what to do about a damaged checkpoint, as the end of a sentence."""
     if not STEP_FOLDER.fullmatch(folder.name):
         return "use another checkpoint"
@@ -221,7 +225,7 @@ def remedy(folder: Path) -> str:
 
 
 def _edited(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged or was edited ({why}): {remedy(path.parent)}")
+    return CheckpointError(f"{path} is damaged or was edited ({why}): {damage_remedy(path.parent)}")
 
 
 def _with_right_checksum(raw: bytes, path: Path) -> bytes:
@@ -284,12 +288,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes checkpoint.json with its checksum, which makes a folder a checkpoint."""
     path = folder / MANIFEST
     with path.open("wb") as file:
-        file.write(encoded(manifest))
+        file.write(manifest_bytes(manifest))
         file.flush()
         os.fsync(file.fileno())
 
 
-def encoded(manifest: Manifest) -> bytes:
+def manifest_bytes(manifest: Manifest) -> bytes:
     """Returns the content of checkpoint.json, with its checksum."""
     text = manifest.model_dump_json()
     checksum = zlib.crc32(text.encode("utf-8"))

@@ -20,7 +20,12 @@ class Kept:
     room: bool = False
 
     def removable(self, names: list[str], newest: int) -> list[str]:
-        """Returns which of the complete checkpoints may go if that number of the newest stays."""
+        """Returns which of the complete checkpoints may go if that number of the newest stays.
+
+        Args:
+            names: The names of the complete checkpoints, oldest first.
+            newest: How many of the newest stay, at least 1.
+        """
         older = names[:-newest]
         return [name for name in older if not self.every or step_of(name) % self.every]
 

@@ -55,6 +55,10 @@ class Draft(Protocol):
         """Leaves a note, which other ranks see whole or not at all.
 
         A note without content takes no space, so it can be left on a full disk.
+
+        Args:
+            note: The name of the note.
+            content: What it says.
         """
 
     def told(self) -> set[str]:

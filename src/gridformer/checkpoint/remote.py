@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gridformer.checkpoint.manifest import KEPT, MANIFEST, STEP_FOLDER, verify
+from gridformer.checkpoint.manifest import KEPT, MANIFEST, STEP_FOLDER, verify_checkpoint
 from gridformer.checkpoint.side_files import SIDE_FILES, side_files
 from gridformer.utils.errors import CheckpointError, UserError
 from gridformer.utils.folders import begin_folder, finish_folder, hidden_folder
@@ -81,6 +81,10 @@ class Remote:
     def download(self, name: str, target: Path) -> None:
         """Copies a checkpoint to a local folder, which appears when it is complete and verified.
 
+        Args:
+            name: The name of the checkpoint's folder at the URL.
+            target: The folder to make.
+
         Raises:
             CheckpointError: What is there is damaged.
         """
@@ -90,7 +94,7 @@ class Remote:
         begin_folder(writing)
         try:
             self._get(f"{self.root}/{name}", writing)
-            verify(writing)
+            verify_checkpoint(writing)
             finish_folder(writing, target)
         except CheckpointError as error:
             there = f"{self.url.rstrip('/')}/{name}"
@@ -139,6 +143,10 @@ class Remote:
 
 def fetch_newest(url: str, run_dir: Path) -> Path | None:
     """Copies the newest checkpoint at a URL into a run directory that has none as new.
+
+    Args:
+        url: The URL of `train.checkpoint_to`.
+        run_dir: The run directory.
 
     Returns:
         The folder of the copy; None if there was nothing to copy.

@@ -46,6 +46,7 @@ class Streamed:
 
     @property
     def n_bytes(self) -> int:
+        """The size of the tensor in bytes."""
         n_bytes = self.dtype.itemsize
         for n in self.shape:
             n_bytes *= n
@@ -85,7 +86,16 @@ def offsets_info(blocks: Mapping[str, TensorBlock]) -> dict[str, str]:
 def write_streamed(
     path: Path, tensors: Mapping[str, Streamed], metadata: Mapping[str, str]
 ) -> tuple[int, int]:
-    """Creates a file of tensors that are made while it is written; see `write_tensors`."""
+    """Creates a file of tensors that are made while it is written; see `write_tensors`.
+
+    Args:
+        path: The file to create. It is on the disk, too, when this returns.
+        tensors: Its tensors by name.
+        metadata: What the header says besides.
+
+    Returns:
+        The bytes of the file, and its CRC-32.
+    """
     with path.open("wb") as file:
         found = write_tensors(file, tensors, metadata)
         file.flush()

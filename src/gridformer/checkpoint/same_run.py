@@ -86,6 +86,11 @@ def data_start_of(manifest: Manifest, run: RunConfig, data: Fingerprint | None =
     That is the step of the checkpoint if `data.restart` is set and the data or settings of it
     differ from those there. A run that resumes once more, with the same data and settings, goes on
     in the same order.
+
+    Args:
+        manifest: The manifest of the checkpoint.
+        run: The config of the run that resumes.
+        data: What identifies the data of that run; None compares only the settings.
     """
     if run.data.restart and _of_data(manifest, run, data):
         return manifest.step

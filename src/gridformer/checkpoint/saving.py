@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gridformer.checkpoint.block import TensorBlock
-from gridformer.checkpoint.index import BlockIndex, joined, part_of
-from gridformer.checkpoint.manifest import FileEntry, Manifest, encoded
+from gridformer.checkpoint.index import BlockIndex, joined_index, part_of
+from gridformer.checkpoint.manifest import FileEntry, Manifest, manifest_bytes
 from gridformer.checkpoint.outcome import Kept, SaveOutcome, file_of, name_of
 from gridformer.checkpoint.place import CheckpointPlace, Draft
 from gridformer.checkpoint.remote import Remote
@@ -284,7 +284,7 @@ class Save:
         manifest = self.manifest.model_copy(update=update)
         if self.copy_to:
             self.draft.going_on(True)
-        self.draft.publish(encoded(manifest))
+        self.draft.publish(manifest_bytes(manifest))
         self.outcome.n_bytes = sum(entry.bytes for entry in (*files.values(), *side.values()))
         if self.copy_to:
             self._copy()
@@ -355,7 +355,7 @@ def _index_of(parts: list[bytes]) -> BlockIndex:
     for part in parts:
         key = zlib.crc32(part, key) + (len(part) << 32)
     if _last is None or _last[0] != key:
-        _last = key, joined(parts)
+        _last = key, joined_index(parts)
     return _last[1]
 
 

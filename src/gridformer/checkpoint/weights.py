@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.block import TensorBlock
-from gridformer.checkpoint.manifest import KEPT, verify
+from gridformer.checkpoint.manifest import KEPT, verify_checkpoint
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.checkpoint.side_files import root_of
 from gridformer.config import ModelConfig, RunConfig
@@ -26,7 +26,7 @@ from gridformer.models import Model
 from gridformer.parallel.data.zero import stored
 from gridformer.parallel.sharding import shard_of
 from gridformer.utils.errors import ConfigError
-from gridformer.utils.units import as_yaml
+from gridformer.utils.units import format_value
 
 # Heads for one task, which another task replaces.
 _HEADS = ("classifier.", "pair.", "span.")
@@ -91,7 +91,7 @@ def start_of(run: RunConfig) -> InitialWeights | None:
     if run.train.init_from is None:
         return None
     folder = find.newest(run.train.init_from)
-    there = verify(folder, contents=False).model
+    there = verify_checkpoint(folder, contents=False).model
     problems = _differences(there, run.model)
     if not problems:
         theirs, ours = shapes_of(there), shapes_of(run.model)
@@ -125,7 +125,7 @@ def start_of(run: RunConfig) -> InitialWeights | None:
     return InitialWeights(folder, rows, fresh, renamed)
 
 
-def load(start: InitialWeights, model: Model, axes: Axes) -> None:
+def load_initial_weights(start: InitialWeights, model: Model, axes: Axes) -> None:
     """Loads weights into a new model under any layout. All ranks call it together.
 
     Args:
@@ -140,7 +140,7 @@ def load(start: InitialWeights, model: Model, axes: Axes) -> None:
     from gridformer.checkpoint.index import index_of_files
 
     folder = start.folder
-    manifest = verify(folder, part=axes.world.index, n_parts=axes.world.size)
+    manifest = verify_checkpoint(folder, part=axes.world.index, n_parts=axes.world.size)
     wanted = {}
     for name, parameter in model.named_parameters():
         if name in start.fresh:
@@ -195,8 +195,8 @@ def _differences(there: ModelConfig, here: ModelConfig) -> list[str]:
             continue
         also = ", or another model.max_seq_len" if key in _OF_LENGTH else ""
         problems.append(
-            f"model.{key} is {as_yaml(value)}, there {as_yaml(theirs[key])}: use "
-            f"model.{key}={as_yaml(theirs[key])}{also}"
+            f"model.{key} is {format_value(value)}, there {format_value(theirs[key])}: use "
+            f"model.{key}={format_value(theirs[key])}{also}"
         )
     return problems
 

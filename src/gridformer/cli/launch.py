@@ -149,14 +149,14 @@ def launch(
     from gridformer import __version__
     from gridformer.config import load_run
     from gridformer.launch.cluster_jobs.job import make_job
-    from gridformer.parallel.validation import check
+    from gridformer.parallel.validation import check_layout
     from gridformer.utils.errors import ConfigError
     from gridformer.utils.files import check_output
 
     if print_ and out is not None:
         raise ConfigError(["--print and --out exclude each other: use one of them"])
     loaded = load_run(run, overrides or [])
-    check(loaded)
+    check_layout(loaded)
     job = make_job(
         loaded, run, overrides or [], cluster, devices_per_node or 0, run_dir, hours, interface
     )

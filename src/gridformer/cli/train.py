@@ -60,7 +60,7 @@ def train(
     from gridformer.cli.waiting import waiting
     from gridformer.launch.plan import check_run, plan_checked
     from gridformer.launch.run_lock import RunLock
-    from gridformer.mesh.launch_env import joined
+    from gridformer.mesh.launch_env import launched_place
     from gridformer.utils.forkserver import warm_up
 
     overrides = overrides or []
@@ -73,7 +73,7 @@ def train(
         checked = read_run(run, overrides)
         print_decisions(checked, decide_run(checked), Console())
         return
-    place = joined()
+    place = launched_place()
     with RunLock() as lock:
         if place and place.size > 1:
             from gridformer.launch.together import plan_together

@@ -17,7 +17,7 @@ from gridformer.comm.collectives import (
 )
 from gridformer.comm.irregular import all_to_all, exchange, gather, scatter
 from gridformer.comm.p2p import P2PChannel
-from gridformer.comm.recorder import Record, Recorder, record
+from gridformer.comm.recorder import Record, Recorder, record_messages
 
 __all__ = [
     "P2PChannel",
@@ -31,7 +31,7 @@ __all__ = [
     "broadcast",
     "exchange",
     "gather",
-    "record",
+    "record_messages",
     "reduce",
     "reduce_scatter",
     "scatter",

@@ -98,6 +98,12 @@ def reduce_broadcast(x: Tensor, axis: Axis, root: int, label: str = "leave") -> 
 
     Returns:
         The sum over the axis on `root`, and zeros of the same shape on other ranks.
+
+    Args:
+        x: partial sums, of the same shape on all ranks; it is not modified.
+        axis: the ranks that take part.
+        root: the index on the axis of the rank that gets the sum.
+        label: the purpose under which a recorder counts the messages.
     """
     return x if axis.size == 1 else _ReduceBroadcast.apply(x, axis, root, label)
 

@@ -118,7 +118,17 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") -> Tenso
 
 
 def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") -> Pending:
-    """Starts `all_reduce`, whose arguments it takes, and returns its result as `Pending`."""
+    """Starts `all_reduce` and returns without waiting for it.
+
+    Args:
+        x: tensor of any shape. It is overwritten if it is contiguous.
+        axis: the ranks that take part.
+        op: "sum", "max" or "min", element by element.
+        label: the purpose under which a recorder counts the message.
+
+    Returns:
+        The message, whose `wait` returns what `all_reduce` returns.
+    """
     return _start_all_reduce(x, axis, op, label, later=True)
 
 
@@ -138,7 +148,17 @@ def broadcast(x: Tensor, axis: Axis, root: int, label: str = "") -> Tensor:
 
 
 def start_broadcast(x: Tensor, axis: Axis, root: int, label: str = "") -> Pending:
-    """Starts `broadcast`, whose arguments it takes, and returns its result as `Pending`."""
+    """Starts `broadcast` and returns without waiting for it.
+
+    Args:
+        x: tensor of the same shape on all ranks, contiguous. It is overwritten except on `root`.
+        axis: the ranks that take part.
+        root: the index on the axis of the rank that sends.
+        label: the purpose under which a recorder counts the message.
+
+    Returns:
+        The message, whose `wait` returns what `broadcast` returns.
+    """
     return _start_broadcast(x, axis, root, label, later=True)
 
 
@@ -158,7 +178,17 @@ def reduce(x: Tensor, axis: Axis, root: int, label: str = "") -> Tensor:
 
 
 def start_reduce(x: Tensor, axis: Axis, root: int, label: str = "") -> Pending:
-    """Starts `reduce`, whose arguments it takes, and returns its result as `Pending`."""
+    """Starts `reduce` and returns without waiting for it.
+
+    Args:
+        x: tensor of the same shape on all ranks, contiguous. It is overwritten.
+        axis: the ranks that take part.
+        root: the index on the axis of the rank that gets the sum.
+        label: the purpose under which a recorder counts the message.
+
+    Returns:
+        The message, whose `wait` returns what `reduce` returns.
+    """
     return _start_reduce(x, axis, root, label, later=True)
 
 
@@ -172,13 +202,23 @@ def all_gather(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
         label: the purpose under which a recorder counts the message.
 
     Returns:
-        A new tensor [.., size*k, ..].
+        A new tensor [.., size*k, ..], or x itself on an axis of one rank.
     """
     return _start_all_gather(x, axis, dim, label, later=False).wait()
 
 
 def start_all_gather(x: Tensor, axis: Axis, dim: int, label: str = "") -> Pending:
-    """Starts `all_gather`, whose arguments it takes, and returns its result as `Pending`."""
+    """Starts `all_gather` and returns without waiting for it.
+
+    Args:
+        x: [.., k, ..], k along `dim`, of the same shape on all ranks; it is not modified.
+        axis: the ranks that take part.
+        dim: the dimension along which blocks are concatenated.
+        label: the purpose under which a recorder counts the message.
+
+    Returns:
+        The message, whose `wait` returns what `all_gather` returns.
+    """
     return _start_all_gather(x, axis, dim, label, later=True)
 
 
@@ -192,7 +232,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
         label: the purpose under which a recorder counts the message.
 
     Returns:
-        A new tensor [.., k, ..].
+        A new tensor [.., k, ..], or x itself on an axis of one rank.
 
     Raises:
         ValueError: the size of `dim` is not a multiple of the axis size.
@@ -201,7 +241,20 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Pending:
-    """Starts `reduce_scatter`, whose arguments it takes, and returns its result as `Pending`."""
+    """Starts `reduce_scatter` and returns without waiting for it.
+
+    Args:
+        x: [.., size*k, ..], size*k along `dim`; it is not modified.
+        axis: the ranks that take part.
+        dim: the dimension of the blocks.
+        label: the purpose under which a recorder counts the message.
+
+    Returns:
+        The message, whose `wait` returns what `reduce_scatter` returns.
+
+    Raises:
+        ValueError: the size of `dim` is not a multiple of the axis size.
+    """
     return _start_reduce_scatter(x, axis, dim, label, later=True)
 
 
@@ -290,7 +343,7 @@ def _start_all_gather(x: Tensor, axis: Axis, dim: int, label: str, later: bool) 
         pending = Pending(blocks, work, x).timed(timing)
         return pending.then(lambda parts: parts.movedim(0, dim).flatten(dim, dim + 1))
     pending = _exchange([x] * (axis.size - 1), axis, later).timed(timing)
-    return pending.then(lambda rest: joined(rest, x, axis, dim))
+    return pending.then(lambda rest: concatenated(rest, x, axis, dim))
 
 
 def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str, later: bool) -> Pending:
@@ -354,7 +407,7 @@ def stacked(blocks: list[Tensor]) -> Tensor:
     return torch.stack(blocks)
 
 
-def joined(rest: Tensor, mine: Tensor, axis: Axis, dim: int) -> Tensor:
+def concatenated(rest: Tensor, mine: Tensor, axis: Axis, dim: int) -> Tensor:
     """Returns the blocks of all ranks as one new tensor, along a dimension of the blocks.
 
     Args:

@@ -54,7 +54,16 @@ class P2PChannel:
                         self._groups[edge] = group
 
     def send(self, x: Tensor, to: int, label: str = "") -> Pending:
-        """Starts sending x to the rank with index `to`. x must not change until that is done."""
+        """Starts sending x to the rank with index `to`. x must not change until that is done.
+
+        Args:
+            x: tensor of any shape, of which the receiver's must have as many elements.
+            to: the index of a neighbor along `pp`.
+            label: the purpose under which a recorder counts the message.
+
+        Returns:
+            The message, whose `wait` returns when x may change again.
+        """
         n = x.numel()
         timing = note("send", self.axis, n, x.element_size(), label, (to,), n, to)
         group = self._group(self.axis.index, to)

@@ -73,12 +73,13 @@ class Record:
 
     @property
     def bytes(self) -> float:
+        """The bytes that this rank moved."""
         return self.moved * self.itemsize
 
 
 @dataclass
 class Recorder:
-    """The records that were made while `record()` was open, in order."""
+    """The records that were made while `record_messages()` was open, in order."""
 
     records: list[Record] = field(default_factory=list)
 
@@ -132,7 +133,7 @@ _open: list[Recorder] = []
 
 
 @contextmanager
-def record() -> Iterator[Recorder]:
+def record_messages() -> Iterator[Recorder]:
     """Records the collectives issued inside the block, including those of backward passes."""
     recorder = Recorder()
     _open.append(recorder)

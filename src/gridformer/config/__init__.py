@@ -3,7 +3,7 @@
 A run file is YAML with the sections `model`, `layout`, `data` and `train`. `load_run` reads one,
 applies `dotted.key=value` overrides, and checks everything that can be checked without the data. It
 reports all problems at once in a `ConfigError`, each with a value that works.
-`gridformer.parallel.validation.check` then checks the layout against the model.
+`gridformer.parallel.validation.check_layout` then checks the layout against the model.
 """
 
 from gridformer.config.base import Config, any_of, divisors

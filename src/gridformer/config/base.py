@@ -54,8 +54,13 @@ class Config(Bounded):
     )
 
 
-def shortened(value: object, at_most: int = 80) -> str:
-    """Returns a value as text for a message, without its middle if it is long."""
+def shortened_text(value: object, at_most: int = 80) -> str:
+    """Returns a value as text for a message, without its middle if it is long.
+
+    Args:
+        value: What the text is of.
+        at_most: From which number of characters on it is long.
+    """
     try:
         text = str(value)
     except ValueError:  # Python does not write integers of thousands of digits
@@ -74,10 +79,12 @@ def _file_name(name: str) -> str:
         raise ValueError("is empty: use a word, such as run")
     if name in (".", "..") or _invisible(name) or {*"/\\"} & {*name}:
         raise ValueError(
-            f"{shortened(ascii(name))} is no name of a folder: use letters, digits, - and _"
+            f"{shortened_text(ascii(name))} is no name of a folder: use letters, digits, - and _"
         )
     if len(name.encode("utf-8", "replace")) > LONGEST_NAME:
-        raise ValueError(f"{shortened(name)} is longer than {LONGEST_NAME} bytes: use a short word")
+        raise ValueError(
+            f"{shortened_text(name)} is longer than {LONGEST_NAME} bytes: use a short word"
+        )
     return name
 
 
@@ -92,10 +99,10 @@ def file_name(text: str, otherwise: str) -> str:
 def _path(path: Path) -> Path:
     text = str(path)
     if _invisible(text):
-        raise ValueError(f"{shortened(ascii(text))} contains control characters")
+        raise ValueError(f"{shortened_text(ascii(text))} contains control characters")
     longest = max((len(part.encode("utf-8", "replace")) for part in path.parts), default=0)
     if longest > LONGEST_PART or len(text.encode("utf-8", "replace")) > LONGEST_PATH:
-        raise ValueError(f"{shortened(text)} is longer than a path can be")
+        raise ValueError(f"{shortened_text(text)} is longer than a path can be")
     return path
 
 

@@ -178,10 +178,12 @@ class LayoutConfig(Config):
 
     @property
     def n_processes(self) -> int:
+        """The processes of a run, one for each device."""
         return self.rows * self.cols * self.branches * self.dp * self.pp
 
     @property
     def n_stages(self) -> int:
+        """The pipeline stages of all ranks together."""
         return self.pp * self.stages_per_rank
 
     @property

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from gridformer.config.base import AnyPath, Config, any_of, shortened
+from gridformer.config.base import AnyPath, Config, any_of, shortened_text
 from gridformer.utils.limits import LARGEST_FLOAT
 
 # Samples after which the order of sources repeats. A table has an entry for each, and making it
@@ -25,8 +25,8 @@ _TAKEN = ("tokens", "pair", "labels", "answer")
 def _source_name(name: str) -> str:
     if name and not _NAME.fullmatch(name):
         raise ValueError(
-            f"{shortened(ascii(name))} is no name of a source: use at most 64 letters, digits, ., "
-            "- and _, with a letter or a digit first"
+            f"{shortened_text(ascii(name))} is no name of a source: use at most 64 letters, "
+            "digits, ., - and _, with a letter or a digit first"
         )
     if name in _TAKEN:
         raise ValueError(f"{name} is the name of a loss: use another, such as {name}-1")
@@ -115,7 +115,7 @@ def weight_problems(where: str, names: Sequence[str], weights: Sequence[float]) 
     listed = ", ".join(f"{name}: {value:g}" for name, value in zip(names, offered))
     return [
         f"{where} have too many digits: the order of sources repeats only after "
-        f"{shortened(cycle)} samples, and at most {LONGEST_CYCLE} are kept in memory: use "
+        f"{shortened_text(cycle)} samples, and at most {LONGEST_CYCLE} are kept in memory: use "
         f"{{{listed}}}"
     ]
 
@@ -129,8 +129,15 @@ def repeated(names: Iterable[str]) -> list[str]:
 
 
 def unknown_source(key: str, name: str, known: Sequence[str]) -> str:
-    """Returns the message about a name that no source has."""
-    return f"{key} names {shortened(name)}, but data.sources has {any_of(known)}: use one of these"
+    """Returns the message about a name that no source has.
+
+    Args:
+        key: The key of the run file that has the name.
+        name: The name.
+        known: The names of the sources.
+    """
+    there = any_of(known)
+    return f"{key} names {shortened_text(name)}, but data.sources has {there}: use one of these"
 
 
 def _rounded(weights: Sequence[float]) -> list[float]:

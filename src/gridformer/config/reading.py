@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from gridformer.config.base import shortened
+from gridformer.config.base import shortened_text
 from gridformer.config.renamed import RENAMED
 from gridformer.config.run import RunConfig
 from gridformer.config.yaml_text import parse_yaml
@@ -142,7 +142,7 @@ def _with_origin(
         else:  # a combination of values that is invalid
             from_here = error["type"] == "value_error" and f"{inside}=" in error["msg"]
         if from_here:
-            return f"argument {shortened(override)}: {sentence.removeprefix(f'{override}: ')}"
+            return f"argument {shortened_text(override)}: {sentence.removeprefix(f'{override}: ')}"
     return f"{file}: {sentence}"
 
 
@@ -215,7 +215,7 @@ def _describe(error: ErrorDetails) -> str:
     where = ".".join(keys) or "run"
     if error["type"] == "extra_forbidden":
         if where in RENAMED:
-            return f"{where} was renamed: use {RENAMED[where]}={shortened(error['input'])}"
+            return f"{where} was renamed: use {RENAMED[where]}={shortened_text(error['input'])}"
         section = _section(keys[:-1])
         known = list(section.model_fields) if section else []
         return f"unknown key {where}{closest(keys[-1], known)}"
@@ -230,7 +230,7 @@ def _describe(error: ErrorDetails) -> str:
     if isinstance(got, str) and error["type"] == "literal_error":
         message += closest(got, [w.strip("'") for w in message.replace(" or ", ", ").split(", ")])
     if isinstance(got, str | int | float | bool):
-        return f"{where}={shortened(got)}: {message}"
+        return f"{where}={shortened_text(got)}: {message}"
     return f"{where}: {message}"
 
 

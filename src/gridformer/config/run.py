@@ -12,7 +12,7 @@ from gridformer.config.data import FINE_TUNING, TASKS, DataConfig, Task
 from gridformer.config.layout import LayoutConfig
 from gridformer.config.model import ModelConfig
 from gridformer.config.train import TrainConfig
-from gridformer.utils.units import as_yaml
+from gridformer.utils.units import format_value
 
 _MOST_NUMBERS = 2**58
 
@@ -74,9 +74,10 @@ class RunConfig(Config):
             return self
         for key, value in _heads_of(task, model.family).items():
             if getattr(model, key) != value:
+                here = format_value(getattr(model, key))
                 problems.append(
-                    f"data.task={task} does not fit model.{key}={as_yaml(getattr(model, key))}: "
-                    f"use model.{key}={as_yaml(value)}, or leave it out"
+                    f"data.task={task} does not fit model.{key}={here}: "
+                    f"use model.{key}={format_value(value)}, or leave it out"
                 )
         if task == "classify" and not model.n_labels:
             problems.append(

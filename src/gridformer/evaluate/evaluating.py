@@ -9,7 +9,7 @@ from typing import Any
 
 from gridformer.evaluate.job import Job
 from gridformer.evaluate.tasks import Numbers, Options, TaskArgument, measure
-from gridformer.parallel.registry import describe
+from gridformer.parallel.registry import describe_layout
 
 
 def evaluate_worker(
@@ -50,5 +50,6 @@ def show(job: Job, found: Mapping[str, Numbers], seconds: float) -> None:
     console = Console(highlight=False)
     console.print(table)
     console.print(
-        f"{job.name or job.folder} on {describe(job.run.layout)}: {seconds:.1f} s", soft_wrap=True
+        f"{job.name or job.folder} on {describe_layout(job.run.layout)}: {seconds:.1f} s",
+        soft_wrap=True,
     )

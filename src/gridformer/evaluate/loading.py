@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from gridformer.checkpoint import checkpoint, find
-from gridformer.checkpoint.manifest import verify
+from gridformer.checkpoint.manifest import verify_checkpoint
 from gridformer.checkpoint.side_files import load_tokenizer, root_of
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.config.train import DType
@@ -85,7 +85,7 @@ def load_for_inference(run_dir: Path, contents: bool = True) -> tuple[RunConfig,
         DataError: there is no tokenizer, or that of another model.
     """
     folder = find.newest(run_dir)
-    manifest = verify(folder, contents=contents)
+    manifest = verify_checkpoint(folder, contents=contents)
     return RunConfig.model_validate(manifest.run), folder, load_tokenizer(folder, manifest)
 
 

@@ -56,7 +56,7 @@ def uniform(seeds_B: Tensor, places_B: Tensor) -> Tensor:
     """
     words = rng.bits(
         rng.key("generate"),
-        rng.join(seeds_B, places_B),
+        rng.hash_indices(seeds_B, places_B),
         torch.arange(2, device=seeds_B.device),
     ).double()
     return (words[:, 0] + words[:, 1] / 2**32) / 2**32

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from gridformer.config import LayoutConfig, RunConfig, divisors
-from gridformer.mesh.launch_env import joined
-from gridformer.parallel.registry import describe, spec_of
+from gridformer.mesh.launch_env import launched_place
+from gridformer.parallel.registry import describe_layout, spec_of
 from gridformer.parallel.validation import broken_rules
 from gridformer.utils.errors import ConfigError
 
@@ -59,7 +59,7 @@ def processes_present(run: RunConfig, nproc: int | None = None) -> int:
     They are those that torchrun or another launcher has started. A run that starts its own has as
     many as `nproc` says, or as its layout needs, but not more than there are GPUs if it uses GPUs.
     """
-    place = joined()
+    place = launched_place()
     if place:
         return place.size
     if nproc is not None or run.train.device == "cpu" or run.layout.n_processes == 1:
@@ -70,7 +70,7 @@ def processes_present(run: RunConfig, nproc: int | None = None) -> int:
 
 
 def _named(layout: LayoutConfig) -> str:
-    return f"{describe(layout)}, m={layout.micro_batches}"
+    return f"{describe_layout(layout)}, m={layout.micro_batches}"
 
 
 def _best(run: RunConfig, present: int) -> RunConfig:
@@ -91,7 +91,7 @@ def _best(run: RunConfig, present: int) -> RunConfig:
     raise ConfigError(
         [
             f"train.elastic: no layout of at most {present} processes is valid for this run and "
-            f"fits into memory: start {run.layout.n_processes} for {describe(run.layout)}"
+            f"fits into memory: start {run.layout.n_processes} for {describe_layout(run.layout)}"
         ]
     )
 

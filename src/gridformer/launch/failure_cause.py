@@ -19,7 +19,7 @@ def cause_of(error: BaseException) -> str:
         return text
     if disk.is_full(error):
         assert isinstance(error, OSError)
-        return disk.sentence(error) + "; free some, or choose --out on another disk"
+        return disk.full_disk_message(error) + "; free some, or choose --out on another disk"
     return ""
 
 

@@ -26,7 +26,7 @@ class Failure:
     Args:
         rank, pid, exitcode: what it was and how it ended; no exit code if it has not ended yet.
         message: the report that it wrote, empty if it wrote none.
-        killer: who killed it, see `gridformer.utils.oom.verdict`.
+        killer: who killed it, see `gridformer.utils.oom.kill_cause`.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ from gridformer.launch.failures import Advise, Failure, general, report
 from gridformer.launch.fork_server import UNKNOWN, ForkServer, end_orphans
 from gridformer.launch.stop_signals import Signals, signals_seen
 from gridformer.launch.worker_process import Meeting, print_stopped, work, work_here
-from gridformer.mesh.launch_env import joined
+from gridformer.mesh.launch_env import launched_place
 from gridformer.utils import oom
 from gridformer.utils.folders import private_prefix, remove_private_leftovers
 from gridformer.utils.forkserver import warm_up
@@ -79,7 +79,7 @@ def launch(
         SystemExit: a worker failed (code 1; its traceback has been printed), or the run was stopped
             (code 75, or 128 + the signal's number; one line has been printed).
     """
-    place, policy = joined(), policy or StopPolicy()
+    place, policy = launched_place(), policy or StopPolicy()
     if n_processes == 1 or place:
         work_here(entrypoint, args, place, policy)
         return
@@ -283,7 +283,7 @@ class _Workers:
             return None
         killer = ""
         if process.exitcode == -signal.SIGKILL:
-            killer = oom.verdict(self._oom_kills, oom.count())
+            killer = oom.kill_cause(self._oom_kills, oom.count())
         return Failure(rank, process.pid, process.exitcode, self._read(rank), killer)
 
     def _lost(self) -> str:

@@ -9,7 +9,7 @@ from gridformer.config import RunConfig, load_run, model_names, parse_run
 from gridformer.data import RunData, resolve
 from gridformer.launch.preflight import preflight_problems
 from gridformer.mesh.process_group import check_devices
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError, DataError
 from gridformer.utils.extras import installed
 
@@ -131,7 +131,7 @@ def plan_checked(
     """
     _refuse_what_nothing_saves(run, room)  # what follows loads torch
     from gridformer.checkpoint import weights
-    from gridformer.checkpoint.fallback import choose
+    from gridformer.checkpoint.fallback import choose_checkpoint
     from gridformer.checkpoint.place import LocalPlace
     from gridformer.checkpoint.remote import fetch_newest
     from gridformer.checkpoint.same_run import check_same_run, data_start_of
@@ -155,7 +155,7 @@ def plan_checked(
             (tell or silent)("", f"looking for a newer checkpoint at {run.train.checkpoint_to}")
             fetch_newest(run.train.checkpoint_to, out)
     data = fingerprint(RunData.open(run.data))
-    found = choose(out, run.train.fallback)
+    found = choose_checkpoint(out, run.train.fallback)
     if found is None:
         return Plan(run, out, None, 0, decisions, weights.start_of(run), data=data)
     check_same_run(found.manifest, run, found.folder, data)
@@ -214,7 +214,7 @@ def read_run_without_data(
     if str(path) in model_names() and not Path(path).exists():
         sections = {"name": str(path), "model": str(path), "data": {"path": Path()}}
         run = parse_run(sections, overrides)
-        check(run)
+        check_layout(run)
         return run
     run = load_run(path, overrides)
     if run.data.exists:
@@ -228,7 +228,7 @@ def read_run_without_data(
                 "`gridformer prepare`"
             ]
         )
-    check(run)
+    check_layout(run)
     return run
 
 
@@ -241,7 +241,7 @@ def _read(path: Path | str, overrides: list[str] | tuple[str, ...]) -> tuple[Run
     except (DataError, ConfigError) as error:
         problems += error.problems if isinstance(error, ConfigError) else [str(error)]
     try:
-        check(run)
+        check_layout(run)
     except ConfigError as error:
         problems += error.problems
     return run, problems

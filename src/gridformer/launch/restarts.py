@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from gridformer.checkpoint.fallback import choose
+from gridformer.checkpoint.fallback import choose_checkpoint
 from gridformer.checkpoint.same_run import data_start_of
 from gridformer.launch.failures import Failure, cause, described
 from gridformer.launch.local import attempt
@@ -69,7 +69,7 @@ def resumed(plan: Plan) -> Plan:
     Raises:
         CheckpointError: the newest checkpoint is damaged; see `train.fallback`.
     """
-    found = choose(plan.out, plan.run.train.fallback)
+    found = choose_checkpoint(plan.out, plan.run.train.fallback)
     if found is None:
         return plan
     return replace(

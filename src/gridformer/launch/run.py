@@ -17,7 +17,7 @@ from gridformer.launch.memory_advice import memory_advice
 from gridformer.launch.restarts import launch_with_restarts
 from gridformer.launch.watch import MARGIN_S, HangWatch
 from gridformer.launch.worker_process import end_with_report, print_last
-from gridformer.mesh.launch_env import Joined, joined, use_only
+from gridformer.mesh.launch_env import Joined, launched_place, use_only
 from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.mesh.rendezvous import store_of
 from gridformer.train.callbacks import Callback
@@ -46,7 +46,7 @@ def execute(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
         SystemExit: a worker failed or a signal stopped the run, see `launch`.
     """
     if plan.done:
-        place = joined()
+        place = launched_place()
         if place and place.rank:
             return
         print(
@@ -54,7 +54,7 @@ def execute(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
             "train.steps to continue, or choose another --out"
         )
         return
-    policy, place = policy_of(plan.run.train), joined()
+    policy, place = policy_of(plan.run.train), launched_place()
     work = partial(worker, callbacks=tuple(callbacks)) if callbacks else worker
     if place and place.size > plan.n_processes:
         if place.rank >= plan.n_processes:
@@ -145,7 +145,7 @@ def began() -> float:
 
     Under torchrun that is torchrun itself, whose workers may be restarted.
     """
-    place = joined()
+    place = launched_place()
     pid = os.getppid() if place and place.by == "torchrun" else os.getpid()
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
@@ -179,7 +179,7 @@ def worker(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     leave_to_callers()
     set_numerics(train)
     world = init_process_groups(train.device, plan.n_processes, train.timeout_s, MARGIN_S)
-    place, watch = joined(), None
+    place, watch = launched_place(), None
     if place and world.size > 1:
         nccl = world.backend == "nccl"
         watch = HangWatch(place, train.timeout_s, plan.out, end_with_report, nccl)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from gridformer.config import RunConfig
 from gridformer.launch.plan import check_run, plan_checked
-from gridformer.mesh.gpus import CPU, GPU, identity, own_gpu, verdict
+from gridformer.mesh.gpus import CPU, GPU, device_or_problem, identity, own_gpu
 from gridformer.mesh.launch_env import Joined
 from gridformer.mesh.process_group import check_devices
 from gridformer.mesh.rendezvous import collect, receive, share, wait_until_heard
@@ -107,7 +107,7 @@ def _room(machines: Sequence[dict[str, Any]]) -> Room | None:
     problems = [problem for machine in machines for problem in machine["problems"]]
     if problems:
         raise ConfigError([*dict.fromkeys(problems)])
-    found = verdict([machine["gpu"] for machine in machines])
+    found = device_or_problem([machine["gpu"] for machine in machines])
     if found not in (CPU, GPU):
         raise ConfigError([found])
     rooms = [Room(*machine["room"]) for machine in machines if "room" in machine]

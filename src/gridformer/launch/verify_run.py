@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.manifest import MANIFEST, Manifest, verify
+from gridformer.checkpoint.manifest import MANIFEST, Manifest, verify_checkpoint
 from gridformer.checkpoint.same_run import other_model
 from gridformer.config import RunConfig
 from gridformer.config.yaml_text import parse_yaml
@@ -122,7 +122,7 @@ def _config(run_dir: Path) -> tuple[RunFinding, RunConfig | None]:
 
 def _checkpoint(folder: Path, finite: bool) -> tuple[RunFinding, Manifest | None]:
     try:
-        manifest = verify(folder)
+        manifest = verify_checkpoint(folder)
         if finite:
             _check_finite(folder, manifest)
     except (CheckpointError, OSError) as error:

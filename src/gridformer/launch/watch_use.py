@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gridformer.launch.watch import MARGIN_S, HangWatch
 from gridformer.launch.worker_process import end_with_report
-from gridformer.mesh.launch_env import joined
+from gridformer.mesh.launch_env import launched_place
 from gridformer.mesh.process_group import World
 
 
@@ -23,7 +23,7 @@ class UseWatch:
             world: the processes.
             timeout_s: seconds after which a message that still waits is a hang.
         """
-        place = joined()
+        place = launched_place()
         if place is None or world.size == 1:
             return None
         nccl = world.backend == "nccl"

@@ -13,7 +13,7 @@ from gridformer.config import RunConfig
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.cost import Choice, Choices
 from gridformer.parallel.auto.heuristics import decide
-from gridformer.parallel.auto.work import resolved, state_bytes, work_of
+from gridformer.parallel.auto.work import replica_work, resolved, state_bytes
 from gridformer.parallel.registry import spec_of
 
 _NORM_COPIES = 5  # of an activation, in float32, in the backward pass of an RMSNorm
@@ -32,13 +32,13 @@ def states_of(run: RunConfig) -> float:
 
     This is a lower bound of what the fullest device holds with any batch.
     """
-    choices = decide(run.model, run.layout, work_of(run))
+    choices = decide(run.model, run.layout, replica_work(run))
     return sum(_states(resolved(run, choices), choices)) / run.layout.pp
 
 
 def total_states(run: RunConfig) -> float:
     """Returns bytes of parameters, gradients and optimizer of all devices of one replica."""
-    choices = decide(run.model, run.layout, work_of(run))
+    choices = decide(run.model, run.layout, replica_work(run))
     copies = _copy_bytes(run, choices, run.layout.dp)
     states = state_bytes(resolved(run, choices), run.layout.dp)
     return float(choices.parameters) * (states + copies)
@@ -46,7 +46,7 @@ def total_states(run: RunConfig) -> float:
 
 def quick_estimate(run: RunConfig) -> float:
     """Returns the approximate peak of the fullest device in bytes."""
-    return quick_peak(run, decide(run.model, run.layout, work_of(run)))
+    return quick_peak(run, decide(run.model, run.layout, replica_work(run)))
 
 
 def quick_peak(run: RunConfig, choices: Choices) -> float:

@@ -20,7 +20,9 @@ from gridformer.mesh import Axis
 @contextmanager
 def blocks_once() -> Iterator[None]:
     """Lets messages have one block of other ranks, inside the context. Values are then wrong."""
-    with patch.multiple(collectives, without=_without, stacked=_stacked, joined=_joined):
+    with patch.multiple(
+        collectives, without=_without, stacked=_stacked, concatenated=_concatenated
+    ):
         yield
 
 
@@ -32,7 +34,7 @@ def _stacked(blocks: list[Tensor]) -> Tensor:
     return blocks[0].new_empty((len(blocks), *blocks[0].shape))
 
 
-def _joined(rest: Tensor, mine: Tensor, axis: Axis, dim: int) -> Tensor:
+def _concatenated(rest: Tensor, mine: Tensor, axis: Axis, dim: int) -> Tensor:
     shape = [*mine.shape]
     shape[dim] *= len(rest)
     return torch.cat([rest.view(shape), mine], dim)

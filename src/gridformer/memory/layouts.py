@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gridformer.config import LayoutConfig, RunConfig, Scheme, divisors, parse_run
-from gridformer.parallel.registry import SPECS, describe, spec_of
+from gridformer.parallel.registry import SPECS, describe_layout, spec_of
 from gridformer.parallel.validation import broken_rules
 from gridformer.utils.units import format_setting
 
@@ -37,7 +37,7 @@ class Listed:
     @property
     def name(self) -> str:
         """A short description such as `optimus 2x2, dp=2`."""
-        return describe(self.layout)
+        return describe_layout(self.layout)
 
     @property
     def settings(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from gridformer.config import RunConfig
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.heuristics import decide
-from gridformer.parallel.auto.work import work_of
+from gridformer.parallel.auto.work import replica_work
 from gridformer.parallel.offers import Changes, with_changes
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.validation import broken_rules
@@ -21,7 +21,7 @@ def cheapest_first(run: RunConfig) -> Iterator[Changes]:
         yield {"train.async_save": False}
     if train.loss_chunk_tokens == 0 or train.loss_chunk_tokens > 256:
         yield {"train.loss_chunk_tokens": 256}
-    choices = decide(run.model, layout, work_of(run))
+    choices = decide(run.model, layout, replica_work(run))
     if choices.work.itemsize == 2 and choices.cast_once:
         yield {"train.cast": "use"}
     free, slower = spec_of(layout).savings(layout)

@@ -12,8 +12,8 @@ from rich.text import Text
 from gridformer.config import RunConfig
 from gridformer.memory.breakdown import KINDS, MemoryBreakdown
 from gridformer.parallel.auto.heuristics import decide
-from gridformer.parallel.auto.work import work_of
-from gridformer.parallel.registry import describe
+from gridformer.parallel.auto.work import replica_work
+from gridformer.parallel.registry import describe_layout
 from gridformer.utils.units import byte_unit
 
 _COLUMNS = 5  # ranks side by side in a table
@@ -68,7 +68,7 @@ def print_breakdowns(
             copies = [_size(breakdown.saved, unit) for breakdown in some]
             table.add_row("copies in host memory while it saves", *copies)
         console.print(table)
-    copied = decide(run.model, run.layout, work_of(run)).copied_parameters
+    copied = decide(run.model, run.layout, replica_work(run)).copied_parameters
     if copied:
         value = 8 if run.train.dtype == "float64" else 4
         said = f"{_size(round(copied * value / run.layout.pp), unit)} {name}"
@@ -166,7 +166,7 @@ def _title(run: RunConfig) -> str:
     ]
     micro = train.global_batch // (run.layout.dp * run.layout.micro_batches)
     parts = [f"{micro} samples per micro-batch", train.dtype, *saving]
-    return f"{run.model.name} on {describe(run.layout)}: {', '.join(parts)}"
+    return f"{run.model.name} on {describe_layout(run.layout)}: {', '.join(parts)}"
 
 
 def _heading(breakdown: MemoryBreakdown, stand_for: Mapping[int, str]) -> str:

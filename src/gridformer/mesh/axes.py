@@ -186,7 +186,15 @@ class Axes:
         return self.new_groups([stages], purpose)
 
     def new_groups(self, sets: Iterable[Sequence[int]], purpose: str) -> ProcessGroup | None:
-        """Like `new_group`, for several disjoint sets of indices along pp at once."""
+        """Like `new_group`, for several disjoint sets of indices along pp at once.
+
+        Args:
+            sets: the sets of indices along pp.
+            purpose: a name for the groups in torch's reports.
+
+        Returns:
+            The group that contains this process, or None if there is none.
+        """
         return make_groups(_lines_among(self.pp_lines, tuple(map(tuple, sets))), purpose)
 
     def make_holders(self, sets: Iterable[tuple[int, ...]]) -> None:

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from gridformer.mesh.launch_env import Joined
 
-CPU, GPU = "cpu", "gpu"  # what `verdict` returns if all is well
+CPU, GPU = "cpu", "gpu"  # what `device_or_problem` returns if all is well
 
 
 def own_gpu(place: Joined | None) -> int | None:
@@ -49,7 +49,12 @@ def gpus_here(place: Joined | None, n_processes: int) -> list[int]:
 
 
 def too_few_gpus(place: Joined | None, n_local: int) -> list[str]:
-    """Returns why `n_local` processes on this machine cannot each have a GPU; empty if they can."""
+    """Returns why `n_local` processes on this machine cannot each have a GPU; empty if they can.
+
+    Args:
+        place: the place of this process in its run; None if it starts the others.
+        n_local: number of processes of the run on this machine.
+    """
     import torch
     import torch.distributed as dist
 
@@ -79,7 +84,12 @@ def too_few_gpus(place: Joined | None, n_local: int) -> list[str]:
 
 
 def identity(gpu: int | None, rank: int) -> str:
-    """Returns a text that names this process's machine and GPU, for `verdict`."""
+    """Returns a text that names this process's machine and GPU, for `device_or_problem`.
+
+    Args:
+        gpu: what `own_gpu` returned.
+        rank: the global rank, which names a GPU that has no number of its own.
+    """
     if gpu is None:
         return json.dumps([socket.gethostname(), ""])
     import torch
@@ -91,7 +101,7 @@ def identity(gpu: int | None, rank: int) -> str:
     return json.dumps([socket.gethostname(), name])
 
 
-def verdict(identities: Sequence[str]) -> str:
+def device_or_problem(identities: Sequence[str]) -> str:
     """Returns whether a run uses CPUs or GPUs, or a sentence that says why it cannot start.
 
     Args:

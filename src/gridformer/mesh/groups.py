@@ -98,6 +98,13 @@ def create_each(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
 
     A process makes at most one group, however many lines there are: with thousands of ranks there
     are thousands of lines.
+
+    Args:
+        lines: the global ranks of each group; a rank is in one of them at most.
+        purpose: a name for the groups in torch's reports.
+
+    Returns:
+        The group of this process, or None if it is in none.
     """
     import torch.distributed as dist
 

@@ -72,7 +72,7 @@ def use_only(n_processes: int) -> None:
     _used = n_processes
 
 
-def joined(environ: Mapping[str, str] = os.environ) -> Joined | None:
+def launched_place(environ: Mapping[str, str] = os.environ) -> Joined | None:
     """Returns this process's place as its launcher set it, or None if no launcher started it.
 
     A batch script or a shell inside a Slurm allocation is not one of several tasks, so the result

@@ -66,10 +66,12 @@ class NodeBlock:
 
     @property
     def extents(self) -> Sizes:
+        """Its devices along each axis, in the order of MESH_AXES."""
         return self.pp, self.dp, self.row, self.col
 
     @property
     def n_devices(self) -> int:
+        """The number of devices in it."""
         return math.prod(self.extents)
 
     def describe(self, sizes: Sizes) -> str:
@@ -138,7 +140,12 @@ def blocks(sizes: Sizes, devices_per_node: int) -> list[NodeBlock]:
 
 
 def plain_block(sizes: Sizes, devices_per_node: int) -> NodeBlock | None:
-    """Returns what a node holds in plain order (`col` innermost), or None if it is not a block."""
+    """Returns what a node holds in plain order (`col` innermost), or None if it is not a block.
+
+    Args:
+        sizes: sizes of the mesh, see sizes_of.
+        devices_per_node: number of devices per node, at least 1.
+    """
     if math.prod(sizes) <= devices_per_node:
         return NodeBlock.of(sizes)
     left, extents = devices_per_node, []
@@ -151,7 +158,9 @@ def plain_block(sizes: Sizes, devices_per_node: int) -> NodeBlock | None:
     return NodeBlock.of(reversed(extents))
 
 
-def search(sizes: Sizes, traffic: Mapping[str, float], devices_per_node: int) -> list[Candidate]:
+def search_blocks(
+    sizes: Sizes, traffic: Mapping[str, float], devices_per_node: int
+) -> list[Candidate]:
     """Ranks every block that fills a node, and the plain order if that is not a block.
 
     The fewest bytes enter a node with the best candidate. Ties are broken by the fewest devices
@@ -164,7 +173,7 @@ def search(sizes: Sizes, traffic: Mapping[str, float], devices_per_node: int) ->
             with ring algorithms. An axis that is absent moves nothing. Messages over all devices
             ("world") enter every node equally and are left out.
         devices_per_node: number of devices per node, at least 1. It must divide the number of
-            devices if that is larger (see gridformer.parallel.validation.check).
+            devices if that is larger (see gridformer.parallel.validation.check_layout).
 
     Returns:
         The candidates, the best first.
@@ -202,11 +211,16 @@ def search_racks(sizes: Sizes, best: Candidate, nodes_per_rack: int) -> list[Can
     """
     if best.block is None:
         return []
-    return search(nodes_of(sizes, best.block), best.bytes_in, nodes_per_rack)
+    return search_blocks(nodes_of(sizes, best.block), best.bytes_in, nodes_per_rack)
 
 
 def nodes_of(sizes: Sizes, block: NodeBlock) -> Sizes:
-    """Returns the sizes of the mesh in nodes."""
+    """Returns the sizes of the mesh in nodes.
+
+    Args:
+        sizes: sizes of the mesh in devices, see sizes_of.
+        block: the block on each node, whose extents divide the sizes.
+    """
     pp, dp, row, col = (size // extent for size, extent in zip(sizes, block.extents))
     return pp, dp, row, col
 

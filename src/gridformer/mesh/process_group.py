@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
-from gridformer.mesh.gpus import CPU, GPU, identity, own_gpu, too_few_gpus, verdict
-from gridformer.mesh.launch_env import joined
+from gridformer.mesh.gpus import CPU, GPU, device_or_problem, identity, own_gpu, too_few_gpus
+from gridformer.mesh.launch_env import launched_place
 from gridformer.mesh.rendezvous import share_result, store_of, wait_until_heard
 from gridformer.utils.errors import UserError
 from gridformer.utils.hardware import n_cores
@@ -57,7 +57,7 @@ def check_devices(
         The problems, each with its remedy.
     """
     problems = []
-    place = joined()
+    place = launched_place()
     if nproc is not None and nproc != n_processes:
         problems.append(
             f"--nproc={nproc}, but the layout needs {n_processes} processes ({_PRODUCT}): leave "
@@ -102,7 +102,7 @@ def init_process_groups(
     """
     import torch.distributed as dist
 
-    place = joined()
+    place = launched_place()
     gpu = None if device == "cpu" else own_gpu(place)
     if (place.size if place else 1) != n_processes or (device == "cuda" and gpu is None):
         problems = check_devices(device, n_processes) or [
@@ -116,7 +116,7 @@ def init_process_groups(
     timeout = timedelta(seconds=timeout_s + margin_s)
     store = store_of(place)
     store.set_timeout(timeout)
-    found = share_result(place, "gpu", identity(gpu, place.rank), verdict)
+    found = share_result(place, "gpu", identity(gpu, place.rank), device_or_problem)
     if found not in (CPU, GPU):  # unequal backends would make the run hang
         if place.rank == 0:
             wait_until_heard(place, "gpu", _HEARD_S)

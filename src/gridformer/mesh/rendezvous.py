@@ -133,6 +133,11 @@ def collect(place: Joined, name: str, text: str) -> list[str]:
 
     Returns:
         The texts of all ranks on rank 0, an empty list on the others.
+
+    Args:
+        place: the place of this process in the run.
+        name: a name in the store, which nothing else uses.
+        text: what this rank sends.
     """
     store = store_of(place)
     store.set(f"{name}/{place.rank}", text)
@@ -142,7 +147,13 @@ def collect(place: Joined, name: str, text: str) -> list[str]:
 
 
 def share(place: Joined, name: str, text: str) -> None:
-    """Sends a text from rank 0 to all others, each of which calls `receive` with the same name."""
+    """Sends a text from rank 0 to all others, each of which calls `receive` with the same name.
+
+    Args:
+        place: the place of this process in the run.
+        name: a name in the store, which nothing else uses.
+        text: what rank 0 sends.
+    """
     store_of(place).set(name, text)
 
 
@@ -163,6 +174,11 @@ def wait_until_heard(place: Joined, name: str, timeout_s: float) -> None:
     """Waits on rank 0 until all others have received a text, at most `timeout_s` seconds.
 
     Rank 0 may serve the store, which ends with it.
+
+    Args:
+        place: the place of this process in the run, which is that of rank 0.
+        name: the name under which it has shared the text.
+        timeout_s: after how many seconds it gives up, without an error.
     """
     with suppress(RuntimeError):  # torch's error for a timeout
         store_of(place).wait([f"{name}/heard by all"], timedelta(seconds=timeout_s))

@@ -100,7 +100,12 @@ class Branches(nn.Module):
 
 
 def slice_widths(sizes: Sequence[int] | None, n: int, total: int) -> list[int]:
-    """Returns the widths of the n slices of an input dimension of size `total`; see `Branches`.
+    """Returns the widths of the n slices of an input dimension; see `Branches`.
+
+    Args:
+        sizes: The widths, one for each branch; None makes all slices equally wide.
+        n: The number of branches.
+        total: The size of the dimension that is sliced.
 
     Raises:
         ValueError: `sizes` do not add up to `total`, or `total` is not divisible by n.

@@ -198,9 +198,16 @@ class EncoderDecoder(Model):
         return (self.decoder.norm, self.head) if self.pre else (self.head,)
 
     def embed(self, tokens_BS: Tensor, start: int, positions: Tensor | None = None) -> Tensor:
-        """Embeds tokens [b, s] as [b, s, h].
+        """Embeds tokens; each family does so in its own way.
 
-        The first of them is at position `start`, or each is at its place in `positions` [b, s].
+        Args:
+            tokens_BS: Tokens [b, s].
+            start: The position of the first token of each row.
+            positions: The position of each token [b, s], where several documents lie in one row;
+                None counts on from `start`.
+
+        Returns:
+            [b, s, h].
         """
         raise NotImplementedError
 

@@ -162,6 +162,9 @@ class Model(nn.Module):
             table: The head's table as `TiedHead.prepare` returned it, for callers that use it many
                 times; None reads `table`.
             padded: Whether the logits may have more than v columns, of which `loss` reads v.
+
+        Returns:
+            Logits [b, s, v], or with `padded` perhaps with more columns after the v.
         """
         raise NotImplementedError
 

@@ -56,6 +56,11 @@ def split_heads(model: ModelConfig, layout: LayoutConfig, axes: Axes) -> None:
     """Creates the axes of replicated heads of keys and values, if a model on a layout needs them.
 
     Every process of the layout must call it, also one without such heads, before models are built.
+
+    Args:
+        model: The model.
+        layout: The layout.
+        axes: The axes of this process, to which the new ones belong.
     """
     over = spec_of(layout).boundary(layout).axis
     replicated(axes, model.kv_heads, over)

@@ -107,5 +107,5 @@ def build_parallel(
     model.clock.sites = model.sites()
     model.compute_dtype = getattr(torch, dtype)
     if layout.dp_mode == "fsdp":
-        fsdp.install(model, axes, reshards=choices.reshard == "layer")
+        fsdp.install_gathering(model, axes, reshards=choices.reshard == "layer")
     return model

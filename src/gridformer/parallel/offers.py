@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gridformer.config import RunConfig, any_of
-from gridformer.utils.units import as_yaml
+from gridformer.utils.units import format_value
 
 Changes = dict[str, Any]  # dotted keys of a run to their new values
 
@@ -78,7 +78,12 @@ def with_offers(run: RunConfig, check: Check) -> list[ProblemWithOffers]:
 
 
 def with_changes(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
-    """Returns the run with some dotted keys changed; None if a section refuses the values."""
+    """Returns the run with some dotted keys changed; None if a section refuses the values.
+
+    Args:
+        run: The run.
+        changes: New values by dotted key, such as `layout.cols`.
+    """
     values: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, _, name = key.partition(".")
@@ -100,9 +105,11 @@ def written(offers: Sequence[Changes]) -> str:
             values = [offer[keys[0]] for offer in some]
             if all(isinstance(value, int) for value in values):
                 values.sort()
-            words.append(f"{keys[0]}={any_of(map(as_yaml, values))}")
+            words.append(f"{keys[0]}={any_of(map(format_value, values))}")
         else:
-            words += [" and ".join(f"{k}={as_yaml(v)}" for k, v in offer.items()) for offer in some]
+            words += [
+                " and ".join(f"{k}={format_value(v)}" for k, v in offer.items()) for offer in some
+            ]
     return ", or ".join(words)
 
 

@@ -20,7 +20,7 @@ def spec_of(layout: LayoutConfig) -> SchemeSpec:
     return SPECS[layout.scheme]
 
 
-def describe(layout: LayoutConfig) -> str:
+def describe_layout(layout: LayoutConfig) -> str:
     """Returns a short description of a layout, such as `optimus 2x2, dp=2` or `fsdp=16`."""
     mode = layout.dp_mode
     sharded = f" ({mode})" if mode != "replicate" else ""

@@ -208,7 +208,14 @@ class SchemeSpec:
     def table(
         self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
     ) -> ModuleTable | None:
-        """Returns what replaces the modules of a plain model; None if all of them stay."""
+        """Returns what replaces the modules of a plain model; None if all of them stay.
+
+        Args:
+            model: The plain model on the meta device. Roles may modify its modules in place.
+            axes: The axes of this process.
+            choices: How each product is carried out.
+            layout: The layout.
+        """
         return None
 
 

@@ -14,12 +14,12 @@ from gridformer.parallel.offers import Broken, Changes, ProblemWithOffers, Way, 
 from gridformer.parallel.registry import SPECS, spec_of
 from gridformer.parallel.scheme import HEADS_WIDTH, LayoutAxis
 from gridformer.utils.errors import ConfigError
-from gridformer.utils.units import as_yaml
+from gridformer.utils.units import format_value
 
 AXES: tuple[LayoutAxis, ...] = ("rows", "cols", "branches")
 
 
-def check(run: RunConfig) -> None:
+def check_layout(run: RunConfig) -> None:
     """Raises an error if a run's model and batch do not fit its layout.
 
     Raises:
@@ -80,7 +80,7 @@ def _keys(run: RunConfig) -> Iterator[Broken]:
         if key in spec.keys or value == default:
             continue
         owners = any_of(other.name for other in SPECS.values() if key in other.keys)
-        text = f"layout.{key}={as_yaml(value)} belongs to scheme={owners}, not {spec.name}"
+        text = f"layout.{key}={format_value(value)} belongs to scheme={owners}, not {spec.name}"
         yield Broken(f"key {key}", text, [_one(f"layout.{key}", [default])])
 
 

@@ -53,7 +53,13 @@ def role_of(module: nn.Module) -> str | None:
 
 
 def apply_table(model: Model, table: ModuleTable, axes: Axes) -> None:
-    """Replaces the modules of a plain model as a scheme's table says, and places all parameters."""
+    """Replaces the modules of a plain model as a scheme's table says, and places all parameters.
+
+    Args:
+        model: The plain model, whose modules are replaced in place.
+        table: The table of the scheme.
+        axes: The axes of this process.
+    """
     if table.partition is not None:
         model.recompute.partition = table.partition
     model.recompute.stops_early = table.stops_early

@@ -17,7 +17,7 @@ from gridformer.memory.analytic import quick_peak
 from gridformer.memory.room import room_on
 from gridformer.mesh.node_placement import NodeBlock
 from gridformer.parallel.auto.decisions import Decisions, choices_of, placements, traffic_of
-from gridformer.parallel.auto.work import work_of
+from gridformer.parallel.auto.work import replica_work
 from gridformer.parallel.registry import spec_of
 from gridformer.plan import head_passes, launches, layer_passes, once_a_step
 from gridformer.plan.held import Held, held_by_stages, together
@@ -88,7 +88,7 @@ def estimate(run: RunConfig, cluster: Cluster, costs: StepCosts | None = None) -
         costs: Remembers seconds of kernels and messages of this cluster; None makes new ones.
     """
     costs = costs or StepCosts(cluster)
-    layout, train, work = run.layout, run.train, work_of(run)
+    layout, train, work = run.layout, run.train, replica_work(run)
     choices = choices_of(run)
     spec = spec_of(layout)
     traffic = traffic_of(run, choices, work)

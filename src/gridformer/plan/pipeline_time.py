@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from gridformer.config import LayoutConfig, PipelineOrder
-from gridformer.parallel.pipeline.schedules import Action, actions_of, reader_of, rounds
+from gridformer.parallel.pipeline.schedules import Action, actions_of, reading_action, rounds
 
 LARGE = 64  # stages; of a pipeline with more, fewer rounds are run through
 
@@ -129,7 +129,7 @@ def _program(
             source = _source_of(action, n_stages)
             if source is not None and source not in position:
                 break
-            reader = reader_of(action, n_stages)
+            reader = reading_action(action, n_stages)
             position[action] = len(found)
             before = -1 if source is None else position[source]
             kind = 0 if action.kind == "forward" else 1

@@ -19,7 +19,7 @@ from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig, divisors
 from gridformer.memory.layouts import candidates
 from gridformer.parallel.auto.decisions import choices_of
-from gridformer.parallel.registry import describe, spec_of
+from gridformer.parallel.registry import describe_layout, spec_of
 from gridformer.parallel.validation import broken_rules
 from gridformer.plan.analytic import Estimate, estimate
 from gridformer.plan.load import StepCosts
@@ -58,7 +58,7 @@ class Found:
     @property
     def name(self) -> str:
         """The layout in words."""
-        return describe(self.run.layout)
+        return describe_layout(self.run.layout)
 
     @property
     def step_s(self) -> float:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
-from gridformer.parallel.registry import describe
+from gridformer.parallel.registry import describe_layout
 from gridformer.plan.prediction import Prediction
 
 _LIMITS = {
@@ -24,7 +24,7 @@ def print_prediction(run: RunConfig, cluster: Cluster, found: Prediction, consol
     """Prints how long a step takes, where the time goes, what limits it, and the warnings."""
     n = run.layout.n_processes
     devices = "one device" if n == 1 else f"{n} devices"
-    console.print(f"{describe(run.layout)} on {devices} of {cluster.name}")
+    console.print(f"{describe_layout(run.layout)} on {devices} of {cluster.name}")
     tokens = run.train.global_batch * run.seq_len / found.step_s if found.step_s else 0.0
     console.print(
         f"A step takes {seconds(found.step_s)}: forward {seconds(found.forward_s)}, backward "

@@ -54,7 +54,7 @@ def estimates_of(run: RunConfig) -> Estimates:
     fullest: MemoryBreakdown = max(
         estimate_ranks(run, [*ranks], decisions), key=lambda breakdown: breakdown.peak
     )
-    with comm.record() as recorder:
+    with comm.record_messages() as recorder:
         trace_rank(run, fullest.rank, decisions)
     counts: dict[tuple[str, str, str], list[float]] = {}
     for record in recorder.records:

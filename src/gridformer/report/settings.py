@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from gridformer.report.reading import RunReading
-from gridformer.utils.units import as_yaml
+from gridformer.utils.units import format_value
 
 NOT_SET = "-"
 _LONGEST = 200
@@ -39,7 +39,7 @@ def shown(value: Any) -> str:
         return f"[{', '.join(shown(one) for one in value)}]"[:_LONGEST]
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {shown(one)}' for key, one in value.items())}}}"[:_LONGEST]
-    text = "null" if value is None else as_yaml(value)
+    text = "null" if value is None else format_value(value)
     if isinstance(value, str) and PurePath(text).is_absolute():
         text = f".../{PurePath(text).name}"
     return text[:_LONGEST]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gridformer.models import count_parameters
-from gridformer.parallel.registry import describe
+from gridformer.parallel.registry import describe_layout
 from gridformer.report.charts import words
 from gridformer.report.history import starts
 from gridformer.report.reading import RunReading
@@ -35,7 +35,8 @@ def summary(runs: Sequence[RunReading]) -> list[SummaryRow]:
     rows = [
         SummaryRow("model", [_model(run) for run in runs]),
         SummaryRow(
-            "layout", [describe(run.config.layout) if run.config else NOTHING for run in runs]
+            "layout",
+            [describe_layout(run.config.layout) if run.config else NOTHING for run in runs],
         ),
         SummaryRow("processes", [_processes(run) for run in runs]),
         SummaryRow("steps", [_steps(run) for run in runs]),

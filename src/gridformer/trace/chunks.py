@@ -20,7 +20,7 @@ Chunk = TypeVar("Chunk")
 
 
 @contextmanager
-def chunks_once(log: Log, count: Callable[[int], int]) -> Iterator[None]:
+def trace_chunks_once(log: Log, count: Callable[[int], int]) -> Iterator[None]:
     """Runs equal chunks of losses once, inside the context.
 
     Args:

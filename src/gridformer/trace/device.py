@@ -67,7 +67,7 @@ def fake_gpu() -> torch.device:
     return torch.device(NAME, 0)
 
 
-def device_of(backend: Backend) -> torch.device:
+def traced_device(backend: Backend) -> torch.device:
     """Returns the device of a trace: the fake GPU for NCCL, and the CPU for gloo."""
     return fake_gpu() if backend == "nccl" else torch.device("cpu")
 

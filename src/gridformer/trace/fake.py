@@ -18,7 +18,7 @@ from gridformer.trace.device import NAME, gpu_kernels
 from gridformer.trace.events import Read
 from gridformer.trace.fast_fake import fast_fakes
 from gridformer.trace.group import Log
-from gridformer.trace.kernels import LaunchedWork, work_of
+from gridformer.trace.kernels import LaunchedWork, launched_work
 from gridformer.trace.no_compiler import without_compiler
 
 _PRODUCTS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm")}
@@ -94,12 +94,12 @@ class Watch(TorchDispatchMode):
         if out is not NotImplemented:
             work = self._works.get(id(recipe), _UNKNOWN)
             if work is _UNKNOWN:
-                work = self._works[id(recipe)] = work_of(func, args, kwargs, out, self.device)
+                work = self._works[id(recipe)] = launched_work(func, args, kwargs, out, self.device)
         else:
             out = func(*args, **kwargs)
             work = self._others.get(key, _UNKNOWN) if key is not None else _UNKNOWN
             if work is _UNKNOWN:
-                work = work_of(func, args, kwargs, out, self.device)
+                work = launched_work(func, args, kwargs, out, self.device)
                 if key is not None:
                     self._others[key] = work
         if work is not None:

@@ -186,6 +186,11 @@ class FastFakeTensorMode(FakeTensorMode):
         """Returns the result of an operation if it is remembered, and otherwise NotImplemented.
 
         Callers that are in torch's way to this mode save the rest of the way by it.
+
+        Args:
+            func: The operation, as a dispatch mode sees it.
+            args: Its arguments.
+            kwargs: Its arguments by name.
         """
         if func.namespace == "c10d":
             # Messages change no shapes, and a group without other processes sends nothing.
@@ -215,6 +220,11 @@ class FastFakeTensorMode(FakeTensorMode):
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Any, list[Tensor], Recipe | None]:
         """Looks an operation up.
+
+        Args:
+            func: The operation, as a dispatch mode sees it.
+            args: Its arguments.
+            kwargs: Its arguments by name.
 
         Returns:
             Its key, None if it has none; the tensors among its arguments; and how its results are

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gridformer.comm.recorder import Record, Recorder
 from gridformer.mesh import groups
-from gridformer.trace.device import NAME, Backend, device_of
+from gridformer.trace.device import NAME, Backend, traced_device
 from gridformer.trace.events import (
     Groups,
     Kernel,
@@ -59,7 +59,7 @@ class Log:
         backend: Backend = "nccl",
     ) -> None:
         self.trace, self.places, self.kernels = trace, places, kernels
-        self.nccl, self.device = backend == "nccl", device_of(backend)
+        self.nccl, self.device = backend == "nccl", traced_device(backend)
         self.updating = self.muted = False
         self.recorder = Recorder()  # `gridformer.comm` tells it the axis and purpose of messages
         self.n_groups = 0
@@ -104,7 +104,17 @@ class Log:
         return mine
 
     def start(self, group: _Group, op: str, tensors: Sequence[Tensor], **more: Any) -> _Work:
-        """Records that a collective is started."""
+        """Records that a collective is started.
+
+        Args:
+            group: The group of the collective.
+            op: Its name, such as `all_reduce`.
+            tensors: What this rank hands in, first the tensor whose elements are counted.
+            more: The other attributes of `Start` that this collective has, such as `how`.
+
+        Returns:
+            The handle to wait for.
+        """
         place, (axis, label) = self.places.here(), self._purpose(group)
         for x in tensors:
             self.refuse(x, op, axis)
@@ -127,7 +137,16 @@ class Log:
         return _Work(self, number)
 
     def post(self, group: _Group, part: Part, x: Tensor) -> _Work:
-        """Records that a message to or from one rank is started."""
+        """Records that a message to or from one rank is started.
+
+        Args:
+            group: The group of the message.
+            part: Its direction, and the rank at the other end.
+            x: The tensor that is sent or filled.
+
+        Returns:
+            The handle to wait for; inside `batch` one that stands for nothing.
+        """
         self.refuse(x, part.what, self._purpose(group)[0])
         if self._posted is not None:
             self._posted.append((group, part))
@@ -167,10 +186,17 @@ class Log:
         self._number = number - 1
 
     def wait(self, number: int) -> None:
+        """Records that this rank waits for the message with a number."""
         self.trace.events.append(Wait(number, self.places.here()))
 
     def refuse(self, x: Tensor, op: str, axis: str) -> None:
-        """Notes what NCCL refuses about a tensor."""
+        """Notes what NCCL refuses about a tensor.
+
+        Args:
+            x: The tensor that is handed to a message.
+            op: The name of the message, such as `all_reduce`.
+            axis: The name of its axis.
+        """
         if not self.nccl:
             return
         shape = f"a tensor of shape {list(x.shape)}"
@@ -182,7 +208,14 @@ class Log:
             self._trouble("contiguity", text, axis)
 
     def size(self, op: str, group: _Group, whole: Tensor, part: Tensor) -> None:
-        """Notes if a tensor is not as large as the parts of all members of a group."""
+        """Notes if a tensor is not as large as the parts of all members of a group.
+
+        Args:
+            op: The name of the collective.
+            group: Its group.
+            whole: The tensor that has the parts of all members.
+            part: The tensor of one member.
+        """
         if whole.numel() != group.size() * part.numel() or whole.dtype != part.dtype:
             axis, _ = self._purpose(group)
             text = (

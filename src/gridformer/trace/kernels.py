@@ -41,7 +41,7 @@ _LOOKUPS = {"embedding", "gather", "index_select", "index", "take"}
 _SCATTERS = {"index_add_", "scatter_add_", "scatter_"}
 
 
-def work_of(
+def launched_work(
     func: Any, args: Any, kwargs: dict[str, Any], out: Any, device: str
 ) -> LaunchedWork | None:
     """Returns what an operator launches on a type of device; None if it launches nothing there.

@@ -2,7 +2,7 @@
 
 For each tensor of a class of its own torch asks whether it is a DTensor, and remembers the class of
 DTensors from then on. So only copies of a process, which end when their trace is done, get a
-stand-in here: a process that may use DTensors later must see the real ones.
+placeholder here: a process that may use DTensors later must see the real ones.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from gridformer.utils.beside import is_copy
-from gridformer.utils.stand_in import StandIn, in_place
+from gridformer.utils.placeholder_module import PlaceholderModule, substituted
 
 _NAME = "torch.distributed.tensor"
 
 
-class _Tensors(StandIn):
-    """Takes the place of torch.distributed.tensor."""
+class _Tensors(PlaceholderModule):
+    """A placeholder for torch.distributed.tensor."""
 
     class DTensor:
         """The class of no tensor."""
@@ -29,5 +29,5 @@ def without_dtensors() -> Iterator[None]:
     """Does without DTensors inside the context, in a process that is a copy."""
     with ExitStack() as stack:
         if is_copy() and _NAME not in sys.modules:
-            stack.enter_context(in_place(_Tensors(_NAME)))
+            stack.enter_context(substituted(_Tensors(_NAME)))
         yield

@@ -1,7 +1,7 @@
 """Keeps sympy and torch's symbolic shapes from being loaded, which takes half a second.
 
 torch's rules for fake tensors ask these functions about sizes that may be symbols. Here all sizes
-are numbers, for which the answers are simple. Inside `without_sympy` the functions of a stand-in
+are numbers, for which the answers are simple. Inside `without_sympy` the functions of a placeholder
 give them. Whoever asks about a symbol, or needs more of these modules, gets the real ones.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gridformer.utils.stand_in import StandIn, in_place
+from gridformer.utils.placeholder_module import PlaceholderModule, substituted
 
 _NAME = "torch.fx.experimental.symbolic_shapes"
 _FUNCTIONS = "torch.utils._sympy.functions"
@@ -48,8 +48,8 @@ def _is_plain(x: Any) -> bool:
     return type(x) in _NUMBERS or (isinstance(x, tuple | list) and all(map(_is_plain, x)))
 
 
-class _SymbolicShapes(StandIn):
-    """Takes the place of torch's module."""
+class _SymbolicShapes(PlaceholderModule):
+    """A placeholder for torch's module."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)
@@ -72,8 +72,8 @@ class _SymbolicShapes(StandIn):
         return self._of_real("compute_unbacked_bindings", shape_env, *args, **kwargs)
 
 
-class _Functions(StandIn):
-    """Takes the place of torch's functions of symbols, which it imports even for numbers."""
+class _Functions(PlaceholderModule):
+    """A placeholder for torch's functions of symbols, which it imports even for numbers."""
 
     def __init__(self) -> None:
         super().__init__(_FUNCTIONS)
@@ -83,8 +83,8 @@ class _Functions(StandIn):
         return self.real().Max(*args)
 
 
-class _Sympy(StandIn):
-    """Takes the place of sympy. Nothing is a symbol until the real one is loaded."""
+class _Sympy(PlaceholderModule):
+    """A placeholder for sympy. Nothing is a symbol until the real one is loaded."""
 
     class Basic:
         """What torch asks whether a number is one."""
@@ -97,7 +97,7 @@ def without_sympy() -> Iterator[None]:
         if "sympy" not in sys.modules:
             spec = find_spec("sympy")
             places = (spec and spec.submodule_search_locations) or [""]
-            stack.enter_context(in_place(_Sympy("sympy", places[0])))
-        stack.enter_context(in_place(_SymbolicShapes()))
-        stack.enter_context(in_place(_Functions()))
+            stack.enter_context(substituted(_Sympy("sympy", places[0])))
+        stack.enter_context(substituted(_SymbolicShapes()))
+        stack.enter_context(substituted(_Functions()))
         yield

@@ -17,7 +17,7 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.trace.batch import rows_like
-from gridformer.trace.chunks import chunks_once
+from gridformer.trace.chunks import trace_chunks_once
 from gridformer.trace.device import NAME, Backend, fake_gpu
 from gridformer.trace.events import Trace, Trouble
 from gridformer.trace.fake import watched_fakes
@@ -128,7 +128,7 @@ def play(
             log.places.name(model)
             stepper = Stepper(model, train, axes, layout)
             if repeat and training:
-                stack.enter_context(chunks_once(log, watch.count))
+                stack.enter_context(trace_chunks_once(log, watch.count))
             if repeat and training and isinstance(stepper.passes, Pipeline):
                 executor = stepper.passes.executor
                 played.repeats = Repeats(model, executor, log, watch.count)
@@ -186,7 +186,14 @@ def _mark_update(stepper: Stepper, log: Log) -> None:
 def on_devices(
     run: RunConfig, rank: int, kernels: bool = False, backend: Backend = "nccl"
 ) -> Iterator[Log]:
-    """Makes this process a rank of the run's group of devices, and yields the log of it."""
+    """Makes this process a rank of the run's group of devices, and yields the log of it.
+
+    Args:
+        run: The run.
+        rank: The global rank that is played.
+        kernels: Whether kernels are recorded.
+        backend: The backend that is played.
+    """
     places = Places()
     fake_gpu()  # registers the device type that `recording` names
     log = Log(Trace(rank), places, kernels, backend)
@@ -197,7 +204,7 @@ def on_devices(
         if run.layout.n_processes > 1:
             stack.enter_context(recording(log, run.layout.n_processes))
         # `gridformer.comm` tells the log the axis and the purpose of each message.
-        log.recorder = stack.enter_context(recorder.record())
+        log.recorder = stack.enter_context(recorder.record_messages())
         stack.enter_context(places.watching())
         yield log
 

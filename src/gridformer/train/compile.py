@@ -29,7 +29,7 @@ from torch import nn
 from gridformer import parallel
 from gridformer.config import RunConfig
 from gridformer.mesh.gpus import gpus_here
-from gridformer.mesh.launch_env import joined
+from gridformer.mesh.launch_env import launched_place
 from gridformer.models import Model
 from gridformer.models.blocks import (
     CrossEntropy,
@@ -157,7 +157,7 @@ def _takes_cuda(run: RunConfig) -> bool:
     """Returns whether the run will use GPUs, as `init_process_groups` decides it."""
     if run.train.device != "auto":
         return run.train.device == "cuda"
-    return bool(gpus_here(joined(), run.layout.n_processes))
+    return bool(gpus_here(launched_place(), run.layout.n_processes))
 
 
 def _problems_on_cpu() -> list[str]:

@@ -16,7 +16,7 @@ from gridformer.config import FINE_TUNING
 from gridformer.data.samples.remarks import remarks
 from gridformer.models import count_parameters
 from gridformer.parallel.auto.decisions import notes
-from gridformer.parallel.registry import describe
+from gridformer.parallel.registry import describe_layout
 from gridformer.train.callbacks import Callback, RunEnd, Saved, State
 from gridformer.utils.units import GIB, format_bytes, format_count, three_digits
 
@@ -194,7 +194,7 @@ def title_of(run: RunConfig) -> str:
     """Returns a title such as `demo: demo-4m (3.87M parameters) on optimus 2x2`."""
     model = run.model.family if run.model.name == "custom" else run.model.name
     size = format_count(count_parameters(run.model))  # this rank may hold only some stages
-    return f"{run.name}: {model} ({size} parameters) on {describe(run.layout)}"
+    return f"{run.name}: {model} ({size} parameters) on {describe_layout(run.layout)}"
 
 
 def set_losses(run: RunConfig, metrics: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from gridformer.data.chat import CHAT_FILE
 from gridformer.data.label_names import write_label_names
 from gridformer.data.opening import open_tokens, tokenizer_of
 from gridformer.data.tokenizer import SETTINGS
-from gridformer.parallel.registry import describe
+from gridformer.parallel.registry import describe_layout
 from gridformer.train.callbacks import Callback, Callbacks, RunEnd, RunStart, Saved, State
 from gridformer.train.console import Reporter, overflow_note, title_of, trace_note
 from gridformer.train.events import Events
@@ -71,7 +71,7 @@ class Journal:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         layout = self.run.layout
         start = RunStart(
-            self.run, self.out, plan.resume_step, describe(layout), layout.n_processes, name
+            self.run, self.out, plan.resume_step, describe_layout(layout), layout.n_processes, name
         )
         self.told.tell(lambda callback: callback.on_start(start))
 

@@ -38,7 +38,7 @@ class RowSplit:
         """Returns the rows of the global batch that are this device's micro-batch `micro`."""
         batch = self.axes.batch
         size, rest = divmod(self.n_rows, self.n_parts(self.n_micro, self.axes))
-        assert not rest, "gridformer.parallel.validation.check was not called"
+        assert not rest, "gridformer.parallel.validation.check_layout was not called"
         part = (self.axes.dp.index * self.n_micro + micro) * batch.size + batch.index
         return slice(part * size, (part + 1) * size)
 

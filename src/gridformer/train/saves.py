@@ -49,7 +49,7 @@ class Saves:
             self._no_space,
         )
         if plan.run.train.saves_meanwhile:
-            self.saver.reserve(checkpoint.parameters_of(model))
+            self.saver.reserve(checkpoint.updated_parameters(model))
         if axes.world.index == 0:
             self.saver.sweep()
 

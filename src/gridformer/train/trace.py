@@ -37,7 +37,7 @@ class StepTrace:
         """Records messages inside the context, and the actions passed to the yielded function."""
         comm.barrier((self.axes.world,))
         self.zero = time.perf_counter()
-        with comm.record() as self.recorder:
+        with comm.record_messages() as self.recorder:
             yield self.events.append
 
     def write(self, path: Path) -> float | None:

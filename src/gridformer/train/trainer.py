@@ -13,7 +13,7 @@ from gridformer.checkpoint.manifest import Manifest
 from gridformer.comm import progress
 from gridformer.data import Batches, RunData, open_training
 from gridformer.data.samples.order import Rows
-from gridformer.mesh.launch_env import joined
+from gridformer.mesh.launch_env import launched_place
 from gridformer.mesh.process_group import World
 from gridformer.mesh.rendezvous import store_of
 from gridformer.parallel import build_parallel
@@ -94,7 +94,7 @@ class Trainer:
         self.tokens = 0
         self.recovery = Recovery(run.train, plan.out, self.axes)
         if plan.start is not None:
-            weights.load(plan.start, self.model, self.axes)
+            weights.load_initial_weights(plan.start, self.model, self.axes)
         if plan.resume is not None:
             self.recovery.done = self._load(plan.resume, verified).divergences
             self.stepper.train = self.recovery.present
@@ -164,7 +164,7 @@ class Trainer:
 
     def _ending(self) -> Ending:
         """Returns what decides where this run ends if it is told to stop."""
-        place = joined()
+        place = launched_place()
         store = store_of(place) if place and self.world.size > 1 else None
         ends_at = self.stop.policy.ends_at
         n_bytes = sum(3 * p.numel() * p.element_size() for p in self.model.parameters())

@@ -33,7 +33,7 @@ class FullDiskError(OSError):
         self.n_bytes = n_bytes
 
     def __str__(self) -> str:
-        return sentence(self)
+        return full_disk_message(self)
 
 
 def is_full(error: BaseException) -> bool:
@@ -79,7 +79,7 @@ def leave_to_callers() -> None:
     threading.excepthook = quiet
 
 
-def sentence(error: OSError) -> str:
+def full_disk_message(error: OSError) -> str:
     """Returns what a full disk means for whoever reads it, without a period at the end."""
     number = error.errno or errno.ENOSPC
     text = _WHY.get(number, os.strerror(number))

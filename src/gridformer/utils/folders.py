@@ -17,7 +17,12 @@ _PRIVATE = "gridformer-"
 
 
 def hidden_folder(target: Path, suffix: str = "") -> Path:
-    """Returns the hidden path beside `target` at which it is written until it is complete."""
+    """Returns the hidden path beside `target` at which it is written until it is complete.
+
+    Args:
+        target: The path of what is written.
+        suffix: An end of the hidden name, such as one for each writer.
+    """
     return target.with_name(f"{_WRITING}{target.name}{suffix}")
 
 

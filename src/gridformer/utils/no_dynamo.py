@@ -1,7 +1,7 @@
 """Keeps torch's compiler from being loaded, which takes seconds, until something is compiled.
 
 Every optimizer, `torch.utils.checkpoint` and torch's own fake tensors import `torch._dynamo`, only
-to say that they are not to be compiled. Inside `without_dynamo` they get a stand-in that agrees.
+to say that they are not to be compiled. Inside `without_dynamo` they get a placeholder that agrees.
 Whoever needs more of it, such as `torch.compile`, gets the real one.
 """
 
@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from gridformer.utils.stand_in import StandIn, in_place
+from gridformer.utils.placeholder_module import PlaceholderModule, substituted
 
 _NAME = "torch._dynamo"
 _CONFIG = f"{_NAME}.config"  # its settings, which need nothing else of it
 _NOTE = "__dynamo_disable"  # where torch keeps what `disable` has returned
 
 
-class _Dynamo(StandIn):
-    """Takes the place of `torch._dynamo`."""
+class _Dynamo(PlaceholderModule):
+    """A placeholder for `torch._dynamo`."""
 
     def __init__(self) -> None:
         path = str(Path(torch.__file__).parent / "_dynamo")
@@ -57,5 +57,5 @@ def without_dynamo() -> Iterator[None]:
 
     Join the process group before: torch, when it does so, asks what is loaded.
     """
-    with in_place(_Dynamo()):
+    with substituted(_Dynamo()):
         yield

@@ -30,6 +30,7 @@ class OomKills:
 
     @property
     def are_known(self) -> bool:
+        """Whether any counter could be read."""
         return self.machine is not None or bool(self.groups)
 
 
@@ -49,8 +50,12 @@ def count(root: Path = Path("/")) -> OomKills:
     return OomKills(groups, int(found[1]) if found else None)
 
 
-def verdict(before: OomKills, after: OomKills) -> str:
+def kill_cause(before: OomKills, after: OomKills) -> str:
     """Says whether a process that was killed by SIGKILL in between was killed for want of memory.
+
+    Args:
+        before: The counters before the process started.
+        after: The counters after it ended.
 
     Returns:
         A part of a sentence; empty if the counters cannot tell.
@@ -71,9 +76,9 @@ _NOT = (
 )
 
 
-def is_oom(verdict: str) -> bool:
+def is_oom(cause: str) -> bool:
     """Returns whether a verdict says that memory was the reason."""
-    return bool(verdict) and verdict != _NOT
+    return bool(cause) and cause != _NOT
 
 
 def limit_of(folder: Path) -> int:

@@ -31,7 +31,15 @@ def key(*words: int | str) -> int:
 
 
 def keys(words: Sequence[int | str], names: Iterable[str]) -> NDArray[np.uint32]:
-    """Returns the low and the high half of `key(*words, name)` for each of many names, [n, 2]."""
+    """Returns the low and the high half of `key(*words, name)` for each of many names, [n, 2].
+
+    Args:
+        words: The first words of all keys, such as the seed.
+        names: The last word of each key.
+
+    Returns:
+        uint32 [n, 2].
+    """
     begun = hashlib.blake2b("".join(f"{word}{_BETWEEN}" for word in words).encode(), digest_size=8)
 
     def digest(name: str) -> bytes:
@@ -64,7 +72,7 @@ def bits(key: int | tuple[Tensor, Tensor], rows: Tensor, cols: Tensor) -> Tensor
     return _mix_in_place(row_hash.unsqueeze(-1) ^ col_hash)
 
 
-def join(first: Tensor, *others: Tensor) -> Tensor:
+def hash_indices(first: Tensor, *others: Tensor) -> Tensor:
     """Hashes several broadcastable index tensors into one row index per element, int64 [...]."""
     joined = (_mix(_fold(first)) + 0x9E3779B9) & _MASK
     for index in others:

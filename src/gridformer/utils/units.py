@@ -30,16 +30,16 @@ def three_digits(value: float) -> str:
 def format_count(count: float) -> str:
     """Formats 1234567 as `1.23M`."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
+        if count >= 0.9995 * size:  # which three digits round to one of the unit
             return f"{count / size:.3g}{unit}"
     return f"{count:.3g}"
 
 
-def as_yaml(value: object) -> str:
+def format_value(value: object) -> str:
     """Formats a value as in run files and overrides: `true`, not `True`."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def format_setting(key: str, value: object) -> str:
     """Formats a setting as an override: `layout.rows=2`, `layout.sequence_parallel=true`."""
-    return f"{key}={as_yaml(value)}"
+    return f"{key}={format_value(value)}"

@@ -240,7 +240,7 @@ def test_streamed_by_name(tmp_path: Path) -> None:
 def test_names_and_configurations(
     monkeypatch: pytest.MonkeyPatch, name: str, exists: Any, calls: list[Any]
 ) -> None:
-    """Do not use the network: a stand-in knows one data set and records the calls."""
+    """Do not use the network: a fake package knows one data set and records the calls."""
     datasets = extra("datasets")
     asked: list[Any] = []
 

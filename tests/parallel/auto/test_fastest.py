@@ -21,7 +21,7 @@ from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.decisions import choices_of, decide_run, print_decisions
 from gridformer.parallel.auto.fastest import max_chunks
 from gridformer.parallel.auto.heuristics import decide
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError
 
 SLOW, FAST = "frontera-rtx5000", "dgx-h100"
@@ -37,7 +37,7 @@ def run_of(layout: dict[str, Any], batch: int = 64, **model: Any) -> RunConfig:
             "train": {"global_batch": batch, "dtype": "float16", "device": "cuda"},
         }
     )
-    check(run)
+    check_layout(run)
     return run
 
 

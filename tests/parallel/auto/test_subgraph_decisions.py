@@ -11,7 +11,7 @@ from rich.console import Console
 
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import decide_run, print_decisions
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 
 
 def run_of(layout: dict[str, Any], **train: Any) -> RunConfig:
@@ -22,7 +22,7 @@ def run_of(layout: dict[str, Any], **train: Any) -> RunConfig:
         "train": {"global_batch": 16, **train},
     }
     run = RunConfig.model_validate(sections)
-    check(run)
+    check_layout(run)
     return run
 
 

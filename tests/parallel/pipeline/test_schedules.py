@@ -15,7 +15,7 @@ from gridformer.parallel.pipeline.schedules import (
     Itinerary,
     actions_of,
     forwards,
-    reader_of,
+    reading_action,
 )
 from gridformer.parallel.pipeline.timeline import Event, idle_fraction
 
@@ -58,7 +58,7 @@ def simulated(case: Case, forward: float = 1.0, backward: float = 2.0) -> list[l
     done: dict[Action, float] = {}
     clock, place = [0.0] * pp, [0] * pp
     events: list[list[Event]] = [[] for _ in orders]
-    read_by = {reader_of(a, pp * k): a for a in itertools.chain(*orders)}
+    read_by = {reading_action(a, pp * k): a for a in itertools.chain(*orders)}
     while any(place[rank] < len(orders[rank]) for rank in range(pp)):
         before = [*place]
         for rank in range(pp):

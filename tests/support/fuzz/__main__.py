@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from gridformer.parallel.registry import describe
+from gridformer.parallel.registry import describe_layout
 from tests.support.fuzz.case import Case, case_of
 from tests.support.fuzz.check import CaseFailed, check_case, shrunk
 from tests.support.multirank.pool import WorkerPool
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _short(case: Case) -> str:
-    return " -> ".join(f"{leg.model.family} on {describe(leg.layout)}" for leg in case.legs)
+    return " -> ".join(f"{leg.model.family} on {describe_layout(leg.layout)}" for leg in case.legs)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A stand-in for Slurm on one machine: it runs sbatch scripts on nodes that are namespaces.
+"""A fake Slurm on one machine: it runs sbatch scripts on nodes that are namespaces.
 
     python -m tests.support.launch.slurm srun ARGUMENTS       # what the scripts find as `srun`
 
@@ -46,7 +46,7 @@ class Slurm:
             "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
             "SLURM_JOB_ID": "7",
             "SLURM_RESTART_COUNT": str(attempt),
-            "STAND_IN": json.dumps([str(self.folder), list(self.nodes[:n_nodes]), per_node]),
+            "FAKE_SLURM": json.dumps([str(self.folder), list(self.nodes[:n_nodes]), per_node]),
         }
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "OMP_"))}
         (self.folder / "requeued").unlink(missing_ok=True)
@@ -105,7 +105,7 @@ def slurm(folder: Path, n_nodes: int) -> Iterator[Slurm]:
 
 def srun(words: Sequence[str]) -> int:
     """Start the tasks of a step and wait for them."""
-    folder, nodes, per_node = json.loads(os.environ["STAND_IN"])
+    folder, nodes, per_node = json.loads(os.environ["FAKE_SLURM"])
     n_options = next(i for i, word in enumerate(words) if not word.startswith("-"))
     options, command = words[:n_options], words[n_options:]
     wait_s = next(float(o.partition("=")[2]) for o in options if o.startswith("--wait="))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gridformer.config import LayoutConfig, RunConfig, Task
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError
 from tests.support.multirank.exactness import TOLERANCE, TRAIN, tiny
 
@@ -245,7 +245,7 @@ def refusal(cell: Cell) -> str:
         }
     )
     try:
-        check(run)
+        check_layout(run)
     except ConfigError as error:
         return "; ".join(error.problems)
     return ""

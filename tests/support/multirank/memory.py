@@ -17,7 +17,7 @@ from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.measure import measure_rank
 from gridformer.memory.ranks import largest_ranks
 from gridformer.memory.room import room_of_budget
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.utils.units import GIB
 from tests.support.multirank.exactness import tiny
 from tests.support.multirank.pool import WorkerPool
@@ -65,7 +65,7 @@ def agrees_of(
 
     On a busy machine tensors may be held longer by chance, but not every time.
     """
-    check(run)
+    check_layout(run)
     told = {rank: estimate_rank(run, rank).peak for rank in largest_ranks(run)}
     found = []
     for _ in range(5):

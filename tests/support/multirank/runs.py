@@ -19,7 +19,7 @@ from gridformer.checkpoint.manifest import read_manifest
 from gridformer.config import parse_run
 from gridformer.mesh.process_group import World
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.train import journal, trainer
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
@@ -60,7 +60,7 @@ def plan_of(data: Path, out: Path, layout: dict[str, Any], **train: Any) -> Plan
     }
     sections = {"model": model, "layout": layout, "data": {"path": str(data), "seq_len": 12}}
     run = parse_run({"name": "test", "train": settings, **sections})
-    check(run)
+    check_layout(run)
     resume = find.latest(out)
     step = read_manifest(resume).step if resume else 0
     return Plan(run, out, resume, step, decide_run(run))

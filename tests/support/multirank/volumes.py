@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gridformer.comm import Recorder, record
+from gridformer.comm import Recorder, record_messages
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.cost import Choices, Traffic
@@ -83,9 +83,9 @@ def _passes(layout_json: str, config_json: str) -> tuple[Recorder, Recorder]:
     model = build_parallel(config, layout, axes, 1, CPU)
     part = batch_of(0, config, B).chunk(axes.batch.size)[axes.batch.index]
     with weights_kept(model):
-        with record() as forward:
+        with record_messages() as forward:
             loss = model.loss_sum(part[:, :-1], part[:, 1:])
-        with record() as backward:
+        with record_messages() as backward:
             loss.backward()
     assert forward.bytes() == 4 * forward.moved()  # everything is float32
     return forward, backward

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.convert.files import in_files, row_slices
-from gridformer.checkpoint.convert.folder import CONFIG, INDEX, WEIGHTS, read_json
+from gridformer.checkpoint.convert.folder import CONFIG, INDEX, WEIGHTS, read_mapping
 from gridformer.checkpoint.convert.heads import head_problem, label_keys
 from gridformer.checkpoint.convert.importing import DType
 from gridformer.checkpoint.convert.kinds import KINDS, kinds_of
 from gridformer.checkpoint.convert.stored import StoredParameters
 from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
-from gridformer.checkpoint.manifest import KEPT, read_manifest, verify
+from gridformer.checkpoint.manifest import KEPT, read_manifest, verify_checkpoint
 from gridformer.checkpoint.safetensors_file import Streamed, write_streamed
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.checkpoint.side_files import load_tokenizer, root_of
@@ -85,7 +85,7 @@ def export_run(
     run = RunConfig.model_validate(manifest.run)
     kind, config = _kind_of(manifest.model, run.task, root / KEPT)
     tell("verifying the checkpoint")
-    verify(folder)
+    verify_checkpoint(folder)
     shapes = shapes_of(manifest.model)
     stored = StoredParameters(folder, manifest, shapes)
     streamed: dict[str, Streamed] = {}
@@ -93,7 +93,7 @@ def export_run(
         tensors = _streamed(entry, stored, dtype)
         streamed |= {kind.written(manifest.model, name): one for name, one in tensors.items()}
     with new_folder(out) as writing:
-        n_files = write_tensors(streamed, writing, int(shard_gib * GIB), tell)
+        n_files = write_weight_files(streamed, writing, int(shard_gib * GIB), tell)
         stored.close()
         tokens = write_tokenizer(writing, root, run)
         types = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in streamed.values())
@@ -118,7 +118,7 @@ def _kind_of(model: ModelConfig, task: Task, kept: Path) -> tuple[Kind, dict[str
     if problem := head_problem(model, task):
         raise ConfigError([f"model.{problem}"])
     if (kept / CONFIG).is_file():
-        before = read_json(kept / CONFIG).get("model_type")
+        before = read_mapping(kept / CONFIG).get("model_type")
         kinds.sort(key=lambda kind: kind.model_type != before)
     problems: list[str] = []
     for kind in kinds:
@@ -145,7 +145,7 @@ def _streamed(entry: TableEntry, stored: StoredParameters, dtype: DType) -> dict
     }
 
 
-def write_tensors(
+def write_weight_files(
     streamed: dict[str, Streamed],
     folder: Path,
     most: int,

@@ -25,6 +25,13 @@ def in_files(tensors: Mapping[str, Streamed], n_bytes: int) -> list[list[str]]:
     """Divides tensors, in their order, into files of bounded size.
 
     A tensor that is larger gets a file of its own.
+
+    Args:
+        tensors: The tensors by name.
+        n_bytes: The largest size of a file in bytes.
+
+    Returns:
+        The names of the tensors of each file.
     """
     files: list[list[str]] = [[]]
     used = 0

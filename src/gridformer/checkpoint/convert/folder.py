@@ -15,8 +15,7 @@ from torch import Tensor
 
 from gridformer.checkpoint.safetensors_file import TYPES
 from gridformer.utils.errors import CheckpointError
-from gridformer.utils.files import UnreadableError, exists
-from gridformer.utils.files import read_json as parse_file
+from gridformer.utils.files import UnreadableError, exists, read_json
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -41,7 +40,7 @@ class There:
     dtype: str
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
     """Reads a JSON file that is a mapping.
 
     Raises:
@@ -50,7 +49,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not exists(path):
         raise CheckpointError(f"{path} is missing")
     try:
-        found = parse_file(path)
+        found = read_json(path)
     except UnreadableError as error:
         raise CheckpointError(f"{path} is damaged: {error.reason}") from None
     if not isinstance(found, dict):
@@ -87,7 +86,7 @@ def tensors_in(folder: Path) -> dict[str, There]:
     """
     index = folder / INDEX
     if index.is_file():
-        named = read_json(index).get("weight_map")
+        named = read_mapping(index).get("weight_map")
         if not isinstance(named, dict) or not named:
             raise CheckpointError(f"{index} is damaged: it has no weight_map")
         files = sorted({str(file) for file in named.values()})
@@ -112,7 +111,7 @@ def tensors_in(folder: Path) -> dict[str, There]:
 
 
 @contextmanager
-def opened(tensors: list[There]) -> Iterator[list[Tensor]]:
+def opened_tensors(tensors: list[There]) -> Iterator[list[Tensor]]:
     """Yields tensors as views of their files, which take memory only where they are read.
 
     Files are mapped anew each time, so that what was read is given back at the end of the block.
@@ -148,7 +147,7 @@ def _headers(path: Path) -> dict[str, There]:
 def _no_weights(folder: Path) -> str:
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
-        named = read_json(folder / CONFIG).get("architectures") or ["AutoModelForCausalLM"]
+        named = read_mapping(folder / CONFIG).get("architectures") or ["AutoModelForCausalLM"]
         return (
             f"{folder} holds its weights as {', '.join(pickles)}, which are pickles: reading one "
             f"can run any code, so gridformer does not. If you trust the source, convert them "
@@ -161,7 +160,7 @@ def _no_weights(folder: Path) -> str:
     return f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}"
 
 
-def dtype_of(tensor: There) -> torch.dtype:
+def parameter_dtype(tensor: There) -> torch.dtype:
     """Returns the type of a tensor.
 
     Raises:

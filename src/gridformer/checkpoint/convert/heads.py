@@ -131,7 +131,7 @@ def label_keys(n_labels: int, names: Sequence[str] = ()) -> dict[str, Any]:
     }
 
 
-def label_names(values: Mapping[str, Any]) -> list[str]:
+def config_label_names(values: Mapping[str, Any]) -> list[str]:
     """Returns the names of labels in their config.json; none if they are those of transformers."""
     found = values.get("id2label")
     if not isinstance(found, Mapping):

@@ -21,14 +21,14 @@ from gridformer.checkpoint.convert.folder import (
     CONFIG,
     There,
     check_folder,
-    dtype_of,
     matches,
-    opened,
-    read_json,
+    opened_tensors,
+    parameter_dtype,
+    read_mapping,
     tensors_in,
 )
 from gridformer.checkpoint.convert.forms import Shape
-from gridformer.checkpoint.convert.heads import label_names, task_of
+from gridformer.checkpoint.convert.heads import config_label_names, task_of
 from gridformer.checkpoint.convert.kinds import KINDS
 from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.checkpoint.convert.weights_only import write_weights
@@ -116,7 +116,9 @@ def import_folder(
         step = writing / "checkpoints" / "step-00000000"
         step.mkdir(parents=True)
         (writing / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
-        if source.task == "classify" and (names := label_names(read_json(folder / CONFIG))):
+        if source.task == "classify" and (
+            names := config_label_names(read_mapping(folder / CONFIG))
+        ):
             write_label_names(writing, names)
         (writing / KEPT).mkdir()
         for name in KEPT_FILES:
@@ -136,7 +138,7 @@ def open_source(folder: Path) -> HuggingFaceFolder:
     Raises: See `import_folder`.
     """
     check_folder(folder)
-    values = read_json(folder / CONFIG)
+    values = read_mapping(folder / CONFIG)
     path = folder / CONFIG
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in KINDS:
@@ -200,7 +202,7 @@ def _check_tensors(
     if problems:
         raise CheckpointError(f"{folder}: {'; '.join(problems)}")
     for name in sorted(wanted):
-        dtype_of(there[name])
+        parameter_dtype(there[name])
 
 
 def _write(
@@ -213,10 +215,10 @@ def _write(
 def _streamed(entry: TableEntry, source: HuggingFaceFolder, dtype: DType) -> Streamed:
     shape = source.shapes[entry.ours]
     theirs = [source.tensors[name] for name in entry.theirs]
-    stored = dtype_of(theirs[0]) if dtype == "keep" else getattr(torch, dtype)
+    stored = parameter_dtype(theirs[0]) if dtype == "keep" else getattr(torch, dtype)
 
     def pieces() -> Iterator[Tensor]:
-        with opened(theirs) as views:
+        with opened_tensors(theirs) as views:
             for rows in row_slices(shape, stored):
                 yield entry.form.ours(views, rows).to(stored)
 

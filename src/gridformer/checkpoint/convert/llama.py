@@ -16,7 +16,7 @@ from gridformer.checkpoint.convert.heads import head_entries, head_keys, read_he
 from gridformer.checkpoint.convert.rope import read_rope, write_rope
 from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.config import ModelConfig, Task
-from gridformer.utils.units import as_yaml
+from gridformer.utils.units import format_value
 
 _NORMS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
 _HEAD_NORMS = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
@@ -158,8 +158,8 @@ def write_config(kind: str, config: ModelConfig, task: Task = "auto") -> dict[st
     problems: list[str] = []
     for key, here in (("qkv_bias", traits.qkv_bias), ("qk_norm", traits.qk_norm)):
         if getattr(config, key) != here:
-            value = as_yaml(getattr(config, key))
-            problems.append(f"{key}={value}: a {kind} has {key}={as_yaml(here)}")
+            value = format_value(getattr(config, key))
+            problems.append(f"{key}={value}: a {kind} has {key}={format_value(here)}")
     if config.window and traits.window == "none":
         problems.append(f"window={config.window}: a {kind} has none")
     if kind == "llama" and config.hidden_size % config.n_heads:

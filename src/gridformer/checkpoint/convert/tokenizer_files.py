@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from gridformer.checkpoint.convert.folder import CONFIG, read_json
+from gridformer.checkpoint.convert.folder import CONFIG, read_mapping
 from gridformer.checkpoint.manifest import KEPT
 from gridformer.checkpoint.side_files import KEPT_FILES
 from gridformer.config import RunConfig
@@ -39,7 +39,7 @@ def write_tokenizer(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
         template = read_chat(root).template
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     if (kept / CONFIG).is_file():
-        before = read_json(kept / CONFIG)
+        before = read_mapping(kept / CONFIG)
         return {key: before[key] for key in _TOKEN_KEYS if key in before} | _read_by_heads(
             root, run
         )

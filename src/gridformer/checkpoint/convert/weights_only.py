@@ -10,7 +10,7 @@ import torch
 
 from gridformer.checkpoint.block import TensorBlock
 from gridformer.checkpoint.convert.files import in_files
-from gridformer.checkpoint.index import joined, part_of
+from gridformer.checkpoint.index import joined_index, part_of
 from gridformer.checkpoint.manifest import FileEntry, Manifest, write_manifest
 from gridformer.checkpoint.place import writing_in
 from gridformer.checkpoint.safetensors_file import Streamed, offsets_info, write_streamed
@@ -63,7 +63,7 @@ def write_weights(
             run=run.model_dump(mode="json"),
             files=files,
             side_files=side,
-            index=joined(parts),
+            index=joined_index(parts),
             weights_only=True,
         ),
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gridformer.cluster import Cluster, load_cluster
 from gridformer.config import RunConfig, parse_run
-from gridformer.parallel.validation import check
+from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def make_job(
         own.append(f"train.max_hours={stop:.4g}")
         notes.append(f"{own[-1]} is added: the run saves and stops before the limit of {hours:g} h")
     changed = parse_run(run.model_dump(mode="json"), own)
-    check(changed)
+    check_layout(changed)
     cores = int(found.host.cores.value) // found.node_size if found and found.host.cores else 0
     return ClusterJob(
         run=changed,

@@ -27,6 +27,14 @@ class KVCache:
 
         With a window, no new token sees more than `window` - 1 of the past tokens, and the others
         are forgotten.
+
+        Args:
+            k_BNSD: Keys of the new tokens [b, n, s, d].
+            v_BNSD: Values of the new tokens [b, n, s, d].
+            window: How many keys a query sees at most, its own among them; 0 means all of them.
+
+        Returns:
+            The keys and the values of all tokens that a new one may see, [b, n, S, d] with S >= s.
         """
         if self.k is not None and self.v is not None:
             unseen = max(0, self.k.shape[2] - window + 1) if window else 0

@@ -65,7 +65,18 @@ class DocumentMask:
 
 
 def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask, scale: float) -> Tensor:
-    """Computes attention from q [b, n, s, d] to k and v [b, m, S, d], where m divides n."""
+    """Computes attention from q [b, n, s, d] to k and v [b, m, S, d], where m divides n.
+
+    Args:
+        q: Queries [b, n, s, d].
+        k: Keys [b, m, S, d]; n / m heads of queries in a row share one head of keys.
+        v: Values [b, m, S, d].
+        mask: Which keys each query sees.
+        scale: A factor of the scores.
+
+    Returns:
+        [b, n, s, d], in memory [b, s, n, d].
+    """
     out: Tensor = _InParts.apply(q, k, v, mask, scale)
     return out
 

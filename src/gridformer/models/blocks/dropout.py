@@ -85,7 +85,7 @@ def drop_elements(x_BSH: Tensor, stamp: Tensor, token: int, column: int, p: floa
     low, high, first_sample, _ = stamp.unbind()
     # Runs on some rows at a time: the random integers take several times the memory of x.
     samples = (indices(0, b, x_BSH) + first_sample).view(b, 1)
-    rows = rng.join(samples, indices(token, s, x_BSH)).view(-1)
+    rows = rng.hash_indices(samples, indices(token, s, x_BSH)).view(-1)
     columns = indices(column, h, x_BSH)
     flat = x_BSH.reshape(-1, h)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
@@ -126,12 +126,21 @@ def _keep_scores(stamp: Tensor, shape: Sequence[int], first_head: int, p: float)
     low, high, first_sample, _ = stamp.unbind()
     samples = (indices(0, b, stamp) + first_sample).view(b, 1, 1)
     heads = indices(first_head, n, stamp).view(n, 1)
-    rows = rng.join(samples, heads, indices(0, s, stamp))
+    rows = rng.hash_indices(samples, heads, indices(0, s, stamp))
     return rng.keep((low, high), rows, indices(0, seen, stamp), p)
 
 
 def indices(start: int, n: int, like: Tensor) -> Tensor:
-    """Returns the n integers from `start` on, on the device of `like`."""
+    """Returns the n integers from `start` on, on the device of `like`.
+
+    Args:
+        start: The first integer.
+        n: How many there are.
+        like: A tensor on the device of the result.
+
+    Returns:
+        int64 [n].
+    """
     return torch.arange(start, start + n, device=like.device)
 
 

@@ -34,7 +34,13 @@ class LayerNorm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x / sqrt(mean(x²) + eps) * weight over the last dimension, in the dtype of x."""
+    """Returns x / sqrt(mean(x²) + eps) * weight over the last dimension, in the dtype of x.
+
+    Args:
+        x: [.., d].
+        weight: [d]; the norm is computed in its dtype.
+        eps: Added to the mean square.
+    """
     y: Tensor = _RMSNorm.apply(x, weight, eps)
     return y
 
@@ -94,5 +100,12 @@ class HeadNorm(nn.Module):
 
 
 def new_norm(kind: NormKind, h: int, eps: float, reader: str | None = None) -> LayerNorm | RMSNorm:
-    """Returns a norm of the given kind; for the other arguments see `LayerNorm`."""
+    """Returns a norm of the given kind.
+
+    Args:
+        kind: `layer` for a LayerNorm, or `rms` for an RMSNorm.
+        h: Hidden size.
+        eps: Added to the variance, or to the mean square.
+        reader: The name of the product that alone reads the result, or None if others read it too.
+    """
     return LayerNorm(h, eps, reader) if kind == "layer" else RMSNorm(h, eps, reader)

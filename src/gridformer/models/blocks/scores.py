@@ -180,7 +180,12 @@ class ScoreParts:
     documents: DocumentBounds | None = None
 
     def sum(self, queries: int, dtype: torch.dtype) -> Tensor | SharedBias | DocumentMask | None:
-        """Returns them as one tensor, for attention that the kernels cannot compute."""
+        """Returns them as one tensor, for attention that the kernels cannot compute.
+
+        Args:
+            queries: The number s of queries.
+            dtype: The dtype of what is added to scores.
+        """
         mask = None if self.valid is None else self.valid[:, None, None, :]
         out = added_to_scores(
             queries, dtype, mask, self.bias, self.causal, False, self.window, self.documents
@@ -277,10 +282,17 @@ def same_document(bounds: Tensor, keys: int, causal: bool) -> Tensor:
 
 
 def past(queries: int, seen: int, device: torch.device, size: int | None = None) -> Tensor:
-    """Returns a mask [queries, seen]: True where a key is not after the query's position.
+    """Returns a mask that is True where a key is not after the query's position.
 
-    The last query and the last key are at the same position. With `size`, a query sees this many
-    keys at most, of which its own position is the last.
+    Args:
+        queries: The number of queries, the last ones of the sequence.
+        seen: The number of keys, those of earlier tokens included.
+        device: The device of the mask.
+        size: How many keys a query sees at most, of which its own position is the last; None means
+            all that are not after it.
+
+    Returns:
+        bool [queries, seen]. The last query and the last key are at the same position.
     """
     mask = torch.ones(queries, seen, dtype=torch.bool, device=device).tril(seen - queries)
     return mask if size is None else mask.triu(seen - queries - size + 1)

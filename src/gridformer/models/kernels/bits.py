@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def opened(stamp):
+def load_stamp(stamp):
     """Loads a stamp: the two halves of its key and the index of the first sample, all int64."""
     return tl.load(stamp), tl.load(stamp + 1), tl.load(stamp + 2)
 
@@ -33,14 +33,14 @@ def fold(index):
 
 
 @triton.jit
-def join(joined, index):
-    """Adds one more int64 index to a joined one, as `rng.join` does; the first joins 0."""
+def hash_index(joined, index):
+    """Adds one more int64 index to a joined one, as `rng.hash_indices` does; the first joins 0."""
     return mix(joined ^ fold(index)) + 0x9E3779B9
 
 
 @triton.jit
 def hash_row(joined, key_low):
-    """The part of `rng.bits` that depends on a row, given as the result of `join`."""
+    """The part of `rng.bits` that depends on a row, given as the result of `hash_index`."""
     return mix(joined ^ key_low.to(tl.uint32))
 
 

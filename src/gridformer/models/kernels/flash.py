@@ -11,12 +11,12 @@ import triton.language as tl
 
 from gridformer.models.kernels.tiles import (
     drop,
+    dropout_key,
     head_of,
-    key_of,
-    load,
+    load_rows,
     product,
     scores,
-    store,
+    store_rows,
     within,
 )
 
@@ -83,9 +83,9 @@ def forward(
     valid, bias = valid + sample * n_columns, bias + head * n_rows * n_columns
     documents += sample * 2 * n_rows
     row = first_row + tl.arange(0, R)
-    tile_q = load(q, q_strides, first_row, n_rows, width, R, D)
+    tile_q = load_rows(q, q_strides, first_row, n_rows, width, R, D)
     wide: tl.constexpr = tl.float64 if tile_q.dtype == tl.float64 else tl.float32
-    key_low, key_high, first_sample = key_of(stamp, THRESHOLD)
+    key_low, key_high, first_sample = dropout_key(stamp, THRESHOLD)
     total = tl.zeros([R, D], wide)
     largest, exps = tl.full([R], float("-inf"), wide), tl.zeros([R], wide)
     begin, end = 0, n_columns
@@ -97,8 +97,8 @@ def forward(
         begin, end = within(documents, begin, end, first_row, R, n_rows, C)
     for start in range(begin, end, C):
         column = start + tl.arange(0, C)
-        tile_k = load(k, k_strides, start, n_columns, width, C, D)
-        tile_v = load(v, v_strides, start, n_columns, width, C, D)
+        tile_k = load_rows(k, k_strides, start, n_columns, width, C, D)
+        tile_v = load_rows(v, v_strides, start, n_columns, width, C, D)
         x = scores(
             tile_q, tile_k, valid, bias, documents, row, column, n_rows, n_columns,
             SCALE, CAUSAL, WINDOW, VALID, BIAS, DOCUMENTS, PRECISION,
@@ -116,6 +116,6 @@ def forward(
     some = exps > 0  # a query that sees no key gets zeros
     gain = tl.full([1], GAIN, wide)
     total = total * (gain / tl.where(some, exps, 1.0))[:, None]
-    store(out, out_strides, total, first_row, n_rows, width, R, D)
+    store_rows(out, out_strides, total, first_row, n_rows, width, R, D)
     log = tl.where(some, largest + tl.log(tl.where(some, exps, 1.0)), float("inf"))
     tl.store(lse + pair * n_rows + row, log, row < n_rows)

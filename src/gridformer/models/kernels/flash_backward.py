@@ -11,12 +11,12 @@ import triton.language as tl
 
 from gridformer.models.kernels.tiles import (
     drop,
+    dropout_key,
     head_of,
-    key_of,
-    load,
+    load_rows,
     product,
     scores,
-    store,
+    store_rows,
     within,
 )
 
@@ -69,11 +69,11 @@ def backward_queries(
     valid, bias = valid + sample * n_columns, bias + head * n_rows * n_columns
     documents += sample * 2 * n_rows
     row = first_row + tl.arange(0, R)
-    tile_q = load(q, q_strides, first_row, n_rows, width, R, D)
-    tile_out = load(out, out_strides, first_row, n_rows, width, R, D)
-    tile_grad = load(grad, grad_strides, first_row, n_rows, width, R, D)
+    tile_q = load_rows(q, q_strides, first_row, n_rows, width, R, D)
+    tile_out = load_rows(out, out_strides, first_row, n_rows, width, R, D)
+    tile_grad = load_rows(grad, grad_strides, first_row, n_rows, width, R, D)
     wide: tl.constexpr = tl.float64 if tile_q.dtype == tl.float64 else tl.float32
-    key_low, key_high, first_sample = key_of(stamp, THRESHOLD)
+    key_low, key_high, first_sample = dropout_key(stamp, THRESHOLD)
     row_delta = tl.sum(tile_out.to(wide) * tile_grad.to(wide), 1)
     place = pair * n_rows + row
     tl.store(delta + place, row_delta, row < n_rows)
@@ -88,8 +88,8 @@ def backward_queries(
         begin, end = within(documents, begin, end, first_row, R, n_rows, C)
     for start in range(begin, end, C):
         column = start + tl.arange(0, C)
-        tile_k = load(k, k_strides, start, n_columns, width, C, D)
-        tile_v = load(v, v_strides, start, n_columns, width, C, D)
+        tile_k = load_rows(k, k_strides, start, n_columns, width, C, D)
+        tile_v = load_rows(v, v_strides, start, n_columns, width, C, D)
         x = scores(
             tile_q, tile_k, valid, bias, documents, row, column, n_rows, n_columns,
             SCALE, CAUSAL, WINDOW, VALID, BIAS, DOCUMENTS, PRECISION,
@@ -110,7 +110,7 @@ def backward_queries(
         total = product(grad_x.to(tile_k.dtype), tile_k, total, PRECISION)
     total = total * tl.full([1, 1], SCALE, wide)
     grad_q = head_of(grad_q, grad_q_strides, sample, head)
-    store(grad_q, grad_q_strides, total, first_row, n_rows, width, R, D)
+    store_rows(grad_q, grad_q_strides, total, first_row, n_rows, width, R, D)
 
 
 @triton.jit(do_not_specialize=["first_head"])
@@ -164,10 +164,10 @@ def backward_keys(
     documents += sample * 2 * n_rows
     key_documents += sample * 2 * n_columns
     column = start + tl.arange(0, C)
-    tile_k = load(k, k_strides, start, n_columns, width, C, D)
-    tile_v = load(v, v_strides, start, n_columns, width, C, D)
+    tile_k = load_rows(k, k_strides, start, n_columns, width, C, D)
+    tile_v = load_rows(v, v_strides, start, n_columns, width, C, D)
     wide: tl.constexpr = tl.float64 if tile_k.dtype == tl.float64 else tl.float32
-    key_low, key_high, first_sample = key_of(stamp, THRESHOLD)
+    key_low, key_high, first_sample = dropout_key(stamp, THRESHOLD)
     total_k, total_v = tl.zeros([C, D], wide), tl.zeros([C, D], wide)
     begin, end = 0, n_rows
     if CAUSAL:  # the tile of the first query that sees one of these keys
@@ -184,8 +184,8 @@ def backward_keys(
         first_place = (sample * n_heads + head) * n_rows
         for first_row in range(begin, end, R):
             row = first_row + tl.arange(0, R)
-            tile_q = load(this_q, q_strides, first_row, n_rows, width, R, D)
-            tile_grad = load(this_grad, grad_strides, first_row, n_rows, width, R, D)
+            tile_q = load_rows(this_q, q_strides, first_row, n_rows, width, R, D)
+            tile_grad = load_rows(this_grad, grad_strides, first_row, n_rows, width, R, D)
             log = tl.load(lse + first_place + row, row < n_rows, float("inf"))
             row_delta = tl.load(delta + first_place + row, row < n_rows, 0.0)
             x = scores(
@@ -212,8 +212,8 @@ def backward_keys(
     total_k = total_k * tl.full([1, 1], SCALE, wide)
     grad_k = head_of(grad_k, grad_k_strides, sample, of_keys)
     grad_v = head_of(grad_v, grad_v_strides, sample, of_keys)
-    store(grad_k, grad_k_strides, total_k, start, n_columns, width, C, D)
-    store(grad_v, grad_v_strides, total_v, start, n_columns, width, C, D)
+    store_rows(grad_k, grad_k_strides, total_k, start, n_columns, width, C, D)
+    store_rows(grad_v, grad_v_strides, total_v, start, n_columns, width, C, D)
 
 
 @triton.jit(do_not_specialize=["first_head"])
@@ -262,7 +262,7 @@ def backward_bias(
     row, column = first_row + tl.arange(0, R), start + tl.arange(0, C)
     bias, grad_bias = bias + head * n_rows * n_columns, grad_bias + head * n_rows * n_columns
     wide: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float64 else tl.float32
-    key_low, key_high, first_sample = key_of(stamp, THRESHOLD)
+    key_low, key_high, first_sample = dropout_key(stamp, THRESHOLD)
     total = tl.zeros([R, C], wide)
     end = n_samples
     if CAUSAL:  # no sample adds to a tile in the future
@@ -273,10 +273,10 @@ def backward_bias(
         this_k = head_of(k, k_strides, sample, head // sizes[5])
         this_v = head_of(v, v_strides, sample, head // sizes[5])
         this_grad = head_of(grad, grad_strides, sample, head)
-        tile_q = load(this_q, q_strides, first_row, n_rows, width, R, D)
-        tile_k = load(this_k, k_strides, start, n_columns, width, C, D)
-        tile_v = load(this_v, v_strides, start, n_columns, width, C, D)
-        tile_grad = load(this_grad, grad_strides, first_row, n_rows, width, R, D)
+        tile_q = load_rows(this_q, q_strides, first_row, n_rows, width, R, D)
+        tile_k = load_rows(this_k, k_strides, start, n_columns, width, C, D)
+        tile_v = load_rows(this_v, v_strides, start, n_columns, width, C, D)
+        tile_grad = load_rows(this_grad, grad_strides, first_row, n_rows, width, R, D)
         place = (sample * n_heads + head) * n_rows + row
         log = tl.load(lse + place, row < n_rows, float("inf"))
         row_delta = tl.load(delta + place, row < n_rows, 0.0)

@@ -32,7 +32,27 @@ def launch_attention(
     p: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the result [b, n, s, d] and, for backward, one number per query [b, n, s]."""
+    """Computes attention on a GPU; see `attention.attention` for the tensors.
+
+    Args:
+        q: Queries [b, n, s, d].
+        k: Keys [b, m, S, d]; n / m heads of queries in a row share one head of keys.
+        v: Values [b, m, S, d].
+        valid: False where no query may attend to a key, bool [b, S]; None hides no key.
+        bias: Added to the scores [n, s, S]; None adds nothing.
+        documents: Where the document of each query begins and ends among the keys, int32 [b, 2, s];
+            None means that there is one document.
+        stamp: What the dropout mask depends on; None without dropout.
+        causal: Whether a query sees only keys up to its own position.
+        scale: A factor of the scores.
+        first_head: The global index of the first head.
+        p: The probability of dropping an attention probability; 0 means no dropout.
+        window: How many keys a query sees at most if `causal`; 0 means all of them.
+
+    Returns:
+        The result [b, n, s, d], in memory [b, s, n, d], and for the backward pass one number per
+        query [b, n, s]: the logarithm of the sum of its scores' exponentials.
+    """
     q, k, v = map(_with_whole_rows, (q, k, v))
     out, lse = empty_heads(q), empty_lse(q)
     tiles = tile_sizes(q, forward=True)
@@ -73,7 +93,33 @@ def launch_attention_backward(
     window: int,
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k, v and the bias; the last is empty if it is not wanted."""
+    """Computes the gradients of `launch_attention`, whose tensors and settings it takes.
+
+    Args:
+        grad: The gradient of the result [b, n, s, d].
+        q: Queries [b, n, s, d].
+        k: Keys [b, m, S, d]; n / m heads of queries in a row share one head of keys.
+        v: Values [b, m, S, d].
+        valid: False where no query may attend to a key, bool [b, S]; None hides no key.
+        bias: Added to the scores [n, s, S]; None adds nothing.
+        documents: Where the document of each query begins and ends among the keys, int32 [b, 2, s];
+            None means that there is one document.
+        stamp: What the dropout mask depends on; None without dropout.
+        key_documents: Where the document of each key begins and ends among the queries, int32
+            [b, 2, S]; None as for `documents`.
+        out: The result of the forward pass [b, n, s, d].
+        lse: Its number per query [b, n, s].
+        causal: Whether a query sees only keys up to its own position.
+        scale: A factor of the scores.
+        first_head: The global index of the first head.
+        p: The probability of dropping an attention probability; 0 means no dropout.
+        window: How many keys a query sees at most if `causal`; 0 means all of them.
+        wants_bias: Whether the gradient of the bias is computed.
+
+    Returns:
+        The gradients of q, k, v and the bias, each of its tensor's shape. That of the bias has no
+        elements if it is not wanted or there is no bias.
+    """
     q, k, v, grad = map(_with_whole_rows, (q, k, v, grad))
     grad_q, grad_k, grad_v = empty_heads(q), empty_heads(k), empty_heads(v)
     grad_bias = q.new_empty(0)
@@ -119,6 +165,14 @@ def tile_sizes(q: Tensor, forward: bool) -> dict[str, int]:
     """Returns the sizes of tiles and how many threads and buffers a program has.
 
     They fit into the 99 KiB of shared memory that the smallest supported GPUs have.
+
+    Args:
+        q: Queries [.., d], of which the width and the dtype are read.
+        forward: Whether it is the forward kernel, which needs less memory.
+
+    Returns:
+        The constants of the kernels: `D`, the width of a tile, at least d; `R` and `C`, its numbers
+        of queries and of keys; `num_warps` and `num_stages`, which Triton reads.
     """
     width = max(16, triton.next_power_of_2(q.shape[-1]))
     n_bytes = width * q.element_size()  # of a row

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gridformer.models.kernels.bits import hash_column, hash_row, join, kept, opened
+from gridformer.models.kernels.bits import hash_column, hash_index, hash_row, kept, load_stamp
 from gridformer.models.kernels.library import threshold
 
 _ELEMENTS = 2048  # of a program's tile: 16 for each of 128 threads
@@ -31,9 +31,9 @@ def _masked(
     program, n_blocks = tl.program_id(0), tl.cdiv(n_columns, COLUMNS)
     row = (program // n_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (program % n_blocks).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    key_low, key_high, first_sample = opened(stamp)
-    joined = join(tl.zeros([ROWS], tl.uint32), first_sample + row // n_tokens)
-    joined = join(joined, first_token + row % n_tokens)
+    key_low, key_high, first_sample = load_stamp(stamp)
+    joined = hash_index(tl.zeros([ROWS], tl.uint32), first_sample + row // n_tokens)
+    joined = hash_index(joined, first_token + row % n_tokens)
     keep = kept(hash_row(joined, key_low), hash_column(first_column + column, key_high), THRESHOLD)
     place = row[:, None] * n_columns + column[None, :]
     inside = (row < n_rows)[:, None] & (column < n_columns)[None, :]
@@ -48,7 +48,18 @@ def _masked(
 def launch_masking(
     x_BSH: Tensor, stamp: Tensor, first_token: int, first_column: int, p: float
 ) -> Tensor:
-    """Returns x [b, s, h] masked, contiguous; see `dropout.masked`."""
+    """Drops elements on a GPU; see `dropout.masked`.
+
+    Args:
+        x_BSH: The tensor [b, s, h] of which a share p of the elements is dropped.
+        stamp: What the mask depends on; see `dropout.masked`.
+        first_token: The index of the first token within its sequence.
+        first_column: The index of the first column.
+        p: The probability of dropping an element.
+
+    Returns:
+        A new contiguous tensor [b, s, h]: x / (1 - p) where it is kept, and 0 elsewhere.
+    """
     x_BSH = x_BSH.contiguous()
     out = torch.empty_like(x_BSH)
     h = x_BSH.shape[-1]

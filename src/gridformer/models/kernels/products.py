@@ -19,14 +19,29 @@ define("add_product(Tensor(a!) total, Tensor a, Tensor b) -> ()")
 
 
 def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a @ b of matrices a [m, k] and b [k, n] in a type at least as wide as theirs."""
+    """Returns a @ b of matrices a [m, k] and b [k, n] in a type at least as wide as theirs.
+
+    Args:
+        a: [m, k].
+        b: [k, n], of the dtype of a.
+        dtype: The dtype of the result. GPUs write float32 without rounding to the dtype of a.
+
+    Returns:
+        [m, n].
+    """
     if _in_float32(a, dtype):
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).to(dtype)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a @ b of matrices a [m, k] and b [k, n] to `total` [m, n], in the type of `total`."""
+    """Adds a @ b of matrices a [m, k] and b [k, n] to `total` [m, n], in the type of `total`.
+
+    Args:
+        total: [m, n], which is added to in place.
+        a: [m, k].
+        b: [k, n], of the dtype of a.
+    """
     if _in_float32(a, total.dtype):
         torch.ops.gridformer.add_product(total, a, b)
     else:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gridformer.models.kernels.bits import hash_column, hash_row, join, kept, opened
+from gridformer.models.kernels.bits import hash_column, hash_index, hash_row, kept, load_stamp
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def head_of(x, strides, sample, head):
 
 
 @triton.jit
-def load(x, strides, start, n_rows, width, ROWS: tl.constexpr, D: tl.constexpr):
+def load_rows(x, strides, start, n_rows, width, ROWS: tl.constexpr, D: tl.constexpr):
     """Loads rows of one head's x [n_rows, width] from `start` on as a tile [ROWS, D]."""
     row, at = tl.arange(0, ROWS), tl.arange(0, D)
     inside = (start + row < n_rows)[:, None] & (at < width)[None, :]
@@ -33,7 +33,7 @@ def load(x, strides, start, n_rows, width, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def store(x, strides, tile, start, n_rows, width, ROWS: tl.constexpr, D: tl.constexpr):
+def store_rows(x, strides, tile, start, n_rows, width, ROWS: tl.constexpr, D: tl.constexpr):
     """Stores a tile [ROWS, D] to the rows of one head's x [n_rows, width] from `start` on."""
     row, at = tl.arange(0, ROWS), tl.arange(0, D)
     inside = (start + row < n_rows)[:, None] & (at < width)[None, :]
@@ -122,11 +122,11 @@ def within(documents, begin, end, start, size, length, TILE: tl.constexpr):
 
 
 @triton.jit
-def key_of(stamp, THRESHOLD: tl.constexpr):
+def dropout_key(stamp, THRESHOLD: tl.constexpr):
     """Returns the two halves of a key and the index of the first sample; zeros without dropout."""
     found = (tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64))
     if THRESHOLD > 0:
-        found = opened(stamp)
+        found = load_stamp(stamp)
     return found
 
 
@@ -140,10 +140,10 @@ def drop(x, sample, head, row, column, key_low, key_high, THRESHOLD: tl.constexp
         head: The global index of the head, int64.
         row: Indices of the queries [R].
         column: Indices of the keys [C].
-        key_low, key_high: See `key_of`.
+        key_low, key_high: See `dropout_key`.
     """
     if THRESHOLD > 0:
-        joined = join(tl.zeros_like(row).to(tl.uint32), sample)
-        rows = hash_row(join(join(joined, head), row.to(tl.int64)), key_low)
+        joined = hash_index(tl.zeros_like(row).to(tl.uint32), sample)
+        rows = hash_row(hash_index(hash_index(joined, head), row.to(tl.int64)), key_low)
         x = tl.where(kept(rows, hash_column(column.to(tl.int64), key_high), THRESHOLD), x, 0.0)
     return x

@@ -131,6 +131,7 @@ class Choices:
 
     @property
     def replicated(self) -> bool:
+        """Whether every device holds all of the activations between sections."""
         return self.between == "replicated"
 
     @property

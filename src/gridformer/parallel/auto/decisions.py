@@ -21,9 +21,9 @@ from gridformer.mesh.placement_table import explain, explain_racks
 from gridformer.parallel.auto.cost import Choice, Choices
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import Work
-from gridformer.parallel.auto.work import ITEMSIZE, parameter_bytes, resolved, work_of
+from gridformer.parallel.auto.work import ITEMSIZE, parameter_bytes, replica_work, resolved
 from gridformer.parallel.pipeline.partition import link_names, stages_of
-from gridformer.parallel.registry import describe, spec_of
+from gridformer.parallel.registry import describe_layout, spec_of
 from gridformer.utils.units import MIB, three_digits
 
 _TURNS = 3  # of deciding choices and placement
@@ -62,7 +62,7 @@ class Decisions:
 
 def decide_run(run: RunConfig) -> Decisions:
     """Decides what the `auto` settings of a validated run become."""
-    work = work_of(run)
+    work = replica_work(run)
     choices = choices_of(run)
     traffic = traffic_of(run, choices, work)
     if run.layout.pp > 1:
@@ -77,7 +77,7 @@ def choices_of(run: RunConfig) -> Choices:
     On a cluster this depends on what nodes hold, which depends on what travels: both are decided in
     turn until what nodes hold does not change.
     """
-    layout, work, block = run.layout, work_of(run), None
+    layout, work, block = run.layout, replica_work(run), None
     for _ in range(_TURNS):
         choices = decide(run.model, layout, work, block)
         if not layout.cluster or not layout.devices_per_node:
@@ -90,7 +90,16 @@ def choices_of(run: RunConfig) -> Choices:
 
 
 def traffic_of(run: RunConfig, choices: Choices, work: Work) -> dict[str, float]:
-    """Returns the bytes that one device receives over each axis in a step; see `Decisions`."""
+    """Returns the bytes that one device receives over each axis in a step; see `Decisions`.
+
+    Args:
+        run: The run.
+        choices: How each product is carried out.
+        work: The work of one replica, as `replica_work(run)` returns it.
+
+    Returns:
+        Bytes by the name of the axis: `col`, `row` and `dp`, and with stages `pp`.
+    """
     layout = run.layout
     steps = [choices.step(choice) for choice in choices.products.values()]
     spec, again = spec_of(layout), _times_over_replicas(resolved(run, choices))
@@ -112,11 +121,21 @@ def traffic_of(run: RunConfig, choices: Choices, work: Work) -> dict[str, float]
 def placements(
     layout: LayoutConfig, traffic: Mapping[str, float]
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Returns the blocks that a node and a rack may hold, best first; see `Decisions`."""
+    """Returns the blocks that a node and a rack may hold, best first; see `Decisions`.
+
+    Args:
+        layout: The layout.
+        traffic: What `traffic_of` returned.
+
+    Returns:
+        The blocks of devices that a node may hold, and the blocks of nodes that a rack may hold.
+        A list is empty if the layout does not give the number of devices per node, or of nodes per
+        rack, or if the scheme has no blocks.
+    """
     if not layout.devices_per_node or not spec_of(layout).node_blocks:
         return [], []
     sizes = nodes.sizes_of(layout)
-    candidates = nodes.search(sizes, traffic, layout.devices_per_node)
+    candidates = nodes.search_blocks(sizes, traffic, layout.devices_per_node)
     if not layout.nodes_per_rack:
         return candidates, []
     return candidates, nodes.search_racks(sizes, candidates[0], layout.nodes_per_rack)
@@ -175,10 +194,16 @@ def _times_over_replicas(run: RunConfig) -> float:
 
 
 def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> None:
-    """Prints how each product is carried out, what travels, what is kept, and why."""
+    """Prints how each product is carried out, what travels, what is kept, and why.
+
+    Args:
+        run: The run.
+        decisions: What `decide_run(run)` returned.
+        console: Where it is printed.
+    """
     choices, layout = decisions.choices, run.layout
     work = choices.work
-    said = f"{run.model.name} on {describe(layout)}: {work.tokens:,} tokens per micro-batch"
+    said = f"{run.model.name} on {describe_layout(layout)}: {work.tokens:,} tokens per micro-batch"
     m = work.micro_batches
     per_step = f"{m} micro-batch{'es' * (m > 1)} per step"
     console.print(Text(f"{said}, {per_step}, {run.train.dtype}"))

@@ -27,7 +27,9 @@ _RULES = ("stationary:", "schedule:", "chunks:", "keep_gathered:")  # what their
 _SCHEDULES: tuple[ScheduleName, ...] = ("gather", "pipelined", "broadcast")
 
 
-def fastest(by_rules: Choices, layout: LayoutConfig, block: NodeBlock | None = None) -> Choices:
+def fastest_choices(
+    by_rules: Choices, layout: LayoutConfig, block: NodeBlock | None = None
+) -> Choices:
     """Returns the fastest choices on the cluster of a layout.
 
     Args:
@@ -54,7 +56,13 @@ def fastest(by_rules: Choices, layout: LayoutConfig, block: NodeBlock | None = N
 
 
 def max_chunks(choices: Choices, layout: LayoutConfig, product: Product) -> int:
-    """Returns the most chunks into which the activation of a product can be cut."""
+    """Returns the most chunks into which the activation of a product can be cut.
+
+    Args:
+        choices: The choices, of which the work and the grid are read.
+        layout: The layout.
+        product: The product.
+    """
     work, lies = choices.work, spec_of(layout).boundary(layout).lies
     if lies == "s":  # chunks of whole sequences
         return work.sequences // choices.rows

@@ -27,7 +27,20 @@ def boundary_op(between: str, way: Way) -> Op | None:
 
 
 def product_work(batch: int, m: int, n: int, k: int, dtype: str, itemsize: int) -> KernelWork:
-    """Returns the work of a product of `batch` matrices [m, k] and [k, n]."""
+    """Returns the work of a product of `batch` matrices [m, k] and [k, n].
+
+    Args:
+        batch: The number of products of the same shapes.
+        m: Rows of the first matrix.
+        n: Columns of the second matrix.
+        k: Columns of the first matrix and rows of the second.
+        dtype: The data type by which the speed of products is told apart, such as `tf32`.
+        itemsize: Bytes of an element.
+
+    Returns:
+        2 m n k operations for each product, and the bytes of all three matrices, each of which is
+        read or written once.
+    """
     n_bytes = batch * (m * k + k * n + m * n) * itemsize
     return KernelWork("product", 2.0 * batch * m * n * k, n_bytes, dtype, (batch, m, n, k))
 

@@ -21,7 +21,7 @@ from gridformer.parallel.auto.fastest import (
     MEMORY_SHARE,
     MOST_CHUNKS,
     SMALL_BYTES,
-    fastest,
+    fastest_choices,
     max_chunks,
 )
 from gridformer.parallel.auto.products import Work, blocks_of, products_of
@@ -82,7 +82,7 @@ def decide(
     chosen = _reshard(_cast(_at_once(_kept(chosen, layout)), layout), layout)
     if not layout.cluster or chosen.rows * chosen.cols == 1:
         return chosen
-    return fastest(chosen, layout, block)
+    return fastest_choices(chosen, layout, block)
 
 
 def _replicated_heads(choices: Choices, model: ModelConfig, axis: str) -> list[str]:

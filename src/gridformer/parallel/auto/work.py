@@ -12,7 +12,7 @@ from gridformer.parallel.auto.products import Work
 ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
-def work_of(run: RunConfig) -> Work:
+def replica_work(run: RunConfig) -> Work:
     """Returns the amount of work of one replica of a run, which `decide` reads."""
     layout, train = run.layout, run.train
     sequences = train.global_batch // (layout.dp * layout.micro_batches)

@@ -33,7 +33,12 @@ class Grid:
         return rank in self.ranks
 
     def samples(self, rank: int, n_samples: int) -> range:
-        """Returns the global indices of the samples on a process, in its order."""
+        """Returns the global indices of the samples on a process, in its order.
+
+        Args:
+            rank: A global rank of the grid.
+            n_samples: Size of the global batch.
+        """
         return range(self.ranks.index(rank), n_samples, len(self))
 
 

@@ -55,7 +55,13 @@ class Columns:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def add(self, x: Tensor, part: Tensor, grid: int) -> None:
-        """Adds `part`, the columns of a sub-grid, to x, which has all columns, in place."""
+        """Adds `part`, the columns of a sub-grid, to x, which has all columns, in place.
+
+        Args:
+            x: [.., total, ..], all columns along `dim`.
+            part: [.., width(grid), ..], in the order of the sub-grid's spans.
+            grid: The index of the sub-grid.
+        """
         done = 0
         for start, stop in self.spans[grid]:
             n = stop - start
@@ -91,6 +97,7 @@ class Section:
 
     @property
     def on_source(self) -> bool:
+        """Whether this process holds tensors outside the branches."""
         return self.rank in self.source
 
     def count(self, n_samples: int) -> int:
@@ -278,7 +285,17 @@ class Section:
 
 
 def split_or_slice(x: Tensor, section: Section, columns: Columns | None, n_samples: int) -> Tensor:
-    """Differentiable `Section.spread`: forward split (or slice), backward sum (or concat)."""
+    """Differentiable `Section.spread`: forward split (or slice), backward sum (or concat).
+
+    Args:
+        x: This process's samples [b, ...]; a meta tensor on processes outside the source.
+        section: The section that is entered.
+        columns: The columns of each sub-grid, which slices; None splits the samples alone.
+        n_samples: Size of the global batch.
+
+    Returns:
+        The samples of this process inside its sub-grid [b', ...].
+    """
     there = partial(section.spread, columns=columns, n_samples=n_samples)
     back = partial(section.collect, columns=columns, n_samples=n_samples)
     out: Tensor = _End.apply(x, None, there, back)
@@ -290,6 +307,15 @@ def sum_or_concat(z: Tensor, section: Section, columns: Columns | None, n_sample
 
     The result always requires a gradient if gradients are enabled. So all processes take part in
     the backward pass, even if the branches of a sub-grid have no parameters.
+
+    Args:
+        z: This process's samples inside its sub-grid [b', ...].
+        section: The section that is left.
+        columns: The columns of each sub-grid, which are concatenated; None sums.
+        n_samples: Size of the global batch.
+
+    Returns:
+        The samples of this process [b, ...]; a meta tensor on processes outside the source.
     """
     there = partial(section.collect, columns=columns, n_samples=n_samples)
     back = partial(section.spread, columns=columns, n_samples=n_samples)

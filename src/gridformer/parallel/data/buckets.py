@@ -14,7 +14,12 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)  # Tensor or nn.Parameter
 
 
 def in_buckets(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
-    """Applies a collective to flat buckets of tensors of one dtype, and copies the result back."""
+    """Applies a collective to flat buckets of tensors of one dtype, and copies the result back.
+
+    Args:
+        tensors: The tensors of one dtype, which get the result.
+        collective: Gets a flat bucket [n], which it may overwrite, and returns as many elements.
+    """
     for bucket in buckets(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         flat = collective(flat)

@@ -27,6 +27,11 @@ def share_parts(parameters: Iterable[nn.Parameter], axes: Axes) -> None:
 
     Small parameters travel together. Only a few messages are in flight at a time, because each
     holds its parameters a second time until it has arrived.
+
+    Args:
+        parameters: The parameters of this rank; those that are not sharded over replicas are left
+            out.
+        axes: The axes of the mesh.
     """
     whole: dict[str, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -55,6 +60,10 @@ def share_copies(parameters: Iterable[nn.Parameter], axes: Axes) -> None:
     """Broadcasts the values of owners to all copies, after the update: one message per axis.
 
     A message above 25 MiB is split.
+
+    Args:
+        parameters: The parameters of this rank; those without copies are left out.
+        axes: The axes of the mesh.
     """
     copies: dict[str, list[Tensor]] = defaultdict(list)
     for parameter in parameters:

@@ -247,7 +247,7 @@ class Gathering:
             )
 
 
-def install(model: Model, axes: Axes, reshards: bool = True) -> None:
+def install_gathering(model: Model, axes: Axes, reshards: bool = True) -> None:
     """Makes a model gather its parameters when it runs.
 
     Args:

@@ -390,6 +390,13 @@ def clippings(norms: Tensor, max_norm: float) -> Tensor:
     """Returns the factors that scale norms above `max_norm` down to it, otherwise 1.
 
     A `max_norm` of 0 turns clipping off.
+
+    Args:
+        norms: Norms of gradients, of any shape.
+        max_norm: The largest norm.
+
+    Returns:
+        Factors of the shape of `norms`, at most 1.
     """
     if not max_norm:
         return torch.ones_like(norms)

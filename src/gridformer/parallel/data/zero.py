@@ -123,7 +123,12 @@ class FlatBucket:
         return flat
 
     def part(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copies `flat` [replicas, share] into full tensors; the reverse of `join`."""
+        """Copies `flat` [replicas, share] into full tensors; the reverse of `join`.
+
+        Args:
+            flat: [replicas, share].
+            tensors: Where the elements go, each with the shape of its parameter.
+        """
         for in_flat, in_tensor in self._places(flat, tensors):
             in_tensor.copy_(in_flat)
 

@@ -32,7 +32,7 @@ from gridformer.models import Activations, Model
 from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline.schedules import Action, Itinerary, actions_of, forwards
 from gridformer.parallel.pipeline.stage_io import LABEL, StageIO
-from gridformer.parallel.pipeline.stage_params import parameters_of, shared_sets
+from gridformer.parallel.pipeline.stage_params import parameters_under, shared_sets
 from gridformer.parallel.pipeline.timeline import OnAction, timed
 from gridformer.utils.batch import Batch, MicroBatch
 
@@ -86,7 +86,7 @@ class Executor:
                 parameter
                 for i in model.stages[stage]
                 for path in self.links[i].modules
-                for parameter in parameters_of(model, path)
+                for parameter in parameters_under(model, path)
             }
             for stage in range(axes.pp.index, layout.n_stages, axes.pp.size)
         }
@@ -104,11 +104,22 @@ class Executor:
         self.dropped = run.left_out < len(work)
 
     def evaluate(self, work: Sequence[MicroBatch], finish: Finish) -> None:
-        """Runs forward passes only; arguments as in `train`."""
+        """Runs forward passes only.
+
+        Args:
+            work: The micro-batches, the same on all ranks of the pipeline.
+            finish: Computes the loss of a micro-batch from the final hidden states; it is called on
+                the last stage.
+        """
         _Run(self, work, finish, training=False).go()
 
     def itinerary(self, m: int, training: bool) -> tuple[Itinerary, Completed]:
-        """Returns this rank's actions for m micro-batches, and the gradients each one completes."""
+        """Returns this rank's actions for m micro-batches, and the gradients each one completes.
+
+        Args:
+            m: The number of micro-batches.
+            training: Whether there are backward passes.
+        """
         if (m, training) not in self._itineraries:
             layout = self.layout
             orders = actions_of(layout.pipeline_order, layout.pp, layout.stages_per_rank, m)

@@ -100,6 +100,13 @@ def partition(costs: Sequence[float], n_stages: int) -> tuple[range, ...]:
     Among those splits it takes one with the smallest sum of squared costs. Each of the two
     objectives is one dynamic program over (links, stages).
 
+    Args:
+        costs: The cost of each link, in any unit.
+        n_stages: The number of stages.
+
+    Returns:
+        The indices of the links of each stage.
+
     Raises:
         ValueError: There are more stages than links.
     """

@@ -86,7 +86,7 @@ def forwards(orders: tuple[tuple[Action, ...], ...]) -> tuple[tuple[Action, ...]
     return tuple(tuple(a for a in order if a.kind == "forward") for order in orders)
 
 
-def reader_of(action: Action, n_stages: int) -> Action | None:
+def reading_action(action: Action, n_stages: int) -> Action | None:
     """Returns the action on another rank that reads the result of `action`; None at the ends."""
     there = action.stage + (1 if action.kind == "forward" else -1)
     return Action(action.kind, there, action.micro) if 0 <= there < n_stages else None
@@ -112,12 +112,18 @@ class Itinerary:
 
     @staticmethod
     def of(orders: tuple[tuple[Action, ...], ...], rank: int, n_stages: int) -> Itinerary:
-        """Derives the messages of `rank` from the orders of all ranks."""
+        """Derives the messages of `rank` from the orders of all ranks.
+
+        Args:
+            orders: The actions of each rank in the order in which it runs them.
+            rank: The index of the rank along `pp`.
+            n_stages: The stages of all ranks together.
+        """
         pp = len(orders)
         sends = {
             action: (reader, reader.stage % pp)
             for action in orders[rank]
-            if (reader := reader_of(action, n_stages))
+            if (reader := reading_action(action, n_stages))
         }
         mine = dict(sends.values())
         arrivals: dict[int, tuple[Action, ...]] = {}
@@ -127,7 +133,7 @@ class Itinerary:
             for action in orders[peer]:
                 if mine.get(action) == peer:
                     read.append(action)
-                reader = reader_of(action, n_stages)
+                reader = reading_action(action, n_stages)
                 if peer != rank and reader is not None and reader.stage % pp == rank:
                     coming.append(reader)
                     taken[reader] = tuple(read)

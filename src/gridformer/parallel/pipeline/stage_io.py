@@ -59,7 +59,16 @@ class StageIO:
         ]
 
     def entering(self, stage: int, batch: Batch) -> dict[str, Tensor]:
-        """Allocates the inputs of a stage, uninitialized, by their names in `Activations`."""
+        """Allocates the inputs of a stage, uninitialized, by their names in `Activations`.
+
+        Args:
+            stage: The number of the stage.
+            batch: The batch, whose tensors [b, s] give the sizes.
+
+        Returns:
+            Tensors [b, s / parts, width]; on the meta device on processes that hold none of the
+            activations.
+        """
         device = torch.device("meta") if self.absent else batch["tokens"].device
         found = {}
         for name, key in self._reads[stage].items():

@@ -46,7 +46,7 @@ def keep_stages(model: Model, stages: tuple[range, ...], axes: Axes) -> None:
     """
     model.stages = stages
     for path, ranks in _holders(model, axes.pp.size).items():
-        if axes.pp.index not in ranks and any(True for _ in parameters_of(model, path)):
+        if axes.pp.index not in ranks and any(True for _ in parameters_under(model, path)):
             parent, _, leaf = path.rpartition(".")
             container = model.get_submodule(parent)
             if isinstance(container, nn.ModuleDict):
@@ -55,8 +55,13 @@ def keep_stages(model: Model, stages: tuple[range, ...], axes: Axes) -> None:
                 delattr(container, leaf)
 
 
-def parameters_of(model: Model, path: str) -> Iterator[nn.Parameter]:
-    """Yields the parameters of a submodule; none of a layer that was not built."""
+def parameters_under(model: Model, path: str) -> Iterator[nn.Parameter]:
+    """Yields the parameters of a submodule; none of a layer that was not built.
+
+    Args:
+        model: The model of this rank.
+        path: The dotted name of the submodule.
+    """
     parent, _, leaf = path.rpartition(".")
     container = model.get_submodule(parent)
     if not isinstance(container, nn.ModuleDict) or leaf in container:

@@ -36,9 +36,14 @@ OnAction = Callable[[Event], None]
 def timed(
     on_action: OnAction | None, kind: str, stage: int = -1, micro: int = -1, on_gpu: bool = False
 ) -> Iterator[None]:
-    """Reports the start and end of the enclosed work to `on_action`; does nothing if that is None.
+    """Reports the start and end of the work inside the context.
 
-    With `on_gpu` it synchronizes the GPU before and after, so that times are those of the work.
+    Args:
+        on_action: Receives the event when the work is done; None reports nothing.
+        kind: What the work is; see `Event`.
+        stage: The pipeline stage, or -1 if the work belongs to none.
+        micro: The micro-batch, or -1 if the work belongs to none.
+        on_gpu: Whether to synchronize the GPU before and after, so that work on it is timed, too.
     """
     if on_action is None:
         yield

@@ -40,6 +40,10 @@ class Boundary(Protocol):
         """Returns a tensor shaped as the gathered x but with `width` as its last dimension.
 
         It stands for the result of a product and holds at most one element.
+
+        Args:
+            x: This device's part of an activation [b, s, h].
+            width: The size of the last dimension.
         """
 
     def empty_result_like(self, like: Tensor, shape: torch.Size) -> Tensor:
@@ -60,7 +64,12 @@ class Boundary(Protocol):
         """
 
     def chunk(self, x: Tensor, indices: slice) -> Tensor:
-        """Returns a view of a chunk of an activation, whether full or sharded."""
+        """Returns a view of a chunk of an activation, whether full or sharded.
+
+        Args:
+            x: An activation, full or this device's part.
+            indices: A range of the dimension of which `max_chunks` says how often it can be cut.
+        """
 
 
 def boundary_of(spec: BoundarySpec, axes: Axes) -> Boundary:

@@ -90,7 +90,18 @@ def grid_product(
     schedules: Schedules,
     over: str = "col",
 ) -> nn.Module:
-    """Returns the form of a product on a grid; for the arguments see `GridJoinedLinear`."""
+    """Returns the form of a product on a grid.
+
+    Args:
+        plain: The module to replace; its parameters are sharded.
+        choice: By which schedule operands travel.
+        bias: Placement of biases that divide over columns.
+        schedules: The schedules of the model.
+        over: The axis that is `col` among the axes of the schedules; only joined products read it.
+
+    Returns:
+        A `GridJoinedLinear` for joined products, and a `GridLinear` for one.
+    """
     if isinstance(plain, blocks.JoinedLinear):
         return GridJoinedLinear(plain, choice, bias, schedules, over)
     return GridLinear(plain, choice, bias, schedules)

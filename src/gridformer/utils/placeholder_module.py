@@ -1,4 +1,4 @@
-"""A module that takes the place of one that takes long to load, until more of it is needed."""
+"""A placeholder for a module that takes long to load, until more of it is needed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 from torch.utils._python_dispatch import _disable_current_modes
 
 
-class StandIn(ModuleType):
-    """Takes the place of a package or a module.
+class PlaceholderModule(ModuleType):
+    """A placeholder for a package or a module.
 
     Args:
         name: The name of the module.
@@ -52,15 +52,15 @@ class StandIn(ModuleType):
 class _Parts(MetaPathFinder, Loader):
     """Loads the real package when a part of it is imported."""
 
-    def __init__(self, stand_in: StandIn) -> None:
-        self.stand_in = stand_in
+    def __init__(self, placeholder: PlaceholderModule) -> None:
+        self.placeholder = placeholder
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        package = self.stand_in.__name__
-        mine = sys.modules.get(package) is self.stand_in
-        if not mine or not name.startswith(f"{package}.") or name in self.stand_in.alone:
+        package = self.placeholder.__name__
+        mine = sys.modules.get(package) is self.placeholder
+        if not mine or not name.startswith(f"{package}.") or name in self.placeholder.alone:
             return None
-        self.stand_in.real(name)
+        self.placeholder.real(name)
         return ModuleSpec(name, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -71,17 +71,17 @@ class _Parts(MetaPathFinder, Loader):
 
 
 @contextmanager
-def in_place(stand_in: StandIn) -> Iterator[None]:
-    """Puts a stand-in into its place inside the context, unless the real module is loaded."""
-    name = stand_in.__name__
+def substituted(placeholder: PlaceholderModule) -> Iterator[None]:
+    """Makes imports inside the context find a placeholder, unless the real module is loaded."""
+    name = placeholder.__name__
     if name in sys.modules:
         yield
         return
-    sys.modules[name] = stand_in
-    parts = _Parts(stand_in)
+    sys.modules[name] = placeholder
+    parts = _Parts(placeholder)
     sys.meta_path.insert(0, parts)
     try:
         yield
     finally:
         sys.meta_path.remove(parts)
-        stand_in.remove()
+        placeholder.remove()
