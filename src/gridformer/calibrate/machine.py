@@ -85,7 +85,7 @@ def cpu_worker(n: int, cases: Cases, out: Path) -> None:
     import torch
 
     from gridformer import comm
-    from gridformer.calibrate.device import average, measure_cpu
+    from gridformer.calibrate.device import average_times, measure_cpu
     from gridformer.mesh.axes import Axis
     from gridformer.mesh.process_group import close_process_groups, init_process_groups
 
@@ -99,7 +99,7 @@ def cpu_worker(n: int, cases: Cases, out: Path) -> None:
     few = n > max(2, n_cores())
     found = measure_cpu(cases, n, few, n_cores(), lambda: comm.barrier((everyone,)), tell)
     if n > 1:
-        average(found, everyone)
+        average_times(found, everyone)
         tell("messages")
         _measure_messages(found, cases, n, world.rank, torch.device("cpu"))
         found.backend = world.backend

@@ -16,7 +16,7 @@ from typing import Any
 from gridformer.config import RunConfig
 from gridformer.data import Tokenizer, TokenSplit
 from gridformer.data.opened import RunData
-from gridformer.evaluate.beams import BeamSearch, search
+from gridformer.evaluate.beams import BeamSearch, beam_search
 from gridformer.evaluate.loading import Trained
 from gridformer.train.forward_backward import Pipeline
 from gridformer.train.metrics import complete_lines
@@ -122,7 +122,7 @@ class Bleu:
             for start in range(0, len(order), _AT_A_TIME):
                 batch = order[start : start + _AT_A_TIME]
                 some = [sources[i] for i in batch]
-                found = search(trained, some, special.start, special.eos, how, never)
+                found = beam_search(trained, some, special.start, special.eos, how, never)
                 for i, ids in zip(batch, found):
                     said[i] = self.tokenizer.decode(ids)
         return said

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 from gridformer.config import ModelConfig
 from gridformer.data import SpecialIds, Tokenizer
-from gridformer.evaluate.beams import BeamSearch, search
+from gridformer.evaluate.beams import BeamSearch, beam_search
 from gridformer.evaluate.continuing import Prompt, Speed, continue_texts
 from gridformer.evaluate.fill import fill_spans, fill_words, parts_of
 from gridformer.evaluate.loading import Trained
@@ -142,7 +142,7 @@ def translate(
     sources = [[*ids, end] for ids in tokenizer.encode_batch(texts)]
     never = special.never(trained.model.config.vocab_size)
     with trained.in_use():
-        found = search(trained, sources, special.start, end, how, never)
+        found = beam_search(trained, sources, special.start, end, how, never)
     return [tokenizer.decode(ids) for ids in found]
 
 
@@ -178,7 +178,7 @@ def stream(
     tokenizer = trained.tokenizer
     shown, done = "", []
     (ids,) = prompt_ids(tokenizer, [prompt], stops)
-    for token in sample(trained, ids, max_tokens, sampling, speed, stops):
+    for token in sampled_ids(trained, ids, max_tokens, sampling, speed, stops):
         if token in _ends(tokenizer, stops):
             break
         done.append(token)
@@ -191,7 +191,7 @@ def stream(
         yield rest
 
 
-def sample(
+def sampled_ids(
     trained: Trained,
     ids: Sequence[int],
     max_tokens: int,

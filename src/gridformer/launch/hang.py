@@ -90,7 +90,7 @@ class Verdict:
     missing: tuple[int, ...]
 
 
-def diagnose(
+def diagnose_hang(
     ranks: Mapping[int, Seen], first: int, limit: str = "train.timeout_s", queued: bool = False
 ) -> Verdict:
     """Returns why a run hangs.
@@ -131,8 +131,10 @@ def diagnose(
             return verdict("diverged", sorted({rank, *others}), reason)
     ends, circle = _follow(ranks, first)
     if circle:
-        steps = (f"rank {r} waits for {listed(missing_of(ranks, r))} in {_what(ranks[r].wait)}"
-                 for r in circle)  # fmt: skip
+        steps = (
+            f"rank {r} waits for {ranks_in_words(missing_of(ranks, r))} in {_what(ranks[r].wait)}"
+            for r in circle
+        )
         return verdict(
             "diverged", circle, "ranks start messages in different orders: " + "; ".join(steps)
         )
@@ -240,14 +242,14 @@ def mismatch(ranks: Mapping[int, Seen], seen: Seen) -> tuple[tuple[int, ...], st
                 held[wait.message].append(other)
     if not differ:
         return None
-    texts = [f"{message} on {listed(sorted(who))}" for message, who in held.items()]
+    texts = [f"{message} on {ranks_in_words(sorted(who))}" for message, who in held.items()]
     return tuple(differ), (
         f"ranks start different messages: number {wait.number} of {lane_name(wait.lane)} is "
         + ", but ".join(texts)
     )
 
 
-def listed(ranks: Sequence[int], most: int = 12) -> str:
+def ranks_in_words(ranks: Sequence[int], most: int = 12) -> str:
     """Returns ranks in words, such as `rank 3` or `ranks 0, 1 and 5`."""
     names = [str(rank) for rank in ranks[:most]]
     if not names:
@@ -259,7 +261,7 @@ def listed(ranks: Sequence[int], most: int = 12) -> str:
     return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
-def describe(seen: Seen, trains: bool = True) -> str:
+def progress_line(seen: Seen, trains: bool = True) -> str:
     """Returns in one line where a rank is; `trains` says whether there are steps."""
     state = seen.state
     if state is None:
@@ -285,7 +287,7 @@ def lane_name(lane: Lane) -> str:
         return f"those to rank {lane.peer}"
     if lane.kind == RECEIVE:
         return f"those from rank {lane.peer}"
-    return f"{listed(lane.ranks)}"
+    return f"{ranks_in_words(lane.ranks)}"
 
 
 def _differ(mine: Message, theirs: Message, is_collective: bool) -> bool:

@@ -93,7 +93,7 @@ def _estimate(
     run: RunConfig, rank: int, decisions: Decisions, once: Once | None, timeline: bool
 ) -> MemoryBreakdown:
     rows = run.train.global_batch // run.layout.dp
-    run = shortened(run)
+    run = fewer_micro_batches(run)
     layout, train = run.layout, run.train
     left_out = rows - train.global_batch // layout.dp
     messages = nccl_messages() if on_gpu(run) else nullcontext()
@@ -155,7 +155,7 @@ def playing(rank: int, n_processes: int) -> Iterator[None]:
         sys.excepthook = hook
 
 
-def shortened(run: RunConfig) -> RunConfig:
+def fewer_micro_batches(run: RunConfig) -> RunConfig:
     """Reduces a run's micro-batches to the number from which on a step only repeats itself.
 
     Their size, and how many are in flight at a time, stay the same.

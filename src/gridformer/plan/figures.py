@@ -86,7 +86,7 @@ def where(layouts: Sequence[Found]) -> go.Figure:
     return figure
 
 
-def memory(layouts: Sequence[Found]) -> go.Figure:
+def memory_bars(layouts: Sequence[Found]) -> go.Figure:
     """Returns bars of the fullest device's memory, with the limit as a line."""
     figure = _figure(120 + 34 * len(layouts), showlegend=False)
     peaks = [found.prediction.peak_gib for found in layouts if found.prediction]
@@ -111,7 +111,7 @@ def memory(layouts: Sequence[Found]) -> go.Figure:
     return figure
 
 
-def lines(
+def outlook_line(
     points: Sequence[Outlook], axis: str, unit: str, value: Callable[[Found], float]
 ) -> go.Figure:
     """Returns a line of a value over a number, with the layouts beside its points."""

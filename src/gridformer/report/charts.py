@@ -100,7 +100,7 @@ def words(key: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def as_json(runs: Sequence[RunReading]) -> dict[str, Any]:
+def charts_as_json(runs: Sequence[RunReading]) -> dict[str, Any]:
     """Returns what the script draws: charts with curves, axes and marks of each run."""
     charts = []
     for chart in chart_list(runs):

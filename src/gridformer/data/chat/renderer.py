@@ -73,7 +73,7 @@ def unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
     return clean + text[last:], answers
 
 
-def answer(template: jinja2.Template, special: dict[str, str], asked: dict[str, Any]) -> Any:
+def rendered(template: jinja2.Template, special: dict[str, str], asked: dict[str, Any]) -> Any:
     """Returns the text of a conversation and its answers."""
     values = {"tools": None, "documents": None, **special}
     values |= {"messages": asked["messages"], "add_generation_prompt": asked["prompt"]}
@@ -116,7 +116,7 @@ def main() -> None:
                 template = environment().from_string(asked["template"])
                 special = asked["special"]
             else:
-                said = answer(template, special, asked)
+                said = rendered(template, special, asked)
         except MemoryError:
             said = {"error": "it takes too much memory"}
         except Exception as error:  # whatever a template does wrong

@@ -60,7 +60,7 @@ def workers_for(wanted: int | None, n_bytes: int | None) -> int:
     return n_cores()
 
 
-def encoded(
+def encoded_batches(
     batches: Iterator[ItemBatch[Item]], encoder: Encoder[Item, Made], workers: int
 ) -> Iterator[tuple[ItemBatch[Item], Made]]:
     """Yields every batch with what is made of it, in order. One worker is this process itself.

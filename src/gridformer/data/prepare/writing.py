@@ -11,7 +11,7 @@ from gridformer.data.prepare.progress import PrepareProgress
 from gridformer.data.prepare.reading import Position, Reader, batches
 from gridformer.data.prepare.resuming import PreparationState, Unfinished
 from gridformer.data.prepare.splitting import SplitWriter
-from gridformer.data.prepare.tokenizing import Encoder, encoded
+from gridformer.data.prepare.tokenizing import Encoder, encoded_batches
 from gridformer.data.tokenfolder import (
     INDEX,
     TOKENIZER,
@@ -90,7 +90,7 @@ def write_batches(
 
     Args:
         work: The folder. If it has a state, writer and appender have begun with that.
-        key: What is prepared and how; see `key_of`.
+        key: What is prepared and how; see `resume_key`.
         origin: Where the tokenizer comes from.
         writer: Writes the files.
         appender: Appends to it.
@@ -103,7 +103,7 @@ def write_batches(
     n_bytes = list(state.n_bytes) if state else [*none]
     skipped: Counter[str] = Counter()
     read = batches(given.readers, given.chars, skipped, state.position if state else Position())
-    for batch, made in encoded(read, given.encoder, given.workers):
+    for batch, made in encoded_batches(read, given.encoder, given.workers):
         before = writer.documents
         n_bytes[batch.source] += appender.append(batch.source, batch.items, made)
         documents[batch.source] += writer.documents - before
@@ -127,7 +127,7 @@ def write_batches(
     return Written(documents, n_bytes, dict(sorted((skipped + appender.dropped).items())))
 
 
-def tokenizer_of(work: Unfinished, tokenizer: Tokenizer | Callable[[], Tokenizer]) -> Tokenizer:
+def saved_tokenizer(work: Unfinished, tokenizer: Tokenizer | Callable[[], Tokenizer]) -> Tokenizer:
     """Returns a given tokenizer, that of a preparation that was stopped, or one that is trained.
 
     It is saved, so that a preparation that goes on has it.
