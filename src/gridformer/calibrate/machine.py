@@ -81,7 +81,13 @@ def _calibrate_cpu(counts: Sequence[int], quick: bool, tell: Tell) -> tuple[Meas
 
 
 def cpu_worker(n: int, cases: Cases, out: Path) -> None:
-    """The entrypoint of each of n processes that measure at the same time. Rank 0 writes `out`."""
+    """The entrypoint of each of n processes that measure at the same time. Rank 0 writes `out`.
+
+    Args:
+        n: How many processes measure.
+        cases: What they measure.
+        out: Where rank 0 writes the measurements, for `Measurements.read`.
+    """
     import torch
 
     from gridformer import comm
@@ -174,7 +180,13 @@ def _calibrate_gpu(quick: bool, limit_s: float, tell: Tell) -> tuple[Measurement
 
 
 def gpu_worker(n: int, cases: Cases, out: Path) -> None:
-    """The entrypoint of each of n processes with a GPU each. Rank 0 writes `out`."""
+    """The entrypoint of each of n processes with a GPU each, which measure messages.
+
+    Args:
+        n: How many processes send messages.
+        cases: What they measure.
+        out: Where rank 0 writes the measurements, for `Measurements.read`.
+    """
     from gridformer.mesh.process_group import close_process_groups, init_process_groups
 
     world = init_process_groups("cuda", n, 600.0)

@@ -114,6 +114,12 @@ def message_seconds(run: Callable[[], object], window_s: float, world: Axis, gpu
     - That of one of many in a row, which cores and links need for it. While the last rank comes to
       a message by itself, those before it have already been at work, and a link that was idle lets
       some bytes pass at once.
+
+    Args:
+        run: Sends one message.
+        window_s: About how many seconds of messages are measured.
+        world: All ranks of the measurement, of one machine unless `gpu` is set.
+        gpu: Whether the messages are of GPUs, of which the mean of many in a row is returned.
     """
     run()  # connects
     if gpu:

@@ -44,7 +44,14 @@ class Pairs:
 
     @classmethod
     def of(cls, split: TokenSplit, run: RunConfig, tokenizer: Tokenizer) -> Pairs:
-        """Reads the first pairs of a split that fit the lengths of a run."""
+        """Reads the first pairs of a split that fit the lengths of a run.
+
+        Args:
+            split: Pairs, each of them two documents in a row.
+            run: Its source_len and seq_len are the most tokens, with the end of text, and
+                `train.bleu_pairs` is the most pairs; 0 takes all.
+            tokenizer: Turns tokens into text.
+        """
         found = cls([], [], [])
         for number in range(0, split.n_documents, 2):
             if run.train.bleu_pairs and len(found.sources) == run.train.bleu_pairs:

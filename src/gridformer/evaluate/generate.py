@@ -137,6 +137,12 @@ def translate(
     """Generates the second text of each pair whose first text is given, with beam search.
 
     All processes call it together and get the same texts.
+
+    Args:
+        trained: An encoder-decoder that was trained on pairs.
+        special: Its special ids.
+        texts: The first text of each pair.
+        how: Settings of the search.
     """
     tokenizer, end = trained.tokenizer, special.eos
     sources = [[*ids, end] for ids in tokenizer.encode_batch(texts)]
@@ -155,7 +161,14 @@ def _filled(prompt: str, words: list[str]) -> str:
 
 
 def prompt_ids(tokenizer: Tokenizer, texts: Sequence[str], stops: Stops) -> list[list[int]]:
-    """Returns the tokens of prompts; see `Stops` for those of conversations."""
+    """Returns the tokens of prompts; see `Stops` for those of conversations.
+
+    Args:
+        tokenizer: The tokenizer.
+        texts: The prompts.
+        stops: Whether special tokens are spelled out in the prompts; see `Stops`. Without stops the
+            begin-of-text token comes first, if the tokenizer has one.
+    """
     if stops is not None:
         return [ids for ids, _ in tokenizer.encode_marked(texts)]
     begin = tokenizer.begin_ids
@@ -174,6 +187,14 @@ def stream(
 
     It ends after max_tokens tokens or at the end-of-text token. A character whose bytes span
     several tokens is yielded when it is complete.
+
+    Args:
+        trained: A model that continues texts.
+        prompt: The prompt.
+        max_tokens: The most tokens to sample.
+        sampling: Settings.
+        speed: Counts tokens and seconds.
+        stops: See `Stops`.
     """
     tokenizer = trained.tokenizer
     shown, done = "", []
@@ -202,6 +223,14 @@ def sampled_ids(
     """Yields up to max_tokens token ids that continue `ids`; the last may be the end of text.
 
     All processes call it together and get the same tokens; see `continue_texts`.
+
+    Args:
+        trained: A model that continues texts.
+        ids: The tokens of the prompt; the end of text takes the place of none.
+        max_tokens: The most tokens to sample.
+        sampling: Settings.
+        speed: Counts tokens and seconds.
+        stops: See `Stops`.
     """
     tokenizer = trained.tokenizer
     prompt = Prompt(ids or [tokenizer.eos_id], max_tokens, sampling.seed)

@@ -431,5 +431,14 @@ def timeout_of(asked: Sequence[TaskArgument]) -> float:
 def measure(
     trained: Trained, asked: Sequence[TaskArgument], options: Options
 ) -> dict[str, Numbers]:
-    """Measures a model on tasks. All processes call it together and get the same numbers."""
+    """Measures a model on tasks. All processes call it together and get the same numbers.
+
+    Args:
+        trained: The model.
+        asked: The tasks.
+        options: Settings of the tasks.
+
+    Returns:
+        The numbers of each task, by the name that it has on the command line.
+    """
     return {str(one): TASKS[one.kind].measure(trained, one.what, options) for one in asked}

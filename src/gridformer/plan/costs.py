@@ -208,7 +208,13 @@ def kernels_of(trace: Trace) -> Iterator[Kernel]:
 
 
 def dtypes_without_peak(traces: Sequence[Trace], cluster: Cluster, tf32: bool) -> list[str]:
-    """Returns the types of products for which a cluster states no peak rate."""
+    """Returns the types of products for which a cluster states no peak rate.
+
+    Args:
+        traces: Traces of the ranks, whose products count.
+        cluster: The cluster.
+        tf32: Whether products in float32 run as TF32, which has a peak of its own.
+    """
     found = {
         "tf32" if event.dtype == "float32" and tf32 else event.dtype
         for trace in traces

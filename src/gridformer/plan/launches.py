@@ -110,7 +110,13 @@ def n_casts(sizes: Sizes, shares: StageShares) -> float:
 
 
 def chunk(sizes: Sizes, choice: Choice, sharded: bool) -> int:
-    """Returns the launches of a chunk of the loss, without products, messages and the norm."""
+    """Returns the launches of a chunk of the loss, without products, messages and the norm.
+
+    Args:
+        sizes: Sizes of a micro-batch on one device.
+        choice: The product of the head.
+        sharded: Whether the logits are sharded over devices.
+    """
     smoothed = sizes.run.model.label_smoothing > 0
     if sharded:
         found = LOSS_SHARDED_SMOOTHED if smoothed else LOSS_SHARDED

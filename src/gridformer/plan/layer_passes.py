@@ -103,7 +103,15 @@ def _around(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
 
 
 def add_norm(sizes: Sizes, choice: Choice, n_bytes: list[float], launches: list[float]) -> None:
-    """Adds the norm before a product that opens a section."""
+    """Adds the norm before a product that opens a section.
+
+    Args:
+        sizes: Sizes of a micro-batch on one device.
+        choice: The product.
+        n_bytes: Bytes that kernels move in the forward and in the backward pass, to which those of
+            the norm are added.
+        launches: Launches of both passes, to which those of the norm are added.
+    """
     product, h = choice.product, sizes.run.model.hidden_size
     wide, cast = sizes.wide, sizes.cast
     casts = 2 if cast else 0

@@ -114,7 +114,13 @@ def adds_s(sizes: Sizes, shares: StageShares) -> float:
 
 
 def reductions(sizes: Sizes, shares: StageShares, backward: Load) -> Load:
-    """Returns the load of summing gradients over replicas after the last backward pass."""
+    """Returns the load of summing gradients over replicas after the last backward pass.
+
+    Args:
+        sizes: Sizes of a micro-batch on one device.
+        shares: What the rank has of the model.
+        backward: The backward pass of a micro-batch, which hides messages.
+    """
     layout, load, costs = sizes.run.layout, Load(launches=10), sizes.costs
     for axis in (sizes.activation_axis, "row"):  # vectors
         load.message(axis, costs.message_s("reduce", VECTORS_BYTES, sizes.place(axis)))

@@ -172,7 +172,13 @@ def settings_between(asked: RunConfig, found: RunConfig) -> str:
 def ranking_as_json(
     result: Result, advice: Sequence[Advice], remedies: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns what `--json` prints."""
+    """Returns what `--json` prints.
+
+    Args:
+        result: The result of the search.
+        advice: The advice for each of its layouts.
+        remedies: Sentences on what would fit, if no layout does.
+    """
     layouts: list[dict[str, Any]] = []
     for found, why in zip(result.layouts, advice):
         assert found.prediction is not None, "only traced layouts are listed"

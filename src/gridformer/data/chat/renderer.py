@@ -74,7 +74,18 @@ def unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def rendered(template: jinja2.Template, special: dict[str, str], asked: dict[str, Any]) -> Any:
-    """Returns the text of a conversation and its answers."""
+    """Returns the text of a conversation and its answers.
+
+    Args:
+        template: The compiled chat template.
+        special: The special tokens that it may write, by name, such as `bos_token`.
+        asked: A request: `messages`, and `prompt`, which says whether the prompt for an answer is
+            added.
+
+    Returns:
+        `text`, and `answers` with the characters [begin, end) of each answer; or `error`, if the
+        text is too long.
+    """
     values = {"tools": None, "documents": None, **special}
     values |= {"messages": asked["messages"], "add_generation_prompt": asked["prompt"]}
     text = ""

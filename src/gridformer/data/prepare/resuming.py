@@ -111,6 +111,11 @@ def resumable(out: Path, overwrite: bool, key: str) -> Iterator[Unfinished]:
     the next preparation with the same key goes on with it. While another process writes the same
     folder, the preparation cannot be resumed.
 
+    Args:
+        out: The folder to write.
+        overwrite: Whether it may replace a token folder.
+        key: What determines the folder; see `resume_key`.
+
     Raises:
         UserError: `out` may not be written; see `check_free`.
     """

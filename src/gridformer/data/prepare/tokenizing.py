@@ -65,6 +65,11 @@ def encoded_batches(
 ) -> Iterator[tuple[ItemBatch[Item], Made]]:
     """Yields every batch with what is made of it, in order. One worker is this process itself.
 
+    Args:
+        batches: The batches.
+        encoder: Makes tokens of a batch; each worker process has a copy.
+        workers: The number of processes that do it.
+
     Raises:
         DataError: A worker process died.
     """

@@ -40,7 +40,13 @@ class Appender(Protocol[GivenItem, GivenMade]):
         """Whether the last batch ended with the end of a document."""
 
     def append(self, source: int, items: Sequence[GivenItem], made: GivenMade) -> int:
-        """Appends a batch of a source, and returns the bytes of its text."""
+        """Appends a batch of a source, and returns the bytes of its text.
+
+        Args:
+            source: The number of the source.
+            items: The items of the batch.
+            made: What was made of them.
+        """
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,14 @@ class Described:
 def finish(
     work: Unfinished, writer: SplitWriter, tokenizer: Tokenizer, described: Described
 ) -> None:
-    """Closes the files of a folder, and writes its index; at least one document was appended."""
+    """Closes the files of a folder, and writes its index; at least one document was appended.
+
+    Args:
+        work: The folder.
+        writer: Has written the documents.
+        tokenizer: The tokenizer, which is in the folder already.
+        described: What the index says beside what the files show.
+    """
     if writer.rewrites:
         work.forget()
     splits = writer.finish()
@@ -207,6 +220,9 @@ def sampled(
         vocab_size: The most tokens.
         on_progress: Called with the progress.
         empty: Returns what to raise if there is no text.
+
+    Raises:
+        Exception: What `empty` returns, because there is no text.
     """
     on_progress(PrepareProgress("sampling"))
     found = list(texts())
