@@ -47,6 +47,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """Whether no problem was found, not even one with which the run works."""
         return not self.problems
 
     def as_json(self) -> dict[str, Any]:

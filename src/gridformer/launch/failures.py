@@ -43,6 +43,7 @@ class Failure:
 
     @property
     def caused_by_peer(self) -> bool:
+        """Whether it only follows from the failure of another rank."""
         return bool(self.message.get("caused_by_peer"))
 
     @property
@@ -66,6 +67,7 @@ class Failure:
 
     @property
     def told_to_stop(self) -> bool:
+        """Whether it ended because a signal told it to stop."""
         codes = (signals.REQUEUE, *(128 + signum for signum in signals.SIGNALS))
         return not self.message and self.exitcode in codes
 

@@ -54,6 +54,7 @@ class Seen:
 
     @property
     def wait(self) -> WaitingMessage | None:
+        """The message for which it waits; None if it waits for none, or that is not known."""
         return self.state.wait if self.state else None
 
     @property
@@ -66,6 +67,7 @@ class Seen:
 
     @property
     def computes(self) -> bool:
+        """Whether its stack changed, or it used `COMPUTES` of a core, while it was looked at."""
         return self.moved > 0 or self.cpu >= COMPUTES
 
 

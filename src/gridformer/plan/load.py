@@ -92,6 +92,7 @@ class AxisPlace:
 
     @property
     def size(self) -> int:
+        """The number of ranks of a group."""
         return len(self.members)
 
 

@@ -62,6 +62,7 @@ class Found:
 
     @property
     def step_s(self) -> float:
+        """Seconds of a step, as predicted, or else as estimated."""
         return self.prediction.step_s if self.prediction else self.estimate.step_s
 
 
@@ -266,6 +267,7 @@ class Queue:
         return len(self._waiting)
 
     def put(self, one: Found) -> None:
+        """Adds a layout, which waits for its turn by its `step_s`."""
         heapq.heappush(self._waiting, (one.step_s, next(self._number), one))
 
     def next(self, n: int) -> list[Found]:

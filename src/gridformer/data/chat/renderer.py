@@ -39,6 +39,7 @@ class GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
     def parse(self, parser: Parser) -> nodes.Node:
+        """Turns the block into a call that puts marks around its text; jinja2 calls it."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)

@@ -97,6 +97,7 @@ class Growing:
         return np.memmap(self.lengths_path, dtype=_LENGTH, mode="r")
 
     def write_lengths(self, lengths: Sequence[int] | NDArray[np.int64]) -> None:
+        """Replaces the lengths of the documents by others, in tokens, as [n_documents]."""
         self.lengths_path.write_bytes(np.asarray(lengths, dtype=_LENGTH).tobytes())
 
     def column(self, name: str) -> NDArray[Any]:
@@ -106,6 +107,7 @@ class Growing:
         return rows if column.width == 1 else rows.reshape(-1, column.width)
 
     def write_column(self, name: str, rows: NDArray[Any]) -> None:
+        """Replaces the values of a column, one row for each document or token."""
         self.column_paths[name].write_bytes(rows.astype(self.columns[name].item).tobytes())
 
     def copy_documents(self, other: Growing) -> None:

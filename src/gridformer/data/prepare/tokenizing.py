@@ -103,9 +103,11 @@ class PickledTokenizer:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> PickledTokenizer:
+        """Packs a tokenizer; what it is said to come from is not kept."""
         return cls(tokenizer.to_json(), tokenizer.eos_token)
 
     def unpacked(self) -> Tokenizer:
+        """Returns the tokenizer."""
         return Tokenizer.from_json(self.text, "", self.eos_token)
 
 

@@ -100,6 +100,7 @@ class NumberExamples(TextExamples):
     """A text, or a pair of texts, and a number."""
 
     def wanted(self, number: int) -> NDArray[Any]:
+        """Returns the number that the head should predict []."""
         return np.array(self.split.columns[VALUE][number], dtype=np.float32)
 
 
