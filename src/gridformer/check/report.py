@@ -95,7 +95,12 @@ def check_step(
 
 
 def report_of(run: RunConfig, traces: Sequence[Trace]) -> Report:
-    """Returns the report for the traces of ranks that represent all ranks of a run."""
+    """Returns the report for the traces of ranks that represent all ranks of a run.
+
+    Args:
+        run: The run.
+        traces: Traces of one step. Their messages are compared if all of them are complete.
+    """
     problems = [*_own(run, traces)]
     # What a rank does after an error is not known, so nothing can be said about those who wait.
     if all(trace.complete for trace in traces):

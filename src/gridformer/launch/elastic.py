@@ -58,6 +58,10 @@ def processes_present(run: RunConfig, nproc: int | None = None) -> int:
 
     They are those that torchrun or another launcher has started. A run that starts its own has as
     many as `nproc` says, or as its layout needs, but not more than there are GPUs if it uses GPUs.
+
+    Args:
+        run: The run.
+        nproc: How many processes the user asked for.
     """
     place = joined()
     if place:

@@ -205,7 +205,12 @@ def _witness(ranks: Mapping[int, Seen], culprits: Sequence[int], first: int) -> 
 
 
 def missing_of(ranks: Mapping[int, Seen], rank: int) -> tuple[int, ...]:
-    """Returns the ranks that have not started the message for which a rank waits."""
+    """Returns the ranks that have not started the message for which a rank waits.
+
+    Args:
+        ranks: What is known of each rank.
+        rank: The rank that waits.
+    """
     wait = ranks[rank].wait
     if wait is None:
         return ()
@@ -221,7 +226,16 @@ def missing_of(ranks: Mapping[int, Seen], rank: int) -> tuple[int, ...]:
 
 
 def mismatch(ranks: Mapping[int, Seen], seen: Seen) -> tuple[tuple[int, ...], str] | None:
-    """Returns which ranks have started another message in the place of that for which one waits."""
+    """Returns which ranks have started another message in the place of that for which one waits.
+
+    Args:
+        ranks: What is known of each rank.
+        seen: The rank that waits.
+
+    Returns:
+        These ranks, and a sentence that says which message each of them has started; None if no
+        message differs.
+    """
     wait = seen.wait
     if wait is None or wait.lane.kind == EXCHANGE:
         return None
@@ -252,7 +266,12 @@ def mismatch(ranks: Mapping[int, Seen], seen: Seen) -> tuple[tuple[int, ...], st
 
 
 def ranks_in_words(ranks: Sequence[int], most: int = 12) -> str:
-    """Returns ranks in words, such as `rank 3` or `ranks 0, 1 and 5`."""
+    """Returns ranks in words, such as `rank 3` or `ranks 0, 1 and 5`.
+
+    Args:
+        ranks: The ranks.
+        most: How many of them are named.
+    """
     names = [str(rank) for rank in ranks[:most]]
     if not names:
         return "no rank"

@@ -140,7 +140,12 @@ def nccl_messages() -> Iterator[None]:
 
 @contextmanager
 def playing(rank: int, n_processes: int) -> Iterator[None]:
-    """Makes this process one rank of a process group that sends nothing, inside the context."""
+    """Makes this process one rank of a process group that sends nothing, inside the context.
+
+    Args:
+        rank: The rank that it is.
+        n_processes: The size of the group; 1 makes no group.
+    """
     if n_processes == 1:
         yield
         return

@@ -102,6 +102,10 @@ class Costs:
         """Returns the seconds that a message takes, and `Send.cpu`.
 
         Messages posted together travel together.
+
+        Args:
+            start: The message.
+            rank: The rank that starts it.
         """
         parts = tuple((part.what, part.peer, part.size, part.dtype) for part in start.parts)
         key = start.op, start.group, start.size, start.dtype, parts, start.pieces

@@ -45,7 +45,12 @@ class Load:
         return self.compute_s + sum(self.exposed.values())
 
     def add(self, other: Load, times: float = 1.0) -> None:
-        """Adds another load, a number of times."""
+        """Adds another load, a number of times.
+
+        Args:
+            other: The other load.
+            times: How many times it is added; it may be a fraction.
+        """
         self.products += other.products * times
         self.attention += other.attention * times
         self.memory += other.memory * times

@@ -66,7 +66,12 @@ def _of_product(sizes: Sizes, choice: Choice, shares: StageShares) -> float:
 
 
 def gather_replicas(sizes: Sizes, passes: Mapping[str, tuple[Load, Load]]) -> None:
-    """Adds the gathers of parameters layer by layer, each during the layer before it."""
+    """Adds the gathers of parameters layer by layer, each during the layer before it.
+
+    Args:
+        sizes: Sizes of a micro-batch on one device.
+        passes: The forward and the backward load of each stack of layers, to which it adds.
+    """
     layout = sizes.run.layout
     if layout.dp_mode != "fsdp":
         return

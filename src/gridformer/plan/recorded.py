@@ -85,6 +85,13 @@ class Shortened:
     def traces(self, kind: Kind, fewer: int) -> list[list[Trace]]:
         """Returns the traces with this many layers fewer, for each number of rounds.
 
+        Args:
+            kind: The type of device.
+            fewer: How many layers each stage has less than in the run.
+
+        Returns:
+            For each number of rounds, the traces of the ranks that differ.
+
         Raises:
             UserError: The step of this run fails.
         """

@@ -144,7 +144,12 @@ class Search:
         return Found(run, estimate(run, self.cluster, self.costs))
 
     def fits(self, found: Found, margin: float = MARGIN) -> bool:
-        """Whether the estimate leaves it possible that a layout fits."""
+        """Whether the estimate leaves it possible that a layout fits.
+
+        Args:
+            found: The layout.
+            margin: How many times the limit the estimate may be.
+        """
         return found.estimate.peak_gib <= margin * found.estimate.limit_gib
 
     def first(self, run: RunConfig) -> Found:

@@ -161,6 +161,10 @@ def decimated(values: Sequence[float], most: int) -> list[int]:
 
     Of each of equal parts it takes the smallest and the largest value, so no spike is lost, and it
     takes the first and the last of all.
+
+    Args:
+        values: The values of a curve.
+        most: The most values that are kept.
     """
     n = len(values)
     if n <= most:
