@@ -37,7 +37,7 @@ def record(row: Row, training: bool = True) -> RecordedRow:
             if candidate.block and (candidate.block.row, candidate.block.col) == row.node_block
         ]
         decisions = replace(decisions, candidates=same)
-    return RecordedRow(row, recording.record(row.run, "cuda", decisions, training))
+    return RecordedRow(row, recording.record_run(row.run, "cuda", decisions, training))
 
 
 def cluster_of(row: Row) -> Cluster:

@@ -21,7 +21,7 @@ from benchmarks.published.cases import Layout, Machine
 from benchmarks.published.namespaces import enter, network
 from gridformer import comm
 from gridformer.calibrate.cases import Cases, LinearShape, cpu_cases
-from gridformer.calibrate.device import average, measure_cpu
+from gridformer.calibrate.device import average_times, measure_cpu
 from gridformer.calibrate.found import Measurements
 from gridformer.calibrate.messages import message_seconds, sends_of
 from gridformer.config import RunConfig
@@ -132,7 +132,7 @@ def worker(job: Job, nodes: list[str]) -> None:
     if not known:
         meet = lambda: comm.barrier((everyone,))  # noqa: E731
         found = measure_cpu(cases(), machine.n, True, n_cores(), meet, say)
-        average(found, everyone)
+        average_times(found, everyone)
         found.add_host(machine.n)
         if world.rank == 0:
             _write(job.processor, json.dumps(asdict(found)))

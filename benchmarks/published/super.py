@@ -25,7 +25,7 @@ from gridformer.config import RunConfig, parse_run
 from gridformer.parallel.validation import check_layout
 from gridformer.plan.predict import predict
 from gridformer.plan.price import price
-from gridformer.plan.recorded import Recorded, record
+from gridformer.plan.recorded import Recorded, record_run
 from gridformer.trace.events import Event, Kernel, Trace
 
 LASSEN = "lassen-v100"
@@ -67,7 +67,7 @@ def run_of(model: str, layout: dict[str, Any], batch: int, nodes_per_rack: int =
 
 def seconds(run: RunConfig, cluster: Cluster, per_head: bool = False) -> float:
     """Predicts the seconds of a step."""
-    recorded = record(run)
+    recorded = record_run(run)
     if per_head:
         recorded = one_by_one(recorded)
     return price(recorded, cluster).step_s

@@ -19,7 +19,7 @@ from benchmarks.data.training import TracedStep, Watched, traced_step
 from gridformer.config import load_run
 from gridformer.data import RunData, open_training, resolve
 from gridformer.data.prepare.prepare import prepare_corpus
-from gridformer.train.trace import merged
+from gridformer.train.trace import merged_trace
 from tests.support.data import pairs_source
 
 
@@ -76,13 +76,13 @@ def test_the_wait_for_data_is_that_of_the_trace(tmp_path: Path) -> None:
         events = [*read, ["forward", 0, 0, 50.02, 50.1]]
         parts.append({"host": "a", "zero": 50.0, "place": {}, "events": events, "messages": []})
     path = tmp_path / "trace-step-3.json"
-    path.write_text(json.dumps(merged(parts)))
+    path.write_text(json.dumps(merged_trace(parts)))
     found = traced_step(path)
     assert found.step == 3
     assert found.wait_ms == pytest.approx(7.0)
     assert found.length_ms == pytest.approx(100.0)
     del parts[0]["events"][0]
-    path.write_text(json.dumps(merged(parts)))
+    path.write_text(json.dumps(merged_trace(parts)))
     with pytest.raises(ValueError, match="no row `wait for data` for every process"):
         traced_step(path)
 

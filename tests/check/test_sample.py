@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gridformer.check import Report, report
-from gridformer.check.sample import among, lines, shorter
+from gridformer.check.sample import among, sample_ranks, shorter
 from gridformer.comm import Pending, collectives
 from gridformer.mesh import Axis
 from gridformer.parallel.auto.decisions import decide_run
@@ -26,7 +26,7 @@ HERE = Place("a.py", 1, "f")
 def test_few_of_4096_ranks_stand_for_all() -> None:
     run = gpt_175b()
     decisions, part = decide_run(run), shorter(run)
-    found = lines(part, decisions)
+    found = sample_ranks(part, decisions)
     first, middle, last, *others = found
     assert [first, middle, last] == [[0], [256 * stage for stage in range(1, 15)], [3840]]
     assert others[:3] == [[7], [56], [192]], "last along col, row and dp on the first stage"
@@ -37,7 +37,7 @@ def test_few_of_4096_ranks_stand_for_all() -> None:
 
 def test_up_to_64_ranks_are_traced_one_by_one() -> None:
     run = a_run({"scheme": "megatron", "cols": 2, "pp": 2}, {}, {"global_batch": 2})
-    assert lines(run, decide_run(run)) == [[0], [1], [2], [3]]
+    assert sample_ranks(run, decide_run(run)) == [[0], [1], [2], [3]]
 
 
 def test_ranks_that_are_not_traced_are_left_out() -> None:
@@ -75,7 +75,7 @@ def checked(layout: dict[str, Any], wrong: int = -1) -> Report:
         patch.object(report, "trace_ranks", traced_here),
         patch.object(collectives, "_start_all_reduce", started),
     ):
-        return report.check_run(run, most=1)
+        return report.check_step(run, most=1)
 
 
 def test_a_sample_finds_what_its_last_rank_does(gpu: InProcess) -> None:

@@ -33,7 +33,7 @@ def deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "rank 0 waits\nrank 1 waits"
     problem = Problem("deadlock", (0, 1), place, text, "use another layout", "pp", alike=3)
     report = Report([problem], [0, 1], 2, 10, {place: 2})
-    monkeypatch.setattr(gridformer.check, "check_run", lambda *_, **__: report)
+    monkeypatch.setattr(gridformer.check, "check_step", lambda *_, **__: report)
 
 
 @pytest.mark.usefixtures("deadlock")

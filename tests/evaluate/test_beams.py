@@ -12,7 +12,7 @@ import torch
 
 from gridformer.config import RunConfig
 from gridformer.data import Tokenizer
-from gridformer.evaluate.beams import BeamSearch, search
+from gridformer.evaluate.beams import BeamSearch, beam_search
 from gridformer.evaluate.loading import Trained
 from gridformer.models import T5
 from gridformer.models.blocks import KVCache
@@ -47,7 +47,7 @@ def search_all(
 ) -> list[list[int]]:
     one = Trained(cast(RunConfig, None), model, cast(Tokenizer, None))
     with one.in_use():
-        return search(one, sources, 0, END, how, never)
+        return beam_search(one, sources, 0, END, how, never)
 
 
 def found_by(model: T5, source: list[int], how: BeamSearch, never: Sequence[int] = ()) -> list[int]:

@@ -17,7 +17,7 @@ from gridformer.data import TokenFolder, Tokenizer
 from gridformer.evaluate.continuing import Prompt, Speed, continue_texts
 from gridformer.evaluate.generate import stream
 from gridformer.evaluate.loading import Trained, load_model
-from gridformer.evaluate.sampling import Sampling, choose, uniform
+from gridformer.evaluate.sampling import Sampling, sample_tokens, uniform
 from gridformer.mesh import Axes
 from gridformer.models import GPT2, Activations, Model
 from gridformer.parallel import build_parallel
@@ -139,7 +139,7 @@ def test_words_are_chosen_as_often_as_hugging_face_would(sampling: Sampling) -> 
     want = scores[0].softmax(-1)
     places = torch.arange(N_DRAWS)
     numbers = uniform(torch.ones_like(places), places)
-    drawn = choose(LOGITS.expand(N_DRAWS, -1), sampling, numbers)
+    drawn = sample_tokens(LOGITS.expand(N_DRAWS, -1), sampling, numbers)
     found = torch.bincount(drawn, minlength=len(LOGITS)) / N_DRAWS
     assert not bool(found[want == 0].any()), "a word that was filtered out"
     deviation = (want * (1 - want) / N_DRAWS).sqrt()

@@ -18,7 +18,7 @@ from gridformer.comm.progress_file import (
     WaitingMessage,
 )
 from gridformer.launch import seen as telling
-from gridformer.launch.hang import Seen, Verdict, diagnose, listed
+from gridformer.launch.hang import Seen, Verdict, diagnose_hang, ranks_in_words
 from gridformer.mesh.axes import Axis
 
 SUM = Message("all_reduce", "col", "leave", 64)
@@ -46,7 +46,7 @@ def rank(number: int, *lanes: Lane, waits: bool = False, **more: object) -> Seen
 
 
 def verdict(*ranks: Seen, first: int = 0) -> Verdict:
-    return diagnose({seen.rank: seen for seen in ranks}, first)
+    return diagnose_hang({seen.rank: seen for seen in ranks}, first)
 
 
 def test_who_holds_up_whom_is_followed_to_its_end() -> None:
@@ -168,15 +168,15 @@ def test_the_file_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_many_ranks_in_words() -> None:
-    assert listed([]) == "no rank"
-    assert listed([4]) == "rank 4"
-    assert listed([0, 1, 5]) == "ranks 0, 1 and 5"
-    assert listed(range(100)).endswith("11 and 88 more")
+    assert ranks_in_words([]) == "no rank"
+    assert ranks_in_words([4]) == "rank 4"
+    assert ranks_in_words([0, 1, 5]) == "ranks 0, 1 and 5"
+    assert ranks_in_words(range(100)).endswith("11 and 88 more")
 
 
 def queued(*ranks: Seen, first: int = 0) -> Verdict:
     """Diagnose a run over NCCL, where nobody waits in a message."""
-    return diagnose({seen.rank: seen for seen in ranks}, first, queued=True)
+    return diagnose_hang({seen.rank: seen for seen in ranks}, first, queued=True)
 
 
 def test_over_nccl_the_rank_that_has_started_fewer_messages_is_found() -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from gridformer.cli.door import door
 from gridformer.launch import worker_process as working
-from gridformer.launch.failures import Failure, report
+from gridformer.launch.failures import Failure, report_and_exit
 from gridformer.mesh.process_group import abandon_process_groups
 from gridformer.utils.errors import DataError, DivergedError
 from gridformer.utils.signals import StopPolicy, StopRequest
@@ -191,6 +191,6 @@ def test_exit_code_of_a_run_that_fails_in_the_middle(
     working._write_failure(error, tmp_path / "error.json")
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     with pytest.raises(SystemExit) as ended, door():
-        report(Failure(1, 1, None, message))
+        report_and_exit(Failure(1, 1, None, message))
     assert ended.value.code == code
     assert str(error) in capsys.readouterr().err

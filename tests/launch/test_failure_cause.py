@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gridformer.launch.failure_cause import cause_of, out_of_memory
-from gridformer.launch.failures import Failure, described
+from gridformer.launch.failures import Failure, failure_text
 from gridformer.launch.worker_process import _write_failure
 from gridformer.utils.disk import FullDiskError
 from gridformer.utils.errors import SaveError
@@ -61,8 +61,8 @@ def test_a_failed_save_is_told_by_the_rank_that_knows_why(tmp_path: Path) -> Non
         _write_failure(error, path)
         found.append(Failure(rank, 4711, 1, json.loads(path.read_text())["message"]))
     assert [failure.ends_all for failure in found] == [False, True]
-    assert described(min(found, key=Failure.order)) == "gridformer: why"
-    assert described(found[0]) == "gridformer: another says why"
+    assert failure_text(min(found, key=Failure.order)) == "gridformer: why"
+    assert failure_text(found[0]) == "gridformer: another says why"
 
 
 def test_the_rank_whose_disk_is_full_says_so(start: Start) -> None:

@@ -33,12 +33,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Pretend that there are GPUs and that a check finds one problem of some kinds."""
     calls: list[dict[str, Any]] = []
 
-    def check_run(run: RunConfig, decisions: Any, **how: Any) -> Report:
+    def check_step(run: RunConfig, decisions: Any, **how: Any) -> Report:
         calls.append(how)
         found = [problem(kind) for kind in ("deadlock", "read-back", "error", "untraced")]
         return Report(found, [0, 1], 2, 10)
 
-    monkeypatch.setattr(gridformer.check, "check_run", check_run)
+    monkeypatch.setattr(gridformer.check, "check_step", check_step)
     monkeypatch.setattr(room, "on_gpu", lambda run: True)
     return calls
 

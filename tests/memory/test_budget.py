@@ -17,7 +17,7 @@ from gridformer.config import RunConfig, load_run
 from gridformer.launch.plan import plan_run, read_run
 from gridformer.memory import budget as fits
 from gridformer.memory import room as rooms
-from gridformer.memory.bounds import at_most
+from gridformer.memory.bounds import upper_bound
 from gridformer.memory.breakdown import KINDS, MemoryBreakdown
 from gridformer.memory.budget import fit_problems, nearest
 from gridformer.memory.estimate import estimate_rank
@@ -239,7 +239,7 @@ def test_a_plan_makes_its_decisions_once(
     }
     path.write_text(yaml.safe_dump(sections))
     wanted = read_run(path)
-    assert at_most(wanted) > wanted.train.memory_gib * GIB
+    assert upper_bound(wanted) > wanted.train.memory_gib * GIB
     decide = decisions.decide
 
     def counted(*args: Any) -> Choices:

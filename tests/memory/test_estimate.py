@@ -16,9 +16,9 @@ from gridformer.data import TokenFolder, open_batches, resolve
 from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.memory import estimate as module
-from gridformer.memory.bounds import at_most
+from gridformer.memory.bounds import upper_bound
 from gridformer.memory.breakdown import KINDS, STATES
-from gridformer.memory.estimate import estimate_rank, estimate_ranks, shortened
+from gridformer.memory.estimate import estimate_rank, estimate_ranks, fewer_micro_batches
 from gridformer.memory.ranks import largest_ranks
 from gridformer.trace.batch import rows_like
 from tests.support.data import pairs_source
@@ -77,11 +77,11 @@ def test_activations_are_told_apart_and_recomputation_keeps_few() -> None:
 def test_a_shorter_step_has_the_same_peak(layout: dict[str, Any]) -> None:
     model = {"n_layers": 4}
     run = a_run({**layout, "micro_batches": 8}, model, {"global_batch": 32})
-    short = shortened(run)
+    short = fewer_micro_batches(run)
     assert short.layout.micro_batches <= 8
     assert short.train.global_batch == 4 * short.layout.micro_batches
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "shortened", lambda run: run)
+        patch.setattr(module, "fewer_micro_batches", lambda run: run)
         whole = [estimate_rank(run, rank).peak for rank in largest_ranks(run)]
     assert [estimate_rank(run, rank).peak for rank in largest_ranks(run)] == whole
 
@@ -139,7 +139,7 @@ def test_4096_ranks_are_estimated_on_one() -> None:
 )
 def test_the_bound_is_an_upper_bound(model: dict[str, Any], batch: int, dtype: str) -> None:
     run = a_run({}, model, {"global_batch": batch, "dtype": dtype, "loss_chunk_tokens": 0})
-    assert estimate_rank(run, 0).peak <= at_most(run)
+    assert estimate_rank(run, 0).peak <= upper_bound(run)
 
 
 PACKED = {"document_mask": True, "packing": "documents"}

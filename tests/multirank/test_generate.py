@@ -10,7 +10,7 @@ import torch
 
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig
 from gridformer.data import SpecialIds, Tokenizer
-from gridformer.evaluate.beams import BeamSearch, search
+from gridformer.evaluate.beams import BeamSearch, beam_search
 from gridformer.evaluate.continuing import Prompt, continue_texts
 from gridformer.evaluate.fill import fill_words
 from gridformer.evaluate.loading import Trained
@@ -249,8 +249,8 @@ def said_by(family: str, layout: dict[str, Any]) -> list[Any]:
     sources = [torch.randint(1, v, (n,), generator=generator).tolist() for n in (3, 9, 1, 6, 5)]
     if family != "bert":
         with trained.in_use():
-            greedy = search(trained, sources, 0, 5, BeamSearch(1, 1.0, TARGETS), [7])
-            return [greedy, search(trained, sources, 0, 5, BeamSearch(3, 0.5, TARGETS), [7])]
+            greedy = beam_search(trained, sources, 0, 5, BeamSearch(1, 1.0, TARGETS), [7])
+            return [greedy, beam_search(trained, sources, 0, 5, BeamSearch(3, 0.5, TARGETS), [7])]
     special = SpecialIds(0, 1, 2, 3, 4, 0, (), v, v - 3, frozenset({0, 1, 2, 3, 4}))
     trained = replace(trained, tokenizer=cast(Tokenizer, Letters()))
     return [fill_words(trained, special, text) for text in ("ab___cd ef___", "___a", "a___bc")]

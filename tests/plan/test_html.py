@@ -10,7 +10,7 @@ import pytest
 
 from gridformer.plan import figures
 from gridformer.plan.advice import advise
-from gridformer.plan.html import fastest, memory_factors, write_plan_page
+from gridformer.plan.html import fastest_that_fits, memory_factors, write_plan_page
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.search import Result, Search, search
 from tests.support.marks import extra
@@ -81,7 +81,7 @@ def test_other_batches_show_no_layout_of_a_kind_that_traces_have_refused() -> No
     assert factors
     assert all(factor == pytest.approx(4.0) for factor in factors.values())
     asked = Search(run_of(batch=512), cluster(), 8)
-    chosen, careless = fastest(asked, factors), fastest(asked, {})
+    chosen, careless = fastest_that_fits(asked, factors), fastest_that_fits(asked, {})
     assert chosen is not None
     assert careless is not None
     kind = (chosen.run.layout.scheme, chosen.run.train.recompute, chosen.run.layout.pp > 1)

@@ -15,7 +15,7 @@ from gridformer.parallel.validation import check_layout
 from gridformer.plan.predict import predict, unfused
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.price import price
-from gridformer.plan.recorded import record
+from gridformer.plan.recorded import record_run
 from gridformer.trace import Kernel, trace_rank
 from gridformer.trace.device import Backend
 from gridformer.train.flops import StepFlops
@@ -84,8 +84,8 @@ def both_ways(run: RunConfig) -> list[Prediction]:
     """Return predictions from all layers and kernels, and from what is traced and priced once."""
     torch.set_num_threads(1)
     cluster = load_cluster("dgx-h100")
-    every = record(run, whole=True)
-    few = record(run)
+    every = record_run(run, whole=True)
+    few = record_run(run)
     assert few.shorter or few.earlier, "some layers or micro-batches are left out"
     whole = price(every, cluster, timeline=True)
     assert whole.timeline
@@ -107,7 +107,7 @@ REPEATED: list[dict[str, Any]] = [
 def tiny(run: RunConfig) -> Prediction:
     """Return what is predicted for a run by fewer layers."""
     torch.set_num_threads(1)
-    return price(record(run), load_cluster("dgx-h100"))
+    return price(record_run(run), load_cluster("dgx-h100"))
 
 
 def test_replicas_of_tiny_layers_take_no_less_time_than_fewer_layers(gpu: InProcess) -> None:
@@ -137,7 +137,7 @@ def test_what_is_repeated_takes_as_long_as_what_is_traced(
 def several(run: RunConfig) -> dict[str, Prediction]:
     torch.set_num_threads(1)
     cluster = load_cluster("frontera-rtx5000")
-    whole = record(run, whole=True)
+    whole = record_run(run, whole=True)
     return {
         "step": predict(run, cluster),
         "layers": price(whole, cluster, layers_only=True),
@@ -196,11 +196,11 @@ def of_pipelines(run: RunConfig) -> tuple[Prediction, Prediction, list[float]]:
     """Return predictions of a pipeline and of one device a replica, and when ranks end passes."""
     torch.set_num_threads(1)
     cluster = load_cluster("dgx-h100")
-    deep = price(record(run, whole=True), cluster, timeline=True)
+    deep = price(record_run(run, whole=True), cluster, timeline=True)
     single = run.model_copy(
         update={"layout": run.layout.model_copy(update={"pp": 1, "micro_batches": 1})}
     )
-    flat = price(record(single, whole=True), cluster)
+    flat = price(record_run(single, whole=True), cluster)
     ends = [
         max(one.end for one in intervals if one.module.startswith("layers"))
         for intervals in deep.timeline.values()

@@ -20,7 +20,7 @@ from gridformer.plan.advice import advise
 from gridformer.plan.analytic import estimate
 from gridformer.plan.emit import with_cluster, write_run
 from gridformer.plan.prediction import Prediction
-from gridformer.plan.ranking import as_json, layout_of, print_result, settings_between
+from gridformer.plan.ranking import layout_of, print_result, ranking_as_json, settings_between
 from gridformer.plan.remedies import remedies
 from gridformer.plan.search import Found, Queue, Search, default_batch, search
 from gridformer.plan.settings import changed, neighbors
@@ -179,7 +179,7 @@ def test_a_run_file_names_the_cluster_if_that_makes_a_step_faster(
 def test_json_has_the_keys_that_others_rely_on() -> None:
     result = found_on_8()
     asked = Search(run_of(), cluster(), 8)
-    found = as_json(result, [advise(asked, one) for one in result.layouts])["layouts"]
+    found = ranking_as_json(result, [advise(asked, one) for one in result.layouts])["layouts"]
     keys = {"step_s", "forward_s", "backward_s", "fits", "peak_gib", "model_tflops_per_device"}
     keys |= {"hardware_tflops_per_device", "exposed_communication_s", "bubble_s", "warnings"}
     for one in found:
@@ -194,7 +194,7 @@ def test_json_tells_what_is_not_listed_and_why() -> None:
     large = functools.partial(predictor, peak=4.0)
     result = search(run_of(batch=512), cluster(), 8, top=6, predictor=large)
     waits = search(run_of(), cluster(), 8, top=4, limit_s=0.0, predictor=predictor).untraced
-    found = json.loads(json.dumps(as_json(replace(result, untraced=waits), [])))
+    found = json.loads(json.dumps(ranking_as_json(replace(result, untraced=waits), [])))
     for key, layouts in (
         ("refused", result.refused),
         ("passed_over", result.passed_over),

@@ -16,7 +16,7 @@ from gridformer.report.estimates import estimates_of
 from gridformer.report.page import write_report_page
 from gridformer.report.reading import RunReading, Sample
 from gridformer.report.steptrace import read_timeline
-from gridformer.train.trace import merged
+from gridformer.train.trace import merged_trace
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror='alert(2)'>"
 
@@ -57,7 +57,7 @@ def step_trace(folder: Path) -> Path:
         ],
     }
     path = folder / "trace-step-7.json"
-    path.write_text(json.dumps(merged([part, part])))
+    path.write_text(json.dumps(merged_trace([part, part])))
     return path
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from gridformer.report.charts import chart_list, decimated
 from gridformer.report.history import marks_of
-from gridformer.report.reading import labels, read_runs
+from gridformer.report.reading import read_runs, short_labels
 from gridformer.report.settings import table
 from gridformer.report.summary import summary
 from gridformer.utils.errors import UserError
@@ -81,9 +81,9 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_labels_are_short_and_differ() -> None:
-    assert labels([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
-    assert labels([Path("x/run"), Path("y/run")]) == ["x/run", "y/run"]
-    assert len({*labels([Path("a"), Path("a")])}) == 2
+    assert short_labels([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
+    assert short_labels([Path("x/run"), Path("y/run")]) == ["x/run", "y/run"]
+    assert len({*short_labels([Path("a"), Path("a")])}) == 2
 
 
 def test_few_points_keep_every_spike() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from gridformer.launch.plan import read_run_without_data
-from gridformer.plan.recorded import record
+from gridformer.plan.recorded import record_run
 from gridformer.utils.beside import beside, is_copy
 from tests.support.fake_gpu import own_process
 
@@ -17,7 +17,7 @@ def loaded_by_a_trace() -> tuple[bool, list[str]]:
     run = read_run_without_data("gpt2-124m", overrides)
 
     def trace() -> tuple[bool, list[str]]:
-        record(run)
+        record_run(run)
         return is_copy(), [name for name in SLOW if name in sys.modules]
 
     return beside(trace)()

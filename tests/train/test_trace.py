@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gridformer.comm import Record, record_messages
 from gridformer.parallel.pipeline import Event
-from gridformer.train.trace import merged
+from gridformer.train.trace import merged_trace
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import plan_of, train
 
@@ -28,7 +28,7 @@ def of_kind(trace: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
 def test_clocks_of_one_machine_are_one(host: str, start: float) -> None:
     """Another machine's clock starts at the barrier."""
     event = Event("forward", 0, 2, 11.0, 11.5)
-    trace = merged([part("a", 10.0, [event], []), part(host, 11.0, [event], [])])
+    trace = merged_trace([part("a", 10.0, [event], []), part(host, 11.0, [event], [])])
     first, second = of_kind(trace, name="forward 2")
     assert {first["pid"], second["pid"]} == {0, 1}
     ranked = {e["pid"]: e for e in (first, second)}

@@ -53,6 +53,7 @@ class BatchedShape(NamedTuple):
 
     @property
     def flop(self) -> float:
+        """Floating-point operations of the whole batch."""
         return 2.0 * self.batch * self.m * self.n * self.k
 
 

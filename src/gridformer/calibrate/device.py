@@ -109,7 +109,7 @@ def _in_turns(new: Callable[[], Run], copies: int, window_s: float, meet: Meet) 
     return cpu_seconds([new() for _ in range(copies)], window_s, meet)
 
 
-def average(found: Measurements, everyone: Axis) -> None:
+def average_times(found: Measurements, everyone: Axis) -> None:
     """Replaces times by their means over all processes, which call this together."""
     own = torch.tensor([*found.times(), *found.host], dtype=torch.float64)
     mean = (comm.all_reduce(own, everyone) / everyone.size).tolist()

@@ -75,8 +75,10 @@ class Measurements:
         return Tables.model_validate({"source": source, **self.rows})
 
     def write(self, path: Path) -> None:
+        """Writes the measurements as JSON."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @staticmethod
     def read(path: Path) -> Measurements:
+        """Returns the measurements that `write` has written."""
         return Measurements(**json.loads(path.read_text(encoding="utf-8")))

@@ -81,11 +81,17 @@ def _calibrate_cpu(counts: Sequence[int], quick: bool, tell: Tell) -> tuple[Meas
 
 
 def cpu_worker(n: int, cases: Cases, out: Path) -> None:
-    """The entrypoint of each of n processes that measure at the same time. Rank 0 writes `out`."""
+    """The entrypoint of each of n processes that measure at the same time. Rank 0 writes `out`.
+
+    Args:
+        n: How many processes measure.
+        cases: What they measure.
+        out: Where rank 0 writes the measurements, for `Measurements.read`.
+    """
     import torch
 
     from gridformer import comm
-    from gridformer.calibrate.device import average, measure_cpu
+    from gridformer.calibrate.device import average_times, measure_cpu
     from gridformer.mesh.axes import Axis
     from gridformer.mesh.process_group import close_process_groups, init_process_groups
 
@@ -99,7 +105,7 @@ def cpu_worker(n: int, cases: Cases, out: Path) -> None:
     few = n > max(2, n_cores())
     found = measure_cpu(cases, n, few, n_cores(), lambda: comm.barrier((everyone,)), tell)
     if n > 1:
-        average(found, everyone)
+        average_times(found, everyone)
         tell("messages")
         _measure_messages(found, cases, n, world.rank, torch.device("cpu"))
         found.backend = world.backend
@@ -174,7 +180,13 @@ def _calibrate_gpu(quick: bool, limit_s: float, tell: Tell) -> tuple[Measurement
 
 
 def gpu_worker(n: int, cases: Cases, out: Path) -> None:
-    """The entrypoint of each of n processes with a GPU each. Rank 0 writes `out`."""
+    """The entrypoint of each of n processes with a GPU each, which measure messages.
+
+    Args:
+        n: How many processes send messages.
+        cases: What they measure.
+        out: Where rank 0 writes the measurements, for `Measurements.read`.
+    """
     from gridformer.mesh.process_group import close_process_groups, init_process_groups
 
     world = init_process_groups("cuda", n, 600.0)

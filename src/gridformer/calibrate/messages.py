@@ -32,7 +32,15 @@ def group_sizes(n: int) -> list[int]:
 
 
 def axes_of(n: int, rank: int) -> dict[int, Axis]:
-    """Creates groups of neighboring ranks of each size; all processes call this together."""
+    """Creates groups of neighboring ranks of each size; all processes call this together.
+
+    Args:
+        n: The number of processes.
+        rank: The rank of this one.
+
+    Returns:
+        By the size of a group, the axis of the group of this process.
+    """
     axes = {}
     for members in group_sizes(n):
         lines = [list(range(i, i + members)) for i in range(0, n, members)]
@@ -46,6 +54,9 @@ def sends_of(axis: Axis, device: torch.device) -> dict[str, Send]:
 
     Its argument is what one rank hands in, in bytes, and for all_gather and reduce_scatter the
     gathered buffer.
+
+    Returns:
+        By the name of a message, a function of its bytes that returns what sends one.
     """
 
     def new(n_bytes: float) -> Tensor:
@@ -114,6 +125,12 @@ def message_seconds(run: Callable[[], object], window_s: float, world: Axis, gpu
     - That of one of many in a row, which cores and links need for it. While the last rank comes to
       a message by itself, those before it have already been at work, and a link that was idle lets
       some bytes pass at once.
+
+    Args:
+        run: Sends one message.
+        window_s: About how many seconds of messages are measured.
+        world: All ranks of the measurement, of one machine unless `gpu` is set.
+        gpu: Whether the messages are of GPUs, of which the mean of many in a row is returned.
     """
     run()  # connects
     if gpu:

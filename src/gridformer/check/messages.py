@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from gridformer.check.problems import Problem, listed, remedy
+from gridformer.check.problems import Problem, message_remedy, rank_ranges
 from gridformer.check.simulate import Mismatch, Outcome, Stop
 from gridformer.trace.events import Start
 
@@ -31,20 +31,22 @@ def _mismatch(found: Mismatch, outcome: Outcome) -> Problem:
     first = found.different[0]
     one, other = found.calls[usual], found.calls[first]
     text = (
-        f"{listed(found.different)}: {described(other, usual)} at {other.place}, but rank {usual}: "
-        f"{described(one, first)} at {one.place}{_numbers(one, outcome)}"
+        f"{rank_ranges(found.different)}: {described_call(other, usual)} at {other.place}, but "
+        f"rank {usual}: {described_call(one, first)} at {one.place}{_numbers(one, outcome)}"
     )
     kind = "order" if found.order else "size"
-    return Problem(kind, tuple(found.calls), other.place, text, remedy(other.axis), other.axis)
+    return Problem(
+        kind, tuple(found.calls), other.place, text, message_remedy(other.axis), other.axis
+    )
 
 
 def _unmatched(stop: Stop, outcome: Outcome) -> Problem:
     call = stop.blocking
     missing = sorted(set(stop.missing) & outcome.ended)
     text = (
-        f"rank {stop.rank} calls {described(call)} at {call.place}, but {listed(missing)} "
-        f"{'comes' if len(missing) == 1 else 'come'} to the end of the step without it"
-        f"{_numbers(call, outcome)}"
+        f"rank {stop.rank} calls {described_call(call)} at {call.place}, but "
+        f"{rank_ranges(missing)} {'comes' if len(missing) == 1 else 'come'} to the end of "
+        f"the step without it{_numbers(call, outcome)}"
     )
     apart = outcome.apart.get(call.group)
     if apart:
@@ -54,7 +56,7 @@ def _unmatched(stop: Stop, outcome: Outcome) -> Problem:
             f"at {other.place}"
         )
     ranks = tuple(sorted({stop.rank, *missing}))
-    return Problem("unmatched", ranks, call.place, text, remedy(call.axis), call.axis)
+    return Problem("unmatched", ranks, call.place, text, message_remedy(call.axis), call.axis)
 
 
 def _numbers(call: Start, outcome: Outcome) -> str:
@@ -68,7 +70,9 @@ def _numbers(call: Start, outcome: Outcome) -> str:
     who = [rank for rank, less in fewer.items() if less == n]
     number = "one message" if n == 1 else f"{n} messages"
     verb = "starts" if len(who) == 1 else "start"
-    return f"; in the whole step {listed(who)} {verb} {number} less in this group than others do"
+    return (
+        f"; in the whole step {rank_ranges(who)} {verb} {number} less in this group than others do"
+    )
 
 
 def _circles(stops: Iterable[Stop]) -> Iterator[Problem]:
@@ -89,10 +93,10 @@ def _circles(stops: Iterable[Stop]) -> Iterator[Problem]:
 def _circle(stops: list[Stop]) -> Problem:
     lines = []
     for stop, after in zip(stops, [*stops[1:], stops[0]]):
-        line = f"rank {stop.rank} waits at {stop.waiting} for {described(stop.call)}"
+        line = f"rank {stop.rank} waits at {stop.waiting} for {described_call(stop.call)}"
         if stop.blocking.number != stop.call.number:
             line += (
-                f"; before it in the same group comes {described(stop.blocking)}, started at "
+                f"; before it in the same group comes {described_call(stop.blocking)}, started at "
                 f"{stop.blocking.place}"
             )
         line += f", which needs rank {after.rank}"
@@ -100,16 +104,16 @@ def _circle(stops: list[Stop]) -> Problem:
             answer, before = stop.answers[after.rank]
             line += (
                 f"; that rank has started its part at {answer.place}, but before it in the same "
-                f"group comes {described(before)}"
+                f"group comes {described_call(before)}"
             )
         lines.append(line)
     first = min(stops, key=lambda stop: stop.rank)
     assert first.waiting is not None
     ranks, axis = tuple(sorted(stop.rank for stop in stops)), first.call.axis
-    return Problem("deadlock", ranks, first.waiting, "\n".join(lines), remedy(axis), axis)
+    return Problem("deadlock", ranks, first.waiting, "\n".join(lines), message_remedy(axis), axis)
 
 
-def described(call: Start, peer: int | None = None) -> str:
+def described_call(call: Start, peer: int | None = None) -> str:
     """Describes a message, such as `all_reduce of 96 float32 over dp ("gradients")`.
 
     Args:

@@ -79,13 +79,13 @@ class Problem:
         }
 
 
-def remedy(axis: str) -> str:
+def message_remedy(axis: str) -> str:
     """Returns what a user can do about a message that does not fit."""
     way = _AXES.get(axis)
     return f"{_REPORT}. Until it is mended, try {way}" if way else _REPORT
 
 
-def merged(problems: Iterable[Problem]) -> list[Problem]:
+def each_once(problems: Iterable[Problem]) -> list[Problem]:
     """Returns each problem once that several groups of ranks have at the same place."""
     found: dict[tuple[str, str, Place], Problem] = {}
     for problem in problems:
@@ -95,7 +95,7 @@ def merged(problems: Iterable[Problem]) -> list[Problem]:
     return list(found.values())
 
 
-def listed(ranks: Iterable[int]) -> str:
+def rank_ranges(ranks: Iterable[int]) -> str:
     """Formats ranks: `rank 3`, `ranks 0-3, 8`."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):

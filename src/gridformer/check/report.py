@@ -8,8 +8,8 @@ from itertools import pairwise, zip_longest
 from typing import Any
 
 from gridformer.check.messages import message_problems
-from gridformer.check.problems import Problem, merged
-from gridformer.check.sample import MOST, among, lines, shorter
+from gridformer.check.problems import Problem, each_once
+from gridformer.check.sample import MOST, among, sample_ranks, shorter
 from gridformer.check.simulate import simulate
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
@@ -47,6 +47,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """Whether no problem was found, not even one with which the run works."""
         return not self.problems
 
     def as_json(self) -> dict[str, Any]:
@@ -64,7 +65,7 @@ class Report:
         }
 
 
-def check_run(
+def check_step(
     run: RunConfig,
     decisions: Decisions | None = None,
     whole: bool = False,
@@ -88,13 +89,18 @@ def check_run(
         ranks = [[rank] for rank in range(run.layout.n_processes)]
         return report_of(run, trace_ranks(run, ranks, decisions, here=here))
     part = shorter(run)
-    ranks = lines(part, decisions, most)
+    ranks = sample_ranks(part, decisions, most)
     traces = trace_ranks(part, ranks, decisions, repeat=True, limit_s=limit_s, here=here)
     return report_of(run, traces)
 
 
 def report_of(run: RunConfig, traces: Sequence[Trace]) -> Report:
-    """Returns the report for the traces of ranks that represent all ranks of a run."""
+    """Returns the report for the traces of ranks that represent all ranks of a run.
+
+    Args:
+        run: The run.
+        traces: Traces of one step. Their messages are compared if all of them are complete.
+    """
     problems = [*_own(run, traces)]
     # What a rank does after an error is not known, so nothing can be said about those who wait.
     if all(trace.complete for trace in traces):
@@ -107,7 +113,7 @@ def report_of(run: RunConfig, traces: Sequence[Trace]) -> Report:
     for read in fullest:
         reads[read.place] = reads.get(read.place, 0) + 1
     ranks = [trace.rank for trace in traces]
-    return Report(merged(problems), ranks, run.layout.n_processes, starts, reads)
+    return Report(each_once(problems), ranks, run.layout.n_processes, starts, reads)
 
 
 def _own(run: RunConfig, traces: Sequence[Trace]) -> Iterator[Problem]:

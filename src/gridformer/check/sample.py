@@ -36,7 +36,7 @@ def shorter(run: RunConfig) -> RunConfig:
     )
 
 
-def lines(run: RunConfig, decisions: Decisions, most: int = MOST) -> list[list[int]]:
+def sample_ranks(run: RunConfig, decisions: Decisions, most: int = MOST) -> list[list[int]]:
     """Returns the ranks that stand for all ranks of a run.
 
     Every stage of a pipeline has an order of messages of its own, so the first rank of each is

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from gridformer.check.problems import KINDS, listed
+from gridformer.check.problems import KINDS, rank_ranges
 from gridformer.check.report import Report
 from gridformer.config import RunConfig
 from gridformer.parallel.registry import describe_layout
@@ -28,7 +28,7 @@ def print_report(run: RunConfig, report: Report, console: Console) -> None:
         axis = f", axis {problem.axis}" if problem.axis else ""
         alike = f" and {problem.alike} more groups alike" if problem.alike else ""
         line("")
-        line(f"{KINDS[problem.kind]} ({listed(problem.ranks)}{alike}{axis})", "bold red")
+        line(f"{KINDS[problem.kind]} ({rank_ranges(problem.ranks)}{alike}{axis})", "bold red")
         line(f"  at: {problem.place}")
         for text in problem.text.splitlines():
             line(f"  {text}")

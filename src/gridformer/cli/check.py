@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gridformer.cli.patience import Seconds, at_most
+from gridformer.cli.patience import Seconds, time_limit
 from gridformer.cli.run_argument import Overrides, RunFile
 from gridformer.utils.garbage import no_garbage_collection
 
@@ -50,14 +50,14 @@ def check(
 
     checked = read_run_without_data(run, overrides or [])
 
-    from gridformer.check import check_run
+    from gridformer.check import check_step
     from gridformer.check.show import print_report
 
     if whole and seconds is None:
         seconds = 0.0  # whoever asks for everything has the time
     fewer = "leave --whole out" if whole else "take fewer layers, stages or micro-batches"
-    with Console(stderr=True).status("tracing a step"), at_most(seconds, fewer):
-        report = check_run(checked, whole=whole, here=True)
+    with Console(stderr=True).status("tracing a step"), time_limit(seconds, fewer):
+        report = check_step(checked, whole=whole, here=True)
     if as_json:
         typer.echo(json.dumps(report.as_json(), indent=1))
     else:

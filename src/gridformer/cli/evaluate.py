@@ -12,8 +12,8 @@ from gridformer.cli.run_argument import (
     LengthPenalty,
     Timeout,
     TrainedModel,
-    device_of,
-    dtype_of,
+    device_option,
+    dtype_option,
 )
 
 
@@ -106,7 +106,7 @@ def evaluate(
     from gridformer.evaluate.evaluating import evaluate_worker
     from gridformer.evaluate.folders import run_directory
     from gridformer.evaluate.job import plan_job
-    from gridformer.evaluate.loading import label_names
+    from gridformer.evaluate.loading import checkpoint_label_names
     from gridformer.evaluate.tasks import (
         Options,
         TaskArgument,
@@ -132,8 +132,10 @@ def evaluate(
     with ExitStack() as at_end:
         with waiting() as tell:
             found = at_end.enter_context(run_directory(run_dir, tell))
-            job = plan_job(found, overrides or [], device_of(device), reads, dtype_of(dtype))
-            names = label_names(job.run, job.folder)
+            job = plan_job(
+                found, overrides or [], device_option(device), reads, dtype_option(dtype)
+            )
+            names = checkpoint_label_names(job.run, job.folder)
             check_tasks(job.run, asked, options, names, [*given])
         job = replace(
             job,

@@ -13,8 +13,8 @@ from gridformer.cli.run_argument import (
     LengthPenalty,
     Timeout,
     TrainedModel,
-    device_of,
-    dtype_of,
+    device_option,
+    dtype_option,
 )
 
 
@@ -157,7 +157,7 @@ def generate(
         with waiting() as tell:
             found = at_end.enter_context(run_directory(run_dir, tell))
             overrides = overrides or []
-            job = plan_job(found, overrides, device_of(device), dtype=dtype_of(dtype))
+            job = plan_job(found, overrides, device_option(device), dtype=dtype_option(dtype))
             check_options(job.run.model, given, chat)
         wanted = Generation(texts, prompts is not None, batch_size, sampling, how)
         if chat:

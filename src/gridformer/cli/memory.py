@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gridformer.cli.patience import Seconds, at_most
+from gridformer.cli.patience import Seconds, time_limit
 from gridformer.cli.run_argument import Overrides, RunFile
 from gridformer.utils.garbage import no_garbage_collection
 
@@ -71,7 +71,7 @@ def memory(
         check_output("--html", html)
     checked = read_run_without_data(run, overrides or [])
     console = Console(highlight=False)
-    with at_most(seconds, "choose some ranks with --ranks, or fewer layers or stages"):
+    with time_limit(seconds, "choose some ranks with --ranks, or fewer layers or stages"):
         decisions = decide_run(checked)
         chosen = chosen_ranks(checked, ranks, decisions)
         with console.status(f"simulating a step of {len(chosen)} rank{'s' * (len(chosen) > 1)}"):

@@ -38,7 +38,7 @@ class TooLongError(UserError):
 
 
 @contextlib.contextmanager
-def at_most(seconds: float | None, instead: str) -> Iterator[None]:
+def time_limit(seconds: float | None, instead: str) -> Iterator[None]:
     """Ends the block with an error once it has taken that much of the processor's time.
 
     Time in which other programs have the processor does not count, so a busy machine changes

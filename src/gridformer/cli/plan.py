@@ -74,8 +74,8 @@ def plan(
     from gridformer.cluster import load_cluster
     from gridformer.plan.advice import advise
     from gridformer.plan.emit import with_cluster, write_run
-    from gridformer.plan.ranking import as_json as to_json
     from gridformer.plan.ranking import print_result
+    from gridformer.plan.ranking import ranking_as_json as to_json
     from gridformer.plan.remedies import remedies
     from gridformer.plan.search import Search, search
     from gridformer.plan.second_look import SEARCH, traced_with_advice

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gridformer.cli.patience import Seconds, at_most
+from gridformer.cli.patience import Seconds, time_limit
 from gridformer.cli.run_argument import Overrides, RunFile
 from gridformer.utils.garbage import no_garbage_collection
 
@@ -78,7 +78,7 @@ def predict(
     from gridformer.plan.show import print_prediction
 
     less = "take fewer layers, stages or micro-batches"
-    with at_most(seconds, less), Console(stderr=True).status("tracing and replaying a step"):
+    with time_limit(seconds, less), Console(stderr=True).status("tracing and replaying a step"):
         found = predicted(
             checked,
             machine,

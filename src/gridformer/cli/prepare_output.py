@@ -50,7 +50,13 @@ class Bar:
 
 
 def summarize(folder: TokenFolder, out: Path, console: Console) -> None:
-    """Prints what a token folder contains, and a command that trains on it."""
+    """Prints what a token folder contains, and a command that trains on it.
+
+    Args:
+        folder: The written folder.
+        out: Its path, as the command names it.
+        console: Where to print.
+    """
     from rich.table import Table
     from rich.text import Text
 

@@ -72,14 +72,14 @@ def report(
 
 def _estimated(run: RunReading, seconds: float) -> Estimates | None:
     """Returns the estimates of a run, or a sentence why there are none."""
-    from gridformer.cli.patience import at_most
+    from gridformer.cli.patience import time_limit
     from gridformer.report.estimates import Estimates, estimates_of
     from gridformer.utils.errors import UserError
 
     if run.config is None:
         return None
     try:
-        with at_most(seconds, "its run is large"):
+        with time_limit(seconds, "its run is large"):
             return estimates_of(run.config)
     except UserError as error:
         return Estimates(problem=f"not estimated, because {error}")

@@ -77,7 +77,7 @@ Timeout = Annotated[
 ]
 
 
-def dtype_of(name: str) -> DType | None:
+def dtype_option(name: str) -> DType | None:
     """Returns the value of --dtype, or None if there is none.
 
     Raises:
@@ -91,7 +91,7 @@ def dtype_of(name: str) -> DType | None:
     return known.get(name)
 
 
-def device_of(name: str) -> DeviceChoice:
+def device_option(name: str) -> DeviceChoice:
     """Returns the value of --device.
 
     Raises:

@@ -69,6 +69,7 @@ class Indexed:
 
     @property
     def n_documents(self) -> int:
+        """The documents of the file, those without tokens included."""
         return len(self.documents) - 1
 
     def starts(self) -> DocumentStarts:

@@ -75,7 +75,7 @@ def open_tokens(
     return folder
 
 
-def tokenizer_of(data: DataConfig) -> Path:
+def tokenizer_path(data: DataConfig) -> Path:
     """Returns the tokenizer.json of a run's first token source, without opening it.
 
     Raises:

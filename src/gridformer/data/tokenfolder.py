@@ -396,6 +396,11 @@ def _check_borders(split: TokenSplit, file: Path) -> None:
 def check_ascending(starts: Offsets, file: Path, remedy: str) -> None:
     """Checks that each document starts after the one before, so that none is empty.
 
+    Args:
+        starts: The token with which each document starts, and the end of the last one.
+        file: The file that says so.
+        remedy: The end of the message: what is wrong, or what helps.
+
     Raises:
         DataError: One does not. The message names the file and ends with `remedy`.
     """

@@ -149,7 +149,13 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, text: str, origin: str, eos_token: str) -> Self:
-        """Returns the tokenizer of which `to_json` returned the text."""
+        """Returns the tokenizer of which `to_json` returned the text.
+
+        Args:
+            text: The JSON text.
+            origin: A phrase for people that tells where it comes from.
+            eos_token: The token that ends documents.
+        """
         return cls(tokenizers.Tokenizer.from_str(text), origin, eos_token)
 
     def to_json(self) -> str:

@@ -103,6 +103,7 @@ class TokenSplit:
 
     @property
     def n_tokens(self) -> int:
+        """The tokens of the token file, those that end documents included."""
         return len(self.tokens)
 
     @property

@@ -47,7 +47,7 @@ class BeamSearch:
 
 
 @torch.no_grad()
-def search(
+def beam_search(
     trained: Trained,
     sources: Sequence[Sequence[int]],
     start: int,

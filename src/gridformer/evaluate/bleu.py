@@ -16,7 +16,7 @@ from typing import Any
 from gridformer.config import RunConfig
 from gridformer.data import Tokenizer, TokenSplit
 from gridformer.data.opened import RunData
-from gridformer.evaluate.beams import BeamSearch, search
+from gridformer.evaluate.beams import BeamSearch, beam_search
 from gridformer.evaluate.loading import Trained
 from gridformer.train.forward_backward import Pipeline
 from gridformer.train.metrics import complete_lines
@@ -44,7 +44,14 @@ class Pairs:
 
     @classmethod
     def of(cls, split: TokenSplit, run: RunConfig, tokenizer: Tokenizer) -> Pairs:
-        """Reads the first pairs of a split that fit the lengths of a run."""
+        """Reads the first pairs of a split that fit the lengths of a run.
+
+        Args:
+            split: Pairs, each of them two documents in a row.
+            run: Its source_len and seq_len are the most tokens, with the end of text, and
+                `train.bleu_pairs` is the most pairs; 0 takes all.
+            tokenizer: Turns tokens into text.
+        """
         found = cls([], [], [])
         for number in range(0, split.n_documents, 2):
             if run.train.bleu_pairs and len(found.sources) == run.train.bleu_pairs:
@@ -122,7 +129,7 @@ class Bleu:
             for start in range(0, len(order), _AT_A_TIME):
                 batch = order[start : start + _AT_A_TIME]
                 some = [sources[i] for i in batch]
-                found = search(trained, some, special.start, special.eos, how, never)
+                found = beam_search(trained, some, special.start, special.eos, how, never)
                 for i, ids in zip(batch, found):
                     said[i] = self.tokenizer.decode(ids)
         return said

@@ -11,7 +11,7 @@ import torch
 from gridformer import comm
 from gridformer.evaluate.decoding import Decoder, row_parts
 from gridformer.evaluate.loading import Trained
-from gridformer.evaluate.sampling import Sampling, choose, uniform
+from gridformer.evaluate.sampling import Sampling, sample_tokens, uniform
 
 Ended = Callable[[int, int], bool]
 
@@ -111,7 +111,7 @@ def continue_texts(
         if logits is not None and decoder.speaks:
             places = [torch.tensor(x[decoder.rows], device=device) for x in (seeds, counts)]
             drawn = uniform(*places)
-            chosen[decoder.rows] = choose(logits[:, :vocab_size], sampling, drawn)
+            chosen[decoder.rows] = sample_tokens(logits[:, :vocab_size], sampling, drawn)
         words = comm.all_reduce(chosen, decoder.axes.world, label="generate").tolist()
         found: list[int | None] = [None] * len(prompts)
         for i in running:

@@ -15,7 +15,14 @@ from gridformer.parallel.registry import describe_layout
 def evaluate_worker(
     job: Job, asked: Sequence[TaskArgument], options: Options, as_json: bool
 ) -> None:
-    """The entrypoint of every process of `gridformer evaluate`; rank 0 prints the results."""
+    """The entrypoint of every process of `gridformer evaluate`; rank 0 prints the results.
+
+    Args:
+        job: The model and its layout.
+        asked: The tasks.
+        options: Settings of the tasks.
+        as_json: Whether to print one JSON object, and no table.
+    """
     with job.open() as (trained, rank):
         began = time.perf_counter()
         found = measure(trained, asked, options)
@@ -27,7 +34,13 @@ def evaluate_worker(
 
 
 def as_dict(job: Job, found: Mapping[str, Numbers], seconds: float) -> dict[str, Any]:
-    """Returns the results for --json."""
+    """Returns the results for --json.
+
+    Args:
+        job: The model and its layout.
+        found: The numbers of each task by name, as `measure` returns them.
+        seconds: How long the tasks took.
+    """
     return {
         "model": job.name or str(job.folder),
         "layout": job.run.layout.model_dump(mode="json", exclude_defaults=True),
@@ -37,7 +50,13 @@ def as_dict(job: Job, found: Mapping[str, Numbers], seconds: float) -> dict[str,
 
 
 def show(job: Job, found: Mapping[str, Numbers], seconds: float) -> None:
-    """Prints the results as a table."""
+    """Prints the results as a table.
+
+    Args:
+        job: The model and its layout.
+        found: The numbers of each task by name, as `measure` returns them.
+        seconds: How long the tasks took.
+    """
     from rich.console import Console
     from rich.table import Table
 

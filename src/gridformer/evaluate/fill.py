@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gridformer.data import SpecialIds
-from gridformer.evaluate.beams import BeamSearch, search
+from gridformer.evaluate.beams import BeamSearch, beam_search
 from gridformer.evaluate.decoding import whole_logits
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.scoring import in_batches
@@ -108,7 +108,7 @@ def fill_spans(
     sources = [_source(trained, special, parts_of(text)) for text in texts]
     never = sorted(set(special.never(trained.model.config.vocab_size)) - set(special.sentinels))
     with trained.in_use():
-        found = search(trained, sources, special.start, special.eos, how, never)
+        found = beam_search(trained, sources, special.start, special.eos, how, never)
     return [
         [trained.tokenizer.decode(span) for span in spans_of(ids, special, len(parts_of(text)) - 1)]
         for ids, text in zip(found, texts)

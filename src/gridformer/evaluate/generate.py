@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 from gridformer.config import ModelConfig
 from gridformer.data import SpecialIds, Tokenizer
-from gridformer.evaluate.beams import BeamSearch, search
+from gridformer.evaluate.beams import BeamSearch, beam_search
 from gridformer.evaluate.continuing import Prompt, Speed, continue_texts
 from gridformer.evaluate.fill import fill_spans, fill_words, parts_of
 from gridformer.evaluate.loading import Trained
@@ -137,12 +137,18 @@ def translate(
     """Generates the second text of each pair whose first text is given, with beam search.
 
     All processes call it together and get the same texts.
+
+    Args:
+        trained: An encoder-decoder that was trained on pairs.
+        special: Its special ids.
+        texts: The first text of each pair.
+        how: Settings of the search.
     """
     tokenizer, end = trained.tokenizer, special.eos
     sources = [[*ids, end] for ids in tokenizer.encode_batch(texts)]
     never = special.never(trained.model.config.vocab_size)
     with trained.in_use():
-        found = search(trained, sources, special.start, end, how, never)
+        found = beam_search(trained, sources, special.start, end, how, never)
     return [tokenizer.decode(ids) for ids in found]
 
 
@@ -155,7 +161,14 @@ def _filled(prompt: str, words: list[str]) -> str:
 
 
 def prompt_ids(tokenizer: Tokenizer, texts: Sequence[str], stops: Stops) -> list[list[int]]:
-    """Returns the tokens of prompts; see `Stops` for those of conversations."""
+    """Returns the tokens of prompts; see `Stops` for those of conversations.
+
+    Args:
+        tokenizer: The tokenizer.
+        texts: The prompts.
+        stops: Whether special tokens are spelled out in the prompts; see `Stops`. Without stops the
+            begin-of-text token comes first, if the tokenizer has one.
+    """
     if stops is not None:
         return [ids for ids, _ in tokenizer.encode_marked(texts)]
     begin = tokenizer.begin_ids
@@ -174,11 +187,19 @@ def stream(
 
     It ends after max_tokens tokens or at the end-of-text token. A character whose bytes span
     several tokens is yielded when it is complete.
+
+    Args:
+        trained: A model that continues texts.
+        prompt: The prompt.
+        max_tokens: The most tokens to sample.
+        sampling: Settings.
+        speed: Counts tokens and seconds.
+        stops: See `Stops`.
     """
     tokenizer = trained.tokenizer
     shown, done = "", []
     (ids,) = prompt_ids(tokenizer, [prompt], stops)
-    for token in sample(trained, ids, max_tokens, sampling, speed, stops):
+    for token in sampled_ids(trained, ids, max_tokens, sampling, speed, stops):
         if token in _ends(tokenizer, stops):
             break
         done.append(token)
@@ -191,7 +212,7 @@ def stream(
         yield rest
 
 
-def sample(
+def sampled_ids(
     trained: Trained,
     ids: Sequence[int],
     max_tokens: int,
@@ -202,6 +223,14 @@ def sample(
     """Yields up to max_tokens token ids that continue `ids`; the last may be the end of text.
 
     All processes call it together and get the same tokens; see `continue_texts`.
+
+    Args:
+        trained: A model that continues texts.
+        ids: The tokens of the prompt; the end of text takes the place of none.
+        max_tokens: The most tokens to sample.
+        sampling: Settings.
+        speed: Counts tokens and seconds.
+        stops: See `Stops`.
     """
     tokenizer = trained.tokenizer
     prompt = Prompt(ids or [tokenizer.eos_id], max_tokens, sampling.seed)

@@ -56,6 +56,11 @@ def predicted(trained: Trained, texts: Sequence[str], batch_size: int) -> list[i
     """Returns the most likely label of each text, the same on every process.
 
     Texts are cut to the length of training.
+
+    Args:
+        trained: A model with a classifier.
+        texts: The texts.
+        batch_size: About how many texts go through the model together.
     """
     length, special, model = trained.run.seq_len, trained.special, trained.run.model
     tokens = trained.tokenizer.encode_batch(texts)

@@ -89,7 +89,7 @@ def load_for_inference(run_dir: Path, contents: bool = True) -> tuple[RunConfig,
     return RunConfig.model_validate(manifest.run), folder, load_tokenizer(folder, manifest)
 
 
-def label_names(run: RunConfig, folder: Path) -> tuple[str, ...]:
+def checkpoint_label_names(run: RunConfig, folder: Path) -> tuple[str, ...]:
     """Returns what the labels of a classifier are called; none if there is none that says it.
 
     Args:
@@ -129,4 +129,4 @@ def load_model(
     model = build_parallel(run.model, layout, axes, run.train.seed, device, dtype, filled=False)
     checkpoint.load(folder, model, None, axes)
     model.uses_kernels(run.train.kernels == "fused")
-    return Trained(run, model.eval(), tokenizer, layout, axes, label_names(run, folder))
+    return Trained(run, model.eval(), tokenizer, layout, axes, checkpoint_label_names(run, folder))

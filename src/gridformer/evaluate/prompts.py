@@ -14,7 +14,7 @@ JSON_LINES = (".jsonl", ".ndjson")
 _MOST_BYTES = 4 * GIB  # of a text that is measured, which is read whole
 
 
-def read_text(path: Path) -> str:
+def read_input_text(path: Path) -> str:
     """Returns the text of a file.
 
     Raises:
@@ -33,7 +33,7 @@ def read_records(path: Path) -> list[Any]:
         DataError: the file cannot be read, or a line is not JSON; the message names the line.
     """
     found = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    for number, line in enumerate(read_input_text(path).splitlines(), 1):
         if line.strip():
             try:
                 found.append(files.parse_json(line))
@@ -80,7 +80,7 @@ def read_prompts(path: Path) -> list[str]:
                 f"{path}: record {number} must be a text, or an object with a text under prompt"
             )
     else:
-        texts = [line for line in read_text(path).splitlines() if line.strip()]
+        texts = [line for line in read_input_text(path).splitlines() if line.strip()]
     if not texts:
         raise DataError(f"{path}: has no prompts: write one a line")
     return texts

@@ -62,7 +62,7 @@ def uniform(seeds_B: Tensor, places_B: Tensor) -> Tensor:
     return (words[:, 0] + words[:, 1] / 2**32) / 2**32
 
 
-def choose(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> Tensor:
+def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> Tensor:
     """Samples tokens: applies temperature, then top-k, then top-p (Holtzman et al. 2020).
 
     Args:

@@ -15,7 +15,7 @@ from gridformer.evaluate.examples import check_examples, example_problem, score_
 from gridformer.evaluate.generate import continues, translate
 from gridformer.evaluate.labels import predicted, read_labeled
 from gridformer.evaluate.loading import Trained
-from gridformer.evaluate.prompts import read_fields, read_text
+from gridformer.evaluate.prompts import read_fields, read_input_text
 from gridformer.evaluate.scoring import ScoredWindow, score
 from gridformer.evaluate.sets import check_named_set, measure_set
 from gridformer.evaluate.team import Team
@@ -150,7 +150,7 @@ def text(trained: Trained, file: str, options: Options) -> Numbers:
     Raises:
         UserError: the file cannot be read.
     """
-    whole = read_text(Path(file))
+    whole = read_input_text(Path(file))
     one = ScoredText(whole, len(whole.split()), len(whole.encode()))
     total, n_tokens = likelihood(trained, [one], options)
     return perplexities(total, n_tokens, [one])
@@ -282,7 +282,7 @@ def _first(values: Sequence[Item], options: Options) -> Sequence[Item]:
 def _check_lm_eval(task: str, *_: object) -> None:
     require("lm_eval", "--tasks lm-eval:TASK", "lm-eval")
     if task.endswith(".yaml"):
-        read_text(Path(task))
+        read_input_text(Path(task))
         return
     from gridformer.evaluate.harness import knows
 
@@ -299,7 +299,7 @@ def _check_bleu(file: str, *_: object) -> None:
 
 
 def _check_text(file: str, *_: object) -> None:
-    if not re.search(r"\S", read_text(Path(file))):
+    if not re.search(r"\S", read_input_text(Path(file))):
         raise DataError(f"{file}: has no text")
 
 
@@ -431,5 +431,14 @@ def timeout_of(asked: Sequence[TaskArgument]) -> float:
 def measure(
     trained: Trained, asked: Sequence[TaskArgument], options: Options
 ) -> dict[str, Numbers]:
-    """Measures a model on tasks. All processes call it together and get the same numbers."""
+    """Measures a model on tasks. All processes call it together and get the same numbers.
+
+    Args:
+        trained: The model.
+        asked: The tasks.
+        options: Settings of the tasks.
+
+    Returns:
+        The numbers of each task, by the name that it has on the command line.
+    """
     return {str(one): TASKS[one.kind].measure(trained, one.what, options) for one in asked}

@@ -46,7 +46,14 @@ class Team:
         until: Sequence[str],
         sampling: Sampling,
     ) -> list[list[int]]:
-        """Returns `gridformer.evaluate.generate.continued_ids`, prompt i with seed `seed` + i."""
+        """Returns `gridformer.evaluate.generate.continued_ids`, prompt i with seed `seed` + i.
+
+        Args:
+            prompts: The tokens of each prompt.
+            max_tokens: The most tokens to sample for each.
+            until: A continuation also ends when it contains one of these texts.
+            sampling: Settings.
+        """
         settings = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed]
         request = [[list(ids) for ids in prompts], max_tokens, list(until), settings]
         found: list[list[int]] = self._ask("continue", request)

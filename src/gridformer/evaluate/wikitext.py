@@ -12,7 +12,7 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
-from gridformer.evaluate.prompts import JSON_LINES, read_fields, read_text
+from gridformer.evaluate.prompts import JSON_LINES, read_fields, read_input_text
 from gridformer.utils.errors import DataError
 
 # A heading of the first level begins a page: ` = Title = `.
@@ -58,7 +58,7 @@ def read_pages(path: Path) -> list[str]:
     """
     if path.suffix in JSON_LINES:
         return [str(page) for (page,) in read_fields(path, "page")]
-    text = read_text(path)
+    text = read_input_text(path)
     starts = [found.start() for found in _HEADING.finditer(text)]
     cuts = sorted({0, *starts, len(text)})
     pages = [text[a:b] for a, b in pairwise(cuts) if text[a:b].strip()]

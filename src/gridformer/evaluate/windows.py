@@ -46,6 +46,12 @@ def continuation(tokenizer: Tokenizer, context: str, text: str, length: int) -> 
 
     As in lm-evaluation-harness, both are tokenized together, spaces at the end of the context
     belong to the text, and a context that is too long loses its first tokens.
+
+    Args:
+        tokenizer: The tokenizer.
+        context: The text before; it may be empty.
+        text: The text that is predicted.
+        length: How many tokens the model reads at once.
     """
     bare = context.rstrip()
     text = context[len(bare) :] + text
@@ -56,5 +62,11 @@ def continuation(tokenizer: Tokenizer, context: str, text: str, length: int) -> 
 
 
 def after(context: Sequence[int], ids: Sequence[int], length: int) -> ScoredWindow:
-    """Returns the window that predicts tokens after those of a context of at least one token."""
+    """Returns the window that predicts tokens after those of a context of at least one token.
+
+    Args:
+        context: The tokens before.
+        ids: The tokens to predict; of more than `length` only the last ones are predicted.
+        length: How many tokens the model reads at once.
+    """
     return ScoredWindow([*context, *ids][-(length + 1) :], min(len(ids), length))

@@ -58,6 +58,10 @@ def processes_present(run: RunConfig, nproc: int | None = None) -> int:
 
     They are those that torchrun or another launcher has started. A run that starts its own has as
     many as `nproc` says, or as its layout needs, but not more than there are GPUs if it uses GPUs.
+
+    Args:
+        run: The run.
+        nproc: How many processes the user asked for.
     """
     place = launched_place()
     if place:
@@ -172,12 +176,12 @@ def _micro_batches(run: RunConfig, layout: LayoutConfig) -> list[int]:
 
 def _fits(run: RunConfig, room: Room | None) -> bool:
     from gridformer.memory.analytic import states_of
-    from gridformer.memory.bounds import at_most
+    from gridformer.memory.bounds import upper_bound
     from gridformer.memory.estimate import estimate_ranks
     from gridformer.memory.ranks import largest_ranks
     from gridformer.parallel.auto.decisions import decide_run
 
-    if room is None or at_most(run) <= room.n_bytes:
+    if room is None or upper_bound(run) <= room.n_bytes:
         return True
     if states_of(run) > room.n_bytes:
         return False

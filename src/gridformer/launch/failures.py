@@ -43,6 +43,7 @@ class Failure:
 
     @property
     def caused_by_peer(self) -> bool:
+        """Whether it only follows from the failure of another rank."""
         return bool(self.message.get("caused_by_peer"))
 
     @property
@@ -66,6 +67,7 @@ class Failure:
 
     @property
     def told_to_stop(self) -> bool:
+        """Whether it ended because a signal told it to stop."""
         codes = (signals.REQUEUE, *(128 + signum for signum in signals.SIGNALS))
         return not self.message and self.exitcode in codes
 
@@ -83,7 +85,7 @@ class Failure:
         )
 
 
-def report(failure: Failure, advise: Advise = general) -> NoReturn:
+def report_and_exit(failure: Failure, advise: Advise = general) -> NoReturn:
     """Prints why a worker failed and exits with the matching code, or raises its UserError.
 
     Args:
@@ -107,11 +109,11 @@ def report(failure: Failure, advise: Advise = general) -> NoReturn:
         by = f"{name} sent to rank {failure.rank}"
         print_stopped(f"a signal or {signals.MAX_HOURS}" if requeue else by, exitcode)
         raise SystemExit(exitcode)
-    print_last(described(failure, advise))
+    print_last(failure_text(failure, advise))
     raise SystemExit(1)
 
 
-def described(failure: Failure, advise: Advise = general) -> str:
+def failure_text(failure: Failure, advise: Advise = general) -> str:
     """Returns all that is known of a failure that is no UserError: lines, the cause last.
 
     Args:

@@ -54,6 +54,7 @@ class Seen:
 
     @property
     def wait(self) -> WaitingMessage | None:
+        """The message for which it waits; None if it waits for none, or that is not known."""
         return self.state.wait if self.state else None
 
     @property
@@ -66,6 +67,7 @@ class Seen:
 
     @property
     def computes(self) -> bool:
+        """Whether its stack changed, or it used `COMPUTES` of a core, while it was looked at."""
         return self.moved > 0 or self.cpu >= COMPUTES
 
 
@@ -90,7 +92,7 @@ class Verdict:
     missing: tuple[int, ...]
 
 
-def diagnose(
+def diagnose_hang(
     ranks: Mapping[int, Seen], first: int, limit: str = "train.timeout_s", queued: bool = False
 ) -> Verdict:
     """Returns why a run hangs.
@@ -131,8 +133,10 @@ def diagnose(
             return verdict("diverged", sorted({rank, *others}), reason)
     ends, circle = _follow(ranks, first)
     if circle:
-        steps = (f"rank {r} waits for {listed(missing_of(ranks, r))} in {_what(ranks[r].wait)}"
-                 for r in circle)  # fmt: skip
+        steps = (
+            f"rank {r} waits for {ranks_in_words(missing_of(ranks, r))} in {_what(ranks[r].wait)}"
+            for r in circle
+        )
         return verdict(
             "diverged", circle, "ranks start messages in different orders: " + "; ".join(steps)
         )
@@ -201,7 +205,12 @@ def _witness(ranks: Mapping[int, Seen], culprits: Sequence[int], first: int) -> 
 
 
 def missing_of(ranks: Mapping[int, Seen], rank: int) -> tuple[int, ...]:
-    """Returns the ranks that have not started the message for which a rank waits."""
+    """Returns the ranks that have not started the message for which a rank waits.
+
+    Args:
+        ranks: What is known of each rank.
+        rank: The rank that waits.
+    """
     wait = ranks[rank].wait
     if wait is None:
         return ()
@@ -217,7 +226,16 @@ def missing_of(ranks: Mapping[int, Seen], rank: int) -> tuple[int, ...]:
 
 
 def mismatch(ranks: Mapping[int, Seen], seen: Seen) -> tuple[tuple[int, ...], str] | None:
-    """Returns which ranks have started another message in the place of that for which one waits."""
+    """Returns which ranks have started another message in the place of that for which one waits.
+
+    Args:
+        ranks: What is known of each rank.
+        seen: The rank that waits.
+
+    Returns:
+        These ranks, and a sentence that says which message each of them has started; None if no
+        message differs.
+    """
     wait = seen.wait
     if wait is None or wait.lane.kind == EXCHANGE:
         return None
@@ -240,15 +258,20 @@ def mismatch(ranks: Mapping[int, Seen], seen: Seen) -> tuple[tuple[int, ...], st
                 held[wait.message].append(other)
     if not differ:
         return None
-    texts = [f"{message} on {listed(sorted(who))}" for message, who in held.items()]
+    texts = [f"{message} on {ranks_in_words(sorted(who))}" for message, who in held.items()]
     return tuple(differ), (
         f"ranks start different messages: number {wait.number} of {lane_name(wait.lane)} is "
         + ", but ".join(texts)
     )
 
 
-def listed(ranks: Sequence[int], most: int = 12) -> str:
-    """Returns ranks in words, such as `rank 3` or `ranks 0, 1 and 5`."""
+def ranks_in_words(ranks: Sequence[int], most: int = 12) -> str:
+    """Returns ranks in words, such as `rank 3` or `ranks 0, 1 and 5`.
+
+    Args:
+        ranks: The ranks.
+        most: How many of them are named.
+    """
     names = [str(rank) for rank in ranks[:most]]
     if not names:
         return "no rank"
@@ -259,7 +282,7 @@ def listed(ranks: Sequence[int], most: int = 12) -> str:
     return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
-def describe(seen: Seen, trains: bool = True) -> str:
+def progress_line(seen: Seen, trains: bool = True) -> str:
     """Returns in one line where a rank is; `trains` says whether there are steps."""
     state = seen.state
     if state is None:
@@ -285,7 +308,7 @@ def lane_name(lane: Lane) -> str:
         return f"those to rank {lane.peer}"
     if lane.kind == RECEIVE:
         return f"those from rank {lane.peer}"
-    return f"{listed(lane.ranks)}"
+    return f"{ranks_in_words(lane.ranks)}"
 
 
 def _differ(mine: Message, theirs: Message, is_collective: bool) -> bool:

@@ -74,7 +74,12 @@ def different(ranks: Mapping[int, Seen]) -> tuple[tuple[int, ...], str] | None:
 
 
 def told(found: Sequence[Behind], ranks: Mapping[int, Seen]) -> str:
-    """Returns in words what is known of the ranks that are behind."""
+    """Returns in words what is known of the ranks that are behind.
+
+    Args:
+        found: The ranks that are behind, of which the first four are named.
+        ranks: What is known of each rank.
+    """
     texts = []
     for one in found[:4]:
         message = one.lane.recent.get(one.started + 1)

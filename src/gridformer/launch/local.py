@@ -34,7 +34,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from gridformer.launch.failures import Advise, Failure, general, report
+from gridformer.launch.failures import Advise, Failure, general, report_and_exit
 from gridformer.launch.fork_server import UNKNOWN, ForkServer, end_orphans
 from gridformer.launch.stop_signals import Signals, signals_seen
 from gridformer.launch.worker_process import Meeting, print_stopped, work, work_here
@@ -112,7 +112,7 @@ class Ended:
             SystemExit: a process has failed otherwise, or a signal stopped the run.
         """
         if self.failure:
-            report(self.failure, advise)
+            report_and_exit(self.failure, advise)
         if self.code:
             print_stopped(self.stopped_by, self.code)
             raise SystemExit(self.code)

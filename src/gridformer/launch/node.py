@@ -81,7 +81,13 @@ def node_of(nodes: int | None, environ: Mapping[str, str]) -> Node:
 def environments(
     node: Node, processes: int, environ: Mapping[str, str]
 ) -> Iterator[dict[str, str]]:
-    """Yields the environment of each process of a node, as torchrun would set it."""
+    """Yields the environment of each process of a node, as torchrun would set it.
+
+    Args:
+        node: The node.
+        processes: How many processes each node has.
+        environ: What each process inherits.
+    """
     for local in range(processes):
         yield {
             **environ,

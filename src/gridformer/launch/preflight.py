@@ -33,10 +33,10 @@ def preflight_problems(run: RunConfig, tell: Tell, decisions: Decisions) -> list
 
     if run.layout.n_processes == 1 or not on_gpu(run):
         return []
-    from gridformer.check import check_run
+    from gridformer.check import check_step
 
     tell("", "checking that the messages of a step fit together")
-    report = check_run(run, decisions, most=0, limit_s=LIMIT_S)
+    report = check_step(run, decisions, most=0, limit_s=LIMIT_S)
     for one in report.problems:
         if one.kind == "error":
             tell(f"{_sentence(one)}. The run begins all the same, as it may work on GPUs.", "")
@@ -44,10 +44,10 @@ def preflight_problems(run: RunConfig, tell: Tell, decisions: Decisions) -> list
 
 
 def _sentence(problem: Problem) -> str:
-    from gridformer.check.problems import KINDS, listed
+    from gridformer.check.problems import KINDS, rank_ranges
 
     axis = f", axis {problem.axis}" if problem.axis else ""
     return (
-        f"{KINDS[problem.kind]} ({listed(problem.ranks)}{axis}, at {problem.place}): "
+        f"{KINDS[problem.kind]} ({rank_ranges(problem.ranks)}{axis}, at {problem.place}): "
         f"{problem.text}; {problem.remedy}"
     )

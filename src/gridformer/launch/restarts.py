@@ -13,7 +13,7 @@ from functools import partial
 
 from gridformer.checkpoint.fallback import choose_checkpoint
 from gridformer.checkpoint.same_run import data_start_of
-from gridformer.launch.failures import Failure, cause, described
+from gridformer.launch.failures import Failure, cause, failure_text
 from gridformer.launch.local import attempt
 from gridformer.launch.memory_advice import memory_advice
 from gridformer.launch.stop_signals import signals_seen
@@ -54,7 +54,7 @@ def launch_with_restarts(
                 raise SystemExit(1)
             before, plan = here, resumed(plan)
             goes_on = f"resumes from step {plan.resume_step}" if plan.resume else "begins anew"
-            print_last(f"{described(failure)}\n")
+            print_last(f"{failure_text(failure)}\n")
             print_last(
                 f"gridformer: attempt {number + 1} of {attempts} {goes_on}, as {cause(failure)}"
             )
@@ -97,4 +97,4 @@ def _print_last_attempt(failure: Failure, plan: Plan, number: int, same_step: in
         )
     else:
         print_last(f"gridformer: attempt {number} was the last (train.max_restarts):\n")
-    print_last(described(failure, partial(memory_advice, plan)))
+    print_last(failure_text(failure, partial(memory_advice, plan)))

@@ -46,7 +46,12 @@ def from_json(data: Mapping[str, Any]) -> State:
 
 
 def ranks_of(reports: Mapping[int, Report], size: int) -> dict[int, Seen]:
-    """Returns what is known of each rank, from what those that answered have told."""
+    """Returns what is known of each rank, from what those that answered have told.
+
+    Args:
+        reports: The reports of the ranks that answered, by rank. They also tell of their neighbors.
+        size: The number of ranks.
+    """
     told: dict[int, tuple[str, dict[str, Any]]] = {}
     for report in reports.values():
         for rank, neighbor in report.get("neighbors", {}).items():

@@ -26,6 +26,7 @@ class Signals:
     again: bool = False
 
     def clear(self) -> None:
+        """Empties `reader`, so that only the next signal makes it readable."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.reader, 64)
 

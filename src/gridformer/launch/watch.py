@@ -31,7 +31,14 @@ import torch
 from gridformer.comm import progress, progress_file
 from gridformer.launch import seen as telling
 from gridformer.launch.boards import Board, FolderBoard, Report, board_of, process_state
-from gridformer.launch.hang import Seen, Verdict, describe, diagnose, lane_name, listed
+from gridformer.launch.hang import (
+    Seen,
+    Verdict,
+    diagnose_hang,
+    lane_name,
+    progress_line,
+    ranks_in_words,
+)
 from gridformer.launch.where import Where
 from gridformer.mesh.launch_env import Joined
 
@@ -221,7 +228,7 @@ class HangWatch:
 
     def _conclude(self, reports: Mapping[int, Report], lost: bool) -> None:
         ranks = telling.ranks_of(reports, self.place.size)
-        verdict = diagnose(ranks, self.place.rank, self._limit, queued=self.nccl)
+        verdict = diagnose_hang(ranks, self.place.rank, self._limit, queued=self.nccl)
         text = self._text(ranks, verdict, lost)
         if self.out is not None:
             text += self._kept(self.out, reports, verdict, text)
@@ -255,10 +262,10 @@ class HangWatch:
         if (wait := first.wait) is not None:
             step = f", in step {first.state.step}" if first.state and first.state.step else ""
             module = f", in {first.module}" if first.module else ""
-            arrived = listed(verdict.arrived)
+            arrived = ranks_in_words(verdict.arrived)
             if not verdict.missing and verdict.kind != "late":
                 arrived += ", which does not mean that each could finish it"
-            missing = f" Missing: {listed(verdict.missing)}." if verdict.missing else ""
+            missing = f" Missing: {ranks_in_words(verdict.missing)}." if verdict.missing else ""
             lines += [
                 f"Rank {first.rank} has waited {wait.seconds:.1f} s ({self._limit}="
                 f"{self.timeout_s:g}) in {wait.message}, message {wait.number} of "
@@ -278,7 +285,7 @@ class HangWatch:
             )
         others = [rank for rank in sorted(ranks) if rank != first.rank]
         shown = sorted({*others[:8], *verdict.culprits[:8]} - {first.rank})
-        lines += [describe(ranks[rank], self._trains) for rank in shown]
+        lines += [progress_line(ranks[rank], self._trains) for rank in shown]
         if len(others) > len(shown):
             lines.append(f"and {len(others) - len(shown)} other ranks")
         return "\n".join(lines)

@@ -50,7 +50,7 @@ def quick_estimate(run: RunConfig) -> float:
 
 
 def quick_peak(run: RunConfig, choices: Choices) -> float:
-    """Like `quick_estimate`, for a caller that has the run's choices."""
+    """Returns `quick_estimate`, in bytes, for a caller that has the run's choices."""
     run = resolved(run, choices)
     layout, pp = run.layout, run.layout.pp
     in_layers, head = _states(run, choices)

@@ -53,7 +53,7 @@ def enough_devices(n_bytes: float, room: Room) -> str:
     )
 
 
-def at_most(run: RunConfig) -> int:
+def upper_bound(run: RunConfig) -> int:
     """Returns an upper bound of the bytes that any rank of the run holds at a time.
 
     It assumes that nothing is sharded over the grid, and several times as many activations as any

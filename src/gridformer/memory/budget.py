@@ -10,7 +10,7 @@ from functools import partial
 
 from gridformer.config import RunConfig
 from gridformer.memory.analytic import quick_estimate, states_of, total_states
-from gridformer.memory.bounds import at_most, enough_devices
+from gridformer.memory.bounds import enough_devices, upper_bound
 from gridformer.memory.breakdown import STATES, MemoryBreakdown
 from gridformer.memory.estimate import estimate_ranks
 from gridformer.memory.ranks import largest_ranks
@@ -48,7 +48,7 @@ def fit_problems(
         if run.train.device == "auto" and not gpus_of(run):  # though there may be some here
             on_cpu = run.train.model_copy(update={"device": "cpu"})
             run = run.model_copy(update={"train": on_cpu})
-    if room is None or at_most(run) <= room.n_bytes:
+    if room is None or upper_bound(run) <= room.n_bytes:
         return []
     if states_of(run) > room.n_bytes:
         return [refusal(run, None, room, tell)]

@@ -93,7 +93,7 @@ def _estimate(
     run: RunConfig, rank: int, decisions: Decisions, once: Once | None, timeline: bool
 ) -> MemoryBreakdown:
     rows = run.train.global_batch // run.layout.dp
-    run = shortened(run)
+    run = fewer_micro_batches(run)
     layout, train = run.layout, run.train
     left_out = rows - train.global_batch // layout.dp
     messages = nccl_messages() if on_gpu(run) else nullcontext()
@@ -140,7 +140,12 @@ def nccl_messages() -> Iterator[None]:
 
 @contextmanager
 def playing(rank: int, n_processes: int) -> Iterator[None]:
-    """Makes this process one rank of a process group that sends nothing, inside the context."""
+    """Makes this process one rank of a process group that sends nothing, inside the context.
+
+    Args:
+        rank: The rank that it is.
+        n_processes: The size of the group; 1 makes no group.
+    """
     if n_processes == 1:
         yield
         return
@@ -155,7 +160,7 @@ def playing(rank: int, n_processes: int) -> Iterator[None]:
         sys.excepthook = hook
 
 
-def shortened(run: RunConfig) -> RunConfig:
+def fewer_micro_batches(run: RunConfig) -> RunConfig:
     """Reduces a run's micro-batches to the number from which on a step only repeats itself.
 
     Their size, and how many are in flight at a time, stay the same.

@@ -9,7 +9,7 @@ from functools import partial
 from gridformer.config import RunConfig
 from gridformer.memory.blocks_once import blocks_once
 from gridformer.memory.breakdown import Once
-from gridformer.memory.chunks_once import chunks_once
+from gridformer.memory.fewer_chunks import fewer_chunks
 from gridformer.memory.passes_once import passes_once
 from gridformer.memory.products_once import products_once
 from gridformer.memory.tracker import MemoryTracker
@@ -39,7 +39,7 @@ def _repeated(
 ) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(blocks_once())
-        stack.enter_context(chunks_once())
+        stack.enter_context(fewer_chunks())
         stack.enter_context(products_once(stepper.model, tracker))
         if isinstance(stepper.passes, Pipeline):
             executor, n = stepper.passes.executor, stepper.micro_batches

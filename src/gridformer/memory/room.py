@@ -56,7 +56,12 @@ def room_of_budget(gib: float, name: str) -> Room:
 
 
 def room_on(run: RunConfig, cluster: Cluster) -> float:
-    """Returns what an estimate may come to on a device of a cluster, in GiB."""
+    """Returns what an estimate may come to on a device of a cluster, in GiB.
+
+    Args:
+        run: The run, whose `train.memory_gib` may lower it.
+        cluster: The cluster.
+    """
     own = run.train.memory_gib
     return USABLE * (min(own, cluster.limit_gib) if own else cluster.limit_gib)
 

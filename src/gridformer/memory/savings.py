@@ -55,6 +55,11 @@ def smaller_batches(run: RunConfig) -> Iterator[Changes]:
 
 
 def valid_change(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
-    """Returns the run with other values, or None if they make it invalid."""
+    """Returns the run with other values, or None if they make it invalid.
+
+    Args:
+        run: The run.
+        changes: Values by dotted key, such as `layout.pp`.
+    """
     other = with_changes(run, changes)
     return None if other is None or broken_rules(other) else other

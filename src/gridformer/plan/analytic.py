@@ -20,11 +20,11 @@ from gridformer.parallel.auto.decisions import Decisions, choices_of, placements
 from gridformer.parallel.auto.work import replica_work
 from gridformer.parallel.registry import spec_of
 from gridformer.plan import head_passes, launches, layer_passes, once_a_step
-from gridformer.plan.held import Held, held_by_stages, together
 from gridformer.plan.load import Load, StepCosts, hop_from
 from gridformer.plan.pipeline_time import PassSeconds, pass_times
-from gridformer.plan.recorded import on_device, unfused
+from gridformer.plan.recorded import on_device_type, unfused
 from gridformer.plan.sizes import Sizes
+from gridformer.plan.stage_shares import StageShares, shares_of_rank, shares_of_stages
 from gridformer.utils.units import GIB
 
 
@@ -100,7 +100,7 @@ def estimate(run: RunConfig, cluster: Cluster, costs: StepCosts | None = None) -
     passes = layer_passes.layers(sizes)
     once_a_step.gather_replicas(sizes, passes)
     head, lookup = head_passes.head(sizes), head_passes.embedding(sizes)
-    stages = held_by_stages(run)
+    stages = shares_of_stages(run)
     found = _Ranks(sizes, passes, head, lookup)
     ranks = [found.of(stages[i::pp]) for i in range(pp)]
     once = {one: _each_step(sizes, one) for one in set(ranks)}
@@ -144,7 +144,8 @@ def estimate(run: RunConfig, cluster: Cluster, costs: StepCosts | None = None) -
         forward_s=forward_s + before_s + gathers_s,
         backward_s=backward_s + reduce_s + waits_s - gathers_s,
         update_s=update_s,
-        peak_gib=quick_peak(on_device(unfused(run, cluster), cluster.device.kind), choices) / GIB,
+        peak_gib=quick_peak(on_device_type(unfused(run, cluster), cluster.device.kind), choices)
+        / GIB,
         limit_gib=room_on(run, cluster),
         load=clock.total,
         launch_s=waited,
@@ -161,11 +162,11 @@ class _Rank:
     """A rank of a pipeline, or one of its stages.
 
     Attributes:
-        held: What it holds.
+        shares: Which part of the model it has.
         forward, backward: Its loads for one micro-batch.
     """
 
-    held: Held
+    shares: StageShares
     forward: Load
     backward: Load
 
@@ -179,15 +180,15 @@ class _Rank:
 
 
 class _Ranks:
-    """The ranks of a pipeline; those that hold the same are one object."""
+    """The ranks of a pipeline; those that have the same part are one object."""
 
     def __init__(self, sizes: Sizes, passes: Mapping[str, Both], head: Both, lookup: Both) -> None:
         self._how = sizes, passes, head, lookup
-        self._found: dict[tuple[Held, int], _Rank] = {}
+        self._found: dict[tuple[StageShares, int], _Rank] = {}
 
-    def of(self, stages: Sequence[Held]) -> _Rank:
+    def of(self, stages: Sequence[StageShares]) -> _Rank:
         """Returns the rank that has these stages."""
-        key = together(stages), len(stages)
+        key = shares_of_rank(stages), len(stages)
         if key not in self._found:
             sizes, passes, head, lookup = self._how
             self._found[key] = _rank_of(sizes, *key, passes, head, lookup)
@@ -195,14 +196,14 @@ class _Ranks:
 
 
 def _rank_of(
-    sizes: Sizes, held: Held, k: int, passes: Mapping[str, Both], head: Both, lookup: Both
+    sizes: Sizes, shares: StageShares, k: int, passes: Mapping[str, Both], head: Both, lookup: Both
 ) -> _Rank:
-    rank = _Rank(held, Load(), Load())
-    parts = [(passes[stack], share) for stack, share in held.shares]
-    for (there, back), times in (*parts, (head, float(held.head)), (lookup, held.lookups)):
+    rank = _Rank(shares, Load(), Load())
+    parts = [(passes[stack], share) for stack, share in shares.layers]
+    for (there, back), times in (*parts, (head, float(shares.head)), (lookup, shares.lookups)):
         rank.forward.add(there, times)
         rank.backward.add(back, times)
-    n_stacks = sum(share > 0 for _, share in held.shares)
+    n_stacks = sum(share > 0 for _, share in shares.layers)
     once = launches.EACH_STACK.get(sizes.run.model.family, (0, 0))
     rank.forward.launches += once[0] * n_stacks
     rank.backward.launches += once[1] * n_stacks
@@ -216,8 +217,8 @@ def _pass_seconds(sizes: Sizes, stage: _Rank, launch_s: float) -> PassSeconds:
     return PassSeconds(
         max(stage.forward.device_s, stage.forward.launches * launch_s),
         max(stage.backward.device_s, stage.backward.launches * launch_s),
-        once_a_step.gathered_s(sizes, stage.held),
-        once_a_step.adds_s(sizes, stage.held),
+        once_a_step.gathered_s(sizes, stage.shares),
+        once_a_step.adds_s(sizes, stage.shares),
     )
 
 
@@ -235,9 +236,9 @@ class _Once(NamedTuple):
 
 def _each_step(sizes: Sizes, rank: _Rank) -> _Once:
     return _Once(
-        once_a_step.casts(sizes, rank.held),
-        once_a_step.reductions(sizes, rank.held, rank.backward),
-        once_a_step.update(sizes, rank.held),
+        once_a_step.casts(sizes, rank.shares),
+        once_a_step.reductions(sizes, rank.shares, rank.backward),
+        once_a_step.update(sizes, rank.shares),
     )
 
 

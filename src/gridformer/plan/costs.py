@@ -102,6 +102,10 @@ class Costs:
         """Returns the seconds that a message takes, and `Send.cpu`.
 
         Messages posted together travel together.
+
+        Args:
+            start: The message.
+            rank: The rank that starts it.
         """
         parts = tuple((part.what, part.peer, part.size, part.dtype) for part in start.parts)
         key = start.op, start.group, start.size, start.dtype, parts, start.pieces
@@ -208,7 +212,13 @@ def kernels_of(trace: Trace) -> Iterator[Kernel]:
 
 
 def dtypes_without_peak(traces: Sequence[Trace], cluster: Cluster, tf32: bool) -> list[str]:
-    """Returns the types of products for which a cluster states no peak rate."""
+    """Returns the types of products for which a cluster states no peak rate.
+
+    Args:
+        traces: Traces of the ranks, whose products count.
+        cluster: The cluster.
+        tf32: Whether products in float32 run as TF32, which has a peak of its own.
+    """
     found = {
         "tf32" if event.dtype == "float32" and tf32 else event.dtype
         for trace in traces

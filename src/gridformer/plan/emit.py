@@ -56,7 +56,7 @@ def write_run(found: Found, path: Path, how: str) -> None:
     if run_has_no_data(found.run):
         lines.append("# Set data.path to a folder that `gridformer prepare` wrote.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n" + as_yaml(found.run), encoding="utf-8")
+    path.write_text("\n".join(lines) + "\n" + run_as_yaml(found.run), encoding="utf-8")
 
 
 def run_has_no_data(run: RunConfig) -> bool:
@@ -64,7 +64,7 @@ def run_has_no_data(run: RunConfig) -> bool:
     return run.data.path == Path() and not run.data.sources
 
 
-def as_yaml(run: RunConfig) -> str:
+def run_as_yaml(run: RunConfig) -> str:
     """Returns a run as YAML without the values that are defaults; it reads back as an equal run."""
     values = run.model_dump(mode="json", exclude_defaults=True)
     if run_has_no_data(run):

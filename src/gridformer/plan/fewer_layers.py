@@ -27,6 +27,10 @@ def removable(run: RunConfig, decisions: Decisions) -> int:
     """Returns how many layers of each stage may be left out; 0 if all are traced.
 
     Without a pipeline, this is the number for each stack of layers.
+
+    Args:
+        run: The run.
+        decisions: The result of `decide_run`.
     """
     model = run.model
     if run.layout.pp == 1:

@@ -86,7 +86,7 @@ def where(layouts: Sequence[Found]) -> go.Figure:
     return figure
 
 
-def memory(layouts: Sequence[Found]) -> go.Figure:
+def memory_bars(layouts: Sequence[Found]) -> go.Figure:
     """Returns bars of the fullest device's memory, with the limit as a line."""
     figure = _figure(120 + 34 * len(layouts), showlegend=False)
     peaks = [found.prediction.peak_gib for found in layouts if found.prediction]
@@ -111,10 +111,18 @@ def memory(layouts: Sequence[Found]) -> go.Figure:
     return figure
 
 
-def lines(
+def outlook_line(
     points: Sequence[Outlook], axis: str, unit: str, value: Callable[[Found], float]
 ) -> go.Figure:
-    """Returns a line of a value over a number, with the layouts beside its points."""
+    """Returns a line of a value over a number, with the layouts beside its points.
+
+    Args:
+        points: The number and the layout of each point; points without a layout are named as what
+            does not fit.
+        axis: The name of the number.
+        unit: The unit of the value.
+        value: Returns the value of a layout.
+    """
     figure = _figure(380, showlegend=False)
     figure.update_layout(margin={"r": 150})  # for the name of the last layout
     some = [(point.at, point.found) for point in points if point.found is not None]

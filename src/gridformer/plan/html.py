@@ -16,7 +16,13 @@ from gridformer.plan import figures
 from gridformer.plan.advice import Advice
 from gridformer.plan.figures import Outlook
 from gridformer.plan.price import doubts
-from gridformer.plan.ranking import common_warnings, hidden_s, settings_of, unlisted, warnings_of
+from gridformer.plan.ranking import (
+    common_warnings,
+    hidden_s,
+    layout_warnings,
+    settings_of,
+    unlisted,
+)
 from gridformer.plan.search import Found, Result, Search
 from gridformer.utils.page import document
 
@@ -80,7 +86,7 @@ def _sections(
     def best_of(b: int, k: int) -> Found | None:
         if (b, k) == (batch, n):
             return best
-        return fastest(Search(_with_batch(run, b), cluster, k, costs), factors)
+        return fastest_that_fits(Search(_with_batch(run, b), cluster, k, costs), factors)
 
     batches = outlook(FACTORS, batch, lambda b: best_of(b, n))
     devices = [k for k in (round(n * f) for f in FACTORS) if k <= cluster.size]
@@ -88,10 +94,10 @@ def _sections(
     unit = "sequences a second"
     drawn = [
         figures.where(result.layouts),
-        figures.memory(result.layouts),
+        figures.memory_bars(result.layouts),
         figures.timeline(best, cluster),
-        figures.lines(batches, "global batch", unit, _per_second),
-        figures.lines(counts, "devices", unit, _per_second),
+        figures.outlook_line(batches, "global batch", unit, _per_second),
+        figures.outlook_line(counts, "devices", unit, _per_second),
     ]
     plots = [
         figure.to_html(full_html=False, include_plotlyjs=i == 0, config={"displayModeBar": False})
@@ -143,7 +149,7 @@ def certainty(result: Result, cluster: Cluster, counts: Iterable[int]) -> list[s
     found = [f"For all layouts: {warning}." for warning in common]
     said = {*common}
     for number, one in enumerate(result.layouts, start=1):
-        mine = [warning for warning in warnings_of(one) if warning not in common]
+        mine = [warning for warning in layout_warnings(one) if warning not in common]
         found += [f"For layout {number}: {warning}." for warning in mine]
         said |= {*mine}
     for n in counts:
@@ -192,7 +198,7 @@ def memory_factors(traced: Sequence[Found]) -> dict[_Kind, float]:
     return found
 
 
-def fastest(search: Search, factors: dict[_Kind, float]) -> Found | None:
+def fastest_that_fits(search: Search, factors: dict[_Kind, float]) -> Found | None:
     """Returns the fastest layout of a search that fits by estimate.
 
     Args:

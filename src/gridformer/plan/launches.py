@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from gridformer.parallel.auto.cost import Choice
 from gridformer.parallel.auto.products import Product
-from gridformer.plan.held import Held
 from gridformer.plan.sizes import Sizes, chunks_of
+from gridformer.plan.stage_shares import StageShares
 
 WITH_RMS = ("t5", "llama")  # whose norms are RMSNorms
 STEP = 50  # the norm of gradients, their scale, the optimizer, and what is logged
@@ -65,7 +65,7 @@ def norms_of(sizes: Sizes, product: Product) -> int:
     return 1 if sizes.run.model.family in WITH_RMS else 2
 
 
-def parameters(sizes: Sizes, held: Held) -> float:
+def parameters(sizes: Sizes, shares: StageShares) -> float:
     """Returns how many parameters the layers of a rank have."""
     found = 0.0
     for choice in sizes.choices.products.values():
@@ -73,11 +73,11 @@ def parameters(sizes: Sizes, held: Held) -> float:
         if product.section != "head":
             weights = max(1, len(product.parts))
             one = weights + biases_of(sizes, product) + norms_of(sizes, product)
-            found += product.count * one * held.share_of(product)
+            found += product.count * one * shares.share_of(product)
     return found
 
 
-def vectors(sizes: Sizes, held: Held) -> float:
+def vectors(sizes: Sizes, shares: StageShares) -> float:
     """Returns how many vectors of its layers have gradients that columns of devices share.
 
     They travel in one message, to which they are copied.
@@ -88,7 +88,7 @@ def vectors(sizes: Sizes, held: Held) -> float:
         if product.section != "head":
             biases = biases_of(sizes, product) if product.closes else 0
             one = norms_of(sizes, product) + biases
-            found += product.count * one * held.share_of(product)
+            found += product.count * one * shares.share_of(product)
     return found
 
 
@@ -99,18 +99,24 @@ def of_mode(sizes: Sizes) -> float:
     return FSDP_PARAMETER if sizes.run.layout.dp_mode == "fsdp" else 0.0
 
 
-def casts(sizes: Sizes, held: Held) -> float:
+def n_casts(sizes: Sizes, shares: StageShares) -> float:
     """Returns how many weights and biases of a rank are cast."""
     found = 0.0
     for choice in sizes.choices.products.values():
         product = choice.product
         one = weights_of(sizes, choice) + biases_of(sizes, product)
-        found += one * product.count * held.share_of(product)
+        found += one * product.count * shares.share_of(product)
     return found
 
 
 def chunk(sizes: Sizes, choice: Choice, sharded: bool) -> int:
-    """Returns the launches of a chunk of the loss, without products, messages and the norm."""
+    """Returns the launches of a chunk of the loss, without products, messages and the norm.
+
+    Args:
+        sizes: Sizes of a micro-batch on one device.
+        choice: The product of the head.
+        sharded: Whether the logits are sharded over devices.
+    """
     smoothed = sizes.run.model.label_smoothing > 0
     if sharded:
         found = LOSS_SHARDED_SMOOTHED if smoothed else LOSS_SHARDED

@@ -6,7 +6,6 @@ Products, their shapes and what travels for them follow from `Choices` and from 
 from __future__ import annotations
 
 from gridformer.parallel.auto.cost import Choice
-from gridformer.plan.held import stack_of, stacks_of
 from gridformer.plan.launches import (
     RMS_INSIDE_LAUNCHES,
     RMS_LAUNCHES,
@@ -18,6 +17,7 @@ from gridformer.plan.launches import (
 from gridformer.plan.load import Load
 from gridformer.plan.products import product_loads
 from gridformer.plan.sizes import Sizes
+from gridformer.plan.stage_shares import stack_of, stacks_of
 
 # Passes over an activation by memory-bound kernels, forward and backward. A kernel that reads two
 # tensors and writes one makes three. They are those that the record of the real code shows, which
@@ -103,7 +103,15 @@ def _around(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
 
 
 def add_norm(sizes: Sizes, choice: Choice, n_bytes: list[float], launches: list[float]) -> None:
-    """Adds the norm before a product that opens a section."""
+    """Adds the norm before a product that opens a section.
+
+    Args:
+        sizes: Sizes of a micro-batch on one device.
+        choice: The product.
+        n_bytes: Bytes that kernels move in the forward and in the backward pass, to which those of
+            the norm are added.
+        launches: Launches of both passes, to which those of the norm are added.
+    """
     product, h = choice.product, sizes.run.model.hidden_size
     wide, cast = sizes.wide, sizes.cast
     casts = 2 if cast else 0

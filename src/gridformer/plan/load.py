@@ -45,7 +45,12 @@ class Load:
         return self.compute_s + sum(self.exposed.values())
 
     def add(self, other: Load, times: float = 1.0) -> None:
-        """Adds another load, a number of times."""
+        """Adds another load, a number of times.
+
+        Args:
+            other: The other load.
+            times: How many times it is added; it may be a fraction.
+        """
         self.products += other.products * times
         self.attention += other.attention * times
         self.memory += other.memory * times
@@ -62,7 +67,14 @@ class Load:
         return found
 
     def message(self, axis: str, seconds: float, behind: float = 0.0, launches: float = 1) -> None:
-        """Adds a message, of which computation of `behind` seconds hides as much as it can."""
+        """Adds a message, of which computation of `behind` seconds hides as much as it can.
+
+        Args:
+            axis: The axis of the message.
+            seconds: How long it travels; 0 adds nothing.
+            behind: Seconds of computation that can hide it.
+            launches: How many messages and kernels the host launches for it.
+        """
         if not seconds:
             return
         shown = max(0.0, seconds - behind)
@@ -85,6 +97,7 @@ class AxisPlace:
 
     @property
     def size(self) -> int:
+        """The number of ranks of a group."""
         return len(self.members)
 
 
@@ -134,7 +147,13 @@ class StepCosts:
         return self._kernel(KernelWork("memory", 0.0, n_bytes)) if n_bytes else 0.0
 
     def message_s(self, op: Op, n_bytes: float, place: AxisPlace) -> float:
-        """Returns the seconds of a message; `n_bytes` as in `MessageWork`."""
+        """Returns the seconds of a message; `n_bytes` as in `MessageWork`.
+
+        Args:
+            op: The collective, or `send`.
+            n_bytes: Bytes of the message.
+            place: Where its ranks lie; one rank sends nothing.
+        """
         if place.size < 2 or not n_bytes:
             return 0.0
         key = op, n_bytes, place

@@ -9,9 +9,9 @@ from gridformer.cluster.messages import Op
 from gridformer.parallel.auto.cost import Choice
 from gridformer.parallel.pipeline.schedules import rounds
 from gridformer.plan import launches
-from gridformer.plan.held import Held, stacks_of
 from gridformer.plan.load import AxisPlace, Load
 from gridformer.plan.sizes import Sizes
+from gridformer.plan.stage_shares import StageShares, stacks_of
 
 ADAM_BYTES = 28  # reads a parameter, its gradient and two moments, and writes all but the gradient
 NORM_BYTES = 4  # the norm of gradients reads them
@@ -21,44 +21,44 @@ VECTORS_BYTES = 1e5  # of the gradients of norms and biases, roughly
 BUCKETS = 4  # of gradients at least; all but the last are summed during the backward pass
 
 
-def casts(sizes: Sizes, held: Held) -> Load:
+def casts(sizes: Sizes, shares: StageShares) -> Load:
     """Returns the load of casting weights to the type of the computation once a step."""
     choices, layout = sizes.choices, sizes.run.layout
     if choices.work.itemsize != 2:
         return Load(launches=launches.BATCH)
     times = 1 if choices.cast_once else 3 * layout.micro_batches
-    elements = _elements(sizes, replace(held, lookups=0.0))  # lookups read float32
+    elements = _elements(sizes, replace(shares, lookups=0.0))  # lookups read float32
     if layout.dp_mode == "fsdp":
         elements /= max(1, sizes.spec.replicas(layout))
     load = Load(memory=sizes.costs.memory_s(elements * 6 * times), launches=launches.BATCH)
     if layout.dp_mode != "fsdp":
-        load.launches += launches.casts(sizes, held) * times
+        load.launches += launches.n_casts(sizes, shares) * times
     else:  # what is outside layers is gathered when a step begins, and layers have been cast
-        load.launches += launches.casts(sizes, held.outside_layers) * times
+        load.launches += launches.n_casts(sizes, shares.outside_layers) * times
         n_bytes = _table(sizes) * sizes.wide
         load.message("dp", sizes.costs.message_s("all_gather", n_bytes, sizes.place("replicas")))
         load.memory += sizes.costs.memory_s(_table(sizes) * SHARE_BYTES)
     return load
 
 
-def _elements(sizes: Sizes, held: Held) -> float:
+def _elements(sizes: Sizes, shares: StageShares) -> float:
     """Returns the elements of matrices that a device holds."""
     choices, found = sizes.choices, 0.0
     for choice in choices.products.values():
         grid = 1 if choice.common else choices.rows * choices.cols
-        found += _of_product(sizes, choice, held) / grid
+        found += _of_product(sizes, choice, shares) / grid
     return found
 
 
-def _of_product(sizes: Sizes, choice: Choice, held: Held) -> float:
+def _of_product(sizes: Sizes, choice: Choice, shares: StageShares) -> float:
     """Returns the elements that a rank of a pipeline holds of a product, on all devices of a grid.
 
     The table of the tokens counts with the head. It is the head's, if it is tied.
     """
     if choice.product.name != "head":
-        return choice.elements * held.share_of(choice.product)
-    found = choice.elements * (held.head and sizes.run.model.token_head)
-    if not held.lookups:
+        return choice.elements * shares.share_of(choice.product)
+    found = choice.elements * (shares.head and sizes.run.model.token_head)
+    if not shares.lookups:
         return found
     if sizes.choices.table:
         return found + sizes.choices.table
@@ -66,7 +66,12 @@ def _of_product(sizes: Sizes, choice: Choice, held: Held) -> float:
 
 
 def gather_replicas(sizes: Sizes, passes: Mapping[str, tuple[Load, Load]]) -> None:
-    """Adds the gathers of parameters layer by layer, each during the layer before it."""
+    """Adds the gathers of parameters layer by layer, each during the layer before it.
+
+    Args:
+        sizes: Sizes of a micro-batch on one device.
+        passes: The forward and the backward load of each stack of layers, to which it adds.
+    """
     layout = sizes.run.layout
     if layout.dp_mode != "fsdp":
         return
@@ -74,7 +79,7 @@ def gather_replicas(sizes: Sizes, passes: Mapping[str, tuple[Load, Load]]) -> No
     times = 1.0 if sizes.choices.reshard == "layer" else 1 / layout.micro_batches
     for stack, n in stacks_of(sizes.run).items():
         forward, backward = passes[stack]
-        only = Held(tuple((one, float(one == stack)) for one in passes), 0.0, False)
+        only = StageShares(tuple((one, float(one == stack)) for one in passes), 0.0, False)
         a_layer = _elements(sizes, only) / n
         one = sizes.costs.message_s("all_gather", a_layer * sizes.itemsize, place)
         # A gathered layer is copied from the message into its parameters.
@@ -92,27 +97,35 @@ def gather_replicas(sizes: Sizes, passes: Mapping[str, tuple[Load, Load]]) -> No
             backward.message("dp", n * one, backward.device_s, n)
 
 
-def gathered_s(sizes: Sizes, held: Held) -> float:
+def gathered_s(sizes: Sizes, shares: StageShares) -> float:
     """Returns how long parameters travel that are gathered for a whole step; 0 if none are."""
     if sizes.run.layout.dp_mode != "fsdp" or sizes.choices.reshard != "step":
         return 0.0
     found, place = 0.0, sizes.place("replicas")
     for stack, n in stacks_of(sizes.run).items():
-        share = dict(held.shares)[stack]
-        only = Held(tuple((one, float(one == stack)) for one, _ in held.shares), 0.0, False)
+        share = dict(shares.layers)[stack]
+        only = StageShares(
+            tuple((one, float(one == stack)) for one, _ in shares.layers), 0.0, False
+        )
         n_bytes = _elements(sizes, only) / n * sizes.itemsize
         found += share * n * sizes.costs.message_s("all_gather", n_bytes, place)
     return found
 
 
-def adds_s(sizes: Sizes, held: Held) -> float:
+def adds_s(sizes: Sizes, shares: StageShares) -> float:
     """Returns how long it takes to add gradients of layers to those of earlier micro-batches."""
-    elements = _elements(sizes, Held(held.shares, 0.0, False))
+    elements = _elements(sizes, StageShares(shares.layers, 0.0, False))
     return sizes.costs.memory_s(3 * elements * sizes.wide)
 
 
-def reductions(sizes: Sizes, held: Held, backward: Load) -> Load:
-    """Returns the load of summing gradients over replicas after the last backward pass."""
+def reductions(sizes: Sizes, shares: StageShares, backward: Load) -> Load:
+    """Returns the load of summing gradients over replicas after the last backward pass.
+
+    Args:
+        sizes: Sizes of a micro-batch on one device.
+        shares: What the rank has of the model.
+        backward: The backward pass of a micro-batch, which hides messages.
+    """
     layout, load, costs = sizes.run.layout, Load(launches=10), sizes.costs
     for axis in (sizes.activation_axis, "row"):  # vectors
         load.message(axis, costs.message_s("reduce", VECTORS_BYTES, sizes.place(axis)))
@@ -121,17 +134,17 @@ def reductions(sizes: Sizes, held: Held, backward: Load) -> Load:
     if rows * cols > 1 and sizes.lies in ("replicated", "s", "h"):
         # Vectors are copied to a message of each axis, and to another that makes them equal.
         copies = 1 if sizes.lies == "replicated" else 1 + (rows > 1) + (cols > 1)
-        load.launches += launches.vectors(sizes, held) * copies
-    ends = held.lookups > 0 or held.head
+        load.launches += launches.vectors(sizes, shares) * copies
+    ends = shares.lookups > 0 or shares.head
     outside = launches.OUTSIDE[sizes.run.model.family] * ends
-    load.launches += launches.of_mode(sizes) * (launches.parameters(sizes, held) + outside)
+    load.launches += launches.of_mode(sizes) * (launches.parameters(sizes, shares) + outside)
     tied = sizes.run.model.tied_head and sizes.run.model.token_head
     if layout.pp > 1 and tied and ends:  # they share the table
-        shares = 1 if layout.dp_mode == "replicate" else max(1, sizes.spec.replicas(layout))
-        n_bytes = _table(sizes) * sizes.wide / shares
+        parts = 1 if layout.dp_mode == "replicate" else max(1, sizes.spec.replicas(layout))
+        n_bytes = _table(sizes) * sizes.wide / parts
         load.message("pp", costs.message_s("all_reduce", n_bytes, sizes.place("pp")))
         load.memory += costs.memory_s(4 * n_bytes)
-    for elements, last, where in _summed(sizes, held):
+    for elements, last, where in _summed(sizes, shares):
         op: Op = "all_reduce" if layout.dp_mode == "replicate" else "reduce_scatter"
         n_bytes, last_bytes = elements * sizes.wide, last * sizes.wide
         buckets = max(BUCKETS, n_bytes / (25 << 20))
@@ -156,7 +169,7 @@ def _table(sizes: Sizes) -> float:
     return choice.product.n_in * choice.product.n_out / grid
 
 
-def _summed(sizes: Sizes, held: Held) -> list[tuple[float, float, AxisPlace]]:
+def _summed(sizes: Sizes, shares: StageShares) -> list[tuple[float, float, AxisPlace]]:
     """Returns the gradients that are summed over replicas.
 
     Returns:
@@ -167,23 +180,23 @@ def _summed(sizes: Sizes, held: Held) -> list[tuple[float, float, AxisPlace]]:
     common = 0.0
     for choice in choices.products.values():
         if choice.common:
-            common += _of_product(sizes, choice, held)
+            common += _of_product(sizes, choice, shares)
     replicas, found = sizes.place("replicas"), []
-    table = _table(sizes) if held.lookups else 0.0
+    table = _table(sizes) if shares.lookups else 0.0
     head_is_common = choices["head"].common
     if layout.dp > 1:
         last = 0.0 if head_is_common else table
-        found.append((_elements(sizes, held) - common, last, sizes.place("dp")))
+        found.append((_elements(sizes, shares) - common, last, sizes.place("dp")))
     if replicas.size > 1 and common:
         found.append((common, table if head_is_common else 0.0, replicas))
     return found
 
 
-def update(sizes: Sizes, held: Held) -> Load:
+def update(sizes: Sizes, shares: StageShares) -> Load:
     """Returns the load of clipping and of the optimizer."""
     layout = sizes.run.layout
     replicas = 1 if layout.dp_mode == "replicate" else sizes.spec.replicas(layout)
-    elements = _elements(sizes, held) / max(1, replicas)
+    elements = _elements(sizes, shares) / max(1, replicas)
     wide = 2 if sizes.run.train.dtype == "float64" else 1
     seconds = sizes.costs.memory_s(elements * (ADAM_BYTES + NORM_BYTES) * wide)
     return Load(memory=seconds, launches=launches.STEP)

@@ -36,6 +36,7 @@ class PassSeconds:
 
     @property
     def both(self) -> float:
+        """Seconds of both passes."""
         return self.forward + self.backward
 
 

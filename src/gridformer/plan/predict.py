@@ -14,7 +14,7 @@ from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.price import Prices, warnings_of
 from gridformer.plan.program import Spent
-from gridformer.plan.recorded import Shortened, on_device, unfused
+from gridformer.plan.recorded import Shortened, on_device_type, unfused
 from gridformer.utils.beside import shared
 from gridformer.utils.units import GIB
 
@@ -57,7 +57,7 @@ def predict(
         UserError: The step of this run fails, which `gridformer check` explains.
     """
     kind = cluster.device.kind
-    run = on_device(run, kind)
+    run = on_device_type(run, kind)
     decisions = decide_run(run)
     shortened = Shortened.of(run, decisions, training, whole=timeline)
     prices = Prices(run, decisions, training, cluster, layers_only)

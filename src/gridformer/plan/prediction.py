@@ -52,6 +52,7 @@ class Parts:
         return [*rows, ("other", small)] if small else rows
 
     def as_json(self) -> dict[str, Any]:
+        """Returns the parts by name, in seconds."""
         return dict(vars(self))
 
 

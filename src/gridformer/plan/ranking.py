@@ -51,7 +51,7 @@ def print_result(
         console.print(Text(f"   {settings_between(run, found.run)}"), soft_wrap=True)
         for sentence in why.sentences:
             console.print(Text(f"   {sentence}"), soft_wrap=True)
-        for warning in warnings_of(found):
+        for warning in layout_warnings(found):
             if warning not in common:
                 console.print(Text(f"   Warning: {warning}"), soft_wrap=True)
     if common:
@@ -80,15 +80,15 @@ def unlisted(result: Result) -> list[str]:
     return sentences
 
 
-def warnings_of(found: Found) -> list[str]:
+def layout_warnings(found: Found) -> list[str]:
     """Returns what makes the prediction of a layout less certain."""
     return found.prediction.warnings if found.prediction else []
 
 
 def common_warnings(layouts: Sequence[Found]) -> list[str]:
     """Returns the warnings that all of some layouts have."""
-    of_all = set.intersection(*(set(warnings_of(found)) for found in layouts))
-    return [warning for warning in warnings_of(layouts[0]) if warning in of_all]
+    of_all = set.intersection(*(set(layout_warnings(found)) for found in layouts))
+    return [warning for warning in layout_warnings(layouts[0]) if warning in of_all]
 
 
 def _table(layouts: Sequence[Found]) -> Table:
@@ -169,10 +169,16 @@ def settings_between(asked: RunConfig, found: RunConfig) -> str:
     return " ".join(changes) or "This is the run's own layout."
 
 
-def as_json(
+def ranking_as_json(
     result: Result, advice: Sequence[Advice], remedies: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns what `--json` prints."""
+    """Returns what `--json` prints.
+
+    Args:
+        result: The result of the search.
+        advice: The advice for each of its layouts.
+        remedies: Sentences on what would fit, if no layout does.
+    """
     layouts: list[dict[str, Any]] = []
     for found, why in zip(result.layouts, advice):
         assert found.prediction is not None, "only traced layouts are listed"

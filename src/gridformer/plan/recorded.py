@@ -85,6 +85,13 @@ class Shortened:
     def traces(self, kind: Kind, fewer: int) -> list[list[Trace]]:
         """Returns the traces with this many layers fewer, for each number of rounds.
 
+        Args:
+            kind: The type of device.
+            fewer: How many layers each stage has less than in the run.
+
+        Returns:
+            For each number of rounds, the traces of the ranks that differ.
+
         Raises:
             UserError: The step of this run fails.
         """
@@ -93,7 +100,7 @@ class Shortened:
             return traces_of(runs, kind, self.decisions, self.training)
 
 
-def on_device(run: RunConfig, kind: Kind) -> RunConfig:
+def on_device_type(run: RunConfig, kind: Kind) -> RunConfig:
     """Returns a run on a type of device."""
     return run.model_copy(update={"train": run.train.model_copy(update={"device": kind})})
 
@@ -113,7 +120,7 @@ def unfused(run: RunConfig, cluster: Cluster) -> RunConfig:
     return run.model_copy(update={"model": model, "train": train})
 
 
-def record(
+def record_run(
     run: RunConfig,
     kind: Kind = "cuda",
     decisions: Decisions | None = None,
@@ -133,7 +140,7 @@ def record(
     Raises:
         UserError: The step of this run fails.
     """
-    run = on_device(run, kind)
+    run = on_device_type(run, kind)
     shortened = Shortened.of(run, decisions or decide_run(run), training, whole)
     samples = [shortened.traces(kind, fewer) for fewer in shortened.layers]
 

@@ -62,6 +62,7 @@ class Found:
 
     @property
     def step_s(self) -> float:
+        """Seconds of a step, as predicted, or else as estimated."""
         return self.prediction.step_s if self.prediction else self.estimate.step_s
 
 
@@ -143,7 +144,12 @@ class Search:
         return Found(run, estimate(run, self.cluster, self.costs))
 
     def fits(self, found: Found, margin: float = MARGIN) -> bool:
-        """Whether the estimate leaves it possible that a layout fits."""
+        """Whether the estimate leaves it possible that a layout fits.
+
+        Args:
+            found: The layout.
+            margin: How many times the limit the estimate may be.
+        """
         return found.estimate.peak_gib <= margin * found.estimate.limit_gib
 
     def first(self, run: RunConfig) -> Found:
@@ -266,6 +272,7 @@ class Queue:
         return len(self._waiting)
 
     def put(self, one: Found) -> None:
+        """Adds a layout, which waits for its turn by its `step_s`."""
         heapq.heappush(self._waiting, (one.step_s, next(self._number), one))
 
     def next(self, n: int) -> list[Found]:

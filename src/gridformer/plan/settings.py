@@ -65,7 +65,12 @@ def micro_batches(run: RunConfig) -> list[int]:
 
 
 def changed(run: RunConfig, changes: dict[str, Any]) -> RunConfig | None:
-    """Returns the run with some values changed, or None if that is not valid."""
+    """Returns the run with some values changed, or None if that is not valid.
+
+    Args:
+        run: The run, which is not changed.
+        changes: Values by dotted key, such as `layout.pp`.
+    """
     sections: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, _, name = key.partition(".")

@@ -21,7 +21,14 @@ _LIMITS = {
 
 
 def print_prediction(run: RunConfig, cluster: Cluster, found: Prediction, console: Console) -> None:
-    """Prints how long a step takes, where the time goes, what limits it, and the warnings."""
+    """Prints how long a step takes, where the time goes, what limits it, and the warnings.
+
+    Args:
+        run: The run.
+        cluster: The cluster.
+        found: The prediction.
+        console: Where to print.
+    """
     n = run.layout.n_processes
     devices = "one device" if n == 1 else f"{n} devices"
     console.print(f"{describe_layout(run.layout)} on {devices} of {cluster.name}")

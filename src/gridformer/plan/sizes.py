@@ -38,9 +38,11 @@ class Sizes:
 
     @property
     def itemsize(self) -> int:
+        """Bytes of an element in products."""
         return self.choices.work.itemsize
 
     def place(self, axis: str) -> AxisPlace:
+        """Returns where an axis lies; an axis of one device is at its place."""
         return self.places.get(axis, ALONE)
 
     @cached_property
@@ -63,6 +65,7 @@ class Sizes:
         return self.tokens(product) * width / share
 
     def memory_s(self, elements: float) -> float:
+        """Returns the seconds of moving elements of the type of products through memory."""
         return self.costs.memory_s(elements * self.itemsize)
 
     @property

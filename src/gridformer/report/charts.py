@@ -100,7 +100,7 @@ def words(key: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def as_json(runs: Sequence[RunReading]) -> dict[str, Any]:
+def charts_as_json(runs: Sequence[RunReading]) -> dict[str, Any]:
     """Returns what the script draws: charts with curves, axes and marks of each run."""
     charts = []
     for chart in chart_list(runs):
@@ -161,6 +161,10 @@ def decimated(values: Sequence[float], most: int) -> list[int]:
 
     Of each of equal parts it takes the smallest and the largest value, so no spike is lost, and it
     takes the first and the last of all.
+
+    Args:
+        values: The values of a curve.
+        most: The most values that are kept.
     """
     n = len(values)
     if n <= most:

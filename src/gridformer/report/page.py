@@ -70,7 +70,7 @@ def _text(value: object) -> str:
 
 def _data(runs: Sequence[RunReading], timelines: Sequence[StepTimeline | None]) -> str:
     """Returns what the script draws, as JSON that no text in it can end."""
-    found = charts.as_json(runs)
+    found = charts.charts_as_json(runs)
     found["timelines"] = [
         {
             "place": number,

@@ -108,10 +108,10 @@ def read_runs(folders: Sequence[Path]) -> list[RunReading]:
     problems = [problem for folder in folders if (problem := _problem(folder))]
     if problems:
         raise UserError("\n".join(problems))
-    return [_read(folder, label) for folder, label in zip(folders, labels(folders))]
+    return [_read(folder, label) for folder, label in zip(folders, short_labels(folders))]
 
 
-def labels(folders: Sequence[Path]) -> list[str]:
+def short_labels(folders: Sequence[Path]) -> list[str]:
     """Returns a short label for each folder: as many of its last parts as make them all differ."""
     parts = [folder.parts or (str(folder),) for folder in folders]
     for n in range(1, max(map(len, parts)) + 1):
@@ -140,7 +140,7 @@ def _read(folder: Path, label: str) -> RunReading:
     except (UserError, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
     settings = flat(config.model_dump(mode="json")) if config else {}
-    by_step = {line["step"]: line for line in lines(folder / METRICS) if _has_step(line)}
+    by_step = {line["step"]: line for line in readable_lines(folder / METRICS) if _has_step(line)}
     return RunReading(
         label,
         folder,
@@ -148,15 +148,19 @@ def _read(folder: Path, label: str) -> RunReading:
         problem,
         settings,
         [by_step[step] for step in sorted(by_step)],
-        [line for line in lines(folder / EVENTS_FILE) if isinstance(line.get("event"), str)],
+        [
+            line
+            for line in readable_lines(folder / EVENTS_FILE)
+            if isinstance(line.get("event"), str)
+        ],
         _state(folder / HEARTBEAT),
         [int(path.name.split("-")[1]) for path in find.complete(folder)],
         sorted(folder.glob("trace-step-*.json"), key=lambda path: (len(path.name), path.name)),
-        [_sample(line) for line in lines(folder / SAMPLES)][-_MOST_SAMPLES:],
+        [_sample(line) for line in readable_lines(folder / SAMPLES)][-_MOST_SAMPLES:],
     )
 
 
-def lines(path: Path) -> Iterator[dict[str, Any]]:
+def readable_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the objects in a file of JSON lines, without lines that are cut off or damaged."""
     try:
         content = read_bytes(path, _MOST_BYTES)
@@ -199,7 +203,7 @@ def _is_finite(value: float) -> bool:
 
 
 def _state(path: Path) -> str:
-    for line in lines(path):
+    for line in readable_lines(path):
         if isinstance(line.get("state"), str):
             return str(line["state"])[:20]
     return ""

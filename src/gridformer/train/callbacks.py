@@ -172,7 +172,7 @@ class Callbacks:
                 event(callback)
             except Exception as error:
                 self.others.remove(callback)
-                self._note(sentence(callback, error))
+                self._note(callback_failure(callback, error))
 
     def close(self) -> None:
         """Closes all callbacks, whatever one of them raises.
@@ -188,7 +188,7 @@ class Callbacks:
                 if callback in self.own:
                     raised.append(error)
                 else:
-                    self._note(sentence(callback, error))
+                    self._note(callback_failure(callback, error))
         self.own, self.others = [], []
         if raised:
             raise raised[0]
@@ -200,7 +200,7 @@ class Callbacks:
             print(f"gridformer: {text}", file=sys.stderr, flush=True)
 
 
-def sentence(callback: Callback, error: Exception) -> str:
+def callback_failure(callback: Callback, error: Exception) -> str:
     """Returns a sentence about what a callback has raised."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]

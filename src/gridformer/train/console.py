@@ -181,7 +181,14 @@ def overflow_note(step: int, scale: float) -> str:
 
 
 def trace_note(path: Path, idle: float | None, layout: LayoutConfig) -> str:
-    """Returns where the timeline of a step was written, and how long pipeline ranks waited."""
+    """Returns where the timeline of a step was written, and how long pipeline ranks waited.
+
+    Args:
+        path: The file of the timeline.
+        idle: How long ranks waited, as a fraction of the time that they computed; None if it is
+            unknown.
+        layout: The layout of the run.
+    """
     text = f"timeline of this step: {path} (open it in ui.perfetto.dev)"
     if layout.pp > 1 and idle is not None:
         ideal = (layout.pp - 1) / (layout.stages_per_rank * layout.micro_batches)

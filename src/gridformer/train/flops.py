@@ -138,7 +138,13 @@ class Utilization:
 
     @staticmethod
     def of(run: RunConfig, device: torch.device, stops_early: bool) -> Utilization:
-        """Looks up the peak of a device, unless `train.peak_tflops` sets it."""
+        """Looks up the peak of a device, unless `train.peak_tflops` sets it.
+
+        Args:
+            run: The run, with its vocabulary and lengths resolved.
+            device: The device of this process.
+            stops_early: Whether recomputation stops early; see `StepFlops.of`.
+        """
         peak = run.train.peak_tflops
         if not peak and device.type == "cuda":
             name = torch.cuda.get_device_name(device)

@@ -161,7 +161,13 @@ class Pipeline:
 def evaluated(
     passes: WholeModel | Pipeline, work: Sequence[MicroBatch], also: Finish | None = None
 ) -> Losses:
-    """Returns `Passes.evaluate`: the sum of each loss over micro-batches."""
+    """Returns `Passes.evaluate`: the sum of each loss over micro-batches.
+
+    Args:
+        passes: Runs the micro-batches.
+        work: This process's micro-batches.
+        also: Called with the last hidden states of a micro-batch and the micro-batch.
+    """
     totals = zeros(Model.counts(work[0].batch))
 
     def finish(hidden: Tensor, batch: Batch) -> None:
@@ -174,7 +180,13 @@ def evaluated(
 
 
 def weighted(losses: Losses, counts: Mapping[str, Tensor], scale: float) -> Tensor:
-    """Returns scale * the sum of the mean losses, which is what training minimizes."""
+    """Returns scale * the sum of the mean losses, which is what training minimizes.
+
+    Args:
+        losses: The sum of each loss over the targets of a micro-batch.
+        counts: How many targets each loss has in the global batch; 0 counts as 1.
+        scale: The loss scale.
+    """
     # D&SP-cSub puts a loss that another device computes on the meta device; its count must follow.
     parts = [loss / counts[name].clamp(min=1).to(loss) for name, loss in losses.items()]
     total: Tensor = parts[0]

@@ -12,7 +12,7 @@ import torch
 from gridformer.checkpoint import weights
 from gridformer.data.chat import CHAT_FILE
 from gridformer.data.label_names import write_label_names
-from gridformer.data.opening import open_tokens, tokenizer_of
+from gridformer.data.opening import open_tokens, tokenizer_path
 from gridformer.data.tokenizer import SETTINGS
 from gridformer.parallel.registry import describe_layout
 from gridformer.train.callbacks import Callback, Callbacks, RunEnd, RunStart, Saved, State
@@ -78,7 +78,7 @@ class Journal:
     def _prepare_folder(self, plan: Plan) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "config.yaml").write_text(self.run.to_yaml(), encoding="utf-8")
-        tokenizer = tokenizer_of(self.run.data)
+        tokenizer = tokenizer_path(self.run.data)
         shutil.copyfile(tokenizer, self.out / "tokenizer.json")
         if (settings := tokenizer.with_name(SETTINGS)).is_file():
             shutil.copyfile(settings, self.out / SETTINGS)

@@ -41,7 +41,12 @@ class LossScale:
         return LossScale(FIRST_SCALE if half else 1.0, dynamic=half)
 
     def go_on(self, scale: float, good: int) -> None:
-        """Resumes from the scale and the good steps of a float16 run's checkpoint."""
+        """Resumes from the scale and the good steps of a float16 run's checkpoint.
+
+        Args:
+            scale: The loss scale.
+            good: How many steps were good since the scale last changed.
+        """
         if self.dynamic:
             self.scale, self.good = scale, good
 

@@ -86,6 +86,10 @@ def complete_lines(path: Path) -> list[dict[str, Any]]:
 def plot_loss(run_dir: Path, title: str) -> Path | None:
     """Plots training and validation loss over steps.
 
+    Args:
+        run_dir: The run directory, into which the picture is written.
+        title: The title of the picture.
+
     Returns:
         The path of the picture, or None if the run has no metrics yet.
     """

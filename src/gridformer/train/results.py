@@ -66,6 +66,7 @@ class Copied:
             self._arrived.record()
 
     def read(self) -> list[float]:
+        """Waits until the numbers have come, and returns them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         found: list[float] = self._numbers.tolist()

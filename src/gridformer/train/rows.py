@@ -31,7 +31,12 @@ class RowSplit:
 
     @staticmethod
     def n_parts(micro_batches: int, axes: Axes) -> int:
-        """Returns the number of parts of a global batch."""
+        """Returns the number of parts of a global batch.
+
+        Args:
+            micro_batches: The micro-batches of a step.
+            axes: The axes of the mesh.
+        """
         return axes.dp.size * micro_batches * axes.batch.size
 
     def rows(self, micro: int) -> slice:

@@ -54,7 +54,16 @@ class Saves:
             self.saver.sweep()
 
     def save(self, manifest: Manifest, stepper: Stepper, last: bool) -> None:
-        """Saves a checkpoint; see `Saver.save`. All ranks call it together, between two steps."""
+        """Saves a checkpoint; see `Saver.save`. All ranks call it together, between two steps.
+
+        Args:
+            manifest: The manifest without files and index.
+            stepper: Holds the model and its updates, of which the shards are saved.
+            last: Whether the run ends after it.
+
+        Raises:
+            SaveError: It is the last one and could not be written. All ranks raise it.
+        """
         self.journal.state("saving")
         shards = checkpoint.shards_of(stepper.model, stepper.updates)
         self.saver.save(manifest, shards, wait=self.wait, last=last)

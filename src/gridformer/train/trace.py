@@ -54,7 +54,7 @@ class StepTrace:
             return None
         files = [rank_file(path, index) for index in range(self.axes.world.size)]
         parts = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-        _write(path, json.dumps(merged(parts)))
+        _write(path, json.dumps(merged_trace(parts)))
         for file in files:
             file.unlink()
         return idle_fraction([[Event(*event) for event in part["events"]] for part in parts])
@@ -81,7 +81,7 @@ def rank_file(path: Path, rank: int) -> Path:
     return path.with_name(f".{path.name}.{rank}")
 
 
-def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merged_trace(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merges the parts of all ranks, in order of rank, into one Chrome trace.
 
     Times are microseconds since the start of the step. Processes on one machine share a clock; on

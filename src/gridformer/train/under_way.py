@@ -87,6 +87,10 @@ def lag_of(train: TrainConfig, device: torch.device) -> int:
 
     With float16 and `update: in_backward` the host waits for each step anyway, and on a CPU the
     step is over when its launch returns.
+
+    Args:
+        train: The settings of the run.
+        device: The device of this process.
     """
     waits = train.dtype == "float16" or train.update == "in_backward"
     return int(device.type == "cuda" and not waits)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.prepare import reading
-from gridformer.data.prepare.prepare import prepare_corpus, sample
+from gridformer.data.prepare.prepare import prepare_corpus, sampled_text
 from gridformer.data.prepare.progress import PrepareProgress
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import (
@@ -137,7 +137,7 @@ def test_the_sample_stops_at_its_limit_and_is_fair() -> None:
         return ListSource(lambda: itertools.repeat(word))
 
     short = listed("s" * 100)
-    texts = list(sample([endless("a" * 10), short, endless("é" * 5)], 2000))
+    texts = list(sampled_text([endless("a" * 10), short, endless("é" * 5)], 2000))
     assert sum(len(text.encode()) for text in texts) == 2000
     assert texts.count("s" * 100) == 1
     assert abs(texts.count("a" * 10) - texts.count("é" * 5)) <= 1

@@ -12,7 +12,7 @@ import torch
 
 from gridformer.config import LayoutConfig, RunConfig, Task, TrainConfig
 from gridformer.memory import budget
-from gridformer.memory.bounds import at_most
+from gridformer.memory.bounds import upper_bound
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.measure import measure_rank
 from gridformer.memory.ranks import largest_ranks
@@ -70,7 +70,7 @@ def agrees_of(
     found = []
     for _ in range(5):
         got = dict(pool.run(run.layout.n_processes, measuring, run, *args))
-        assert at_most(run) >= max(got.values())
+        assert upper_bound(run) >= max(got.values())
         apart = {rank: abs(peak / got[rank] - 1) for rank, peak in told.items()}
         more = max(got.values()) / max(told.values()) - 1
         if max(*apart.values(), more) <= AGREE:

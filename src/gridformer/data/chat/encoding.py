@@ -30,6 +30,11 @@ def encode(
 
     A token belongs to an answer if one of its characters does.
 
+    Args:
+        conversations: The messages of each conversation.
+        template: Renders them as text.
+        tokenizer: Encodes the text, in which special tokens are spelled out.
+
     Raises:
         DataError: The template refuses a conversation.
     """

@@ -39,6 +39,7 @@ class GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
     def parse(self, parser: Parser) -> nodes.Node:
+        """Turns the block into a call that puts marks around its text; jinja2 calls it."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -73,8 +74,19 @@ def unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
     return clean + text[last:], answers
 
 
-def answer(template: jinja2.Template, special: dict[str, str], asked: dict[str, Any]) -> Any:
-    """Returns the text of a conversation and its answers."""
+def rendered(template: jinja2.Template, special: dict[str, str], asked: dict[str, Any]) -> Any:
+    """Returns the text of a conversation and its answers.
+
+    Args:
+        template: The compiled chat template.
+        special: The special tokens that it may write, by name, such as `bos_token`.
+        asked: A request: `messages`, and `prompt`, which says whether the prompt for an answer is
+            added.
+
+    Returns:
+        `text`, and `answers` with the characters [begin, end) of each answer; or `error`, if the
+        text is too long.
+    """
     values = {"tools": None, "documents": None, **special}
     values |= {"messages": asked["messages"], "add_generation_prompt": asked["prompt"]}
     text = ""
@@ -116,7 +128,7 @@ def main() -> None:
                 template = environment().from_string(asked["template"])
                 special = asked["special"]
             else:
-                said = answer(template, special, asked)
+                said = rendered(template, special, asked)
         except MemoryError:
             said = {"error": "it takes too much memory"}
         except Exception as error:  # whatever a template does wrong

@@ -17,7 +17,7 @@ from gridformer.data.prepare.place import ReadingPlace
 from gridformer.data.prepare.progress import PrepareProgress
 from gridformer.data.prepare.reading import Reader
 from gridformer.data.prepare.replacing import written_whole
-from gridformer.data.prepare.resuming import Unfinished, key_of, resumable
+from gridformer.data.prepare.resuming import Unfinished, resumable, resume_key
 from gridformer.data.prepare.splitting import SplitWriter
 from gridformer.data.prepare.tokenizing import Encoder, workers_for
 from gridformer.data.prepare.writing import (
@@ -25,7 +25,7 @@ from gridformer.data.prepare.writing import (
     Input,
     Written,
     finish,
-    tokenizer_of,
+    saved_tokenizer,
     write_batches,
 )
 from gridformer.data.tokenfolder import (
@@ -105,7 +105,7 @@ class Making(Generic[Item]):
         kind: The kind of the folder.
         encoder: Returns what makes documents of items with a tokenizer; it is pickled.
         chars: Returns the characters of an item.
-        settings: What else determines the documents; see `key_of`.
+        settings: What else determines the documents; see `resume_key`.
         columns: The columns. Folders whose documents have labels need the column
             `gridformer.data.columns.LABELS` too, unless their kind is labeled.
         also: Writes what else belongs into the folder.
@@ -176,7 +176,7 @@ def write_documents(
     )
     with written_whole(out, overwrite) as folder:
         work = Unfinished(folder, None, can_keep=False)
-        tokenizer_of(work, tokenizer)
+        saved_tokenizer(work, tokenizer)
         part = SourcePart(name, read, license=license)
         _write([part], work, "", making, tokenizer, 1, lambda progress: None)
     return TokenFolder.open(out)
@@ -217,9 +217,9 @@ def prepare_documents(
     fixed = (making.kind, making.seed, making.val_fraction, making.settings)
     described = [(part.name, part.split) for part in parts]
     files = [path for part in parts for path in part.files]
-    key = key_of(described, files, {"version": VERSION, "tokenizer": spelled, "fixed": fixed})
+    key = resume_key(described, files, {"version": VERSION, "tokenizer": spelled, "fixed": fixed})
     with resumable(out, overwrite, key) as work:
-        used = tokenizer_of(work, tokenizer)
+        used = saved_tokenizer(work, tokenizer)
         _write(parts, work, key, making, used, workers, on_progress)
     return TokenFolder.open(out)
 

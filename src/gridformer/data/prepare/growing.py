@@ -97,6 +97,7 @@ class Growing:
         return np.memmap(self.lengths_path, dtype=_LENGTH, mode="r")
 
     def write_lengths(self, lengths: Sequence[int] | NDArray[np.int64]) -> None:
+        """Replaces the lengths of the documents by others, in tokens, as [n_documents]."""
         self.lengths_path.write_bytes(np.asarray(lengths, dtype=_LENGTH).tobytes())
 
     def column(self, name: str) -> NDArray[Any]:
@@ -106,6 +107,7 @@ class Growing:
         return rows if column.width == 1 else rows.reshape(-1, column.width)
 
     def write_column(self, name: str, rows: NDArray[Any]) -> None:
+        """Replaces the values of a column, one row for each document or token."""
         self.column_paths[name].write_bytes(rows.astype(self.columns[name].item).tobytes())
 
     def copy_documents(self, other: Growing) -> None:
@@ -148,7 +150,14 @@ def _opened(path: Path, size: int) -> IO[bytes]:
 
 
 def move_documents(source: Growing, target: Growing, share: float, unit: int) -> None:
-    """Moves the `unit` documents whose length is nearest to `share` of all to an empty target."""
+    """Moves the `unit` documents whose length is nearest to `share` of all to an empty target.
+
+    Args:
+        source: The split that gives the documents.
+        target: The split that gets them, which has none.
+        share: The wanted length, as a fraction of the tokens of `source`.
+        unit: How many documents belong together: 2 for pairs, otherwise 1.
+    """
     lengths = np.array(source.lengths())
     units = lengths.reshape(-1, unit).sum(axis=1)
     chosen = unit * int(np.abs(units - share * source.tokens).argmin())
@@ -165,7 +174,13 @@ def move_documents(source: Growing, target: Growing, share: float, unit: int) ->
 
 
 def move(source: Growing, target: Growing, start: int, end: int) -> None:
-    """Moves tokens [start, end) to an empty target and closes the gap, but leaves lengths alone."""
+    """Moves tokens [start, end) to an empty target and closes the gap, but leaves lengths alone.
+
+    Args:
+        source: The split that gives the tokens.
+        target: The split that gets them, which has none.
+        start, end: The tokens, counted in `source`.
+    """
     for (path, size), to in zip(source.per_token().items(), target.per_token(), strict=True):
         with path.open("r+b") as from_file, to.open("wb") as to_file:
             for at in range(start, end, _COPY_TOKENS):

@@ -51,6 +51,11 @@ class TableSource:
 def hub_source(spec: str, split: str, fields: Fields) -> TableSource:
     """Opens `hf:NAME` or `hf:NAME/CONFIG` for streaming; NAME is a hub name or a local folder.
 
+    Args:
+        spec: The name, with `hf:` before it.
+        split: The split to read.
+        fields: The keys of its rows.
+
     Raises:
         UserError: `datasets` is not installed, or there is no such data set, configuration or
             split.
@@ -88,6 +93,12 @@ def is_saved(folder: Path) -> bool:
 def saved_source(folder: Path, name: str, split: str, fields: Fields) -> TableSource:
     """Opens a folder that `save_to_disk` of `datasets` wrote.
 
+    Args:
+        folder: The folder.
+        name: What messages call the source.
+        split: The split to read; a data set that was saved without splits is read whole.
+        fields: The keys of its rows.
+
     Raises:
         UserError: `datasets` is not installed, or there is no such split.
         DataError: The data set cannot be loaded.
@@ -107,7 +118,13 @@ def saved_source(folder: Path, name: str, split: str, fields: Fields) -> TableSo
 
 
 def table_chunks(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[TextChunk]:
-    """Yields the documents of one file of a table; see `open_table`."""
+    """Yields the documents of one file of a table; see `open_table`.
+
+    Args:
+        path: The file.
+        fields: The keys of its rows.
+        skipped: Counts what is left out, by reason.
+    """
     return rows_of(str(path), open_table(path), fields, skipped, ReadingPlace())
 
 

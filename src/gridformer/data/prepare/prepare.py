@@ -12,10 +12,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from gridformer.data.prepare.progress import PrepareProgress
-from gridformer.data.prepare.reading import reader_of
+from gridformer.data.prepare.reading import chunk_reader
 from gridformer.data.prepare.records import NO_PAIR
 from gridformer.data.prepare.replacing import check_free
-from gridformer.data.prepare.resuming import Unfinished, key_of, resumable
+from gridformer.data.prepare.resuming import Unfinished, resumable, resume_key
 from gridformer.data.prepare.sources import Source
 from gridformer.data.prepare.splitting import SplitWriter
 from gridformer.data.prepare.text_chunks import TextChunk
@@ -31,7 +31,7 @@ from gridformer.data.prepare.writing import (
     Written,
     finish,
     sampled,
-    tokenizer_of,
+    saved_tokenizer,
     write_batches,
 )
 from gridformer.data.tokenfolder import VERSION, SourceEntry, TokenFolder, token_dtype
@@ -111,19 +111,24 @@ def prepare_corpus(
         for one in sources
     ]
     files = [path for one in sources for path in getattr(one, "paths", ())]
-    key = key_of(described, files, settings)
+    key = resume_key(described, files, settings)
 
     def train() -> Tokenizer:
-        texts = partial(sample, sources, sample_bytes)
+        texts = partial(sampled_text, sources, sample_bytes)
         return sampled(texts, vocab_size, on_progress, lambda: _nothing(sources))
 
     with resumable(out, overwrite, key) as work:
-        _write(sources, work, key, tokenizer_of(work, tokenizer or train), options, on_progress)
+        _write(sources, work, key, saved_tokenizer(work, tokenizer or train), options, on_progress)
     return TokenFolder.open(out)
 
 
-def sample(sources: Sequence[Source], limit: int) -> Iterator[str]:
-    """Yields text of about `limit` bytes, the same amount from each source that has enough."""
+def sampled_text(sources: Sequence[Source], limit: int) -> Iterator[str]:
+    """Yields text of about `limit` bytes, the same amount from each source that has enough.
+
+    Args:
+        sources: The sources, of which each yields its own sample.
+        limit: About how many bytes of text are yielded.
+    """
     readers = [source.sample() for source in sources]
     taken = [0] * len(readers)
     live = list(range(len(readers)))
@@ -149,7 +154,7 @@ def _write(
     sizes = [source.n_bytes for source in sources]
     dtype = token_dtype(tokenizer.vocab_size)
     given = Input(
-        [reader_of(source) for source in sources],
+        [chunk_reader(source) for source in sources],
         lambda chunk: len(chunk.text),
         TextEncoder(PickledTokenizer.of(tokenizer), dtype),
         options.workers,

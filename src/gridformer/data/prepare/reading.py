@@ -48,7 +48,7 @@ class Resumable(Protocol):
         """See Reader."""
 
 
-def reader_of(source: Source) -> Reader[TextChunk]:
+def chunk_reader(source: Source) -> Reader[TextChunk]:
     """Returns what reads the chunks of a source."""
     if isinstance(source, Resumable):
         return source.chunks_from

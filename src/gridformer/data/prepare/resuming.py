@@ -34,7 +34,7 @@ class PreparationState(Config):
     """How far a preparation is.
 
     Attributes:
-        key: What is prepared and how; see `key_of`.
+        key: What is prepared and how; see `resume_key`.
         origin: Where the tokenizer comes from.
         position: The place in the sources.
         documents: The documents of each source that are written.
@@ -91,7 +91,7 @@ class Unfinished:
         self.keeps = self._can_keep = False
 
 
-def key_of(sources: object, files: Iterable[Path], settings: Mapping[str, object]) -> str:
+def resume_key(sources: object, files: Iterable[Path], settings: Mapping[str, object]) -> str:
     """Returns a hash of what determines a folder.
 
     Args:
@@ -110,6 +110,11 @@ def resumable(out: Path, overwrite: bool, key: str) -> Iterator[Unfinished]:
     If the block fails before its state was saved, the folder is removed; otherwise it stays, and
     the next preparation with the same key goes on with it. While another process writes the same
     folder, the preparation cannot be resumed.
+
+    Args:
+        out: The folder to write.
+        overwrite: Whether it may replace a token folder.
+        key: What determines the folder; see `resume_key`.
 
     Raises:
         UserError: `out` may not be written; see `check_free`.

@@ -23,7 +23,13 @@ _ONE = {"pairs": "pair", "labeled": "labeled document", "chat": "conversation"}
 
 
 def split_of(seed: int, document: int, val_fraction: float) -> SplitName:
-    """Returns the split of a document, a function of a hash of (seed, document number)."""
+    """Returns the split of a document, a function of a hash of (seed, document number).
+
+    Args:
+        seed: The seed of the preparation.
+        document: The number of the document, or of the pair, in order of reading.
+        val_fraction: The probability of `val`, from 0 to 1.
+    """
     digest = hashlib.blake2b(f"{seed}/{document}".encode(), digest_size=8, person=b"val split")
     return "val" if int.from_bytes(digest.digest(), "little") < val_fraction * 2.0**64 else "train"
 

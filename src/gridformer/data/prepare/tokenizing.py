@@ -60,10 +60,15 @@ def workers_for(wanted: int | None, n_bytes: int | None) -> int:
     return n_cores()
 
 
-def encoded(
+def encoded_batches(
     batches: Iterator[ItemBatch[Item]], encoder: Encoder[Item, Made], workers: int
 ) -> Iterator[tuple[ItemBatch[Item], Made]]:
     """Yields every batch with what is made of it, in order. One worker is this process itself.
+
+    Args:
+        batches: The batches.
+        encoder: Makes tokens of a batch; each worker process has a copy.
+        workers: The number of processes that do it.
 
     Raises:
         DataError: A worker process died.
@@ -98,9 +103,11 @@ class PickledTokenizer:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> PickledTokenizer:
+        """Packs a tokenizer; what it is said to come from is not kept."""
         return cls(tokenizer.to_json(), tokenizer.eos_token)
 
     def unpacked(self) -> Tokenizer:
+        """Returns the tokenizer."""
         return Tokenizer.from_json(self.text, "", self.eos_token)
 
 

@@ -11,7 +11,7 @@ from gridformer.data.prepare.progress import PrepareProgress
 from gridformer.data.prepare.reading import Position, Reader, batches
 from gridformer.data.prepare.resuming import PreparationState, Unfinished
 from gridformer.data.prepare.splitting import SplitWriter
-from gridformer.data.prepare.tokenizing import Encoder, encoded
+from gridformer.data.prepare.tokenizing import Encoder, encoded_batches
 from gridformer.data.tokenfolder import (
     INDEX,
     TOKENIZER,
@@ -40,7 +40,13 @@ class Appender(Protocol[GivenItem, GivenMade]):
         """Whether the last batch ended with the end of a document."""
 
     def append(self, source: int, items: Sequence[GivenItem], made: GivenMade) -> int:
-        """Appends a batch of a source, and returns the bytes of its text."""
+        """Appends a batch of a source, and returns the bytes of its text.
+
+        Args:
+            source: The number of the source.
+            items: The items of the batch.
+            made: What was made of them.
+        """
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ def write_batches(
 
     Args:
         work: The folder. If it has a state, writer and appender have begun with that.
-        key: What is prepared and how; see `key_of`.
+        key: What is prepared and how; see `resume_key`.
         origin: Where the tokenizer comes from.
         writer: Writes the files.
         appender: Appends to it.
@@ -103,7 +109,7 @@ def write_batches(
     n_bytes = list(state.n_bytes) if state else [*none]
     skipped: Counter[str] = Counter()
     read = batches(given.readers, given.chars, skipped, state.position if state else Position())
-    for batch, made in encoded(read, given.encoder, given.workers):
+    for batch, made in encoded_batches(read, given.encoder, given.workers):
         before = writer.documents
         n_bytes[batch.source] += appender.append(batch.source, batch.items, made)
         documents[batch.source] += writer.documents - before
@@ -127,7 +133,7 @@ def write_batches(
     return Written(documents, n_bytes, dict(sorted((skipped + appender.dropped).items())))
 
 
-def tokenizer_of(work: Unfinished, tokenizer: Tokenizer | Callable[[], Tokenizer]) -> Tokenizer:
+def saved_tokenizer(work: Unfinished, tokenizer: Tokenizer | Callable[[], Tokenizer]) -> Tokenizer:
     """Returns a given tokenizer, that of a preparation that was stopped, or one that is trained.
 
     It is saved, so that a preparation that goes on has it.
@@ -162,7 +168,14 @@ class Described:
 def finish(
     work: Unfinished, writer: SplitWriter, tokenizer: Tokenizer, described: Described
 ) -> None:
-    """Closes the files of a folder, and writes its index; at least one document was appended."""
+    """Closes the files of a folder, and writes its index; at least one document was appended.
+
+    Args:
+        work: The folder.
+        writer: Has written the documents.
+        tokenizer: The tokenizer, which is in the folder already.
+        described: What the index says beside what the files show.
+    """
     if writer.rewrites:
         work.forget()
     splits = writer.finish()
@@ -207,6 +220,9 @@ def sampled(
         vocab_size: The most tokens.
         on_progress: Called with the progress.
         empty: Returns what to raise if there is no text.
+
+    Raises:
+        Exception: What `empty` returns, because there is no text.
     """
     on_progress(PrepareProgress("sampling"))
     found = list(texts())

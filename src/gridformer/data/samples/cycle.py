@@ -35,6 +35,7 @@ class Cycle:
 
     @property
     def length(self) -> int:
+        """How many samples a cycle has."""
         return len(self.sources)
 
     def before(self, slot: int) -> list[int]:

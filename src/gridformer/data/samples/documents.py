@@ -120,7 +120,12 @@ def with_documents(data: DataConfig, split: TokenSplit, seq_len: int, pad: int) 
 
 
 def places_of(documents: NDArray[np.int64], reset: bool) -> Arrays:
-    """Returns the numbers of documents [n], counted from 0, and positions if they restart."""
+    """Returns the numbers of documents [n], counted from 0, and positions if they restart.
+
+    Args:
+        documents: A number of the document of each token [n], ascending.
+        reset: Whether positions begin anew with each document.
+    """
     found: Arrays = {"documents": documents - documents[0]}
     if reset:
         found["positions"] = np.arange(len(documents)) - np.searchsorted(documents, documents)

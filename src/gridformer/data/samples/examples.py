@@ -100,6 +100,7 @@ class NumberExamples(TextExamples):
     """A text, or a pair of texts, and a number."""
 
     def wanted(self, number: int) -> NDArray[Any]:
+        """Returns the number that the head should predict []."""
         return np.array(self.split.columns[VALUE][number], dtype=np.float32)
 
 
@@ -158,6 +159,10 @@ def truncated(n_a: int, n_b: int, room: int) -> tuple[int, int]:
     """Returns how many tokens of two texts are kept: the longer one gives up one after the other.
 
     If both are equally long, the second one does (Devlin et al. 2019's code).
+
+    Args:
+        n_a, n_b: The tokens of each text.
+        room: The most tokens that both may have together.
     """
     excess = max(0, n_a + n_b - room)
     longer = min(excess, abs(n_a - n_b))

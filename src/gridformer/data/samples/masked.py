@@ -32,6 +32,10 @@ class Masking:
         """Returns tokens to read and targets, both [n] int64, for a text of ids [n], n >= 1.
 
         80% of the hidden words become [MASK], 10% become a random word, 10% stay unchanged.
+
+        Args:
+            ids: Token ids of the text, which is not changed.
+            draw: Random numbers that decide what is hidden.
         """
         # A text may consist of end-of-text tokens alone; then one of those is hidden.
         words = np.flatnonzero(self.is_word[ids])

@@ -60,6 +60,11 @@ class Order:
         """Returns a generator of random numbers for one row of one step and one purpose.
 
         Every other row, step or purpose has other numbers.
+
+        Args:
+            step: The step.
+            row: The row of its global batch.
+            purpose: A name for what the numbers decide.
         """
         return generator_of(self.seed, purpose, step * self.global_batch + row)
 
@@ -92,7 +97,13 @@ def in_epochs(
 
 
 def generator_of(seed: int, purpose: str, place: int) -> np.random.Generator:
-    """Returns the random numbers of one place of the global order of samples."""
+    """Returns the random numbers of one place of the global order of samples.
+
+    Args:
+        seed: The seed.
+        purpose: A name for what the numbers decide; other purposes have other numbers.
+        place: The number of the sample, counted over all steps.
+    """
     digest = hashlib.blake2b(f"{seed}/{purpose}/{place}".encode(), digest_size=16)
     # The streams of a counter-based generator do not overlap for different keys.
     key = int.from_bytes(digest.digest(), "little")
@@ -100,6 +111,11 @@ def generator_of(seed: int, purpose: str, place: int) -> np.random.Generator:
 
 
 def row_numbers(global_batch: int, rows: Rows | None) -> NDArray[np.int64]:
-    """Returns the numbers of `rows` in a global batch, [rows] int64."""
+    """Returns the numbers of `rows` in a global batch, [rows] int64.
+
+    Args:
+        global_batch: Rows of a global batch.
+        rows: The wanted rows; None means all.
+    """
     every = np.arange(global_batch, dtype=np.int64)
     return every if rows is None else every[rows]

@@ -94,6 +94,11 @@ def corrupted(
     """Returns source and target, both int64, of a window [n], n >= 2.
 
     A window begins with text that is kept and ends with noise.
+
+    Args:
+        window: Token ids, int64 [n].
+        special: The ids of sentinels, one for each span of noise, and of the end of text.
+        draw: Random numbers that decide the lengths of the spans.
     """
     noise, spans = noise_of(len(window))
     kept_lengths = _parts(len(window) - noise, spans, draw)

@@ -44,7 +44,13 @@ class ExampleEncoder(Generic[Example]):
 def labeled_texts(
     tokenizer: Tokenizer, examples: Sequence[Text], dropped: Counter[str]
 ) -> Iterator[Document]:
-    """Yields texts, or pairs of texts, with their labels."""
+    """Yields texts, or pairs of texts, with their labels.
+
+    Args:
+        tokenizer: The tokenizer.
+        examples: The examples of a batch.
+        dropped: Counts examples that are left out, by reason. Here none is.
+    """
     for one, parts in _in_tokens(tokenizer, examples):
         yield _document(parts, [one.a, one.b], {}, one.label)
 
@@ -52,7 +58,13 @@ def labeled_texts(
 def numbered_texts(
     tokenizer: Tokenizer, examples: Sequence[Text], dropped: Counter[str]
 ) -> Iterator[Document]:
-    """Yields texts, or pairs of texts, with their numbers."""
+    """Yields texts, or pairs of texts, with their numbers.
+
+    Args:
+        tokenizer: The tokenizer.
+        examples: The examples of a batch.
+        dropped: Counts examples that are left out, by reason. Here none is.
+    """
     for one, parts in _in_tokens(tokenizer, examples):
         yield _document(parts, [one.a, one.b], {"value": float(one.label)})
 
@@ -69,7 +81,13 @@ def _in_tokens(
 def choices(
     tokenizer: Tokenizer, examples: Sequence[ChoiceQuestion], dropped: Counter[str]
 ) -> Iterator[Document]:
-    """Yields questions with answers to choose from."""
+    """Yields questions with answers to choose from.
+
+    Args:
+        tokenizer: The tokenizer.
+        examples: The examples of a batch.
+        dropped: Counts examples that are left out, by reason. Here none is.
+    """
     once = [*dict.fromkeys(one.passage for one in examples)]
     passages = dict(zip(once, tokenizer.encode_batch(once)))
     for one in examples:
@@ -81,7 +99,13 @@ def choices(
 def answers(
     tokenizer: Tokenizer, examples: Sequence[Asked], dropped: Counter[str]
 ) -> Iterator[Document]:
-    """Yields questions with the text that answers them."""
+    """Yields questions with the text that answers them.
+
+    Args:
+        tokenizer: The tokenizer.
+        examples: The examples of a batch.
+        dropped: Counts examples that are left out, by reason. Here none is.
+    """
     asked = tokenizer.encode_batch([one.question.question for one in examples])
     once = [*dict.fromkeys(one.question.context for one in examples)]
     contexts = dict(zip(once, tokenizer.encode_with_offsets(once)))

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def chunks_once() -> Iterator[None]:
+def fewer_chunks() -> Iterator[None]:
     """Lets losses and masks have only their first chunks and the last one, inside the context."""
     real = dropout.each_part
 

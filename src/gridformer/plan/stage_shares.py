@@ -1,4 +1,4 @@
-"""What each stage of a pipeline holds: a fraction of the layers of each stack, and the ends."""
+"""Which part of a model each stage of a pipeline has: of the layers of each stack, and the ends."""
 
 from __future__ import annotations
 
@@ -24,58 +24,59 @@ def stacks_of(run: RunConfig) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a stage or a rank of a pipeline holds.
+class StageShares:
+    """Which part of a model a stage or a rank of a pipeline has.
 
     Attributes:
-        shares: The name of each stack, and the fraction that it has of the stack's layers.
+        layers: The name of each stack, and the fraction that it has of the stack's layers.
         lookups: How many lookups of tokens it has, as a fraction of the model's.
         head: Whether it has the head.
     """
 
-    shares: tuple[tuple[str, float], ...]
+    layers: tuple[tuple[str, float], ...]
     lookups: float
     head: bool
 
     def share_of(self, product: Product) -> float:
         """Returns the fraction that it has of the products of a name."""
         if product.section != "head":
-            return dict(self.shares)[stack_of(product)]
+            return dict(self.layers)[stack_of(product)]
         return float(self.head)
 
     @property
-    def outside_layers(self) -> Held:
-        return Held(tuple((stack, 0.0) for stack, _ in self.shares), self.lookups, self.head)
+    def outside_layers(self) -> StageShares:
+        """The same part without layers."""
+        return StageShares(tuple((stack, 0.0) for stack, _ in self.layers), self.lookups, self.head)
 
 
-def held_by_stages(run: RunConfig) -> list[Held]:
-    """Returns what the stages of a pipeline hold, in order, by the real partition."""
+def shares_of_stages(run: RunConfig) -> list[StageShares]:
+    """Returns the parts of the stages of a pipeline, in order, by the real partition."""
     layout, stacks = run.layout, stacks_of(run)
     if layout.pp == 1:
-        return [Held(tuple((stack, 1.0) for stack in stacks), 1.0, True)]
+        return [StageShares(tuple((stack, 1.0) for stack in stacks), 1.0, True)]
     names = link_names(run.model)
     # How work is divided does not depend on the number of sequences.
     work = Work(tokens=run.seq_len, source=run.source_len, sequences=1)
-    found: list[Held] = []
+    found: list[StageShares] = []
     for stage in stages_of(run.model, layout.n_stages, work):
         mine = [names[i] for i in stage]
-        shares = tuple(
+        layers = tuple(
             (stack, sum(_is_layer_of(stack, name) for name in mine) / n)
             for stack, n in stacks.items()
         )
         lookups = sum(name.endswith("embedding") for name in mine) / len(stacks)
-        found.append(Held(shares, lookups, names[-1] in mine))
+        found.append(StageShares(layers, lookups, names[-1] in mine))
     return found
 
 
-def together(stages: Sequence[Held]) -> Held:
-    """Returns what a rank with these stages holds."""
-    shares: dict[str, float] = {}
+def shares_of_rank(stages: Sequence[StageShares]) -> StageShares:
+    """Returns the part of a rank with these stages."""
+    layers: dict[str, float] = {}
     for stage in stages:
-        for stack, share in stage.shares:
-            shares[stack] = shares.get(stack, 0.0) + share
+        for stack, share in stage.layers:
+            layers[stack] = layers.get(stack, 0.0) + share
     lookups = sum(stage.lookups for stage in stages)
-    return Held(tuple(shares.items()), lookups, any(stage.head for stage in stages))
+    return StageShares(tuple(layers.items()), lookups, any(stage.head for stage in stages))
 
 
 def _is_layer_of(stack: str, link: str) -> bool:
