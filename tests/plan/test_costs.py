@@ -11,6 +11,7 @@ from gridformer.cluster import load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.plan.costs import Costs
+from gridformer.trace.events import Part, Place, Start
 
 
 def run_of(*layout: str) -> RunConfig:
@@ -48,3 +49,20 @@ def test_what_is_remembered_of_groups_is_what_is_found_anew(layout: tuple[str, .
         like = found.like_groups(group)
         assert [*group] in like
         assert len({frozenset(one) for one in like}) == len(like)
+
+
+def test_messages_to_one_rank_take_the_time_of_their_own_links() -> None:
+    """Within a node it is shorter than between nodes, in whichever order they are asked for."""
+    run = run_of("devices_per_node=8", "scheme=megatron", "cols=4", "pp=4", "micro_batches=4")
+    line = 0, 4, 8, 12  # two nodes
+    place = Place("", 0, "")
+
+    def seconds(costs: Costs, rank: int) -> float:
+        part = Part("send", 4, 1 << 20, "bfloat16")
+        return costs.start_s(Start(1, "p2p", "pp", line, place, parts=(part,)), rank)[0]
+
+    alone = {rank: seconds(costs_of(run), rank) for rank in (0, 8)}
+    assert alone[0] < alone[8]
+    for ranks in (0, 8), (8, 0):
+        costs = costs_of(run)
+        assert {rank: seconds(costs, rank) for rank in ranks} == alone

@@ -108,7 +108,8 @@ class Costs:
             rank: The rank that starts it.
         """
         parts = tuple((part.what, part.peer, part.size, part.dtype) for part in start.parts)
-        key = start.op, start.group, start.size, start.dtype, parts, start.pieces
+        sender = rank if parts else None  # which link a part takes depends on both of its ends
+        key = start.op, start.group, start.size, start.dtype, parts, start.pieces, sender
         if key not in self._messages:
             found = self._start_s(start, rank, message_s)
             cpu = self._start_s(start, rank, message_cpu_s) if self.on_cpu else found
