@@ -104,7 +104,8 @@ def prepare(
         typer.Option(
             "--bos",
             metavar="TOKEN",
-            help="A token with which every document begins. By default there is none.",
+            help="A token with which every document begins, other than pairs. By default there "
+            "is none.",
         ),
     ] = None,
     vocab_size: Annotated[

@@ -63,7 +63,8 @@ def summarize(folder: TokenFolder, out: Path, console: Console) -> None:
     index = folder.index
     n_bytes = sum(source.bytes for source in index.sources)
     documents = sum(source.documents for source in index.sources)
-    words = index.train.tokens + index.val.tokens - documents  # without end-of-text tokens
+    added = documents * (index.ends + (index.bos_token is not None))  # tokens that are no text
+    words = max(1, index.train.tokens + index.val.tokens - added)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     unit = 2 if index.kind == "pairs" else 1
     counts = f"{index.train.documents // unit:,} train, {index.val.documents // unit:,} val"

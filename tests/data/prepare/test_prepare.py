@@ -366,3 +366,5 @@ def test_tokens_at_the_ends_of_documents(tmp_path: Path) -> None:
     assert written("open", False) == [[4, 0, 0], [4, 0, 1, 2], [4, 1]]
     with pytest.raises(UserError, match="--eos none is for running text"):
         prepare_corpus([pairs_source(9)], tmp_path / "t", tokenizer=TOKENIZER, ends=False)
+    with pytest.raises(UserError, match="--bos is not for pairs: a decoder already begins"):
+        prepare_corpus([pairs_source(9)], tmp_path / "t", tokenizer=tokenizer)

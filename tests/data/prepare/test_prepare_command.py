@@ -232,3 +232,14 @@ def test_tokens_of_documents_that_cannot_be_had(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="--format says what begins and ends a document, so om"):
             run(*given, option, "</d>", "--format", "mnli")
     assert not (tmp_path / "t").exists()
+
+
+def test_bytes_per_token_count_the_tokens_of_text(tmp_path: Path) -> None:
+    """A begin-of-text token and an end-of-text token are no text, and either may be missing."""
+    (tmp_path / "texts").mkdir()
+    for number in range(4):
+        (tmp_path / "texts" / f"{number}.txt").write_text("a b c")
+    given = ("--tokenizer", words_tokenizer(tmp_path, 7), "--val-fraction", "0.5")
+    for number, options in enumerate(((), ("--eos", "none"), ("--bos", "<d>"))):
+        output = run(tmp_path / "texts", "--out", tmp_path / f"t{number}", *given, *options)
+        assert "bytes per token  1.67 " in output, options  # 5 bytes, 3 words

@@ -93,6 +93,10 @@ def prepare_corpus(
         raise UserError(f"workers={workers} must be 1 or more")
     if not ends and sources[0].kind != "text":
         raise UserError("--eos none is for running text: documents of other kinds need an end")
+    if tokenizer is not None and tokenizer.bos_token is not None and sources[0].kind == "pairs":
+        raise UserError(
+            "--bos is not for pairs: a decoder already begins each text with its start token"
+        )
     check_free(out, overwrite)
     sizes = [source.n_bytes for source in sources]
     count = workers_for(workers, None if None in sizes else sum(size or 0 for size in sizes))
