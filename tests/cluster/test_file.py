@@ -73,5 +73,8 @@ def test_local_is_the_file_that_calibrate_writes(
         (configs_dir() / "clusters" / "dgx-h100.yaml").read_text(encoding="utf-8")
     )
     assert load_cluster("local").device == load_cluster("dgx-h100").device
+    again = (configs_dir() / "clusters" / "selene-a100.yaml").read_text(encoding="utf-8")
+    (tmp_path / "local.yaml").write_text(again)
+    assert load_cluster("local").device == load_cluster("selene-a100").device, "it has changed"
     layout = {"scheme": "megatron", "cols": 2, "cluster": "local"}
     check_layout(parse_run({"model": "gpt2-124m", "data": {"path": "."}, "layout": layout}))

@@ -143,6 +143,15 @@ def test_copies_of_the_process_find_the_same(monkeypatch: pytest.MonkeyPatch) ->
     assert not seen, "this process has traced nothing"
 
 
+def test_copies_of_the_process_rank_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "can_copy", lambda: True)
+    monkeypatch.setattr(beside, "n_cores", lambda: 2)
+    found, result = Search(run_of(), cluster(), 8).ranked(copies=True)
+    alone, counted = Search(run_of(), cluster(), 8).ranked()
+    assert [(one.run, one.estimate) for one in found] == [(one.run, one.estimate) for one in alone]
+    assert result == counted, "all copies count their estimates"
+
+
 def test_what_is_written_is_read_as_the_same_run(tmp_path: Path) -> None:
     for number, one in enumerate(found_on_8().layouts):
         path = tmp_path / f"{number}.yaml"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -250,6 +251,12 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
             raise ConfigError([f"{text} and writes it"])
         near = closest(name, [*cluster_names(), LOCAL])
         raise ConfigError([f"no cluster is called '{name}', and there is no such file{near}"])
+    stat = path.stat()
+    return _read(path, path.resolve(), stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=16)  # the check of a run reads the file, too, and a search checks many runs
+def _read(path: Path, whole: Path, changed_ns: int, size: int) -> Cluster:
     raw = read_yaml(path, "device, levels and host")
     return parse_cluster({"name": path.stem, **raw}, str(path))
 

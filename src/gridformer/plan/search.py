@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig, divisors
@@ -27,7 +28,7 @@ from gridformer.plan.predict import predict
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.settings import changed, micro_batches, modes, neighbors
 from gridformer.trace.fast_fake import fast_fakes
-from gridformer.utils.beside import as_far_as, can_copy
+from gridformer.utils.beside import as_far_as, can_copy, on_all_cores
 from gridformer.utils.hardware import n_cores
 
 IMPROVED = 24  # arrangements whose settings are improved
@@ -38,6 +39,7 @@ GAIN = 0.995  # with choices for the cluster, an estimate must be below this par
 FEWEST = 2  # layouts are traced, though it may take longer than asked
 SPARE = 3  # for each layout that is listed, at most this many are traced
 
+T = TypeVar("T")
 Predict = Callable[[RunConfig, Cluster], Prediction]
 
 
@@ -223,23 +225,40 @@ class Search:
             tried = sorted(more, key=lambda one: one.estimate.peak_gib)[:2]
         return None
 
-    def ranked(self, improved: int = IMPROVED) -> tuple[list[Found], Result]:
+    def ranked(self, improved: int = IMPROVED, copies: bool = False) -> tuple[list[Found], Result]:
         """Returns layouts that may fit by the estimate, fastest first, and what was counted.
 
         Args:
             improved: The settings of this many arrangements are improved.
+            copies: Whether copies of this process share the work, where they can.
         """
         result = Result()
-        firsts = []
-        for run in self.arrangements():
-            result.n_arrangements += 1
-            firsts.append(self.first(run))
+        runs = [*self.arrangements()]
+        result.n_arrangements = len(runs)
+        firsts = self._each(self.first, runs, copies)
         result.smallest = min(firsts, key=lambda one: one.estimate.peak_gib, default=None)
         fitting = sorted((one for one in firsts if self.fits(one)), key=lambda one: one.step_s)
-        best = [self.for_cluster(self.improved(one)) for one in fitting[:improved]]
+        best = self._each(
+            lambda one: self.for_cluster(self.improved(one)), fitting[:improved], copies
+        )
         found = best + fitting[improved:]
         result.n_estimates = self.n_estimates
         return sorted(found, key=lambda one: one.step_s), result
+
+    def _each(self, function: Callable[[T], Found], work: Sequence[T], copies: bool) -> list[Found]:
+        """Returns what a function finds for each piece of work, and counts its estimates."""
+
+        def counted(some: Sequence[T]) -> list[tuple[Found, int]]:
+            found = []
+            for one in some:
+                before = self.n_estimates
+                found.append((function(one), self.n_estimates - before))
+            return found
+
+        before = self.n_estimates
+        each = on_all_cores(counted, work) if copies else counted(work)
+        self.n_estimates = before + sum(n for _, n in each)
+        return [found for found, _ in each]
 
 
 class Queue:
@@ -349,7 +368,7 @@ def search(
     began = time.monotonic()
     tell("estimating layouts")
     asked = Search(run, cluster, n_devices, named=named)
-    found, result = asked.ranked()
+    found, result = asked.ranked(copies=True)
     last_s, traces = 0.0, 0
     queue = Queue(asked, found)
     at_once = 1

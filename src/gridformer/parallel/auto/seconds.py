@@ -7,14 +7,12 @@ What all options of a product have in common is left out.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from gridformer.cluster import (
     Cluster,
     KernelWork,
     MessageWork,
-    cluster_path,
     kernel_s,
     like_messages,
     load_cluster,
@@ -241,17 +239,10 @@ def cluster_of(layout: LayoutConfig) -> Cluster:
     Raises:
         ConfigError: There is no such cluster, or its file has problems.
     """
-    path = cluster_path(layout.cluster)
-    changed = path.stat().st_mtime_ns if path else 0
-    cluster = _loaded(layout.cluster, changed)
+    cluster = load_cluster(layout.cluster)
     if cluster.device.kind == "cpu":
         return cluster.model_copy(update={"processes": layout.n_processes})
     return cluster
-
-
-@lru_cache(maxsize=8)
-def _loaded(name: str, changed: int) -> Cluster:
-    return load_cluster(name)
 
 
 def _places(
