@@ -208,7 +208,7 @@ class Log:
             self._trouble("contiguity", text, axis)
 
     def size(self, op: str, group: _Group, whole: Tensor, part: Tensor) -> None:
-        """Notes if a tensor is not as large as the parts of all members of a group.
+        """Notes if a tensor is not as large as the parts of a group's members, or of another type.
 
         Args:
             op: The name of the collective.
