@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from gridformer.cluster import file as cluster_file
 from gridformer.cluster import load_cluster
 from gridformer.config import RunConfig, shipped_model
 from gridformer.config.reading import configs_dir
-from gridformer.parallel.auto import seconds
 from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.decisions import choices_of, decide_run, print_decisions
 from gridformer.parallel.auto.fastest import max_chunks
@@ -158,6 +158,6 @@ def test_choices_on_any_cluster_are_valid_and_equal_on_all_ranks(
         assert not (choice.keep_input and choice.stays == "input")
     assert all(timed.seconds <= timed.by_rules_s for timed in choices.timed.values())
     # Another rank reads the file by itself, and knows nothing of this one.
-    seconds._loaded.cache_clear()
+    cluster_file._read.cache_clear()
     assert load_cluster(path).device.memory_gib.value == memory
     assert ways(choices_of(run)) == ways(choices)
