@@ -1,8 +1,9 @@
 """ZeRO-3 as DeepSpeed of 2021 ran it, simulated on the record of gridformer's `dp_mode: fsdp`.
 
-What DeepSpeed did is read in its code of 2021-04-19 (commit fbece50b2, the week in which the paper
-with the numbers appeared; deepspeed/runtime/zero/partition_parameters.py and stage3.py), with the
-settings of its tutorial on ZeRO-3. Nothing is fitted to how long it took.
+What DeepSpeed did is read in its code of 2021-04-19 (commit fbece50b2, of the month in which the
+paper with the numbers appeared; deepspeed/runtime/zero/partition_parameters.py and stage3.py), with
+the settings of its tutorial on ZeRO-3. Which settings the paper used is not known. Nothing is
+fitted to how long it took.
 
 - Each matrix is gathered by a message of its own. Before it the host waits for the device, and
   after it again, so no message travels beside a computation (`_allgather_param`,

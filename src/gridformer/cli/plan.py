@@ -52,8 +52,9 @@ def plan(
         typer.Option(
             "--seconds",
             min=0.0,
-            help="Trace no layouts that would take longer than this number of seconds; 0 means "
-            "that all ends within 10 s, or 60 s for more than 64 devices.",
+            help="Trace no layouts that would take longer than this number of seconds. With 0, "
+            "tracing stops 9 s after the command began, or 50 s for more than 64 devices, but not "
+            "before one layout is found.",
         ),
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
