@@ -8,10 +8,13 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from gridformer.cli import plan as plan_command
 from gridformer.cluster import Cluster, load_cluster
 from gridformer.config import RunConfig, load_run
 from gridformer.parallel.validation import check_layout
@@ -23,6 +26,7 @@ from gridformer.plan.prediction import Prediction
 from gridformer.plan.ranking import layout_of, print_result, ranking_as_json, settings_between
 from gridformer.plan.remedies import remedies
 from gridformer.plan.search import Found, Queue, Search, default_batch, search
+from gridformer.plan.second_look import SEARCH
 from gridformer.plan.settings import changed, neighbors
 from gridformer.utils import beside
 from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
@@ -120,6 +124,28 @@ def test_time_limits_what_is_traced() -> None:
     found = search(run_of(), cluster(), 8, top=4, limit_s=0.0, predictor=predictor)
     assert len(found.layouts) == 1
     assert len(found.untraced) == 3
+
+
+class Asked(Exception):  # noqa: N818
+    """Ends a command where it begins to search, with the seconds that it allows."""
+
+
+@pytest.mark.parametrize(
+    ("devices", "seconds", "left"), [(8, 0.0, 5.8), (128, 0.0, 47.0), (8, 4.0, 4.0)]
+)
+def test_loading_counts_in_the_time_of_a_plan(
+    monkeypatch: pytest.MonkeyPatch, devices: int, seconds: float, left: float
+) -> None:
+    clock = iter([100.0, 103.0])
+
+    def ask(run: RunConfig, machine: Cluster, n: int, top: int, limit_s: float, **_: Any) -> None:
+        raise Asked(limit_s)
+
+    monkeypatch.setattr(plan_command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(plan_search, "search", ask)
+    with pytest.raises(Asked) as asked:
+        plan_command.plan("gpt2-124m", cluster="dgx-h100", devices=devices, seconds=seconds)
+    assert asked.value.args[0] == pytest.approx(SEARCH * left)
 
 
 def test_copies_of_the_process_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
