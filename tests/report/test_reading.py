@@ -65,6 +65,20 @@ def test_numbers_and_charts_of_a_run(tmp_path: Path) -> None:
     assert [(mark.kind, mark.step) for mark in marks_of(run)] == [("trouble", 2)]
 
 
+def test_scores_of_numbers_have_no_perplexity(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    text = (folder / "config.yaml").read_text()
+    text = text.replace("gpt2,", "bert, n_labels: 1, token_head: false,")
+    (folder / "config.yaml").write_text(text.replace("data: {", "data: {task: regression, "))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "val_loss": 0.5, "val_pearson": 0.25}\n')
+    [run] = read_runs([folder])
+    assert run.config is not None
+    rows = {row.name: row.values[0] for row in summary([run])}
+    assert (rows["validation loss"], rows["validation Pearson"]) == ("0.5", "0.25")
+    assert chart_list([run])[0][:2] == ("Loss", "mean squared error")
+
+
 def test_only_settings_that_differ_are_listed_and_no_path_of_the_machine(tmp_path: Path) -> None:
     runs = read_runs([run_folder(tmp_path / "a", "a"), run_folder(tmp_path / "b", "b", 2)])
     differing = dict(table(runs, differing=True))

@@ -81,7 +81,7 @@ def trained(plan: Plan, stops_at: int = -1) -> tuple[list[tuple[Any, ...]], int]
     with patch.object(trainer, "_start", breaks), patch.object(journal, "plot_loss") as plot:
         try:
             trainer.fit()
-            plot.assert_called_once_with(plan.out, title_of(plan.run))
+            plot.assert_called_once_with(plan.out, title_of(plan.run), plan.run)
         except OSError:
             assert stops_at >= 0
     return told.events, fails.calls

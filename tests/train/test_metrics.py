@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 from unittest.mock import patch
@@ -46,7 +47,8 @@ def test_the_plot_names_the_run_and_its_label_covers_no_curve(tmp_path: Path) ->
     (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     drawn: list[Figure] = []
     with patch.object(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure)):
-        path = plot_loss(tmp_path, title_of(load_run("demo", ["model.vocab_size=512"])))
+        run = load_run("demo", ["model.vocab_size=512"])
+        path = plot_loss(tmp_path, title_of(run), run)
     assert path == tmp_path / PLOT
     (figure,) = drawn
     (axes,) = figure.axes
@@ -63,3 +65,31 @@ def test_the_plot_names_the_run_and_its_label_covers_no_curve(tmp_path: Path) ->
         "training, smoothed",
         "validation",
     ]
+
+
+@pytest.mark.parametrize(
+    ("run_file", "label", "unit"),
+    [
+        ("demo", "0.70\nperplexity\n2.0", "cross entropy (nats per token)"),
+        ("bert", "0.70\nperplexity\n1.5", "sum of cross entropies (nats)"),
+        ("qqp", "0.70", "cross entropy (nats per example)"),
+        ("squad", "0.70", "cross entropy (nats per example)"),
+        ("sts-b", "0.70", "mean squared error"),
+    ],
+)
+def test_only_tokens_have_a_perplexity(
+    run_file: str, label: str, unit: str, tmp_path: Path
+) -> None:
+    """A loss of labels, answers or numbers has none, and in a sum that of tokens counts."""
+    line = {"step": 1, "loss": 0.8, "val_loss": 0.7}
+    pair = ["model.n_labels=2"] if run_file == "bert" else []
+    run = load_run(run_file, ["model.vocab_size=512", *pair])
+    if not run.model.only_token_head:
+        line["val_loss_tokens"] = math.log(1.5)
+    (tmp_path / METRICS).write_text(json.dumps(line) + "\n")
+    drawn: list[Figure] = []
+    with patch.object(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure)):
+        plot_loss(tmp_path, "", run)
+    (axes,) = drawn[0].axes
+    assert [text.get_text() for text in axes.texts] == [label]
+    assert axes.get_ylabel() == unit

@@ -27,8 +27,7 @@ from gridformer.evaluate.sampling import Sampling
 from gridformer.launch.plan import check_run_dir, plan_run
 from gridformer.launch.run import execute
 from gridformer.launch.run_lock import RunLock
-from gridformer.train.console import perplexity
-from gridformer.train.metrics import EVENTS, PLOT, read_metrics
+from gridformer.train.metrics import EVENTS, PLOT, perplexity, read_metrics
 from gridformer.utils.errors import DataError
 from gridformer.utils.forkserver import warm_up
 from gridformer.utils.units import format_count

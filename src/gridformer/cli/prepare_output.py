@@ -30,6 +30,7 @@ class Bar:
             transient=True,
         )
         self._task = self._bar.add_task("looking for text", total=None, counts="")
+        self._told = False
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -39,7 +40,13 @@ class Bar:
         self._bar.stop()
 
     def show(self, now: PrepareProgress) -> None:
+        """Shows the progress, and first of all from where a preparation goes on."""
         counts = ""
+        if now.kept and not self._told:
+            self._bar.console.print(
+                f"going on after {now.kept:,} documents that are done", highlight=False
+            )
+            self._told = True
         if now.tokens:
             counts = (
                 f"{now.bytes / 1e6:,.1f} MB, {now.tokens:,} tokens, {now.documents:,} documents"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from gridformer.report.history import Mark, marks_of
 from gridformer.report.reading import RunReading
+from gridformer.train.metrics import spelled
 
 MOST_POINTS = 1200  # of a curve; a screen is not wider
 _AXIS_POINTS = 400
@@ -64,7 +65,6 @@ _NAMES = {
     "save_s": "Until a checkpoint is complete",
     "save_stall_s": "Training waits for it",
 }
-_SPELLED = {"val": "validation", "bleu": "BLEU", "f1": "F1"}
 _LOSS, _VALIDATION = "loss", "val_loss"
 
 
@@ -75,10 +75,10 @@ def chart_list(runs: Sequence[RunReading]) -> list[Curves]:
     validation = [key for key in keys if key == _VALIDATION or key.startswith(of_sets)]
     parts = [key for key in keys if key.startswith(f"{_LOSS}_") and key != "loss_scale"]
     losses = (*(key for key in keys if key == _LOSS), *validation)
-    found = [Curves("Loss", "nats per target", losses, smooth=True)] if losses else []
+    found = [Curves("Loss", _loss_unit(runs), losses, smooth=True)] if losses else []
     if parts:
         title = "Parts of the training loss"
-        found.append(Curves(title, "nats per target", (*parts,), smooth=True))
+        found.append(Curves(title, _loss_unit(runs), (*parts,), smooth=True))
     known = {*losses, *parts, *_NOT_DRAWN, *(key for chart in _KNOWN for key in chart.keys)}
     found += [Curves(words(key), "", (key,)) for key in keys if key not in known]
     utilized = "mfu" in keys
@@ -92,11 +92,18 @@ def chart_list(runs: Sequence[RunReading]) -> list[Curves]:
     return found
 
 
+def _loss_unit(runs: Sequence[RunReading]) -> str:
+    squared = [run.config is not None and run.config.task == "regression" for run in runs]
+    units = ["nats per target"] * (not all(squared)) + ["mean squared error"] * any(squared)
+    return ", or ".join(units)
+
+
 def words(key: str) -> str:
     """Returns the name of a metric as a heading: `val_exact_match` is `Validation exact match`."""
     if key in _NAMES:
         return _NAMES[key]
-    text = " ".join(_SPELLED.get(word, word) for word in key.split("_"))
+    group, _, rest = key.partition("_")
+    text = spelled(f"validation_{rest}" if group == "val" else key)
     return text[:1].upper() + text[1:]
 
 

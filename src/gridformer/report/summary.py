@@ -11,7 +11,7 @@ from gridformer.parallel.registry import describe_layout
 from gridformer.report.charts import words
 from gridformer.report.history import starts
 from gridformer.report.reading import RunReading
-from gridformer.train.console import perplexity
+from gridformer.train.metrics import token_perplexity
 from gridformer.utils.units import format_count, three_digits
 
 NOTHING = "-"
@@ -91,7 +91,12 @@ def _last(run: RunReading, key: str) -> str:
     if not values:
         return NOTHING
     text = f"{values[-1]:.4g}"
-    return f"{text} (perplexity {perplexity(values[-1]):,.4g})" if key == "val_loss" else text
+    if key != "val_loss" or run.config is None:
+        return text
+    _, words = run.series("val_loss_tokens")
+    last = {key: values[-1]} | ({"val_loss_tokens": words[-1]} if words else {})
+    found = token_perplexity(run.config, last)
+    return text if found is None else f"{text} (perplexity {found:,.4g})"
 
 
 def _lowest(run: RunReading) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 import time
@@ -18,6 +17,7 @@ from gridformer.models import count_parameters
 from gridformer.parallel.auto.decisions import notes
 from gridformer.parallel.registry import describe_layout
 from gridformer.train.callbacks import Callback, RunEnd, Saved, State
+from gridformer.train.metrics import spelled, token_perplexity
 from gridformer.utils.units import GIB, format_bytes, format_count, three_digits
 
 if TYPE_CHECKING:
@@ -92,12 +92,13 @@ class Reporter(Callback):
         parts = [f"loss {metrics['loss']:.3f}"] if "loss" in metrics else []
         if "val_loss" in metrics:
             val = metrics["val_loss"]
-            words = metrics.get("val_loss_tokens", val)
-            scores = _scores(metrics) or f"perplexity {perplexity(words):,.1f}"
+            words = token_perplexity(self.plan.run, metrics)
+            scores = _scores(metrics) or (f"perplexity {words:,.1f}" if words else "")
             of_sets = set_losses(self.plan.run, metrics)
-            parts.append(f"val {val:.3f} ({'; '.join(filter(None, (scores, of_sets)))})")
+            details = "; ".join(filter(None, (scores, of_sets)))
+            parts.append(f"val {val:.3f}" + (f" ({details})" if details else ""))
         parts += [
-            f"{key.removeprefix('val_').replace('bleu', 'BLEU').replace('_', ' ')} {value:.1f}"
+            f"{spelled(key.removeprefix('val_'))} {value:.1f}"
             for key, value in metrics.items()
             if key.startswith("val_bleu")
         ]
@@ -225,10 +226,10 @@ def command_after(plan: Plan) -> str:
 
 
 def _scores(metrics: Mapping[str, Any]) -> str:
-    """Returns the scores of an evaluation, such as `accuracy 0.843, f1 0.791`; empty if none."""
+    """Returns the scores of an evaluation, such as `accuracy 0.843, F1 0.791`; empty if none."""
     others = re.compile("val_(loss|bleu)|.*_(has|no)_answer")
     return ", ".join(
-        f"{name.removeprefix('val_').replace('_', ' ')} {value:.3f}"
+        f"{spelled(name.removeprefix('val_'))} {value:.3f}"
         for name, value in metrics.items()
         if name.startswith("val_") and not others.match(name)
     )
@@ -244,8 +245,3 @@ def _speed(metrics: Mapping[str, Any], device: str) -> str:
         return text
     rest = "" if metrics["hfu"] == metrics["mfu"] else f", HFU {metrics['hfu']:.1%}"
     return f"{text} (MFU {metrics['mfu']:.1%}{rest})"
-
-
-def perplexity(loss: float) -> float:
-    """Returns exp(loss), limited so that the loss of a diverged run does not overflow."""
-    return math.exp(min(loss, 700.0))

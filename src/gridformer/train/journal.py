@@ -151,7 +151,7 @@ class Journal:
             saved: The step of the last checkpoint.
         """
         if self.world.rank == 0:
-            plot_loss(self.out, title_of(self.run))
+            plot_loss(self.out, title_of(self.run), self.run)
         end = RunEnd("done" if step == self.run.train.steps else "stopped", step, saved)
         self.told.tell(lambda callback: callback.on_end(end))
 

@@ -1,4 +1,4 @@
-"""The metrics of a run: metrics.jsonl and loss.png."""
+"""The metrics of a run: metrics.jsonl and loss.png, and how metrics are named and shown."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from gridformer.config import FINE_TUNING
 from gridformer.train.callbacks import Callback
 from gridformer.utils.disk import writing
+
+if TYPE_CHECKING:
+    from gridformer.config import RunConfig
 
 METRICS = "metrics.jsonl"
 PLOT = "loss.png"
 EVENTS = "tensorboard"
+_NAMES = ("BLEU", "F1", "Matthews", "Pearson", "Spearman")
+_SPELLED = {name.lower(): name for name in _NAMES}
 
 
 class MetricsFile(Callback):
@@ -65,6 +71,40 @@ def grouped(name: str) -> str:
     return f"{group}/{rest}" if group in ("val", "test") else f"train/{name}"
 
 
+def spelled(key: str) -> str:
+    """Returns the words of a metric's name: `val_f1_web` is `val F1 web`."""
+    return " ".join(_SPELLED.get(word, word) for word in key.split("_"))
+
+
+def loss_unit(run: RunConfig) -> str:
+    """Returns what the loss of a run is, and its unit."""
+    if run.task == "regression":
+        return "mean squared error"
+    if run.task in FINE_TUNING:
+        return "cross entropy (nats per example)"
+    if not run.model.only_token_head:
+        return "sum of cross entropies (nats)"
+    return "cross entropy (nats per token)"
+
+
+def token_perplexity(run: RunConfig, metrics: Mapping[str, float]) -> float | None:
+    """Returns the perplexity of the validation set's tokens; None for a task without tokens.
+
+    Args:
+        run: The run.
+        metrics: The metrics of a step, with `val_loss`, and with `val_loss_tokens` if the loss has
+            several parts.
+    """
+    if run.task in FINE_TUNING:
+        return None
+    return perplexity(metrics.get("val_loss_tokens", metrics["val_loss"]))
+
+
+def perplexity(loss: float) -> float:
+    """Returns exp(loss), limited so that the loss of a diverged run does not overflow."""
+    return math.exp(min(loss, 700.0))
+
+
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Returns all complete lines of a run's metrics.jsonl, without lines truncated by a crash."""
     return complete_lines(run_dir / METRICS)
@@ -83,12 +123,13 @@ def complete_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def plot_loss(run_dir: Path, title: str) -> Path | None:
+def plot_loss(run_dir: Path, title: str, run: RunConfig) -> Path | None:
     """Plots training and validation loss over steps.
 
     Args:
         run_dir: The run directory, into which the picture is written.
         title: The title of the picture.
+        run: The run.
 
     Returns:
         The path of the picture, or None if the run has no metrics yet.
@@ -112,17 +153,18 @@ def plot_loss(run_dir: Path, title: str) -> Path | None:
     )
     if val:
         axes.plot(*zip(*val), color="#d1495b", marker="o", markersize=5, label="validation")
-        _, loss = val[-1]
+        last = [m for m in metrics if "val_loss" in m][-1]
+        loss, words = last["val_loss"], token_perplexity(run, last)
         # Outside the axes, so that the text covers no curve.
         axes.annotate(
-            f"{loss:.2f}\nperplexity\n{math.exp(min(loss, 50)):,.1f}",
+            f"{loss:.2f}" if words is None else f"{loss:.2f}\nperplexity\n{_short(words)}",
             (1.01, loss),
             xycoords=("axes fraction", "data"),
             va="center",
             color="#d1495b",
             annotation_clip=False,
         )
-    axes.set(xlabel="step", ylabel="cross entropy (nats per token)", title=title)
+    axes.set(xlabel="step", ylabel=loss_unit(run), title=title)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -130,6 +172,10 @@ def plot_loss(run_dir: Path, title: str) -> Path | None:
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path
+
+
+def _short(value: float) -> str:
+    return f"{value:,.1f}" if value < 1e9 else f"{value:.3g}"
 
 
 def _smooth(values: tuple[float, ...], weight: float) -> list[float]:

@@ -14,7 +14,11 @@ from tokenizers import models, pre_tokenizers
 from typer.testing import CliRunner
 
 from gridformer.cli.prepare import prepare
+from gridformer.cli.prepare_output import Bar
 from gridformer.data import TokenFolder
+from gridformer.data.prepare import reading, resuming
+from gridformer.data.prepare.progress import PrepareProgress
+from gridformer.data.prepare.resuming import documents_kept
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import documents, sentences
 from tests.support.foreign import megatron_bytes
@@ -54,6 +58,35 @@ def test_summary(corpus: Path, tmp_path: Path) -> None:
     words = ["gridformer", "train", "demo", f"data.path={out}", "--out", "runs/[tokens]"]
     assert shlex.split(command) == words, "brackets are quoted"
     assert index.train.documents + index.val.documents == 40
+
+
+def test_it_says_that_it_goes_on(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a stop it says how much is kept, and the next time from where it goes on."""
+    monkeypatch.setattr(reading, "BATCH_ITEMS", 5)
+    monkeypatch.setattr(resuming, "SAVE_EVERY_S", 0.0)
+    out = tmp_path / "tokens"
+    command = ["prepare", str(corpus), "--out", str(out), "--vocab-size", "280"]
+    app = typer.Typer()
+    app.command("prepare")(prepare)
+    app.command("other")(lambda: None)
+
+    def stop(bar: Bar, now: PrepareProgress) -> None:
+        if now.documents > 20:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bar, "show", stop)
+        stopped = CliRunner().invoke(app, command)
+    kept = documents_kept(out)
+    assert kept > 10
+    assert f"{kept} documents are done; the same command goes on after them" in stopped.output
+    assert not out.exists()
+    output = run(*command[1:])
+    assert output.count("going on after") == 1
+    assert f"going on after {kept} documents that are done" in output
+    assert "going on" not in run(*command[1:], "--overwrite")
 
 
 def test_options_arrive(corpus: Path, tmp_path: Path) -> None:

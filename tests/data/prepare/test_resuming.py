@@ -79,6 +79,7 @@ def test_stopped_again_and_again(tmp_path: Path, make: Callable[[Path], list[Sou
 
     def stop(now: PrepareProgress) -> None:
         seen.append(now.documents)
+        assert now.kept == before
         if len(seen) == 3:
             raise Stop
 

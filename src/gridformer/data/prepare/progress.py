@@ -16,6 +16,8 @@ class PrepareProgress:
         tokens: The tokens that are written.
         documents: The documents that are written.
         total: The bytes of all sources, or None if they are not known.
+        kept: The documents that were written already when a preparation that had been stopped went
+            on.
     """
 
     phase: Literal["sampling", "training the tokenizer", "tokenizing"]
@@ -23,3 +25,4 @@ class PrepareProgress:
     tokens: int = 0
     documents: int = 0
     total: int | None = None
+    kept: int = 0

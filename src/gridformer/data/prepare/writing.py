@@ -104,6 +104,7 @@ def write_batches(
         on_progress: Called after each batch.
     """
     state = work.state
+    kept = writer.documents
     none = [0] * len(given.readers)
     documents = list(state.documents) if state else [*none]
     n_bytes = list(state.n_bytes) if state else [*none]
@@ -115,7 +116,7 @@ def write_batches(
         documents[batch.source] += writer.documents - before
         on_progress(
             PrepareProgress(
-                "tokenizing", sum(n_bytes), writer.tokens, writer.documents, given.total
+                "tokenizing", sum(n_bytes), writer.tokens, writer.documents, given.total, kept
             )
         )
         if work.is_due and appender.is_between:
