@@ -22,6 +22,7 @@ from gridformer.config import (
     load_run,
     model_names,
     parse_run,
+    shipped_model,
 )
 from gridformer.models import build_model
 from gridformer.parallel import validation as layout
@@ -109,6 +110,16 @@ def test_file_that_is_missing_names_those_that_exist() -> None:
         load_run("no.yaml")
     with pytest.raises(ConfigError, match=r"dmeo: no such run file: did you mean 'demo'\?"):
         load_run("dmeo")
+
+
+def test_a_model_in_place_of_a_run_file_is_told_a_run_file_of_its_family() -> None:
+    """What the message says is a run of that model."""
+    for name in model_names():
+        with pytest.raises(ConfigError, match="is a shipped model and not a run file") as error:
+            load_run(name)
+        file, override = str(error.value).rstrip("`").split("such as `")[1].split()
+        run = load_run(file, [override])
+        assert (run.model.name, run.model.family) == (name, shipped_model(name)["family"])
 
 
 @pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "just words", "", "\x00"])

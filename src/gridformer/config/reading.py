@@ -39,6 +39,10 @@ def configs_dir() -> Path:
     )
 
 
+# The shipped run files that train models of a family, where they are not called like it.
+_RUN_OF_FAMILY = {"gpt2": "demo", "transformer": "translate"}
+
+
 def model_names() -> list[str]:
     """Returns the names that `model:` accepts, for example `gpt2-124m`, in alphabetical order."""
     return sorted(path.stem for path in (configs_dir() / "models").glob("*.yaml"))
@@ -74,6 +78,15 @@ def load_run(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
     if not exists(path):
         shipped = configs_dir() / "runs" / f"{path.stem}.yaml"
         if not exists(shipped):
+            if str(path) in model_names():
+                family = shipped_model(str(path)).get("family", "gpt2")
+                like = _RUN_OF_FAMILY.get(family, family)
+                raise ConfigError(
+                    [
+                        f"{path} is a shipped model and not a run file: add model={path} to a run "
+                        f"file, such as `{like} model={path}`"
+                    ]
+                )
             names = sorted(p.stem for p in (configs_dir() / "runs").glob("*.yaml"))
             meant = difflib.get_close_matches(path.stem, names, n=1, cutoff=0.5)
             raise ConfigError(
