@@ -12,6 +12,7 @@ import torch
 from gridformer.comm.p2p import P2PChannel
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import decide_run
+from gridformer.parallel.pipeline.stage_io import StageIO
 from gridformer.parallel.validation import check_layout
 from gridformer.plan.fewer_rounds import without_rounds
 from gridformer.trace import Start, Trace, Wait, alike, chunks, trace_rank
@@ -91,21 +92,29 @@ def test_repeated_passes_are_those_that_are_run(gpu: InProcess, case: Any, kerne
         assert without_modules(whole) == without_modules(repeated)
 
 
-def sends(run: RunConfig) -> list[int]:
-    """Return how often code that sends to another stage runs for one rank, and for three."""
+def calls(run: RunConfig, owner: type, name: str, ranks: list[int]) -> list[int]:
+    """Return how often a method of messages runs for the first rank, and for all."""
     torch.set_num_threads(1)
-    found = []
-    for ranks in ([1], [1, 2, 3]):
-        with patch.object(P2PChannel, "send", autospec=True, side_effect=P2PChannel.send) as send:
-            alike.trace_alike(run, ranks, decide_run(run), kernels=True)
-        found.append(send.call_count)
+    found, real = [], getattr(owner, name)
+    for some in (ranks[:1], ranks):
+        with patch.object(owner, name, autospec=True, side_effect=real) as method:
+            alike.trace_alike(run, some, decide_run(run), kernels=True)
+        found.append(method.call_count)
     return found
 
 
 def test_equal_messages_of_ranks_that_are_not_run_are_sent_once(gpu: InProcess) -> None:
-    one, three = gpu(sends, run_of({"pp": 5, "micro_batches": 8}, {}))
+    run = run_of({"pp": 5, "micro_batches": 8}, {})
+    one, three = gpu(calls, run, P2PChannel, "send", [1, 2, 3])
     assert one == 16, "the rank that is run sends every micro-batch and its gradient"
     assert three - one == 4, "each other rank sends one of either kind"
+
+
+def test_slices_of_ranks_that_are_not_run_are_gathered_once(gpu: InProcess) -> None:
+    """Both kinds of messages have equal shapes, so one gather shows what all of them do."""
+    run = run_of({**MEGATRON, "pp": 5, "micro_batches": 8}, {})
+    one, three = gpu(calls, run, StageIO, "fill", [2, 4, 6])
+    assert (one, three - one) == (16, 2)
 
 
 def with_fewer(run: RunConfig, ranks: list[int]) -> list[tuple[list[Single], list[Single]]]:

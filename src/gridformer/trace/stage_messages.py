@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gridformer.comm.collectives import Pending
 from gridformer.parallel.pipeline import Executor
-from gridformer.trace.events import Place, Start, Wait
+from gridformer.trace.events import Event, Place, Start, Wait
 from gridformer.trace.group import Log
 from gridformer.utils.batch import Batch
 
@@ -31,7 +31,9 @@ class StageMessages:
         self._send, self._receive = executor.channel.send, executor.channel.receive
         self._real_entering = executor.stage_io.entering
         self._real_slice, self._real_buffer = self.stage_io.slice, self.stage_io.receive_buffer
+        self._real_fill = self.stage_io.fill
         self._known: dict[Any, _Known | None] = {}
+        self._filled: dict[Any, tuple[Event, ...]] = {}
         self._tensors: dict[Any, Any] = {}
         self.replaced: list[tuple[Any, str, Any]] = [
             (executor.channel, "send", self.send),
@@ -39,6 +41,7 @@ class StageMessages:
             (self.stage_io, "entering", self.entering),
             (self.stage_io, "slice", self.slice),
             (self.stage_io, "receive_buffer", self.receive_buffer),
+            (self.stage_io, "fill", self.fill),
         ]
 
     def send(self, x: Tensor, to: int, label: str = "") -> Any:
@@ -80,6 +83,24 @@ class StageMessages:
     def receive_buffer(self, x: Tensor) -> Tensor:
         """Takes the place of `StageIO.receive_buffer`."""
         return self._made(self._real_buffer, x)
+
+    def fill(self, x: Tensor, received: Tensor) -> None:
+        """Takes the place of `StageIO.fill`, which may gather slices and copy them."""
+        key = x.shape, x.dtype, received.shape
+        events = self.log.trace.events
+        if key not in self._filled:
+            before = len(events)
+            self._real_fill(x, received)
+            self._filled[key] = tuple(events[before:])
+            return
+        numbers: dict[int, int] = {}
+        for event in self._filled[key]:
+            if isinstance(event, Start):
+                numbers[event.number] = number = self.log.next_number()
+                event = event.numbered(number)
+            elif isinstance(event, Wait):
+                event = Wait(numbers[event.number], event.place)
+            events.append(event)
 
     def _made(self, real: Any, x: Tensor) -> Tensor:
         key = real.__name__, x.shape, x.dtype, x.device
