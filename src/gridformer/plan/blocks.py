@@ -46,17 +46,23 @@ class Programs:
     def program(self, trace: Trace) -> Program:
         """Returns what a replay needs of a trace, which must have kernels."""
         only = OnlyLayers() if self.layers else None
+        events, update = trace.events, trace.update
         items: list[Item] = []
-        for number, event in enumerate(trace.events):
-            last = number >= trace.update > 0
+        begun = 0  # where the events begin that have no items yet
+        passes = [n for n, event in enumerate(events) if isinstance(event, Passed)]
+        border = [update] if update > 0 else []
+        for end in sorted({*passes, *border, len(events)}):
+            items += self.costs.items(events[begun:end], trace.rank, only, end > update > 0)
+            begun = end
+            event = events[end] if end < len(events) else None
             if not isinstance(event, Passed):
-                items += self.costs.items([event], trace.rank, only, last)
                 continue
             block = None if self.whole else self._block_of(event, trace.rank)
             if block is not None:
                 items.append(block)
             else:
-                items += self.costs.items(event.unfolded(), trace.rank, only, last)
+                items += self.costs.items(event.unfolded(), trace.rank, only, end >= update > 0)
+            begun = end + 1
         return Program(trace.rank, items)
 
     def _block_of(self, event: Passed, rank: int) -> Block | None:
@@ -83,7 +89,8 @@ class Programs:
 
     def _block(self, event: Passed, rank: int) -> Block:
         items = self.costs.items(event.events, rank, OnlyLayers() if self.layers else None)
-        key = tuple(_time_of(item) for item in items)
+        groups: dict[str, int] = {}
+        key = tuple(_time_of(item, groups) for item in items)
         if key not in self._known:
             program = Program(rank, items)
             (ahead,) = replay([program], self.launch_s, begins=(-_FAR, 0.0))
@@ -103,10 +110,18 @@ class Programs:
         return self._known[key]
 
 
-def _time_of(item: Item) -> Any:
-    """Returns what is equal for items that take the same time in the same way."""
+def _time_of(item: Item, groups: dict[str, int]) -> Any:
+    """Returns what is equal for items that take the same time in the same way.
+
+    Args:
+        item: The item.
+        groups: Numbers of the groups so far. Which groups of an axis they are makes no difference,
+            but the messages of one group wait for each other.
+    """
     if isinstance(item, Run):
         return item.seconds, item.launches, item.part, item.phase
     if isinstance(item, Send):
-        return item.start.group, item.seconds, item.start.number, item.phase
+        start = item.start
+        group = groups.setdefault(start.group, len(groups))
+        return group, start.axis, item.seconds, start.number, item.phase
     return "read" if isinstance(item, ReadBack) else item

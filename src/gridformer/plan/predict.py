@@ -67,10 +67,13 @@ def predict(
         spent = prices.replayed(traces, timeline and not number)
         return _Sample(spent, [] if number else warnings_of(run, prices.cluster, traces[0]))
 
-    # Memory comes first, because without a pipeline its estimate takes longest: it runs all layers.
     held = _held(unfused(run, cluster), decisions) if memory else []
     timed = [partial(sample, number) for number, _ in enumerate(shortened.layers)]
-    work: list[Callable[[], _Sample | int]] = [*held, *timed]
+    # What takes longest comes first: in a pipeline its many passes, else memory, which runs all
+    # layers.
+    work: list[Callable[[], _Sample | int]] = (
+        [*timed, *held] if run.layout.pp > 1 else [*held, *timed]
+    )
     found = shared(work) if on_all_cores else [one() for one in work]
     samples = [one for one in found if isinstance(one, _Sample)]
     peaks = [one for one in found if isinstance(one, int)]

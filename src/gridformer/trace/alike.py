@@ -168,7 +168,7 @@ def _follows(
     repeats.repeat(translated(events[:start]))
     executor.train(work, finish)
     log.trace.update = len(log.trace.events)
-    repeats.also_numbered(events[start:stop])
+    repeats.also_numbered(events[start:stop], events[stop:])
     repeats.repeat(translated(events[stop:]))
     repeats.undo()
     log.trace.reads, log.trace.troubles = first.trace.reads, first.trace.troubles

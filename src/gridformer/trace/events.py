@@ -7,7 +7,7 @@ a wait begins only when that wait is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -218,7 +218,7 @@ class Passed:
     """
 
     events: tuple[Start | Wait | Kernel | Read, ...]
-    numbers: dict[int, int]
+    numbers: Mapping[int, int]
 
     def unfolded(self) -> Iterator[Start | Wait | Kernel | Read]:
         """Yields its events with the numbers of this rank."""

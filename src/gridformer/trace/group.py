@@ -181,6 +181,12 @@ class Log:
         self._number += 1
         return self._number
 
+    def next_numbers(self, n: int) -> range:
+        """Returns numbers for n new messages."""
+        first = self._number + 1
+        self._number += n
+        return range(first, first + n)
+
     def number_from(self, number: int) -> None:
         """Gives the next message this number. Numbers must differ only within a trace."""
         self._number = number - 1

@@ -75,6 +75,52 @@ class RecordedPass:
     out: dict[str, _Shape] | None = None
 
 
+@dataclass(frozen=True)
+class _Messages:
+    """The messages of a pass, by their numbers when it was recorded.
+
+    Attributes:
+        events: What the pass does.
+        offsets: The messages that it starts, in their order, with their places in it.
+        before: Those that it waits for and has not started.
+        after: Those that it starts and does not wait for.
+    """
+
+    events: tuple[Start | Wait | Kernel | Read, ...]
+    offsets: dict[int, int]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @staticmethod
+    def of(events: tuple[Start | Wait | Kernel | Read, ...]) -> _Messages:
+        starts = [event.number for event in events if isinstance(event, Start)]
+        waits = [event.number for event in events if isinstance(event, Wait)]
+        offsets = {number: offset for offset, number in enumerate(starts)}
+        before = tuple(number for number in waits if number not in offsets)
+        return _Messages(events, offsets, before, tuple({*starts} - {*waits}))
+
+
+class _Numbers(Mapping[int, int]):
+    """The numbers of a repeated pass's messages: those that it starts have consecutive ones."""
+
+    __slots__ = ("before", "first", "offsets")
+
+    def __init__(self, offsets: Mapping[int, int], first: int, before: Mapping[int, int]) -> None:
+        self.offsets, self.first, self.before = offsets, first, before
+
+    def __getitem__(self, number: int) -> int:
+        if number in self.offsets:
+            return self.first + self.offsets[number]
+        return self.before[number]
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.offsets
+        yield from self.before
+
+    def __len__(self) -> int:
+        return len(self.offsets) + len(self.before)
+
+
 class Repeats:
     """Repeats passes of a pipeline instead of running them; see this module.
 
@@ -107,8 +153,7 @@ class Repeats:
         self._now = RecordedPass([])
         self._repeating = False
         self._renumbered: dict[int, int] = {}
-        # Messages that passes start and wait for, by the id of the events, which are kept.
-        self._messages: dict[int, tuple[list[int], list[int], Sequence[Event]]] = {}
+        self._messages: dict[int, _Messages] = {}  # of passes, by the id of their events
         self._leaves: dict[_Shape, Tensor] = {}
         self._results: dict[_Shape, Tensor] = {}
         self._real_run = model.run
@@ -150,36 +195,38 @@ class Repeats:
             else:
                 self.log.trace.events.append(event)
 
-    def also_numbered(self, passes: Sequence[Event]) -> None:
+    def also_numbered(self, passes: Sequence[Event], later: Sequence[Event]) -> None:
         """Lets later waits name messages of passes by their numbers in another trace.
 
         Args:
             passes: The passes in that trace, which has repeated the same ones as this one.
+            later: The events after them.
         """
-        theirs = [one.numbers for one in passes if isinstance(one, Passed)]
-        self._renumbered |= {
-            number: self._renumbered[recorded]
-            for numbers in theirs
-            for recorded, number in numbers.items()
-            if recorded in self._renumbered
-        }
+        left = {event.number for event in later if isinstance(event, Wait)}
+        left -= {event.number for event in later if isinstance(event, Start)}
+        left -= self._renumbered.keys()
+        for one in reversed(passes):  # what is waited for last began in the last passes
+            if not left:
+                break
+            for recorded, number in one.numbers.items() if isinstance(one, Passed) else ():
+                if number in left and recorded in self._renumbered:
+                    self._renumbered[number] = self._renumbered[recorded]
+                    left.remove(number)
 
     def _pass(self, events: Sequence[Event]) -> None:
         """Adds a pass, as one event where kernels are recorded."""
         if not self.log.kernels:
             self.repeat(events)
             return
-        if id(events) not in self._messages:
-            starts = [event.number for event in events if isinstance(event, Start)]
-            waits = [event.number for event in events if isinstance(event, Wait)]
-            self._messages[id(events)] = starts, waits, events
-        starts, waits, _ = self._messages[id(events)]
-        numbers = {number: self.log.next_number() for number in starts}
-        for number in waits:
-            if number in self._renumbered:
-                numbers.setdefault(number, self._renumbered[number])
-        self._renumbered |= numbers
-        self.log.trace.events.append(Passed(plain(events), numbers))
+        messages = self._messages.get(id(events))
+        if messages is None:
+            messages = self._messages[id(events)] = _Messages.of(plain(events))
+        first = self.log.next_numbers(len(messages.offsets)).start
+        before = {n: self._renumbered[n] for n in messages.before if n in self._renumbered}
+        for number in messages.after:
+            self._renumbered[number] = first + messages.offsets[number]
+        numbers = _Numbers(messages.offsets, first, before)
+        self.log.trace.events.append(Passed(messages.events, numbers))
 
     def _train(self, work: Sequence[MicroBatch], finish: Any) -> None:
         start = len(self.log.trace.events)
@@ -188,27 +235,33 @@ class Repeats:
 
     def _timed(self, kind: str, action: Action) -> AbstractContextManager[None]:
         """Takes the place of `Executor.timed`, which surrounds passes and messages."""
-        return self._timed_pass(kind, action) if kind in ("forward", "backward") else _NOTHING
+        if kind not in ("forward", "backward"):
+            return _NOTHING
+        if (action.stage, action.micro) in self._run:
+            return self._recorded_pass(kind, action)
+        return _Repeated(self, action)
 
     @contextmanager
-    def _timed_pass(self, kind: str, action: Action) -> Iterator[None]:
-        """Surrounds every pass."""
+    def _recorded_pass(self, kind: str, action: Action) -> Iterator[None]:
+        """Surrounds a pass that is run."""
         with self._real_timed(kind, action):
-            if (action.stage, action.micro) in self._run:
-                start, products = len(self.log.trace.events), self.count(0)
-                self._now = RecordedPass([])
-                yield
-                self._now.events = tuple(self.log.trace.events[start:])
-                self._fold(start)
-                self._now.products = self.count(0) - products
-                self.recorded.setdefault(self._kinds[action], self._now)
-            else:
-                self._now, self._repeating = self.recorded[self._kinds[action]], True
-                self._pass(self._now.events)
-                self.count(self._now.products)
-                self.log.muted = True
-                yield
-                self._repeating = self.log.muted = False
+            start, products = len(self.log.trace.events), self.count(0)
+            self._now = RecordedPass([])
+            yield
+            self._now.events = tuple(self.log.trace.events[start:])
+            self._fold(start)
+            self._now.products = self.count(0) - products
+            self.recorded.setdefault(self._kinds[action], self._now)
+
+    def begin_repeated(self, action: Action) -> None:
+        """Repeats what was recorded of a pass; until `end_repeated` nothing else is recorded."""
+        self._now, self._repeating = self.recorded[self._kinds[action]], True
+        self._pass(self._now.events)
+        self.count(self._now.products)
+        self.log.muted = True
+
+    def end_repeated(self) -> None:
+        self._repeating = self.log.muted = False
 
     def _fold(self, start: int) -> None:
         """Makes one event of what a pass has done, where kernels are recorded."""
@@ -258,6 +311,21 @@ class Repeats:
         for leaf in leaves.values():
             if leaf.grad is None:
                 leaf.grad = _Shape.of(leaf).empty()
+
+
+class _Repeated(AbstractContextManager[None]):
+    """Surrounds a pass that is repeated. There are many, and a generator would take longer."""
+
+    __slots__ = ("action", "repeats")
+
+    def __init__(self, repeats: Repeats, action: Action) -> None:
+        self.repeats, self.action = repeats, action
+
+    def __enter__(self) -> None:
+        self.repeats.begin_repeated(self.action)
+
+    def __exit__(self, *_: object) -> None:
+        self.repeats.end_repeated()
 
 
 def plain(events: Sequence[Event]) -> tuple[Start | Wait | Kernel | Read, ...]:
