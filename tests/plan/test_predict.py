@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from gridformer.config import RunConfig
 from gridformer.memory.estimate import estimate_rank
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check_layout
+from gridformer.plan import blocks
 from gridformer.plan.predict import predict, unfused
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.price import price
@@ -132,6 +134,23 @@ def test_what_is_repeated_takes_as_long_as_what_is_traced(
     parts = dict(whole.parts.rows())
     for name, seconds in repeated.parts.rows():
         assert seconds == pytest.approx(parts.get(name, 0.0), abs=0.01 * whole.step_s)
+
+
+def replays_of_passes(run: RunConfig) -> int:
+    """Return how often a pass is replayed alone to price a run."""
+    torch.set_num_threads(1)
+    with patch.object(blocks, "replay", wraps=blocks.replay) as replay:
+        price(record_run(run), load_cluster("dgx-h100"))
+    return replay.call_count
+
+
+def test_equal_passes_of_ranks_are_priced_once(gpu: InProcess) -> None:
+    """More stages with equal layers make no work, though each has groups of its own."""
+    found = []
+    for pp in (4, 6):
+        layout = {"scheme": "megatron", "cols": 2, "pp": pp, "micro_batches": 2 * pp}
+        found.append(gpu(replays_of_passes, run_of(layout, {"n_layers": pp}, {})))
+    assert 0 < found[0] == found[1]
 
 
 def several(run: RunConfig) -> dict[str, Prediction]:
