@@ -190,10 +190,17 @@ class _Replay:
         if queues is None:
             members = [member for member in start.ranks if member in self.ranks]
             queues = self.queues[start.group] = {member: deque() for member in members}
+        queue = queues[rank]
         parts = [part for part in start.parts if part.peer in self.ranks]
         call = _Call(send, max(one.host, one.device), parts)
-        queues[rank].append(call)
-        if len(queues[rank]) == 1:
+        queue.append(call)
+        if len(queue) > 1:
+            return
+        if len(queues) == 1 and start.op != "p2p":  # nobody else in the group has a program
+            call.began = self._ready(start.group, rank, call)
+            call.ended = call.began + send.seconds
+            self._end(start.group, queue, rank, call)
+        else:
             self._carry_out(start.group, queues, rank)
 
     def _carry_out(self, group: str, queues: dict[int, deque[_Call]], rank: int) -> None:
@@ -266,7 +273,11 @@ class _Replay:
         return max(call.ready, self.free.get((group, rank), 0.0))
 
     def _finish(self, group: str, queues: dict[int, deque[_Call]], rank: int, call: _Call) -> None:
-        queue, one, start = queues[rank], self.ranks[rank], call.send.start
+        self._end(group, queues[rank], rank, call)
+        self.awake.append(rank)
+
+    def _end(self, group: str, queue: deque[_Call], rank: int, call: _Call) -> None:
+        one, start = self.ranks[rank], call.send.start
         queue.remove(call)
         free = self._ready(group, rank, call)
         self.free[group, rank] = max(self.free.get((group, rank), 0.0), call.ended)
@@ -284,4 +295,3 @@ class _Replay:
                     start.place.module,
                 )
             )
-        self.awake.append(rank)

@@ -166,9 +166,11 @@ class Repeats:
             (executor, "forward", self._forward),
             (executor, "backward", self._backward),
         ]
+        messages = StageMessages(executor, log)
+        replaced += messages.filling
         if recorded is not None:  # no pass runs, so none needs autograd
             replaced.append((executor, "enter", self._enter))
-            replaced += StageMessages(executor, log).replaced
+            replaced += messages.sending
         self._replaced = [(owner, name) for owner, name, _ in replaced]
         for owner, name, function in replaced:
             object.__setattr__(owner, name, function)

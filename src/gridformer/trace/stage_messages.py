@@ -1,4 +1,4 @@
-"""Repeats the messages between the stages of a pipeline where no pass runs.
+"""Repeats the messages between the stages of a pipeline, most of them only where no pass runs.
 
 The pipeline's own code still says when which rank sends what. But equal messages leave equal
 records, so the code that sends one runs once for each kind, and the tensors are the same ones each
@@ -24,6 +24,11 @@ class StageMessages:
     Args:
         executor: The executor.
         log: The log of the rank.
+
+    Attributes:
+        sending: What can be replaced where no pass runs: the owners of functions, their names, and
+            what takes their place.
+        filling: What can be replaced where passes run, too.
     """
 
     def __init__(self, executor: Executor, log: Log) -> None:
@@ -35,14 +40,14 @@ class StageMessages:
         self._known: dict[Any, _Known | None] = {}
         self._filled: dict[Any, tuple[Event, ...]] = {}
         self._tensors: dict[Any, Any] = {}
-        self.replaced: list[tuple[Any, str, Any]] = [
+        self.sending: list[tuple[Any, str, Any]] = [
             (executor.channel, "send", self.send),
             (executor.channel, "receive", self.receive),
             (self.stage_io, "entering", self.entering),
             (self.stage_io, "slice", self.slice),
             (self.stage_io, "receive_buffer", self.receive_buffer),
-            (self.stage_io, "fill", self.fill),
         ]
+        self.filling: list[tuple[Any, str, Any]] = [(self.stage_io, "fill", self.fill)]
 
     def send(self, x: Tensor, to: int, label: str = "") -> Any:
         """Takes the place of `P2PChannel.send`."""
