@@ -76,9 +76,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> int:
 
 def run_of(model: dict[str, Any], **train: Any) -> RunConfig:
     config = ModelConfig(**{**SIZES, **model})
+    data: dict[str, Any] = {"seq_len": 8, "source_len": 11 if config.two_stacks else 0}
+    if not config.token_head:
+        data["task"] = "classify"
     return RunConfig(
         model=config,
-        data=DataConfig(path=Path("none"), seq_len=8, source_len=11 if config.two_stacks else 0),
+        data=DataConfig(path=Path("none"), **data),
         layout=LayoutConfig(micro_batches=2),
         train=TrainConfig(**{"global_batch": 4, "loss_chunk_tokens": 6, **train}),
     )
