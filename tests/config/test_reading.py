@@ -24,6 +24,7 @@ from gridformer.config import (
     parse_run,
     shipped_model,
 )
+from gridformer.launch.plan import read_run_without_data
 from gridformer.models import build_model
 from gridformer.parallel import validation as layout
 from gridformer.utils.errors import ConfigError
@@ -110,6 +111,10 @@ def test_file_that_is_missing_names_those_that_exist() -> None:
         load_run("no.yaml")
     with pytest.raises(ConfigError, match=r"dmeo: no such run file: did you mean 'demo'\?"):
         load_run("dmeo")
+    with pytest.raises(
+        ConfigError, match=r"t5-larg: no such run file or model: did you mean 't5-l"
+    ):
+        read_run_without_data("t5-larg")
 
 
 def test_a_model_in_place_of_a_run_file_is_told_a_run_file_of_its_family() -> None:

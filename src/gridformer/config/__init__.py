@@ -13,6 +13,7 @@ from gridformer.config.model import ENCODER_DECODER, Family, ModelConfig
 from gridformer.config.reading import (
     closest,
     configs_dir,
+    find_run_file,
     load_run,
     model_names,
     parse_run,
@@ -44,6 +45,7 @@ __all__ = [
     "closest",
     "configs_dir",
     "divisors",
+    "find_run_file",
     "load_run",
     "model_names",
     "parse_run",

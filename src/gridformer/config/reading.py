@@ -74,32 +74,50 @@ def load_run(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
         ConfigError: the file cannot be read or is not valid YAML, an override is malformed, or
             values are invalid; it lists every invalid value.
     """
-    path = Path(path)
-    if not exists(path):
-        shipped = configs_dir() / "runs" / f"{path.stem}.yaml"
-        if not exists(shipped):
-            if str(path) in model_names():
-                family = shipped_model(str(path)).get("family", "gpt2")
-                like = _RUN_OF_FAMILY.get(family, family)
-                raise ConfigError(
-                    [
-                        f"{path} is a shipped model and not a run file: add model={path} to a run "
-                        f"file, such as `{like} model={path}`"
-                    ]
-                )
-            names = sorted(p.stem for p in (configs_dir() / "runs").glob("*.yaml"))
-            meant = difflib.get_close_matches(path.stem, names, n=1, cutoff=0.5)
-            raise ConfigError(
-                [
-                    f"{path}: no such run file"
-                    + (f": did you mean '{meant[0]}'?" if meant else "")
-                    + f"; shipped run files are {', '.join(names)}"
-                ]
-            )
-        path = shipped
+    path = find_run_file(path)
     raw = read_yaml(path)
     raw.setdefault("name", path.stem)
     return parse_run(raw, overrides, where=str(path))
+
+
+def find_run_file(path: Path | str, or_model: bool = False) -> Path:
+    """Returns the path of a run file, or of a shipped one of that name.
+
+    Args:
+        path: the path or the name.
+        or_model: whether the name of a shipped model would do as well, for the message.
+
+    Raises:
+        ConfigError: there is neither. The message says what is similar.
+    """
+    path = Path(path)
+    shipped = configs_dir() / "runs" / f"{path.stem}.yaml"
+    if exists(path):
+        return path
+    if exists(shipped):
+        return shipped
+    if str(path) in model_names():
+        family = shipped_model(str(path)).get("family", "gpt2")
+        like = _RUN_OF_FAMILY.get(family, family)
+        raise ConfigError(
+            [
+                f"{path} is a shipped model and not a run file: add model={path} to a run file, "
+                f"such as `{like} model={path}`"
+            ]
+        )
+    names = sorted(p.stem for p in (configs_dir() / "runs").glob("*.yaml"))
+    known = [*names, *model_names()] if or_model else names
+    typed = path.stem if path.suffix in (".yaml", ".yml") else path.name
+    meant = difflib.get_close_matches(typed, known, n=1, cutoff=0.5)
+    raise ConfigError(
+        [
+            f"{path}: no such run file"
+            + (" or model" if or_model else "")
+            + (f": did you mean '{meant[0]}'?" if meant else "")
+            + f"; shipped run files are {', '.join(names)}"
+            + (f", and shipped models {', '.join(model_names())}" if or_model else "")
+        ]
+    )
 
 
 def parse_run(

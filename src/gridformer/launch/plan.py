@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gridformer.config import RunConfig, load_run, model_names, parse_run
+from gridformer.config import RunConfig, find_run_file, load_run, model_names, parse_run
 from gridformer.data import RunData, resolve
 from gridformer.launch.preflight import preflight_problems
 from gridformer.mesh.process_group import check_devices
@@ -216,6 +216,7 @@ def read_run_without_data(
         run = parse_run(sections, overrides)
         check_layout(run)
         return run
+    path = find_run_file(path, or_model=True)
     run = load_run(path, overrides)
     if run.data.exists:
         return read_run(path, overrides)
