@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from types import FrameType
+import weakref
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from gridformer.comm import progress
 from gridformer.launch import watch
 from gridformer.launch.watch import HangWatch
+from gridformer.launch.where import Where
 
 TIMEOUT_S = 0.2
 
@@ -76,3 +79,32 @@ def test_the_flight_recorder_is_read_whatever_its_name(
     monkeypatch.setattr(module, name, lambda **how: time.sleep(60))
     monkeypatch.setattr(watch, "_RECORDS_S", 0.05)
     assert watch._flight_records() is None, "a GPU that does not answer holds up no report"
+
+
+def works(seconds: float) -> Any:
+    """Return a reference to a tensor of a function that has returned."""
+    x = torch.empty(3)
+    found = weakref.ref(x)
+    time.sleep(seconds)
+    return found
+
+
+def test_a_watch_keeps_no_tensor_alive_and_ends_before_the_process(watched: Any) -> None:
+    """It looks at the main thread's frames, which hold tensors.
+
+    A thread that frees a tensor while Python ends aborts the process, which then has another exit
+    code than the run has chosen.
+    """
+    watched.timeout_s = 4.0  # it looks eight times in it
+    watched.where, watched._main = Where(), threading.get_ident()
+    watched.place = SimpleNamespace(store_file="store", size=4)
+    watched._board = SimpleNamespace(is_claimed=lambda: False)
+    watched._ended = threading.Event()
+    watched._thread = threading.Thread(target=watched._run)
+    watched._thread.start()
+    try:
+        kept = [works(0.6)() is not None for _ in range(4)]
+    finally:
+        watched.end()
+    assert not all(kept)
+    assert not watched._thread.is_alive()

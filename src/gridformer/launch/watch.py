@@ -49,6 +49,7 @@ _ANSWERS_S = 3.0  # how long the first rank waits for what others see
 _LEAVES_S = 25.0  # a rank ends by itself so long after it told what it saw
 _CALLS = 8  # shown of a stack; the file has them all
 _RECORDS_S = 1.5  # for torch's records of messages
+_END_S = 2.0  # how long the end of a run waits for the watch, which may ask a store that is gone
 _QUIET_S = 2.5  # a watch that has not looked for so long does not run
 
 
@@ -89,11 +90,17 @@ class HangWatch:
         self._main = threading.main_thread().ident or 0
         self._ended = threading.Event()
         self._still_since, self._still = time.monotonic(), (0, 0, 0)
-        threading.Thread(target=self._run, name="hang watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
+        self._thread.start()
 
     def end(self) -> None:
-        """Ends the watch; the run has ended."""
+        """Ends the watch; the run has ended.
+
+        The thread must not outlive the main thread: it may hold the last reference to tensors, and
+        freeing one while Python ends aborts the process.
+        """
         self._ended.set()
+        self._thread.join(_END_S)
         progress.stop()
 
     def _run(self) -> None:
@@ -102,11 +109,7 @@ class HangWatch:
         ask_s = 0.0 if self.place.store_file else max(2.0, self.place.size / 500)
         asked = time.monotonic()
         while not self._ended.wait(look_s):
-            self._progress.beat()
-            frame = sys._current_frames().get(self._main)
-            if frame is not None:
-                self._progress.put_stack("".join(self.where.stack(frame)))
-            hangs, now = self._hangs(frame), time.monotonic()
+            hangs, now = self._beat(), time.monotonic()
             if not hangs and now - asked >= ask_s:
                 asked = now
                 with suppress(TimeoutError):
@@ -116,6 +119,18 @@ class HangWatch:
             if hangs:
                 self._tell(True)
                 return
+
+    def _beat(self) -> bool:
+        """Notes where this process is, and returns whether it hangs.
+
+        The main thread's frame is held no longer than that, because it keeps all tensors of its
+        functions alive, even after these have returned.
+        """
+        self._progress.beat()
+        frame = sys._current_frames().get(self._main)
+        if frame is not None:
+            self._progress.put_stack("".join(self.where.stack(frame)))
+        return self._hangs(frame)
 
     def _hangs(self, frame: FrameType | None) -> bool:
         """Returns whether this process has waited for too long.
