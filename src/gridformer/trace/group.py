@@ -21,6 +21,7 @@ from gridformer.comm.recorder import Record, Recorder
 from gridformer.mesh import groups
 from gridformer.trace.device import NAME, Backend, traced_device
 from gridformer.trace.events import (
+    Event,
     Groups,
     Kernel,
     Member,
@@ -186,6 +187,22 @@ class Log:
         first = self._number + 1
         self._number += n
         return range(first, first + n)
+
+    def repeat(self, events: Sequence[Event], numbers: dict[int, int]) -> None:
+        """Adds copies of events to the trace, with new numbers for the messages that they start.
+
+        Args:
+            events: The events.
+            numbers: The new numbers of messages, by those in `events`, which is filled here; a wait
+                may be for a message of earlier events.
+        """
+        for event in events:
+            if isinstance(event, Start):
+                numbers[event.number] = number = self.next_number()
+                event = event.numbered(number)
+            elif isinstance(event, Wait):
+                event = Wait(numbers.get(event.number, event.number), event.place)
+            self.trace.events.append(event)
 
     def number_from(self, number: int) -> None:
         """Gives the next message this number. Numbers must differ only within a trace."""

@@ -187,15 +187,7 @@ class Repeats:
 
     def repeat(self, events: Sequence[Event]) -> None:
         """Adds copies of events to the trace. A wait may be for a message of earlier ones."""
-        for event in events:
-            if isinstance(event, Start):
-                self._renumbered[event.number] = number = self.log.next_number()
-                self.log.trace.events.append(event.numbered(number))
-            elif isinstance(event, Wait):
-                number = self._renumbered.get(event.number, event.number)
-                self.log.trace.events.append(Wait(number, event.place))
-            else:
-                self.log.trace.events.append(event)
+        self.log.repeat(events, self._renumbered)
 
     def also_numbered(self, passes: Sequence[Event], later: Sequence[Event]) -> None:
         """Lets later waits name messages of passes by their numbers in another trace.

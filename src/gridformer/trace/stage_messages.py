@@ -98,14 +98,7 @@ class StageMessages:
             self._real_fill(x, received)
             self._filled[key] = tuple(events[before:])
             return
-        numbers: dict[int, int] = {}
-        for event in self._filled[key]:
-            if isinstance(event, Start):
-                numbers[event.number] = number = self.log.next_number()
-                event = event.numbered(number)
-            elif isinstance(event, Wait):
-                event = Wait(numbers[event.number], event.place)
-            events.append(event)
+        self.log.repeat(self._filled[key], {})
 
     def _made(self, real: Any, x: Tensor) -> Tensor:
         key = real.__name__, x.shape, x.dtype, x.device
