@@ -9,14 +9,14 @@ import torch
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import FAMILIES, Model, build_model
-from gridformer.models.blocks import attach_copies
+from gridformer.models.blocks import attach_copies, attach_gradient_places
 from gridformer.models.held_layers import only_layers
 from gridformer.parallel import pipeline
 from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.axes import split_heads
 from gridformer.parallel.data import fsdp
-from gridformer.parallel.data.zero import cut_over_replicas
+from gridformer.parallel.data.zero import cut_over_replicas, reserve_padding
 from gridformer.parallel.initialization import initialize
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.walk import apply_table
@@ -103,6 +103,8 @@ def build_parallel(
     cut = partial(cut_over_replicas, axes=axes, mode=layout.dp_mode)
     initialize(model, seed, device, PARAMETER_DTYPE[dtype], cut, filled)
     attach_copies(model, getattr(torch, dtype), choices.cast_once)
+    attach_gradient_places(model)
+    reserve_padding(model.parameters(), axes)
     model.clock.seed, model.clock.device = seed, device
     model.clock.sites = model.sites()
     model.compute_dtype = getattr(torch, dtype)

@@ -22,7 +22,7 @@ from gridformer.trace.kernels import LaunchedWork, launched_work
 from gridformer.trace.no_compiler import without_compiler
 
 _PRODUCTS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm")}
-_PRODUCTS.add(torch.ops.gridformer.add_product)
+_PRODUCTS |= {torch.ops.gridformer.add_product, torch.ops.gridformer.write_product}
 _COPY = torch.ops.aten.copy_
 _DEVICE = torch.ops.prim.device.default
 _COPIES = {torch.ops.aten._to_copy, _COPY}

@@ -27,7 +27,15 @@ class LaunchedWork(NamedTuple):
 
 
 # Where the factors begin.
-_PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "add_product": 1}
+_PRODUCTS = {
+    "mm": 0,
+    "addmm": 1,
+    "addmm_": 1,
+    "bmm": 0,
+    "baddbmm": 1,
+    "add_product": 1,
+    "write_product": 1,
+}
 # Operators that launch nothing although their results are not marked as views.
 _NOTHING = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"),

@@ -30,6 +30,7 @@ from gridformer.models.blocks.embedding import (
     UntiedHead,
 )
 from gridformer.models.blocks.gated import GatedFeedForward, GatedLayer
+from gridformer.models.blocks.gradient_sum import attach_gradient_places, gradient_place
 from gridformer.models.blocks.grouped import GroupedAttention
 from gridformer.models.blocks.joined import JoinedLinear, JoinedParts, PartSize
 from gridformer.models.blocks.layer import Layer, Spread, Style, StyledLayer
@@ -115,11 +116,13 @@ __all__ = [
     "Window",
     "added_to_scores",
     "attach_copies",
+    "attach_gradient_places",
     "by_label",
     "cast",
     "chunked_loss",
     "copy_of",
     "document_bounds",
+    "gradient_place",
     "init_of",
     "keep_copies",
     "make_copies",

@@ -228,20 +228,32 @@ def padded_columns(weight_IO: Tensor, dtype: torch.dtype) -> int:
     return found[1].rows(weight_IO.shape[1])
 
 
-def _copy_behind(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, CastCopy] | None:
-    """Returns a parameter and its copy, if `weight` is the parameter or its transpose."""
-    # Compiled code cannot keep a tensor between calls.
-    if weight.dtype == dtype or torch.compiler.is_compiling():
+def parameter_behind(weight: Tensor) -> Tensor | None:
+    """Returns the parameter that `weight` is, or whose transpose it is; None if it is neither.
+
+    Of a parameter with a single row or column, its transpose may be returned as the parameter.
+    """
+    if torch.compiler.is_compiling():  # compiled code cannot keep a tensor between calls
         return None
     turned = _TRANSPOSE_OF.get(weight)
-    parameter = turned if turned is not None else weight if weight._base is None else weight._base
-    copy = copy_of(parameter)
-    if copy is None or copy.dtype != dtype:
-        return None
     if turned is not None:
-        return parameter, copy
-    if not _is_alike(weight, parameter) and not _is_alike(weight, parameter.t()):
-        return None  # a part of it
+        return turned
+    if weight._base is None:
+        return weight if weight.is_leaf else None
+    parameter = weight._base
+    if _is_alike(weight, parameter) or _is_alike(weight, parameter.t()):
+        return parameter
+    return None  # a part of it
+
+
+def _copy_behind(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, CastCopy] | None:
+    """Returns a parameter and its copy, if `weight` is the parameter or its transpose."""
+    if weight.dtype == dtype or torch.compiler.is_compiling():
+        return None
+    parameter = parameter_behind(weight)
+    copy = None if parameter is None else copy_of(parameter)
+    if parameter is None or copy is None or copy.dtype != dtype:
+        return None
     return parameter, copy
 
 

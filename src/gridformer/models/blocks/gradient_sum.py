@@ -1,4 +1,10 @@
-"""Sums of a parameter's gradients over several backward passes, such as those of a chunked loss."""
+"""Sums of a weight's gradients over several backward passes, to which products add their results.
+
+Such passes are those of the chunks of a loss (`summed`), and those of the micro-batches of a step
+(`added_in_products`). A product that finds a sum adds to it where it multiplies, instead of leaving
+that to autograd. In bfloat16 and float16 autograd would round the gradient, cast it to float32 and
+add it, which reads and writes a matrix as large as the weight five times more.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gridformer.models.blocks.cast import parameter_behind
 from gridformer.models.kernels import products
 from gridformer.utils.tensor_attribute import TensorAttribute
 
@@ -17,23 +24,40 @@ class GradientSum:
 
     While `summed` is open, a product that reads the tensor may add its gradient here itself, and
     autograd then returns none for it.
+
+    Args:
+        shape: The shape of the tensor.
+        dtype: Its dtype.
+        begin: A sum to which gradients are added, contiguous; None if there is none yet.
+        elements: How many elements the memory of the sum has, if more than the sum.
     """
 
-    def __init__(self, of: Tensor) -> None:
-        self.shape, self.dtype = of.shape, torch.promote_types(of.dtype, torch.float32)
-        self._sum: Tensor | None = None
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        begin: Tensor | None = None,
+        elements: int = 0,
+    ) -> None:
+        self.shape, self.dtype = torch.Size(shape), torch.promote_types(dtype, torch.float32)
+        self._sum = begin
+        self._elements = elements if elements > self.shape.numel() else 0
 
     @property
     def value(self) -> Tensor:
         """The sum, to which something was added."""
         assert self._sum is not None, "no gradient was added"
-        return self._sum[: self.shape[0]] if self.shape else self._sum
+        if self.shape and len(self._sum) > self.shape[0]:
+            return self._sum[: self.shape[0]]
+        return self._sum
 
     def add(self, gradient: Tensor) -> None:
-        if self._sum is None:  # the sum begins with the first gradient, not with zeros
-            self._sum = gradient.to(self.dtype)
-        else:
+        if self._sum is not None:
             self.value.add_(gradient)
+        elif self._elements and gradient.dtype != self.dtype:
+            self._sum = self._memory(gradient).copy_(gradient)
+        else:  # the sum begins with the first gradient, not with zeros
+            self._sum = gradient.to(self.dtype)
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the gradient a @ b, given its factors.
@@ -41,10 +65,17 @@ class GradientSum:
         `a` may have additional rows, always as many: without them its rows may not have a length
         for which a device has its fast kernels.
         """
-        if self._sum is None:
-            self._sum = products.wide_product(a, b, self.dtype)
-        else:
+        if self._sum is not None:
             products.add_product(self._sum, a, b)
+        elif self._elements:
+            self._sum = self._memory(a)
+            products.write_product(self._sum, a, b)
+        else:
+            self._sum = products.wide_product(a, b, self.dtype)
+
+    def _memory(self, like: Tensor) -> Tensor:
+        memory = like.new_empty(self._elements, dtype=self.dtype)
+        return memory[: self.shape.numel()].view(self.shape)
 
 
 _SUM = TensorAttribute[GradientSum]("gradient_sum")
@@ -53,7 +84,7 @@ _SUM = TensorAttribute[GradientSum]("gradient_sum")
 @contextmanager
 def summed(tensors: Sequence[Tensor]) -> Iterator[list[GradientSum]]:
     """Yields an empty sum for each tensor, which the products that read it find in this context."""
-    sums = [GradientSum(of) for of in tensors]
+    sums = [GradientSum(of.shape, of.dtype) for of in tensors]
     for of, total in zip(tensors, sums):
         _SUM.set(of, total)
     try:
@@ -68,3 +99,99 @@ def sum_behind(weight: Tensor) -> GradientSum | None:
     of = weight if weight._base is None else weight._base
     total = _SUM.get(of)
     return total if of.numel() == weight.numel() else None
+
+
+class GradientPlace:
+    """What products know about the gradient of one weight.
+
+    Args:
+        elements: The number of elements of its memory; see `GradientSum`.
+
+    Attributes:
+        continued: Whether a product adds to the gradient of earlier backward passes.
+    """
+
+    def __init__(self, elements: int) -> None:
+        self.elements = elements
+        self.continued = False
+
+
+_PLACE = TensorAttribute[GradientPlace]("gradient_place")
+
+
+class ContinuedGradient:
+    """The gradient of a weight [m, n] in one backward pass, added to that of earlier ones.
+
+    It takes the gradient from the parameter. Autograd stores what `result` returns as the new one
+    without a copy, since nothing else refers to it.
+
+    Args:
+        total: The sum, in the order of the parameter's memory.
+        turned: Whether that is the order of the weight's transpose.
+    """
+
+    def __init__(self, total: GradientSum, turned: bool) -> None:
+        self._sum, self._turned = total, turned
+        self.begun = False
+
+    def add_product(self, a: Tensor, b: Tensor) -> None:
+        """Adds the gradient a @ b, given its factors [m, k] and [k, n]."""
+        self.begun = True
+        if self._turned:
+            self._sum.add_product(b.t(), a.t())
+        else:
+            self._sum.add_product(a, b)
+
+    def add(self, gradient: Tensor) -> None:
+        """Adds a gradient [m, n]."""
+        self.begun = True
+        self._sum.add(gradient.t() if self._turned else gradient)
+
+    def result(self) -> Tensor:
+        """Returns the sum [m, n]."""
+        return self._sum.value.t() if self._turned else self._sum.value
+
+
+def gradient_place(parameter: Tensor) -> GradientPlace | None:
+    """Returns the place of a parameter's gradient, if products may add to it."""
+    return _PLACE.get(parameter)
+
+
+def attach_gradient_places(model: nn.Module) -> None:
+    """Attaches a `GradientPlace` to each weight to whose gradient products of a model add.
+
+    A module names these parameters in its attribute `summed_parameters`.
+    """
+    for module in model.modules():
+        for name in getattr(module, "summed_parameters", ()):
+            parameter = getattr(module, name)
+            if parameter is not None:
+                _PLACE.set(parameter, GradientPlace(parameter.numel()))
+
+
+def continued(weight: Tensor) -> ContinuedGradient | None:
+    """Takes the gradient that earlier backward passes have left, for a product that adds to it.
+
+    Args:
+        weight: A parameter or its transpose.
+
+    Returns:
+        The gradient; None if autograd is to add it, for instance because `GradientPlace.continued`
+        is false or a chunk of a loss wants its own.
+    """
+    parameter = parameter_behind(weight)
+    if parameter is None:
+        return None
+    place = _PLACE.get(parameter)
+    if place is None or not place.continued or _SUM.get(parameter) is not None:
+        return None
+    # The parameter may have no memory (FSDP), so nothing takes a view of it.
+    by_columns, begin = not parameter.is_contiguous(), parameter.grad
+    if begin is not None:
+        begin = begin.t() if by_columns else begin
+        if not begin.is_contiguous():
+            return None
+        parameter.grad = None
+    shape = parameter.shape[::-1] if by_columns else parameter.shape
+    total = GradientSum(shape, parameter.dtype, begin, place.elements)
+    return ContinuedGradient(total, (weight is parameter) == by_columns)

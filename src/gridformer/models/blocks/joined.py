@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gridformer.models.blocks.cast import stand_for
+from gridformer.models.blocks.gradient_sum import continued
 from gridformer.models.blocks.linear import Init, Role, linear, new_parameter
 
 
@@ -42,6 +43,7 @@ class JoinedPart(nn.Module):
     """The parameters of one part: weight [in, n_out] and bias [n_out] or None."""
 
     cast_parameters = ("weight", "bias")
+    summed_parameters = ("weight",)
 
     def __init__(self, n_in: int, part: PartSize, bias: bool) -> None:
         super().__init__()
@@ -122,7 +124,7 @@ class _SideBySide(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
         ctx.widths = [parameter.shape[-1] for parameter in parameters]
-        ctx.dtypes = [parameter.dtype for parameter in parameters]
+        ctx.parameters = parameters
         first = parameters[0]
         shape = (*first.shape[:-1], sum(ctx.widths))
         return first.new_empty((), dtype=dtype).expand(shape)
@@ -130,4 +132,13 @@ class _SideBySide(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         parts = grads[0].split(ctx.widths, -1)
-        return None, *(part.to(dtype) for part, dtype in zip(parts, ctx.dtypes))
+        return None, *map(_added, ctx.parameters, parts)
+
+
+def _added(parameter: Tensor, part: Tensor) -> Tensor:
+    """Returns the gradient of a parameter, added to that of earlier micro-batches if possible."""
+    total = continued(parameter)
+    if total is None:
+        return part.to(parameter.dtype)
+    total.add(part)
+    return total.result()

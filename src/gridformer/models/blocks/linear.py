@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridformer.models.blocks.cast import cast, stands_for_parameters
-from gridformer.models.blocks.gradient_sum import sum_behind
+from gridformer.models.blocks.gradient_sum import continued, sum_behind
 from gridformer.models.kernels.products import wide_product
 from gridformer.utils.tensor_attribute import TensorAttribute
 
@@ -148,8 +148,14 @@ class _CastLinear(torch.autograd.Function):
             grad_x = grad_out @ weight.t()
         if ctx.needs_input_grad[1]:
             total = None if ctx.weight is None else sum_behind(ctx.weight)
+            more = None if ctx.weight is None else continued(ctx.weight)
             rows = x.flatten(0, -2)
-            if weight_IO.stride(0) == 1:  # stored by columns, as the table that the head transposes
+            if more is not None:
+                more.add_product(rows.t(), grad)
+                grad_weight = more.result()
+            elif (
+                weight_IO.stride(0) == 1
+            ):  # stored by columns, as the table that the head transposes
                 if total is not None and total.shape == (n_out, rows.shape[1]):
                     total.add_product(grad.t(), rows)
                 else:
@@ -187,6 +193,7 @@ class Linear(nn.Module):
     """
 
     cast_parameters = ("weight", "bias")
+    summed_parameters = ("weight",)
 
     def __init__(self, n_in: int, n_out: int, role: Role, init: Init, bias: bool = True) -> None:
         super().__init__()

@@ -18,7 +18,8 @@ ends, with fsdp too. With one micro-batch it holds only the gradients of two mes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from gridformer.mesh import Axes, Axis
+from gridformer.models.blocks import gradient_place
 from gridformer.parallel.sharding import ParamInfo, info_of, set_info, shard_of
 
 Mode = Literal["replicate", "zero1", "fsdp"]
@@ -72,6 +74,22 @@ def stored(parameter: nn.Parameter) -> nn.Parameter:
     return info.replica_part if info.resharded and info.replica_part is not None else parameter
 
 
+def reserve_padding(parameters: Iterable[nn.Parameter], axes: Axes) -> None:
+    """Lets gradients be computed in memory that has room for the padding of their message.
+
+    `FlatBucket.join` then need not copy a gradient that travels alone and whose rows do not divide.
+
+    Args:
+        parameters: The parameters of a model, sharded over replicas or not.
+        axes: The axes of the mesh.
+    """
+    for parameter in parameters:
+        place = gradient_place(parameter)
+        if place is not None and replica_part(parameter) is not None:
+            axis = axes[shard_of(parameter).replicas or ""]
+            place.elements = FlatBucket([parameter], axis).share * axis.size
+
+
 def free_storage(parameter: nn.Parameter) -> None:
     """Frees the memory of a parameter.
 
@@ -113,10 +131,17 @@ class FlatBucket:
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """Returns tensors, each with the shape of its parameter, as one [replicas, share].
 
-        A single tensor whose rows divide evenly is that already, so it is not copied.
+        A single tensor whose rows divide evenly is that already, so it is not copied. Nor is one in
+        memory that `reserve_padding` has provided for.
         """
-        if len(tensors) == 1 and not self._padded:
-            return _rows_of(tensors[0], self.parameters[0]).reshape(self.axis.size, self.share)
+        if len(tensors) == 1:
+            rows, shape = _rows_of(tensors[0], self.parameters[0]), (self.axis.size, self.share)
+            if not self._padded:
+                return rows.reshape(shape)
+            room = rows.untyped_storage().nbytes() // rows.element_size()
+            if rows.is_contiguous() and not rows.storage_offset() and room == math.prod(shape):
+                # What lies in the padding belongs to no replica's part.
+                return rows.as_strided(shape, (self.share, 1))
         flat = self._room(tensors[0], (self.axis.size, self.share))
         for in_flat, in_tensor in self._places(flat, tensors):
             in_flat.copy_(in_tensor)

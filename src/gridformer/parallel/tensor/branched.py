@@ -51,6 +51,7 @@ class _CommonLinear(nn.Module):
     """
 
     cast_parameters = ("weight", "bias")
+    summed_parameters = ("weight",)
 
     def __init__(self, plain: blocks.Linear, axes: Axes, first: bool) -> None:
         super().__init__()

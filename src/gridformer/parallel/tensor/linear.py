@@ -90,6 +90,7 @@ class GridLinear(nn.Module):
     """
 
     cast_parameters = ("weight", "bias")
+    summed_parameters = ("weight",)
 
     def __init__(
         self, plain: blocks.Linear, choice: Choice, bias: ParamPlacement, schedules: Schedules
@@ -342,6 +343,7 @@ class KeptWeights:
             keep.weight for keep in keeps if isinstance(keep, summa.KeepGathered) and keep.weight
         ]
         self.copied = [p for p in model.parameters() if blocks.copy_of(p) is not None]
+        self.places = [at for p in model.parameters() if (at := blocks.gradient_place(p))]
         self.in_pipeline = len(vars(model).get("stages", ())) > 1
 
     @contextmanager
@@ -349,6 +351,8 @@ class KeptWeights:
         """See `weights_kept`."""
         for weight in self.weights:
             weight.open()
+        for each in self.places:
+            each.continued = True
         try:
             with blocks.keep_copies(self.copied), gathered(self.model):
                 if self.in_pipeline:  # while a rank waits for its first micro-batch
@@ -357,13 +361,16 @@ class KeptWeights:
         finally:
             for weight in self.weights:
                 weight.close()
+            for each in self.places:
+                each.continued = False
 
 
 def weights_kept(model: nn.Module) -> AbstractContextManager[None]:
     """Lets products keep and prefetch gathered weights, as their choices say, inside this context.
 
-    It also keeps the copies of weights in the type of the computation. Weights must not change
-    inside it, except that a weight may be updated when the last product of a step has read it.
-    With FSDP, it also enables gathering the parameters of each layer from the replicas.
+    It also keeps the copies of weights in the type of the computation, and lets products add to the
+    gradients of earlier micro-batches (gridformer.models.blocks.gradient_sum). Weights must not
+    change inside it, except that a weight may be updated when the last product of a step has read
+    it. With FSDP, it also enables gathering the parameters of each layer from the replicas.
     """
     return KeptWeights(model).open()

@@ -22,6 +22,7 @@ from gridformer import comm
 from gridformer.comm import Pending
 from gridformer.mesh import Axes
 from gridformer.models.blocks.cast import padded_columns
+from gridformer.models.blocks.gradient_sum import continued
 from gridformer.parallel.tensor.boundary import LABEL
 from gridformer.parallel.tensor.summa.fused_norm import Normed, product_of_norm
 from gridformer.parallel.tensor.summa.gather import Gather
@@ -32,6 +33,7 @@ from gridformer.parallel.tensor.summa.operands import (
     arrived,
     bias_gradient,
     type_of,
+    weight_gradient,
 )
 from gridformer.parallel.tensor.summa.prefetch import NOTHING, KeepGathered
 from gridformer.parallel.tensor.summa.products import Schedule
@@ -240,11 +242,12 @@ class _AB(torch.autograd.Function):
         ctx.keep.prefetch_previous(a.dtype)
         grad_a = schedule.abt(grad, weight) if wants_a else None
         del weight  # frees what was gathered of it
-        grad_b = schedule.atb(operand, grad) if wants_b else None
+        into = continued(ctx.weight) if wants_b else None
+        grad_b = schedule.atb(operand, grad, into) if wants_b else None
         grad_bias = bias_gradient(grads[0], ctx.bias)
         # Waits for grad_b first: its remaining product then runs while both sums travel.
-        weight_gradient = arrived(grad_b, b.dtype, n_columns)
-        return arrived(grad_a, a.dtype), weight_gradient, grad_bias, None, None, None, None
+        grad_weight = weight_gradient(grad_b, into, b.dtype, n_columns)
+        return arrived(grad_a, a.dtype), grad_weight, grad_bias, None, None, None, None
 
 
 class _ABt(torch.autograd.Function):
@@ -274,14 +277,16 @@ class _ABt(torch.autograd.Function):
         ctx.keep.prefetch_previous(a.dtype)
         grad_a: Pending | None
         grad_b: Pending | None
+        into = continued(ctx.weight) if wants_b else None
         if isinstance(schedule, Gather) and wants_a and wants_b:  # gathers dC once for both
-            grad_a, grad_b = schedule.ab_and_atb(grad, weight, a)
+            grad_a, grad_b = schedule.ab_and_atb(grad, weight, a, into)
         else:
-            grad_b = schedule.atb(grad, Operand(a)) if wants_b else None
+            grad_b = schedule.atb(grad, Operand(a), into) if wants_b else None
             grad_a = schedule.ab(grad, weight) if wants_a else None
         del weight  # frees what was gathered of it
         grad_bias = bias_gradient(grads[0], ctx.bias)
-        return arrived(grad_a, a.dtype), arrived(grad_b, b.dtype), grad_bias, None, None
+        grad_weight = weight_gradient(grad_b, into, b.dtype, b.shape[1])
+        return arrived(grad_a, a.dtype), grad_weight, grad_bias, None, None
 
 
 class _Carry(torch.autograd.Function):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gridformer.comm import Pending
 from gridformer.mesh import Axes
+from gridformer.models.blocks.gradient_sum import ContinuedGradient
 from gridformer.parallel.tensor.boundary import Boundary
 from gridformer.parallel.tensor.summa.chunks import (
     ALL,
@@ -71,19 +72,21 @@ class ChunkedGather(Gather):
             sums.start(chunk, times(self._chunk_of(a.local, chunk), weight))
         return sums.pending()
 
-    def atb(self, a: Operand, b: Operand) -> Pending:
+    def atb(self, a: Operand, b: Operand, into: ContinuedGradient | None = None) -> Pending:
         if isinstance(a, OneHotOperand) or self._at_once(a):
-            return super().atb(a, b)
-        terms = self.weight_gradient(a)
+            return super().atb(a, b, into)
+        terms = self.weight_gradient(a, into)
         for chunk, arriving in self.arriving(a):
             terms.add(arriving.wait(), self._chunk_of(b.local, chunk))
             del arriving
         return terms.pending()
 
-    def ab_and_atb(self, a: Operand, b: Operand, c: Tensor) -> tuple[Pending, Pending]:
+    def ab_and_atb(
+        self, a: Operand, b: Operand, c: Tensor, into: ContinuedGradient | None = None
+    ) -> tuple[Pending, Pending]:
         if self._at_once(a):
-            return super().ab_and_atb(a, b, c)
-        result, terms = self._result(a, tensor_of(b).shape[1]), self.weight_gradient(a)
+            return super().ab_and_atb(a, b, c, into)
+        result, terms = self._result(a, tensor_of(b).shape[1]), self.weight_gradient(a, into)
         for chunk, arriving in self.arriving(a):
             whole = arriving.wait()
             del arriving
@@ -119,9 +122,9 @@ class ChunkedGather(Gather):
                 yield chunks[number - 1], coming.pop(0)
         yield chunks[-1], coming.pop()
 
-    def weight_gradient(self, a: Operand) -> WeightGradient:
+    def weight_gradient(self, a: Operand, into: ContinuedGradient | None = None) -> WeightGradient:
         n_chunks = 1 if self._at_once(a) else len(self.chunks(a.local.shape))
-        return WeightGradient(self.sum_of_blocks, self.row, n_chunks)
+        return WeightGradient(self.sum_of_blocks, self.row, n_chunks, into)
 
     def _at_once(self, a: Operand) -> bool:
         """Whether `a` is gathered already (kept for the backward pass) or consists of one chunk."""

@@ -15,8 +15,14 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.comm import Pending
 from gridformer.mesh import Axis
+from gridformer.models.blocks.gradient_sum import ContinuedGradient
 from gridformer.parallel.tensor.boundary import LABEL, Boundary
-from gridformer.parallel.tensor.summa.operands import Matrix, times, transposed_times
+from gridformer.parallel.tensor.summa.operands import (
+    Matrix,
+    add_transposed_times,
+    times,
+    transposed_times,
+)
 
 ALL = slice(None)
 
@@ -110,12 +116,18 @@ class WeightGradient:
         at_once: Starts the sum of Aᵀ B when there is a single chunk.
         row: The axis whose ranks each keep one block of rows of the sum.
         n_chunks: Number of calls to `add` that follow.
+        into: The gradient to which the products are added, on a grid of one row.
     """
 
     def __init__(
-        self, at_once: Callable[[Matrix, Matrix], Pending], row: Axis, n_chunks: int
+        self,
+        at_once: Callable[[Matrix, Matrix, ContinuedGradient | None], Pending],
+        row: Axis,
+        n_chunks: int,
+        into: ContinuedGradient | None = None,
     ) -> None:
         self._at_once, self._row, self._n_chunks = at_once, row, n_chunks
+        self._into = into
         self._pending: Pending | None = None
         self._terms: Tensor | None = None
         self._dtype: torch.dtype | None = None
@@ -123,7 +135,11 @@ class WeightGradient:
     def add(self, a: Matrix, b: Matrix) -> None:
         """Adds one chunk: a [.., M] and b [.., N/c]."""
         if self._n_chunks == 1:
-            self._pending = self._at_once(a, b)
+            self._pending = self._at_once(a, b, self._into)
+            return
+        if self._into is not None and self._row.size == 1:
+            self._terms = add_transposed_times(self._into, a, b)
+            self._dtype = self._terms.dtype
             return
         if self._terms is None:
             terms = transposed_times(a, b)

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from gridformer.comm import Pending
+from gridformer.models.blocks.gradient_sum import continued
 from gridformer.parallel.tensor.summa.chunks import ALL
 from gridformer.parallel.tensor.summa.gather import Gather
 from gridformer.parallel.tensor.summa.operands import (
     Operand,
     add_bias,
-    arrived,
     bias_gradient,
     type_of,
+    weight_gradient,
 )
 from gridformer.parallel.tensor.summa.prefetch import NOTHING, KeepGathered
 from gridformer.parallel.tensor.summa.products import Schedule
@@ -121,7 +122,8 @@ class _NormedAB(torch.autograd.Function):
         del weight
         shape = torch.Size((*grads[0].shape[:-1], column.shape[1]))
         sums = schedule.sum_of(shape, x)
-        terms_b = schedule.weight_gradient(operand)
+        into = continued(ctx.weight)
+        terms_b = schedule.weight_gradient(operand, into)
         norm_grads: list[tuple[Tensor, Tensor | None]] = []
         for chunk, arriving in schedule.arriving(operand):
             grad = grads[0] if chunk == ALL else schedule.boundary.chunk(grads[0], chunk)
@@ -149,12 +151,12 @@ class _NormedAB(torch.autograd.Function):
         if norm_bias is not None:
             grad_norm_bias = _total([bias for _, bias in norm_grads if bias is not None])
         grad_bias = bias_gradient(grads[0], ctx.bias)
-        weight_gradient = arrived(grad_b, b.dtype, n_columns)  # before grad_x, as in _AB
+        grad_weight = weight_gradient(grad_b, into, b.dtype, n_columns)  # before grad_x, as in _AB
         return (
             grad_x.wait(),
             grad_norm_weight,
             grad_norm_bias,
-            weight_gradient,
+            grad_weight,
             grad_bias,
             None,
             None,

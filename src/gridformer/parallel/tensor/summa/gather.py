@@ -22,6 +22,7 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.comm import Pending
 from gridformer.mesh import Axes
+from gridformer.models.blocks.gradient_sum import ContinuedGradient
 from gridformer.parallel.tensor.boundary import LABEL, Boundary
 from gridformer.parallel.tensor.summa.chunks import ALL, ChunkedSum, WeightGradient
 from gridformer.parallel.tensor.summa.operands import (
@@ -29,6 +30,7 @@ from gridformer.parallel.tensor.summa.operands import (
     OneHot,
     OneHotOperand,
     Operand,
+    add_transposed_times,
     columns,
     tensor_of,
     times,
@@ -68,21 +70,25 @@ class Gather:
         """Computes C = A Bᵀ. a [.., K/c], b [N/r, K/c], result [.., N/c]."""
         return self.boundary.reduce_scatter(times(a.local, self.whole_column(b).t()))
 
-    def atb(self, a: Operand, b: Operand) -> Pending:
+    def atb(self, a: Operand, b: Operand, into: ContinuedGradient | None = None) -> Pending:
         """Computes C = Aᵀ B. a [.., M/c], b [.., N/c], result [M/r, N/c]."""
         whole = a.all if isinstance(a, OneHotOperand) else self._take_whole(a).wait()
-        return self.sum_of_blocks(whole, b.local)
+        return self.sum_of_blocks(whole, b.local, into)
 
-    def ab_and_atb(self, a: Operand, b: Operand, c: Tensor) -> tuple[Pending, Pending]:
+    def ab_and_atb(
+        self, a: Operand, b: Operand, c: Tensor, into: ContinuedGradient | None = None
+    ) -> tuple[Pending, Pending]:
         """Computes A B [.., N/c] and Aᵀ C [K/r, M/c] and gathers A only once.
 
         a [.., K/c], b [K/r, N/c], c [.., M/c].
         """
         whole = self._take_whole(a).wait()
-        atc = self.sum_of_blocks(whole, c)
+        atc = self.sum_of_blocks(whole, c, into)
         return Pending(times(whole, self.whole_column(b))), atc
 
-    def sum_of_blocks(self, whole: Matrix, local: Matrix) -> Pending:
+    def sum_of_blocks(
+        self, whole: Matrix, local: Matrix, into: ContinuedGradient | None = None
+    ) -> Pending:
         """Computes Aᵀ B summed down the column, of which this device keeps its block of rows.
 
         The blocks of other devices are multiplied first, and travel while the own one multiplies.
@@ -90,10 +96,13 @@ class Gather:
         Args:
             whole: A gathered chunk [.., M] of A.
             local: This device's columns [.., N/c] of B.
+            into: The gradient to which the product is added, on a grid of one row.
 
         Returns:
             The block [M/r, N/c] of the sum.
         """
+        if into is not None and self.row.size == 1:
+            return Pending(add_transposed_times(into, whole, local))
         rows = whole.shape[-1] // self.row.size
 
         def block(index: int) -> Tensor:
@@ -159,6 +168,6 @@ class Gather:
         """
         return ChunkedSum(self.boundary, shape, like)
 
-    def weight_gradient(self, a: Operand) -> WeightGradient:
+    def weight_gradient(self, a: Operand, into: ContinuedGradient | None = None) -> WeightGradient:
         """Returns the accumulator of Aᵀ B for the chunks of A that `arriving` yields."""
-        return WeightGradient(self.sum_of_blocks, self.row, 1)
+        return WeightGradient(self.sum_of_blocks, self.row, 1, into)

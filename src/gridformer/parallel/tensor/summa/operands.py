@@ -11,6 +11,7 @@ from torch import Tensor
 from gridformer.comm import Pending
 from gridformer.mesh import Axis
 from gridformer.models.blocks.cast import cast
+from gridformer.models.blocks.gradient_sum import ContinuedGradient
 from gridformer.models.blocks.linear import as_rows
 
 
@@ -150,6 +151,15 @@ def transposed_times_into(out: Tensor, a: Matrix, b: Matrix) -> None:
         torch.mm(a.flatten(0, -2).t(), b.flatten(0, -2), out=out)
 
 
+def add_transposed_times(into: ContinuedGradient, a: Matrix, b: Matrix) -> Tensor:
+    """Adds the transpose of a [.., M] times b [.., N] to a gradient [M, N], and returns that."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        into.add_product(a.flatten(0, -2).t(), b.flatten(0, -2))
+    else:
+        into.add(transposed_times(a, b))
+    return into.result()
+
+
 def _columns(x: Tensor, n: int | None) -> Tensor:
     """Returns the first n columns of x, a view if there are more, and x itself if n is None."""
     return x if n is None or x.shape[-1] == n else x[..., :n]
@@ -182,6 +192,25 @@ def arrived(
         n_columns: N, if there are additional columns.
     """
     return None if gradient is None else _columns(gradient.wait(), n_columns).to(dtype)
+
+
+def weight_gradient(
+    gradient: Pending | None, into: ContinuedGradient | None, dtype: torch.dtype, n_columns: int
+) -> Tensor | None:
+    """Waits for a weight's gradient, and adds it to that of earlier micro-batches.
+
+    Args:
+        gradient: As for `arrived`.
+        into: The sum to which it is added, if a product has not added it already.
+        dtype: As for `arrived`.
+        n_columns: As for `arrived`.
+    """
+    if gradient is None or into is None:
+        return arrived(gradient, dtype, n_columns)
+    term = gradient.wait()
+    if not into.begun:
+        into.add(_columns(term, n_columns))
+    return into.result()
 
 
 def type_of(bias: Tensor | None) -> tuple[torch.dtype, int] | None:
