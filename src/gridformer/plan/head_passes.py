@@ -34,6 +34,9 @@ def head(sizes: Sizes) -> tuple[Load, Load]:
                 backward.add(back)
     if of_tokens:
         forward.add(_loss(sizes, sizes.choices["head"]))
+    elif not any(one.product.reads == "sequences" for one in sizes.choices.products.values()):
+        forward.launches += counts.LAST_TOKEN[0]
+        backward.launches += counts.LAST_TOKEN[1]
     return forward, backward
 
 

@@ -43,6 +43,7 @@ LOOKUP, LOOKUP_SHARDED, LOOKUP_ROWS = (1, 2), (8, 10), (2, 11)
 OUTSIDE = {"gpt2": 4, "bert": 14, "t5": 4, "transformer": 1, "llama": 3}  # parameters
 TRANSFORM = (2, 6)  # of BERT's head: its biases, GELU, and gradients that are summed
 LABELS = (11, 15)  # of a head of labels, without its products
+LAST_TOKEN = (19, 16)  # of a head of labels that reads one token, with its products and norm
 
 
 def biases_of(sizes: Sizes, product: Product) -> int:

@@ -30,7 +30,7 @@ BIAS = (2, 1)  # added in place where a product is sharded; backward a sum over 
 GRADIENT_OF_HEADS = 4  # of queries, keys and values: stacked, then copied to their order
 GRADIENT_OF_PARTS = 2  # the same of a joined product
 ROTARY = (7, 9)  # of queries and keys
-ROTARY_LAUNCHES = 6
+ROTARY_LAUNCHES, GATE_LAUNCHES = (6, 10), (2, 5)
 NORM = (2, 3)  # in float32: reads and writes; backward it reads one more
 RMS_NORM = (7, 17.5)  # the same of an RMSNorm, which is made of many kernels
 NORM_INSIDE = 5  # backward of a norm inside a product, which normalizes again
@@ -89,13 +89,17 @@ def _around(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
             launches[1] += norms * sizes.accumulated
         if product.section == "feed_forward":
             kernel(GATE if product.parts else ACTIVATION, out)
+            if product.parts:
+                launches = [n + more - 1 for n, more in zip(launches, GATE_LAUNCHES)]
         elif product.parts:
             kernel((0, GRADIENT_OF_PARTS), out)
             n, m = model.n_heads, model.kv_heads
             kernel(ROTARY, out * (n + m) / (n + 2 * m))
-            launches = [number + ROTARY_LAUNCHES - 1 for number in launches]
+            launches = [n + more - 1 for n, more in zip(launches, ROTARY_LAUNCHES)]
         elif not choice.common:
             kernel((0, GRADIENT_OF_HEADS), out)
+            if model.family == "t5":  # gradients of the bias of scores, and of what kv reads
+                launches[1] += product.name != "decoder.q"
     if biases_of(sizes, product):
         kernel((BIAS[0] * sharded, BIAS[1]), out)
     found = [Load(memory=sizes.costs.memory_s(n), launches=k) for n, k in zip(n_bytes, launches)]

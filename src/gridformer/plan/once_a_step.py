@@ -10,6 +10,7 @@ from gridformer.parallel.auto.cost import Choice
 from gridformer.parallel.pipeline.schedules import rounds
 from gridformer.plan import launches
 from gridformer.plan.load import AxisPlace, Load
+from gridformer.plan.products import added_bytes
 from gridformer.plan.sizes import Sizes
 from gridformer.plan.stage_shares import StageShares, stacks_of
 
@@ -114,8 +115,11 @@ def gathered_s(sizes: Sizes, shares: StageShares) -> float:
 
 def adds_s(sizes: Sizes, shares: StageShares) -> float:
     """Returns how long it takes to add gradients of layers to those of earlier micro-batches."""
-    elements = _elements(sizes, StageShares(shares.layers, 0.0, False))
-    return sizes.costs.memory_s(3 * elements * sizes.wide)
+    only, choices, n_bytes = StageShares(shares.layers, 0.0, False), sizes.choices, 0.0
+    for choice in choices.products.values():
+        grid = 1 if choice.common else choices.rows * choices.cols
+        n_bytes += added_bytes(sizes, choice, _of_product(sizes, choice, only) / grid)
+    return sizes.costs.memory_s(n_bytes)
 
 
 def reductions(sizes: Sizes, shares: StageShares, backward: Load) -> Load:

@@ -26,8 +26,8 @@ def product_loads(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
     steps = chunks * panels
     one = costs.product_s(1, m, n_out, k, dtype, item) * steps
     grad_x = costs.product_s(1, m, k, n_out, dtype, item) * steps
-    grad_w = costs.product_s(1, k, n_out, m, dtype, item, _wide_bytes(sizes, choice, k * n_out))
-    grad_w *= steps
+    more = round(_wide_bytes(sizes, choice, k * n_out, chunks))
+    grad_w = costs.product_s(1, k, n_out, m, dtype, item, more) * steps
     blocks = 1 if choice.common or chunks > choice.n_chunks or panels > 1 else r
     if blocks > 1:  # the gradient of a gathered weight is multiplied block by block, and summed
         shape = (k // r, n_out) if choice.stays == "output" else (n_out // r, k)
@@ -130,21 +130,65 @@ def enter_or_leave(
         load.launches += copies
 
 
-def _writes_wide(sizes: Sizes, choice: Choice) -> bool:
-    """Whether a product writes a weight's gradient in float32, to which chunks of the loss add.
+def _how_added(sizes: Sizes, choice: Choice) -> Literal["product", "sum", "autograd"]:
+    """Returns what adds a weight's gradient to that of earlier micro-batches.
 
-    Products that are not sharded do; see `gridformer.models.kernels.products`.
+    See `gridformer.models.blocks.gradient_sum`: the product itself, or the sum that its result goes
+    to, which casts it on the way. Autograd adds what comes out of a loss, and gradients of products
+    in the type of the weight on one device.
     """
-    alone = choice.common or sizes.choices.rows * sizes.choices.cols == 1
-    return alone and sizes.cast > 0
+    product = choice.product
+    if product.section == "head" and product.reads != "sequences":
+        return "autograd"
+    if choice.common or sizes.choices.rows * sizes.choices.cols == 1:
+        if not sizes.cast:
+            return "autograd"
+        return "sum" if len(product.parts) > 1 else "product"
+    whole = choice.schedule == "gather" and sizes.choices.rows == 1
+    return "product" if whole and len(product.parts) <= 1 else "sum"
 
 
-def _wide_bytes(sizes: Sizes, choice: Choice, elements: int) -> int:
-    """Returns the bytes of such a gradient that a result in the type of the operands lacks."""
-    if not _writes_wide(sizes, choice):
-        return 0
-    added = chunks_of(sizes, choice) > 1
-    return elements * (sizes.wide * (1 + added) - sizes.itemsize)
+def _writes_wide(sizes: Sizes, choice: Choice) -> bool:
+    """Whether a product writes a weight's gradient in float32, from operands of another type."""
+    if choice.product.name == "head":  # chunks of the loss add to it
+        alone = choice.common or sizes.choices.rows * sizes.choices.cols == 1
+        return alone and sizes.cast > 0
+    return _how_added(sizes, choice) == "product" and sizes.cast > 0
+
+
+def _wide_bytes(sizes: Sizes, choice: Choice, elements: int, chunks: int) -> float:
+    """Returns the bytes that such a product reads and writes more than others.
+
+    Args:
+        sizes: The sizes.
+        choice: How the product is carried out.
+        elements: Elements of the gradient.
+        chunks: In how many chunks the product is carried out.
+    """
+    found = 0.0
+    if _writes_wide(sizes, choice):
+        found += elements * (sizes.wide - sizes.itemsize)
+    if _how_added(sizes, choice) == "product":
+        found += elements * sizes.wide * (chunks - 1 + sizes.accumulated) / chunks
+    elif _writes_wide(sizes, choice) and chunks > 1:
+        found += elements * sizes.wide
+    return found
+
+
+def added_bytes(sizes: Sizes, choice: Choice, weight: float) -> float:
+    """Returns the bytes of adding a weight's gradient, besides its product, if there is one to add.
+
+    Args:
+        sizes: The sizes.
+        choice: How the product is carried out.
+        weight: Elements of the weight on this device.
+    """
+    match _how_added(sizes, choice):
+        case "product":
+            return 0.0
+        case "sum" if sizes.cast:  # cast where it is added
+            return weight * sizes.wide
+    return weight * 3 * sizes.wide
 
 
 def _weights(sizes: Sizes, choice: Choice, weight: float, chunks: int, backward: Load) -> None:
@@ -157,29 +201,30 @@ def _weights(sizes: Sizes, choice: Choice, weight: float, chunks: int, backward:
         chunks: Chunks of the loss, if it is the head.
         backward: To which they are added.
     """
-    wide = sizes.wide
+    wide, product = sizes.wide, choice.product
     rows = 1 if choice.common else sizes.choices.rows
-    own, biases = weight / rows, biases_of(sizes, choice.product)
-    in_product = _writes_wide(sizes, choice)
-    if choice.product.name == "head" and chunks > choice.n_chunks:
+    own, biases = weight / rows, biases_of(sizes, product)
+    how, n_bytes = _how_added(sizes, choice), 0.0
+    if product.name == "head" and chunks > choice.n_chunks:
         # Gradients of chunks are added up in float32 and scaled; with rows in the gathered table.
         each = sizes.cast + 3 * wide if rows == 1 else 2 * wide + sizes.itemsize
-        n_bytes = weight * (chunks * each * (not in_product) + 2 * wide)
+        alone = _writes_wide(sizes, choice)
+        n_bytes += weight * (chunks * each * (not alone) + 2 * wide)
         n_bytes += weight * (sizes.cast + 2 * sizes.itemsize) * (rows > 1)
-        backward.launches += (0 if in_product else 1 if rows > 1 else 2) * chunks + 4
-    elif in_product:
-        n_bytes = 0.0
-        backward.launches += biases
-    else:
-        n_bytes = own * sizes.cast
-        backward.launches += (1 + biases) * (sizes.cast > 0)
-    if choice.n_chunks > 1:  # in float32, chunk by chunk
+        backward.launches += (0 if alone else 1 if rows > 1 else 2) * chunks + 4
+    elif not _writes_wide(sizes, choice):
+        n_bytes += own * sizes.cast
+        backward.launches += max(1, len(product.parts)) * (sizes.cast > 0)
+    backward.launches += biases * (sizes.cast > 0)
+    if choice.n_chunks > 1 and how != "product":  # in float32, chunk by chunk
         n_bytes += weight * choice.n_chunks * (2 * wide + sizes.itemsize)
         backward.launches += 2 * (choice.n_chunks - 1)
-    if choice.product.name != "head" or not sizes.joins_head:
-        n_bytes += own * 3 * wide * sizes.accumulated
-    if choice.product.name != "head":
-        backward.launches += (max(1, len(choice.product.parts)) + biases) * sizes.accumulated
+    if product.name != "head" or not sizes.joins_head:
+        n_bytes += added_bytes(sizes, choice, own) * sizes.accumulated
+    if product.name != "head":
+        own_kernel = how == "autograd" or (how == "sum" and not sizes.cast)
+        adds = max(1, len(product.parts)) * own_kernel + biases
+        backward.launches += adds * sizes.accumulated
     if rows > 1:  # blocks of the sum are stacked
         n_bytes += weight * 2 * sizes.itemsize
         backward.launches += 1
