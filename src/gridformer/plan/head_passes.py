@@ -46,8 +46,9 @@ def _count_around(sizes: Sizes, choice: Choice, there: Load, back: Load) -> None
     if product.name == "head":
         return
     if product.reads == "sequences":
-        there.launches += counts.LABELS[0]
-        back.launches += counts.LABELS[1]
+        sharded = not choice.common and sizes.choices.rows * sizes.choices.cols > 1
+        there.launches += counts.LABELS[0] + counts.LABELS_SHARDED[0] * sharded
+        back.launches += counts.LABELS[1] + counts.LABELS_SHARDED[1] * sharded
         return
     chunks = chunks_of(sizes, sizes.choices["head"])  # it is part of each chunk of the loss
     there.launches = there.launches * chunks + counts.TRANSFORM[0] * chunks

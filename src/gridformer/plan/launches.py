@@ -19,7 +19,7 @@ RMS_LAUNCHES = (6, 9)  # forward and backward, without casts
 RMS_INSIDE_LAUNCHES = (6, 15)  # inside a product, which normalizes again in the backward pass
 SHARDED_LAUNCHES = (14, 14)  # of activations whose last dimension is sharded
 BUCKET = 1.6  # a message, and copies of gradients that lie across its borders
-ZERO1_PARAMETER = 2.2  # copied to messages, and from them
+ZERO1_PARAMETER = 2.1  # copied to messages, and from them
 ZERO1_BACKWARD = 0.8
 FSDP_PARAMETER = 1.35  # once a step
 FSDP_GATHERED = 0.75  # copied from the message of its layer
@@ -43,6 +43,7 @@ LOOKUP, LOOKUP_SHARDED, LOOKUP_ROWS = (1, 2), (8, 10), (2, 11)
 OUTSIDE = {"gpt2": 4, "bert": 14, "t5": 4, "transformer": 1, "llama": 3}  # parameters
 TRANSFORM = (2, 6)  # of BERT's head: its biases, GELU, and gradients that are summed
 LABELS = (11, 15)  # of a head of labels, without its products
+LABELS_SHARDED = (8, 2)  # more, where a token is chosen from parts of sequences
 LAST_TOKEN = (19, 16)  # of a head of labels that reads one token, with its products and norm
 
 

@@ -135,12 +135,12 @@ def reductions(sizes: Sizes, shares: StageShares, backward: Load) -> Load:
         load.message(axis, costs.message_s("reduce", VECTORS_BYTES, sizes.place(axis)))
     load.message("world", 2 * costs.message_s("all_reduce", 64, sizes.place("world")), 0.0, 2)
     rows, cols = sizes.choices.rows, sizes.choices.cols
+    ends = shares.lookups > 0 or shares.head
+    outside = launches.OUTSIDE[sizes.run.model.family] * ends
     if rows * cols > 1 and sizes.lies in ("replicated", "s", "h"):
         # Vectors are copied to a message of each axis, and to another that makes them equal.
         copies = 1 if sizes.lies == "replicated" else 1 + (rows > 1) + (cols > 1)
-        load.launches += launches.vectors(sizes, shares) * copies
-    ends = shares.lookups > 0 or shares.head
-    outside = launches.OUTSIDE[sizes.run.model.family] * ends
+        load.launches += (launches.vectors(sizes, shares) + outside * (rows > 1)) * copies
     load.launches += launches.of_mode(sizes) * (launches.parameters(sizes, shares) + outside)
     tied = sizes.run.model.tied_head and sizes.run.model.token_head
     if layout.pp > 1 and tied and ends:  # they share the table

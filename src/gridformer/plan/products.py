@@ -150,7 +150,8 @@ def _how_added(sizes: Sizes, choice: Choice) -> Literal["product", "sum", "autog
 
 def _writes_wide(sizes: Sizes, choice: Choice) -> bool:
     """Whether a product writes a weight's gradient in float32, from operands of another type."""
-    if choice.product.name == "head":  # chunks of the loss add to it
+    product = choice.product
+    if product.section == "head" and product.reads != "sequences":  # chunks of the loss add to it
         alone = choice.common or sizes.choices.rows * sizes.choices.cols == 1
         return alone and sizes.cast > 0
     return _how_added(sizes, choice) == "product" and sizes.cast > 0
