@@ -49,5 +49,8 @@ def test_products_are_summed_in_float32(dtype: torch.dtype, m: int) -> None:
     torch.testing.assert_close(total.double(), want, rtol=1e-5, atol=1e-4)
     products.add_product(total, a, b)
     torch.testing.assert_close(total.double(), 2 * want, rtol=1e-5, atol=1e-4)
+    products.write_product(total, a, b)
+    torch.testing.assert_close(total.double(), want, rtol=1e-5, atol=1e-4)
+    products.add_product(total, a, b)
     rounded = (a @ b).double()
     assert (rounded - want).abs().max() > 100 * (total.double() / 2 - want).abs().max()

@@ -193,6 +193,55 @@ def test_a_chunk_adds_to_the_gradient_of_the_table_where_it_multiplies(gpu: InPr
     assert "add_product" not in gpu(of_the_loss, 0)
 
 
+def backward_of(layout: dict[str, Any], m: int) -> tuple[Counter[str], list[int]]:
+    """Return what the backward passes of a layer launch, and bytes of zeros in its feed-forward."""
+    model = {"n_layers": 1, "hidden_size": 80, "n_heads": 4, "max_seq_len": 8}
+    train = {"global_batch": 12 * m, "dtype": "bfloat16"}
+    run = a_run({**layout, "micro_batches": m}, model, train)
+    kernels = [
+        one for one in trace_rank(run, 0, kernels=True).unfolded() if isinstance(one, Kernel)
+    ]
+    back = [one for one in kernels if one.place.backward and "layers.0." in one.place.module]
+    zeros = [one.bytes for one in back if one.op == "new_zeros" and ".mlp." in one.place.module]
+    return Counter(one.op for one in back), zeros
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    [
+        ({}, "add_product"),
+        ({"scheme": "megatron", "cols": 2}, "add_product"),
+        ({"scheme": "megatron", "cols": 2, "sequence_parallel": True}, "add_product"),
+        ({"scheme": "subgraph", "branches": 2}, "add_product"),
+        ({"scheme": "optimus", "rows": 2, "cols": 2}, "add_"),
+    ],
+    ids=str,
+)
+def test_a_product_adds_to_the_gradients_of_earlier_micro_batches(
+    gpu: InProcess, layout: dict[str, Any], how: str
+) -> None:
+    """Without this, each of them would cast the gradients of all weights, and then add them."""
+    (one, _), (four, _) = gpu(backward_of, layout, 1), gpu(backward_of, layout, 4)
+    weights = 4
+    if how == "add_product":
+        assert four["add_product"] - one["add_product"] == 3 * weights
+        assert four["mm"] + four["add_product"] == 4 * one["mm"]
+    else:
+        casts, adds = (four[op] - one[op] for op in ("_to_copy", "add_"))
+        assert casts < 3 * one["_to_copy"], "weights are cast where they are added"
+        assert adds >= 3 * weights
+
+
+@pytest.mark.parametrize("mode", ["zero1", "fsdp"])
+@pytest.mark.parametrize("m", [1, 2])
+def test_a_gradient_that_travels_alone_is_not_copied_to_pad_it(
+    gpu: InProcess, mode: str, m: int
+) -> None:
+    """80 and 320 rows do not divide over 3 replicas; biases are copied to messages of zeros."""
+    _, zeros = gpu(backward_of, {"dp": 3, "dp_mode": mode}, m)
+    assert max(zeros) < 80 * 320 * 4
+
+
 def before_the_first_product(layout: dict[str, Any], m: int) -> int:
     """Return how many kernels a step of m micro-batches launches before it computes anything."""
     model = {"n_layers": 2, "max_seq_len": 8}
