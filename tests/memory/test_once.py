@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gridformer.memory import estimate
 from gridformer.memory.breakdown import MemoryBreakdown
 from gridformer.memory.estimate import estimate_rank
+from gridformer.memory.fewer_chunks import fewer_chunks
 from gridformer.memory.ranks import largest_ranks
 from gridformer.memory.tape import NotRepeatableError
 from gridformer.memory.tracker import MemoryTracker
@@ -60,11 +61,14 @@ class _TorchsFakes(FakeTensorMode):
 
 
 def complete(run: Any, rank: int) -> MemoryBreakdown:
-    """Estimate a rank from the complete step, on torch's own fake tensors."""
+    """Estimate a rank from the complete step, on torch's own fake tensors.
+
+    Chunks of losses are left out here, too; another test compares what they hold.
+    """
     # What they load of it in the middle of an operation would keep tensors of it alive.
     import torch._dynamo  # noqa: F401
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, fewer_chunks():
         patch.setattr(fast_fake, "fast_fakes", _TorchsFakes)
         return estimate_rank(run, rank, once=False)
 

@@ -1,10 +1,10 @@
 """Repeats the passes of a pipeline in the log of memory, without running them again.
 
 All micro-batches of a step do the same in a stage, except that the first one keeps the gradients
-that it makes, where the others free them when they are added, and the copies of weights in the type
-of the computation, and that sums over replicas begin in the last one, in hooks of parameters. So
-the first one runs, and its log is played again for the others. Messages between stages are real for
-all.
+that it makes, where the others free them when they are added or add to them where they multiply,
+and the copies of weights in the type of the computation, and that sums over replicas begin in the
+last one, in hooks of parameters. So the first one runs, and its log is played again for the others.
+Messages between stages are real for all.
 
 If the first one also allocates what stays, such as workspaces, the second one is the model of the
 others. The last one runs as well if more than the hooks of parameters makes it differ.
@@ -12,7 +12,7 @@ others. The last one runs as well if more than the hooks of parameters makes it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +34,7 @@ from gridformer.memory.tape import (
 from gridformer.memory.tracker import Entry, MemoryChange, MemoryTracker
 from gridformer.models import Activations
 from gridformer.models.blocks.cast import CastCopy
+from gridformer.models.blocks.gradient_sum import ContinuedGradient
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.pipeline.executor import Finish
 from gridformer.parallel.pipeline.schedules import Action
@@ -105,6 +106,7 @@ class _Passes:
         self._recorded: dict[int, _Recorded] = {}
         self._recording = False
         self._made: list[tuple[int, int]] = []
+        self._sums: list[Entry] = []
         self._arriving: Entry | None = None
         self._model: dict[int, int] = {}
         self._last: dict[int, int] = {}
@@ -177,6 +179,27 @@ class _Passes:
         return leaving, roots
 
     @contextmanager
+    def watching_sums(self) -> Iterator[None]:
+        """Notes which gradients begin as sums, to which other micro-batches add."""
+
+        def noting(real: Callable[..., None]) -> Callable[..., None]:
+            def add(gradient: ContinuedGradient, *given: Tensor) -> None:
+                begin = len(self.tracker.changes)
+                real(gradient, *given)
+                entry = self.tracker.entry_of(gradient.result())
+                made = self.tracker.changes[begin:]
+                if entry and any(one.what == "begin" and one.entry is entry for one in made):
+                    self._sums.append(entry)
+
+            return add
+
+        with (
+            patch.object(ContinuedGradient, "add", noting(ContinuedGradient.add)),
+            patch.object(ContinuedGradient, "add_product", noting(ContinuedGradient.add_product)),
+        ):
+            yield
+
+    @contextmanager
     def watching_copies(self) -> Iterator[None]:
         """Notes which part of the log makes copies of weights that stay."""
         real, changes = CastCopy.of, self.tracker.changes
@@ -213,7 +236,9 @@ class _Passes:
         self._recording = True
         self._backward(action, leaves, roots, grads)
         self._recording = False
-        recorded.backward = steps_of(self.tracker.changes[begins:], recorded.numbers)
+        steps = steps_of(self.tracker.changes[begins:], recorded.numbers)
+        sums = {n for entry in self._sums if (n := recorded.numbers[entry]) is not None}
+        recorded.backward = without_entries(steps, sums) if self.by_first else steps
         received = [leaf.grad for leaf in leaves.values()]
         made = self._shapes(received, recorded.grads, recorded.numbers, before)
         recorded.grads_of = dict(zip(leaves, made))
@@ -319,5 +344,10 @@ def passes_once(
         return
     passes = _Passes(executor, tracker, n_micro, by_first, last_runs)
     replaced = patch.multiple(executor, forward=passes.forward, backward=passes.backward)
-    with replaced, passes.watching_gradients(), passes.watching_copies():
+    with (
+        replaced,
+        passes.watching_gradients(),
+        passes.watching_sums(),
+        passes.watching_copies(),
+    ):
         yield

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gridformer.comm import Pending
 from gridformer.memory.tape import NotRepeatableError, Numbers, Shape, Step, steps_of
 from gridformer.memory.tracker import Entry, MemoryTracker
+from gridformer.models.blocks.gradient_sum import ContinuedGradient
 from gridformer.parallel.tensor.summa import Broadcast
 from gridformer.parallel.tensor.summa.operands import Operand
 
@@ -32,7 +33,8 @@ class _Product:
         self.product, self.tracker = product, tracker
         self._recorded: dict[Any, _Recorded] = {}
 
-    def __call__(self, a: Operand, b: Operand) -> Pending:
+    def __call__(self, a: Operand, b: Operand, _: ContinuedGradient | None = None) -> Pending:
+        # Panel by panel no product adds to a gradient itself.
         if not (isinstance(a.local, Tensor) and isinstance(b.local, Tensor)):
             return self.product(a, b)  # one-hot matrices
         key = _key(a.local), _key(b.local)

@@ -22,7 +22,6 @@ from gridformer import comm
 from gridformer.comm import Pending
 from gridformer.mesh import Axes
 from gridformer.models.blocks.cast import padded_columns
-from gridformer.models.blocks.gradient_sum import continued
 from gridformer.parallel.tensor.boundary import LABEL
 from gridformer.parallel.tensor.summa.fused_norm import Normed, product_of_norm
 from gridformer.parallel.tensor.summa.gather import Gather
@@ -32,6 +31,7 @@ from gridformer.parallel.tensor.summa.operands import (
     add_bias,
     arrived,
     bias_gradient,
+    continued_by,
     type_of,
     weight_gradient,
 )
@@ -242,7 +242,7 @@ class _AB(torch.autograd.Function):
         ctx.keep.prefetch_previous(a.dtype)
         grad_a = schedule.abt(grad, weight) if wants_a else None
         del weight  # frees what was gathered of it
-        into = continued(ctx.weight) if wants_b else None
+        into = continued_by(schedule, ctx.weight, a.dtype) if wants_b else None
         grad_b = schedule.atb(operand, grad, into) if wants_b else None
         grad_bias = bias_gradient(grads[0], ctx.bias)
         # Waits for grad_b first: its remaining product then runs while both sums travel.
@@ -277,7 +277,7 @@ class _ABt(torch.autograd.Function):
         ctx.keep.prefetch_previous(a.dtype)
         grad_a: Pending | None
         grad_b: Pending | None
-        into = continued(ctx.weight) if wants_b else None
+        into = continued_by(schedule, ctx.weight, a.dtype) if wants_b else None
         if isinstance(schedule, Gather) and wants_a and wants_b:  # gathers dC once for both
             grad_a, grad_b = schedule.ab_and_atb(grad, weight, a, into)
         else:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from gridformer.comm import Pending
-from gridformer.models.blocks.gradient_sum import continued
 from gridformer.parallel.tensor.summa.chunks import ALL
 from gridformer.parallel.tensor.summa.gather import Gather
 from gridformer.parallel.tensor.summa.operands import (
     Operand,
     add_bias,
     bias_gradient,
+    continued_by,
     type_of,
     weight_gradient,
 )
@@ -122,7 +122,7 @@ class _NormedAB(torch.autograd.Function):
         del weight
         shape = torch.Size((*grads[0].shape[:-1], column.shape[1]))
         sums = schedule.sum_of(shape, x)
-        into = continued(ctx.weight)
+        into = continued_by(schedule, ctx.weight, x.dtype)
         terms_b = schedule.weight_gradient(operand, into)
         norm_grads: list[tuple[Tensor, Tensor | None]] = []
         for chunk, arriving in schedule.arriving(operand):

@@ -47,6 +47,7 @@ class Gather:
 
     def __init__(self, axes: Axes, boundary: Boundary) -> None:
         self.row, self.boundary = axes.row, boundary
+        self.adds_gradients = axes.row.size == 1
 
     # ------------------------------------------------------------------ the products
 
@@ -101,7 +102,7 @@ class Gather:
         Returns:
             The block [M/r, N/c] of the sum.
         """
-        if into is not None and self.row.size == 1:
+        if into is not None and self.adds_gradients:
             return Pending(add_transposed_times(into, whole, local))
         rows = whole.shape[-1] // self.row.size
 

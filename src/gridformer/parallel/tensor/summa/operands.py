@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor
 from gridformer.comm import Pending
 from gridformer.mesh import Axis
 from gridformer.models.blocks.cast import cast
-from gridformer.models.blocks.gradient_sum import ContinuedGradient
+from gridformer.models.blocks.gradient_sum import ContinuedGradient, continued
 from gridformer.models.blocks.linear import as_rows
 
 
@@ -58,6 +59,13 @@ class OneHot:
 
 
 Matrix = Tensor | OneHot
+
+
+class AddsGradients(Protocol):
+    """What says whether its products add to gradients where they multiply."""
+
+    @property
+    def adds_gradients(self) -> bool: ...
 
 
 class Operand:
@@ -192,6 +200,23 @@ def arrived(
         n_columns: N, if there are additional columns.
     """
     return None if gradient is None else _columns(gradient.wait(), n_columns).to(dtype)
+
+
+def continued_by(
+    schedule: AddsGradients, weight: Tensor, dtype: torch.dtype
+) -> ContinuedGradient | None:
+    """Returns the gradient to which a product adds; None if that is left to autograd.
+
+    A sum that has traveled is as well added by autograd, if it need not be cast.
+
+    Args:
+        schedule: The schedule of the product.
+        weight: The weight.
+        dtype: The type of the product.
+    """
+    if schedule.adds_gradients or dtype != weight.dtype:
+        return continued(weight)
+    return None
 
 
 def weight_gradient(

@@ -46,7 +46,12 @@ class Schedule(Protocol):
 
     A product returns a `Pending`: its last communication may still be in flight, and `wait()`
     returns the result.
+
+    Attributes:
+        adds_gradients: Whether `atb` adds to a gradient where it multiplies.
     """
+
+    adds_gradients: bool
 
     def ab(self, a: Operand, b: Operand) -> Pending:
         """Computes C = A B: a [.., K/c], b [K/r, N/c], result [.., N/c]."""
@@ -88,6 +93,7 @@ class Broadcast:
     """
 
     in_flight = 0
+    adds_gradients = False
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
