@@ -97,6 +97,24 @@ def test_every_stage_fits_with_the_proposed_settings(monkeypatch: pytest.MonkeyP
     assert nearest(run, before[1], after[0].peak - 1) == []
 
 
+def test_the_last_stage_fits_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputation empties the first stage, and leaves the logits to the last one."""
+    stages, model = {"pp": 2, "micro_batches": 4}, {"n_layers": 4, "hidden_size": 48}
+    run = a_run(stages, {**model, "vocab_size": 1600}, {"loss_chunk_tokens": 0})
+    recompute = {"train.recompute": "full"}
+    again = valid_change(run, recompute)
+    assert again is not None
+    before, after = ([estimate_rank(each, rank) for rank in (0, 1)] for each in (run, again))
+    assert before[0].peak > before[1].peak > after[1].peak > after[0].peak
+    monkeypatch.setattr(fits, "cheapest_first", lambda run: iter([recompute]))
+    monkeypatch.setattr(fits, "smaller_batches", lambda run: iter([]))
+    one_by_one = lambda run, ranks, made: [estimate_rank(run, r, made) for r in ranks]  # noqa: E731
+    monkeypatch.setattr(fits, "estimate_ranks", one_by_one)
+    (offer,) = nearest(run, before[0], after[1].peak)
+    assert offer.peak == after[1].peak
+    assert nearest(run, before[0], after[1].peak - 1) == []
+
+
 @pytest.mark.full
 def test_a_smaller_batch_is_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run({}, WIDE, {})
