@@ -79,40 +79,38 @@ def test_several_settings_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not nearest(run, worst, worst.between // 2), "parameters and moments alone are more"
 
 
-def test_every_stage_fits_with_the_proposed_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss in chunks empties the last stage, so that the first one holds the most."""
-    stages, model = {"pp": 2, "micro_batches": 2}, {"n_layers": 2, "hidden_size": 48}
-    run = a_run(stages, {**model, "vocab_size": 3000}, {"loss_chunk_tokens": 0})
-    chunks = {"train.loss_chunk_tokens": 64}
-    again = valid_change(run, chunks)
+@pytest.mark.parametrize(
+    ("change", "n_layers", "micro_batches", "vocab_size", "fullest"),
+    [
+        ({"train.loss_chunk_tokens": 64}, 2, 2, 3000, 0),  # empties the last stage
+        ({"train.recompute": "full"}, 4, 4, 1600, 1),  # empties the first stage, and leaves logits
+    ],
+    ids=["first", "last"],
+)
+def test_every_stage_fits_with_the_proposed_settings(
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    n_layers: int,
+    micro_batches: int,
+    vocab_size: int,
+    fullest: int,
+) -> None:
+    """The change empties the fullest stage, so that the other one holds the most."""
+    stages = {"pp": 2, "micro_batches": micro_batches}
+    model = {"n_layers": n_layers, "hidden_size": 48, "vocab_size": vocab_size}
+    run = a_run(stages, model, {"loss_chunk_tokens": 0})
+    again = valid_change(run, change)
     assert again is not None
     before, after = ([estimate_rank(each, rank) for rank in (0, 1)] for each in (run, again))
-    assert before[1].peak > before[0].peak >= after[0].peak > after[1].peak
-    monkeypatch.setattr(fits, "cheapest_first", lambda run: iter([chunks]))
+    worst, most = before[1 - fullest], after[fullest].peak
+    assert worst.peak > before[fullest].peak >= most > after[1 - fullest].peak
+    monkeypatch.setattr(fits, "cheapest_first", lambda run: iter([change]))
     monkeypatch.setattr(fits, "smaller_batches", lambda run: iter([]))
     one_by_one = lambda run, ranks, made: [estimate_rank(run, r, made) for r in ranks]  # noqa: E731
     monkeypatch.setattr(fits, "estimate_ranks", one_by_one)
-    (offer,) = nearest(run, before[1], after[0].peak)
-    assert offer.peak == after[0].peak
-    assert nearest(run, before[1], after[0].peak - 1) == []
-
-
-def test_the_last_stage_fits_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recomputation empties the first stage, and leaves the logits to the last one."""
-    stages, model = {"pp": 2, "micro_batches": 4}, {"n_layers": 4, "hidden_size": 48}
-    run = a_run(stages, {**model, "vocab_size": 1600}, {"loss_chunk_tokens": 0})
-    recompute = {"train.recompute": "full"}
-    again = valid_change(run, recompute)
-    assert again is not None
-    before, after = ([estimate_rank(each, rank) for rank in (0, 1)] for each in (run, again))
-    assert before[0].peak > before[1].peak > after[1].peak > after[0].peak
-    monkeypatch.setattr(fits, "cheapest_first", lambda run: iter([recompute]))
-    monkeypatch.setattr(fits, "smaller_batches", lambda run: iter([]))
-    one_by_one = lambda run, ranks, made: [estimate_rank(run, r, made) for r in ranks]  # noqa: E731
-    monkeypatch.setattr(fits, "estimate_ranks", one_by_one)
-    (offer,) = nearest(run, before[0], after[1].peak)
-    assert offer.peak == after[1].peak
-    assert nearest(run, before[0], after[1].peak - 1) == []
+    (offer,) = nearest(run, worst, most)
+    assert offer.peak == most
+    assert nearest(run, worst, most - 1) == []
 
 
 @pytest.mark.full
