@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from typing import Any
 from unittest.mock import patch
 
@@ -188,6 +191,40 @@ def test_a_prediction_of_a_step_of_its_layers_and_of_its_forward_passes(gpu: InP
         event["args"]["name"] for event in events if event["name"] == "thread_name"
     }
     assert any(event.get("cat") == "products" and event["dur"] > 0 for event in events)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_copies_trace_the_stages_that_are_like_no_others(fails: bool) -> None:
+    """In a process of its own, for copies of one that has computed gradients compute none."""
+    script = f"""
+    from unittest.mock import patch
+    from gridformer.cluster.file import load_cluster
+    from gridformer.plan import predict, recorded
+    from gridformer.utils import beside
+    from tests.plan.test_predict import run_of
+
+    layout = {{"scheme": "optimus", "rows": 2, "cols": 2, "pp": 4, "micro_batches": 8}}
+    run, cluster = run_of(layout, {{"n_layers": 8}}, {{}}), load_cluster("dgx-h100")
+    real, lines = recorded.trace_runs, []
+
+    def traced(runs, ranks, *more):
+        lines.append(len(ranks))
+        assert not ({fails} and beside.is_copy())
+        return real(runs, ranks, *more)
+
+    found = []
+    with patch.object(recorded, "trace_runs", traced), patch.object(beside, "n_cores", lambda: 2):
+        for on_all_cores in (True, False):
+            lines.clear()
+            found.append(predict.predict(run, cluster, on_all_cores=on_all_cores).to_json())
+            print(*lines)
+    assert found[0] == found[1], found
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ["2 1 1" if fails else "2", "2 1 1"]
 
 
 def test_memory_without_fused_attention_is_larger() -> None:

@@ -93,3 +93,11 @@ def test_copies_share_more_pieces_than_a_byte_counts() -> None:
     assert beside.shared([partial(pow, number, 2) for number in range(600)]) == [
         number**2 for number in range(600)
     ]
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_work_is_begun_beside_this_process() -> None:
+    results = beside.started([os.getpid, partial(pow, 3, 2)])
+    other, nine = results()
+    assert other != os.getpid()
+    assert nine == 9

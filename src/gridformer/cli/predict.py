@@ -13,7 +13,7 @@ from gridformer.cli.run_argument import Overrides, RunFile
 from gridformer.utils.garbage import no_garbage_collection
 
 
-@no_garbage_collection()  # there is hardly any, but millions of objects of torch
+@no_garbage_collection(ends=True)  # there is hardly any, but millions of objects of torch
 def predict(
     run: RunFile,
     overrides: Overrides = None,

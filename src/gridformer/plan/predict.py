@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
@@ -14,8 +14,9 @@ from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.price import Prices, warnings_of
 from gridformer.plan.program import Spent
-from gridformer.plan.recorded import Shortened, on_device_type, unfused
-from gridformer.utils.beside import shared
+from gridformer.plan.recorded import Shortened, joined, on_device_type, unfused
+from gridformer.trace.events import Trace
+from gridformer.utils.beside import shared, started
 from gridformer.utils.units import GIB
 
 
@@ -63,20 +64,35 @@ def predict(
     prices = Prices(run, decisions, training, cluster, layers_only)
 
     def sample(number: int) -> _Sample:
-        traces = shortened.traces(kind, shortened.layers[number])
+        return timed(number, shortened.traces(kind, shortened.layers[number]))
+
+    def timed(number: int, traces: list[list[Trace]]) -> _Sample:
         spent = prices.replayed(traces, timeline and not number)
         return _Sample(spent, [] if number else warnings_of(run, prices.cluster, traces[0]))
 
+    samples: list[_Sample]
+    peaks: list[int]
     held = _held(unfused(run, cluster), decisions) if memory else []
-    timed = [partial(sample, number) for number, _ in enumerate(shortened.layers)]
-    # What takes longest comes first: in a pipeline its many passes, else memory, which runs all
-    # layers.
-    work: list[Callable[[], _Sample | int]] = (
-        [*timed, *held] if run.layout.pp > 1 else [*held, *timed]
-    )
-    found = shared(work) if on_all_cores else [one() for one in work]
-    samples = [one for one in found if isinstance(one, _Sample)]
-    peaks = [one for one in found if isinstance(one, int)]
+    if not on_all_cores:
+        peaks = [peak() for peak in held]
+        samples = [sample(number) for number, _ in enumerate(shortened.layers)]
+    elif len(shortened.layers) > 1:
+        pieces = [partial(sample, number) for number, _ in enumerate(shortened.layers)]
+        # What takes longest comes first: in a pipeline its many passes, else memory, which runs
+        # all layers.
+        work: list[Callable[[], Any]] = [*pieces, *held] if run.layout.pp > 1 else [*held, *pieces]
+        found = shared(work)
+        samples = [one for one in found if isinstance(one, _Sample)]
+        peaks = [one for one in found if isinstance(one, int)]
+    else:
+        # The one sample takes longer than all the rest, and its traces are too large to come from
+        # a copy, except for those of stages that are like no others.
+        longest, *others = shortened.lines(kind, 0)
+        rest: Callable[[], list[Any]] = started([*held, *others])
+        traces = longest()
+        found = rest()
+        peaks = found[: len(held)]
+        samples = [timed(0, joined([traces, *found[len(held) :]]))]
     layers, rounds = shortened.layers[0], shortened.rounds[0]
     prediction = prices.prediction([one.spent for one in samples], layers, rounds)
     prediction.warnings = samples[0].warnings

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from gridformer.check.sample import alike_stages
@@ -95,9 +96,30 @@ class Shortened:
         Raises:
             UserError: The step of this run fails.
         """
-        with without_layers(self.run, self.decisions, fewer) as part, no_garbage_collection():
-            runs = [without_rounds(part, n) for n in self.rounds]
-            return traces_of(runs, kind, self.decisions, self.training)
+        return joined(line() for line in self.lines(kind, fewer))
+
+    def lines(self, kind: Kind, fewer: int) -> list[Callable[[], list[list[Trace]]]]:
+        """Returns what makes the traces, for the ranks of one list of `different_ranks` each.
+
+        The longest list comes first. See `traces`.
+        """
+
+        def line(ranks: Sequence[int]) -> list[list[Trace]]:
+            with without_layers(self.run, self.decisions, fewer) as part, no_garbage_collection():
+                runs = [without_rounds(part, n) for n in self.rounds]
+                return _traces_of(runs, ranks, kind, self.decisions, self.training)
+
+        with without_layers(self.run, self.decisions, fewer) as part:
+            ranks = different_ranks(part, self.decisions)
+        return [partial(line, some) for some in sorted(ranks, key=len, reverse=True)]
+
+
+def joined(lines: Iterable[list[list[Trace]]]) -> list[list[Trace]]:
+    """Returns the traces of all lines, for each number of rounds in the order of ranks."""
+    return [
+        sorted((trace for traces in some for trace in traces), key=lambda trace: trace.rank)
+        for some in zip(*lines)
+    ]
 
 
 def on_device_type(run: RunConfig, kind: Kind) -> RunConfig:
@@ -161,49 +183,50 @@ def record_run(
     return replace(later, earlier=with_rounds(1), rounds=shortened.rounds[0])
 
 
-def traces_of(
-    runs: Sequence[RunConfig], kind: Kind, decisions: Decisions, training: bool
+def _traces_of(
+    runs: Sequence[RunConfig],
+    ranks: Sequence[int],
+    kind: Kind,
+    decisions: Decisions,
+    training: bool,
 ) -> list[list[Trace]]:
-    """Traces the ranks that differ: the first rank of each stage, on each kind of sub-grid.
+    """Traces ranks whose stages have equal layers.
 
     Args:
         runs: The run, and the same with fewer micro-batches if it is asked for.
+        ranks: The ranks.
         kind: The type of device.
         decisions: The decisions of its layout.
         training: Whether it is an optimizer step.
 
     Returns:
-        The traces of each run, in the order of ranks.
+        The traces of each run.
 
     Raises:
         UserError: A trace does not come to its end.
     """
     backend: Backend = "nccl" if kind == "cuda" else "gloo"
-    found: list[list[Trace]] = [[] for _ in runs]
-    for line in different_ranks(runs[0], decisions):
-        if training and runs[0].layout.pp > 1:
-            some = trace_runs(runs, line, decisions, True, backend)
-        else:
-            some = [
-                [
-                    trace_rank(run, rank, decisions, training, True, backend, training)
-                    for rank in line
-                ]
-                for run in runs
-            ]
-        for mine, traces in zip(found, some):
-            mine += traces
+    if training and runs[0].layout.pp > 1:
+        found = trace_runs(runs, ranks, decisions, True, backend)
+    else:
+        found = [
+            [trace_rank(run, rank, decisions, training, True, backend, training) for rank in ranks]
+            for run in runs
+        ]
     for trace in (trace for traces in found for trace in traces):
         if not trace.complete:
             raise UserError(
                 f"the step of rank {trace.rank} fails: {trace.troubles[-1].text}; "
                 "`gridformer check` says more"
             )
-    return [sorted(traces, key=lambda trace: trace.rank) for traces in found]
+    return found
 
 
 def different_ranks(run: RunConfig, decisions: Decisions) -> list[list[int]]:
-    """Returns ranks that stand for all, in lists of those whose stages have equal layers."""
+    """Returns ranks that stand for all, in lists of those whose stages have equal layers.
+
+    These are the first rank of each stage, on each kind of sub-grid.
+    """
     layout = run.layout
     mesh = mesh_ranks(layout, decisions.block)
     places = [0]

@@ -157,8 +157,25 @@ def shared(work: Sequence[Callable[[], T]]) -> list[T]:
         The results, in the order of the pieces. Pieces that fail are done again in this process,
         which raises their errors.
     """
+    return _in_copies(work, n_cores())()
+
+
+def started(work: Sequence[Callable[[], T]]) -> Callable[[], list[T]]:
+    """Begins some work in copies of this process, one on each core but that of this process.
+
+    Args:
+        work: See `shared`.
+
+    Returns:
+        What waits for the results, which are those of `shared`.
+    """
+    return _in_copies(work, n_cores() - 1)
+
+
+def _in_copies(work: Sequence[Callable[[], T]], n: int) -> Callable[[], list[T]]:
+    """Begins some work in n copies of this process, and returns what waits for the results."""
     if not can_copy():
-        return [piece() for piece in work]
+        return lambda: [piece() for piece in work]
     left, writer = os.pipe()
     os.write(writer, b"".join(n.to_bytes(2) for n in range(len(work))))
     os.close(writer)
@@ -170,12 +187,16 @@ def shared(work: Sequence[Callable[[], T]]) -> list[T]:
             found[n] = work[n]()
         return found
 
-    copies = [_Child[dict[int, T]](some, dict) for _ in range(min(n_cores(), len(work)))]
+    copies = [_Child[dict[int, T]](some, dict) for _ in range(min(n, len(work)))]
     os.close(left)
-    done: dict[int, T] = {}
-    for copy in copies:
-        done |= copy.result()
-    return [done[n] if n in done else piece() for n, piece in enumerate(work)]
+
+    def results() -> list[T]:
+        done: dict[int, T] = {}
+        for copy in copies:
+            done |= copy.result()
+        return [done[n] if n in done else piece() for n, piece in enumerate(work)]
+
+    return results
 
 
 def on_all_cores(function: Callable[[Sequence[T]], list[R]], work: Sequence[T]) -> list[R]:
