@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gridformer.utils.garbage import no_garbage_collection
+
 if TYPE_CHECKING:
     from gridformer.cluster import Cluster
     from gridformer.config import RunConfig
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 _SOON_S, _LATE_S = 8.8, 50.0
 
 
+@no_garbage_collection(ends=True)  # there is hardly any, but millions of objects of torch
 def plan(
     model: Annotated[
         str, typer.Argument(metavar="MODEL|RUN", help="The name of a shipped model, or a run file.")
