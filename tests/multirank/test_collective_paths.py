@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gridformer import comm
 from gridformer.comm import Pending, collectives
@@ -257,6 +258,27 @@ def test_a_checksum_is_of_values_alone(make: Callable[..., Tensor], shape: tuple
     assert checksum(x) == checksum(same)
     same[-1, -1] += 1e-9
     assert checksum(x) != checksum(same)
+
+
+def test_the_checksum_of_a_large_table_takes_little_memory() -> None:
+    """It has several pieces, and the last one is not full."""
+    x = torch.arange(3_000_001, dtype=torch.int32)
+    octets = x.view(torch.uint8).to(torch.int64)
+    assert checksum(x) == (octets * (torch.arange(len(octets)) % 8191 + 1)).sum()
+    sizes: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, Tensor) and found.dtype == torch.int64:
+                sizes.append(found.numel())
+            return found
+
+    with Sizes():
+        checksum(x)
+    assert 0 < max(sizes) < x.nbytes / 2
 
 
 def broadcast_of_a_kept_tensor() -> tuple[int, bool]:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from gridformer import comm
 from gridformer.checkpoint import checkpoint
@@ -199,15 +199,25 @@ def _along(name: str, layout: Layout, rank: int) -> list[int]:
 # --------------------------------------------------------------------------- creation
 
 
-def split_over_nccl(layout: Layout) -> list[tuple[list[list[int]], float, str]]:
-    """Return what is split off the default group if it is an NCCL group bound to its device."""
-    asked = []
+def split_over_nccl(layout: Layout) -> list[tuple[list[list[int]], float, str, str]]:
+    """Return what is split off the default group if it is an NCCL group bound to its device.
+
+    The last text is the name that torch would give to the group of this rank.
+    """
+    asked: list[tuple[list[list[int]], float, str, str]] = []
+    torch_name = distributed_c10d._process_group_name
 
     def split_group(
         split_ranks: Sequence[Sequence[int]], timeout: timedelta, group_desc: str
     ) -> ProcessGroup | None:
-        asked.append(([[*line] for line in split_ranks], timeout.total_seconds(), group_desc))
-        with patch.object(type(world), "bound_device_id", None):
+        mine = next((line for line in split_ranks if rank in line), None)
+        name = distributed_c10d._process_group_name(mine, True) if mine else ""
+        lines = [[*line] for line in split_ranks]
+        asked.append((lines, timeout.total_seconds(), group_desc, name))
+        with (
+            patch.object(type(world), "bound_device_id", None),
+            patch.object(distributed_c10d, "_process_group_name", torch_name),
+        ):
             made = [dist.new_group([*line]) for line in split_ranks]
         return next((group for group, line in zip(made, split_ranks) if rank in line), None)
 
@@ -227,9 +237,14 @@ def split_over_nccl(layout: Layout) -> list[tuple[list[list[int]], float, str]]:
 
 def test_lines_of_an_axis_are_split_off_together(pool: WorkerPool) -> None:
     """NCCL splits all lines of an axis in one call, and a pipeline's disjoint neighbors too."""
-    first, *rest = pool.run(8, split_over_nccl, PIPELINE)
+    ranks = pool.run(8, split_over_nccl, PIPELINE)
+    first, *rest = ([call[:3] for call in calls] for calls in ranks)
     assert all(asked == first for asked in rest), "groups must be asked for in one order"
     assert {seconds for _, seconds, _ in first} == {seconds_of_the_pool()}
+    for number, (lines, *_) in enumerate(first):
+        names = [{ranks[rank][number][3] for rank in line} for line in lines]
+        assert all(len(name) == 1 for name in names), "members call their group by one name"
+        assert len(set().union(*names)) == len(lines), "and others otherwise"
     assert [(lines, name) for lines, _, name in first] == [
         ([[0, 2, 4, 6], [1, 3, 5, 7]], "pp"),
         ([[0, 1], [2, 3], [4, 5], [6, 7]], "dp"),

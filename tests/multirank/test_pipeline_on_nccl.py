@@ -20,10 +20,18 @@ from torch import Tensor
 from gridformer.comm import P2PChannel, Pending
 from gridformer.config import LayoutConfig
 from gridformer.parallel.pipeline import Executor
+from gridformer.utils.batch import Batch
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import TOLERANCE, axes_of
 from tests.support.multirank.nccl_path import on_nccl
-from tests.support.multirank.pipelines import Layout, compare, family, reads_of, stepper_of
+from tests.support.multirank.pipelines import (
+    LENGTH,
+    Layout,
+    compare,
+    family,
+    reads_of,
+    stepper_of,
+)
 from tests.support.multirank.pool import WorkerPool
 
 INTERLEAVED: Layout = {"pp": 4, "stages_per_rank": 2, "micro_batches": 8}
@@ -81,6 +89,52 @@ def test_a_message_may_have_gaps(pool: WorkerPool, way: str) -> None:
 # --------------------------------------------------------------------------- deadlocks
 
 
+def ways(layout: Layout) -> list[tuple[str, set[bool]]]:
+    """Return for each of several runs whether its messages went through the host."""
+    plan, config = LayoutConfig(**layout), family("gpt2", n_layers=4, n_labels=0)
+    stepper = stepper_of(config, plan, axes_of(plan))
+    (read,) = reads_of(config, 1)
+    found: list[tuple[str, set[bool]]] = []
+
+    def noted(x: Tensor, peer: int, group: Any) -> Any:
+        found[-1][1].add(dist.get_process_group_ranks(group) == [*range(plan.n_processes)])
+        return isend(x, peer, group=group)
+
+    def words(rows: Any) -> Batch:
+        return {key: x for key, x in read(rows).items() if key in ("tokens", "targets")}
+
+    def half(rows: Any) -> Batch:
+        return {key: x[:, : LENGTH // 2] for key, x in words(rows).items()}
+
+    isend = dist.isend
+    with patch.object(dist, "isend", noted):
+        for step in range(4):
+            found.append(("train", set()))
+            stepper(step, words)
+        for _ in range(3):
+            found.append(("evaluate", set()))
+            stepper.evaluate([words])
+        for _ in range(3):
+            found.append(("half as long", set()))
+            stepper.evaluate([half])
+    return found
+
+
+def test_while_kernels_are_loaded_messages_go_through_the_host(pool: WorkerPool) -> None:
+    """A receive over NCCL would occupy the GPU, for which the loading of a kernel may wait."""
+    layout: Layout = {"pp": 2, "dp": 2, "micro_batches": 2}
+    on_device, through_host = {False}, {True}
+    for found in pool.run(4, on_nccl, ways, layout):
+        of_kind: dict[str, list[set[bool]]] = {}
+        for kind, seen in found:
+            of_kind.setdefault(kind, []).append(seen)
+        assert of_kind["train"] == [through_host, through_host, on_device, on_device]
+        assert of_kind["evaluate"] in ([through_host] * 2 + [on_device], [set()] * 3)
+        assert of_kind["half as long"] == of_kind["evaluate"]
+    for found in pool.run(4, ways, layout):
+        assert {True} not in [seen for _, seen in found], "gloo's are in the host's memory anyway"
+
+
 class Event(NamedTuple):
     """One rank starts a message, or waits for one that it has started.
 
@@ -128,6 +182,7 @@ def recorded(layout: Layout) -> tuple[list[Event], dict[tuple[int, int], list[in
     channel.send = watched("send", channel.send)  # type: ignore[method-assign]
     channel.receive = watched("receive", channel.receive)  # type: ignore[method-assign]
     (read,) = reads_of(config, 1)
+    executor.has_loaded()  # before that, messages go through the host
     stepper(0, read)
     members = {edge: dist.get_process_group_ranks(group) for edge, group in channel._groups.items()}
     return events, members

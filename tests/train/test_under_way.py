@@ -9,9 +9,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gridformer.train import results
-from gridformer.train.results import Moment, StartedStep, StepResult
+from gridformer.train.results import StartedStep, StepResult
 from gridformer.train.under_way import StepsUnderWay
+from gridformer.utils import moment
+from gridformer.utils.moment import Moment
 
 CPU = torch.device("cpu")
 
@@ -19,7 +20,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def a_second_a_moment() -> Iterator[None]:
     """Every look at the clock is a second later."""
-    with patch.object(results.time, "perf_counter", itertools.count().__next__):
+    with patch.object(moment.time, "perf_counter", itertools.count().__next__):
         yield
 
 
@@ -31,7 +32,7 @@ class Done(StartedStep):
 
     def result(self) -> StepResult:
         for _ in range(5):  # reading it late changes nothing
-            results.time.perf_counter()
+            moment.time.perf_counter()
         return StepResult(1.0, {}, 1.0, 0.1, 7)
 
 

@@ -6,6 +6,8 @@ order beforehand.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,13 +39,18 @@ class P2PChannel:
         axes: axes of the layout; the channel is along `pp`.
         ring: whether the last rank and the first are neighbors, which is so if ranks have several
             stages.
+
+    Attributes:
+        on_device: whether messages are kernels, which occupy the device until they are over.
     """
 
     def __init__(self, axes: Axes, ring: bool) -> None:
         self.axis = axis = axes.pp
         self._ranks = axis.ranks
         self._groups: dict[Edge, ProcessGroup | None] = {}
-        if not groups.over_nccl(axis.group):
+        self._host: ProcessGroup | None = None
+        self.on_device = axis.size > 1 and groups.over_nccl(axis.group)
+        if not self.on_device:
             return
         for pairs in _pairs_apart(axis.size, ring):
             for up in (True, False):
@@ -52,6 +59,18 @@ class P2PChannel:
                 for edge in edges:
                     if axis.index in edge:
                         self._groups[edge] = group
+
+    @contextmanager
+    def through_host(self) -> Iterator[None]:
+        """Sends and receives through the memory of the host inside the context.
+
+        All processes must enter it together.
+        """
+        self._host = groups.objects_group()
+        try:
+            yield
+        finally:
+            self._host = None
 
     def send(self, x: Tensor, to: int, label: str = "") -> Pending:
         """Starts sending x to the rank with index `to`. x must not change until that is done.
@@ -88,6 +107,8 @@ class P2PChannel:
         return pending if room is out else pending.then(out.copy_)
 
     def _group(self, source: int, to: int) -> ProcessGroup | None:
+        if self._host is not None:
+            return self._host
         return self._groups[source, to] if self._groups else self.axis.group
 
 

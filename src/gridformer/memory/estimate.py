@@ -36,6 +36,7 @@ from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.trace.batch import rows_like
 from gridformer.trace.device import gpu_kernels
+from gridformer.train.forward_backward import Pipeline
 from gridformer.train.step import Stepper
 from gridformer.utils.beside import on_all_cores
 from gridformer.utils.garbage import no_garbage_collection
@@ -113,6 +114,8 @@ def _estimate(
             )
             skip_middle_chunks(model)
             stepper = Stepper(model, train, axes, layout)
+            if isinstance(stepper.passes, Pipeline):
+                stepper.passes.executor.has_loaded()  # a later step is meant
             stepper.updates.allocate(0)
 
             def step() -> None:

@@ -6,7 +6,7 @@ All processes must create groups in the same order, even groups that they are no
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # The groups that `objects_group` has created, by default group.
 _objects: MutableMapping[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
-# How often `create_each` was called, by default group.
+# How often groups were created, by default group.
 _n_made: MutableMapping[ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -86,9 +86,11 @@ def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
     assert all([*line] == sorted(line) for line in lines if here in line), "torch would sort them"
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         # NCCL is connected already by init_process_groups; all groups are split off it at once.
-        split: ProcessGroup | None = dist.split_group(
-            split_ranks=[[*line] for line in lines], timeout=_timeout(), group_desc=purpose
-        )
+        number, mine = _next_number(), next((line for line in lines if here in line), None)
+        with _named(f"{purpose} {number} {mine[0]}") if mine else nullcontext():
+            split: ProcessGroup | None = dist.split_group(
+                split_ranks=[[*line] for line in lines], timeout=_timeout(), group_desc=purpose
+            )
         return split
     return create_each(lines, purpose)
 
@@ -108,9 +110,7 @@ def create_each(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
     """
     import torch.distributed as dist
 
-    world, here = dist.group.WORLD, dist.get_rank()
-    assert world is not None
-    number = _n_made[world] = _n_made.get(world, 0) + 1  # the same on all ranks
+    here, number = dist.get_rank(), _next_number()
     line = next((line for line in lines if here in line), None)
     if line is None:
         return None
@@ -119,6 +119,16 @@ def create_each(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
             [*line], timeout=_timeout(), group_desc=purpose, use_local_synchronization=True
         )
     return group
+
+
+def _next_number() -> int:
+    """Returns how often groups were created, which is the same on all ranks."""
+    import torch.distributed as dist
+
+    world = dist.group.WORLD
+    assert world is not None
+    number = _n_made[world] = _n_made.get(world, 0) + 1
+    return number
 
 
 @contextmanager

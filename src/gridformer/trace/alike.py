@@ -108,6 +108,7 @@ def _following(
             model.stages = stages_of(run.model, run.layout.n_stages, decisions.choices.work)
             model.compute_dtype = getattr(torch, run.train.dtype)
             executor = Executor(model, run.layout, axes, GradientSums([], []))
+            executor.has_loaded()
             found: list[Trace] = []
             passes: dict[int, tuple[Event, ...]] = {}
             for one, like in zip(runs, first):

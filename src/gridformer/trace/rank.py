@@ -127,6 +127,8 @@ def play(
             )
             log.places.name(model)
             stepper = Stepper(model, train, axes, layout)
+            if isinstance(stepper.passes, Pipeline):
+                stepper.passes.executor.has_loaded()  # a later step is meant
             if repeat and training:
                 stack.enter_context(trace_chunks_once(log, watch.count))
             if repeat and training and isinstance(stepper.passes, Pipeline):

@@ -27,7 +27,6 @@ from gridformer.train.results import (
     Copied,
     Evaluation,
     FiniteCheck,
-    Moment,
     Repeated,
     StartedStep,
     StepResult,
@@ -35,6 +34,7 @@ from gridformer.train.results import (
 from gridformer.train.rows import RowSplit
 from gridformer.train.schedules import learning_rate
 from gridformer.utils.batch import Batch
+from gridformer.utils.moment import Moment
 
 
 class Stepper:

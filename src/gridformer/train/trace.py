@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gridformer import comm
 from gridformer.comm import Record, Recorder
 from gridformer.mesh import Axes
-from gridformer.parallel.pipeline import Event, OnAction, idle_fraction
+from gridformer.parallel.pipeline import Clock, Event, OnAction, idle_fraction
 from gridformer.utils.disk import writing
 
 _PASSES = ("forward", "backward")
@@ -30,13 +31,15 @@ class StepTrace:
         self.axes = axes
         self.events: list[Event] = []
         self.recorder = Recorder()
-        self.zero = 0.0
+        self.clock: Clock | None = None
 
     @contextmanager
     def record(self) -> Iterator[OnAction]:
         """Records messages inside the context, and the actions passed to the yielded function."""
         comm.barrier((self.axes.world,))
-        self.zero = time.perf_counter()
+        if self.axes.device_type == "cuda":
+            torch.cuda.synchronize()  # no message is under way that waits for this process
+        self.clock = Clock(torch.device(self.axes.device_type))
         with comm.record_messages() as self.recorder:
             yield self.events.append
 
@@ -60,13 +63,14 @@ class StepTrace:
         return idle_fraction([[Event(*event) for event in part["events"]] for part in parts])
 
     def _part(self) -> dict[str, Any]:
-        axes = self.axes
+        axes, clock = self.axes, self.clock
+        assert clock is not None, "nothing was recorded"
         places = {name: axes[name] for name in ("pp", "dp", "row", "col", "branch")}
         return {
             "host": socket.gethostname(),
-            "zero": self.zero,
+            "zero": clock.zero,
             "place": {name: axis.index for name, axis in places.items() if axis.size > 1},
-            "events": self.events,
+            "events": [clock.told(event) for event in self.events],
             "messages": [_message(record) for record in self.recorder.records],
         }
 
@@ -119,6 +123,7 @@ def _message(record: Record) -> dict[str, Any]:
 
 def _slice(rank: int, zero: float, event: Event) -> dict[str, Any]:
     name, args = event.kind, {}
+    start, end = event.span
     if event.stage >= 0:
         name = f"{event.kind} {event.micro}"
         args = {"stage": event.stage, "micro-batch": event.micro}
@@ -128,8 +133,8 @@ def _slice(rank: int, zero: float, event: Event) -> dict[str, Any]:
         "cat": "pass" if event.kind in _PASSES else "other",
         "pid": rank,
         "tid": 0,
-        "ts": 1e6 * (event.start - zero),
-        "dur": 1e6 * (event.end - event.start),
+        "ts": 1e6 * (start - zero),
+        "dur": 1e6 * (end - start),
         "args": args,
     }
 

@@ -31,7 +31,7 @@ from gridformer.train.journal import Journal
 from gridformer.train.loader import BatchLoader
 from gridformer.train.peak_memory import start_largest
 from gridformer.train.plan import Plan
-from gridformer.train.results import Moment, StartedStep
+from gridformer.train.results import StartedStep
 from gridformer.train.resuming import intact
 from gridformer.train.saves import Saves
 from gridformer.train.scorers import validation_sets
@@ -40,6 +40,7 @@ from gridformer.train.trace import StepTrace
 from gridformer.train.under_way import FinishedStep, StepsUnderWay, lag_of
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import DivergedError
+from gridformer.utils.moment import Moment
 from gridformer.utils.signals import install
 from gridformer.utils.units import GIB
 

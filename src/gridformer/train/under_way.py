@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from gridformer.config import TrainConfig
-from gridformer.train.results import Copied, Moment, StartedStep, StepResult
+from gridformer.train.results import Copied, StartedStep, StepResult
+from gridformer.utils.moment import Moment
 
 
 class FinishedStep(NamedTuple):

@@ -21,9 +21,9 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,6 +89,7 @@ class Section:
     world: Axis
     device: torch.device
     segment: Axis | None = field(default=None, compare=False)
+    _known: dict[Hashable, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def mine(self) -> int:
@@ -166,6 +167,19 @@ class Section:
                 return self._collect_first(z, columns, n_samples)
         return self._collect_messages(z, columns, n_samples)
 
+    def _rows(self, grid: Grid, other: Grid, peer: int, n_samples: int) -> Tensor:
+        """Returns positions here, in `grid`, of the samples that `peer` of `other` has, too.
+
+        They stay on the device: the host would wait for a GPU each time that it copies them there.
+        """
+        key = grid, other, peer, n_samples
+        if key not in self._known:
+            number = other.ranks.index(peer)
+            samples = enumerate(grid.samples(self.rank, n_samples))
+            rows = [place for place, k in samples if k % len(other) == number]
+            self._known[key] = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        return self._known[key]
+
     def _spread_all(self, x: Tensor, columns: Columns | None) -> Tensor:
         # With m processes per sub-grid, sample k = (p*g + y)*m + x is the p-th sample of process
         # y*m + x on the source, and the (p*g + y)-th sample of process x on each sub-grid. So the
@@ -213,15 +227,15 @@ class Section:
             for y, grid in enumerate(self.grids):
                 part = x if columns is None else columns.pick(x, y)
                 for rank in grid.ranks:
-                    rows = _rows(self.source, self.rank, grid, rank, n_samples)
+                    rows = self._rows(self.source, grid, rank, n_samples)
                     if rows.numel():
-                        sends[rank] = part[rows.to(x.device)]
+                        sends[rank] = part[rows]
         receives, places = {}, {}
         grid = self.grids[self.mine]
         for rank in self.source.ranks:
-            rows = _rows(grid, self.rank, self.source, rank, n_samples)
+            rows = self._rows(grid, self.source, rank, n_samples)
             if rows.numel():
-                places[rank] = rows.to(out.device)
+                places[rank] = rows
                 receives[rank] = out.new_empty((rows.numel(), *out.shape[1:]))
         comm.exchange(sends, receives, self.world, "spread")
         for rank, rows in places.items():
@@ -231,9 +245,9 @@ class Section:
     def _collect_messages(self, z: Tensor, columns: Columns | None, n_samples: int) -> Tensor:
         grid, sends = self.grids[self.mine], {}
         for rank in self.source.ranks:
-            rows = _rows(grid, self.rank, self.source, rank, n_samples)
+            rows = self._rows(grid, self.source, rank, n_samples)
             if rows.numel():
-                sends[rank] = z[rows.to(z.device)]
+                sends[rank] = z[rows]
         if not self.on_source:
             comm.exchange(sends, {}, self.world, "collect")
             shape = z.shape if columns is None else _with(z, columns.dim, columns.total)
@@ -243,9 +257,9 @@ class Section:
         for y, other in enumerate(self.grids):
             shape = z.shape if columns is None else _with(z, columns.dim, columns.width(y))
             for rank in other.ranks:
-                rows = _rows(self.source, self.rank, other, rank, n_samples)
+                rows = self._rows(self.source, other, rank, n_samples)
                 if rows.numel():
-                    places[rank] = y, rows.to(z.device)
+                    places[rank] = y, rows
                     receives[rank] = z.new_empty((rows.numel(), *shape[1:]))
         comm.exchange(sends, receives, self.world, "collect")
         width = z.shape[1:] if columns is None else _with(z, columns.dim, columns.total)[1:]
@@ -341,16 +355,6 @@ class _End(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return ctx.back(grads[0]), None, None, None
-
-
-@lru_cache(maxsize=4096)
-def _rows(grid: Grid, rank: int, other: Grid, peer: int, n_samples: int) -> Tensor:
-    """Returns positions on `rank` of `grid` of the samples that `peer` of `other` has, too."""
-    number = other.ranks.index(peer)
-    samples = grid.samples(rank, n_samples)
-    return torch.tensor(
-        [place for place, k in enumerate(samples) if k % len(other) == number], dtype=torch.int64
-    )
 
 
 def _with(x: Tensor, dim: int, size: int) -> tuple[int, ...]:

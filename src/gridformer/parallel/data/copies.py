@@ -18,6 +18,8 @@ from gridformer.parallel.data.buckets import buckets, in_buckets
 from gridformer.parallel.data.zero import FlatBucket, replica_part, stored
 from gridformer.parallel.sharding import replica_axis, shard_of, shared_by_stages
 
+_PERIOD = 8191  # bytes whose factors in a checksum differ
+_PIECE = 512 * _PERIOD  # bytes that are summed at a time
 _IN_FLIGHT = 2  # gathers of `share_parts`; one travels while another is copied
 
 
@@ -116,6 +118,12 @@ def checksum(parameter: Tensor) -> Tensor:
     """Returns a checksum of a parameter's bytes, an int64 scalar on its device."""
     # Flattened before its bytes are read: the last dimension of a matrix [n, 1] that is stored
     # transposed has a stride other than 1, although torch calls the matrix contiguous.
-    flat = parameter.detach().contiguous().view(-1)
-    words = flat.view(torch.uint8).to(torch.int64)
-    return (words * (torch.arange(len(words), device=words.device) % 8191 + 1)).sum()
+    octets = parameter.detach().contiguous().view(-1).view(torch.uint8)
+    factors = torch.arange(1, _PERIOD + 1, device=octets.device)
+    total = torch.zeros((), dtype=torch.int64, device=octets.device)
+    # In pieces, because each byte becomes one of 8: a large table would take many times its memory.
+    for piece in octets.split(_PIECE):
+        whole = len(piece) // _PERIOD * _PERIOD
+        total += (piece[:whole].view(-1, _PERIOD) * factors).sum()
+        total += (piece[whole:] * factors[: len(piece) - whole]).sum()
+    return total

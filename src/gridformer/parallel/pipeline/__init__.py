@@ -8,13 +8,15 @@ executor      runs a schedule
 timeline      measures it
 """
 
-from gridformer.parallel.pipeline.executor import AtBorder, Executor
+from gridformer.parallel.pipeline.executor import LOADING_RUNS, AtBorder, Executor
 from gridformer.parallel.pipeline.partition import stages_of
 from gridformer.parallel.pipeline.stage_params import keep_stages, mark_shared, modules_of
-from gridformer.parallel.pipeline.timeline import Event, OnAction, idle_fraction, timed
+from gridformer.parallel.pipeline.timeline import Clock, Event, OnAction, idle_fraction, timed
 
 __all__ = [
+    "LOADING_RUNS",
     "AtBorder",
+    "Clock",
     "Event",
     "Executor",
     "OnAction",

@@ -7,7 +7,7 @@ kept: the sent outputs are freed after the forward pass unless a layer saves the
 
 Sends start as soon as a tensor is computed, and are waited for once their reader is known to have
 read them. The next receive from each rank is posted before it is needed, so that it overlaps with
-computation.
+computation. Over NCCL the messages of the first runs go through the host; see `Executor.loads`.
 
 A run that is told to stop leaves out the last micro-batches of a step, the same on all ranks. Their
 messages are sent all the same, without having been computed, because their receives may be posted.
@@ -15,8 +15,8 @@ messages are sent all the same, without having been computed, because their rece
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -44,6 +44,9 @@ Completed = dict[Action, set[nn.Parameter]]
 Finish = Callable[[Tensor, Batch], Tensor | None]
 # Called in training before a micro-batch other than the first; returns whether it is left out.
 AtBorder = Callable[[int], bool]
+# Runs in which kernels are loaded: in the first one torch compiles for these shapes, and in the
+# second one again if what it took for constant is not.
+LOADING_RUNS = 2
 
 
 class Executor:
@@ -54,8 +57,7 @@ class Executor:
         layout: The validated layout, equal on all ranks.
         axes: The mesh axes of this rank.
         sums: Sums gradients over replicas, starting in the last backward pass of each stage.
-        on_action: Called with an `Event` after each action. It makes every action synchronize the
-            GPU, so that times are those of the work.
+        on_action: Called with an `Event` after each action, with times of the device.
 
     Attributes:
         at_border: See AtBorder; None leaves out nothing.
@@ -81,6 +83,8 @@ class Executor:
         self.channel = P2PChannel(axes, ring=layout.stages_per_rank > 1)
         axes.make_holders(shared_sets(model, axes.pp.size))
         self._itineraries: dict[tuple[int, bool], tuple[Itinerary, Completed]] = {}
+        self._loading_runs = LOADING_RUNS if self.channel.on_device else 0
+        self._n_runs: Counter[Hashable] = Counter()  # by what decides which kernels are launched
         self._parameters = {
             stage: {
                 parameter
@@ -112,6 +116,28 @@ class Executor:
                 the last stage.
         """
         _Run(self, work, finish, training=False).go()
+
+    def loads(self, training: bool, work: Sequence[MicroBatch]) -> bool:
+        """Returns whether a run may load kernels, so that its messages go through the host.
+
+        A kernel that a process launches for the first time is loaded before, and loading may wait
+        until the GPU has done all that it was given (CUDA's lazy loading). Over NCCL a receive is a
+        kernel, too, which runs until its message comes. If the message depends on what this process
+        launches next, both wait forever. A message through the host occupies no GPU.
+
+        Args:
+            training: Whether there are backward passes.
+            work: The micro-batches, all of the same shapes.
+        """
+        return self._n_runs[_kernels_of(training, work)] < self._loading_runs
+
+    def note_run(self, training: bool, work: Sequence[MicroBatch]) -> None:
+        """Notes that a run has come to its end; see `loads`."""
+        self._n_runs[_kernels_of(training, work)] += 1
+
+    def has_loaded(self) -> None:
+        """Lets all runs send over NCCL, as if the first ones were over."""
+        self._loading_runs = 0
 
     def itinerary(self, m: int, training: bool) -> tuple[Itinerary, Completed]:
         """Returns this rank's actions for m micro-batches, and the gradients each one completes.
@@ -219,6 +245,12 @@ class _Run:
         self._sent: dict[Action, list[Pending]] = {}
 
     def go(self) -> None:
+        loads = self.executor.loads(self.training, self.work)
+        with self.executor.channel.through_host() if loads else nullcontext():
+            self._go()
+        self.executor.note_run(self.training, self.work)
+
+    def _go(self) -> None:
         if not self.stage_io.absent:
             for peer in self._queues:
                 self._post_receive(peer)
@@ -238,9 +270,13 @@ class _Run:
         return micro >= self.left_out
 
     def _send_empty(self, action: Action, stage: int) -> None:
-        """Sends what would enter a stage, or its gradients, without having computed them."""
+        """Sends what would enter a stage, or its gradients, without having computed them.
+
+        Nobody reads it, and a kernel that fills it would perhaps be loaded here; see
+        `Executor.loads`.
+        """
         inputs = self.stage_io.entering(stage, self.work[action.micro].batch)
-        self._send(action, [x.zero_() for x in inputs.values()])
+        self._send(action, [*inputs.values()])
 
     def _forward(self, action: Action) -> None:
         stage, micro = action.stage, self.work[action.micro]
@@ -333,6 +369,11 @@ class _Run:
         """Waits for a message that its reader has received, and frees its memory."""
         for pending in self._sent.pop(message, []):
             pending.wait()
+
+
+def _kernels_of(training: bool, work: Sequence[MicroBatch]) -> Hashable:
+    """Returns what decides which kernels a run launches."""
+    return training, *(x.shape for x in work[0].batch.values())
 
 
 class _Enter(torch.autograd.Function):

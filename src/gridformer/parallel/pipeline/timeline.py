@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from gridformer.utils.moment import Moment
+
 
 class Event(NamedTuple):
     """One timed action of a rank.
@@ -18,15 +20,24 @@ class Event(NamedTuple):
             step.
         stage: The stage, or -1 if the action belongs to none.
         micro: The micro-batch, or -1 if the action belongs to none.
-        start: Start in seconds of `time.perf_counter`.
-        end: End in seconds of `time.perf_counter`.
+        start: Start in seconds of `time.perf_counter`; of work on a GPU, the moment at which it
+            begins there.
+        end: The end in the same way.
     """
 
     kind: str
     stage: int
     micro: int
-    start: float
-    end: float
+    start: float | Moment
+    end: float | Moment
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Start and end in seconds. Those of a GPU must have been told by a `Clock`."""
+        start, end = self.start, self.end
+        assert not isinstance(start, Moment), "a GPU's time that no clock has told"
+        assert not isinstance(end, Moment), "a GPU's time that no clock has told"
+        return start, end
 
 
 OnAction = Callable[[Event], None]
@@ -43,7 +54,8 @@ def timed(
         kind: What the work is; see `Event`.
         stage: The pipeline stage, or -1 if the work belongs to none.
         micro: The micro-batch, or -1 if the work belongs to none.
-        on_gpu: Whether to synchronize the GPU before and after, so that work on it is timed, too.
+        on_gpu: Whether the GPU's time is meant. The host does not wait for it: in a pipeline, a GPU
+            may have posted the receive of a message that depends on what the host launches next.
     """
     if on_action is None:
         yield
@@ -53,10 +65,28 @@ def timed(
     on_action(Event(kind, stage, micro, began, _now(on_gpu)))
 
 
-def _now(on_gpu: bool) -> float:
-    if on_gpu:
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def _now(on_gpu: bool) -> float | Moment:
+    return Moment(torch.device("cuda")) if on_gpu else time.perf_counter()
+
+
+class Clock:
+    """The clock of the host, on which a GPU's moments are told. The device must be idle.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.zero = time.perf_counter()
+        self._moment = Moment(device)
+
+    def told(self, event: Event) -> Event:
+        """Returns an event with times of `time.perf_counter`, for which it waits for the device."""
+        start, end = (
+            self.zero + at.seconds_since(self._moment) if isinstance(at, Moment) else at
+            for at in (event.start, event.end)
+        )
+        return event._replace(start=start, end=end)
 
 
 def idle_fraction(ranks: Sequence[Sequence[Event]]) -> float:
@@ -67,13 +97,11 @@ def idle_fraction(ranks: Sequence[Sequence[Event]]) -> float:
     2.2.1 and 2.2.2).
 
     Args:
-        ranks: The events of one step, for each rank. All clocks must agree, as those of processes
-            on one machine do.
+        ranks: The events of one step, for each rank, as a `Clock` tells them. All clocks must
+            agree, as those of processes on one machine do.
     """
-    work = [
-        [event for event in events if event.kind in ("forward", "backward")] for events in ranks
-    ]
-    began = min(event.start for events in work for event in events)
-    ended = max(event.end for events in work for event in events)
-    busy = sum(event.end - event.start for events in work for event in events)
+    work = [event for events in ranks for event in events if event.kind in ("forward", "backward")]
+    spans = [event.span for event in work]
+    began, ended = min(start for start, _ in spans), max(end for _, end in spans)
+    busy = sum(end - start for start, end in spans)
     return (ended - began) * len(ranks) / busy - 1.0
