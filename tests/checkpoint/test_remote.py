@@ -10,13 +10,14 @@ import torch
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.checkpoint import manifest_of
-from gridformer.checkpoint.manifest import MANIFEST, verify_checkpoint
-from gridformer.checkpoint.remote import Remote, fetch_newest
+from gridformer.checkpoint.manifest import MANIFEST, Manifest, verify_checkpoint
+from gridformer.checkpoint.remote import Remote, fetch_newest, give_up
 from gridformer.checkpoint.saver import Saver, SaveReport
 from gridformer.config import RunConfig, parse_run
 from gridformer.mesh import Axes
 from gridformer.parallel.sharding import ParamShard
-from gridformer.utils.errors import UserError
+from gridformer.train.divergence import Recovery
+from gridformer.utils.errors import CheckpointError, UserError
 
 MODEL = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
 URL = "memory://bucket/run"
@@ -105,6 +106,42 @@ def test_a_damaged_copy_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"shard-00001\.safetensors is damaged"):
         fetch_newest(URL, tmp_path / "there")
     assert find.complete(tmp_path / "there") == []
+
+
+def test_what_another_run_has_saved_is_not_copied(tmp_path: Path) -> None:
+    save(tmp_path / "here", 1, a_run())
+
+    def check(manifest: Manifest) -> None:
+        raise CheckpointError(f"step {manifest.step} is of another run")
+
+    with pytest.raises(UserError, match=r"checkpoint_to=memory.*step 1 is of another run"):
+        fetch_newest(URL, tmp_path / "there", check)
+    assert not [path for path in (tmp_path / "there").rglob("*") if path.is_file()]
+
+
+def test_what_a_run_gives_up_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, a_run())
+    assert give_up(URL, ["step-00000002", "step-00000009"]) == ""
+    assert Remote(URL).complete() == ["step-00000001"]
+    assert give_up("", ["step-00000001"]) == ""
+
+    def broken(self: Remote, name: str) -> None:
+        raise PermissionError("no credentials")
+
+    monkeypatch.setattr(Remote, "remove", broken)
+    assert "step-00000001 could not be removed" in give_up(URL, ["step-00000001"])
+
+
+def test_a_rollback_gives_up_the_copies_too(tmp_path: Path) -> None:
+    run = a_run(on_divergence="rollback", keep_checkpoints=9, rollback_checkpoints=2)
+    for step in (1, 2, 3):
+        save(tmp_path, step, run)
+    decision = Recovery(run.train, tmp_path, Axes())._back("why", "advice", 3)
+    assert decision.back_to is not None
+    assert decision.back_to.name == "step-00000002"
+    assert Remote(URL).complete() == ["step-00000001", "step-00000002"]
+    assert fetch_newest(URL, tmp_path) is None, "the run resumes from where it went back to"
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:

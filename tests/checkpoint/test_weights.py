@@ -31,9 +31,9 @@ def a_model(run: RunConfig, seed: int) -> Model:
     return build_parallel(run.model, LayoutConfig(), Axes(), seed, CPU)
 
 
-def saved(out: Path, **model: Any) -> Model:
+def saved(out: Path, init_from: str | None = None, **model: Any) -> Model:
     """Save a model of seed 1 as a run would, and return it."""
-    run = a_run(model)
+    run = a_run(model, init_from=init_from)
     made = a_model(run, 1)
     updates = Stepper(made, run.train, Axes()).updates
     updates.allocate(1)
@@ -134,3 +134,15 @@ def test_a_run_resumes_only_with_what_it_began_with(tmp_path: Path) -> None:
     check_same_run(manifest, a_run({}), folder)
     with pytest.raises(CheckpointError, match=r"train.init_from is other, there None"):
         check_same_run(manifest, a_run({}, init_from="other"), folder)
+
+
+def test_a_folder_that_is_named_otherwise_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "first")
+    saved(tmp_path / "second", str(tmp_path / "first"))
+    monkeypatch.chdir(tmp_path)
+    folder = find.newest(tmp_path / "second")
+    check_same_run(read_manifest(folder), a_run({}, init_from="first"), folder)
+    with pytest.raises(CheckpointError, match=r"train.init_from is second"):
+        check_same_run(read_manifest(folder), a_run({}, init_from="second"), folder)

@@ -117,6 +117,21 @@ def test_file_that_is_missing_names_those_that_exist() -> None:
         read_run_without_data("t5-larg")
 
 
+def test_a_folder_takes_the_name_of_nothing_that_is_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the folder of an imported model, named as the model is."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "gpt2-124m", "other"):
+        (tmp_path / name).mkdir()
+    assert load_run("demo").name == "demo"
+    assert read_run_without_data("gpt2-124m").model.name == "gpt2-124m"
+    with pytest.raises(ConfigError, match=r"other: cannot be read .*a folder"):
+        load_run("other")
+    with pytest.raises(ConfigError, match="gpt2-124m is a shipped model"):
+        load_run("gpt2-124m")
+
+
 def test_a_model_in_place_of_a_run_file_is_told_a_run_file_of_its_family() -> None:
     """What the message says is a run of that model."""
     for name in model_names():

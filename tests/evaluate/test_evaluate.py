@@ -22,9 +22,11 @@ from gridformer.config import Family, LayoutConfig, parse_run
 from gridformer.config.data import Task
 from gridformer.data import Tokenizer
 from gridformer.evaluate.beams import BeamSearch
+from gridformer.evaluate.evaluating import as_dict
 from gridformer.evaluate.generate import answer, answer_prompts, translate
-from gridformer.evaluate.job import plan_job
+from gridformer.evaluate.job import Job, plan_job
 from gridformer.evaluate.loading import Trained, load_model
+from gridformer.evaluate.prompts import read_prompts, read_texts
 from gridformer.evaluate.sampling import Sampling
 from gridformer.evaluate.tasks import Options, check_tasks, measure, parse_tasks
 from gridformer.evaluate.wikitext import restored
@@ -96,6 +98,41 @@ def test_perplexity_of_a_text(run_dir: Path, text_file: Path, stride: int, lengt
     assert n_bytes > len(text)
     assert found["byte_perplexity"] == pytest.approx(math.exp(-total / n_bytes))
     assert found["bits_per_byte"] == pytest.approx(-total / n_bytes / math.log(2))
+
+
+def test_a_text_without_spaces_and_numbers_that_are_not_finite(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """The perplexity of a word of hundreds of characters is beyond any number."""
+    file = tmp_path / "text.txt"
+    file.write_text("\u4e16\u754c" * 200, encoding="utf-8")
+    loaded = load_model(run_dir, CPU)
+    (found,) = measure(loaded, parse_tasks(f"text:{file}"), Options()).values()
+    assert found["words"] == 1
+    assert found["token_perplexity"] < found["word_perplexity"] < math.inf
+    numbers = {"a": math.nan, "b": math.inf, "c": 1.0}
+    shown = as_dict(Job(run_dir, loaded.run, "cpu"), {"text:x": numbers}, 1.0)
+    assert shown["tasks"] == {"text:x": {"a": None, "b": None, "c": 1.0}}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_only_ends_of_lines_end_a_line(tmp_path: Path, end: str) -> None:
+    """Unicode has other ones, which JSON may contain, and a mark of the order of bytes."""
+    texts = ["one\u2028two", "three\x85four", "five"]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(("\ufeff" + end.join(lines) + end).encode())
+    assert read_prompts(file) == texts
+    plain = tmp_path / "prompts.txt"
+    plain.write_bytes(("\ufeff" + end.join(texts)).encode())
+    assert read_prompts(plain) == texts
+
+
+def test_a_number_in_place_of_a_text_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    file.write_text('{"text": "fine"}\n{"text": 5}\n')
+    with pytest.raises(DataError, match="record 2: text must be a text and is int"):
+        read_texts(file, "text")
 
 
 def test_last_words(run_dir: Path, tmp_path: Path) -> None:

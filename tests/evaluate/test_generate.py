@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import tokenizers
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from gridformer.checkpoint import checkpoint
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.evaluate.continuing import Prompt, Speed, continue_texts
-from gridformer.evaluate.generate import stream
+from gridformer.evaluate.generate import continue_prompts, stream, text_after
 from gridformer.evaluate.loading import Trained, load_model
 from gridformer.evaluate.sampling import Sampling, sample_tokens, uniform
 from gridformer.mesh import Axes
@@ -23,6 +24,7 @@ from gridformer.models import GPT2, Activations, Model
 from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch
+from gridformer.utils.errors import UserError
 from tests.support.reference.gpt2 import pair
 from tests.support.reference.shared import tokens_of, transformers
 
@@ -219,6 +221,46 @@ def test_a_character_comes_out_when_it_is_complete(token_folder: Path) -> None:
 
     assert list(pieces([x, *euro, x])) == ["x", "€", "x"]
     assert list(pieces([x, euro[0]])) == ["x", "�"]
+
+
+def test_the_space_after_the_prompt_is_kept() -> None:
+    """The tokenizers of Llama 2 leave out the space with which a text begins."""
+    words = {word: i for i, word in enumerate(["\u2581the", "\u2581fox", "\u2581runs", "</s>"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="</s>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    parts = [("Replace", ("\u2581", " ")), ("Fuse", ()), ("Strip", (" ", 1, 0))]
+    backend.decoder = tokenizers.decoders.Sequence(
+        [getattr(tokenizers.decoders, name)(*how) for name, how in parts]
+    )
+    backend.add_special_tokens(["</s>"])
+    tokenizer = Tokenizer(backend, "a test")
+    assert tokenizer.decode([1, 2]) == "fox runs", "it leaves it out"
+    model = scripted((1,), (2,), (tokenizer.eos_id,))
+    assert [*stream(trained(model, tokenizer), "the", 10, GREEDY)] == [" fox", " runs"]
+    model = scripted((1,), (2,), (tokenizer.eos_id,))
+    (found,) = continue_prompts(trained(model, tokenizer), ["the"], 10, GREEDY, 1)
+    assert found.text == " fox runs"
+    assert text_after(tokenizer, [], [1, 2]) == "fox runs"
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    """No word is the likeliest then. On a GPU an index would be out of bounds."""
+    logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, float("nan"), 1.0], [0.0, float("inf"), 1.0]])
+    numbers = torch.zeros(3, dtype=torch.float64)
+    for how in (GREEDY, Sampling(), Sampling(top_k=2), Sampling(top_p=0.5)):
+        assert sample_tokens(logits, how, numbers).tolist() == [1, -1, -1]
+    model = scripted((1,), (2,))
+    cast(Any, model).token_logits = lambda hidden_BSH: hidden_BSH * float("nan")
+    with pytest.raises(UserError, match="NaN or infinite values: use another --dtype"):
+        sample(model, [1], 2, GREEDY, 300)
+
+
+@pytest.mark.parametrize("temperature", [1e-310, 1e-30, 1e3])
+def test_any_temperature_chooses_words(temperature: float) -> None:
+    numbers = torch.linspace(0, 0.999, 16, dtype=torch.float64)
+    found = sample_tokens(LOGITS.expand(16, -1), Sampling(temperature=temperature), numbers)
+    assert ((found >= 0) & (found < LOGITS.shape[-1])).all()
+    assert temperature > 1 or (found == LOGITS.argmax()).all()
 
 
 # --------------------------------------------------------------------------- loading

@@ -123,7 +123,8 @@ def test_sbatch_script() -> None:
         "open-mode": "append", "output": "%x-%j.out", "partition": "long",
     }  # fmt: skip
     assert "export NCCL_SOCKET_IFNAME=ib0" in script
-    assert "train.max_hours=23.92" in script
+    assert "train.max_hours=23.91" in script, "rounded down"
+    assert "train.max_hours=1999.91" in sbatch_script(job(hours=2000.0))
 
 
 def test_the_run_decides_signals_and_hours() -> None:

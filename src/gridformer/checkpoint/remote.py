@@ -11,18 +11,29 @@ and in each checkpoint.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gridformer.checkpoint.manifest import KEPT, MANIFEST, STEP_FOLDER, verify_checkpoint
+from gridformer.checkpoint.manifest import (
+    KEPT,
+    MANIFEST,
+    STEP_FOLDER,
+    Manifest,
+    read_manifest,
+    verify_checkpoint,
+)
 from gridformer.checkpoint.side_files import SIDE_FILES, side_files
 from gridformer.utils.errors import CheckpointError, UserError
 from gridformer.utils.folders import begin_folder, finish_folder, hidden_folder
 
 # What belongs to a run besides its checkpoints, and changes only with it.
 CONFIG = "config.yaml"
+
+
+def _any(manifest: Manifest) -> None:
+    """Takes any checkpoint."""
 
 
 class Remote:
@@ -78,21 +89,24 @@ class Remote:
         if self.files.exists(target):
             self.files.rm(target, recursive=True)
 
-    def download(self, name: str, target: Path) -> None:
+    def download(self, name: str, target: Path, check: Callable[[Manifest], None] = _any) -> None:
         """Copies a checkpoint to a local folder, which appears when it is complete and verified.
 
         Args:
             name: The name of the checkpoint's folder at the URL.
             target: The folder to make.
+            check: Raises a CheckpointError if a checkpoint with this manifest must not be copied.
 
         Raises:
-            CheckpointError: What is there is damaged.
+            CheckpointError: What is there is damaged, or must not be copied.
         """
         # Under its own name, because the manifest is checked against it.
         aside = hidden_folder(target.with_name("download"))
         writing = aside / name
         begin_folder(writing)
         try:
+            self._get(f"{self.root}/{name}", writing, (MANIFEST,))
+            check(read_manifest(writing))
             self._get(f"{self.root}/{name}", writing)
             verify_checkpoint(writing)
             finish_folder(writing, target)
@@ -141,18 +155,45 @@ class Remote:
         return {Path(one["name"]).name: one["size"] for one in found if one["type"] == "file"}
 
 
-def fetch_newest(url: str, run_dir: Path) -> Path | None:
+def give_up(url: str, names: Collection[str]) -> str:
+    """Removes checkpoints at a URL from which a run has gone back, so that none resumes from them.
+
+    Args:
+        url: The URL of `train.checkpoint_to`; nothing is done if it is empty.
+        names: The names of their folders.
+
+    Returns:
+        What could not be done, as the end of a sentence; otherwise nothing.
+    """
+    if not url or not names:
+        return ""
+    try:
+        remote = Remote(url)
+        for name in sorted(names, reverse=True):
+            remote.remove(name)
+    except Exception as error:  # each file system has errors of its own
+        return (
+            f"; {', '.join(sorted(names))} could not be removed from {url} "
+            f"({type(error).__name__}: {error}): remove them before the run is started again"
+        )
+    return ""
+
+
+def fetch_newest(
+    url: str, run_dir: Path, check: Callable[[Manifest], None] = _any
+) -> Path | None:
     """Copies the newest checkpoint at a URL into a run directory that has none as new.
 
     Args:
         url: The URL of `train.checkpoint_to`.
         run_dir: The run directory.
+        check: See `Remote.download`.
 
     Returns:
         The folder of the copy; None if there was nothing to copy.
 
     Raises:
-        UserError: The URL cannot be used, or a checkpoint there is damaged.
+        UserError: The URL cannot be used, or a checkpoint there is damaged or must not be copied.
     """
     from gridformer.checkpoint.find import complete
 
@@ -165,7 +206,7 @@ def fetch_newest(url: str, run_dir: Path) -> Path | None:
             here = [folder.name for folder in complete(run_dir)]
             if there and not (here and _step(here[-1]) >= _step(there[-1])):
                 copy = run_dir / "checkpoints" / there[-1]
-                remote.download(there[-1], copy)
+                remote.download(there[-1], copy, check)
     except CheckpointError as error:
         raise UserError(f"{asked}: {error}") from None
     return copy

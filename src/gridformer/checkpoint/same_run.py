@@ -30,7 +30,11 @@ _OF_DATA = (
 
 
 def check_same_run(
-    manifest: Manifest, run: RunConfig, folder: Path, data: Fingerprint | None = None
+    manifest: Manifest,
+    run: RunConfig,
+    folder: Path | str,
+    data: Fingerprint | None = None,
+    instead: str = "another --out for this run",
 ) -> None:
     """Checks that `run` continues the run that wrote a checkpoint.
 
@@ -40,8 +44,9 @@ def check_same_run(
     Args:
         manifest: The checkpoint's manifest.
         run: The run.
-        folder: The folder of the checkpoint.
+        folder: The folder of the checkpoint, or its URL.
         data: The fingerprint of the run's data; None compares only its path.
+        instead: What to use if the checkpoint is another run's.
 
     Raises:
         CheckpointError: Such settings differ, and the message lists all of them; or no run can
@@ -49,28 +54,32 @@ def check_same_run(
     """
     if manifest.weights_only:
         raise CheckpointError(
-            f"{folder} holds weights without the state of an optimizer, so no run "
-            f"resumes from it: use another --out, with train.init_from={folder.parents[1]} to "
-            "begin with these weights"
+            f"{folder} holds weights without the state of an optimizer, so no run resumes from "
+            f"it: use {instead}, with train.init_from={Path(folder).parents[1]} to begin with "
+            "these weights"
         )
     there, here = manifest.run, run.model_dump(mode="json")
     differences = other_model(manifest, run)
     # Older checkpoints do not have the key, because their runs began with random weights.
     begun, wanted_from = there["train"].get("init_from"), here["train"]["init_from"]
-    if begun != wanted_from:
+    if _place(begun) != _place(wanted_from):
         differences.append(f"train.init_from is {wanted_from}, there {begun}")
     of_data = [] if run.data.restart else _of_data(manifest, run, data)
     if not differences and of_data:
         raise CheckpointError(
-            f"{folder} belongs to a run with other data ({'; '.join(of_data)}): use another --out "
-            f"for this run, or data.restart=true to begin the order of samples anew after step "
+            f"{folder} belongs to a run with other data ({'; '.join(of_data)}): use {instead}, "
+            f"or data.restart=true to begin the order of samples anew after step "
             f"{manifest.step}"
         )
     if differences:
         raise CheckpointError(
-            f"{folder} belongs to another run ({'; '.join(differences + of_data)}): use another "
-            "--out for this run"
+            f"{folder} belongs to another run ({'; '.join(differences + of_data)}): use {instead}"
         )
+
+
+def _place(init_from: str | None) -> str | None:
+    """Returns the same text for one folder however it is named."""
+    return os.path.abspath(init_from) if init_from else init_from
 
 
 def other_model(manifest: Manifest, run: RunConfig) -> list[str]:

@@ -157,7 +157,7 @@ def _run(model: str, overrides: list[str], machine: Cluster, devices: int, batch
         raise ConfigError(
             [f"--devices {devices}: {machine.name} has at most {machine.size} devices"]
         )
-    names_model = model in model_names() and not Path(model).exists()
+    names_model = model in model_names() and not Path(model).is_file()
     keys = {override.partition("=")[0] for override in overrides}
     if names_model and "train.dtype" not in keys:
         overrides = [*overrides, f"train.dtype={fastest_dtype(machine)}"]

@@ -92,10 +92,13 @@ def find_run_file(path: Path | str, or_model: bool = False) -> Path:
     """
     path = Path(path)
     shipped = configs_dir() / "runs" / f"{path.stem}.yaml"
-    if exists(path):
+    is_folder = path.is_dir()  # such as that of an imported model, under the model's own name
+    if exists(path) and not is_folder:
         return path
     if exists(shipped):
         return shipped
+    if is_folder and str(path) not in model_names():
+        return path
     if str(path) in model_names():
         family = shipped_model(str(path)).get("family", "gpt2")
         like = _RUN_OF_FAMILY.get(family, family)

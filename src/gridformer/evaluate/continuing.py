@@ -12,6 +12,7 @@ from gridformer import comm
 from gridformer.evaluate.decoding import Decoder, row_parts
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.sampling import Sampling, sample_tokens, uniform
+from gridformer.utils.errors import UserError
 
 Ended = Callable[[int, int], bool]
 
@@ -113,6 +114,11 @@ def continue_texts(
             drawn = uniform(*places)
             chosen[decoder.rows] = sample_tokens(logits[:, :vocab_size], sampling, drawn)
         words = comm.all_reduce(chosen, decoder.axes.world, label="generate").tolist()
+        if any(words[i] < 0 for i in running):
+            raise UserError(
+                "the model computes NaN or infinite values: use another --dtype, such as float32, "
+                "or another checkpoint"
+            )
         found: list[int | None] = [None] * len(prompts)
         for i in running:
             if len(known[i]) > n:

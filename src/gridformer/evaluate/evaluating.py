@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ def evaluate_worker(
 
 
 def as_dict(job: Job, found: Mapping[str, Numbers], seconds: float) -> dict[str, Any]:
-    """Returns the results for --json.
+    """Returns the results for --json, which has no numbers that are not finite: they are null.
 
     Args:
         job: The model and its layout.
@@ -44,7 +45,10 @@ def as_dict(job: Job, found: Mapping[str, Numbers], seconds: float) -> dict[str,
     return {
         "model": job.name or str(job.folder),
         "layout": job.run.layout.model_dump(mode="json", exclude_defaults=True),
-        "tasks": dict(found),
+        "tasks": {
+            task: {name: value if math.isfinite(value) else None for name, value in one.items()}
+            for task, one in found.items()
+        },
         "seconds": seconds,
     }
 

@@ -19,6 +19,7 @@ from gridformer.utils.errors import ConfigError
 # Of prompts that a chat template has rendered: the ids of tokens that end an answer. Special tokens
 # are spelled out in such prompts. None means plain prompts, which only the end of text ends.
 Stops = frozenset[int] | None
+_TOKENS_BEFORE = 8  # as many as may belong to one character or word, and some more
 
 
 def check_options(model: ModelConfig, given: Sequence[str], chat: bool = False) -> None:
@@ -199,15 +200,16 @@ def stream(
     tokenizer = trained.tokenizer
     shown, done = "", []
     (ids,) = prompt_ids(tokenizer, [prompt], stops)
+    before = ids if stops is None else []
     for token in sampled_ids(trained, ids, max_tokens, sampling, speed, stops):
         if token in _ends(tokenizer, stops):
             break
         done.append(token)
-        text = tokenizer.decode(done)
+        text = text_after(tokenizer, before, done)
         if not text.endswith("�"):
             yield text[len(shown) :]
             shown = text
-    rest = tokenizer.decode(done)[len(shown) :]
+    rest = text_after(tokenizer, before, done)[len(shown) :]
     if rest:
         yield rest
 
@@ -245,6 +247,22 @@ def sampled_ids(
         ):
             assert found[0] is not None
             yield found[0]
+
+
+def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
+    """Returns the text of tokens that follow others.
+
+    Some tokenizers leave out the space with which a text begins, such as those of Llama 2. So some
+    of the tokens before are read, too.
+
+    Args:
+        tokenizer: The tokenizer.
+        before: The tokens before; none for the first tokens of a text.
+        ids: The tokens.
+    """
+    known = before[-_TOKENS_BEFORE:]
+    start, whole = tokenizer.decode(known), tokenizer.decode([*known, *ids])
+    return whole[len(start) :] if whole.startswith(start) else tokenizer.decode(ids)
 
 
 def _ends(tokenizer: Tokenizer, stops: Stops) -> frozenset[int]:
@@ -287,7 +305,11 @@ def continue_prompts(
         for number, ids in enumerate(prompt_ids(trained.tokenizer, prompts, stops))
     ]
     said = continued_ids(trained, work, sampling, batch_size, speed, stops=stops)
-    return [Continued(p, trained.tokenizer.decode(ids)) for p, ids in zip(prompts, said)]
+    before = [one.ids if stops is None else [] for one in work]
+    return [
+        Continued(prompt, text_after(trained.tokenizer, known, ids))
+        for prompt, known, ids in zip(prompts, before, said)
+    ]
 
 
 def continued_ids(

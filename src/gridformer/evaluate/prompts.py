@@ -26,6 +26,11 @@ def read_input_text(path: Path) -> str:
         raise DataError(str(error)) from None
 
 
+def _lines(text: str) -> list[str]:
+    """Returns the lines of a text. Unicode has other ends of lines, which JSON may contain."""
+    return [line.removesuffix("\r") for line in text.split("\n")]
+
+
 def read_records(path: Path) -> list[Any]:
     """Returns the values of a file of JSON lines; empty lines are left out.
 
@@ -33,7 +38,7 @@ def read_records(path: Path) -> list[Any]:
         DataError: the file cannot be read, or a line is not JSON; the message names the line.
     """
     found = []
-    for number, line in enumerate(read_input_text(path).splitlines(), 1):
+    for number, line in enumerate(_lines(read_input_text(path)), 1):
         if line.strip():
             try:
                 found.append(files.parse_json(line))
@@ -60,6 +65,21 @@ def read_fields(path: Path, *keys: str) -> list[tuple[Any, ...]]:
     return found
 
 
+def read_texts(path: Path, *keys: str) -> list[tuple[str, ...]]:
+    """Returns the texts under some keys of each object in a file of JSON lines.
+
+    Raises:
+        DataError: see `read_fields`; or what is under a key is no text.
+    """
+    found = read_fields(path, *keys)
+    for number, values in enumerate(found, 1):
+        for key, value in zip(keys, values):
+            if not isinstance(value, str):
+                kind = type(value).__name__
+                raise DataError(f"{path}: record {number}: {key} must be a text and is {kind}")
+    return found
+
+
 def read_prompts(path: Path) -> list[str]:
     """Returns the prompts of a file: its lines, or in JSON lines the values of `prompt`.
 
@@ -80,7 +100,7 @@ def read_prompts(path: Path) -> list[str]:
                 f"{path}: record {number} must be a text, or an object with a text under prompt"
             )
     else:
-        texts = [line for line in read_input_text(path).splitlines() if line.strip()]
+        texts = [line for line in _lines(read_input_text(path)) if line.strip()]
     if not texts:
         raise DataError(f"{path}: has no prompts: write one a line")
     return texts

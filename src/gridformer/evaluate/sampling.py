@@ -71,11 +71,21 @@ def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> T
         uniform_B: A random number in [0, 1) for each row, float64 [b].
 
     Returns:
-        The ids of the tokens, int64 [b].
+        The ids of the tokens, int64 [b]; -1 where no logit is the largest, because some are NaN or
+        infinite.
     """
+    largest_B1 = logits_BV.amax(-1, keepdim=True)
+    chosen_B = _sampled(logits_BV, largest_B1, sampling, uniform_B)
+    return torch.where(largest_B1.squeeze(-1).isfinite(), chosen_B, -1)
+
+
+def _sampled(
+    logits_BV: Tensor, largest_B1: Tensor, sampling: Sampling, uniform_B: Tensor
+) -> Tensor:
     if sampling.temperature == 0.0:
         return logits_BV.argmax(-1)
-    logits_BV = logits_BV.double() / sampling.temperature
+    # The largest becomes 0, so that no temperature makes it infinite.
+    logits_BV = (logits_BV.double() - largest_B1.double()) / sampling.temperature
     if 0 < sampling.top_k < logits_BV.shape[1]:
         smallest = logits_BV.topk(sampling.top_k).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < smallest, -torch.inf)
@@ -86,4 +96,4 @@ def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> T
     up_to = probabilities.cumsum(-1)
     place = (up_to <= uniform_B[:, None] * up_to[:, -1:]).sum(-1, keepdim=True)
     last = (probabilities > 0).sum(-1, keepdim=True) - 1  # rounding must not lead beyond it
-    return order.gather(1, torch.minimum(place, last)).squeeze(1)
+    return order.gather(1, torch.minimum(place, last).clamp_min(0)).squeeze(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 from gridformer.config import RunConfig, closest
@@ -17,6 +16,7 @@ from gridformer.parallel.validation import broken_rules
 from gridformer.train.evaluation import Answers
 from gridformer.train.loader import BatchLoader
 from gridformer.train.mean_losses import mean_losses
+from gridformer.train.metrics import perplexity
 from gridformer.train.rows import RowSplit
 from gridformer.train.scorers import validation_sets
 from gridformer.utils.errors import ConfigError
@@ -110,7 +110,7 @@ def measure_set(trained: Trained, name: str) -> dict[str, float]:
     if one.scorer is not None and answers is not None:
         numbers |= one.scorer.scores(answers.gathered())
     elif "tokens" in found.losses:
-        numbers["perplexity"] = math.exp(min(found.losses["tokens"], 700.0))
+        numbers["perplexity"] = perplexity(found.losses["tokens"])
     return numbers | {"batches": len(one.numbers)}
 
 

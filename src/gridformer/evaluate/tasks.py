@@ -15,12 +15,13 @@ from gridformer.evaluate.examples import check_examples, example_problem, score_
 from gridformer.evaluate.generate import continues, translate
 from gridformer.evaluate.labels import predicted, read_labeled
 from gridformer.evaluate.loading import Trained
-from gridformer.evaluate.prompts import read_fields, read_input_text
+from gridformer.evaluate.prompts import read_input_text, read_texts
 from gridformer.evaluate.scoring import ScoredWindow, score
 from gridformer.evaluate.sets import check_named_set, measure_set
 from gridformer.evaluate.team import Team
 from gridformer.evaluate.wikitext import n_words, read_pages, restored
 from gridformer.evaluate.windows import continuation, prefix_id, sliding
+from gridformer.train.metrics import perplexity
 from gridformer.utils.errors import ConfigError, DataError, UserError
 from gridformer.utils.extras import require
 
@@ -125,10 +126,10 @@ def perplexities(total: float, n_tokens: int, documents: Sequence[ScoredText]) -
     """
     words, size = sum(d.words for d in documents), sum(d.bytes for d in documents)
     return {
-        "word_perplexity": math.exp(-total / words),
-        "byte_perplexity": math.exp(-total / size),
+        "word_perplexity": perplexity(-total / words) if words else math.nan,
+        "byte_perplexity": perplexity(-total / size),
         "bits_per_byte": -total / size / math.log(2),
-        "token_perplexity": math.exp(-total / n_tokens),
+        "token_perplexity": perplexity(-total / n_tokens),
         "tokens": n_tokens,
         "words": words,
     }
@@ -179,7 +180,7 @@ def lambada(trained: Trained, file: str, options: Options) -> Numbers:
         file: JSON lines with the key `text`.
         options: the settings.
     """
-    texts = _first(read_fields(Path(file), "text"), options)
+    texts = _first(read_texts(Path(file), "text"), options)
     windows, length = [], options.length_for(trained.model.config)
     for (whole,) in texts:
         before, _, word = whole.rpartition(" ")
@@ -188,7 +189,7 @@ def lambada(trained: Trained, file: str, options: Options) -> Numbers:
     mean = sum(one.log_likelihood for one in found) / len(found)
     return {
         "accuracy": sum(one.greedy for one in found) / len(found),
-        "perplexity": math.exp(-mean),
+        "perplexity": perplexity(-mean),
         "documents": len(texts),
     }
 
@@ -239,8 +240,8 @@ def bleu(trained: Trained, file: str, options: Options) -> Numbers:
     """
     import sacrebleu
 
-    pairs = _first(read_fields(Path(file), "source", "target"), options)
-    sources = [str(source) for source, _ in pairs]
+    pairs = _first(read_texts(Path(file), "source", "target"), options)
+    sources = [source for source, _ in pairs]
     # Searches end at about the same time if the sources are about equally long.
     order = sorted(range(len(pairs)), key=lambda i: len(sources[i]))
     said = [""] * len(pairs)
@@ -249,7 +250,7 @@ def bleu(trained: Trained, file: str, options: Options) -> Numbers:
         found = translate(trained, trained.special, [sources[i] for i in batch], options.search)
         for i, words in zip(batch, found):
             said[i] = words
-    result = sacrebleu.corpus_bleu(said, [[str(target) for _, target in pairs]])
+    result = sacrebleu.corpus_bleu(said, [[target for _, target in pairs]])
     return {"bleu": result.score, "documents": len(pairs)}
 
 
@@ -295,7 +296,7 @@ def _check_lm_eval(task: str, *_: object) -> None:
 
 def _check_bleu(file: str, *_: object) -> None:
     require("sacrebleu", "--tasks bleu:FILE", "bleu")
-    read_fields(Path(file), "source", "target")
+    read_texts(Path(file), "source", "target")
 
 
 def _check_text(file: str, *_: object) -> None:
@@ -326,7 +327,7 @@ def _translates(run: RunConfig) -> str:
 TASKS: dict[str, Task] = {
     "text": Task("FILE", _predicts, _check_text, text),
     "wikitext": Task("FILE", _predicts, lambda file, *_: read_pages(Path(file)), wikitext),
-    "lambada": Task("FILE", _predicts, lambda file, *_: read_fields(Path(file), "text"), lambada),
+    "lambada": Task("FILE", _predicts, lambda file, *_: read_texts(Path(file), "text"), lambada),
     "labels": Task(
         "FILE",
         _classifies,

@@ -12,7 +12,7 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
-from gridformer.evaluate.prompts import JSON_LINES, read_fields, read_input_text
+from gridformer.evaluate.prompts import JSON_LINES, read_input_text, read_texts
 from gridformer.utils.errors import DataError
 
 # A heading of the first level begins a page: ` = Title = `.
@@ -57,7 +57,7 @@ def read_pages(path: Path) -> list[str]:
         DataError: the file cannot be read, or has no text.
     """
     if path.suffix in JSON_LINES:
-        return [str(page) for (page,) in read_fields(path, "page")]
+        return [page for (page,) in read_texts(path, "page")]
     text = read_input_text(path)
     starts = [found.start() for found in _HEADING.finditer(text)]
     cuts = sorted({0, *starts, len(text)})

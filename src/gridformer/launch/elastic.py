@@ -187,4 +187,4 @@ def _fits(run: RunConfig, room: Room | None) -> bool:
         return False
     decisions = decide_run(run)
     found = estimate_ranks(run, [*largest_ranks(run, decisions)], decisions)
-    return max(one.peak for one in found) <= room.n_bytes
+    return max(one.needed for one in found) <= room.n_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from gridformer.utils.errors import ConfigError, DataError
 from gridformer.utils.extras import installed
 
 if TYPE_CHECKING:
+    from gridformer.checkpoint.manifest import Manifest
+    from gridformer.data.fingerprint import Fingerprint
     from gridformer.launch.run_lock import RunLock
     from gridformer.memory.room import Room, Tell
     from gridformer.train.plan import Plan
@@ -148,13 +151,13 @@ def plan_checked(
         raise ConfigError(problems)
     out = out or Path("runs") / run.name
     check_run_dir(out)
+    data = fingerprint(RunData.open(run.data))
     if lock is not None:
         lock.take(out, lambda doing: (tell or silent)("", doing))
         LocalPlace(out).sweep()
         if run.train.checkpoint_to:
             (tell or silent)("", f"looking for a newer checkpoint at {run.train.checkpoint_to}")
-            fetch_newest(run.train.checkpoint_to, out)
-    data = fingerprint(RunData.open(run.data))
+            fetch_newest(run.train.checkpoint_to, out, partial(_check_copy, run, data))
     found = choose_checkpoint(out, run.train.fallback)
     if found is None:
         return Plan(run, out, None, 0, decisions, weights.start_of(run), data=data)
@@ -170,6 +173,18 @@ def plan_checked(
         older=found.older,
         damaged=found.damaged,
     )
+
+
+def _check_copy(run: RunConfig, data: Fingerprint, manifest: Manifest) -> None:
+    """Checks that a checkpoint at `train.checkpoint_to` is one of this run.
+
+    Raises:
+        CheckpointError: It is not.
+    """
+    from gridformer.checkpoint.same_run import check_same_run
+
+    place = f"{run.train.checkpoint_to.rstrip('/')}/step-{manifest.step:08d}"
+    check_same_run(manifest, run, place, data, "another train.checkpoint_to for this run")
 
 
 def _refuse_what_nothing_saves(run: RunConfig, room: Room | None) -> None:
@@ -211,7 +226,7 @@ def read_run_without_data(
     Raises:
         ConfigError: the run is invalid, or the data does not exist and model.vocab_size is 0.
     """
-    if str(path) in model_names() and not Path(path).exists():
+    if str(path) in model_names() and not Path(path).is_file():
         sections = {"name": str(path), "model": str(path), "data": {"path": Path()}}
         run = parse_run(sections, overrides)
         check_layout(run)

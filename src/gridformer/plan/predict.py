@@ -106,6 +106,6 @@ def _held(run: RunConfig, decisions: Decisions) -> list[Callable[[], int]]:
     """Returns what estimates the peaks of the ranks with the most memory, in bytes."""
 
     def peak(rank: int) -> int:
-        return estimate_rank(run, rank, decisions, timeline=False).peak
+        return estimate_rank(run, rank, decisions, timeline=False).needed
 
     return [partial(peak, rank) for rank in largest_ranks(run, decisions)]

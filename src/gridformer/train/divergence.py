@@ -12,6 +12,7 @@ from pathlib import Path
 from gridformer.checkpoint import find
 from gridformer.checkpoint.fallback import set_aside
 from gridformer.checkpoint.manifest import Divergences
+from gridformer.checkpoint.remote import give_up
 from gridformer.comm.agree import first_text
 from gridformer.config import TrainConfig
 from gridformer.mesh import Axes
@@ -104,12 +105,14 @@ class Recovery:
                 f"{why}. There is no checkpoint yet to go back to: lower train.save_every. {advice}"
             )
         folder = self.run_dir / "checkpoints" / f"step-{int(step):08d}"
-        for later in (number for number in steps if number > int(step)):
-            set_aside(folder.with_name(f"step-{later:08d}"), "rolled-back")
+        later = [f"step-{number:08d}" for number in steps if number > int(step)]
+        for name in later:
+            set_aside(folder.with_name(name), "rolled-back")
+        trouble = give_up(self.train.checkpoint_to, later)
         factor = self.done.lr_factor * self.train.rollback_lr
         self.done = Divergences(rollbacks=self.done.rollbacks + 1, lr_factor=factor)
         return Decision(
             folder,
             f"{why}; going back to step {step} with {factor:g} of the learning rate, as "
-            "train.on_divergence=rollback says",
+            f"train.on_divergence=rollback says{trouble}",
         )

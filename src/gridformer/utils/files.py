@@ -113,7 +113,7 @@ def read_text(path: Path, at_most: int = 64 * MIB) -> str:
         UnreadableError: It cannot be read, or is not UTF-8.
     """
     try:
-        return read_bytes(path, at_most).decode("utf-8")
+        return read_bytes(path, at_most).decode("utf-8-sig")  # a mark of the order is no text
     except UnicodeDecodeError as error:
         raise UnreadableError(path, f"it is not UTF-8 text (byte {error.start})") from None
 

@@ -177,6 +177,13 @@ def test_what_cannot_be_cut(tmp_path: Path, kind: Kind, said: str) -> None:
             writer.finish()
 
 
+def test_one_token_cannot_be_cut(tmp_path: Path) -> None:
+    with SplitWriter(tmp_path, np.dtype("<u2"), None, 0, 0.1, "text") as writer:
+        writer.append([1], True)
+        with pytest.raises(DataError, match=r"only one token.*prepare more text"):
+            writer.finish()
+
+
 def test_labels_that_are_none(tmp_path: Path) -> None:
     with SplitWriter(tmp_path, np.dtype("<u2"), EOS, 0, 0.1, "labeled") as writer:
         for number in range(10_000):

@@ -107,7 +107,8 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             where = f"{path}, line {number}"
             try:
-                record = parse_json(line.decode("utf-8", "replace"))
+                text = line.decode("utf-8", "replace")
+                record = parse_json(text.removeprefix("\ufeff") if number == 1 else text)
             except ValueError as error:
                 raise DataError(f"{where}: is not JSON ({error})") from None
             if not isinstance(record, dict):

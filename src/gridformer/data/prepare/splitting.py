@@ -244,6 +244,11 @@ class SplitWriter:
                     f"prepare more text"
                 )
             whole, other = (train, val) if train.tokens else (val, train)
+            if whole.tokens < 2:
+                raise DataError(
+                    "there is only one token, but training and validation need one each: prepare "
+                    "more text"
+                )
             tail = min(max(1, round(self._val_fraction * whole.tokens)), whole.tokens - 1)
             # The end goes to val, whichever split the hash chose.
             if whole is train:

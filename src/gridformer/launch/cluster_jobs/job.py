@@ -135,7 +135,7 @@ def make_job(
         notes.append(f"{own[-1]} is added, which places the ranks that exchange most on one node")
     if hours and run.train.max_hours is None:
         stop = max(hours / 2, hours - _AROUND_S / 3600)
-        own.append(f"train.max_hours={stop:.4g}")
+        own.append(f"train.max_hours={math.floor(100 * stop) / 100:.10g}")
         notes.append(f"{own[-1]} is added: the run saves and stops before the limit of {hours:g} h")
     changed = parse_run(run.model_dump(mode="json"), own)
     check_layout(changed)
