@@ -179,9 +179,7 @@ def give_up(url: str, names: Collection[str]) -> str:
     return ""
 
 
-def fetch_newest(
-    url: str, run_dir: Path, check: Callable[[Manifest], None] = _any
-) -> Path | None:
+def fetch_newest(url: str, run_dir: Path, check: Callable[[Manifest], None] = _any) -> Path | None:
     """Copies the newest checkpoint at a URL into a run directory that has none as new.
 
     Args:

@@ -261,6 +261,15 @@ class TrainConfig(FaultsConfig):
         return max(1, round(self.decay_fraction * self.steps))
 
     @property
+    def waits_each_step(self) -> bool:
+        """Whether the host waits for each step of a GPU before it launches the next one.
+
+        With float16 the next loss scale depends on the step, and with updates in the backward pass
+        nothing could be taken back.
+        """
+        return self.dtype == "float16" or self.update == "in_backward"
+
+    @property
     def saves_meanwhile(self) -> bool:
         """Whether a run ever saves while training goes on, which takes memory for copies."""
         return self.async_save and 0 < self.save_every < self.steps

@@ -40,7 +40,9 @@ def _estimate(plan: Plan) -> str:
     run, decisions = plan.run, plan.decisions
     ranks = [*largest_ranks(run, decisions)]
     worst = max(estimate_ranks(run, ranks, decisions), key=lambda one: one.needed)
-    text = f"the estimate is {format_bytes(worst.needed)} on rank {worst.rank} (`gridformer memory`)"
+    text = (
+        f"the estimate is {format_bytes(worst.needed)} on rank {worst.rank} (`gridformer memory`)"
+    )
     patience = Patience(time.monotonic() + _SEARCH_S)
     offers = nearest(run, worst, round(_LESS * worst.needed), patience=patience)
     less = ", or ".join(f"{offer.settings} ({format_bytes(offer.peak)})" for offer in offers)

@@ -106,7 +106,7 @@ def estimate(run: RunConfig, cluster: Cluster, costs: StepCosts | None = None) -
     once = {one: _each_step(sizes, one) for one in set(ranks)}
 
     # In training the host of a GPU is a step ahead; see `gridformer.plan.price`.
-    ahead = cluster.device.kind == "cuda" and train.dtype != "float16"
+    ahead = cluster.device.kind == "cuda" and not train.waits_each_step
     clock = _Clock(0.0 if ahead else cluster.host.launch_us.value * 1e-6)
     seconds = [_pass_seconds(sizes, found.of([one]), clock.launch_s) for one in stages]
     places_of_hops = [sizes.place(hop_from(i)) for i in range(pp)]

@@ -78,7 +78,7 @@ class Prices:
         self.costs = Costs(run, cluster, decisions)
         # In training, the host of a GPU launches a step while the GPU is at the step before. So no
         # part of a step waits for launches, unless all of them take longer than the step.
-        self.ahead = training and not self.costs.on_cpu and run.train.dtype != "float16"
+        self.ahead = training and not self.costs.on_cpu and not run.train.waits_each_step
         self.launch_s = 0.0 if self.ahead else self.host[0]
 
     def replayed(

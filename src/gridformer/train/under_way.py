@@ -93,5 +93,4 @@ def lag_of(train: TrainConfig, device: torch.device) -> int:
         train: The settings of the run.
         device: The device of this process.
     """
-    waits = train.dtype == "float16" or train.update == "in_backward"
-    return int(device.type == "cuda" and not waits)
+    return int(device.type == "cuda" and not train.waits_each_step)
