@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from gridformer.comm import P2PChannel, Pending
 from gridformer.config import LayoutConfig
-from gridformer.parallel.pipeline import Executor
+from gridformer.parallel.pipeline import LOADING_RUNS, Executor
 from gridformer.utils.batch import Batch
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import TOLERANCE, axes_of
@@ -57,6 +58,15 @@ def name_of(layout: Layout) -> str:
 def test_equals_one_device(pool: WorkerPool, layout: Layout) -> None:
     config = family("gpt2", n_layers=N_LAYERS)
     for found in pool.run(LayoutConfig(**layout).n_processes, on_nccl, compare, layout, config):
+        wrong = {k: v for k, v in found.items() if not v <= TOLERANCE["float64"]}
+        assert not wrong
+
+
+@pytest.mark.parametrize("layout", [INTERLEAVED, LAYOUTS[1]], ids=name_of)
+def test_messages_through_the_host_change_nothing(pool: WorkerPool, layout: Layout) -> None:
+    config = family("gpt2", n_layers=N_LAYERS)
+    compared = partial(on_nccl, loading_runs=99)
+    for found in pool.run(LayoutConfig(**layout).n_processes, compared, compare, layout, config):
         wrong = {k: v for k, v in found.items() if not v <= TOLERANCE["float64"]}
         assert not wrong
 
@@ -124,7 +134,7 @@ def test_while_kernels_are_loaded_messages_go_through_the_host(pool: WorkerPool)
     """A receive over NCCL would occupy the GPU, for which the loading of a kernel may wait."""
     layout: Layout = {"pp": 2, "dp": 2, "micro_batches": 2}
     on_device, through_host = {False}, {True}
-    for found in pool.run(4, on_nccl, ways, layout):
+    for found in pool.run(4, partial(on_nccl, loading_runs=LOADING_RUNS), ways, layout):
         of_kind: dict[str, list[set[bool]]] = {}
         for kind, seen in found:
             of_kind.setdefault(kind, []).append(seen)
@@ -182,7 +192,6 @@ def recorded(layout: Layout) -> tuple[list[Event], dict[tuple[int, int], list[in
     channel.send = watched("send", channel.send)  # type: ignore[method-assign]
     channel.receive = watched("receive", channel.receive)  # type: ignore[method-assign]
     (read,) = reads_of(config, 1)
-    executor.has_loaded()  # before that, messages go through the host
     stepper(0, read)
     members = {edge: dist.get_process_group_ranks(group) for edge, group in channel._groups.items()}
     return events, members

@@ -227,6 +227,17 @@ def test_copies_trace_the_stages_that_are_like_no_others(fails: bool) -> None:
     assert ran.stdout.splitlines() == ["2 1 1" if fails else "2", "2 1 1"]
 
 
+def test_copies_while_it_saves_count_where_they_lie_in_the_same_memory() -> None:
+    """On CPUs, as for `memory` and `train`."""
+    run = run_of({}, {}, {"save_every": 1, "steps": 4, "async_save": True, "device": "cpu"})
+    gpus = load_cluster("dgx-h100")
+    cpus = gpus.model_copy(update={"device": gpus.device.model_copy(update={"kind": "cpu"})})
+    held = estimate_rank(run, 0)
+    assert held.needed > held.peak
+    found = predict(run, cpus)
+    assert found.peak_gib == held.needed / 2**30
+
+
 def test_memory_without_fused_attention_is_larger() -> None:
     run = run_of({}, {"max_seq_len": 256}, {"device": "cuda"})
     frontera, h100 = load_cluster("frontera-rtx5000"), load_cluster("dgx-h100")

@@ -2,7 +2,8 @@
 
     pool.run(4, on_nccl, what_one_rank_does, "an argument")
 
-gloo serves the same calls, on CPU tensors.
+gloo serves the same calls, on CPU tensors. Unless a test asks for it, no run of a pipeline loads
+kernels, so that all messages between stages take NCCL's path.
 """
 
 from __future__ import annotations
@@ -12,11 +13,22 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 from gridformer.mesh import groups
+from gridformer.parallel.pipeline import executor
 
 Result = TypeVar("Result")
 
 
-def on_nccl(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Return the function's result, computed while every group is taken for an NCCL group."""
-    with patch.object(groups, "over_nccl", return_value=True):
+def on_nccl(
+    function: Callable[..., Result], *args: Any, loading_runs: int = 0, **kwargs: Any
+) -> Result:
+    """Return the function's result, computed while every group is taken for an NCCL group.
+
+    Args:
+        function: The function, with its arguments.
+        loading_runs: See `Executor.loads`.
+    """
+    with (
+        patch.object(groups, "over_nccl", return_value=True),
+        patch.object(executor, "LOADING_RUNS", loading_runs),
+    ):
         return function(*args, **kwargs)
