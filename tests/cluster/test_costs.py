@@ -82,6 +82,22 @@ def test_between_nodes_a_group_uses_the_links_of_its_members_and_shares_them(
     )
 
 
+def test_beyond_the_file_the_outermost_level_goes_on() -> None:
+    """On more devices than the file describes a message takes no less time."""
+    h100 = load_cluster("dgx-h100")
+    node = h100.model_copy(update={"levels": h100.levels[:1]})
+    inside, beyond = (
+        message_s(node, MessageWork("all_reduce", 1e8, members)) for members in ((0, 1), (0, 8))
+    )
+    assert beyond == pytest.approx(inside, rel=0.05)
+    frontera = load_cluster("frontera-rtx5000")
+    last, after = (
+        message_s(frontera, MessageWork("send", 1e8, (0, place)))
+        for place in (frontera.size - frontera.node_size, frontera.size)
+    )
+    assert after >= last
+
+
 def test_measured_tables_replace_the_formulas(selene: Cluster) -> None:
     tables = Tables(
         products=(

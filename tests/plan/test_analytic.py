@@ -10,10 +10,15 @@ import pytest
 
 from gridformer.cluster import Cluster, load_cluster
 from gridformer.config import RunConfig, parse_run
+from gridformer.memory.analytic import quick_peak
+from gridformer.memory.estimate import estimate_rank
+from gridformer.memory.ranks import largest_ranks
+from gridformer.parallel.auto.decisions import choices_of, decide_run
 from gridformer.plan.analytic import estimate
 from gridformer.plan.load import StepCosts
 from gridformer.plan.predict import predict
 from gridformer.plan.prediction import Prediction
+from gridformer.plan.recorded import on_device_type
 from tests.support.marks import full_unless
 from tests.support.multirank import matrix
 
@@ -99,7 +104,40 @@ PIPELINES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "zero1": (SLOW, SMALL, {**EIGHT, "dp_mode": "zero1"}),
     "replicas, interleaved": (SLOW, SMALL, {**EIGHT, "stages_per_rank": 3}),
+    # Of several stages on a node, only the devices of the last one send to the next node.
+    "stages on a node": (SLOW, SMALL, {"pp": 8, "micro_batches": 8}),
+    "columns and stages on a node": (
+        SLOW,
+        SMALL,
+        {"scheme": "megatron", "cols": 2, "pp": 4, "micro_batches": 8},
+    ),
 }
+
+
+def test_a_chunked_head_by_panels_takes_longer_as_its_trace_says() -> None:
+    """The panels of its table travel again for each chunk of the loss."""
+    grid = {"scheme": "optimus", "rows": 2, "cols": 4, "schedule": "broadcast"}
+    times = []
+    for tokens in (0, 1024):
+        run = run_of("GPT-2", grid, global_batch=16, loss_chunk_tokens=tokens)
+        times.append((estimate(run, cluster()).step_s, predicted(run).step_s))
+    (estimated, traced), (longer_estimated, longer_traced) = times
+    assert longer_traced > 1.5 * traced
+    assert longer_estimated / estimated == pytest.approx(longer_traced / traced, rel=0.03)
+    auto = run_of("GPT-2", {**grid, "schedule": "auto"}, global_batch=16, loss_chunk_tokens=1024)
+    assert choices_of(auto)["head"].schedule == "gather"
+    assert predicted(auto).step_s < longer_traced
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_memory_of_interleaved_pipelines(k: int) -> None:
+    """More micro-batches are under way on the first rank if it has several stages."""
+    layout = {"pp": 4, "stages_per_rank": k, "micro_batches": 16}
+    sections = {"model": "gpt2-355m", "data": {"path": "."}, "layout": layout}
+    run = parse_run({**sections, "train": {"global_batch": 64, "dtype": "bfloat16"}})
+    run = on_device_type(run, "cuda")
+    traced = max(estimate_rank(run, rank).peak for rank in largest_ranks(run, decide_run(run)))
+    assert 0.95 <= quick_peak(run, choices_of(run)) / traced <= 1.2
 
 
 @pytest.mark.parametrize(

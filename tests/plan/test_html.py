@@ -12,7 +12,7 @@ from gridformer.plan import figures
 from gridformer.plan.advice import advise
 from gridformer.plan.html import fastest_that_fits, memory_factors, write_plan_page
 from gridformer.plan.prediction import Prediction
-from gridformer.plan.search import Result, Search, search
+from gridformer.plan.search import Result, Search, kind_of, search
 from tests.support.marks import extra
 from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
 
@@ -84,6 +84,5 @@ def test_other_batches_show_no_layout_of_a_kind_that_traces_have_refused() -> No
     chosen, careless = fastest_that_fits(asked, factors), fastest_that_fits(asked, {})
     assert chosen is not None
     assert careless is not None
-    kind = (chosen.run.layout.scheme, chosen.run.train.recompute, chosen.run.layout.pp > 1)
-    assert factors.get(kind, 1.0) * chosen.estimate.peak_gib <= cluster().limit_gib
+    assert factors.get(kind_of(chosen), 1.0) * chosen.estimate.peak_gib <= cluster().limit_gib
     assert careless.run != chosen.run

@@ -238,6 +238,35 @@ def test_copies_while_it_saves_count_where_they_lie_in_the_same_memory() -> None
     assert found.peak_gib == held.needed / 2**30
 
 
+def test_only_layers_have_the_operations_of_layers(gpu: InProcess) -> None:
+    """The head's are not divided by the time of the layers, which would exceed the peak."""
+
+    whole, layers = gpu(of_all_and_of_layers)
+    assert 0 < layers < whole
+
+
+def of_all_and_of_layers() -> tuple[float, float]:
+    """Return the operations of a step, and of its layers, by what a prediction says of its rate."""
+    run, cluster = run_of({}, {"n_layers": 6}, {}), load_cluster("dgx-h100")
+    whole, layers = (
+        predict(run, cluster, layers_only=only, memory=False) for only in (False, True)
+    )
+    assert layers.model_tflops_per_device * layers.step_s == pytest.approx(
+        StepFlops.of(run, layers_only=True).model / 1e12
+    )
+    return (
+        whole.model_tflops_per_device * whole.step_s,
+        layers.model_tflops_per_device * layers.step_s,
+    )
+
+
+def test_no_memory_is_told_of_forward_passes() -> None:
+    """What is estimated is an optimizer step, which needs more."""
+    found = predict(run_of({}, {}, {}), load_cluster("dgx-h100"), training=False)
+    assert found.to_json()["fits"] is None
+    assert found.to_json()["peak_gib"] is None
+
+
 def test_memory_without_fused_attention_is_larger() -> None:
     run = run_of({}, {"max_seq_len": 256}, {"device": "cuda"})
     frontera, h100 = load_cluster("frontera-rtx5000"), load_cluster("dgx-h100")

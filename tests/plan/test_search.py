@@ -17,15 +17,16 @@ from rich.console import Console
 from gridformer.cli import plan as plan_command
 from gridformer.cluster import Cluster, load_cluster
 from gridformer.config import RunConfig, load_run
+from gridformer.launch.plan import read_run_without_data
 from gridformer.parallel.validation import check_layout
 from gridformer.plan import search as plan_search
 from gridformer.plan.advice import advise
 from gridformer.plan.analytic import estimate
-from gridformer.plan.emit import with_cluster, write_run
+from gridformer.plan.emit import NO_DATA, with_cluster, write_run
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.ranking import layout_of, print_result, ranking_as_json, settings_between
 from gridformer.plan.remedies import remedies
-from gridformer.plan.search import Found, Queue, Search, default_batch, search
+from gridformer.plan.search import Found, Kind, Queue, Search, default_batch, kind_of, search
 from gridformer.plan.second_look import SEARCH
 from gridformer.plan.settings import changed, neighbors
 from gridformer.utils import beside
@@ -58,21 +59,16 @@ def test_nothing_that_the_trace_says_does_not_fit_is_listed() -> None:
     assert all(4 * one.estimate.peak_gib <= limit for one in found.layouts)
 
 
-def kind_of(run: RunConfig) -> tuple[str, str, bool]:
-    """Layouts of one kind are taken to need the same multiple of their estimates."""
-    return run.layout.scheme, run.train.recompute, run.layout.pp > 1
-
-
 def test_one_refusal_speaks_for_layouts_like_it() -> None:
     """If traces need 4 times what is estimated, one of each kind of layout is traced in vain."""
     large = functools.partial(predictor, peak=4.0)
     found = search(run_of(batch=512), cluster(), 8, top=6, predictor=large)
     assert len(found.layouts) == 6
-    kinds = [kind_of(one.run) for one in found.refused]
+    kinds = [kind_of(one) for one in found.refused]
     assert len({*kinds}) == len(kinds) > 0
-    limit = cluster().limit_gib
     assert found.passed_over
-    assert all(4 * one.estimate.peak_gib > limit for one in found.passed_over)
+    for one in found.passed_over:
+        assert 4 * one.estimate.peak_gib > one.estimate.limit_gib
     shown = io.StringIO()
     print_result(run_of(batch=512), found, [], "dgx-h100", Console(file=shown, width=1000))
     assert (
@@ -84,7 +80,7 @@ def test_one_refusal_speaks_for_layouts_like_it() -> None:
 def test_after_a_refusal_no_estimate_may_exceed_the_limit() -> None:
     asked = Search(run_of(batch=512), cluster(), 8)
     one, *others = asked.ranked()[0]
-    other = next(other for other in others if kind_of(other.run) != kind_of(one.run))
+    other = next(other for other in others if kind_of(other) != kind_of(one))
     above = 1.05 * other.estimate.limit_gib
     larger = replace(other, estimate=replace(other.estimate, peak_gib=above))
     assert Queue(asked, [larger]).next(1) == [larger]
@@ -105,18 +101,17 @@ def test_a_layout_stands_in_for_another_once() -> None:
 
 def test_what_was_passed_over_is_traced_if_nothing_else_fits() -> None:
     """The first trace of each kind is far off, and the others need what is estimated."""
-    seen: set[tuple[str, str, bool]] = set()
+    seen: set[Kind] = set()
 
     def first_is_larger(run: RunConfig, machine: Cluster) -> Prediction:
-        peak = 1.0 if kind_of(run) in seen else 1e3
-        seen.add(kind_of(run))
+        kind = kind_of(Found(run, estimate(run, machine)))
+        peak = 1.0 if kind in seen else 1e3
+        seen.add(kind)
         return predictor(run, machine, peak)
 
     found = search(run_of(batch=512), cluster(), 8, top=10, predictor=first_is_larger)
     assert found.layouts
-    assert {kind_of(one.run) for one in found.layouts} <= {
-        kind_of(one.run) for one in found.refused
-    }
+    assert {kind_of(one) for one in found.layouts} <= {kind_of(one) for one in found.refused}
     assert len(found.refused) == len(seen)
 
 
@@ -182,7 +177,9 @@ def test_what_is_written_is_read_as_the_same_run(tmp_path: Path) -> None:
     for number, one in enumerate(found_on_8().layouts):
         path = tmp_path / f"{number}.yaml"
         write_run(one, path, "test")
-        assert load_run(path) == one.run
+        data = one.run.data.model_copy(update={"path": Path(NO_DATA)})
+        assert load_run(path) == one.run.model_copy(update={"data": data})
+        assert read_run_without_data(path).layout == one.run.layout, "predict and memory read it"
 
 
 @pytest.mark.parametrize(
@@ -289,6 +286,19 @@ def racked_cluster() -> Cluster:
     node, outer = whole.levels
     rack = outer.model_copy(update={"name": "rack", "size": 4 * node.size})
     return whole.model_copy(update={"levels": (node, rack, outer)})
+
+
+def test_processes_on_a_cpu_share_its_memory() -> None:
+    """The estimates of a plan have the limit of its traces."""
+    h100 = load_cluster("dgx-h100")
+    memory = h100.device.memory_gib.model_copy(update={"value": 12.0})
+    cpu = h100.device.model_copy(update={"kind": "cpu", "memory_gib": memory})
+    machine = h100.model_copy(update={"device": cpu})
+    asked = Search(run_of("gpt2-124m", batch=16), machine, 4)
+    (one, *_), _ = asked.ranked()
+    assert one.estimate.limit_gib == pytest.approx(0.95 * machine.limit_gib / 4)
+    assert estimate(one.run, machine).limit_gib == one.estimate.limit_gib
+    assert Search(asked.run, machine, 2, asked.costs).cluster.processes == 2
 
 
 def test_nodes_of_a_cluster_with_racks_are_ordered_by_rack() -> None:

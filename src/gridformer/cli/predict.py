@@ -67,10 +67,13 @@ def predict(
     from gridformer.cluster.file import cluster_names, load_cluster
     from gridformer.launch.plan import read_run_without_data
     from gridformer.utils.errors import ConfigError
+    from gridformer.utils.files import check_output
 
     if not cluster:
         names = ", ".join(cluster_names())
         raise ConfigError([f"predict needs --cluster: a cluster file, or one of {names}"])
+    if trace is not None:
+        check_output("--trace", trace)
     machine = load_cluster(cluster)
     checked = read_run_without_data(run, overrides or [])
 

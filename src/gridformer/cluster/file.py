@@ -185,6 +185,21 @@ class Cluster(_Part):
         """The most devices that the file describes."""
         return self.levels[-1].size
 
+    def for_processes(self, n: int) -> Cluster:
+        """Returns the cluster as n processes see it, which share the cores and memory of a CPU."""
+        if self.device.kind != "cpu":
+            return self
+        changes: dict[str, object] = {"processes": n}
+        measured = self.tables.host_s(n)
+        if measured is not None:
+            us = {name: 1e6 * s for name, s in zip(("launch_us", "step_us"), measured)}
+            numbers = {
+                name: getattr(self.host, name).model_copy(update={"value": value})
+                for name, value in us.items()
+            }
+            changes["host"] = self.host.model_copy(update=numbers)
+        return self.model_copy(update=changes)
+
     @property
     def limit_gib(self) -> float:
         """Memory that a training process can use on one device, in GiB.

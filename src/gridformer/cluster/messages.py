@@ -175,7 +175,7 @@ def _level_s(cluster: Cluster, work: MessageWork, index: int, spread: Sequence[_
     n_units, above, parts = spread[index]
     if n_units < 2:
         return 0.0
-    if above == n_units:
+    if above == n_units and index + 1 < len(cluster.levels):
         return 0.0  # no two of its units have a common unit of this level
     rate = level.bandwidth_gbps.value * 1e9 * _efficiency(cluster, index)
     n, sharers = len(work.members), work.sharers if index == _outermost(spread) else 1

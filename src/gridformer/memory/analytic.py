@@ -86,9 +86,11 @@ def quick_peak(run: RunConfig, choices: Choices) -> float:
         last = activations + max(logits - absent, backward - absent * (1 - 1 / n_layers))
         return states + max(last, activations / n_layers + backward, end)
     # The first stage has the most micro-batches in flight, the last stage has the logits.
-    under_way = layout.micro_batches
+    under_way: float = layout.micro_batches
     if layout.pipeline_order != "gpipe":
-        under_way = min(pp, under_way)
+        # Interleaved, up to (k - 1) pp + 2 (pp - 1) + 1 passes of 1/k of the layers.
+        k = layout.stages_per_rank
+        under_way = min(pp + (pp - 1) / k if k > 1 else pp, under_way)
     return states + max(under_way * activations + backward, activations + logits, end)
 
 

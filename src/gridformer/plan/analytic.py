@@ -87,6 +87,7 @@ def estimate(run: RunConfig, cluster: Cluster, costs: StepCosts | None = None) -
         cluster: The machine.
         costs: Remembers seconds of kernels and messages of this cluster; None makes new ones.
     """
+    cluster = costs.cluster if costs else cluster.for_processes(run.layout.n_processes)
     costs = costs or StepCosts(cluster)
     layout, train, work = run.layout, run.train, replica_work(run)
     choices = choices_of(run)

@@ -13,6 +13,7 @@ from gridformer.plan.analytic import estimate
 from gridformer.plan.predict import predict
 from gridformer.plan.search import Found, Predict
 
+NO_DATA = "SET-ME"  # the data.path of a run made from a model's name alone
 GAIN = 0.995  # a step with choices for the cluster must take less than this part of that without
 
 
@@ -54,7 +55,7 @@ def write_run(found: Found, path: Path, how: str) -> None:
             "device."
         )
     if run_has_no_data(found.run):
-        lines.append("# Set data.path to a folder that `gridformer prepare` wrote.")
+        lines.append(f"# Set data.path={NO_DATA} to a folder that `gridformer prepare` wrote.")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n" + run_as_yaml(found.run), encoding="utf-8")
 
@@ -68,6 +69,6 @@ def run_as_yaml(run: RunConfig) -> str:
     """Returns a run as YAML without the values that are defaults; it reads back as an equal run."""
     values = run.model_dump(mode="json", exclude_defaults=True)
     if run_has_no_data(run):
-        # The path of a run without data is its default, and a run file without one is refused.
-        values["data"] = {"path": str(run.data.path), **values["data"]}
+        # The path of a run without data is the current folder, which has no tokens.
+        values["data"] = {**values["data"], "path": NO_DATA}
     return yaml.safe_dump({"name": run.name, **values}, sort_keys=False)

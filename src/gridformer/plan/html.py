@@ -23,12 +23,11 @@ from gridformer.plan.ranking import (
     settings_of,
     unlisted,
 )
-from gridformer.plan.search import Found, Result, Search
+from gridformer.plan.search import Found, Kind, Result, Search, kind_of
 from gridformer.utils.page import document
 
 FACTORS = (0.25, 0.5, 1, 2, 4)  # of the batch and of the number of devices
 _STYLE = "td:nth-child(2), th:nth-child(2) { text-align: left; } ul { margin-top: 4px; }"
-_Kind = tuple[str, str, bool]
 
 
 def write_plan_page(
@@ -184,21 +183,20 @@ def outlook(
     return [Outlook(at, best(at)) for at in numbers if at >= 1]
 
 
-def memory_factors(traced: Sequence[Found]) -> dict[_Kind, float]:
+def memory_factors(traced: Sequence[Found]) -> dict[Kind, float]:
     """Returns how many times their estimated memory layouts need by their traces, at least 1.
 
-    The largest of each kind counts: layouts of one scheme, with the same recomputation, and with or
-    without a pipeline.
+    The largest of each kind counts; see `kind_of`.
     """
-    found: dict[_Kind, float] = {}
+    found: dict[Kind, float] = {}
     for one in traced:
         if one.prediction is not None and one.prediction.peak_gib is not None:
             factor = one.prediction.peak_gib / one.estimate.peak_gib
-            found[_kind(one)] = max(1.0, factor, found.get(_kind(one), 1.0))
+            found[kind_of(one)] = max(1.0, factor, found.get(kind_of(one), 1.0))
     return found
 
 
-def fastest_that_fits(search: Search, factors: dict[_Kind, float]) -> Found | None:
+def fastest_that_fits(search: Search, factors: dict[Kind, float]) -> Found | None:
     """Returns the fastest layout of a search that fits by estimate.
 
     Args:
@@ -207,13 +205,9 @@ def fastest_that_fits(search: Search, factors: dict[_Kind, float]) -> Found | No
     """
     ranked, _ = search.ranked(improved=8)
     for one in ranked:
-        if one.estimate.peak_gib * factors.get(_kind(one), 1.0) <= one.estimate.limit_gib:
+        if one.estimate.peak_gib * factors.get(kind_of(one), 1.0) <= one.estimate.limit_gib:
             return one
     return None
-
-
-def _kind(one: Found) -> _Kind:
-    return one.run.layout.scheme, one.run.train.recompute, one.run.layout.pp > 1
 
 
 def _with_batch(run: RunConfig, batch: int) -> RunConfig:

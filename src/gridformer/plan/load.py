@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import torch
+
 from gridformer.cluster.file import Cluster
 from gridformer.cluster.kernels import KernelWork, kernel_s
-from gridformer.cluster.messages import MessageWork, Op, message_s
+from gridformer.cluster.messages import MessageWork, Op, like_messages, message_s
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.mesh.node_placement import NodeBlock, sizes_of
 from gridformer.parallel.auto.formulas import product_work
@@ -208,7 +210,17 @@ def _places(
         groups["replicas"] = tuple(sorted(ranks[0].flatten().tolist()))
     elif "dp" in groups:
         groups["replicas"] = groups["dp"]
-    return {axis: AxisPlace(group, _sharers(group, cluster, n)) for axis, group in groups.items()}
+    places = {axis: AxisPlace(group, _sharers(group, cluster, n)) for axis, group in groups.items()}
+    # Of a hop, only the devices of two stages send, those of other stages on a node do not.
+    stages = ranks.reshape(layout.pp, -1)
+    for i in range(layout.pp) if layout.pp > 1 else ():
+        pairs = torch.stack((stages[i], stages[(i + 1) % layout.pp]), 1).tolist()
+        every = [tuple(pair) for pair in pairs]
+        place = AxisPlace(every[0], like_messages(cluster, every[0], every))
+        places[hop_from(i)] = place
+        if groups["pp"] == every[0]:
+            places["pp"] = place
+    return places
 
 
 def _levels_between(pair: tuple[int, ...], cluster: Cluster) -> int:

@@ -50,7 +50,7 @@ def predict(
         cluster: The cluster.
         layers_only: Whether only transformer layers count, forward and backward.
         training: Whether it is an optimizer step; otherwise the forward passes of a batch.
-        memory: Whether the memory is estimated, too.
+        memory: Whether the memory is estimated, too: that of an optimizer step.
         timeline: Whether the prediction keeps what each rank does when.
         on_all_cores: Whether copies of this process do it, as many as there are cores.
 
@@ -72,6 +72,7 @@ def predict(
 
     samples: list[_Sample]
     peaks: list[int]
+    memory = memory and training
     held = _held(unfused(run, cluster), decisions) if memory else []
     if not on_all_cores:
         peaks = [peak() for peak in held]

@@ -68,10 +68,8 @@ class Prices:
         self.run, self.decisions, self.training = run, decisions, training
         self.layers_only = layers_only
         n = run.layout.n_processes
+        cluster = cluster.for_processes(n)
         self.host = cluster.host.launch_us.value * 1e-6, cluster.host.step_us.value * 1e-6
-        if cluster.device.kind == "cpu":  # processes share the cores and the memory
-            cluster = cluster.model_copy(update={"processes": n})
-            self.host = cluster.tables.host_s(n) or self.host
         cores = cluster.host.cores
         self.n_cores = cores.value if cores else n
         self.cluster = cluster
@@ -131,7 +129,8 @@ class Prices:
             launching = max(one.n_launches for one in spent) * self.host[0] + whole
             whole = max(0.0, launching - busy)
             stretch += whole / busy
-        found = _prediction(self.run, self.cluster, spent, whole, stretch, self.training)
+        flops = StepFlops.of(self.run, layers_only=self.layers_only)
+        found = _prediction(self.run, self.cluster, spent, whole, stretch, self.training, flops)
         if any(one.intervals for one in spent):
             found.timeline = {one.rank: one.intervals for one in spent}
         return found
@@ -155,6 +154,7 @@ def _prediction(
     whole: float,
     stretch: float,
     training: bool,
+    flops: StepFlops,
 ) -> Prediction:
     """Returns the prediction without memory and warnings.
 
@@ -165,6 +165,7 @@ def _prediction(
         whole: Seconds in which the devices wait for the host besides those in `spent`.
         stretch: The factor by which this makes each phase longer; 1 adds it to the update.
         training: Whether it is an optimizer step.
+        flops: The operations of the step.
     """
     last = max(one.end for one in spent)
     slowest = max(spent, key=lambda one: one.end - one.bubble)
@@ -184,7 +185,6 @@ def _prediction(
     )
     passes_s = max(one.passes_end for one in spent) * stretch
     forward = _forward_share(slowest)
-    flops = StepFlops.of(run)
     each = step_s * run.layout.n_processes * TERA or 1.0
     share = 1.0 if training else 1 / 3  # the backward pass has two products for each
     return Prediction(

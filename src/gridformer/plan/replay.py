@@ -155,7 +155,7 @@ class _Replay:
             for name, seconds in more.items():
                 mine[name] += seconds
         spent.bubble += used.bubble
-        spent.launches += elapsed - used.busy
+        spent.launches += max(0.0, elapsed - used.busy)  # rounding may go below
         for phase, share in block.phases.items():
             spent.phases[phase] += elapsed * share
         spent.n_launches += block.launches

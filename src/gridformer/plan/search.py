@@ -116,8 +116,11 @@ class Search:
         costs: StepCosts | None = None,
         named: str = "",
     ) -> None:
-        self.run, self.cluster, self.n_devices = run, cluster, n_devices
-        self.costs, self.named = costs or StepCosts(cluster), named
+        self.run, self.n_devices, self.named = run, n_devices, named
+        self.cluster = cluster = cluster.for_processes(n_devices)
+        if costs is None or costs.cluster.processes != cluster.processes:
+            costs = StepCosts(cluster)
+        self.costs = costs
         self.n_estimates = 0
 
     def arrangements(self) -> Iterator[RunConfig]:
@@ -261,6 +264,17 @@ class Search:
         return [found for found, _ in each]
 
 
+# Of layouts whose estimates of memory have like errors.
+Kind = tuple[str, str, str]
+
+
+def kind_of(one: Found) -> Kind:
+    """Returns the scheme of a layout, what it recomputes, and the order of its pipeline."""
+    layout = one.run.layout
+    pipeline = layout.pipeline_order if layout.pp > 1 else ""
+    return layout.scheme, one.run.train.recompute, pipeline
+
+
 class Queue:
     """Layouts that wait for their traces, the fastest by estimate first.
 
@@ -281,7 +295,7 @@ class Queue:
         self.search = search
         self._number = itertools.count()
         self._waiting: list[tuple[float, int, Found]] = []
-        self._factors: dict[tuple[str, str, bool], float] = {}
+        self._factors: dict[Kind, float] = {}
         self.passed_over: list[Found] = []
         self._smaller: list[RunConfig] = []  # which stood in for others
         for one in found:
@@ -299,7 +313,7 @@ class Queue:
         found: list[Found] = []
         while self._waiting and len(found) < n:
             one = heapq.heappop(self._waiting)[2]
-            factor = self._factors.get(self._kind(one), 1.0 if self._factors else 0.0)
+            factor = self._factors.get(kind_of(one), 1.0 if self._factors else 0.0)
             if factor * one.estimate.peak_gib > one.estimate.limit_gib:
                 self.passed_over.append(one)
                 self._put_smaller(one, factor)
@@ -314,7 +328,7 @@ class Queue:
             one: The layout.
             factor: How many times as large as its estimate its traced memory is.
         """
-        kind = self._kind(one)
+        kind = kind_of(one)
         self._factors[kind] = max(factor, self._factors.get(kind, 0.0))
         self._put_smaller(one, factor)
 
@@ -334,11 +348,6 @@ class Queue:
         if smaller is not None and smaller.run not in self._smaller:
             self._smaller.append(smaller.run)
             self.put(smaller)
-
-    @staticmethod
-    def _kind(one: Found) -> tuple[str, str, bool]:
-        layout = one.run.layout
-        return layout.scheme, one.run.train.recompute, layout.pp > 1
 
 
 def search(

@@ -53,7 +53,9 @@ def print_prediction(run: RunConfig, cluster: Cluster, found: Prediction, consol
     if rows:
         name = rows[0][0]
         console.print(f"What limits it: {_LIMITS.get(name, name)}.")
-    if found.peak_gib is not None:
+    if found.peak_gib is None:
+        console.print("Memory is estimated for training steps alone.")
+    else:
         fits = "It fits" if found.fits else "It does not fit"
         console.print(
             f"{fits}: a rank's tensors take {found.peak_gib:.3g} of the {found.limit_gib:.3g} GiB "

@@ -34,12 +34,13 @@ class StepFlops:
     hardware: int
 
     @staticmethod
-    def of(run: RunConfig, stops_early: bool = True) -> StepFlops:
+    def of(run: RunConfig, stops_early: bool = True, layers_only: bool = False) -> StepFlops:
         """Counts the operations of a run's step.
 
         Args:
             run: The run, with its vocabulary and lengths resolved.
             stops_early: Whether recomputation stops early; see `models.blocks.Recompute`.
+            layers_only: Whether only transformer layers count.
         """
         model, s, source = run.model, run.seq_len, run.source_len
         stacks = [_Stack(model, model.n_layers, s)]
@@ -48,7 +49,8 @@ class StepFlops:
                 _Stack(model, model.n_layers, source),
                 _Stack(model, model.n_decoder_layers, s, source),
             ]
-        forward = sum(stack.forward for stack in stacks) + _heads(model, s)
+        forward = sum(stack.forward for stack in stacks)
+        forward += 0 if layers_only else _heads(model, s)
         sequences = run.train.global_batch * run.sequences_per_sample
         mode, unfused = run.train.recompute, model.attention_dropout > 0.0
         again = 0

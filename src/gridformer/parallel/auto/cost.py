@@ -173,7 +173,10 @@ class Choices:
         if self.replicated:  # all-reduced at the end of a section
             left = choice.stays == "input"
             return self._traffic(2 * activation * left, weight, 1, 1)
-        return self._traffic(activation, weight, steps * choice.n_chunks, steps)
+        if choice.schedule != "gather":  # the panels of the table travel for each chunk of tokens
+            chunks = self.loss_chunks(choice)
+            return self._traffic(activation, weight * chunks, steps * chunks, steps * chunks)
+        return self._traffic(activation, weight, choice.n_chunks, 1)
 
     def backward(self, choice: Choice) -> Traffic:
         """Returns the traffic of one such product in the backward pass of a micro-batch."""
@@ -183,7 +186,9 @@ class Choices:
             entered = choice.stays == "output"
             return self._traffic(2 * activation * entered, weight, 1, 1)
         if choice.schedule != "gather":
-            return self._traffic(2 * activation, 2 * weight, 2 * steps, 2 * steps)
+            chunks = self.loss_chunks(choice)
+            steps *= 2 * chunks
+            return self._traffic(2 * activation, 2 * weight * chunks, steps, steps)
         again_input = choice.stays == "output" and not choice.keep_input
         again_weight = not choice.keep_weight
         return self._traffic(
@@ -264,6 +269,13 @@ class Choices:
         share = (c - 1) / c if self.between != "first" else float(c > 1)
         activation = share / r * self.work.rows_of(product) * width
         return activation, (r - 1) / (r * c) * product.n_in * choice.n_out
+
+    def loss_chunks(self, choice: Choice) -> int:
+        """Returns in how many chunks of tokens the product is computed: the head, for its loss."""
+        at_a_time = self.work.loss_chunk_tokens
+        if choice.product.name != "head" or not at_a_time:
+            return 1
+        return max(1, math.ceil(self.work.rows_of(choice.product) / self.rows / at_a_time))
 
     @property
     def panels(self) -> int:

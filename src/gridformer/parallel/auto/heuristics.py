@@ -122,7 +122,11 @@ def _stationary(choices: Choices, layout: LayoutConfig) -> Choices:
 
 
 def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
-    """Decides by which schedule operands travel: `gather`, unless what it holds is large."""
+    """Decides by which schedule operands travel: `gather`, unless what it holds is large.
+
+    A head whose loss is computed in chunks gathers its table once, where panels of it would travel
+    again for each chunk.
+    """
     if "schedule" not in spec_of(layout).keys:
         return choices
     if layout.schedule != "auto":
@@ -130,7 +134,7 @@ def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
     limit = max(SMALL_BYTES, choices.held_bytes / 8)
 
     def by_size(choice: Choice) -> Choice:
-        small = choices.gathered_bytes(choice) <= limit
+        small = choices.gathered_bytes(choice) <= limit or choices.loss_chunks(choice) > 1
         return replace(choice, schedule="gather" if small else "pipelined")
 
     choices = _each(choices, by_size)

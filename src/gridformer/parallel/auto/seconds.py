@@ -143,9 +143,10 @@ class ProductTimes:
 
     def _panels(self, choice: Choice) -> tuple[float, float]:
         """Returns the seconds of a forward and of a backward pass panel by panel."""
-        panels = self.choices.panels
         m, n, k = self._shape(choice)
-        k = max(1, k // panels)
+        k = max(1, k // self.choices.panels)
+        chunks = self.choices.loss_chunks(choice)
+        m, panels = max(1, m // chunks), self.choices.panels * chunks
         size = self._activation_bytes(choice) / panels
         one = panels * self.kernel_s(m, n, k)
         back = panels * (self.kernel_s(m, k, n) + self.kernel_s(k, n, m))
