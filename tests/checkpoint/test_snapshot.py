@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from gridformer.checkpoint import checkpoint
-from gridformer.checkpoint.block import TensorBlock, written_here
+from gridformer.checkpoint.block import TensorBlock, with_moments, written_here
 from gridformer.checkpoint.snapshot import Snapshot, bytes_of
 from gridformer.config import LayoutConfig, TrainConfig, parse_run
 from gridformer.config.train import DType
-from gridformer.mesh import Axes
+from gridformer.mesh import Axes, Axis
 from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
 
@@ -25,10 +25,17 @@ def test_what_is_reserved_for_parameters_and_moments_is_what_they_take(dtype: DT
     train = TrainConfig(dtype=dtype)
     model = build_parallel(RUN.model, LayoutConfig(), Axes(), 1, torch.device("cpu"), train.dtype)
     updates = Stepper(model, train, Axes()).updates
-    parameters = bytes_of(written_here(checkpoint.updated_parameters(model), Axes()))
+    reserved = with_moments(checkpoint.updated_parameters(model))
     updates.allocate(1)
     shards = checkpoint.shards_of(model, updates)
-    assert 3 * parameters == bytes_of(written_here(shards, Axes())) > 0
+    assert [*reserved] == [*shards]
+    assert bytes_of(written_here(reserved, Axes())) == bytes_of(written_here(shards, Axes())) > 0
+    for index in range(3):  # replicas divide them, each by their order and sizes
+        axes = Axes(dp=Axis("dp", 3, index))
+        mine = bytes_of(written_here(shards, axes))
+        assert (
+            bytes_of(written_here(reserved, axes)) == mine < bytes_of(written_here(shards, Axes()))
+        )
 
 
 def test_memory_that_was_reserved_is_not_pinned_again(monkeypatch: pytest.MonkeyPatch) -> None:

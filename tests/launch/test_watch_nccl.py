@@ -6,18 +6,27 @@ import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from gridformer.checkpoint.outcome import SaveOutcome
+from gridformer.checkpoint.saver import Saver
 from gridformer.comm import progress
+from gridformer.config import parse_run
 from gridformer.launch import watch
 from gridformer.launch.watch import HangWatch
 from gridformer.launch.where import Where
+from gridformer.mesh import Axes
 
 TIMEOUT_S = 0.2
+RUN: dict[str, Any] = {
+    "model": {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 11},
+    "data": {"path": "unused"},
+}
 
 
 @pytest.fixture
@@ -63,6 +72,25 @@ def test_a_process_that_waits_on_purpose_does_not(
     assert not looks(watched, sys._getframe())
 
 
+def test_a_process_that_waits_for_a_save_notes_it(watched: Any, tmp_path: Path) -> None:
+    """It may take longer than a message: to slow storage, or to `train.checkpoint_to`."""
+    saver = Saver(tmp_path, parse_run(RUN), Axes())
+    ends = threading.Event()
+    saver._thread = threading.Thread(target=ends.wait, args=(60.0,))
+    saver._save = SimpleNamespace(  # type: ignore[assignment]
+        wait_for_the_end=lambda: None, outcome=SaveOutcome("step-00000001", 1)
+    )
+    saver._thread.start()
+    waiting = threading.Thread(target=saver.finish)
+    before, until = watched._progress.waits, time.monotonic() + 60.0
+    waiting.start()
+    while watched._progress.waits < before + 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    ends.set()
+    waiting.join()
+    assert watched._progress.waits >= before + 3
+
+
 @pytest.mark.parametrize("name", ["_dump_nccl_trace_json", "_dump_fr_trace_json"])
 def test_the_flight_recorder_is_read_whatever_its_name(
     monkeypatch: pytest.MonkeyPatch, name: str
@@ -98,7 +126,7 @@ def test_a_watch_keeps_no_tensor_alive_and_ends_before_the_process(watched: Any)
     watched.timeout_s = 4.0  # it looks eight times in it
     watched.where, watched._main = Where(), threading.get_ident()
     watched.place = SimpleNamespace(store_file="store", size=4)
-    watched._board = SimpleNamespace(is_claimed=lambda: False)
+    watched._board = SimpleNamespace(is_claimed=lambda: False, failed=lambda: "")
     watched._ended = threading.Event()
     watched._thread = threading.Thread(target=watched._run)
     watched._thread.start()

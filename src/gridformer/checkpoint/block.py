@@ -62,6 +62,23 @@ class TensorBlock:
         return tuple(there), tuple(here)
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+PARAMETER = "model."  # before the names of parameters
+
+
+def with_moments(parameters: Shards) -> Shards:
+    """Returns parameters, and in the place of their moments in a checkpoint themselves again.
+
+    Before the first step there are no moments yet, which will have the sizes of their parameters.
+    """
+    moments = {
+        f"{moment}.{name.removeprefix(PARAMETER)}": shard
+        for name, shard in parameters.items()
+        for moment in MOMENTS
+    }
+    return {**parameters, **moments}
+
+
 def written_here(shards: Shards, axes: Axes) -> dict[str, TensorBlock]:
     """Returns the blocks that this rank writes; of replicas of a block, one writes it.
 

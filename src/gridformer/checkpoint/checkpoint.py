@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from gridformer.checkpoint.block import MOMENTS, PARAMETER
 from gridformer.checkpoint.index import index_of_files
 from gridformer.checkpoint.manifest import Divergences, Manifest, verify_checkpoint
 from gridformer.config import RunConfig
@@ -28,8 +29,6 @@ from gridformer.mesh import Axes
 from gridformer.parallel.data.gradients import owned
 from gridformer.parallel.data.zero import stored
 from gridformer.parallel.sharding import ParamShard, shard_of
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer(Protocol):
@@ -178,7 +177,9 @@ def shards_of(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor,
 
 def updated_parameters(model: nn.Module) -> dict[str, tuple[Tensor, ParamShard]]:
     """Returns the parameters that this rank updates."""
-    return {f"model.{name}": (parameter, shard_of(parameter)) for name, parameter in owned(model)}
+    return {
+        f"{PARAMETER}{name}": (parameter, shard_of(parameter)) for name, parameter in owned(model)
+    }
 
 
 def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, ParamShard]]:
@@ -186,5 +187,5 @@ def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, 
     return {
         f"{moment}.{name}": (state[parameter][moment], shard_of(parameter))
         for name, parameter in owned(model)
-        for moment in _MOMENTS
+        for moment in MOMENTS
     }

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from gridformer import comm
-from gridformer.checkpoint.block import Shards, TensorBlock, written_here
+from gridformer.checkpoint.block import Shards, TensorBlock, with_moments, written_here
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.checkpoint.outcome import Kept, SaveOutcome
 from gridformer.checkpoint.place import CheckpointPlace, LocalPlace
@@ -124,7 +124,8 @@ class Saver:
             parameters: This rank's parameters. Each has two moments of its size.
         """
         if any(tensor.is_cuda for tensor, _ in parameters.values()):
-            self._copies.reserve(3 * bytes_of(written_here(parameters, self.axes)), pinned=True)
+            saved = written_here(with_moments(parameters), self.axes)
+            self._copies.reserve(bytes_of(saved), pinned=True)
 
     def save(
         self, manifest: Manifest, shards: Shards, wait: bool = True, last: bool = True
@@ -228,8 +229,9 @@ class Saver:
         save = self._save
         if save is None:
             return
-        if self._thread is not None:
-            self._thread.join()
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_LOOK_S)
+            progress.waits_on_purpose()  # it may take longer than a message may
         save.wait_for_the_end()
         self._save = self._thread = None
         self._failure = save.outcome.failure

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import json
 import os
+import threading
 import time
 import traceback
 import zlib
@@ -32,6 +33,7 @@ from gridformer.checkpoint.place import CheckpointPlace, Draft
 from gridformer.checkpoint.remote import Remote
 from gridformer.checkpoint.safetensors_file import write_file
 from gridformer.checkpoint.side_files import write_side_files
+from gridformer.comm import progress
 from gridformer.utils.units import format_bytes
 
 _SHORTEST_S, _LONGEST_S = 0.002, 0.25  # between two looks at the notes
@@ -370,5 +372,7 @@ def _until(holds: Callable[[], bool], at_most_s: float = float("inf")) -> None:
     """Waits until a condition holds, and looks less and less often."""
     pause, ends = _SHORTEST_S, time.monotonic() + at_most_s
     while not holds() and time.monotonic() < ends:
+        if threading.current_thread() is threading.main_thread():
+            progress.waits_on_purpose()
         time.sleep(pause)
         pause = min(_LONGEST_S, 1.5 * pause)

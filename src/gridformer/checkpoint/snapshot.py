@@ -56,7 +56,10 @@ class Snapshot:
     def wait(self) -> None:
         """Waits until the copies are complete. The thread that writes them calls it."""
         if self._copied is not None:
-            self._copied.synchronize()
+            assert self._stream is not None
+            # A thread begins with GPU 0, on which every process would open a second context.
+            with torch.cuda.device(self._stream.device):
+                self._copied.synchronize()
 
     def close(self) -> None:
         """Frees the memory."""

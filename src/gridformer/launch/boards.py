@@ -18,8 +18,11 @@ from typing import Any, Protocol
 from gridformer.mesh.launch_env import Joined
 from gridformer.mesh.rendezvous import store_of
 
+_FAILED = "watch/failed"
+_ASKS_S = 2.0  # between two questions to the store of the run, or more if it is large
 _ANSWER_S = 4.0  # the store answers within milliseconds, or hangs itself
 Report = dict[str, Any]
+_in_store: StoreBoard | None = None  # the board of this process, if it is in a store
 
 
 class Board(Protocol):
@@ -30,6 +33,9 @@ class Board(Protocol):
 
     def is_claimed(self) -> bool:
         """Returns whether a rank has found that the run hangs."""
+
+    def failed(self) -> str:
+        """Returns what is known of a rank that has failed, or nothing."""
 
     def claim(self) -> bool:
         """Says that the run hangs. Returns whether this rank is the first to do so."""
@@ -46,9 +52,29 @@ class Board(Protocol):
 
 def board_of(place: Joined) -> Board:
     """Returns the board of a run."""
+    global _in_store
     if place.store_file:
         return FolderBoard(Path(place.store_file).parent, place.rank, place.size)
-    return StoreBoard(place)
+    _in_store = StoreBoard(place)
+    return _in_store
+
+
+def tell_failed() -> bool:
+    """Tells the other ranks that this one has failed, if nobody else would.
+
+    Over NCCL they spin in messages to this rank, and notice nothing. `launch` ends its processes
+    itself; torchrun and srun do so on their own machine or after a while.
+
+    Returns:
+        Whether they can read it, as long as the store is there.
+    """
+    if _in_store is None:
+        return False
+    try:
+        _in_store.tell_failed()
+    except TimeoutError:
+        return False
+    return True
 
 
 class FolderBoard:
@@ -72,6 +98,9 @@ class FolderBoard:
 
     def is_claimed(self) -> bool:
         return (self.folder / "hang").exists()
+
+    def failed(self) -> str:
+        return ""  # `launch` ends the others
 
     def claim(self) -> bool:
         try:
@@ -121,6 +150,17 @@ class StoreBoard:
     def is_claimed(self) -> bool:
         return bool(self._answer(lambda: self._store.check(["watch/hang"])))
 
+    def failed(self) -> str:
+        def get() -> str:
+            return self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else ""
+
+        return str(self._answer(get))
+
+    def tell_failed(self) -> None:
+        """Tells the others that this rank has failed, who may wait for it in messages."""
+        text = f"rank {self.rank} on {socket.gethostname()}"
+        self._answer(lambda: self._store.set(_FAILED, text))
+
     def claim(self) -> bool:
         first = self._answer(lambda: self._store.add("watch/claims", 1)) == 1
         self._answer(lambda: self._store.set("watch/hang", str(self.rank)))
@@ -167,6 +207,14 @@ class StoreBoard:
                 answer.put((question(),))
             except Exception:  # torch's many errors of a lost connection
                 answer.put(None)
+
+
+def asks_s(size: int) -> float:
+    """Returns after how many seconds each of so many ranks asks the store of the run again.
+
+    The store of a large run answers about a thousand questions a second.
+    """
+    return max(_ASKS_S, size / 250)
 
 
 def process_state(pid: int) -> str:

@@ -16,7 +16,7 @@ from gridformer.launch.failure_cause import out_of_memory
 from gridformer.launch.memory_advice import memory_advice
 from gridformer.launch.restarts import launch_with_restarts
 from gridformer.launch.watch import MARGIN_S, HangWatch
-from gridformer.launch.worker_process import end_with_report, print_last
+from gridformer.launch.worker_process import end_after_peer, end_with_report, print_last
 from gridformer.mesh.launch_env import Joined, launched_place, use_only
 from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.mesh.rendezvous import store_of
@@ -182,7 +182,9 @@ def worker(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     place, watch = launched_place(), None
     if place and world.size > 1:
         nccl = world.backend == "nccl"
-        watch = HangWatch(place, train.timeout_s, plan.out, end_with_report, nccl)
+        watch = HangWatch(
+            place, train.timeout_s, plan.out, end_with_report, nccl, peer_failed=end_after_peer
+        )
     with without_dynamo():
         trainer = Trainer(plan, world, _measures(plan), callbacks)
         if watch:

@@ -30,7 +30,7 @@ import torch
 
 from gridformer.comm import progress, progress_file
 from gridformer.launch import seen as telling
-from gridformer.launch.boards import Board, FolderBoard, Report, board_of, process_state
+from gridformer.launch.boards import Board, FolderBoard, Report, asks_s, board_of, process_state
 from gridformer.launch.hang import (
     Seen,
     Verdict,
@@ -50,6 +50,7 @@ _LEAVES_S = 25.0  # a rank ends by itself so long after it told what it saw
 _CALLS = 8  # shown of a stack; the file has them all
 _RECORDS_S = 1.5  # for torch's records of messages
 _END_S = 2.0  # how long the end of a run waits for the watch, which may ask a store that is gone
+_LINGERS_S = 2.0  # from when a peer has failed until this process is ended for it
 _QUIET_S = 2.5  # a watch that has not looked for so long does not run
 
 
@@ -63,6 +64,7 @@ class HangWatch:
         fail: called with the report on the rank that noticed first; it ends the process.
         nccl: whether messages run on GPUs, where the host waits elsewhere than in messages.
         limit: what users call the limit.
+        peer_failed: called with the name of a rank that has failed; it ends the process.
         trains: whether the run has steps, before the first of which nothing is known over NCCL.
     """
 
@@ -75,10 +77,11 @@ class HangWatch:
         nccl: bool = False,
         limit: str = "train.timeout_s",
         trains: bool = True,
+        peer_failed: Callable[[str], None] = lambda who: None,
     ) -> None:
         self.place, self.timeout_s, self.out, self.nccl = place, timeout_s, out, nccl
         self._limit, self._trains = limit, trains
-        self._fail = fail
+        self._fail, self._peer_failed = fail, peer_failed
         self._board: Board = board_of(place)
         own = None
         if isinstance(self._board, FolderBoard):
@@ -105,8 +108,7 @@ class HangWatch:
 
     def _run(self) -> None:
         look_s = min(_LOOKS_S, self.timeout_s / 8)
-        # The store of a large run answers about a thousand questions a second.
-        ask_s = 0.0 if self.place.store_file else max(2.0, self.place.size / 500)
+        ask_s = 0.0 if self.place.store_file else asks_s(self.place.size)
         asked = time.monotonic()
         while not self._ended.wait(look_s):
             hangs, now = self._beat(), time.monotonic()
@@ -116,9 +118,17 @@ class HangWatch:
                     if self._board.is_claimed():
                         self._tell(False)
                         return
+                    if who := self._board.failed():
+                        self._leave(who)
+                        return
             if hangs:
                 self._tell(True)
                 return
+
+    def _leave(self, who: str) -> None:
+        """Ends this process because another one has failed, unless that ends it anyway."""
+        if not self._ended.wait(_LINGERS_S):  # over gloo connections break, and it raises an error
+            self._peer_failed(who)
 
     def _beat(self) -> bool:
         """Notes where this process is, and returns whether it hangs.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gridformer.launch.watch import MARGIN_S, HangWatch
-from gridformer.launch.worker_process import end_with_report
+from gridformer.launch.worker_process import end_after_peer, end_with_report
 from gridformer.mesh.launch_env import launched_place
 from gridformer.mesh.process_group import World
 
@@ -28,5 +28,12 @@ class UseWatch:
             return None
         nccl = world.backend == "nccl"
         return HangWatch(
-            place, timeout_s, None, end_with_report, nccl, limit="--timeout", trains=False
+            place,
+            timeout_s,
+            None,
+            end_with_report,
+            nccl,
+            limit="--timeout",
+            trains=False,
+            peer_failed=end_after_peer,
         )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gridformer.launch.failure_cause import cause_of, out_of_memory
-from gridformer.mesh.launch_env import STORE_FILE, Joined
+from gridformer.mesh.launch_env import STORE_FILE, Joined, launched_place
 from gridformer.mesh.process_group import abandon_process_groups, is_effect_of_a_peer
 from gridformer.utils import signals
 from gridformer.utils.allocator import use_expandable_segments
@@ -103,6 +103,7 @@ def work(
     stop = signals.install(replace(policy, again_after_s=float("inf")))
     stop.is_hopeless = meeting.is_hopeless
     stop.on_hold = partial(_mark, meeting.saving(rank))
+    stop.report = partial(_write_failure, path=meeting.error_file(rank))
     end_with_parent()
     faulthandler.enable(all_threads=True)  # a crash in native code prints where it happened
     use_expandable_segments()
@@ -171,6 +172,7 @@ def work_here(
     if error_file:
         faulthandler.enable(all_threads=True)
         stop.is_hopeless = lambda: any(error_file.parents[1].glob("*/error.json"))
+        stop.report = partial(_write_failure, path=error_file)
     try:
         entrypoint(*args)
     except Exception as error:
@@ -214,6 +216,26 @@ def end_with_report(text: str) -> NoReturn:
     signals.end_process(1)
 
 
+def end_after_peer(who: str) -> NoReturn:
+    """Ends this process because another rank has failed, which reports why.
+
+    The watch of the run calls it, while the main thread may wait for that rank.
+
+    Args:
+        who: names the rank.
+    """
+    text = f"rank {os.environ.get('RANK', '?')} ends because {who} has failed"
+    if path := _error_file_of_torchrun():
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        _write(
+            path,
+            {"message": text, "extraInfo": extra, "time": time.time(), "caused_by_peer": True},
+        )
+    print_last(text)
+    abandon_process_groups()
+    signals.end_process(1)
+
+
 def _fail(
     error: Exception,
     stop: signals.StopRequest,
@@ -235,11 +257,23 @@ def _fail(
     else:
         if caused_by_peer and by_torchrun_or_srun:
             time.sleep(_LINGER_S)
-        if error_file:
+        if error_file and not stop.reported:
             _write_failure(error, error_file)
         if by_torchrun_or_srun:  # otherwise `launch` prints it, because it started the workers
             _print_failure(error)
         code = error.exit_code if isinstance(error, UserError) else 1
+        from gridformer.launch.boards import asks_s, tell_failed
+
+        place = launched_place()
+        if (
+            not caused_by_peer
+            and tell_failed()
+            and place
+            and place.rank == 0
+            and place.by == "srun"
+        ):
+            # The store of the run is in this process. All ranks ask it in this time.
+            time.sleep(1.5 * asks_s(place.size))
     abandon_process_groups()
     # Not sys.exit: at interpreter shutdown the destructors of groups wait for pending messages.
     signals.end_process(code)

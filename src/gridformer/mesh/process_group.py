@@ -181,6 +181,11 @@ def is_effect_of_a_peer(error: BaseException) -> bool:
     )
 
 
+def is_gpu_error(error: BaseException) -> bool:
+    """Returns whether a GPU has failed, such as by an assertion in a kernel, and stays unusable."""
+    return isinstance(error, RuntimeError) and "CUDA error" in str(error)
+
+
 def _take(gpu: int | None) -> torch.device:
     import torch
 

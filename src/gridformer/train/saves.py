@@ -8,7 +8,7 @@ from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.checkpoint.saver import Saver
 from gridformer.mesh import Axes
-from gridformer.mesh.process_group import is_effect_of_a_peer
+from gridformer.mesh.process_group import is_effect_of_a_peer, is_gpu_error
 from gridformer.models import Model
 from gridformer.train.journal import Journal
 from gridformer.train.plan import Plan
@@ -85,8 +85,13 @@ class Saves:
     def note_error(
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
-        """Notes how the run ends, as the exit of a context, before `finish` waits."""
+        """Notes how the run ends, as the exit of a context, before `finish` waits.
+
+        After an error of the GPU itself, NCCL's own thread ends the process a moment later.
+        """
         self._lost_a_peer = error is not None and is_effect_of_a_peer(error)
+        if isinstance(error, Exception) and is_gpu_error(error):
+            self.stop.report_now(error)
 
     def _is_hopeless(self) -> bool:
         """Returns whether another rank has ended, and maybe without its part of a save."""

@@ -94,7 +94,11 @@ class StopRequest:
 
     `is_hopeless` may be set to a function that is called when a signal arrives. If it returns True,
     the process ends at once, because nothing can be saved anymore. `on_hold` may be set to a
-    function that is told when `held` begins and ends.
+    function that is told when `held` begins and ends, and `report` to one that writes why this
+    process fails.
+
+    Attributes:
+        reported: Whether `report_now` has been called.
     """
 
     def __init__(self, policy: StopPolicy) -> None:
@@ -102,6 +106,8 @@ class StopRequest:
         self.grace_s = policy.grace_s
         self.is_hopeless: Callable[[], bool] = lambda: False
         self.on_hold: Callable[[bool], None] = lambda begins: None
+        self.report: Callable[[Exception], None] = lambda error: None
+        self.reported = False
         self._told: list[Callable[[], None]] = []
         self._cause = ""
         self._outcome = ""
@@ -120,6 +126,12 @@ class StopRequest:
             self._old_handlers[signum] = signal.signal(signum, _ignore)
         self._thread = threading.Thread(target=self._listen, name="stop signals", daemon=True)
         self._thread.start()
+
+    def report_now(self, error: Exception) -> None:
+        """Writes why this process fails before it ends, because it may be ended at any moment."""
+        if not self.requested and not self.reported:
+            self.report(error)
+            self.reported = True
 
     @property
     def requested(self) -> bool:
