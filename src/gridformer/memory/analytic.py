@@ -6,14 +6,15 @@ The formulas cover the matrices among parameters, and the activations that every
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from gridformer.config import RunConfig
+from gridformer.config import LayoutConfig, RunConfig
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.cost import Choice, Choices
 from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.auto.products import Work
 from gridformer.parallel.auto.work import replica_work, resolved, state_bytes
+from gridformer.parallel.pipeline.partition import link_names, stages_of
 from gridformer.parallel.registry import spec_of
 
 _NORM_COPIES = 5  # of an activation, in float32, in the backward pass of an RMSNorm
@@ -55,13 +56,6 @@ def quick_peak(run: RunConfig, choices: Choices) -> float:
     layout, pp = run.layout, run.layout.pp
     in_layers, head = _states(run, choices)
     n_layers = run.model.n_layers + (run.model.n_decoder_layers if run.model.two_stacks else 0)
-    # The fraction of the layers in the fullest stage; the partition counts the head's work as that
-    # of some layers.
-    head_layers = run.model.vocab_size * run.model.hidden_size / run.model.layer_elements
-    share = min(1.0, math.ceil((n_layers + head_layers) / pp) / n_layers)
-    if pp > 1 and not run.model.tied_head:
-        head /= 2  # a stage has the table of the embedding or that of the head
-    states = in_layers * share + head
     each = _kept(run, choices)  # by all layers if none is recomputed
     kept_score = 2 * choices.work.itemsize + 1  # a probability, before and after dropout, its mask
     scores = _scores(run, choices)
@@ -73,25 +67,53 @@ def quick_peak(run: RunConfig, choices: Choices) -> float:
         again += stays / n_layers
         stays, one = _inputs(run, choices, n_layers)
         again += one
-    activations = (stays + choices.all_kept_bytes) * share
+    activations = stays + choices.all_kept_bytes
     replicas = _Replicas.of(run, choices)
-    states += replicas.gathered
     logits = _logits(run, choices) + replicas.table
     backward = max(_backward(run, choices, each / n_layers), replicas.gradients)
     backward = again + max(0.0, backward + replicas.messages)
     end = _table_gradient(run, choices)
     if pp == 1:
+        states = in_layers + head + replicas.gathered
         # Before the backward pass of the last layer there are no gradients of layers.
         absent = _layer_gradients(run, choices) if layout.micro_batches == 1 else 0.0
         last = activations + max(logits - absent, backward - absent * (1 - 1 / n_layers))
         return states + max(last, activations / n_layers + backward, end)
-    # The first stage has the most micro-batches in flight, the last stage has the logits.
-    under_way: float = layout.micro_batches
-    if layout.pipeline_order != "gpipe":
-        # Interleaved, up to (k - 1) pp + 2 (pp - 1) + 1 passes of 1/k of the layers.
-        k = layout.stages_per_rank
-        under_way = min(pp + (pp - 1) / k if k > 1 else pp, under_way)
-    return states + max(under_way * activations + backward, activations + logits, end)
+    if not run.model.tied_head:
+        head /= 2  # a rank has the table of the embedding or that of the head
+    peaks = []
+    for rank, share in enumerate(_layers_of_ranks(run)):
+        mine, last = activations * share, rank == pp - 1
+        states = in_layers * share + replicas.gathered + (head if last or not rank else 0.0)
+        most = max(_under_way(layout, rank) * mine + backward, mine + logits * last)
+        peaks.append(states + max(most, end if last or not rank else 0.0))
+    return max(peaks)
+
+
+def _layers_of_ranks(run: RunConfig) -> list[float]:
+    """Returns the fraction of the layers that each rank of a pipeline has, in all its stages."""
+    model, layout = run.model, run.layout
+    if not model.vocab_size:  # nobody has said it yet
+        model = model.model_copy(update={"vocab_size": 1})
+    names = link_names(model)
+    # How work is divided does not depend on the number of sequences.
+    work = Work(tokens=run.seq_len, source=run.source_len, sequences=1)
+    stages = stages_of(model, layout.n_stages, work)
+    layers = [sum("layers." in names[i] for i in stage) for stage in stages]
+    return [sum(layers[rank :: layout.pp]) / sum(layers) for rank in range(layout.pp)]
+
+
+def _under_way(layout: LayoutConfig, rank: int) -> float:
+    """Returns for how many micro-batches a rank of a pipeline keeps activations at a time.
+
+    With k stages a rank, those are the passes of 1/k of its layers that it runs ahead; see
+    `gridformer.parallel.pipeline.schedules`.
+    """
+    most, k = float(layout.micro_batches), layout.stages_per_rank
+    if layout.pipeline_order == "gpipe":
+        return most
+    ahead = layout.pp - 1 - rank
+    return min(most, ahead + 1 if k == 1 else ((k - 1) * layout.pp + 2 * ahead + 1) / k)
 
 
 def _layer_gradients(run: RunConfig, choices: Choices) -> float:
@@ -248,8 +270,8 @@ def _copy_bytes(run: RunConfig, choices: Choices, replicas: int) -> float:
 def _kept(run: RunConfig, choices: Choices) -> float:
     """Returns the bytes that all layers keep of one micro-batch if none is recomputed.
 
-    A product that opens a section keeps its norm's input and output, and its own output; a product
-    that closes a section keeps its input.
+    A product that opens a section keeps its norm's input, in the type of norms, and output, and its
+    own output; a product that closes a section keeps its input.
     """
     work, h, grid = choices.work, run.model.hidden_size, choices.rows * choices.cols
     # The fraction of an activation between sections that a device holds.
@@ -261,7 +283,11 @@ def _kept(run: RunConfig, choices: Choices) -> float:
             continue
         rows = work.rows_of(product)
         inside = rows * (between if choice.common else 1 / grid)
-        around = 0.0 if product.closes else 2 * rows * h * between
+        around = (
+            0.0
+            if product.closes
+            else (1 + max(4, work.itemsize) / work.itemsize) * rows * h * between
+        )
         width = product.n_in if product.closes else choice.n_out
         kept += (around + inside * width) * product.count
     return kept * work.itemsize
