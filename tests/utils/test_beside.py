@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -96,8 +97,22 @@ def test_copies_share_more_pieces_than_a_byte_counts() -> None:
 
 
 @pytest.mark.usefixtures("two_cores")
-def test_work_is_begun_beside_this_process() -> None:
-    results = beside.started([os.getpid, lambda: 9])
-    other, nine = results()
-    assert other != os.getpid()
-    assert nine == 9
+def test_work_is_begun_beside_this_process_which_helps_in_the_end(tmp_path: Path) -> None:
+    begun, goes_on = tmp_path / "begun", tmp_path / "goes on"
+
+    def first() -> int:
+        begun.touch()
+        while not goes_on.exists():
+            time.sleep(0.01)
+        return os.getpid()
+
+    def second() -> int:
+        goes_on.touch()
+        return os.getpid()
+
+    results = beside.started([first, second])
+    while not begun.exists():
+        time.sleep(0.01)
+    there, here = results()
+    assert there != os.getpid()
+    assert here == os.getpid(), "the copy was busy"

@@ -157,7 +157,7 @@ def shared(work: Sequence[Callable[[], T]]) -> list[T]:
         The results, in the order of the pieces. Pieces that fail are done again in this process,
         which raises their errors.
     """
-    return _in_copies(work, n_cores())()
+    return _in_copies(work, n_cores(), helps=False)()
 
 
 def started(work: Sequence[Callable[[], T]]) -> Callable[[], list[T]]:
@@ -167,13 +167,20 @@ def started(work: Sequence[Callable[[], T]]) -> Callable[[], list[T]]:
         work: See `shared`.
 
     Returns:
-        What waits for the results, which are those of `shared`.
+        What does the pieces that no copy has begun, and waits for the others. The results are those
+        of `shared`.
     """
-    return _in_copies(work, n_cores() - 1)
+    return _in_copies(work, n_cores() - 1, helps=True)
 
 
-def _in_copies(work: Sequence[Callable[[], T]], n: int) -> Callable[[], list[T]]:
-    """Begins some work in n copies of this process, and returns what waits for the results."""
+def _in_copies(work: Sequence[Callable[[], T]], n: int, helps: bool) -> Callable[[], list[T]]:
+    """Begins some work in n copies of this process, and returns what waits for the results.
+
+    Args:
+        work: The pieces.
+        n: The number of copies.
+        helps: Whether this process takes its share of the pieces when it comes to wait.
+    """
     if not can_copy():
         return lambda: [piece() for piece in work]
     left, writer = os.pipe()
@@ -188,10 +195,14 @@ def _in_copies(work: Sequence[Callable[[], T]], n: int) -> Callable[[], list[T]]
         return found
 
     copies = [_Child[dict[int, T]](some, dict) for _ in range(min(n, len(work)))]
-    os.close(left)
+    if not helps:
+        os.close(left)
 
     def results() -> list[T]:
         done: dict[int, T] = {}
+        if helps:
+            done |= some()
+            os.close(left)
         for copy in copies:
             done |= copy.result()
         return [done[n] if n in done else piece() for n, piece in enumerate(work)]
