@@ -276,18 +276,17 @@ def _kept(run: RunConfig, choices: Choices) -> float:
     work, h, grid = choices.work, run.model.hidden_size, choices.rows * choices.cols
     # The fraction of an activation between sections that a device holds.
     between = 1 / grid if choices.between == "cut" else 1.0
-    kept = 0.0
+    lies, kept = spec_of(run.layout).boundary(run.layout).lies, 0.0
     for choice in choices.products.values():
         product = choice.product
         if product.section == "head":
             continue
         rows = work.rows_of(product)
         inside = rows * (between if choice.common else 1 / grid)
-        around = (
-            0.0
-            if product.closes
-            else (1 + max(4, work.itemsize) / work.itemsize) * rows * h * between
-        )
+        # In a grid that cuts h, the norm is a part of the product, which computes it again.
+        inside_product = lies == "h" and choice.norm_inside
+        norm = 0.0 if inside_product else max(4, work.itemsize) / work.itemsize
+        around = 0.0 if product.closes else (1 + norm) * rows * h * between
         width = product.n_in if product.closes else choice.n_out
         kept += (around + inside * width) * product.count
     return kept * work.itemsize
