@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from gridformer.cluster import load_cluster
 from gridformer.config import LayoutConfig, RunConfig, divisors
 from gridformer.mesh.launch_env import launched_place
 from gridformer.parallel.registry import describe_layout, spec_of
@@ -108,10 +109,9 @@ def layouts_for(run: RunConfig, n: int) -> Iterator[RunConfig]:
         n: the number of processes.
     """
     if run.layout.cluster:
-        from gridformer.parallel.auto.seconds import cluster_of
         from gridformer.plan.search import Search
 
-        found, _ = Search(run, cluster_of(run.layout), n).ranked(_IMPROVED)
+        found, _ = Search(run, load_cluster(run.layout.cluster), n).ranked(_IMPROVED)
         for one in found:
             layout = one.run.layout.model_copy(update={"cluster": run.layout.cluster})
             other = one.run.model_copy(update={"layout": layout})

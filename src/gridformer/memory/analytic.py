@@ -12,9 +12,8 @@ from gridformer.config import LayoutConfig, RunConfig
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.cost import Choice, Choices
 from gridformer.parallel.auto.heuristics import decide
-from gridformer.parallel.auto.products import Work
 from gridformer.parallel.auto.work import replica_work, resolved, state_bytes
-from gridformer.parallel.pipeline.partition import link_names, stages_of
+from gridformer.parallel.pipeline.stage_shares import shares_of_ranks, stacks_of
 from gridformer.parallel.registry import spec_of
 
 _NORM_COPIES = 5  # of an activation, in float32, in the backward pass of an RMSNorm
@@ -55,7 +54,8 @@ def quick_peak(run: RunConfig, choices: Choices) -> float:
     run = resolved(run, choices)
     layout, pp = run.layout, run.layout.pp
     in_layers, head = _states(run, choices)
-    n_layers = run.model.n_layers + (run.model.n_decoder_layers if run.model.two_stacks else 0)
+    stacks = stacks_of(run)
+    n_layers = sum(stacks.values())
     each = _kept(run, choices)  # by all layers if none is recomputed
     kept_score = 2 * choices.work.itemsize + 1  # a probability, before and after dropout, its mask
     scores = _scores(run, choices)
@@ -82,25 +82,13 @@ def quick_peak(run: RunConfig, choices: Choices) -> float:
     if not run.model.tied_head:
         head /= 2  # a rank has the table of the embedding or that of the head
     peaks = []
-    for rank, share in enumerate(_layers_of_ranks(run)):
+    for rank, part in enumerate(shares_of_ranks(run)):
+        share = sum(of_stack * stacks[stack] for stack, of_stack in part.layers) / n_layers
         mine, last = activations * share, rank == pp - 1
         states = in_layers * share + replicas.gathered + (head if last or not rank else 0.0)
         most = max(_under_way(layout, rank) * mine + backward, mine + logits * last)
         peaks.append(states + max(most, end if last or not rank else 0.0))
     return max(peaks)
-
-
-def _layers_of_ranks(run: RunConfig) -> list[float]:
-    """Returns the fraction of the layers that each rank of a pipeline has, in all its stages."""
-    model, layout = run.model, run.layout
-    if not model.vocab_size:  # nobody has said it yet
-        model = model.model_copy(update={"vocab_size": 1})
-    names = link_names(model)
-    # How work is divided does not depend on the number of sequences.
-    work = Work(tokens=run.seq_len, source=run.source_len, sequences=1)
-    stages = stages_of(model, layout.n_stages, work)
-    layers = [sum("layers." in names[i] for i in stage) for stage in stages]
-    return [sum(layers[rank :: layout.pp]) / sum(layers) for rank in range(layout.pp)]
 
 
 def _under_way(layout: LayoutConfig, rank: int) -> float:

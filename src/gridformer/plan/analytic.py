@@ -18,13 +18,13 @@ from gridformer.memory.room import room_on
 from gridformer.mesh.node_placement import NodeBlock
 from gridformer.parallel.auto.decisions import Decisions, choices_of, placements, traffic_of
 from gridformer.parallel.auto.work import replica_work
+from gridformer.parallel.pipeline.stage_shares import StageShares, shares_of_rank, shares_of_stages
 from gridformer.parallel.registry import spec_of
 from gridformer.plan import head_passes, launches, layer_passes, once_a_step
 from gridformer.plan.load import Load, StepCosts, hop_from
 from gridformer.plan.pipeline_time import PassSeconds, pass_times
 from gridformer.plan.recorded import on_device_type, unfused
 from gridformer.plan.sizes import Sizes
-from gridformer.plan.stage_shares import StageShares, shares_of_rank, shares_of_stages
 from gridformer.utils.units import GIB
 
 

@@ -7,7 +7,7 @@ from gridformer.plan import launches as counts
 from gridformer.plan.layer_passes import add_norm
 from gridformer.plan.load import Load
 from gridformer.plan.products import enter_or_leave, product_loads
-from gridformer.plan.sizes import Sizes, chunks_of, head_tokens
+from gridformer.plan.sizes import Sizes
 
 # Passes over logits; see `gridformer.plan.layer_passes`.
 LOGITS = 6  # in float32: log-softmax and the targets' logits, forward and backward
@@ -28,7 +28,7 @@ def head(sizes: Sizes) -> tuple[Load, Load]:
             there, back = product_loads(sizes, choice)
             _count_around(sizes, choice, there, back)
             forward.add(there)
-            if choice.product.name == "head" and chunks_of(sizes, choice) > 1:
+            if choice.product.name == "head" and sizes.choices.loss_chunks(choice) > 1:
                 forward.add(back)
             else:
                 backward.add(back)
@@ -50,7 +50,8 @@ def _count_around(sizes: Sizes, choice: Choice, there: Load, back: Load) -> None
         there.launches += counts.LABELS[0] + counts.LABELS_SHARDED[0] * sharded
         back.launches += counts.LABELS[1] + counts.LABELS_SHARDED[1] * sharded
         return
-    chunks = chunks_of(sizes, sizes.choices["head"])  # it is part of each chunk of the loss
+    # It is part of each chunk of the loss.
+    chunks = sizes.choices.loss_chunks(sizes.choices["head"])
     there.launches = there.launches * chunks + counts.TRANSFORM[0] * chunks
     back.launches = back.launches * chunks + counts.TRANSFORM[1] * chunks
 
@@ -102,9 +103,9 @@ def _lookup_launches(sizes: Sizes, table: Choice) -> tuple[Load, Load]:
 
 def _loss(sizes: Sizes, choice: Choice) -> Load:
     """Returns the load of the loss: passes over logits, and messages over the vocabulary's axis."""
-    tokens = head_tokens(sizes, choice)
+    tokens = sizes.choices.head_tokens(choice)
     width = sizes.run.model.vocab_size
-    chunks = chunks_of(sizes, choice)
+    chunks = sizes.choices.loss_chunks(choice)
     h = sizes.run.model.hidden_size
     sharded = not choice.common and sizes.choices.rows * sizes.choices.cols > 1
     each = LOGITS * sizes.wide + 2 * sizes.cast

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from gridformer.parallel.auto.cost import Choice
 from gridformer.parallel.auto.products import Product
-from gridformer.plan.sizes import Sizes, chunks_of
-from gridformer.plan.stage_shares import StageShares
+from gridformer.parallel.pipeline.stage_shares import StageShares
+from gridformer.plan.sizes import Sizes
 
 WITH_RMS = ("t5", "llama")  # whose norms are RMSNorms
 STEP = 50  # the norm of gradients, their scale, the optimizer, and what is logged
@@ -126,7 +126,7 @@ def chunk(sizes: Sizes, choice: Choice, sharded: bool) -> int:
     else:
         found = LOSS_SMOOTHED if smoothed else LOSS
     found -= 2 * (not sizes.cast)
-    if chunks_of(sizes, choice) > 1:
+    if sizes.choices.loss_chunks(choice) > 1:
         found += CHUNK
         if head_norm(sizes):  # gradients of the norm, which are summed
             found += 1 if sizes.run.model.family in WITH_RMS else 2

@@ -6,6 +6,7 @@ Products, their shapes and what travels for them follow from `Choices` and from 
 from __future__ import annotations
 
 from gridformer.parallel.auto.cost import Choice
+from gridformer.parallel.pipeline.stage_shares import stack_of, stacks_of
 from gridformer.plan.launches import (
     RMS_INSIDE_LAUNCHES,
     RMS_LAUNCHES,
@@ -17,7 +18,6 @@ from gridformer.plan.launches import (
 from gridformer.plan.load import Load
 from gridformer.plan.products import product_loads
 from gridformer.plan.sizes import Sizes
-from gridformer.plan.stage_shares import stack_of, stacks_of
 
 # Passes over an activation by memory-bound kernels, forward and backward. A kernel that reads two
 # tensors and writes one makes three. They are those that the record of the real code shows, which

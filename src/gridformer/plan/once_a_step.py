@@ -8,11 +8,11 @@ from dataclasses import replace
 from gridformer.cluster.messages import Op
 from gridformer.parallel.auto.cost import Choice
 from gridformer.parallel.pipeline.schedules import rounds
+from gridformer.parallel.pipeline.stage_shares import StageShares, stacks_of
 from gridformer.plan import launches
 from gridformer.plan.load import AxisPlace, Load
 from gridformer.plan.products import added_bytes
 from gridformer.plan.sizes import Sizes
-from gridformer.plan.stage_shares import StageShares, stacks_of
 
 ADAM_BYTES = 28  # reads a parameter, its gradient and two moments, and writes all but the gradient
 NORM_BYTES = 4  # the norm of gradients reads them

@@ -8,7 +8,7 @@ from gridformer.parallel.auto.cost import Choice
 from gridformer.parallel.auto.formulas import boundary_op, cut_widths, traveling_width
 from gridformer.plan.launches import biases_of
 from gridformer.plan.load import Load
-from gridformer.plan.sizes import Sizes, chunks_of
+from gridformer.plan.sizes import Sizes
 
 
 def product_loads(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
@@ -20,7 +20,7 @@ def product_loads(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
     n_in, n_out = cut_widths(choice, 1 if choice.common else choices.cols)
     if choice.common:
         tokens = max(1, round(sizes.between(product, 1)))
-    chunks = max(choice.n_chunks, chunks_of(sizes, choice))
+    chunks = max(choice.n_chunks, sizes.choices.loss_chunks(choice))
     panels = 1 if choice.schedule == "gather" else choices.panels
     m, k = max(1, tokens // chunks), max(1, n_in // panels)
     steps = chunks * panels

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from gridformer.config import RunConfig
-from gridformer.parallel.auto.cost import Choice, Choices
+from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.products import Product
 from gridformer.parallel.scheme import SchemeSpec
 from gridformer.plan.load import AxisPlace, StepCosts
@@ -57,7 +56,7 @@ class Sizes:
 
     def tokens(self, product: Product) -> int:
         """Returns the rows of a product's input on one row of devices."""
-        return max(1, self.choices.work.rows_of(product) // self.choices.rows)
+        return self.choices.tokens(product)
 
     def between(self, product: Product, width: int) -> float:
         """Returns the elements of an activation of that width between sections on a device."""
@@ -87,16 +86,3 @@ class Sizes:
     def cast(self) -> int:
         """Bytes that casting an element between the types of products and of norms moves."""
         return self.itemsize + self.wide if self.itemsize < self.wide else 0
-
-
-def head_tokens(sizes: Sizes, choice: Choice) -> float:
-    """Returns for how many tokens a device computes a product of the head."""
-    return sizes.between(choice.product, 1) if choice.common else sizes.tokens(choice.product)
-
-
-def chunks_of(sizes: Sizes, choice: Choice) -> int:
-    """Returns in how many chunks the head computes logits; 1 for all other products."""
-    at_a_time = sizes.choices.work.loss_chunk_tokens
-    if choice.product.name != "head" or not at_a_time:
-        return 1
-    return max(1, math.ceil(head_tokens(sizes, choice) / at_a_time))

@@ -270,12 +270,21 @@ class Choices:
         activation = share / r * self.work.rows_of(product) * width
         return activation, (r - 1) / (r * c) * product.n_in * choice.n_out
 
+    def tokens(self, product: Product) -> int:
+        """Returns the rows of a product's input on one row of devices."""
+        return max(1, self.work.rows_of(product) // self.rows)
+
+    def head_tokens(self, choice: Choice) -> float:
+        """Returns for how many tokens a device computes a product of the head."""
+        cut = choice.common and self.between == "cut"
+        return self.tokens(choice.product) / (self.cols if cut else 1)
+
     def loss_chunks(self, choice: Choice) -> int:
         """Returns in how many chunks of tokens the product is computed: the head, for its loss."""
         at_a_time = self.work.loss_chunk_tokens
         if choice.product.name != "head" or not at_a_time:
             return 1
-        return max(1, math.ceil(self.work.rows_of(choice.product) / self.rows / at_a_time))
+        return max(1, math.ceil(self.head_tokens(choice) / at_a_time))
 
     @property
     def panels(self) -> int:

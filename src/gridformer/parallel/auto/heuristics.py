@@ -14,6 +14,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
 
+from gridformer.cluster import load_cluster
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh.node_placement import NodeBlock
 from gridformer.parallel.auto.cost import Choice, Choices
@@ -25,7 +26,6 @@ from gridformer.parallel.auto.fastest import (
     max_chunks,
 )
 from gridformer.parallel.auto.products import Work, blocks_of, products_of
-from gridformer.parallel.auto.seconds import cluster_of
 from gridformer.parallel.registry import spec_of
 from gridformer.utils.units import GIB, format_bytes
 
@@ -257,7 +257,9 @@ def _reshard(choices: Choices, layout: LayoutConfig) -> Choices:
     if layout.reshard == "step":
         return replace(choices, reshard="step")
     held, price = choices.held_bytes, regathered_bytes(choices, layout)
-    limit = choices.work.memory_gib or (cluster_of(layout).limit_gib if layout.cluster else 0.0)
+    limit = choices.work.memory_gib
+    if layout.cluster and not limit:
+        limit = load_cluster(layout.cluster).for_processes(layout.n_processes).limit_gib
     budget, why = COPIES_SHARE * held, f"{Fraction(COPIES_SHARE)} of what a device holds"
     if limit:
         copies = copies_bytes(choices, layout) * (choices.work.itemsize == 2 and choices.cast_once)

@@ -74,14 +74,11 @@ class ProductTimes:
 
     def __init__(self, choices: Choices, layout: LayoutConfig, block: NodeBlock | None) -> None:
         self.choices, self.work = choices, choices.work
-        self.cluster = cluster_of(layout)
+        self.cluster = load_cluster(layout.cluster).for_processes(layout.n_processes)
         boundary = spec_of(layout).boundary(layout)
         self.axis, self.lies = boundary.axis, boundary.lies
         self.on_cpu = self.cluster.device.kind == "cpu"
         self.launch_s = self.cluster.host.launch_us.value * 1e-6
-        if self.on_cpu:
-            host = self.cluster.tables.host_s(self.cluster.processes)
-            self.launch_s = host[0] if host else self.launch_s
         self.places = _places(layout, block, self.cluster)
         self._kernels: dict[tuple[int, int, int], float] = {}
         self._messages: dict[tuple[str, float, str], _Message] = {}
@@ -232,18 +229,6 @@ class ProductTimes:
             cpu = message_cpu_s(self.cluster, work) if self.on_cpu else 0.0
             self._messages[key] = _Message(message_s(self.cluster, work), cpu)
         return self._messages[key]
-
-
-def cluster_of(layout: LayoutConfig) -> Cluster:
-    """Returns the cluster of a layout, whose processes share its cores if it is a CPU.
-
-    Raises:
-        ConfigError: There is no such cluster, or its file has problems.
-    """
-    cluster = load_cluster(layout.cluster)
-    if cluster.device.kind == "cpu":
-        return cluster.model_copy(update={"processes": layout.n_processes})
-    return cluster
 
 
 def _places(

@@ -54,11 +54,14 @@ def shares_of_stages(run: RunConfig) -> list[StageShares]:
     layout, stacks = run.layout, stacks_of(run)
     if layout.pp == 1:
         return [StageShares(tuple((stack, 1.0) for stack in stacks), 1.0, True)]
-    names = link_names(run.model)
+    model = run.model
+    if not model.vocab_size:  # nobody has said it yet
+        model = model.model_copy(update={"vocab_size": 1})
+    names = link_names(model)
     # How work is divided does not depend on the number of sequences.
     work = Work(tokens=run.seq_len, source=run.source_len, sequences=1)
     found: list[StageShares] = []
-    for stage in stages_of(run.model, layout.n_stages, work):
+    for stage in stages_of(model, layout.n_stages, work):
         mine = [names[i] for i in stage]
         layers = tuple(
             (stack, sum(_is_layer_of(stack, name) for name in mine) / n)
@@ -67,6 +70,12 @@ def shares_of_stages(run: RunConfig) -> list[StageShares]:
         lookups = sum(name.endswith("embedding") for name in mine) / len(stacks)
         found.append(StageShares(layers, lookups, names[-1] in mine))
     return found
+
+
+def shares_of_ranks(run: RunConfig) -> list[StageShares]:
+    """Returns the parts of the ranks of a pipeline, in order, by the real partition."""
+    stages, pp = shares_of_stages(run), run.layout.pp
+    return [shares_of_rank(stages[rank::pp]) for rank in range(pp)]
 
 
 def shares_of_rank(stages: Sequence[StageShares]) -> StageShares:
