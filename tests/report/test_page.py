@@ -19,6 +19,7 @@ from gridformer.report.steptrace import read_timeline
 from gridformer.train.trace import merged_trace
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror='alert(2)'>"
+LABEL = f"{EVIL}\udcff"  # with a byte that is not UTF-8, as Python has it in the name of a folder
 
 
 def evil_run(folder: Path) -> RunReading:
@@ -29,7 +30,7 @@ def evil_run(folder: Path) -> RunReading:
         {"event": "diverged", "step": 1, "why": EVIL},
     ]
     return RunReading(
-        label=EVIL,
+        label=LABEL,
         folder=folder,
         config=None,
         problem=EVIL,
@@ -85,7 +86,7 @@ def test_the_page_loads_nothing_and_allows_only_its_own_script(page: str) -> Non
 
 def test_the_data_of_the_script_is_complete(page: str) -> None:
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
-    assert [run["label"] for run in data["runs"]] == [EVIL, EVIL]
+    assert [run["label"] for run in data["runs"]] == [LABEL, LABEL]
     assert data["charts"][0]["curves"][1]["y"] == [5.0, 4.0, 3.0]
     assert [mark["kind"] for mark in data["runs"][0]["marks"]] == ["start", "trouble"]
     [first, _] = data["timelines"]

@@ -59,9 +59,9 @@ def write_report_page(
     style = DARK + (here / "page.css").read_text(encoding="utf-8")
     script = (here / "page.js").read_text(encoding="utf-8")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        document(title, "\n".join(filter(None, sections)), style, script), encoding="utf-8"
-    )
+    text = document(title, "\n".join(filter(None, sections)), style, script)
+    # A name of a file may have bytes that are not UTF-8.
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _text(value: object) -> str:
