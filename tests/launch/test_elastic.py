@@ -14,6 +14,7 @@ from gridformer.launch import elastic
 from gridformer.launch.elastic import layouts_for, with_processes
 from gridformer.launch.restarts import launch_with_restarts, resumed
 from gridformer.launch.run import worker
+from gridformer.memory import room
 from gridformer.mesh.rendezvous import of_this_attempt
 from gridformer.parallel.registry import describe_layout
 from gridformer.utils.errors import ConfigError
@@ -62,6 +63,15 @@ def test_some_processes_may_be_left_over(
     monkeypatch.setattr(elastic, "_fits", lambda run, room: False)
     with pytest.raises(ConfigError, match="no layout of at most 5 processes"):
         with_processes(run, 5)
+
+
+def test_memory_is_shared_by_the_processes_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not by those that the run was meant for."""
+    run = wanted({"scheme": "single", "dp": 64}, global_batch=64)
+    monkeypatch.setattr(room, "free_memory", lambda: 9 << 30)
+    assert with_processes(run, 1).layout.n_processes == 1
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -166,3 +167,22 @@ def test_a_well_run_pays_nothing(pool: WorkerPool, token_folder: Path, tmp_path:
     """No step is repeated, and nothing that is well is found at fault."""
     with patch.object(Stepper, "repeat", side_effect=AssertionError):
         assert pool.run(1, poisoned, plan_of(token_folder, tmp_path, {}), "output", set()) == [""]
+
+
+def test_rollback_stays_within_the_data_that_it_reads(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    """After `data.restart` there are checkpoints of the data before it, which are left alone."""
+    settings: dict[str, Any] = {"on_divergence": "rollback", "save_every": 1}
+    settings |= {"keep_checkpoints": 9, "rollback_checkpoints": 3}
+    (told,) = pool.run(
+        1, poisoned, plan_of(token_folder, tmp_path, {}, **settings, steps=2), "", {9}
+    )
+    assert told == ""
+    plan = plan_of(token_folder, tmp_path, {}, **settings)
+    assert plan.resume_step == 2
+    (told,) = pool.run(1, poisoned, replace(plan, data_start=2), "output", {3}, 2)
+    assert told == ""
+    assert steps_of(tmp_path) == [*range(STEPS + 1)]
+    aside = sorted(path.name for path in (tmp_path / "checkpoints").glob("rolled-back-*"))
+    assert aside == ["rolled-back-step-00000003"]

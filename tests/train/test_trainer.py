@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import traceback
 from pathlib import Path
@@ -73,3 +74,14 @@ def test_a_resumed_run_reads_on(pool: WorkerPool, token_folder: Path, tmp_path: 
         plan = plan_of(token_folder, tmp_path, {}, steps=steps, eval_batches=1)
         ((trained, _, _),) = pool.run(1, reading, plan)
         assert trained == want
+
+
+def test_the_tokenizer_may_lie_in_the_run_directory(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    """As for token files of another program, whose tokenizer an earlier run has kept."""
+    own = tmp_path / "own"
+    shutil.copytree(token_folder, own)
+    pool.run(1, train, plan_of(own, own, {}, steps=1, eval_batches=1))
+    kept, source = (folder / "tokenizer.json" for folder in (own, token_folder))
+    assert kept.read_bytes() == source.read_bytes()

@@ -86,10 +86,9 @@ def _best(run: RunConfig, present: int) -> RunConfig:
     """
     from gridformer.memory.room import room_of
 
-    room = room_of(run)
     for n in range(present, 0, -1):
         for tried, other in enumerate(layouts_for(run, n)):
-            if _fits(other, room):
+            if _fits(other, room_of(other)):
                 return other
             if tried == _TRIED:
                 break

@@ -142,6 +142,7 @@ def plan_checked(
     from gridformer.memory.budget import fit_problems
     from gridformer.memory.room import silent
     from gridformer.parallel.auto.decisions import decide_run
+    from gridformer.train.metrics import lacks_evaluation
     from gridformer.train.plan import Plan
 
     decisions = decide_run(run)
@@ -172,6 +173,8 @@ def plan_checked(
         data=data,
         older=found.older,
         damaged=found.damaged,
+        unevaluated=found.manifest.step == run.train.steps
+        and lacks_evaluation(out, run.train.steps),
     )
 
 

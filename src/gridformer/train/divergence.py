@@ -40,13 +40,15 @@ class Recovery:
         train: The training config.
         run_dir: The run directory.
         axes: The axes of the mesh.
+        data_start: The step at which the order of samples began, before which it cannot go back.
 
     Attributes:
         done: What was done so far.
     """
 
-    def __init__(self, train: TrainConfig, run_dir: Path, axes: Axes) -> None:
+    def __init__(self, train: TrainConfig, run_dir: Path, axes: Axes, data_start: int = 0) -> None:
         self.train, self.run_dir, self.axes = train, run_dir, axes
+        self.data_start = data_start
         self.done = Divergences()
 
     @property
@@ -97,6 +99,7 @@ class Recovery:
         steps: list[int] = []
         if self.axes.world.index == 0:  # the others might see the folder of a moment before
             steps = [int(path.name.split("-")[1]) for path in find.complete(self.run_dir)]
+            steps = [step for step in steps if step >= self.data_start]
         wanted = self.train.rollback_checkpoints
         chosen = str(steps[-wanted] if wanted <= len(steps) else steps[0]) if steps else ""
         step = first_text(chosen, self.axes.world)

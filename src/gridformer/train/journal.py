@@ -79,11 +79,11 @@ class Journal:
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "config.yaml").write_text(self.run.to_yaml(), encoding="utf-8")
         tokenizer = tokenizer_path(self.run.data)
-        shutil.copyfile(tokenizer, self.out / "tokenizer.json")
+        _copy(tokenizer, self.out / "tokenizer.json")
         if (settings := tokenizer.with_name(SETTINGS)).is_file():
-            shutil.copyfile(settings, self.out / SETTINGS)
-        if (self.run.data.first_path / CHAT_FILE).is_file():
-            shutil.copyfile(self.run.data.first_path / CHAT_FILE, self.out / CHAT_FILE)
+            _copy(settings, self.out / SETTINGS)
+        if (chat := self.run.data.first_path / CHAT_FILE).is_file():
+            _copy(chat, self.out / CHAT_FILE)
         if self.run.model.n_labels:
             data = self.run.data
             folder = open_tokens(data.first_path, data.tokenizer, data.val_fraction)
@@ -143,16 +143,17 @@ class Journal:
         """Tells what becomes of a step that was not finite; see `Callback.on_diverged`."""
         self.told.tell(lambda callback: callback.on_diverged(step, why, back_to))
 
-    def end(self, step: int, saved: int) -> None:
+    def end(self, step: int, saved: int, done: bool) -> None:
         """Plots the losses and says how the run has ended.
 
         Args:
             step: The last step that is done.
             saved: The step of the last checkpoint.
+            done: Whether the run is done, its last evaluation included.
         """
         if self.world.rank == 0:
             plot_loss(self.out, title_of(self.run), self.run)
-        end = RunEnd("done" if step == self.run.train.steps else "stopped", step, saved)
+        end = RunEnd("done" if done else "stopped", step, saved)
         self.told.tell(lambda callback: callback.on_end(end))
 
     def failed(self, error: BaseException) -> None:
@@ -174,3 +175,9 @@ class Journal:
         except Exception:
             self.heart.on_state("failed")
             raise
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copies a file to the run directory, unless it is the one that is there."""
+    if not (target.exists() and source.samefile(target)):
+        shutil.copyfile(source, target)

@@ -65,6 +65,12 @@ class MetricsFile(Callback):
         self._file.close()
 
 
+def lacks_evaluation(run_dir: Path, step: int) -> bool:
+    """Returns whether a run has written the metrics of a step, but not of an evaluation there."""
+    lines = [line for line in read_metrics(run_dir) if line["step"] == step]
+    return bool(lines) and not any("val_loss" in line for line in lines)
+
+
 def grouped(name: str) -> str:
     """Returns the name of a metric as `train/loss`, `val/loss` or `test/loss_news`."""
     group, _, rest = name.partition("_")

@@ -28,6 +28,7 @@ class Plan:
         data: The fingerprint of the data; None leaves it out of checkpoints.
         older: Checkpoints to try if `resume` is damaged, newest first; see `train.fallback`.
         damaged: Checkpoints after `resume` that were found damaged.
+        unevaluated: Whether the run was stopped after its last step, before the evaluation there.
     """
 
     run: RunConfig
@@ -40,6 +41,7 @@ class Plan:
     data: Fingerprint | None = None
     older: tuple[Path, ...] = ()
     damaged: tuple[Damaged, ...] = ()
+    unevaluated: bool = False
 
     @property
     def n_processes(self) -> int:
@@ -47,5 +49,6 @@ class Plan:
 
     @property
     def done(self) -> bool:
-        """Whether the checkpoint already contains all steps of the run."""
-        return self.resume_step >= self.run.train.steps
+        """Whether the checkpoint contains all steps of the run, and the last one is evaluated."""
+        steps = self.run.train.steps
+        return self.resume_step > steps or (self.resume_step == steps and not self.unevaluated)

@@ -93,7 +93,8 @@ class Trainer:
         self.utilization = Utilization.of(run, world.device, self.model.recompute.stops_early)
         self.under_way = StepsUnderWay(lag_of(run.train, world.device))
         self.tokens = 0
-        self.recovery = Recovery(run.train, plan.out, self.axes)
+        self.evaluated = plan.resume_step if plan.done else -1  # the step of the last evaluation
+        self.recovery = Recovery(run.train, plan.out, self.axes, plan.data_start)
         if plan.start is not None:
             weights.load_initial_weights(plan.start, self.model, self.axes)
         if plan.resume is not None:
@@ -129,9 +130,10 @@ class Trainer:
             at_end.callback(lambda: self.ahead.close())  # a rollback opens another
             at_end.callback(self.saves.finish)
             at_end.push(self.saves.note_error)
-            if step == 0:
+            if step == 0 or self.evaluated < step == train.steps:
                 with suppress(StepDropped):
-                    self.journal.metrics({"step": 0, "tokens": 0, **self._evaluate(0)})
+                    evaluated = self._evaluate(step)
+                    self.journal.metrics({"step": step, "tokens": self.tokens, **evaluated})
             while step < train.steps and not told:
                 if self.ending.begins("step", self.stepper.micro_batches):
                     break
@@ -161,7 +163,7 @@ class Trainer:
                     self._save(step, last=True)
                     saved = step
                 self._end(step)
-            self.journal.end(step, saved)
+            self.journal.end(step, saved, self.evaluated == train.steps)
 
     def _ending(self) -> Ending:
         """Returns what decides where this run ends if it is told to stop."""
@@ -174,7 +176,7 @@ class Trainer:
 
     def _end(self, step: int) -> None:
         """Says how the run has ended. Its work is saved."""
-        if step == self.run.train.steps:
+        if self.evaluated == self.run.train.steps:
             self.journal.state("done", step)
             self.stop.done()
         else:
@@ -329,7 +331,9 @@ class Trainer:
 
     def _evaluate(self, step: int) -> dict[str, float]:
         self.journal.state("evaluating")
-        return self.evaluate(step, self.ending, last=step == self.run.train.steps)
+        found = self.evaluate(step, self.ending, last=step == self.run.train.steps)
+        self.evaluated = step
+        return found
 
     def _save(self, step: int, last: bool) -> None:
         manifest = checkpoint.manifest_of(

@@ -99,8 +99,9 @@ class JoinedLogger(Callback):
 
     def on_step(self, metrics: Mapping[str, Any]) -> None:
         """Logs a step, unless it was logged before the run was killed and resumed."""
-        step = metrics["step"]
-        if step > self.logged:
+        step, alone = metrics["step"], "loss" not in metrics
+        # The last evaluation may come after the run was stopped and resumed.
+        if step > self.logged or (alone and step == self.logged):
             self.log(step, {name: v for name, v in metrics.items() if _is_number(name, v)})
             self.logged = step
 
