@@ -6,6 +6,7 @@ The ranks are threads that meet in one store, except in the last test.
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -22,6 +23,8 @@ import yaml
 from gridformer.config import RunConfig
 from gridformer.launch import run as execution
 from gridformer.launch import together
+from gridformer.launch.lock_holder import Holder
+from gridformer.launch.run_lock import RunLock
 from gridformer.launch.together import plan_together
 from gridformer.memory import room
 from gridformer.memory.room import Room
@@ -50,10 +53,10 @@ class Ranks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: Counter[str] = Counter()
         self.rooms: list[Room | None] = []
-        self.problem_on = -1  # a rank whose machine cannot run its processes
+        self.lock: RunLock | None = None
         self.layout = {"scheme": "optimus", "rows": 3, "cols": 2, "devices_per_node": 2}
         self.run = a_run(self.layout, {"hidden_size": 48, "n_heads": 12}, {})
-        self._lock = Lock()
+        self._lock, self.out = Lock(), Path("runs/mine")
         for module, name in ((together, "check_run"), (together, "plan_checked")):
             monkeypatch.setattr(module, name, self.counted(name, getattr(self, name)))
         monkeypatch.setattr(together, "check_devices", self.counted("devices", lambda *_: []))
@@ -71,8 +74,10 @@ class Ranks:
         return self.run
 
     def plan_checked(
-        self, run: RunConfig, out: Path, tell: None, room: Room | None, lock: None
+        self, run: RunConfig, out: Path, tell: None, room: Room | None, lock: RunLock | None
     ) -> Plan:
+        if lock is not None:
+            lock.take(out)
         self.rooms.append(room)
         return Plan(run, out, out / "checkpoints" / "step-3", 3, decide_run(run))
 
@@ -89,7 +94,7 @@ class Ranks:
         here = rank % ON_A_MACHINE
         place = Joined(rank, SIZE, here, ON_A_MACHINE, "torchrun", "10.0.0.1", 29500)
         try:
-            return plan_together(place, "mine.yaml", (), None, Path("runs/mine"))
+            return plan_together(place, "mine.yaml", (), None, self.out, None, self.lock)
         except (Exception, SystemExit) as error:
             return error
 
@@ -132,12 +137,13 @@ def test_what_a_rank_asks_of_the_store_does_not_grow(
         thread.start()
     for thread in threads:
         thread.join(240)
-    # A rank reads config and plan, says so of each, and says what its machine is like. Whoever
-    # hears of config or plan last says so, too: it may be the same rank. Rank 0 reads what all say.
+    # A rank reads config, folder and plan, says so of each, and says what its machine is like.
+    # Whoever hears of one of them last says so, too: it may be the same rank. Rank 0 reads what all
+    # say.
     asked = [store.asked[str(rank)] for rank in range(1, size)]
-    assert min(asked) == 5
-    assert sum(asked) == 5 * (size - 1) + 2
-    assert store.asked["0"] == 3 + size
+    assert min(asked) == 7
+    assert sum(asked) == 7 * (size - 1) + 3
+    assert store.asked["0"] == 4 + size
 
 
 @pytest.mark.parametrize(
@@ -174,6 +180,33 @@ def test_a_machine_with_too_few_gpus_is_refused(
     assert isinstance(first, ConfigError)
     assert first.problems == ["no GPU"], "once, although two ranks say it"
     assert all(isinstance(other, SystemExit) for other in rest)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_machines_that_do_not_share_the_run_directory_are_refused(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, apart: bool
+) -> None:
+    """Rank 0 names them. Each looks for the lock that rank 0 holds."""
+    monkeypatch.setattr(together, "_SEEN_S", 0.2)
+    ranks.out, seen = tmp_path / "mine", together.holder_of
+    looked: list[Path] = []
+
+    def elsewhere(out: Path) -> Holder | None:
+        looked.append(out)
+        return seen(out / "elsewhere" if apart else out)
+
+    monkeypatch.setattr(together, "holder_of", elsewhere)
+    with RunLock() as ranks.lock:
+        first, *rest = ranks.plan()
+    assert set(looked) == {ranks.out}
+    if not apart:
+        assert len(looked) == SIZE // ON_A_MACHINE - 1, "the first rank of each other machine"
+        assert all(isinstance(plan, Plan) for plan in (first, *rest))
+        return
+    assert isinstance(first, ConfigError)
+    (problem,) = first.problems
+    assert f"{ranks.out} is not the same folder on {socket.gethostname()}" in problem
+    assert all(isinstance(other, SystemExit) and other.code == 2 for other in rest), rest
 
 
 def test_rank_0_alone_says_that_a_run_is_done(

@@ -51,6 +51,11 @@ class RunLock:
         self._made: list[Path] = []  # folders that did not exist before
         self._end = threading.Event()
 
+    @property
+    def token(self) -> str:
+        """What the lock that this holds says of nobody else; empty if it holds none."""
+        return self._mine.token if self._mine is not None else ""
+
     def __enter__(self) -> Self:
         return self
 

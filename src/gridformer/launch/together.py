@@ -3,12 +3,15 @@
 Opening the data, deciding what is `auto` and estimating memory may take many seconds, and a
 thousand ranks would do it a thousand times, on the same files. So rank 0 alone does it. Every rank
 only looks at its own machine: at its GPUs and, on the first rank of a machine, at its memory. If
-the run cannot start, rank 0 alone says why, and all ranks end with its exit code.
+the run cannot start, rank 0 alone says why, and all ranks end with its exit code. That is so, too,
+if a machine does not see the lock that rank 0 has taken: it has another run directory of that name,
+and no checkpoint would ever be complete.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -17,10 +20,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from gridformer.config import RunConfig
 from gridformer.launch.plan import check_run, plan_checked
+from gridformer.launch.run_lock import holder_of
 from gridformer.mesh.gpus import CPU, GPU, device_or_problem, identity, own_gpu
 from gridformer.mesh.launch_env import Joined
 from gridformer.mesh.process_group import check_devices
-from gridformer.mesh.rendezvous import collect, receive, share, wait_until_heard
+from gridformer.mesh.rendezvous import collect, gather, receive, share, wait_until_heard
 from gridformer.utils.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -31,12 +35,15 @@ if TYPE_CHECKING:
     from gridformer.train.plan import Plan
 
 # Names in the store of the rendezvous.
-_CONFIG, _MACHINES, _PLAN = "config", "machines", "plan"
+_CONFIG, _MACHINES, _FOLDER, _SEEN, _PLAN = "config", "machines", "folder", "seen", "plan"
 # Rank 0 waits this long for the others to hear of a refusal before it ends.
 _HEARD_S = 60.0
 # The others end this much later. torchrun ends all of its workers when it finds that one has ended,
 # and rank 0 must have said by then why the run cannot start.
 _LINGER_S = 5.0
+# A machine may see what another one has written to shared storage this much later.
+_SEEN_S = 60.0
+_LOOK_S = 0.1
 
 
 def plan_together(
@@ -62,15 +69,25 @@ def plan_together(
     if place.rank:
         run = RunConfig.model_validate(_received(place, _CONFIG))
         collect(place, _MACHINES, _machine(run, place))
+        folder = _received(place, _FOLDER)
+        if folder is not None and not place.local_rank:
+            share(place, f"{_SEEN}/{place.rank}", _not_seen(**folder))
         found: Plan = _plans().validate_python(_received(place, _PLAN))
         return found
     name = _CONFIG
     try:
         run = check_run(path, list(overrides), nproc)
         share(place, name, json.dumps({"is": run.model_dump(mode="json")}))
+        name = _FOLDER
+        machines = [json.loads(text) for text in collect(place, _MACHINES, _machine(run, place))]
+        plan = plan_checked(run, out, tell, _room(machines), lock)
+        token = lock.token if lock is not None else ""
+        folder = {"out": str(plan.out), "token": token} if token else None
+        share(place, name, json.dumps({"is": folder}))
         name = _PLAN
-        room = _room([json.loads(text) for text in collect(place, _MACHINES, _machine(run, place))])
-        plan = plan_checked(run, out, tell, room, lock)
+        if folder is not None:
+            others = [rank for rank, machine in enumerate(machines) if rank and machine["first"]]
+            _check_folder(plan.out, gather(place, _SEEN, others))
         share(place, name, json.dumps({"is": _plans().dump_python(plan, mode="json")}))
     except Exception as error:
         code = 2 if isinstance(error, UserError) else 1
@@ -87,7 +104,8 @@ def _machine(run: RunConfig, place: Joined) -> str:
     if problems:
         return json.dumps({"problems": problems})
     gpu = None if run.train.device == "cpu" else own_gpu(place)
-    told: dict[str, Any] = {"problems": [], "gpu": identity(gpu, place.rank)}
+    first = not place.local_rank
+    told: dict[str, Any] = {"problems": [], "gpu": identity(gpu, place.rank), "first": first}
     if place.local_rank:
         return json.dumps(told)
     from gridformer.memory.room import room_of
@@ -112,6 +130,31 @@ def _room(machines: Sequence[dict[str, Any]]) -> Room | None:
         raise ConfigError([found])
     rooms = [Room(*machine["room"]) for machine in machines if "room" in machine]
     return min(rooms, key=lambda room: room.n_bytes, default=None)
+
+
+def _not_seen(out: str, token: str) -> str:
+    """Returns the name of this machine if it does not see the lock of the run directory soon."""
+    deadline = time.monotonic() + _SEEN_S
+    while (holder := holder_of(Path(out))) is None or holder.token != token:
+        if time.monotonic() > deadline:
+            return socket.gethostname()
+        time.sleep(_LOOK_S)
+    return ""
+
+
+def _check_folder(out: Path, not_seen: Sequence[str]) -> None:
+    """Checks that all machines see the run directory.
+
+    Raises:
+        ConfigError: some do not.
+    """
+    if hosts := [host for host in dict.fromkeys(not_seen) if host]:
+        raise ConfigError(
+            [
+                f"{out} is not the same folder on {', '.join(hosts)} as on {socket.gethostname()}: "
+                "set --out to a folder on storage that all machines share"
+            ]
+        )
 
 
 def _received(place: Joined, name: str) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -143,7 +143,16 @@ def collect(place: Joined, name: str, text: str) -> list[str]:
     store.set(f"{name}/{place.rank}", text)
     if place.rank:
         return []
-    return [_get(place, f"{name}/{rank}", f"rank {rank}") for rank in range(place.size)]
+    return gather(place, name, range(place.size))
+
+
+def gather(place: Joined, name: str, ranks: Iterable[int]) -> list[str]:
+    """Returns on rank 0 the texts that some ranks have shared, each under `NAME/RANK`.
+
+    Raises:
+        UserError: one did not share it within ten minutes.
+    """
+    return [_get(place, f"{name}/{rank}", f"rank {rank}") for rank in ranks]
 
 
 def share(place: Joined, name: str, text: str) -> None:
