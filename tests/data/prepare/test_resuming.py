@@ -1,14 +1,18 @@
 """Preparations that are stopped and go on, and several workers: always the same bytes."""
 
+import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +23,7 @@ from gridformer.data.prepare.progress import PrepareProgress
 from gridformer.data.prepare.resuming import documents_kept
 from gridformer.data.prepare.sources import Source, open_sources
 from gridformer.utils.errors import UserError
-from tests.support.data import labeled_source, pairs_source, sentences
+from tests.support.data import documents, labeled_source, pairs_source, sentences
 
 TOKENIZER = Tokenizer.train(sentences(200), 300)
 
@@ -114,7 +118,15 @@ def test_a_trained_tokenizer_is_not_trained_again(
     assert contents(tmp_path / "t") == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("what", ["settings", "file", "damage"])
+SETTINGS: dict[str, dict[str, object]] = {
+    "seed": {"seed": 5},
+    "val_fraction": {"val_fraction": 0.3},
+    "ends": {"ends": False},
+    "tokenizer": {"tokenizer": Tokenizer.train(sentences(100), 290)},
+}
+
+
+@pytest.mark.parametrize("what", [*SETTINGS, "file", "damage"])
 def test_what_begins_anew(tmp_path: Path, what: str) -> None:
     sources = of_files(tmp_path / "in")
 
@@ -125,18 +137,135 @@ def test_what_begins_anew(tmp_path: Path, what: str) -> None:
     with pytest.raises(Stop):
         prepare_corpus(sources, tmp_path / "t", tokenizer=TOKENIZER, on_progress=stop)
     assert documents_kept(tmp_path / "t") > 30
-    seed = 1234
-    if what == "settings":
-        seed = 5
-    elif what == "file":
+    settings = {"tokenizer": TOKENIZER, **SETTINGS.get(what, {})}
+    if what == "file":
         (tmp_path / "in" / "3.txt").write_text("something else")
-    else:
+    elif what == "damage":
         (tmp_path / ".writing-t" / "train.lengths").unlink()
     seen: list[PrepareProgress] = []
-    prepare_corpus(sources, tmp_path / "t", tokenizer=TOKENIZER, seed=seed, on_progress=seen.append)
+    again: Callable[..., TokenFolder] = partial(prepare_corpus, sources, **settings)
+    again(tmp_path / "t", on_progress=seen.append)
     assert seen[0].documents <= 7
-    prepare_corpus(sources, tmp_path / "whole", tokenizer=TOKENIZER, seed=seed)
+    again(tmp_path / "whole")
     assert contents(tmp_path / "t") == contents(tmp_path / "whole")
+
+
+def rows_saying(word: str) -> list[dict[str, str]]:
+    """Rows whose number of bytes does not depend on a word of three letters."""
+    return [{"text": f"{word} {i:03}"} for i in range(80)]
+
+
+def split_of_saved(folder: Path, word: str, monkeypatch: pytest.MonkeyPatch) -> list[Source]:
+    datasets = pytest.importorskip("datasets")
+    if not folder.exists():
+        tables = {name: datasets.Dataset.from_list(rows_saying(name)) for name in ("old", "new")}
+        datasets.DatasetDict(tables).save_to_disk(folder)
+    return open_sources([str(folder)], split=word)
+
+
+def saved(folder: Path, word: str, monkeypatch: pytest.MonkeyPatch) -> list[Source]:
+    datasets = pytest.importorskip("datasets")
+    shutil.rmtree(folder, ignore_errors=True)
+    datasets.Dataset.from_list(rows_saying(word)).save_to_disk(folder)
+    return open_sources([str(folder)])
+
+
+def split_of_named(folder: Path, word: str, monkeypatch: pytest.MonkeyPatch) -> list[Source]:
+    pytest.importorskip("datasets")
+    if not folder.exists():
+        folder.mkdir()
+        for split, said in (("train", "old"), ("test", "new")):
+            lines = [json.dumps(row) + "\n" for row in rows_saying(said)]
+            (folder / f"{split}.jsonl").write_text("".join(lines))
+    return open_sources([f"hf:{folder}"], split={"old": "train", "new": "test"}[word])
+
+
+def named(folder: Path, word: str, monkeypatch: pytest.MonkeyPatch) -> list[Source]:
+    pytest.importorskip("datasets")
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps(row) + "\n" for row in rows_saying(word)]
+    (folder / "train.jsonl").write_text("".join(lines))
+    return open_sources([f"hf:{folder}"])
+
+
+def on_the_hub(folder: Path, word: str, monkeypatch: pytest.MonkeyPatch) -> list[Source]:
+    """A fake hub, which has one data set with one commit."""
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list(rows_saying(word)).to_iterable_dataset()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.dataset_info",
+        lambda api, name, timeout: SimpleNamespace(sha=f"commit of {name} that says {word}"),
+    )
+    return open_sources(["hf:owner/set"])
+
+
+def pair_files(
+    suffix: str, folder: Path, word: str, monkeypatch: pytest.MonkeyPatch
+) -> list[Source]:
+    folder.mkdir(exist_ok=True)
+    paths = [folder / f"x.{language}{suffix}" for language in ("en", "de")]
+    for path in paths:
+        text = "".join(row["text"] + "\n" for row in rows_saying(word)).encode()
+        path.write_bytes(gzip.compress(text) if suffix else text)
+    return open_sources([*map(str, paths)], pair_files=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(split_of_saved, saved, split_of_named, named, on_the_hub),
+        *(partial(pair_files, ""), partial(pair_files, ".gz")),
+    ],
+)
+def test_other_documents_of_the_same_name_begin_anew(
+    tmp_path: Path,
+    make: Callable[[Path, str, pytest.MonkeyPatch], list[Source]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another split, or files that were replaced by others of the same size."""
+
+    def stop(now: PrepareProgress) -> None:
+        if now.documents > 40:
+            raise Stop
+
+    old = make(tmp_path / "in", "old", monkeypatch)
+    with pytest.raises(Stop):
+        prepare_corpus(old, tmp_path / "t", tokenizer=TOKENIZER, on_progress=stop)
+    assert documents_kept(tmp_path / "t") > 20
+    new = make(tmp_path / "in", "new", monkeypatch)
+    seen: list[PrepareProgress] = []
+    found = prepare_corpus(new, tmp_path / "t", tokenizer=TOKENIZER, on_progress=seen.append)
+    assert seen[0].kept == 0
+    texts = [text for split in documents(found).values() for text in split]
+    assert {text[:4] for text in texts} == {"new "}
+    assert len(texts) == (160 if found.kind == "pairs" else 80)
+
+
+@pytest.mark.parametrize("make", [saved, named, on_the_hub])
+def test_the_same_documents_opened_again_go_on(
+    tmp_path: Path,
+    make: Callable[[Path, str, pytest.MonkeyPatch], list[Source]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if another program has left a file in the cache of `datasets`, or a hidden one."""
+
+    def stop(now: PrepareProgress) -> None:
+        if now.documents > 40:
+            raise Stop
+
+    specs = [make(tmp_path / "in", "old", monkeypatch)[0].name]
+    with pytest.raises(Stop):
+        prepare_corpus(open_sources(specs), tmp_path / "t", tokenizer=TOKENIZER, on_progress=stop)
+    kept = documents_kept(tmp_path / "t")
+    if (tmp_path / "in").exists():
+        (tmp_path / "in" / "cache-0123.arrow").write_text("of another program")
+        (tmp_path / "in" / ".hidden").write_text("of another program")
+    seen: list[PrepareProgress] = []
+    prepare_corpus(
+        open_sources(specs), tmp_path / "t", tokenizer=TOKENIZER, on_progress=seen.append
+    )
+    assert seen[0].kept == kept > 30
 
 
 def test_two_at_a_time(tmp_path: Path) -> None:

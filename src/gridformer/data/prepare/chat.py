@@ -194,9 +194,9 @@ def _part(spec: str, split: str) -> SourcePart[Conversation]:
     """Returns the conversations of a source."""
     path = Path(spec).expanduser()
     if spec.startswith("hf:"):
-        table = hf.hub_source(spec, split, Fields()).table
+        found = hf.hub_source(spec, split, Fields())
     elif path.is_dir() and hf.is_saved(path):
-        table = hf.saved_source(path, spec, split, Fields()).table
+        found = hf.saved_source(path, spec, split, Fields())
     elif path.is_file() and path.name.endswith(JSON_LINES):
         return SourcePart(spec, partial(_of_lines, path), files=(path,))
     elif path.is_file() and path.name.endswith(TABLES):
@@ -206,7 +206,13 @@ def _part(spec: str, split: str) -> SourcePart[Conversation]:
             f"{spec}: --chat reads conversations from {', '.join((*JSON_LINES, *TABLES))} files, "
             f"save_to_disk folders and hf:NAME, and this is none of them"
         )
-    return SourcePart(spec, partial(_of_table, spec, table))
+    return SourcePart(
+        spec,
+        partial(_of_table, spec, found.table),
+        files=found.paths,
+        revision=found.revision,
+        sized=False,
+    )
 
 
 def _of_table(

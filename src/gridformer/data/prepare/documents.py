@@ -81,6 +81,10 @@ class SourcePart(Generic[Item]):
             or none does.
         files: The files that are read: others, or changed ones, cannot go on with what was written.
         license: Its license, if known.
+        revision: What changes with its items beside the files; see
+            `gridformer.data.prepare.hf.TableSource`.
+        sized: Whether the sizes of the files tell how much is read. Those of a data set do not:
+            they hold other columns, and perhaps other splits.
     """
 
     name: str
@@ -88,11 +92,13 @@ class SourcePart(Generic[Item]):
     split: SplitName | None = None
     files: tuple[Path, ...] = ()
     license: str | None = None
+    revision: str | None = None
+    sized: bool = True
 
     @property
     def n_bytes(self) -> int | None:
-        """The bytes of its files, or None if they are compressed or not known."""
-        if not self.files or any(path.suffix == ".gz" for path in self.files):
+        """The bytes of its files, or None if they are compressed or do not tell."""
+        if not (self.files and self.sized) or any(path.suffix == ".gz" for path in self.files):
             return None
         return sum(path.stat().st_size for path in self.files)
 
@@ -213,9 +219,9 @@ def prepare_documents(
     """
     out = Path(out)
     given = tokenizer if isinstance(tokenizer, Tokenizer) else None
-    spelled = (given.to_json(), given.eos_token) if given else None
+    spelled = (given.to_json(), given.eos_token, given.bos_token) if given else None
     fixed = (making.kind, making.seed, making.val_fraction, making.settings)
-    described = [(part.name, part.split) for part in parts]
+    described = [(part.name, part.split, part.revision) for part in parts]
     files = [path for part in parts for path in part.files]
     key = resume_key(described, files, {"version": VERSION, "tokenizer": spelled, "fixed": fixed})
     with resumable(out, overwrite, key) as work:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,16 +17,31 @@ from gridformer.utils.errors import DataError, UserError
 from gridformer.utils.extras import require
 
 _ROWS = 64  # rows to read at a time
+_TIMEOUT_S = 30.0  # for a question to the hub
 
 
 @dataclass(frozen=True)
 class TableSource:
-    """The rows of a data set, one document each; see `gridformer.data.prepare.sources.Source`."""
+    """The rows of a data set, one document each; see `gridformer.data.prepare.sources.Source`.
+
+    Attributes:
+        name: The source as the user wrote it.
+        license: The license, if known.
+        table: The data set of `datasets`, streamed or not.
+        fields: The keys of its rows.
+        split: The split that the user named.
+        paths: The files of a data set on this machine, perhaps with those of other splits.
+        revision: What changes with the rows beside the files: the fingerprint of a saved data set,
+            or the commit of one on the hub. None if it has none that is known.
+    """
 
     name: str
     license: str | None
     table: Any
     fields: Fields
+    split: str
+    paths: tuple[Path, ...] = ()
+    revision: str | None = None
     n_bytes: int | None = None
     parts: tuple[PartEntry, ...] = ()
 
@@ -80,7 +96,16 @@ def hub_source(spec: str, split: str, fields: Fields) -> TableSource:
         except Exception as error:
             problems.append(_reason(error))
             continue
-        return TableSource(spec, _license(table), table, fields)
+        there = Path(path).exists()
+        return TableSource(
+            spec,
+            _license(table),
+            table,
+            fields,
+            split,
+            paths=_files_below(Path(path)) if there else (),
+            revision=None if there else _commit(path),
+        )
     raise UserError(f"{spec}: {'; '.join(dict.fromkeys(problems))}")
 
 
@@ -113,8 +138,16 @@ def saved_source(folder: Path, name: str, split: str, fields: Fields) -> TableSo
     if isinstance(table, dict):
         if split not in table:
             raise UserError(f"{name}: has no split '{split}'; use --split {' or '.join(table)}")
-        table = table[split]
-    return TableSource(name, _license(table), table, fields)
+        table, folder = table[split], folder / split
+    return TableSource(
+        name,
+        _license(table),
+        table,
+        fields,
+        split,
+        paths=_files_below(folder, (".arrow", ".json")),
+        revision=getattr(table, "_fingerprint", None),
+    )
 
 
 def table_chunks(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[TextChunk]:
@@ -216,6 +249,33 @@ def _label_names(table: Any, label: str | None) -> list[str]:
     """Returns the names of label numbers, if the data set has them."""
     feature = (table.features or {}).get(label) if label else None
     return list(getattr(feature, "names", None) or [])
+
+
+def _files_below(root: Path, suffixes: tuple[str, ...] = ("",)) -> tuple[Path, ...]:
+    """Returns a data set's files, in order.
+
+    Args:
+        root: The folder; a file is returned itself.
+        suffixes: What their names may end with.
+    """
+    found = [root] if root.is_file() else []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        # `datasets` caches what other programs make of a saved data set in files beside it.
+        own = (name for name in names if not name.startswith((".", "cache-")))
+        found += [Path(folder, name) for name in own if name.endswith(suffixes)]
+    return tuple(sorted(path for path in found if path.is_file()))
+
+
+def _commit(name: str) -> str | None:
+    """Returns the newest commit of a data set on the hub, or None if the hub does not tell it."""
+    from huggingface_hub import HfApi  # which `datasets` needs, too
+
+    try:
+        return HfApi().dataset_info(name, timeout=_TIMEOUT_S).sha
+    # Offline, not found, not a name: its errors have no common base class.
+    except Exception:
+        return None
 
 
 def _license(table: Any) -> str | None:

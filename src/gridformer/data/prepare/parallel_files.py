@@ -38,6 +38,11 @@ class ParallelFiles:
     parts: tuple[PartEntry, ...] = ()
 
     @property
+    def paths(self) -> tuple[Path, Path]:
+        """Both files."""
+        return self.first, self.second
+
+    @property
     def languages(self) -> tuple[str, str]:
         """What the names of the files end with, .gz aside."""
         one, other = (_language(path) for path in (self.first, self.second))
@@ -47,7 +52,7 @@ class ParallelFiles:
     def n_bytes(self) -> int | None:
         if ".gz" in (self.first.suffix, self.second.suffix):
             return None
-        return self.first.stat().st_size + self.second.stat().st_size
+        return sum(path.stat().st_size for path in self.paths)
 
     def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
         for pair in self._pairs():

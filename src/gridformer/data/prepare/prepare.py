@@ -110,10 +110,7 @@ def prepare_corpus(
         if tokenizer
         else (vocab_size, sample_bytes),
     }
-    described = [
-        (one.name, one.kind, one.languages, one.n_bytes, repr(getattr(one, "fields", None)))
-        for one in sources
-    ]
+    described = [_described(one) for one in sources]
     files = [path for one in sources for path in getattr(one, "paths", ())]
     key = resume_key(described, files, settings)
 
@@ -145,6 +142,12 @@ def sampled_text(sources: Sequence[Source], limit: int) -> Iterator[str]:
             text = encodable(chunk.text)
             taken[least] += len(text.encode())
             yield text
+
+
+def _described(source: Source) -> tuple[object, ...]:
+    """Returns what determines the documents of a source, its files aside."""
+    more = {name: getattr(source, name, None) for name in ("fields", "split", "revision")}
+    return source.name, source.kind, source.languages, source.n_bytes, repr(more)
 
 
 def _write(
