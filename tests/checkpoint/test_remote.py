@@ -148,3 +148,49 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     for url in ("nonsense://bucket/run", "abfs-not://x"):
         with pytest.raises(UserError, match=f"train.checkpoint_to={url}: "):
             fetch_newest(url, tmp_path)
+
+
+def test_a_checkpoint_is_never_replaced_by_a_copy_of_itself(tmp_path: Path) -> None:
+    """A mount can make the run's own folder look like another one."""
+    report = save(tmp_path, 1, a_run(checkpoint_to=f"file://{tmp_path}/checkpoints"))
+    assert "is the checkpoint itself" in report.outcome.not_copied
+    assert verify_checkpoint(tmp_path / "checkpoints" / "step-00000001").step == 1
+
+
+@pytest.fixture
+def fails_at(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Files of the names in this set cannot be copied."""
+    names: set[str] = set()
+    put = Remote._put
+
+    def fails(self: Remote, here: Path, name: str, there: str) -> None:
+        put(self, here, name, there)
+        if name in names:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Remote, "_put", fails)
+    return names
+
+
+def there() -> list[str]:
+    """Return the names of all folders at the URL, whether or not they are complete."""
+    remote = Remote(URL)
+    found = remote.files.ls(remote.root, detail=True)
+    return sorted(Path(one["name"]).name for one in found if one["type"] == "directory")
+
+
+def test_nothing_is_left_of_a_copy_that_fails(tmp_path: Path, fails_at: set[str]) -> None:
+    """On a disk that was full once, half a copy would take what becomes free for ever."""
+    save(tmp_path, 1, a_run())
+    fails_at.add(MANIFEST)
+    assert "No space left on device" in save(tmp_path, 2, a_run()).outcome.not_copied
+    assert there() == ["step-00000001"]
+
+
+def test_what_a_killed_copy_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    save(tmp_path, 1, a_run())
+    remote = Remote(URL)
+    for name in ("step-00000002/shard-00001.safetensors", "mine/shard-00001.safetensors"):
+        remote.files.pipe_file(f"{remote.root}/{name}", b"half")
+    save(tmp_path, 3, a_run())
+    assert there() == ["mine", "step-00000001", "step-00000003"], "other folders are left alone"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,10 @@ CONFIG = "config.yaml"
 
 def _any(manifest: Manifest) -> None:
     """Takes any checkpoint."""
+
+
+def _nothing() -> None:
+    """Does nothing."""
 
 
 class Remote:
@@ -67,19 +71,50 @@ class Remote:
         there = (steps[step] for step in sorted(steps))
         return [name for name in there if self.files.exists(f"{self.root}/{name}/{MANIFEST}")]
 
+    @property
+    def local(self) -> Path | None:
+        """The folder, if the URL is one of this machine's file system; otherwise None."""
+        from fsspec.implementations.local import LocalFileSystem
+
+        return Path(self.root) if isinstance(self.files, LocalFileSystem) else None
+
     def upload(self, folder: Path) -> None:
         """Copies a complete checkpoint there; one of this name is replaced.
+
+        Of a copy that fails nothing is left there, as far as that can be removed. It would take
+        space for good, because only complete checkpoints are counted as too many.
 
         Raises:
             OSError: It could not be written.
         """
-        self._upload_beside(folder.parents[1])
-        target = f"{self.root}/{folder.name}"
-        self.remove(folder.name)
         files = {path.name for path in folder.iterdir() if path.is_file()}
         names = sorted(files | {*side_files(folder)})
-        for name in (*(name for name in names if name != MANIFEST), MANIFEST):
-            self._put(folder, name, target)
+        target = f"{self.root}/{folder.name}"
+        # The same folder can have two paths that do not look the same, as by a bind mount.
+        if self.local and Path(target).exists() and Path(target).samefile(folder):
+            raise OSError(f"{target} is the checkpoint itself, so it cannot be copied there")
+        self.sweep()
+        self._upload_beside(folder.parents[1])
+        self.remove(folder.name)
+        try:
+            for name in (*(name for name in names if name != MANIFEST), MANIFEST):
+                self._put(folder, name, target)
+        except Exception:
+            with suppress(Exception):  # the first error says what is wrong
+                self.remove(folder.name)
+            raise
+
+    def sweep(self) -> None:
+        """Removes what copies that were cut off have left: checkpoints without a manifest."""
+        self.files.invalidate_cache()
+        if not self.files.exists(self.root):
+            return
+        for found in self.files.ls(self.root, detail=True):
+            name = Path(found["name"]).name
+            if found["type"] != "directory" or not STEP_FOLDER.fullmatch(name):
+                continue
+            if MANIFEST not in self._sizes(f"{self.root}/{name}"):
+                self.remove(name)
 
     def remove(self, name: str) -> None:
         """Removes a checkpoint, its manifest first, so that nobody takes the rest for one."""
@@ -89,13 +124,20 @@ class Remote:
         if self.files.exists(target):
             self.files.rm(target, recursive=True)
 
-    def download(self, name: str, target: Path, check: Callable[[Manifest], None] = _any) -> None:
+    def download(
+        self,
+        name: str,
+        target: Path,
+        check: Callable[[Manifest], None] = _any,
+        verified: Callable[[], None] = _nothing,
+    ) -> None:
         """Copies a checkpoint to a local folder, which appears when it is complete and verified.
 
         Args:
             name: The name of the checkpoint's folder at the URL.
             target: The folder to make.
             check: Raises a CheckpointError if a checkpoint with this manifest must not be copied.
+            verified: Called when the copy is known to be intact, before it appears.
 
         Raises:
             CheckpointError: What is there is damaged, or must not be copied.
@@ -109,6 +151,7 @@ class Remote:
             check(read_manifest(writing))
             self._get(f"{self.root}/{name}", writing)
             verify_checkpoint(writing)
+            verified()
             finish_folder(writing, target)
         except CheckpointError as error:
             there = f"{self.url.rstrip('/')}/{name}"

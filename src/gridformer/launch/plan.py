@@ -126,14 +126,15 @@ def plan_checked(
         room: the budget of each process; None means that of the processes on this machine.
 
     Raises:
-        ConfigError: a process would need more memory than it has, or the messages of the ranks do
-            not fit together.
+        ConfigError: a process would need more memory than it has, the messages of the ranks do
+            not fit together, or train.checkpoint_to is where the run itself writes.
         CheckpointError: the last checkpoint in `out` is damaged or belongs to a different run, or
             train.init_from is no run directory or is of another model.
         UserError: another run holds the lock of `out`.
     """
     _refuse_what_nothing_saves(run, room)  # what follows loads torch
     from gridformer.checkpoint import weights
+    from gridformer.checkpoint.copies import clash
     from gridformer.checkpoint.fallback import choose_checkpoint
     from gridformer.checkpoint.place import LocalPlace
     from gridformer.checkpoint.remote import fetch_newest
@@ -152,6 +153,8 @@ def plan_checked(
         raise ConfigError(problems)
     out = out or Path("runs") / run.name
     check_run_dir(out)
+    if run.train.checkpoint_to and (problem := clash(run.train.checkpoint_to, out)):
+        raise ConfigError([problem])
     data = fingerprint(RunData.open(run.data))
     if lock is not None:
         lock.take(out, lambda doing: (tell or silent)("", doing))
