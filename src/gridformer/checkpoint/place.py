@@ -74,7 +74,16 @@ class Draft(Protocol):
         """Makes the draft a checkpoint, whose manifest is its last file."""
 
     def going_on(self, begins: bool) -> None:
-        """Says that the save is not over when the draft is published, or that it is now."""
+        """Says that the save is not over when the draft is published, or that it is now.
+
+        It is said again and again while the save goes on, see `sign`.
+        """
+
+    def sign(self) -> int | None:
+        """Returns a number that changes each time `going_on` says that the save is not over.
+
+        None means that it never did, or that the save is over.
+        """
 
     def abandon(self) -> None:
         """Removes the draft and everything in it."""
@@ -196,8 +205,15 @@ class LocalDraft:
     def going_on(self, begins: bool) -> None:
         if begins:
             self._more.mkdir(exist_ok=True)
+            os.utime(self._more)
         elif self._more.exists():
             self._more.rmdir()
+
+    def sign(self) -> int | None:
+        try:
+            return self._more.stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
 
     def abandon(self) -> None:
         self.going_on(False)

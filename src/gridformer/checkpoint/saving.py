@@ -17,7 +17,6 @@ import contextlib
 import errno
 import json
 import os
-import threading
 import time
 import traceback
 import zlib
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gridformer.checkpoint.block import TensorBlock
+from gridformer.checkpoint.going_on import Patience, going_on, until
 from gridformer.checkpoint.index import BlockIndex, joined_index, part_of
 from gridformer.checkpoint.manifest import FileEntry, Manifest, manifest_bytes
 from gridformer.checkpoint.outcome import Kept, SaveOutcome, file_of, name_of
@@ -33,10 +33,8 @@ from gridformer.checkpoint.place import CheckpointPlace, Draft
 from gridformer.checkpoint.remote import Remote
 from gridformer.checkpoint.safetensors_file import write_file
 from gridformer.checkpoint.side_files import write_side_files
-from gridformer.comm import progress
 from gridformer.utils.units import format_bytes
 
-_SHORTEST_S, _LONGEST_S = 0.002, 0.25  # between two looks at the notes
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOST_S = 3.0  # for the notes of ranks that live, once it is known that another one does not
 
@@ -139,14 +137,14 @@ class Save:
         return self.rank == 0 or self.no_draft or not _exists(self.draft)
 
     def wait_for_the_end(self) -> None:
-        """Waits until the first rank has published or abandoned the draft, once `run` is over."""
+        """Waits until the first rank has published or abandoned the draft, once `run` is over.
+
+        A copy to `copy_to` may take very much longer than the save itself.
+        """
         began = time.monotonic()
-
-        def ended() -> bool:
-            # The first rank looks for notes as long as this at most, and is then heard of.
-            return self.has_ended() or self._is_lost(began, 2)
-
-        _until(ended, 3 * self.patience_s)
+        # The first rank looks for notes as long as this at most, and is then heard of.
+        patience = Patience(self.draft, self.patience_s, 3 * self.patience_s)
+        until(lambda: self.has_ended() or self._is_lost(began, 2) or patience.is_over())
 
     def _is_lost(self, since: float, times: int = 1) -> bool:
         """Returns whether what did not come since then will not come, as a rank is gone."""
@@ -198,7 +196,7 @@ class Save:
                     told = self._troubled(error)
                 return not _exists(self.draft) or self._is_lost(began)
 
-        _until(tells, self.patience_s)
+        until(tells, self.patience_s)
 
     def _again(self, attempt: int) -> bool:
         """Waits for the first rank's answer to trouble, and returns whether to try again."""
@@ -210,7 +208,7 @@ class Save:
                 again = f"again-{attempt}" in self.draft.told()
             return again or not _exists(self.draft) or self._is_lost(began, 2)
 
-        _until(answered, 3 * self.patience_s)
+        until(answered, 3 * self.patience_s)
         return again
 
     # ------------------------------------------------------------------ the first rank
@@ -271,7 +269,7 @@ class Save:
                 )
             return False
 
-        _until(looked)
+        until(looked)
         return [found[rank] for rank in range(self.n_ranks)]
 
     def _publish(self, told: list[_Told]) -> None:
@@ -284,12 +282,12 @@ class Save:
         side = write_side_files(self.place.side_files(), self.draft.writing)
         update = {"files": files, "side_files": side, "index": index}
         manifest = self.manifest.model_copy(update=update)
-        if self.copy_to:
-            self.draft.going_on(True)
-        self.draft.publish(manifest_bytes(manifest))
-        self.outcome.n_bytes = sum(entry.bytes for entry in (*files.values(), *side.values()))
-        if self.copy_to:
-            self._copy()
+        marked = going_on(self.draft, self.patience_s) if self.copy_to else contextlib.nullcontext()
+        with marked:
+            self.draft.publish(manifest_bytes(manifest))
+            self.outcome.n_bytes = sum(entry.bytes for entry in (*files.values(), *side.values()))
+            if self.copy_to:
+                self._copy()
         self._ended()
         with contextlib.suppress(OSError):  # what is too many can be removed after the next save
             names = self.place.complete()
@@ -305,8 +303,6 @@ class Save:
                 remote.remove(name)
         except Exception as error:  # each file system has errors of its own
             self.outcome.not_copied = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(OSError):
-            self.draft.going_on(False)
 
     def _makes_room(self, troubles: list[_Told]) -> bool:
         """Removes the oldest checkpoint if all that is missing is space, and if it may."""
@@ -366,13 +362,3 @@ def _exists(draft: Draft) -> bool:
         return draft.exists()
     except OSError:
         return True  # nobody knows
-
-
-def _until(holds: Callable[[], bool], at_most_s: float = float("inf")) -> None:
-    """Waits until a condition holds, and looks less and less often."""
-    pause, ends = _SHORTEST_S, time.monotonic() + at_most_s
-    while not holds() and time.monotonic() < ends:
-        if threading.current_thread() is threading.main_thread():
-            progress.waits_on_purpose()
-        time.sleep(pause)
-        pause = min(_LONGEST_S, 1.5 * pause)
