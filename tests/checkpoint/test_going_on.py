@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from gridformer.checkpoint import going_on
 from gridformer.checkpoint.block import TensorBlock
 from gridformer.checkpoint.checkpoint import manifest_of
-from gridformer.checkpoint.going_on import Patience
+from gridformer.checkpoint.going_on import CopyPatience
 from gridformer.checkpoint.outcome import Kept
 from gridformer.checkpoint.place import LocalDraft, LocalPlace
 from gridformer.checkpoint.remote import Remote
@@ -86,11 +87,12 @@ def test_ranks_wait_for_a_copy_however_long_it_takes(
 def test_a_rank_that_gives_no_more_signs_is_waited_for_as_long_as_patience_lasts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    clock: Any = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
     monkeypatch.setattr(going_on, "time", clock)
     draft = LocalPlace(tmp_path).draft("step-00000001")
     draft.begin()
-    patience = Patience(draft, PATIENCE_S, 3 * PATIENCE_S)
+    patience = CopyPatience(draft, PATIENCE_S, 3 * PATIENCE_S)
     found = []
     for now in (0.0, 290.0, 310.0, 385.0, 395.0):
         clock.now = now

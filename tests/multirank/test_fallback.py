@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from gridformer.checkpoint.fallback import choose_checkpoint
+from gridformer.checkpoint.going_on import until
 from gridformer.checkpoint.manifest import MANIFEST
+from gridformer.checkpoint.remote import Remote
+from gridformer.train import resuming
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import CheckpointError
 from tests.support.multirank.pool import RankFailed, WorkerPool
@@ -26,11 +33,12 @@ def flip(folder: Path) -> None:
     path.write_bytes(content)
 
 
-def resumed(data: Path, out: Path, fallback: bool) -> Plan:
+def resumed(data: Path, out: Path, fallback: bool, **train: Any) -> Plan:
     found = choose_checkpoint(out, fallback)
     assert found is not None
     nothing = out.with_name("no such run")
-    plan = plan_of(data, nothing, GRID, fallback=fallback, save_every=1, keep_checkpoints=9)
+    settings = {"fallback": fallback, "save_every": 1, "keep_checkpoints": 9, **train}
+    plan = plan_of(data, nothing, GRID, **settings)
     return replace(
         plan,
         out=out,
@@ -61,6 +69,49 @@ def test_ranks_agree_on_the_newest_intact_checkpoint(
     kept = [f"damaged-{name}" for name in names[-2:]]
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == sorted(kept + names)
     assert not (out / "checkpoints" / kept[1] / MANIFEST).exists()
+
+
+def train_and_watch(plan: Plan) -> None:
+    """Train; the first rank copies a checkpoint once the other one waits in no message."""
+    waits, download = plan.out / "waits", Remote.download
+
+    def wait(holds: Callable[[], bool]) -> None:
+        waits.touch()
+        until(holds)
+
+    def copy(self: Remote, *args: Any) -> None:
+        give_up = time.monotonic() + 60.0
+        while not waits.exists():
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+        download(self, *args)
+
+    with patch.object(Remote, "download", copy), patch.object(resuming, "until", wait):
+        train(plan)
+
+
+def test_an_intact_copy_is_used_before_an_older_checkpoint(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    """The first rank copies it, and the other one is in no message meanwhile."""
+    whole, out, url = tmp_path / "whole", tmp_path / "out", f"file://{tmp_path}/far"
+    settings: dict[str, Any] = {"save_every": 1, "keep_checkpoints": 9}
+    pool.run(2, train, plan_of(token_folder, whole, GRID, **settings))
+    shutil.copytree(whole, out)
+    folders = [out / f"checkpoints/step-{step:08d}" for step in range(1, STEPS + 1)]
+    for folder in folders[:-1]:
+        Remote(url).upload(folder)
+    shutil.rmtree(folders[-1])
+    flip(folders[-2])
+    flip(folders[-3])
+    plan = resumed(token_folder, out, fallback=True, checkpoint_to=url)
+    assert plan.resume == folders[-2]
+    pool.run(2, train_and_watch, plan)
+    assert_same_run(whole, out)
+    names = [folder.name for folder in folders]
+    found = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert found == [f"damaged-{names[-2]}", *names], "the one before it is not looked at"
+    assert Remote(url).complete() == names
 
 
 def test_if_all_are_damaged_nothing_is_trained(

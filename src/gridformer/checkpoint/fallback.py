@@ -2,18 +2,20 @@
 
 Before processes start, one of them looks at manifests and sizes. All checksums are verified by all
 ranks together, which then choose the same checkpoint. A damaged one is renamed, never removed.
+A copy at `train.checkpoint_to` takes its place if it is newer than the checkpoint before it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.manifest import Manifest, verify_checkpoint
+from gridformer.checkpoint.manifest import Manifest, read_manifest, verify_checkpoint
+from gridformer.checkpoint.outcome import step_of
 from gridformer.comm.agree import first_text
 from gridformer.mesh import Axes
 from gridformer.utils.errors import CheckpointError
@@ -29,7 +31,7 @@ class Damaged:
     @property
     def reason(self) -> str:
         """The sentence without the advice to set what is set."""
-        return re.split(r"[:;] train\.fallback", self.why)[0]
+        return re.split(r"[:;] (train\.fallback|no checkpoint is before)", self.why)[0]
 
 
 @dataclass(frozen=True)
@@ -49,34 +51,54 @@ class ChosenCheckpoint:
     damaged: tuple[Damaged, ...] = ()
 
 
-def choose_checkpoint(run_dir: Path, fallback: bool) -> ChosenCheckpoint | None:
+# Given damaged checkpoints, newest first, and the one before them, or None: sets them aside, and
+# returns an intact copy in their place that is newer than the one before; None if there is none.
+Replace = Callable[[Sequence[Damaged], Path | None], Path | None]
+
+
+def _with_none(damaged: Sequence[Damaged], before: Path | None) -> None:
+    """Replaces no damaged checkpoint."""
+
+
+def choose_checkpoint(
+    run_dir: Path, fallback: bool, replace: Replace = _with_none
+) -> ChosenCheckpoint | None:
     """Finds the checkpoint to resume from by manifests and sizes; None if there is none at all.
 
     Args:
         run_dir: The run directory.
         fallback: Whether an older checkpoint may replace a damaged one.
+        replace: With `fallback`, replaces damaged ones by a copy.
 
     Raises:
         CheckpointError: The newest checkpoint is damaged, or with `fallback` all are.
     """
     folders = find.complete(run_dir)[::-1]
     damaged: list[Damaged] = []
-    for number, folder in enumerate(folders):
+    found: Manifest | None = None
+    for folder in folders:
         try:
-            manifest = verify_checkpoint(folder, contents=False)
+            found = verify_checkpoint(folder, contents=False)
+            break
         except (CheckpointError, OSError) as error:
             if not fallback:
                 raise
             damaged.append(Damaged(folder, str(error)))
-            continue
-        older = tuple(folders[number + 1 :]) if fallback else ()
-        return ChosenCheckpoint(folder, manifest, older, tuple(damaged))
+    rest = folders[len(damaged) :]
+    if damaged and (copy := replace(damaged, rest[0] if rest else None)):
+        left = _before(copy, damaged)
+        return ChosenCheckpoint(copy, read_manifest(copy), tuple(rest), left)
+    if found is not None:
+        older = tuple(rest[1:]) if fallback else ()
+        return ChosenCheckpoint(rest[0], found, older, tuple(damaged))
     if damaged:
         raise _none_left(run_dir, damaged)
     return None
 
 
-def choose_together(folders: Sequence[Path], axes: Axes) -> ChosenCheckpoint:
+def choose_together(
+    folders: Sequence[Path], axes: Axes, replace: Replace = _with_none
+) -> ChosenCheckpoint:
     """Finds the first checkpoint of several whose checksums are right.
 
     All ranks call it together, share the reading, and get the same result.
@@ -84,6 +106,7 @@ def choose_together(folders: Sequence[Path], axes: Axes) -> ChosenCheckpoint:
     Args:
         folders: The checkpoints, the preferred one first.
         axes: The axes of the mesh.
+        replace: Replaces damaged ones by a copy. All ranks call it together.
 
     Raises:
         CheckpointError: All of them are damaged.
@@ -100,6 +123,12 @@ def choose_together(folders: Sequence[Path], axes: Axes) -> ChosenCheckpoint:
             assert manifest is not None
             return ChosenCheckpoint(folder, manifest, tuple(folders[number + 1 :]), tuple(damaged))
         damaged.append(Damaged(folder, why))
+        rest = folders[number + 1 :]
+        if copy := replace(damaged, rest[0] if rest else None):
+            # Verified once more, because a rank of another machine may still see what was there.
+            found = choose_together([copy, *rest], axes)
+            left = (*_before(copy, damaged), *found.damaged)
+            return ChosenCheckpoint(found.folder, found.manifest, found.older, left)
     raise _none_left(folders[0].parents[1], damaged)
 
 
@@ -112,6 +141,11 @@ def set_aside(folder: Path, why: Literal["damaged", "rolled-back"]) -> Path:
         target = folder.with_name(f"{name}-{number}")
     folder.rename(target)
     return target
+
+
+def _before(copy: Path, damaged: Sequence[Damaged]) -> tuple[Damaged, ...]:
+    """Returns the damaged checkpoints before a copy. The others have been set aside for it."""
+    return tuple(one for one in damaged if step_of(one.folder.name) < step_of(copy.name))
 
 
 def _none_left(run_dir: Path, damaged: Sequence[Damaged]) -> CheckpointError:

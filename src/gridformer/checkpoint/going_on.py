@@ -51,7 +51,7 @@ def going_on(draft: Draft, patience_s: float) -> Iterator[None]:
             draft.going_on(False)
 
 
-class Patience:
+class CopyPatience:
     """How long a rank waits for the first one.
 
     Args:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gridformer.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,12 @@ class Kept:
     newest: int
     every: int = 0
     room: bool = False
+
+    @staticmethod
+    def of(train: TrainConfig) -> Kept:
+        """Returns which checkpoints of a run stay."""
+        room = train.full_disk == "remove_oldest"
+        return Kept(train.keep_checkpoints, train.keep_every, room)
 
     def removable(self, names: list[str], newest: int) -> list[str]:
         """Returns which of the complete checkpoints may go if that number of the newest stays.

@@ -24,6 +24,7 @@ from gridformer.checkpoint.manifest import (
     read_manifest,
     verify_checkpoint,
 )
+from gridformer.checkpoint.outcome import Kept, step_of
 from gridformer.checkpoint.side_files import SIDE_FILES, side_files
 from gridformer.utils.errors import CheckpointError, UserError
 from gridformer.utils.folders import begin_folder, finish_folder, hidden_folder
@@ -103,6 +104,16 @@ class Remote:
             with suppress(Exception):  # the first error says what is wrong
                 self.remove(folder.name)
             raise
+
+    def upload_newest(self, folder: Path, kept: Kept) -> None:
+        """Copies the newest checkpoint of a run there, and removes there what is too much.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        self.upload(folder)
+        for name in kept.removable(self.complete(), kept.newest):
+            self.remove(name)
 
     def sweep(self) -> None:
         """Removes what copies that were cut off have left: checkpoints without a manifest."""
@@ -245,7 +256,7 @@ def fetch_newest(url: str, run_dir: Path, check: Callable[[Manifest], None] = _a
             remote = Remote(url)
             there = remote.complete()
             here = [folder.name for folder in complete(run_dir)]
-            if there and not (here and _step(here[-1]) >= _step(there[-1])):
+            if there and not (here and step_of(here[-1]) >= step_of(there[-1])):
                 copy = run_dir / "checkpoints" / there[-1]
                 remote.download(there[-1], copy, check)
     except CheckpointError as error:
@@ -269,7 +280,3 @@ def reading(place: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise UserError(f"{place} cannot be read: {type(error).__name__}: {error}") from None
-
-
-def _step(name: str) -> int:
-    return int(name.removeprefix("step-"))

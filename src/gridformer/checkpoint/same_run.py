@@ -77,6 +77,21 @@ def check_same_run(
         )
 
 
+def check_copy(run: RunConfig, data: Fingerprint | None, manifest: Manifest) -> None:
+    """Checks that a checkpoint at `train.checkpoint_to` is one of this run.
+
+    Args:
+        run: The run.
+        data: See `check_same_run`.
+        manifest: The checkpoint's manifest.
+
+    Raises:
+        CheckpointError: It is not.
+    """
+    place = f"{run.train.checkpoint_to.rstrip('/')}/step-{manifest.step:08d}"
+    check_same_run(manifest, run, place, data, "another train.checkpoint_to for this run")
+
+
 def _place(init_from: str | None) -> str | None:
     """Returns the same text for one folder however it is named."""
     return os.path.abspath(init_from) if init_from else init_from

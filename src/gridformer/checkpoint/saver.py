@@ -83,9 +83,7 @@ class Saver:
         self._full_disk_wait_s = train.full_disk_wait_s
         self._hold, self._release, self._hopeless = hold, release, hopeless
         self.axes, self.patience_s = axes, train.timeout_s
-        self.kept = Kept(
-            train.keep_checkpoints, train.keep_every, train.full_disk == "remove_oldest"
-        )
+        self.kept = Kept.of(train)
         self._copy_to = train.checkpoint_to
         self.place: CheckpointPlace = LocalPlace(run_dir)
         self._copies = Snapshot()

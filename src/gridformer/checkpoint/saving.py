@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gridformer.checkpoint.block import TensorBlock
-from gridformer.checkpoint.going_on import Patience, going_on, until
+from gridformer.checkpoint.going_on import CopyPatience, going_on, until
 from gridformer.checkpoint.index import BlockIndex, joined_index, part_of
 from gridformer.checkpoint.manifest import FileEntry, Manifest, manifest_bytes
 from gridformer.checkpoint.outcome import Kept, SaveOutcome, file_of, name_of
@@ -143,7 +143,7 @@ class Save:
         """
         began = time.monotonic()
         # The first rank looks for notes as long as this at most, and is then heard of.
-        patience = Patience(self.draft, self.patience_s, 3 * self.patience_s)
+        patience = CopyPatience(self.draft, self.patience_s, 3 * self.patience_s)
         until(lambda: self.has_ended() or self._is_lost(began, 2) or patience.is_over())
 
     def _is_lost(self, since: float, times: int = 1) -> bool:
@@ -297,10 +297,7 @@ class Save:
     def _copy(self) -> None:
         """Copies the complete checkpoint to `copy_to`, and removes there what is too much."""
         try:
-            remote = Remote(self.copy_to)
-            remote.upload(Path(self.draft.target))
-            for name in self.kept.removable(remote.complete(), self.kept.newest):
-                remote.remove(name)
+            Remote(self.copy_to).upload_newest(Path(self.draft.target), self.kept)
         except Exception as error:  # each file system has errors of its own
             self.outcome.not_copied = f"{type(error).__name__}: {error}"
 

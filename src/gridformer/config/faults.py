@@ -32,7 +32,8 @@ class FaultsConfig(Config):
     fallback: bool = Field(
         default=False,
         description="true lets a run whose newest checkpoint is damaged resume from the newest one "
-        "that is not; the damaged one is kept under another name. false refuses to resume.",
+        "that is not, here or among the copies of checkpoint_to; the damaged one is kept under "
+        "another name. false refuses to resume.",
     )
     keep_every: int = Field(
         default=0,
@@ -44,7 +45,8 @@ class FaultsConfig(Config):
         default="",
         description="Each checkpoint is also copied to this URL of any file system that fsspec "
         "knows, such as s3://bucket/run. A run whose directory has no checkpoint as new as the "
-        "newest one there begins with a copy of that. Empty means no copies.",
+        "newest one there begins with a copy of that. A run whose last checkpoint cannot be copied "
+        "ends with exit code 1. Empty means no copies.",
     )
     async_save: bool = Field(
         default=True,
@@ -63,7 +65,8 @@ class FaultsConfig(Config):
         ge=0.0,
         le=1e7,
         description="If there is no space for the last checkpoint of a run, the run waits for it "
-        "for at most this number of seconds before it ends without that checkpoint.",
+        "for at most this number of seconds before it ends without that checkpoint. So long the "
+        "copy of the last checkpoint to checkpoint_to is tried again, too.",
     )
     on_divergence: Literal["stop", "skip", "rollback"] = Field(
         default="stop",

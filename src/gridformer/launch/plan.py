@@ -15,8 +15,6 @@ from gridformer.utils.errors import ConfigError, DataError
 from gridformer.utils.extras import installed
 
 if TYPE_CHECKING:
-    from gridformer.checkpoint.manifest import Manifest
-    from gridformer.data.fingerprint import Fingerprint
     from gridformer.launch.run_lock import RunLock
     from gridformer.memory.room import Room, Tell
     from gridformer.train.plan import Plan
@@ -134,11 +132,10 @@ def plan_checked(
     """
     _refuse_what_nothing_saves(run, room)  # what follows loads torch
     from gridformer.checkpoint import weights
-    from gridformer.checkpoint.copies import clash
-    from gridformer.checkpoint.fallback import choose_checkpoint
+    from gridformer.checkpoint.copies import choose_or_replace, clash
     from gridformer.checkpoint.place import LocalPlace
     from gridformer.checkpoint.remote import fetch_newest
-    from gridformer.checkpoint.same_run import check_same_run, data_start_of
+    from gridformer.checkpoint.same_run import check_copy, check_same_run, data_start_of
     from gridformer.data.fingerprint import fingerprint
     from gridformer.memory.budget import fit_problems
     from gridformer.memory.room import silent
@@ -156,13 +153,14 @@ def plan_checked(
     if run.train.checkpoint_to and (problem := clash(run.train.checkpoint_to, out)):
         raise ConfigError([problem])
     data = fingerprint(RunData.open(run.data))
+    check = partial(check_copy, run, data)
     if lock is not None:
         lock.take(out, lambda doing: (tell or silent)("", doing))
         LocalPlace(out).sweep()
         if run.train.checkpoint_to:
             (tell or silent)("", f"looking for a newer checkpoint at {run.train.checkpoint_to}")
-            fetch_newest(run.train.checkpoint_to, out, partial(_check_copy, run, data))
-    found = choose_checkpoint(out, run.train.fallback)
+            fetch_newest(run.train.checkpoint_to, out, check)
+    found = choose_or_replace(run.train, out, check, replaces=lock is not None)
     if found is None:
         return Plan(run, out, None, 0, decisions, weights.start_of(run), data=data)
     check_same_run(found.manifest, run, found.folder, data)
@@ -179,18 +177,6 @@ def plan_checked(
         unevaluated=found.manifest.step == run.train.steps
         and lacks_evaluation(out, run.train.steps),
     )
-
-
-def _check_copy(run: RunConfig, data: Fingerprint, manifest: Manifest) -> None:
-    """Checks that a checkpoint at `train.checkpoint_to` is one of this run.
-
-    Raises:
-        CheckpointError: It is not.
-    """
-    from gridformer.checkpoint.same_run import check_same_run
-
-    place = f"{run.train.checkpoint_to.rstrip('/')}/step-{manifest.step:08d}"
-    check_same_run(manifest, run, place, data, "another train.checkpoint_to for this run")
 
 
 def _refuse_what_nothing_saves(run: RunConfig, room: Room | None) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from gridformer.checkpoint.fallback import choose_checkpoint
-from gridformer.checkpoint.same_run import data_start_of
+from gridformer.checkpoint.copies import choose_or_replace
+from gridformer.checkpoint.same_run import check_copy, data_start_of
 from gridformer.launch.failures import Failure, cause, failure_text
 from gridformer.launch.local import attempt
 from gridformer.launch.memory_advice import memory_advice
@@ -69,7 +69,8 @@ def resumed(plan: Plan) -> Plan:
     Raises:
         CheckpointError: the newest checkpoint is damaged; see `train.fallback`.
     """
-    found = choose_checkpoint(plan.out, plan.run.train.fallback)
+    check = partial(check_copy, plan.run, plan.data)
+    found = choose_or_replace(plan.run.train, plan.out, check)
     if found is None:
         return plan
     return replace(

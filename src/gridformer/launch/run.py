@@ -12,6 +12,7 @@ from pathlib import Path
 from gridformer.checkpoint.place import LocalPlace
 from gridformer.config import TrainConfig
 from gridformer.launch import launch
+from gridformer.launch.copy_last import copy_last
 from gridformer.launch.failure_cause import out_of_memory
 from gridformer.launch.memory_advice import memory_advice
 from gridformer.launch.restarts import launch_with_restarts
@@ -43,18 +44,19 @@ def execute(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
 
     Raises:
         UserError: a worker raised it.
-        SystemExit: a worker failed or a signal stopped the run, see `launch`.
+        SystemExit: a worker failed or a signal stopped the run, see `launch`; or the last
+            checkpoint is not at `train.checkpoint_to`, see `copy_last`.
     """
+    policy, place = policy_of(plan.run.train), launched_place()
     if plan.done:
-        place = launched_place()
         if place and place.rank:
             return
         print(
             f"{plan.out} has done {plan.resume_step} of {plan.run.train.steps} steps: increase "
             "train.steps to continue, or choose another --out"
         )
+        copy_last(plan, policy.ends_at)
         return
-    policy, place = policy_of(plan.run.train), launched_place()
     work = partial(worker, callbacks=tuple(callbacks)) if callbacks else worker
     if place and place.size > plan.n_processes:
         if place.rank >= plan.n_processes:
@@ -65,6 +67,7 @@ def execute(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
             launch(work, (plan,), plan.n_processes, policy)
         finally:
             release_spares(place)
+        copy_last(plan, policy.ends_at)
         return
     advise = partial(memory_advice, plan)
     try:
@@ -82,6 +85,7 @@ def execute(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     finally:
         if not place:
             LocalPlace(plan.out).sweep()  # what a killed process was writing
+    copy_last(plan, policy.ends_at)
 
 
 def train(

@@ -145,8 +145,8 @@ class Reporter(Callback):
         if saved.not_copied:
             self._print(
                 f"  checkpoint of step {saved.step} could not be copied to "
-                f"{self.plan.run.train.checkpoint_to} ({saved.not_copied}); the run goes on, and "
-                "the next one is copied again"
+                f"{self.plan.run.train.checkpoint_to} ({saved.not_copied}): the next save, the "
+                "end of all steps or the next start of the run copies the newest one"
             )
 
     def on_end(self, end: RunEnd) -> None:

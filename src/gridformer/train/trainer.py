@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gridformer.checkpoint import checkpoint, weights
+from gridformer.checkpoint.copies import with_copy
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.comm import progress
 from gridformer.data import Batches, RunData, open_training
@@ -39,7 +40,7 @@ from gridformer.train.step import ReadRows, Stepper
 from gridformer.train.trace import StepTrace
 from gridformer.train.under_way import FinishedStep, StepsUnderWay, lag_of
 from gridformer.utils.batch import Batch
-from gridformer.utils.errors import DivergedError
+from gridformer.utils.errors import CheckpointError, DivergedError
 from gridformer.utils.moment import Moment
 from gridformer.utils.signals import install
 from gridformer.utils.units import GIB
@@ -98,7 +99,10 @@ class Trainer:
         if plan.start is not None:
             weights.load_initial_weights(plan.start, self.model, self.axes)
         if plan.resume is not None:
-            self.recovery.done = self._load(plan.resume, verified).divergences
+            try:
+                self.recovery.done = self._load(plan.resume, verified).divergences
+            except CheckpointError as error:
+                raise with_copy(error, run.train, plan.out) from None
             self.stepper.train = self.recovery.present
         self.saves = Saves(plan, self.model, self.axes, self.stop, self.journal)
         self.journal.begin(plan, data.n_train_tokens, self.batches)
