@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from gridformer.launch import lock_holder, run_lock
-from gridformer.launch.lock_holder import this_process
+from gridformer.launch.lock_holder import Holder, this_process
 from gridformer.launch.run_lock import LOCK, RunLock, holder_of, is_held
 from gridformer.utils.errors import UserError
 
@@ -225,6 +225,28 @@ def test_a_holder_refreshes_its_lock_and_restores_a_removed_one(
             while not is_held(tmp_path) or (tmp_path / LOCK).stat().st_mtime < 9:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
+    assert left(tmp_path) == []
+
+
+def test_a_lock_that_is_given_back_is_not_restored(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that found it removed writes it only after the release has begun."""
+    write, restores = run_lock._write_new, threading.Event()
+
+    def write_late(path: Path, holder: Holder) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            restores.set()
+            assert lock._end.wait(120)
+        return write(path, holder)
+
+    monkeypatch.setattr(run_lock, "_write_new", write_late)
+    with RunLock() as lock:
+        lock.take(tmp_path)
+        (tmp_path / LOCK).unlink()
+        assert restores.wait(120)
+    assert lock._refreshing is not None
+    lock._refreshing.join(120)
     assert left(tmp_path) == []
 
 

@@ -34,6 +34,7 @@ REFRESH_S = 5.0
 STALE_S = 60.0
 _POLL_S = 1.0  # between two looks at the lock of another host
 _SHORT_S = 0.02
+_JOIN_S = 5.0  # for a thread that may write the lock, if the storage is not away
 
 
 class RunLock:
@@ -50,6 +51,7 @@ class RunLock:
         self._mine: Holder | None = None
         self._made: list[Path] = []  # folders that did not exist before
         self._end = threading.Event()
+        self._refreshing: threading.Thread | None = None
 
     @property
     def token(self) -> str:
@@ -93,7 +95,8 @@ class RunLock:
         self._mine = mine
         at_end.append(self.release)
         self._end.clear()
-        threading.Thread(target=self._refresh, name="run lock", daemon=True).start()
+        self._refreshing = threading.Thread(target=self._refresh, name="run lock", daemon=True)
+        self._refreshing.start()
 
     def release(self) -> None:
         """Gives the lock back, and removes folders that were created for it and are empty."""
@@ -101,6 +104,9 @@ class RunLock:
         if mine is None:
             return
         self._end.set()
+        # It may be about to write a removed lock again.
+        if self._refreshing not in (None, threading.current_thread()):
+            self._refreshing.join(_JOIN_S)
         with contextlib.suppress(ValueError):
             at_end.remove(self.release)
         assert self._path is not None
