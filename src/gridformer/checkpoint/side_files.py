@@ -19,11 +19,13 @@ from gridformer.data.label_names import LABELS_FILE
 from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.data.tokenizer import SETTINGS, Tokenizer
 from gridformer.utils.errors import DataError
+from gridformer.utils.files import UnreadableError, read_json
 
+GENERATION = "generation_config.json"
 # The small files of a folder of Hugging Face that are kept in `KEPT`, for tokenizer and export.
 KEPT_FILES = (
     "config.json",
-    "generation_config.json",
+    GENERATION,
     TOKENIZER,
     SETTINGS,
     "special_tokens_map.json",
@@ -107,13 +109,36 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
     """
     root = root_of(folder)
     check_has_tokenizer(root)
-    tokenizer = Tokenizer.load(root / TOKENIZER)
+    settings = root / SETTINGS
+    # Imports of earlier versions have only the kept one. A run that began with an import keeps it,
+    # too, but its own data say which token ends documents.
+    imported = manifest.weights_only and manifest.step == 0 and manifest.data is None
+    if imported and not settings.is_file():
+        settings = root / KEPT / SETTINGS
+    tokenizer = Tokenizer.load(root / TOKENIZER, settings_file=settings)
     if problem := _of_another_model(tokenizer, manifest):
         raise DataError(
             f"{root / TOKENIZER} is that of another model than {folder}, {problem}: replace it by "
             "the one of the model"
         )
     return tokenizer
+
+
+def ids_of_ends(root: Path) -> frozenset[int]:
+    """Returns the tokens that end generated text by the generation_config.json of an import.
+
+    There may be several, such as the ends of a turn and of a text.
+
+    Args:
+        root: The folder that has the side files.
+    """
+    try:
+        found = read_json(root / KEPT / GENERATION)
+    except UnreadableError:
+        return frozenset()
+    ids = found.get("eos_token_id") if isinstance(found, dict) else None
+    listed = ids if isinstance(ids, list) else [ids]
+    return frozenset(i for i in listed if isinstance(i, int) and not isinstance(i, bool))
 
 
 def check_has_tokenizer(root: Path) -> None:

@@ -114,7 +114,11 @@ class Tokenizer:
 
     @classmethod
     def load(
-        cls, path: Path | str, eos_token: str | None = None, bos_token: str | None = None
+        cls,
+        path: Path | str,
+        eos_token: str | None = None,
+        bos_token: str | None = None,
+        settings_file: Path | None = None,
     ) -> Self:
         """Loads a tokenizer.json, or the one in a folder.
 
@@ -125,6 +129,7 @@ class Tokenizer:
             path: The file or folder.
             eos_token: The token that ends documents.
             bos_token: A token with which documents begin.
+            settings_file: The tokenizer_config.json; None means the one beside it.
 
         Raises:
             DataError: There is none, it is damaged, or it lacks these tokens.
@@ -139,7 +144,7 @@ class Tokenizer:
         except Exception as error:
             reason = " ".join(str(error).split())
             raise DataError(f"{file}: is not a tokenizer.json ({reason})") from None
-        settings = _settings(file.with_name(SETTINGS))
+        settings = _settings(settings_file or file.with_name(SETTINGS))
         said = _spelled(settings.get("eos_token"))
         if eos_token is None and said is not None and backend.token_to_id(said) is not None:
             eos_token = said

@@ -17,7 +17,7 @@ from gridformer.models import BERT, EncoderDecoder
 from gridformer.utils.errors import ConfigError
 
 # Of prompts that a chat template has rendered: the ids of tokens that end an answer. Special tokens
-# are spelled out in such prompts. None means plain prompts, which only the end of text ends.
+# are spelled out in such prompts. None means plain prompts.
 Stops = frozenset[int] | None
 _TOKENS_BEFORE = 8  # as many as may belong to one character or word, and some more
 
@@ -202,7 +202,7 @@ def stream(
     (ids,) = prompt_ids(tokenizer, [prompt], stops)
     before = ids if stops is None else []
     for token in sampled_ids(trained, ids, max_tokens, sampling, speed, stops):
-        if token in _ends(tokenizer, stops):
+        if token in _ends(trained, stops):
             break
         done.append(token)
         text = text_after(tokenizer, before, done)
@@ -236,7 +236,7 @@ def sampled_ids(
     """
     tokenizer = trained.tokenizer
     prompt = Prompt(ids or [tokenizer.eos_id], max_tokens, sampling.seed)
-    ends = _ends(tokenizer, stops)
+    ends = _ends(trained, stops)
 
     def ended(text: int, token: int) -> bool:
         return token in ends
@@ -265,8 +265,8 @@ def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) 
     return whole[len(start) :] if whole.startswith(start) else tokenizer.decode(ids)
 
 
-def _ends(tokenizer: Tokenizer, stops: Stops) -> frozenset[int]:
-    return frozenset({tokenizer.eos_id}) if stops is None else stops
+def _ends(trained: Trained, stops: Stops) -> frozenset[int]:
+    return trained.ends | ({trained.tokenizer.eos_id} if stops is None else stops)
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ def continued_ids(
         stops: see `Stops`.
     """
     tokenizer = trained.tokenizer
-    ends = _ends(tokenizer, stops)
+    ends = _ends(trained, stops)
     said: list[list[int]] = [[] for _ in work]
     order = sorted(range(len(work)), key=lambda i: len(work[i].ids))
     with trained.in_use():

@@ -12,7 +12,7 @@ import torch
 
 from gridformer.checkpoint import checkpoint, find
 from gridformer.checkpoint.manifest import verify_checkpoint
-from gridformer.checkpoint.side_files import load_tokenizer, root_of
+from gridformer.checkpoint.side_files import ids_of_ends, load_tokenizer, root_of
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.config.train import DType
 from gridformer.data import SpecialIds, Tokenizer, special_ids
@@ -36,6 +36,7 @@ class Trained:
         layout: The layout on which the model is used.
         axes: The axes of that layout.
         label_names: What the labels 0, 1, ... of a classifier are called, as far as it is stored.
+        ends: The tokens that end generated text besides the tokenizer's end of text.
     """
 
     run: RunConfig
@@ -44,6 +45,7 @@ class Trained:
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     axes: Axes = field(default_factory=Axes)
     label_names: tuple[str, ...] = ()
+    ends: frozenset[int] = frozenset()
 
     @property
     def special(self) -> SpecialIds:
@@ -129,4 +131,5 @@ def load_model(
     model = build_parallel(run.model, layout, axes, run.train.seed, device, dtype, filled=False)
     checkpoint.load(folder, model, None, axes)
     model.uses_kernels(run.train.kernels == "fused")
-    return Trained(run, model.eval(), tokenizer, layout, axes, checkpoint_label_names(run, folder))
+    names, ends = checkpoint_label_names(run, folder), ids_of_ends(root_of(folder))
+    return Trained(run, model.eval(), tokenizer, layout, axes, names, ends)

@@ -40,6 +40,7 @@ from gridformer.config import DataConfig, ModelConfig, RunConfig, Task, any_of
 from gridformer.config.base import file_name
 from gridformer.data.label_names import write_label_names
 from gridformer.data.tokenfolder import TOKENIZER
+from gridformer.data.tokenizer import SETTINGS
 from gridformer.utils.errors import CheckpointError, ConfigError
 from gridformer.utils.folders import new_folder, refuse_existing
 
@@ -127,6 +128,8 @@ def import_folder(
         has_tokenizer = (folder / TOKENIZER).is_file()
         if has_tokenizer:
             shutil.copyfile(folder / TOKENIZER, writing / TOKENIZER)
+            if (folder / SETTINGS).is_file():  # which says what token ends documents
+                shutil.copyfile(folder / SETTINGS, writing / SETTINGS)
         _write(source, step, run, dtype, tell)
     n_parameters = sum(torch.Size(shape).numel() for shape in source.shapes.values())
     return Imported(run, source.kind.model_type, n_parameters, has_tokenizer)

@@ -1,0 +1,136 @@
+"""Special tokens mean the same in a folder of Hugging Face and in a run, in both directions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from gridformer.checkpoint.convert.importing import import_folder
+from gridformer.checkpoint.manifest import read_manifest, write_manifest
+from gridformer.data import Tokenizer
+from gridformer.data.tokenizer import SETTINGS
+from gridformer.evaluate.generate import sampled_ids, stream
+from gridformer.evaluate.loading import Trained, load_model
+from gridformer.evaluate.sampling import Sampling
+from tests.support.reference.shared import transformers
+
+CPU = torch.device("cpu")
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+TEXTS = ("hello world", "the cat sat on the mat", "a", "world the hello mat cat")
+
+
+def bytes_with(*special: str) -> Any:
+    """Return a byte-level tokenizer whose first tokens are special ones."""
+    found = tokenizers.Tokenizer(models.BPE())
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=270,
+        special_tokens=list(special),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    found.train_from_iterator(TEXTS, trainer)
+    return found
+
+
+def model_of(name: str, tokenizer: Any, **settings: Any) -> Any:
+    """Return a small model of a class of transformers with large random weights."""
+    config = getattr(transformers, name.partition("For")[0] + "Config")
+    size = {**SIZES, "vocab_size": tokenizer.get_vocab_size()}
+    model = getattr(transformers, name)(config(**size, **settings)).eval()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=draw))
+    return model
+
+
+def save(folder: Path, model: Any, tokenizer: Any, **names: Any) -> Path:
+    """Write a folder of Hugging Face, with the names of its special tokens."""
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    (folder / SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
+    return folder
+
+
+def without_settings(run: Path) -> Path:
+    """Make an import like those of earlier versions, and return it."""
+    (run / SETTINGS).unlink()
+    step = run / "checkpoints" / "step-00000000"
+    (step / SETTINGS).unlink()
+    manifest = read_manifest(step)
+    side = {name: entry for name, entry in manifest.side_files.items() if name != SETTINGS}
+    write_manifest(step, manifest.model_copy(update={"side_files": side}))
+    return run
+
+
+def continued(trained: Trained, ids: Sequence[int], most: int = 12) -> list[int]:
+    return [*sampled_ids(trained, ids, most, Sampling(temperature=0.0))]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Return a folder whose texts end with a token of no usual name, or a usual one, and its model.
+
+    Both ends are likely.
+    """
+    tokenizer = bytes_with("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|other|>")
+    model = model_of("Qwen2ForCausalLM", tokenizer, eos_token_id=2, num_key_value_heads=2)
+    with torch.no_grad():
+        model.lm_head.weight[1:4] *= 3
+    model.generation_config.eos_token_id = [2, 3]
+    folder = tmp_path_factory.mktemp("ended")
+    return save(folder, model, tokenizer, eos_token={"content": "<|im_end|>"}), model
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_an_import_ends_texts_where_transformers_does(
+    ended: tuple[Path, Any], earlier: bool, tmp_path: Path
+) -> None:
+    """tokenizer_config.json names the end of text, and generation_config.json further ends."""
+    folder, model = ended
+    import_folder(folder, tmp_path / "run")
+    if earlier:
+        without_settings(tmp_path / "run")
+    trained = load_model(tmp_path / "run", CPU)
+    assert trained.tokenizer.eos_token == "<|im_end|>"
+    if not earlier:  # as prepare --tokenizer reads it
+        assert Tokenizer.load(tmp_path / "run").eos_token == "<|im_end|>"
+    last = set()
+    for text in map(chr, range(ord("a"), ord("m"))):
+        ids = trained.tokenizer.encode(text)
+        given = torch.tensor([ids])
+        want = model.generate(given, attention_mask=given >= 0, max_new_tokens=12, do_sample=False)
+        found = continued(trained, ids)
+        assert found == want[0, len(ids) :].tolist()
+        shown = "".join(stream(trained, text, 12, Sampling(temperature=0.0)))
+        if found[-1] in (2, 3):
+            last.add(found[-1])
+            assert shown == trained.tokenizer.decode(found[:-1])
+    assert last == {2, 3}
+
+
+def test_an_end_of_text_that_only_the_settings_name(tmp_path: Path) -> None:
+    tokenizer = bytes_with("<|begin|>", "<|end|>", "<|eot|>")
+    model = model_of("LlamaForCausalLM", tokenizer, bos_token_id=0, eos_token_id=1)
+    save(tmp_path / "theirs", model, tokenizer, bos_token="<|begin|>", eos_token="<|end|>")
+    import_folder(tmp_path / "theirs", tmp_path / "run")
+    found = load_model(tmp_path / "run", CPU).tokenizer
+    # Their begin-of-text token is for prompts, so it does not begin documents of a corpus.
+    assert (found.eos_id, found.bos_id) == (1, None)
