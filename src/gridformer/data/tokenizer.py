@@ -145,11 +145,11 @@ class Tokenizer:
             reason = " ".join(str(error).split())
             raise DataError(f"{file}: is not a tokenizer.json ({reason})") from None
         settings = _settings(settings_file or file.with_name(SETTINGS))
-        said = _spelled(settings.get("eos_token"))
+        said = spelled(settings.get("eos_token"))
         if eos_token is None and said is not None and backend.token_to_id(said) is not None:
             eos_token = said
         if bos_token is None and settings.get(_BEGINS) is True:
-            bos_token = _spelled(settings.get("bos_token"))
+            bos_token = spelled(settings.get("bos_token"))
         return cls(backend, str(path), eos_token, bos_token)
 
     @classmethod
@@ -270,7 +270,7 @@ def _settings(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _spelled(token: object) -> str | None:
+def spelled(token: object) -> str | None:
     """Returns how a token of a tokenizer_config.json is spelled; some are written with settings."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None

@@ -12,7 +12,9 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.checkpoint.convert.importing import import_folder
+from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
 from gridformer.checkpoint.manifest import read_manifest, write_manifest
 from gridformer.data import Tokenizer
 from gridformer.data.tokenizer import SETTINGS
@@ -134,3 +136,49 @@ def test_an_end_of_text_that_only_the_settings_name(tmp_path: Path) -> None:
     found = load_model(tmp_path / "run", CPU).tokenizer
     # Their begin-of-text token is for prompts, so it does not begin documents of a corpus.
     assert (found.eos_id, found.bos_id) == (1, None)
+
+
+def padded_logits(folder: Path) -> tuple[Any, torch.Tensor]:
+    """Return the tokens of texts of several lengths in a batch, and what transformers computes."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokens = tokenizer([*TEXTS], return_tensors="pt", padding=True, return_token_type_ids=False)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return tokens["input_ids"], model(**tokens).logits
+
+
+CLASSIFIERS = {
+    "unknown": (("<unk>", "<s>", "</s>"), "</s>", "<unk>"),
+    "added": (("<s>", "</s>", "<pad_x>", "<pad>"), "</s>", "<pad_x>"),
+    "end of text": (("<pad>", "<s>", "</s>"), "</s>", "</s>"),
+}
+
+
+@pytest.mark.parametrize("case", CLASSIFIERS)
+def test_an_exported_classifier_pads_like_the_imported_one(case: str, tmp_path: Path) -> None:
+    names, eos, pad = CLASSIFIERS[case]
+    tokenizer = bytes_with(*names)
+    ids = {"eos_token_id": names.index(eos), "pad_token_id": names.index(pad)}
+    model = model_of("LlamaForSequenceClassification", tokenizer, num_labels=3, **ids)
+    theirs = save(tmp_path / "theirs", model, tokenizer, eos_token=eos, pad_token=pad)
+    import_folder(theirs, tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "back")
+    (ids_there, there), (ids_here, here) = map(padded_logits, (theirs, tmp_path / "back"))
+    assert torch.equal(ids_here, ids_there)
+    assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("case", CLASSIFIERS)
+def test_a_classifier_that_was_tuned_here_pads_by_one_token(case: str, tmp_path: Path) -> None:
+    """It is classified by the end of text if there is another padding, so that does not pad."""
+    names, eos, pad = CLASSIFIERS[case]
+    tokenizer = bytes_with(*names)
+    ids = {"eos_token_id": names.index(eos), "pad_token_id": names.index(pad)}
+    model = model_of("LlamaForSequenceClassification", tokenizer, num_labels=3, **ids)
+    theirs = save(tmp_path / "theirs", model, tokenizer, eos_token=eos, pad_token=pad)
+    run = import_folder(theirs, tmp_path / "run").run
+    (tmp_path / "out").mkdir()
+    found = write_tokenizer(tmp_path / "out", tmp_path / "run", run)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert found["pad_token_id"] == loaded.pad_token_id
+    assert loaded.pad_token == ("<pad>" if case == "end of text" else pad)

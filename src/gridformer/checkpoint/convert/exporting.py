@@ -95,7 +95,8 @@ def export_run(
     with new_folder(out) as writing:
         n_files = write_weight_files(streamed, writing, int(shard_gib * GIB), tell)
         stored.close()
-        tokens = write_tokenizer(writing, root, run)
+        imported = manifest.weights_only and not manifest.step
+        tokens = write_tokenizer(writing, root, run, imported)
         types = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in streamed.values())
         if "id2label" in config and (names := read_label_names(root)):
             config |= label_keys(manifest.model.n_labels, names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from gridformer.config import RunConfig
 from gridformer.data import SpecialIds, Tokenizer, special_ids
 from gridformer.data.chat import CHAT_FILE, read_chat
 from gridformer.data.tokenfolder import TOKENIZER
+from gridformer.data.tokenizer import SETTINGS, spelled
 
 # Keys of an imported config.json that name tokens, which our config does not hold.
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
-def write_tokenizer(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
+def write_tokenizer(
+    folder: Path, root: Path, run: RunConfig, imported: bool = False
+) -> dict[str, Any]:
     """Writes the files of a tokenizer, and returns the keys of config.json that name tokens.
 
     A run that was imported has the files that it came with. Of any other run it is the tokenizer of
@@ -30,6 +34,7 @@ def write_tokenizer(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
         folder: The folder of the exported model.
         root: The run directory, or the checkpoint that has copies of its files.
         run: The run.
+        imported: Whether the weights are those of an import, unchanged.
     """
     kept = root / KEPT
     for name in KEPT_FILES:
@@ -40,9 +45,8 @@ def write_tokenizer(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     if (kept / CONFIG).is_file():
         before = read_mapping(kept / CONFIG)
-        return {key: before[key] for key in _TOKEN_KEYS if key in before} | _read_by_heads(
-            root, run
-        )
+        ids = {key: before[key] for key in _TOKEN_KEYS if key in before}
+        return ids if imported else ids | _read_by_heads(folder, root, run, ids)
     if not (root / TOKENIZER).is_file():
         return {}
     tokenizer = Tokenizer.load(root / TOKENIZER)
@@ -57,8 +61,7 @@ def write_tokenizer(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
             special, tokenizer, decoder=not run.model.two_stacks and run.model.family != "bert"
         ),
     }
-    text = json.dumps(config, indent=2) + "\n"
-    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    _write_json(folder / SETTINGS, config)
     ids = {"eos_token_id": special.eos, "pad_token_id": special.pad}
     if not run.model.two_stacks and run.model.family != "bert":
         ids["bos_token_id"] = special.eos
@@ -67,16 +70,48 @@ def write_tokenizer(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
     return ids
 
 
-def _read_by_heads(root: Path, run: RunConfig) -> dict[str, Any]:
+def _read_by_heads(
+    folder: Path, root: Path, run: RunConfig, before: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns the ids that classes for fine-tuning look for, as the run has used them.
 
-    Decoders classify by the last token that is not padding, and T5 by the last end of text.
+    Decoders classify by the last token that is not padding, and T5 by the last end of text. The
+    tokenizer pads by its own settings, so both name the same padding.
+
+    Args:
+        folder: The folder of the exported model, with the files of its tokenizer.
+        root: See `write_tokenizer`.
+        run: The run.
+        before: The ids that the imported config.json names.
     """
     if run.model.token_head or run.model.family == "bert" or not (root / TOKENIZER).is_file():
         return {}
-    special = special_ids(run, Tokenizer.load(root / TOKENIZER))
+    tokenizer = Tokenizer.load(root / TOKENIZER)
+    special = special_ids(run, tokenizer)
     ids = {"eos_token_id": special.eos, "pad_token_id": special.pad}
-    return ids | ({"decoder_start_token_id": special.start} if run.model.two_stacks else {})
+    if run.model.two_stacks:
+        return ids | {"decoder_start_token_id": special.start}
+    pad = before.get("pad_token_id")
+    # The run's texts end with the end of text if that does not pad, and are classified there.
+    if isinstance(pad, int) and tokenizer.token_of(pad) and not pad == special.eos != special.pad:
+        ids["pad_token_id"] = pad
+    _pad_with(folder, tokenizer.token_of(ids["pad_token_id"]))
+    return ids
+
+
+def _pad_with(folder: Path, token: str | None) -> None:
+    """Writes which token pads into the files of a tokenizer that say it."""
+    settings = folder / SETTINGS
+    values = read_mapping(settings) if settings.is_file() else {}
+    if spelled(values.get("pad_token")) != token:
+        _write_json(settings, {**values, "pad_token": token})
+    others = folder / "special_tokens_map.json"
+    if others.is_file() and "pad_token" in (values := read_mapping(others)):
+        _write_json(others, {**values, "pad_token": token})
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _named(special: SpecialIds, tokenizer: Tokenizer, decoder: bool) -> dict[str, str]:
