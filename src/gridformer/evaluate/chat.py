@@ -9,17 +9,14 @@ from pathlib import Path
 
 from gridformer.checkpoint.manifest import KEPT, read_manifest
 from gridformer.checkpoint.side_files import load_tokenizer, root_of
-from gridformer.data import Tokenizer
 from gridformer.data.chat import (
     CHAT_FILE,
-    ChatTemplate,
     Message,
     StoredChat,
-    encode,
     open_template,
     read_chat,
+    stop_ids,
 )
-from gridformer.data.chat.messages import ASSISTANT, USER
 from gridformer.utils.errors import DataError, UserError
 
 
@@ -51,7 +48,7 @@ def chat_prompts(folder: Path, conversations: Sequence[Sequence[Message]]) -> Ch
     tokenizer = load_tokenizer(folder, read_manifest(folder))
     with stored_chat(folder).open() as template:
         texts = [template.prompt(messages) for messages in conversations]
-        stops = frozenset({tokenizer.eos_id, *_stops(template, tokenizer)})
+        stops = frozenset({tokenizer.eos_id, *stop_ids(template, tokenizer)})
     shown = [messages[-1]["content"] for messages in conversations]
     return ChatPrompts(tuple(texts), tuple(shown), stops)
 
@@ -72,14 +69,3 @@ def stored_chat(folder: Path) -> StoredChat:
         f"{root} has no chat template: --chat is for models that were trained with "
         f"data.task=chat, or imported with a template"
     )
-
-
-def _stops(template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
-    """Returns the special token with which answers end, if the template has one."""
-    talk = [{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": "b"}]
-    try:
-        (found,) = encode([talk], template, tokenizer)
-    except DataError:  # a template that needs more, or does not tell where answers are
-        return []
-    said = [number for number, is_said in zip(found.ids, found.answer) if is_said]
-    return [number for number in said if number in tokenizer.special_ids][-1:]

@@ -16,11 +16,14 @@ from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.checkpoint.convert.importing import import_folder
 from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
 from gridformer.checkpoint.manifest import read_manifest, write_manifest
+from gridformer.config import RunConfig, parse_run
 from gridformer.data import Tokenizer
+from gridformer.data.chat import read_chat, write_chat
 from gridformer.data.tokenizer import SETTINGS
 from gridformer.evaluate.generate import sampled_ids, stream
 from gridformer.evaluate.loading import Trained, load_model
 from gridformer.evaluate.sampling import Sampling
+from tests.support.chats import chat_folder
 from tests.support.reference.shared import transformers
 
 CPU = torch.device("cpu")
@@ -80,6 +83,12 @@ def without_settings(run: Path) -> Path:
     side = {name: entry for name, entry in manifest.side_files.items() if name != SETTINGS}
     write_manifest(step, manifest.model_copy(update={"side_files": side}))
     return run
+
+
+def run_of(family: str, task: str) -> RunConfig:
+    """Return the config of a small run."""
+    model = {"family": family, "n_layers": 1, "hidden_size": 16, "n_heads": 2, "vocab_size": 400}
+    return parse_run({"model": model, "data": {"path": "x"}}, [f"data.task={task}"])
 
 
 def continued(trained: Trained, ids: Sequence[int], most: int = 12) -> list[int]:
@@ -182,3 +191,25 @@ def test_a_classifier_that_was_tuned_here_pads_by_one_token(case: str, tmp_path:
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert found["pad_token_id"] == loaded.pad_token_id
     assert loaded.pad_token == ("<pad>" if case == "end of text" else pad)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_exported_chat_model_stops_after_its_answer(kept: bool, tmp_path: Path) -> None:
+    """The ends that an import lists remain, and so do its other settings of generation."""
+    folder = chat_folder(tmp_path, 30)
+    root, out = tmp_path / "run", tmp_path / "out"
+    (root / "hugging_face").mkdir(parents=True)
+    out.mkdir()
+    (root / "tokenizer.json").write_bytes(folder.tokenizer_file.read_bytes())
+    write_chat(root, read_chat(folder.path))
+    if kept:
+        (root / "hugging_face" / "config.json").write_text('{"eos_token_id": 7}')
+        values = {"eos_token_id": [7, 9], "max_new_tokens": 5}
+        (root / "hugging_face" / "generation_config.json").write_text(json.dumps(values))
+    ids = write_tokenizer(out, root, run_of("llama", "chat"))
+    found = transformers.GenerationConfig.from_pretrained(out)
+    ends = [folder.eos_id, folder.tokenizer.id_of("<|im_end|>")]
+    assert found.eos_token_id == ([7, 9, *ends] if kept else ends)
+    assert found.max_new_tokens == (5 if kept else None)
+    assert found.pad_token_id == ids.get("pad_token_id")
+    assert (out / "chat_template.jinja").read_text() == read_chat(root).template

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from gridformer.checkpoint.convert.folder import CONFIG, read_mapping
 from gridformer.checkpoint.manifest import KEPT
-from gridformer.checkpoint.side_files import KEPT_FILES
+from gridformer.checkpoint.side_files import GENERATION, KEPT_FILES
 from gridformer.config import RunConfig
 from gridformer.data import SpecialIds, Tokenizer, special_ids
-from gridformer.data.chat import CHAT_FILE, read_chat
+from gridformer.data.chat import CHAT_FILE, read_chat, stop_ids
 from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.data.tokenizer import SETTINGS, spelled
+from gridformer.utils.errors import DataError
 
 # Keys of an imported config.json that name tokens, which our config does not hold.
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -40,13 +42,20 @@ def write_tokenizer(
     for name in KEPT_FILES:
         if name != CONFIG and (kept / name).is_file():
             shutil.copyfile(kept / name, folder / name)
-    if (root / CHAT_FILE).is_file():
-        template = read_chat(root).template
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     if (kept / CONFIG).is_file():
         before = read_mapping(kept / CONFIG)
         ids = {key: before[key] for key in _TOKEN_KEYS if key in before}
-        return ids if imported else ids | _read_by_heads(folder, root, run, ids)
+        if not imported:
+            ids |= _read_by_heads(folder, root, run, ids)
+    else:
+        ids = _write_own(folder, root, run)
+    if (root / CHAT_FILE).is_file():
+        _write_chat(folder, root, ids)
+    return ids
+
+
+def _write_own(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
+    """Writes the tokenizer of a run's data, and returns what `write_tokenizer` does."""
     if not (root / TOKENIZER).is_file():
         return {}
     tokenizer = Tokenizer.load(root / TOKENIZER)
@@ -68,6 +77,29 @@ def write_tokenizer(
     if run.model.two_stacks:
         ids["decoder_start_token_id"] = special.start
     return ids
+
+
+def _write_chat(folder: Path, root: Path, ids: Mapping[str, Any]) -> None:
+    """Writes a chat template, and that a text also ends where it ends an answer.
+
+    Args:
+        folder, root: See `write_tokenizer`.
+        ids: The keys of config.json that name tokens.
+    """
+    chat = read_chat(root)
+    (folder / "chat_template.jinja").write_text(chat.template, encoding="utf-8")
+    if not (root / TOKENIZER).is_file():
+        return
+    tokenizer, file = Tokenizer.load(root / TOKENIZER), folder / GENERATION
+    stops: list[int] = []
+    with suppress(DataError), chat.open() as template:
+        stops = stop_ids(template, tokenizer)
+    values = read_mapping(file) if file.is_file() else {**ids}
+    said = values.get("eos_token_id", ids.get("eos_token_id"))
+    ends = [*(said if isinstance(said, list) else [said]), tokenizer.eos_id, *stops]
+    ends = [*dict.fromkeys(i for i in ends if i is not None)]
+    if len(ends) > 1:
+        _write_json(file, {**values, "eos_token_id": ends})
 
 
 def _read_by_heads(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gridformer.data.chat.messages import Message
+from gridformer.data.chat.messages import ASSISTANT, USER, Message
 from gridformer.data.chat.template import ChatTemplate
 from gridformer.data.tokenizer import Tokenizer
+from gridformer.utils.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,22 @@ def encode(
                 place += 1
         found.append(Encoded(ids, answer))
     return found
+
+
+def stop_ids(template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
+    """Returns the special token with which answers end, if the template has one.
+
+    Args:
+        template: Renders conversations as text.
+        tokenizer: Encodes the text.
+    """
+    talk = [{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": "b"}]
+    try:
+        (found,) = encode([talk], template, tokenizer)
+    except DataError:  # a template that needs more, or does not tell where answers are
+        return []
+    said = [number for number, is_said in zip(found.ids, found.answer) if is_said]
+    return [number for number in said if number in tokenizer.special_ids][-1:]
 
 
 def spells_special(messages: Sequence[Message], tokenizer: Tokenizer) -> bool:
