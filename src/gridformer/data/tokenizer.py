@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from gridformer.utils.errors import DataError, UserError
 from gridformer.utils.files import UnreadableError, read_json
@@ -188,6 +188,28 @@ class Tokenizer:
         vocab = self._backend.get_vocab()
         self.vocab_size = max(vocab.values()) + 1
         self.special_ids |= {vocab[token] for token in tokens}
+
+    def put_around(self, one: Sequence[str], two: Sequence[str]) -> None:
+        """Makes other programs put special tokens around texts, unless the tokenizer does already.
+
+        Texts that are encoded here get none.
+
+        Args:
+            one: The special tokens around a text, which is `$A`.
+            two: Those around two texts, `$A` and `$B`, with `:1` behind what has the segment 1.
+        """
+        vocab = self._backend.get_vocab()
+        names = sorted({piece.removesuffix(":1") for piece in (*one, *two)} - {"$A", "$B"})
+        puts_some = self._backend.num_special_tokens_to_add(False)
+        # What the library takes for a part of its own notation cannot be written there.
+        if puts_some or not names or any(":" in name or name.startswith("$") for name in names):
+            return
+        added: Any = processors.TemplateProcessing(
+            single=list(one), pair=list(two), special_tokens=[(name, vocab[name]) for name in names]
+        )
+        if (before := self._backend.post_processor) is not None:
+            added = processors.Sequence([before, added])
+        self._backend.post_processor = added
 
     @cached_property
     def begin_ids(self) -> list[int]:

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.checkpoint.convert.importing import import_folder
 from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
 from gridformer.checkpoint.manifest import read_manifest, write_manifest
 from gridformer.config import RunConfig, parse_run
-from gridformer.data import Tokenizer
+from gridformer.data import SpecialIds, Tokenizer, special_ids
 from gridformer.data.chat import read_chat, write_chat
+from gridformer.data.samples.examples import Reading
 from gridformer.data.tokenizer import SETTINGS
 from gridformer.evaluate.generate import sampled_ids, stream
 from gridformer.evaluate.loading import Trained, load_model
@@ -88,6 +89,8 @@ def without_settings(run: Path) -> Path:
 def run_of(family: str, task: str) -> RunConfig:
     """Return the config of a small run."""
     model = {"family": family, "n_layers": 1, "hidden_size": 16, "n_heads": 2, "vocab_size": 400}
+    if task == "classify":
+        model |= {"token_head": False, "n_labels": 2}
     return parse_run({"model": model, "data": {"path": "x"}}, [f"data.task={task}"])
 
 
@@ -213,3 +216,85 @@ def test_an_exported_chat_model_stops_after_its_answer(kept: bool, tmp_path: Pat
     assert found.max_new_tokens == (5 if kept else None)
     assert found.pad_token_id == ids.get("pad_token_id")
     assert (out / "chat_template.jinja").read_text() == read_chat(root).template
+
+
+def exported(family: str, task: str, root: Path, tokenizer: Tokenizer) -> tuple[Any, SpecialIds]:
+    """Write the tokenizer of a run, and return it in transformers and its special ids here."""
+    root.mkdir()
+    tokenizer.save(root / "tokenizer.json")
+    (root / "out").mkdir()
+    run = run_of(family, task)
+    write_tokenizer(root / "out", root, run)
+    loaded = transformers.AutoTokenizer.from_pretrained(root / "out")
+    return loaded, special_ids(run, Tokenizer.load(root / "tokenizer.json"))
+
+
+def of_gpt2(tokenizer: Any) -> Any:
+    """Return a tokenizer with the post-processor of GPT-2, which adds no tokens."""
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    return tokenizer
+
+
+READ = [
+    ("bert", "classify", ("<|endoftext|>",)),
+    ("bert", "masked", ("[CLS]", "[SEP]", "[PAD]", "[MASK]")),
+    ("t5", "classify", ("<|endoftext|>",)),
+    ("gpt2", "classify", ("<|endoftext|>",)),
+    ("llama", "classify", ("<|endoftext|>", "<pad>")),
+]
+
+
+@pytest.mark.parametrize(("family", "task", "names"), READ)
+@pytest.mark.parametrize("change", [lambda tokenizer: tokenizer, of_gpt2], ids=["plain", "gpt2"])
+def test_transformers_puts_special_tokens_where_the_model_has_read_them(
+    family: str, task: str, names: tuple[str, ...], change: Any, tmp_path: Path
+) -> None:
+    own = Tokenizer(change(bytes_with(*names)), "ours")
+    loaded, special = exported(family, task, tmp_path / "run", own)
+    reading = Reading(64, special, family == "t5")
+    texts = own.encode_batch(TEXTS)
+    for text, a in zip(TEXTS, texts):
+        assert loaded(text).input_ids == reading.joined(a)[0]
+        ids, n_first = reading.joined(a, texts[0])
+        both = loaded(text, TEXTS[0], return_token_type_ids=True)
+        assert both.input_ids == ids
+        if family == "bert":
+            assert both.token_type_ids == [int(i >= n_first) for i in range(len(ids))]
+    # Texts that are read here get special tokens from the model, and not from the tokenizer too.
+    back = Tokenizer.load(tmp_path / "run" / "out")
+    assert back.encode_batch(TEXTS) == texts
+
+
+@pytest.mark.parametrize("task", ["pairs", "spans"])
+def test_sources_of_an_exported_t5_end(task: str, tmp_path: Path) -> None:
+    own = Tokenizer(bytes_with("<|endoftext|>"), "ours")
+    loaded, special = exported("t5", task, tmp_path / "run", own)
+    assert loaded(TEXTS[0]).input_ids == [*own.encode(TEXTS[0]), special.eos]
+
+
+def test_texts_of_a_run_begin_as_its_documents_did(tmp_path: Path) -> None:
+    """That of `prepare --bos`; without it nothing is put before a text."""
+    names = ("<|endoftext|>", "<start>")
+    own = Tokenizer(bytes_with(*names), "ours", None, "<start>")
+    loaded, _ = exported("llama", "causal", tmp_path / "run", own)
+    assert loaded(TEXTS[0]).input_ids == [1, *own.encode(TEXTS[0])]
+    plain = Tokenizer(bytes_with(*names), "ours")
+    loaded, _ = exported("llama", "causal", tmp_path / "plain", plain)
+    assert loaded(TEXTS[0]).input_ids == plain.encode(TEXTS[0])
+
+
+def test_a_tokenizer_that_puts_special_tokens_keeps_its_own_way(tmp_path: Path) -> None:
+    backend = bytes_with("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[X]")
+    backend.post_processor = processors.TemplateProcessing(
+        single="[X] $A", pair="[X] $A $B", special_tokens=[("[X]", 4)]
+    )
+    own = Tokenizer(backend, "ours")
+    loaded, _ = exported("bert", "classify", tmp_path / "run", own)
+    assert loaded(TEXTS[0]).input_ids == [4, *own.encode(TEXTS[0])]
+
+
+@pytest.mark.parametrize("name", ["<a:b>", "$s"])
+def test_a_name_that_cannot_be_put_around_texts(name: str, tmp_path: Path) -> None:
+    own = Tokenizer(bytes_with("<|endoftext|>", name), "ours", None, name)
+    loaded, _ = exported("llama", "causal", tmp_path / "run", own)
+    assert loaded(TEXTS[0]).input_ids == own.encode(TEXTS[0])

@@ -61,6 +61,7 @@ def _write_own(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
     tokenizer = Tokenizer.load(root / TOKENIZER)
     special = special_ids(run, tokenizer)
     tokenizer.add_special(special.added)
+    tokenizer.put_around(*_around(run, special, tokenizer))
     tokenizer.save(folder / TOKENIZER)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -77,6 +78,29 @@ def _write_own(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
     if run.model.two_stacks:
         ids["decoder_start_token_id"] = special.start
     return ids
+
+
+def _around(
+    run: RunConfig, special: SpecialIds, tokenizer: Tokenizer
+) -> tuple[list[str], list[str]]:
+    """Returns the special tokens around one text and around two, where the model has read them.
+
+    See `gridformer.data.samples.examples.Reading` and `gridformer.data.samples.answers`.
+    """
+    model = run.model
+    eos = tokenizer.eos_token
+    if model.family == "bert":
+        cls, sep = tokenizer.token_of(special.cls or 0), tokenizer.token_of(special.sep or 0)
+        assert cls is not None
+        assert sep is not None
+        return [cls, "$A", sep], [cls, "$A", sep, "$B:1", f"{sep}:1"]
+    begin = [] if tokenizer.bos_token is None or model.two_stacks else [tokenizer.bos_token]
+    if model.span_head:
+        return [*(begin or [eos]), "$A", eos], [*(begin or [eos]), "$A", eos, "$B", eos]
+    if model.token_head and not model.two_stacks:
+        return [*begin, "$A"], [*begin, "$A", "$B"]
+    end = [eos] * (special.eos != special.pad)
+    return [*begin, "$A", *end], [*begin, "$A", eos, "$B", *end]
 
 
 def _write_chat(folder: Path, root: Path, ids: Mapping[str, Any]) -> None:
