@@ -68,7 +68,10 @@ def predicted(trained: Trained, texts: Sequence[str], batch_size: int) -> list[i
         reading = Reading(length, special)
         read = [reading.joined(ids)[0] for ids in tokens]
     else:
-        read = [[*ids, special.eos][:length] for ids in tokens]
+        # Documents with labels begin as those of running text, see `prepare --bos`.
+        bos = trained.tokenizer.bos_id
+        begin = [] if bos is None else [bos]
+        read = [[*begin, *ids, special.eos][:length] for ids in tokens]
     at = [0 if model.family == "bert" else len(ids) - 1 for ids in read]
     order = sorted(range(len(texts)), key=lambda i: -len(read[i]))
 

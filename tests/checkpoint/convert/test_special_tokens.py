@@ -22,6 +22,7 @@ from gridformer.data.chat import read_chat, write_chat
 from gridformer.data.samples.examples import Reading
 from gridformer.data.tokenizer import SETTINGS
 from gridformer.evaluate.generate import sampled_ids, stream
+from gridformer.evaluate.labels import predicted
 from gridformer.evaluate.loading import Trained, load_model
 from gridformer.evaluate.sampling import Sampling
 from tests.support.chats import chat_folder
@@ -298,3 +299,27 @@ def test_a_name_that_cannot_be_put_around_texts(name: str, tmp_path: Path) -> No
     own = Tokenizer(bytes_with("<|endoftext|>", name), "ours", None, name)
     loaded, _ = exported("llama", "causal", tmp_path / "run", own)
     assert loaded(TEXTS[0]).input_ids == own.encode(TEXTS[0])
+
+
+def test_an_imported_classifier_reads_the_begin_of_text(tmp_path: Path) -> None:
+    """In evaluation, as it does in transformers, and when it is tuned further."""
+    backend = bytes_with("<unk>", "<s>", "</s>")
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = model_of("LlamaForSequenceClassification", backend, num_labels=7, **ids)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<unk>"}
+    save(tmp_path / "theirs", model, backend, **names)
+    import_folder(tmp_path / "theirs", tmp_path / "run")
+    trained = load_model(tmp_path / "run", CPU)
+    texts = [a + b for a in TEXTS for b in ("", *TEXTS, *"dgxyz")]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    want, without = [], []
+    with torch.no_grad():
+        for text in texts:
+            whole = theirs(text).input_ids
+            want.append(int(model(torch.tensor([whole])).logits.argmax()))
+            without.append(int(model(torch.tensor([whole[1:]])).logits.argmax()))
+            assert Reading(64, trained.special).joined(trained.tokenizer.encode(text))[0] == whole
+    assert predicted(trained, texts, 4) == want != without

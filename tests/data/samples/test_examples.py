@@ -70,6 +70,17 @@ def test_a_decoder_that_pads_with_the_end_of_text_reads_none_at_the_end() -> Non
     assert (int(empty["valid"].sum()), int(empty["at"])) == (1, 0)
 
 
+def test_a_decoder_reads_what_its_tokenizer_puts_before_a_text() -> None:
+    reading = Reading(8, dataclasses.replace(DECODER, begin=(90, 91)))
+    assert reading.joined([1, 2, 3], [7, 8]) == ([90, 91, 1, 2, EOS, 7, 8, EOS], 5)
+    assert reading.joined([]) == ([90, 91, EOS], 3)
+    # Documents of `prepare --bos` have it already.
+    assert reading.joined([90, 91, 1]) == ([90, 91, 1, EOS], 4)
+    pads = Reading(8, dataclasses.replace(DECODER, begin=(90,), pad=EOS))
+    assert pads.joined([1, 2])[0] == [90, 1, 2]
+    assert pads.joined([])[0] == [90]
+
+
 def test_both_stacks_read_a_sequence() -> None:
     a, b = np.array([1, 2, 3]), np.array([7, 8])
     found = Reading(8, DECODER, two_stacks=True).sequence(a, b)
@@ -156,6 +167,10 @@ def test_windows_cover_contexts_and_hold_answers() -> None:
     decoder = AnswerExamples(split, 9, DECODER, 3).sample(1, DRAW)
     assert decoder["tokens"].tolist() == [EOS, 1, 2, EOS, 13, 14, 15, 16, EOS]
     assert (decoder["answer"].tolist(), "segments" in decoder) == ([5, 6], False)
+    begins = dataclasses.replace(DECODER, begin=(90, 91))
+    longer = AnswerExamples(split, 10, begins, 3).sample(1, DRAW)
+    assert longer["tokens"].tolist() == [90, 91, 1, 2, EOS, 13, 14, 15, 16, EOS]
+    assert longer["answer"].tolist() == [6, 7]
 
 
 def test_every_sample_once() -> None:

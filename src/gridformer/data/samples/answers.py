@@ -1,9 +1,10 @@
 """Samples of question answering: a question and a window of the context in which its answer is.
 
 A sequence is [CLS] question [SEP] context [SEP]. For decoders and encoder-decoder pairs all three
-are the end-of-text token. A context that is too long is read in several windows, which are samples
-of their own (Devlin et al. 2019, section 4.2). The answer of a window that does not hold all of it
-is the first token, as is that of a question without an answer.
+are the end-of-text token, or the first one is what the tokenizer puts before a text. A context that
+is too long is read in several windows, which are samples of their own (Devlin et al. 2019, section
+4.2). The answer of a window that does not hold all of it is the first token, as is that of a
+question without an answer.
 """
 
 from __future__ import annotations
@@ -63,13 +64,15 @@ class AnswerExamples:
         two_stacks: bool = False,
     ) -> None:
         self.split, self.seq_len, self.special = split, seq_len, special
-        self.cls = special.eos if special.cls is None else special.cls
+        cls = special.eos if special.cls is None else special.cls
+        self.before = [*special.begin] or [cls]
         self.sep = special.eos if special.sep is None else special.sep
         self.evaluating, self.two_stacks = evaluating, two_stacks
         parts = np.asarray(split.columns[PARTS], dtype=np.int64)
         self.n_context = parts[:, 1]
-        self.n_question = np.minimum(parts[:, 0], min(MOST_QUESTION, (seq_len - 3) // 2))
-        self.room = seq_len - 3 - self.n_question  # for tokens of the context
+        n = len(self.before) + 2  # special tokens
+        self.n_question = np.minimum(parts[:, 0], min(MOST_QUESTION, (seq_len - n) // 2))
+        self.room = seq_len - n - self.n_question  # for tokens of the context
         self.step = np.minimum(self.room, stride)
         more = np.maximum(0, self.n_context - self.room)
         # The first window of each question, and the number of all windows.
@@ -81,7 +84,8 @@ class AnswerExamples:
         document = int(np.searchsorted(self.firsts, number, side="right")) - 1
         start = (number - int(self.firsts[document])) * int(self.step[document])
         length = min(int(self.n_context[document]) - start, int(self.room[document]))
-        return ContextWindow(document, start, length, int(self.n_question[document]) + 2)
+        place = len(self.before) + int(self.n_question[document]) + 1
+        return ContextWindow(document, start, length, place)
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
         """Returns what `read_by` returns, segments (and context) [seq_len], and answer [2]."""
@@ -90,7 +94,7 @@ class AnswerExamples:
         question = ids[: int(self.n_question[window.document])]
         begin = int(self.split.columns[PARTS][window.document][0]) + window.start
         context = ids[begin : begin + window.length]
-        tokens = np.concatenate([[self.cls], question, [self.sep], context, [self.sep]])
+        tokens = np.concatenate([self.before, question, [self.sep], context, [self.sep]])
         found = read_by(tokens.astype(np.int64), self.seq_len, self.special, self.two_stacks)
         found["answer"] = self._answer(window)
         if self.special.cls is not None:

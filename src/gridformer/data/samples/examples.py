@@ -2,7 +2,8 @@
 
 A document of a folder of examples consists of parts, whose lengths are in the column `parts`: the
 two texts of a pair, of which the second may be empty, or a passage and the continuations to choose
-from. An encoder reads [CLS] A [SEP] B [SEP], and a decoder A and B with an end-of-text token each.
+from. An encoder reads [CLS] A [SEP] B [SEP], and a decoder A and B with an end-of-text token each,
+behind the begin-of-text token if its tokenizer puts one before a text.
 An encoder-decoder pair reads that as its source, and its decoder the same one token later.
 """
 
@@ -64,9 +65,11 @@ class Reading:
             a, b: See `sequence`.
         """
         special = self.special
-        before = [special.cls] if special.cls is not None else []
+        before = [*special.begin] if special.cls is None else [special.cls]
+        if not self.encoder and list(a[: len(before)]) == before:
+            before = []  # the document already begins with it, see `prepare --bos`
         between = special.sep if special.sep is not None and self.encoder else special.eos
-        behind = [between] * (self.ends or not len(a) + len(b))
+        behind = [between] * (self.ends or not len(before) + len(a) + len(b))
         room = self.seq_len - len(before) - len(behind) - bool(b)
         n_a, n_b = truncated(len(a), len(b), room)
         ids = [*before, *a[:n_a], *([between, *b[:n_b]] if b else []), *behind]

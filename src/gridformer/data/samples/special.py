@@ -43,6 +43,7 @@ class SpecialIds:
         vocab_size: The size of the vocabulary, special ids included.
         ordinary_size: The size of the tokenizer's own vocabulary.
         not_words: Ids of the tokenizer's own vocabulary that are not words.
+        begin: What a decoder reads before a text, such as Llama's begin-of-text token.
     """
 
     eos: int
@@ -55,6 +56,7 @@ class SpecialIds:
     vocab_size: int
     ordinary_size: int
     not_words: frozenset[int]
+    begin: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -102,6 +104,7 @@ class SpecialIds:
             ordinary_size=size,
             not_words=tokenizer.special_ids
             | {i for i in (eos, *found.values(), *sentinels) if i < size},
+            begin=tuple(tokenizer.begin_ids) if family in ("gpt2", "llama") else (),
         )
 
     @property
