@@ -18,7 +18,7 @@ END_OF_TEXT = "<|endoftext|>"
 # Names of the end-of-text token, looked up in this order when a tokenizer is loaded.
 EOS_NAMES = (END_OF_TEXT, "</s>", "[SEP]", "<eos>", "<|end_of_text|>")
 SETTINGS = "tokenizer_config.json"
-_BEGINS = "gridformer_begins_documents"  # in SETTINGS: whether bos_token begins each document
+BEGINS = "gridformer_begins_documents"  # in SETTINGS: whether bos_token begins each document
 SMALLEST_VOCAB = 257  # the 256 bytes, which can encode any text, and the end-of-text token
 
 
@@ -148,7 +148,7 @@ class Tokenizer:
         said = spelled(settings.get("eos_token"))
         if eos_token is None and said is not None and backend.token_to_id(said) is not None:
             eos_token = said
-        if bos_token is None and settings.get(_BEGINS) is True:
+        if bos_token is None and settings.get(BEGINS) is True:
             bos_token = spelled(settings.get("bos_token"))
         return cls(backend, str(path), eos_token, bos_token)
 
@@ -238,7 +238,7 @@ class Tokenizer:
             settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
             settings["eos_token"] = self.eos_token
             if self.bos_token is not None:
-                settings |= {"bos_token": self.bos_token, _BEGINS: True}
+                settings |= {"bos_token": self.bos_token, BEGINS: True}
             text = json.dumps(settings, indent=2, ensure_ascii=False)
             path.with_name(SETTINGS).write_text(text + "\n", encoding="utf-8")
 

@@ -7,16 +7,18 @@ from collections.abc import Iterator, Sequence
 from gridformer.data import Tokenizer
 from gridformer.evaluate.scoring import ScoredWindow
 
-# Names of a token with which a text begins, looked up in this order.
+# Names of a token with which a text begins, of a tokenizer that puts none before texts.
 _BEGINS = ("<|begin_of_text|>", "<s>", "<bos>")
 
 
 def prefix_id(tokenizer: Tokenizer) -> int:
     """Returns the token that is read before the first token of a text.
 
-    It is the tokenizer's begin-of-text token, or else the end-of-text token, which precedes a text
-    in training.
+    It is the tokenizer's begin-of-text token, such as that of `prepare --bos`, or else the
+    end-of-text token, which precedes a text in training.
     """
+    if tokenizer.begin_ids:
+        return tokenizer.begin_ids[-1]
     found = (tokenizer.id_of(name) for name in _BEGINS)
     return next((i for i in found if i is not None), tokenizer.eos_id)
 

@@ -25,6 +25,7 @@ from gridformer.evaluate.generate import sampled_ids, stream
 from gridformer.evaluate.labels import predicted
 from gridformer.evaluate.loading import Trained, load_model
 from gridformer.evaluate.sampling import Sampling
+from gridformer.evaluate.windows import prefix_id
 from tests.support.chats import chat_folder
 from tests.support.reference.shared import transformers
 
@@ -323,3 +324,25 @@ def test_an_imported_classifier_reads_the_begin_of_text(tmp_path: Path) -> None:
             without.append(int(model(torch.tensor([whole[1:]])).logits.argmax()))
             assert Reading(64, trained.special).joined(trained.tokenizer.encode(text))[0] == whole
     assert predicted(trained, texts, 4) == want != without
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_begin_of_documents_comes_back(kept: bool, tmp_path: Path) -> None:
+    """An import of the export begins texts as the run did, and so does transformers."""
+    root = tmp_path / "run"
+    if kept:  # of an import with which the run began
+        (root / "hugging_face").mkdir(parents=True)
+        bytes_with("<|endoftext|>", "<start>").save(str(root / "hugging_face" / "tokenizer.json"))
+        (root / "hugging_face" / "config.json").write_text('{"bos_token_id": 0}')
+        settings = json.dumps({"bos_token": "<|endoftext|>", "model_max_length": 64})
+        (root / "hugging_face" / SETTINGS).write_text(settings)
+    root.mkdir(exist_ok=True)
+    own = Tokenizer(bytes_with("<|endoftext|>", "<start>"), "ours", None, "<start>")
+    own.save(root / "tokenizer.json")
+    (tmp_path / "out").mkdir()
+    ids = write_tokenizer(tmp_path / "out", root, run_of("llama", "causal"))
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert ids["bos_token_id"] == loaded.bos_token_id == 1
+    assert loaded.model_max_length == (64 if kept else run_of("llama", "causal").model.max_seq_len)
+    back = Tokenizer.load(tmp_path / "out")
+    assert (back.begin_ids, prefix_id(back), back.eos_id) == ([1], 1, 0)

@@ -16,7 +16,7 @@ from gridformer.config import RunConfig
 from gridformer.data import SpecialIds, Tokenizer, special_ids
 from gridformer.data.chat import CHAT_FILE, read_chat, stop_ids
 from gridformer.data.tokenfolder import TOKENIZER
-from gridformer.data.tokenizer import SETTINGS, spelled
+from gridformer.data.tokenizer import BEGINS, SETTINGS, spelled
 from gridformer.utils.errors import DataError
 
 # Keys of an imported config.json that name tokens, which our config does not hold.
@@ -46,7 +46,7 @@ def write_tokenizer(
         before = read_mapping(kept / CONFIG)
         ids = {key: before[key] for key in _TOKEN_KEYS if key in before}
         if not imported:
-            ids |= _read_by_heads(folder, root, run, ids)
+            ids |= _read_by_heads(folder, root, run, ids) | _begun(folder, root)
     else:
         ids = _write_own(folder, root, run)
     if (root / CHAT_FILE).is_file():
@@ -71,10 +71,12 @@ def _write_own(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
             special, tokenizer, decoder=not run.model.two_stacks and run.model.family != "bert"
         ),
     }
+    if tokenizer.bos_token is not None:
+        config[BEGINS] = True
     _write_json(folder / SETTINGS, config)
     ids = {"eos_token_id": special.eos, "pad_token_id": special.pad}
     if not run.model.two_stacks and run.model.family != "bert":
-        ids["bos_token_id"] = special.eos
+        ids["bos_token_id"] = special.eos if tokenizer.bos_id is None else tokenizer.bos_id
     if run.model.two_stacks:
         ids["decoder_start_token_id"] = special.start
     return ids
@@ -155,6 +157,23 @@ def _read_by_heads(
     return ids
 
 
+def _begun(folder: Path, root: Path) -> dict[str, Any]:
+    """Writes with which token a run's documents begin, and returns the key of config.json for it.
+
+    Args:
+        folder: The folder of the exported model, with the files of the import's tokenizer.
+        root: See `write_tokenizer`.
+    """
+    if not (root / TOKENIZER).is_file():
+        return {}
+    tokenizer, settings = Tokenizer.load(root / TOKENIZER), folder / SETTINGS
+    if tokenizer.bos_token is None:
+        return {}
+    values = read_mapping(settings) if settings.is_file() else {}
+    _write_json(settings, {**values, "bos_token": tokenizer.bos_token, BEGINS: True})
+    return {"bos_token_id": tokenizer.bos_id}
+
+
 def _pad_with(folder: Path, token: str | None) -> None:
     """Writes which token pads into the files of a tokenizer that say it."""
     settings = folder / SETTINGS
@@ -174,7 +193,9 @@ def _named(special: SpecialIds, tokenizer: Tokenizer, decoder: bool) -> dict[str
     """Returns the special tokens of a tokenizer_config.json."""
     roles = {
         "eos_token": special.eos,
-        "bos_token": special.eos if decoder else None,
+        "bos_token": (special.eos if tokenizer.bos_id is None else tokenizer.bos_id)
+        if decoder
+        else None,
         "pad_token": special.pad,
         "mask_token": special.mask,
         "cls_token": special.cls,
