@@ -156,6 +156,38 @@ def test_gated_t5_is_refused_by_name(tmp_path: Path) -> None:
     assert "feed_forward_proj=gated-gelu (as in T5 v1.1)" in refusal(folder)
 
 
+REPEATED = [
+    ("llama", {"tied_head": True}, "lm_head.weight", "model.embed_tokens.weight"),
+    ("qwen2", {"tied_head": True}, "lm_head.weight", "model.embed_tokens.weight"),
+    ("gpt2", {}, "lm_head.weight", "transformer.wte.weight"),
+    ("t5", {}, "lm_head.weight", "shared.weight"),
+    ("t5", {}, "encoder.embed_tokens.weight", "shared.weight"),
+    ("bert", {}, "cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+    ("bert", {}, "cls.predictions.decoder.bias", "cls.predictions.bias"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "name", "other"), REPEATED)
+def test_a_tensor_that_should_repeat_another_and_differs(
+    kind: str, changes: dict[str, Any], name: str, other: str, tmp_path: Path
+) -> None:
+    """transformers does not tie such tensors; a copy, of a wider type perhaps, is skipped."""
+    folder = save(their_model(kind, **changes), tmp_path / "theirs")
+    found = load_file(folder / WEIGHTS)
+    found[name] = found[other].clone()
+    found[name][-1] += 0.5
+    save_file(found, folder / WEIGHTS, {"format": "pt"})
+    told = refusal(folder)
+    assert f"{name} differs from {other}, and a {kind} has one of them" in told
+    assert ("tie_word_embeddings: false" in told) == (kind in ("llama", "qwen2"))
+    found[name] = found[other][:-1].clone()
+    save_file(found, folder / WEIGHTS, {"format": "pt"})
+    assert f"{name} differs from {other}" in refusal(folder)
+    found[name] = found[other].double()
+    save_file(found, folder / WEIGHTS, {"format": "pt"})
+    import_folder(folder, tmp_path / "run")
+
+
 def test_what_is_no_folder_of_theirs(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         import_folder(tmp_path / "meta-llama" / "x", tmp_path / "run")

@@ -140,9 +140,10 @@ BERT = Kind(
     read_config,
     write_config,
     prefix="bert.",
-    skipped=(
-        r"bert\.embeddings\.(position_ids|token_type_ids)",
-        r"cls\.predictions\.decoder\.(weight|bias)",  # tied to the embedding, and to the bias
-    ),
+    skipped=(r"bert\.embeddings\.(position_ids|token_type_ids)",),
+    repeats={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
     old_names={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
 )

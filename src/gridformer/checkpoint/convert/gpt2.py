@@ -111,5 +111,6 @@ GPT2 = Kind(
     read_config,
     write_config,
     prefix="transformer.",
-    skipped=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)", r"lm_head\.weight"),
+    skipped=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
+    repeats={"lm_head.weight": "transformer.wte.weight"},
 )

@@ -44,6 +44,7 @@ from gridformer.data.tokenizer import SETTINGS
 from gridformer.utils.errors import CheckpointError, ConfigError
 from gridformer.utils.folders import new_folder, refuse_existing
 
+_TOKEN_HEADS = ("lm_head.", "cls.predictions.")  # what names of tensors of such heads begin with
 DType = Literal["keep", "float32", "bfloat16"]
 
 
@@ -163,6 +164,7 @@ def open_source(folder: Path) -> HuggingFaceFolder:
         raise ConfigError([f"{path}: vocab_size=0 is no vocabulary: write how many tokens it has"])
     entries, shapes = kind.entries(model), shapes_of(model)
     _check_tensors(folder, kind, entries, shapes, there)
+    _check_repeated(folder, kind, model, entries, there)
     return HuggingFaceFolder(folder, kind, model, task_of(model, values), entries, shapes, there)
 
 
@@ -189,7 +191,11 @@ def _check_tensors(
     problems = []
     if missing := sorted(wanted - set(there)):
         problems.append(f"these tensors are missing: {', '.join(missing)}")
-    unknown = [name for name in there if name not in wanted and not matches(name, kind.skipped)]
+    unknown = [
+        name
+        for name in there
+        if name not in wanted | {*kind.repeats} and not matches(name, kind.skipped)
+    ]
     if unknown:
         problems.append(
             f"a {kind.model_type} of gridformer has no counterpart of these tensors: "
@@ -206,6 +212,41 @@ def _check_tensors(
         raise CheckpointError(f"{folder}: {'; '.join(problems)}")
     for name in sorted(wanted):
         parameter_dtype(there[name])
+
+
+def _check_repeated(
+    folder: Path,
+    kind: Kind,
+    model: ModelConfig,
+    entries: list[TableEntry],
+    there: Mapping[str, There],
+) -> None:
+    """Checks that tensors which repeat others are the same, since the others are imported."""
+    wanted = {name for entry in entries for name in entry.theirs}
+    problems = []
+    for name, other in kind.repeats.items():
+        if name not in there or name in wanted or other not in wanted:
+            continue  # such as a head that is not tied
+        if name.startswith(_TOKEN_HEADS) and not model.token_head:
+            continue  # what a class with another head does not read
+        if not _same(there[name], there[other]):
+            problems.append(f"{name} differs from {other}, and a {kind.model_type} has one of them")
+    if problems:
+        if kind.otherwise:
+            problems.append(kind.otherwise)
+        raise CheckpointError(f"{folder}: {'; '.join(problems)}")
+
+
+def _same(one: There, other: There) -> bool:
+    """Returns whether two tensors are equal; a few rows at a time are in memory."""
+    if one.shape != other.shape:
+        return False
+    common = torch.promote_types(parameter_dtype(one), parameter_dtype(other))
+    with opened_tensors([one, other]) as (a, b):
+        return all(
+            torch.equal(a[rows].to(common), b[rows].to(common))
+            for rows in row_slices(one.shape, common)
+        )
 
 
 def _write(

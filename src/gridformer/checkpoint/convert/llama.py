@@ -214,8 +214,9 @@ def _kind(name: str, traits: _Traits) -> Kind:
         skipped=(
             r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
             r"model\.rotary_emb\.inv_freq",
-            r"lm_head\.weight",  # of a tied head; an untied one is in the table
         ),
+        repeats={"lm_head.weight": "model.embed_tokens.weight"},  # if the head is tied
+        otherwise="write tie_word_embeddings: false into config.json if it has a head of its own",
     )
 
 

@@ -135,9 +135,11 @@ T5 = Kind(
     prefix="",
     written=_written,
     old_names={"transformer.": ""},
+    repeats=dict.fromkeys(
+        ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
+        "shared.weight",
+    ),
     skipped=(
-        r"(encoder|decoder)\.embed_tokens\.weight",  # these repeat shared.weight
-        r"lm_head\.weight",
         # The first T5 checkpoints hold it, and no version of the model reads it.
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
     ),

@@ -50,8 +50,10 @@ class Kind:
             instead.
         prefix: What the names of the bare model's tensors begin with when it has a head. Files of a
             bare model have the names without it.
-        skipped: Patterns (regular expressions of whole names) of tensors that are not parameters,
-            or that repeat another one.
+        skipped: Patterns (regular expressions of whole names) of tensors that are not parameters.
+        repeats: Tensors that repeat one of the table where the table does not have them, and which.
+            One that differs from it would be lost.
+        otherwise: What to do about a tensor that differs from the one that it repeats.
         old_names: Replacements in names that older versions, or classes with other heads, have
             written.
         written: Returns the name that the class of a model has for a tensor of the table.
@@ -64,6 +66,8 @@ class Kind:
     write_config: WriteConfig
     prefix: str
     skipped: tuple[str, ...] = ()
+    repeats: Mapping[str, str] = field(default_factory=dict)
+    otherwise: str = ""
     old_names: Mapping[str, str] = field(default_factory=dict)
     written: Callable[[ModelConfig, str], str] = lambda model, name: name
 
