@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.kinds import KINDS
 from gridformer.config import ModelConfig
 from gridformer.config.rope import RopeScaling
+from tests.support.reference.shared import transformers
 
 LLAMAS = [name for name, kind in KINDS.items() if kind.family == "llama"]
 SIZES = {
@@ -106,6 +108,38 @@ def test_old_and_new_files_of_rotary_positions() -> None:
     model, problems = read("llama", **old)
     assert (model.rope_theta, problems) == (5e5, [])
     assert model.rope_scaling == RopeScaling(kind="linear", factor=2.0)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+@pytest.mark.parametrize("there", [{}, {"original_max_position_embeddings": 32}])
+def test_the_length_before_scaling_beside_the_rotary_positions(
+    kind: str, there: dict[str, int]
+) -> None:
+    """It has priority in transformers, which changes its config when it makes the model."""
+    scaling = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, **there}
+    if kind == "llama3":
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    given = {**SIZES, "rope_parameters": scaling, "original_max_position_embeddings": 16}
+    model, problems = read("llama", **json.loads(json.dumps(given)))
+    assert (model.rope_scaling and model.rope_scaling.original_max_position_embeddings) == 16
+    assert problems == []
+    theirs = transformers.LlamaConfig(**given)
+    transformers.LlamaModel(theirs)
+    assert theirs.rope_parameters["original_max_position_embeddings"] == 16
+
+
+@pytest.mark.parametrize("window", [7, None])
+def test_types_of_layers_that_contradict_the_window_of_a_mistral(window: int | None) -> None:
+    """transformers reads only the window there."""
+    right, wrong = ("sliding_attention", "full_attention")[:: 1 if window else -1]
+    given: dict[str, Any] = {"sliding_window": window, "num_key_value_heads": 2}
+    model, problems = read("mistral", **given, layer_types=[right] * 3)
+    assert (model.window, problems) == (window or 0, [])
+    (problem,) = read("mistral", **given, layer_types=[wrong] * 3)[1]
+    told = f"layer_types of {wrong} contradict sliding_window={window or 'null'}, which is all"
+    assert problem.startswith(told)
+    (problem,) = read("mistral", **given, layer_types=[right, wrong, right])[1]
+    assert problem.startswith("layers of several kinds")
 
 
 @pytest.mark.parametrize(

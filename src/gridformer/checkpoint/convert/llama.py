@@ -128,7 +128,13 @@ def _window(traits: _Traits, keys: ConfigKeys, layers: Any) -> int:
     if traits.window == "none":
         types, window = types or [_FULL], 0
     elif traits.window == "all":
-        types = types or [_SLIDING]
+        kind, other = (_SLIDING, _FULL) if window else (_FULL, _SLIDING)
+        types = types or [kind]
+        if {*types} == {other}:
+            keys.problems.append(
+                f"layer_types of {other} contradict sliding_window={window or 'null'}, which is "
+                "all that transformers reads in this model: remove one of them"
+            )
     elif not keys.get("use_sliding_window", False):
         types, window = types or [_FULL], 0
     elif types is None and isinstance(layers, int):

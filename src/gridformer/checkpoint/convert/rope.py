@@ -43,6 +43,8 @@ def read_rope(keys: ConfigKeys) -> dict[str, Any]:
     keys.problems += [f"rope_type={kind} without {key}" for key in needed if rope.get(key) is None]
     scaling = {key: rope[key] for key in (*needed, *others) if rope.get(key) is not None}
     if _LENGTH in others:
+        if (whole := keys.get(_LENGTH, None)) is not None:  # which has priority in transformers
+            scaling[_LENGTH] = whole
         scaling.setdefault(_LENGTH, keys.size("max_position_embeddings"))
     found["rope_scaling"] = {"kind": kind, **scaling}
     return found
