@@ -183,6 +183,22 @@ def test_wikitext_is_restored_and_divided_by_original_words(run_dir: Path, tmp_p
     assert limited[str(asked[0])]["documents"] == 1
 
 
+def test_pages_without_text(run_dir: Path, tmp_path: Path) -> None:
+    """A file of such pages is refused; some of them between others count as documents."""
+    file = tmp_path / "pages.jsonl"
+    file.write_text('{"page": ""}\n{"page": " \\n"}\n')
+    loaded, asked = load_model(run_dir, CPU), parse_tasks(f"wikitext:{file}")
+    for use in (check_tasks, lambda *_: measure(loaded, asked, Options())):
+        with pytest.raises(DataError, match=r"pages\.jsonl: has no text"):
+            use(loaded.run, asked, Options())
+    with file.open("a") as lines:
+        lines.write('{"page": "some words"}\n')
+    check_tasks(loaded.run, asked, Options())
+    assert measure(loaded, asked, Options())[str(asked[0])]["documents"] == 3
+    with pytest.raises(DataError, match="its first 2 pages have no text: use a larger --limit"):
+        measure(loaded, asked, Options(limit=2))
+
+
 # --------------------------------------------------------------------------- the command
 
 

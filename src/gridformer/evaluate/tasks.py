@@ -166,6 +166,8 @@ def wikitext(trained: Trained, file: str, options: Options) -> Numbers:
         options: the settings.
     """
     pages = _first(read_pages(Path(file)), options)
+    if not any(page.strip() for page in pages):
+        raise DataError(f"{file}: its first {len(pages)} pages have no text: use a larger --limit")
     documents = [ScoredText(restored(p), n_words(p), len(p.encode())) for p in pages]
     # As in lm-evaluation-harness, a begin-of-text token of the tokenizer is predicted, too.
     total, n_tokens = likelihood(trained, documents, options, trained.tokenizer.begin_ids)

@@ -57,11 +57,12 @@ def read_pages(path: Path) -> list[str]:
         DataError: the file cannot be read, or has no text.
     """
     if path.suffix in JSON_LINES:
-        return [page for (page,) in read_texts(path, "page")]
-    text = read_input_text(path)
-    starts = [found.start() for found in _HEADING.finditer(text)]
-    cuts = sorted({0, *starts, len(text)})
-    pages = [text[a:b] for a, b in pairwise(cuts) if text[a:b].strip()]
-    if not pages:
+        pages = [page for (page,) in read_texts(path, "page")]
+    else:
+        text = read_input_text(path)
+        starts = [found.start() for found in _HEADING.finditer(text)]
+        cuts = sorted({0, *starts, len(text)})
+        pages = [text[a:b] for a, b in pairwise(cuts) if text[a:b].strip()]
+    if not any(page.strip() for page in pages):
         raise DataError(f"{path}: has no text")
     return pages
