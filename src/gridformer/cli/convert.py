@@ -37,6 +37,14 @@ def import_(
         Path, typer.Option("--out", help="The run directory to write, which must not exist.")
     ],
     dtype: _DType = DTypeOption.keep,
+    task: Annotated[
+        str,
+        typer.Option(
+            "--task",
+            help="The data.task of a model that predicts tokens, if the folder does not say it: "
+            "pairs for a t5 that translates. The default is that of its family.",
+        ),
+    ] = "",
 ) -> None:
     """Convert a model of Hugging Face to a run directory, tensor by tensor.
 
@@ -50,7 +58,7 @@ def import_(
     from gridformer.utils.units import format_count
 
     with waiting() as tell:
-        done = import_folder(folder, out, dtype.value, lambda doing: tell("", doing))
+        done = import_folder(folder, out, dtype.value, lambda doing: tell("", doing), task)
     typer.echo(
         f"{out}: a {done.model_type} with {format_count(done.n_parameters)} parameters "
         f"({done.run.model.n_layers} layers, family {done.run.model.family})"

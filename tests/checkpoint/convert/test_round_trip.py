@@ -21,6 +21,10 @@ from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.config.rope import RopeScaling
 from gridformer.data import Tokenizer, special_ids
+from gridformer.evaluate.beams import BeamSearch
+from gridformer.evaluate.generate import translate
+from gridformer.evaluate.loading import load_model
+from gridformer.utils.errors import ConfigError
 from tests.support.marks import full_unless
 from tests.support.reference.folders import (
     KINDS,
@@ -215,3 +219,33 @@ def test_special_tokens_of_a_run_are_added_to_its_tokenizer(
     else:
         assert loaded.convert_tokens_to_ids("<extra_id_7>") == special.sentinels[7]
         assert ids["decoder_start_token_id"] == special.start
+
+
+def test_a_t5_comes_back_with_what_it_has_learned(tmp_path: Path) -> None:
+    """An export says so, and the user of a folder from elsewhere."""
+    theirs = save(their_model("t5"), tmp_path / "theirs")
+    assert import_folder(theirs, tmp_path / "plain").run.task == "spans"
+    export_run(tmp_path / "plain", tmp_path / "spans")
+    assert "gridformer_task" not in json.loads((tmp_path / "spans" / "config.json").read_text())
+    assert import_folder(theirs, tmp_path / "pairs", task="pairs").run.task == "pairs"
+    export_run(tmp_path / "pairs", tmp_path / "back")
+    assert import_folder(tmp_path / "back", tmp_path / "again").run.task == "pairs"
+    assert import_folder(tmp_path / "back", tmp_path / "other", task="spans").run.task == "spans"
+    opened_by_them(tmp_path / "back")
+    trained = load_model(tmp_path / "again", torch.device("cpu"))
+    (text,) = translate(trained, trained.special, ["ab"], BeamSearch(max_tokens=4))
+    assert isinstance(text, str)
+
+
+def test_a_task_that_a_model_cannot_have_learned(tmp_path: Path) -> None:
+    theirs = save(their_model("t5"), tmp_path / "theirs")
+    with pytest.raises(
+        ConfigError, match="--task chat: a t5 with a head of tokens learns spans or"
+    ):
+        import_folder(theirs, tmp_path / "run", task="chat")
+    config = their_model("gpt2").config
+    config.pad_token_id = 0
+    theirs = save(transformers.GPT2ForSequenceClassification(config), tmp_path / "labels")
+    with pytest.raises(ConfigError, match="--task causal: its head says that it has learned class"):
+        import_folder(theirs, tmp_path / "run", task="causal")
+    assert not (tmp_path / "run").exists()

@@ -8,9 +8,11 @@ from typing import Any
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import SAME, TRANSPOSED
 from gridformer.checkpoint.convert.table import TableEntry
-from gridformer.config import ModelConfig, Task
+from gridformer.config import FINE_TUNING, TASKS, ModelConfig, Task
 
 _CHOICE = "ForMultipleChoice"
+# The key of a config.json that says what an exported model with a head of tokens has learned.
+_TASK = "gridformer_task"
 
 
 def head_entries(
@@ -60,19 +62,27 @@ def read_heads(keys: ConfigKeys, names: frozenset[str], label_weight: str) -> di
 
 
 def task_of(model: ModelConfig, values: Mapping[str, Any]) -> Task:
-    """Returns the task of fine-tuning whose heads an imported model has.
+    """Returns the task that an imported model has learned; auto if nothing says it.
+
+    It is the task of fine-tuning whose head it has. A head of tokens has the one that an export has
+    written.
 
     Args:
         model: The model.
         values: The content of its config.json.
     """
     if model.token_head:
-        return "auto"
+        return next((task for task in token_tasks(model) if task == values.get(_TASK)), "auto")
     if model.span_head:
         return "answer"
     if model.n_labels == 1:
         return "choice" if _of_choices(values) else "regression"
     return "classify"
+
+
+def token_tasks(model: ModelConfig) -> list[Task]:
+    """Returns the tasks of a model with a head of tokens, the usual one first."""
+    return [task for task in TASKS[model.family] if task not in FINE_TUNING]
 
 
 def head_problem(config: ModelConfig, task: Task) -> str:
@@ -103,7 +113,8 @@ def head_keys(config: ModelConfig, task: Task, name: str, of_tokens: str) -> dic
         of_tokens: The name of the class with a head of tokens.
     """
     if config.token_head:
-        return {"architectures": [of_tokens]}
+        usual = task in ("auto", token_tasks(config)[0]) or not config.two_stacks
+        return {"architectures": [of_tokens]} | ({} if usual else {_TASK: task})
     if config.span_head:
         return {"architectures": [f"{name}ForQuestionAnswering"]}
     if task == "choice":

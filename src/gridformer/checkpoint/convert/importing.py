@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +28,7 @@ from gridformer.checkpoint.convert.folder import (
     tensors_in,
 )
 from gridformer.checkpoint.convert.forms import Shape
-from gridformer.checkpoint.convert.heads import config_label_names, task_of
+from gridformer.checkpoint.convert.heads import config_label_names, task_of, token_tasks
 from gridformer.checkpoint.convert.kinds import KINDS
 from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.checkpoint.convert.weights_only import write_weights
@@ -93,6 +93,7 @@ def import_folder(
     out: Path,
     dtype: DType = "keep",
     tell: Callable[[str], None] = lambda doing: None,
+    task: str = "",
 ) -> Imported:
     """Converts a folder of Hugging Face to a run directory.
 
@@ -101,14 +102,19 @@ def import_folder(
         out: The run directory, which must not exist.
         dtype: The type of the stored tensors; keep means that of each tensor.
         tell: Receives progress messages.
+        task: The task that a model with a head of tokens has learned; empty means what the folder
+            says.
 
     Raises:
-        ConfigError: The model cannot be represented. It lists all problems at once.
+        ConfigError: The model cannot be represented, or cannot have learned such a
+            task. It lists all problems at once.
         CheckpointError: Files or tensors are missing or damaged, or do not fit the model.
         UserError: There already is something at `out`.
     """
     refuse_existing(out)
     source = open_source(folder)
+    if task:
+        source = replace(source, task=_asked(source, task))
     run = RunConfig(
         name=file_name(out.resolve().name, "imported"),
         model=source.model,
@@ -166,6 +172,21 @@ def open_source(folder: Path) -> HuggingFaceFolder:
     _check_tensors(folder, kind, entries, shapes, there)
     _check_repeated(folder, kind, model, entries, there)
     return HuggingFaceFolder(folder, kind, model, task_of(model, values), entries, shapes, there)
+
+
+def _asked(source: HuggingFaceFolder, task: str) -> Task:
+    """Returns the task that a user names for a model."""
+    if not source.model.token_head:
+        raise ConfigError(
+            [f"--task {task}: its head says that it has learned {source.task}: leave it out"]
+        )
+    tasks = token_tasks(source.model)
+    for one in tasks:
+        if one == task:
+            return one
+    raise ConfigError(
+        [f"--task {task}: a {source.model.family} with a head of tokens learns {any_of(tasks)}"]
+    )
 
 
 def _named(there: Mapping[str, There], kind: Kind) -> dict[str, There]:
