@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -118,7 +119,7 @@ def test_a_trained_tokenizer_is_not_trained_again(
     assert contents(tmp_path / "t") == contents(tmp_path / "whole")
 
 
-SETTINGS: dict[str, dict[str, object]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "seed": {"seed": 5},
     "val_fraction": {"val_fraction": 0.3},
     "ends": {"ends": False},
