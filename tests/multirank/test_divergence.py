@@ -11,10 +11,13 @@ import pytest
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import read_manifest
+from gridformer.parallel.pipeline import LOADING_RUNS, Executor
 from gridformer.train.metrics import read_metrics
+from gridformer.train.plan import Plan
 from gridformer.train.step import Stepper
 from tests.support.marks import full_unless
 from tests.support.multirank.layouts import n_of
+from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.poison import LAYER, poisoned
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import MIDDLE, STEPS, losses, plan_of, start_from, train
@@ -186,3 +189,40 @@ def test_rollback_stays_within_the_data_that_it_reads(
     assert steps_of(tmp_path) == [*range(STEPS + 1)]
     aside = sorted(path.name for path in (tmp_path / "checkpoints").glob("rolled-back-*"))
     assert aside == ["rolled-back-step-00000003"]
+
+
+@pytest.mark.parametrize("on_divergence", ["stop", "skip"])
+def test_a_step_whose_timeline_is_written_is_judged_as_any_other(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path, on_divergence: str
+) -> None:
+    plan = plan_of(token_folder, tmp_path, {}, trace_step=3, on_divergence=on_divergence)
+    (told,) = pool.run(1, poisoned, plan, "gradient", {2})
+    if on_divergence == "skip":
+        assert told == ""
+        assert steps_of(tmp_path) == [*range(STEPS + 1)]
+    else:
+        assert SAID["gradient"] in told
+
+
+def test_what_looks_for_the_cause_sends_through_the_host(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    """Its kernels are loaded then, while a receive over NCCL would occupy the GPU."""
+    plan = plan_of(token_folder, tmp_path, LAYOUTS["pipeline"], save_every=0, eval_batches=1)
+    for runs in pool.run(2, on_nccl, ways_of_runs, plan, loading_runs=LOADING_RUNS):
+        training = [loads for is_training, loads in runs if is_training]
+        assert training == [True, True, False, False, True], "the last one repeats the fourth"
+
+
+def ways_of_runs(plan: Plan) -> list[tuple[bool, bool]]:
+    """Train with a bad fourth step; return of each run whether it trains and may load kernels."""
+    found: list[tuple[bool, bool]] = []
+    note = Executor.note_run
+
+    def noted(self: Executor, training: bool, work: Any) -> None:
+        found.append((training, self.loads(training, work)))
+        note(self, training, work)
+
+    with patch.object(Executor, "note_run", noted):
+        poisoned(plan, "output", {3})
+    return found

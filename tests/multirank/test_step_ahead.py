@@ -137,6 +137,17 @@ def test_a_bad_step_ends_the_run_with_the_steps_before_it_written(
     assert find.latest(tmp_path) is None
 
 
+@pytest.mark.parametrize("on_divergence", ["skip", "stop"])
+def test_the_step_before_a_bad_one_is_written_where_both_are_waited_for(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path, on_divergence: str
+) -> None:
+    """Before a save there is nothing under way."""
+    plan = plan_of(token_folder, tmp_path, {}, save_every=3, on_divergence=on_divergence)
+    pool.run(1, train_a_step_ahead, poisoned, plan, "gradient", {2})
+    written = [line["step"] for line in read_metrics(tmp_path)]
+    assert written == [*range(6 if on_divergence == "skip" else 3)]
+
+
 def test_a_step_is_dropped_while_the_one_before_it_is_under_way(
     pool: WorkerPool, token_folder: Path, tmp_path: Path
 ) -> None:

@@ -166,6 +166,13 @@ class Cluster(_Part):
                     f"level {level.name}: {level.size} devices cannot share links by "
                     f"{level.shared_by}; use a divisor of {level.size}"
                 )
+        for inner, outer in itertools.pairwise(self.levels):
+            if outer.shared_by > inner.size:
+                raise ValueError(
+                    f"level {outer.name}: links are counted for each unit of level {inner.name}, "
+                    f"whose {inner.size} devices cannot be {outer.shared_by}: use shared_by at "
+                    f"most {inner.size}, with a lower bandwidth if several units share a link"
+                )
         return self
 
     @property

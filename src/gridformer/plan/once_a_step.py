@@ -148,15 +148,17 @@ def reductions(sizes: Sizes, shares: StageShares, backward: Load) -> Load:
         n_bytes = _table(sizes) * sizes.wide / parts
         load.message("pp", costs.message_s("all_reduce", n_bytes, sizes.place("pp")))
         load.memory += costs.memory_s(4 * n_bytes)
+    # Gradients travel behind the parameters that are gathered meanwhile, in the same group.
+    behind = max(0.0, backward.device_s - backward.hidden.get("dp", 0.0))
     for elements, last, where in _summed(sizes, shares):
         op: Op = "all_reduce" if layout.dp_mode == "replicate" else "reduce_scatter"
         n_bytes, last_bytes = elements * sizes.wide, last * sizes.wide
         buckets = max(BUCKETS, n_bytes / (25 << 20))
         seconds, k = costs.message_s(op, n_bytes - last_bytes, where), layout.stages_per_rank
-        load.message("dp", seconds / k, backward.device_s / k, buckets * launches.BUCKET)
+        load.message("dp", seconds / k, behind / k, buckets * launches.BUCKET)
         if k > 1:  # gradients of the later stages travel during the passes of the earlier ones
             size = layout.micro_batches // rounds(layout.pp, layout.micro_batches)
-            load.message("dp", seconds * (k - 1) / k, backward.device_s * size * (k - 1) / k, 0)
+            load.message("dp", seconds * (k - 1) / k, behind * size * (k - 1) / k, 0)
         load.message("dp", costs.message_s(op, last_bytes, where))
         if layout.dp_mode != "replicate":
             load.memory += costs.memory_s(elements * JOIN_BYTES)

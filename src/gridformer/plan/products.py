@@ -119,8 +119,10 @@ def enter_or_leave(
         return
     seconds = sizes.costs.message_s(op, n_bytes, place)
     load.message(axis, seconds * times, behind, times)
-    if sizes.lies in ("s", "h"):
-        # Blocks along these dimensions are not contiguous in the message, so they are copied.
+    sequences = sizes.choices.work.sequences // max(1, sizes.choices.rows)
+    if sizes.lies == "h" or (sizes.lies == "s" and sequences > 1):
+        # Blocks along these dimensions are not contiguous in the message, so they are copied; but
+        # for those of a single sequence along s.
         load.memory += sizes.costs.memory_s(2 * n_bytes * times)
         load.launches += times
     if times > 1 and sizes.choices.between != "replicated":

@@ -42,6 +42,7 @@ from gridformer.models.blocks import (
 )
 from gridformer.models.kernels import library
 from gridformer.parallel.sharding import info_of
+from gridformer.parallel.tensor.branched import Elsewhere
 
 _in_parts = document_mask.attention_in_parts
 _OFF = "use train.compile=false"
@@ -63,12 +64,20 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
     bfloat16 and float16 FSDP gathers cast copies, which compiled code cannot read, so the products
     of its blocks stay outside as well.
 
+    Where the common layers of D&SP-cSub are on another rank, nothing is compiled.
+
     Args:
         model: This rank's model on any layout.
         backend: The backend of torch.compile; `aot_eager` needs no C++ compiler and is not faster.
     """
     from torch import bfloat16, compile
 
+    if any(isinstance(module, Elsewhere) for module in model.modules()):
+        # The first sub-grid has the common layers, which stand here as meta tensors: the compiler
+        # cannot keep those for the backward pass. Dropout that is compiled there saves its stamp
+        # behind the last product of a block, so that recomputation goes on to it, as it must here.
+        model.recompute.stops_early &= not model.config.dropout
+        return
     for parameter in model.parameters():  # compiled code then only reads the answer
         library.available(parameter.device, bfloat16)
         break

@@ -59,6 +59,12 @@ class Passes(Protocol):
     def evaluate(self, work: Sequence[MicroBatch], also: Finish | None = None) -> Losses:
         """Computes the losses without gradients, and calls `also` as `forward` calls `finish`."""
 
+    def loads_again(self) -> None:
+        """Notes that hooks of modules are going to launch kernels of their own.
+
+        All ranks call it together; see `gridformer.parallel.pipeline.Executor.loads`.
+        """
+
 
 class WholeModel:
     """Runs one micro-batch after the other through the whole model.
@@ -101,6 +107,9 @@ class WholeModel:
 
     def evaluate(self, work: Sequence[MicroBatch], also: Finish | None = None) -> Losses:
         return evaluated(self, work, also)
+
+    def loads_again(self) -> None:
+        """Does nothing: no message waits between its passes."""
 
     def _timed(self, kind: str, micro: int) -> AbstractContextManager[None]:
         return timed(self.on_action, kind, 0, micro, torch.cuda.is_initialized())
@@ -156,6 +165,9 @@ class Pipeline:
 
     def evaluate(self, work: Sequence[MicroBatch], also: Finish | None = None) -> Losses:
         return evaluated(self, work, also)
+
+    def loads_again(self) -> None:
+        self.executor.loads_again()
 
 
 def evaluated(

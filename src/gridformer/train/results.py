@@ -138,6 +138,10 @@ class StartedStep:
         self._result: StepResult | None = None
         self.ended: Moment | None = None
 
+    def wait(self) -> None:
+        """Waits until the device has computed the loss and the norm."""
+        self._copied.read()
+
     def result(self) -> StepResult:
         """Waits until the device has computed the loss and the norm, and returns the result.
 

@@ -163,6 +163,7 @@ class Stepper:
         clear_gradients(self.parameters)
         self.model.clock.step = step
         border, self.passes.at_border = self.passes.at_border, None
+        self.passes.loads_again()  # what looks for the cause has kernels of its own
         with self.kept.open(), one_thread():
             if self.updates.in_backward:
                 self.model.eval()

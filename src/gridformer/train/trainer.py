@@ -241,14 +241,22 @@ class Trainer:
         Returns:
             The metrics of the last one, which are not written yet, empty if it waited for none; and
             whether a rank was told to stop.
+
+        Raises:
+            DivergedError: A step was not finite. The metrics of those before it are written.
         """
         metrics: dict[str, Any] = {}
         told = False
-        for ended in self.under_way.end(left):
-            if metrics:
+        try:
+            for ended in self.under_way.end(left):
+                if metrics:
+                    self.journal.metrics(metrics)
+                metrics = self._metrics_of(ended)
+                told = told or ended.result.flagged
+        except DivergedError:
+            if metrics:  # of the step before it
                 self.journal.metrics(metrics)
-            metrics = self._metrics_of(ended)
-            told = told or ended.result.flagged
+            raise
         return metrics, told
 
     def _metrics_of(self, ended: FinishedStep) -> dict[str, Any]:
@@ -325,9 +333,11 @@ class Trainer:
                 return batch
 
             self.stepper.passes.on_action = told
-            started = self.stepper.start(step, read_told, self.stop.requested)
-            started.result()
-            self.stepper.passes.on_action = None
+            try:
+                started = self.stepper.start(step, read_told, self.stop.requested)
+                started.wait()  # `_results` judges it
+            finally:
+                self.stepper.passes.on_action = None
         path = self.plan.out / f"trace-step-{step + 1}.json"
         idle = trace.write(path)
         self.journal.traced(path, idle)

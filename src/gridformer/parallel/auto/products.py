@@ -34,7 +34,7 @@ class Work:
     tokens: int
     micro_batches: int = 1
     itemsize: int = 4
-    state_bytes: int = 16
+    state_bytes: float = 16
     source: int = 0
     sequences: int = 0
     recompute: Literal["none", "selective", "full"] = "none"

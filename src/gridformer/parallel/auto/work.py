@@ -47,7 +47,7 @@ def parameter_bytes(run: RunConfig) -> int:
     return 8 if run.train.dtype == "float64" else 4
 
 
-def state_bytes(run: RunConfig, replicas: int) -> int:
+def state_bytes(run: RunConfig, replicas: int) -> float:
     """Returns the bytes per parameter of value, gradient and two moments on one of its replicas.
 
     Gradients of several micro-batches accumulate unsharded (gridformer.parallel.data.zero).
@@ -66,4 +66,4 @@ def state_bytes(run: RunConfig, replicas: int) -> int:
         gradient /= run.model.n_layers
     if train.offload == "optimizer" and train.device != "cpu":
         moments = 0.0
-    return round((value + gradient + moments) * parameter_bytes(run))
+    return (value + gradient + moments) * parameter_bytes(run)

@@ -139,6 +139,13 @@ class Executor:
         """Lets all runs send over NCCL, as if the first ones were over."""
         self._loading_runs = 0
 
+    def loads_again(self) -> None:
+        """Notes that the next runs may load kernels which the first ones did not; see `loads`.
+
+        All ranks of the pipeline call it together.
+        """
+        self._n_runs.clear()
+
     def itinerary(self, m: int, training: bool) -> tuple[Itinerary, Completed]:
         """Returns this rank's actions for m micro-batches, and the gradients each one completes.
 
