@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from gridformer.cli.app import app
-from gridformer.config import RunConfig, parse_run
+from gridformer.config import RunConfig, load_run, parse_run
 from gridformer.memory import layouts
 from gridformer.memory.layouts import candidates, list_layouts, reasons
 from gridformer.parallel.registry import describe_layout
@@ -139,3 +141,23 @@ def test_settings_can_be_copied() -> None:
     assert "layout.scheme=megatron layout.cols=2 layout.sequence_parallel=true" in lines
     for line in lines:
         assert run_of(line, 4, {**MODEL, "n_heads": 8}).layout.n_processes == 2
+
+
+def test_settings_over_a_run_file_that_has_a_layout(tmp_path: Path) -> None:
+    """They start the layout that is listed, not one of its keys beside those of the file."""
+    file = tmp_path / "mine.yaml"
+    layout = {"scheme": "megatron", "cols": 2, "dp": 2, "sequence_parallel": True}
+    sections: dict[str, Any] = {
+        "model": {**MODEL, "n_heads": 8},
+        "layout": layout,
+        "data": {"path": "."},
+    }
+    file.write_text(yaml.safe_dump(sections))
+    lines = invoke(str(file), "-p", "4", "--settings")
+    names = set()
+    for line in lines:
+        run = load_run(file, line.split())
+        check_layout(run)
+        assert run.layout.n_processes == 4, line
+        names.add(describe_layout(run.layout))
+    assert len(names) == len(lines) > 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,3 +26,30 @@ def test_the_command_after_a_run_uses_its_model(tmp_path: Path, task: str, comma
     data = chats.run.data.model_copy(update={"task": task})
     found = replace(chats, run=chats.run.model_copy(update={"data": data}))
     assert command_after(found) == command.format(out=chats.out)
+
+
+PRINTS = """
+import sys
+from gridformer.train.console import _RunConsole
+console = _RunConsole()
+sys.stdin.readline()
+for number in range(3):
+    console.print("x" * 9000)
+print("went on", file=sys.stderr)
+"""
+
+
+def test_a_run_goes_on_if_nobody_reads_what_it_prints() -> None:
+    """As behind `| head`."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PRINTS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdout is not None
+        program.stdout.close()
+        program.stdout = None
+        _, said = program.communicate("go on\n")
+    assert (program.returncode, said) == (0, "went on\n")

@@ -38,7 +38,7 @@ def check(
 
     [bold]Examples:[/bold]
 
-    gridformer check demo
+    gridformer check gpt2-124m
 
     gridformer check mine.yaml layout.pp=4 layout.micro_batches=8
 

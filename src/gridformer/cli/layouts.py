@@ -98,7 +98,7 @@ def layouts(
     if settings:
         for one in found:
             if not one.problems:
-                typer.echo(one.settings or "layout.scheme=single")
+                typer.echo(one.settings_over(run.layout) or f"layout.scheme={run.layout.scheme}")
         return
     _print(run.model, processes, found, Console(highlight=False))
 

@@ -44,7 +44,7 @@ def memory(
 
     [bold]Examples:[/bold]
 
-    gridformer memory demo
+    gridformer memory gpt2-124m
 
     gridformer memory mine.yaml layout.rows=8 layout.cols=8 --budget 80
 

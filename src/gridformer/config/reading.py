@@ -92,10 +92,12 @@ def find_run_file(path: Path | str, or_model: bool = False) -> Path:
     """
     path = Path(path)
     shipped = configs_dir() / "runs" / f"{path.stem}.yaml"
+    named = str(path) == path.stem or path.resolve() == shipped.resolve()
+    named = named or path == Path("configs", "runs", shipped.name)
     is_folder = path.is_dir()  # such as that of an imported model, under the model's own name
     if exists(path) and not is_folder:
         return path
-    if exists(shipped):
+    if exists(shipped) and named:
         return shipped
     if is_folder and str(path) not in model_names():
         return path

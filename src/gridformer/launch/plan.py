@@ -99,14 +99,33 @@ def check_run(
     return run
 
 
+# What a run writes first, and names of files that a run would replace or mix with.
+_OF_RUNS = ("checkpoints", "metrics.jsonl", "heartbeat.json")
+_OF_OTHERS = {
+    "index.json": "folders of tokens",
+    "config.json": "models of Hugging Face",
+    "config.yaml": "folders of run files",
+}
+
+
 def check_run_dir(out: Path) -> None:
-    """Refuses a path that is no folder.
+    """Refuses a path where the files of a run would replace others.
 
     Raises:
-        ConfigError: It is a file.
+        ConfigError: It is a file, or a folder of something else than a run.
     """
-    if out.exists() and not out.is_dir():
+    if not str(out) or (out.exists() and not out.is_dir()):
         raise ConfigError([f"--out {out} is a file: use the path of a folder"])
+    if any((out / name).exists() for name in _OF_RUNS):
+        return
+    for name, what in _OF_OTHERS.items():
+        if (out / name).exists():
+            raise ConfigError(
+                [
+                    f"--out {out} has a file {name}, as {what} have it, and no run was there "
+                    "before: use a folder that is empty or new"
+                ]
+            )
 
 
 def plan_checked(
@@ -221,6 +240,10 @@ def read_run_without_data(
     if str(path) in model_names() and not Path(path).is_file():
         sections = {"name": str(path), "model": str(path), "data": {"path": Path()}}
         run = parse_run(sections, overrides)
+        if not run.model.vocab_size:
+            raise ConfigError(
+                [f"{path} has the vocabulary of the data: add model.vocab_size, such as 32000"]
+            )
         check_layout(run)
         return run
     path = find_run_file(path, or_model=True)

@@ -15,6 +15,8 @@ from gridformer.parallel.registry import SPECS, describe_layout, spec_of
 from gridformer.parallel.validation import broken_rules
 from gridformer.utils.units import format_setting
 
+_OF_MACHINES = ("cluster", "devices_per_node", "nodes_per_rack", "order")  # not of layouts
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -41,12 +43,21 @@ class Listed:
 
     @property
     def settings(self) -> str:
-        """The layout as command-line overrides of a run file."""
-        default = LayoutConfig()
+        """The layout as command-line overrides of a run file without a layout."""
+        return self.settings_over(LayoutConfig())
+
+    def settings_over(self, layout: LayoutConfig) -> str:
+        """Returns the layout as command-line overrides of a run file with some layout.
+
+        What that layout sets and this one does not is changed back, except what says how machines
+        are.
+        """
+        plain = LayoutConfig().model_dump(mode="json")
+        before = layout.model_dump(mode="json")
         changed = {
             key: value
             for key, value in self.layout.model_dump(mode="json").items()
-            if value != getattr(default, key)
+            if value != before[key] and (value != plain[key] or key not in _OF_MACHINES)
         }
         return " ".join(format_setting(f"layout.{key}", value) for key, value in changed.items())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -31,6 +32,17 @@ if TYPE_CHECKING:
 _LINE_EVERY_S = 5.0  # if the output is not a terminal
 
 
+class _RunConsole(Console):
+    """Prints nothing more if whoever read it is gone, such as `head`; the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """Closes standard output, where Console would end the process."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
 class Reporter(Callback):
     """Prints a summary, a progress bar (or a line every few seconds off a terminal), and an end.
 
@@ -44,7 +56,7 @@ class Reporter(Callback):
     def __init__(self, plan: Plan, world: World, n_train_tokens: int, batches: Batches) -> None:
         self.plan = plan
         self.on_gpu = world.device.type == "cuda"
-        self.console = Console(highlight=False)
+        self.console = _RunConsole(highlight=False)
         self._last_line = 0.0
         run = plan.run
         self._print(f"{title_of(run)}, vocabulary {run.model.vocab_size:,}")
