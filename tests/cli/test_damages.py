@@ -332,6 +332,21 @@ def test_changed_data_are_refused_and_moved_ones_are_not(
     assert "the order of samples began anew after step 5" in later.stdout
 
 
+def test_other_data_may_not_have_another_tokenizer(
+    run_file: Path, out: Path, tmp_path: Path
+) -> None:
+    """Its ids would be other tokens than those that the model has learned."""
+    text, data = tmp_path / "text.txt", tmp_path / "other"
+    text.write_text("another text, with other words in each of its lines\n" * 200)
+    words = ("--vocab-size", "270", "--val-fraction", "0.1")
+    assert gridformer_here("prepare", text, "--out", data, *words).returncode == 0
+    train = ("train", run_file, f"data.path={data}", "train.steps=6", "--out", out)
+    refused = gridformer_here(*train, "data.restart=true")
+    assert refused.returncode == 2
+    assert "the contents of tokenizer.json changed" in refused.stderr
+    assert "data.restart" not in gridformer_here(*train).stderr, "which would not help"
+
+
 def test_a_run_directory_in_use_is_refused(run_file: Path, out: Path) -> None:
     with RunLock() as lock:
         lock.take(out)

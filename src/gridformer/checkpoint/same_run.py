@@ -11,6 +11,7 @@ from gridformer.checkpoint.manifest import Manifest
 from gridformer.config import RunConfig
 from gridformer.config.mixture import whole_weights
 from gridformer.data.fingerprint import Fingerprint
+from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.utils.errors import CheckpointError
 
 # Keys of `model` that may differ between a checkpoint and the run that resumes from it.
@@ -39,7 +40,8 @@ def check_same_run(
     """Checks that `run` continues the run that wrote a checkpoint.
 
     The layout, the schedule and what is reported may differ; settings on which the model depends
-    may not, and the data and what its order depends on may if `data.restart` says so.
+    may not, nor may the tokenizer. The data and what its order depends on may if `data.restart`
+    says so.
 
     Args:
         manifest: The checkpoint's manifest.
@@ -64,6 +66,10 @@ def check_same_run(
     begun, wanted_from = there["train"].get("init_from"), here["train"]["init_from"]
     if _place(begun) != _place(wanted_from):
         differences.append(f"train.init_from is {wanted_from}, there {begun}")
+    if data is not None and manifest.data is not None:
+        own, of_checkpoint = data.tokenizer, manifest.data.tokenizer
+        if own and of_checkpoint and own != of_checkpoint:  # ids are other tokens
+            differences.append(f"the contents of {TOKENIZER} changed")
     of_data = [] if run.data.restart else _of_data(manifest, run, data)
     if not differences and of_data:
         raise CheckpointError(

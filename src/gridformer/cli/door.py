@@ -11,9 +11,7 @@ import contextlib
 import errno
 import functools
 import inspect
-import io
 import math
-import os
 import signal
 import sys
 import traceback
@@ -26,6 +24,7 @@ import typer
 
 from gridformer.utils.errors import ConfigError, UserError
 from gridformer.utils.limits import LARGEST_INTEGER, LONGEST_PART, LONGEST_PATH
+from gridformer.utils.streams import never_fail_to_print
 
 FAILED: Final = 1
 BAD_INPUT: Final = 2
@@ -94,7 +93,7 @@ def door() -> Iterator[None]:
     Raises:
         SystemExit: The block has failed.
     """
-    _never_fail_to_print()
+    never_fail_to_print()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see `gridformer.__main__`
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -116,20 +115,6 @@ def door() -> Iterator[None]:
         _end([f"this process has no memory left for what was asked ({_where(error)})"], FAILED)
     except Exception as error:
         _bug(error)
-
-
-def _never_fail_to_print() -> None:
-    """Lets nothing fail in the middle because it cannot be printed.
-
-    It prints `?` for what the terminal's encoding lacks, and nothing where a stream was closed
-    before the command began, as service managers may do.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="replace")
 
 
 def _of_system(error: OSError) -> str:

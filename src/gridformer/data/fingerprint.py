@@ -44,6 +44,11 @@ class Fingerprint(Config):
         found = one.numbers.get("vocabulary")
         return found if isinstance(found, int) else None
 
+    @property
+    def tokenizer(self) -> str | None:
+        """The hash of the tokenizer, which all sources share; None if it is not told."""
+        return next(iter(self.sources.values()), self).hashes.get(TOKENIZER)
+
     def differences(self, there: Fingerprint) -> list[str]:
         """Returns what differs from the fingerprint in a checkpoint, as phrases.
 

@@ -26,6 +26,7 @@ from gridformer.utils import signals
 from gridformer.utils.allocator import use_expandable_segments
 from gridformer.utils.errors import SaveError, UserError
 from gridformer.utils.parent import end_with_parent
+from gridformer.utils.streams import never_fail_to_print
 
 # Under torchrun, a rank whose peer broke the connection waits this long before it ends, because
 # torchrun polls its workers ten times a second, blames the one that ended first, and compares whole
@@ -100,6 +101,7 @@ def work(
     Raises:
         SystemExit: a signal asked to stop. If the entrypoint fails, the process ends here.
     """
+    never_fail_to_print()  # a stream may be closed, which a process of its own does not inherit
     stop = signals.install(replace(policy, again_after_s=float("inf")))
     stop.is_hopeless = meeting.is_hopeless
     stop.on_hold = partial(_mark, meeting.saving(rank))

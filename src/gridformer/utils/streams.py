@@ -1,0 +1,21 @@
+"""Standard streams that fail nothing."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+
+def never_fail_to_print() -> None:
+    """Lets nothing fail in the middle because it cannot be printed.
+
+    It prints `?` for what the terminal's encoding lacks, and nothing where a stream was closed
+    before the command began, as service managers may do.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
