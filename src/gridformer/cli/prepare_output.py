@@ -67,6 +67,8 @@ def summarize(folder: TokenFolder, out: Path, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from gridformer.data.prepare.utf8 import is_damage
+
     index = folder.index
     n_bytes = sum(source.bytes for source in index.sources)
     documents = sum(source.documents for source in index.sources)
@@ -76,6 +78,7 @@ def summarize(folder: TokenFolder, out: Path, console: Console) -> None:
     unit = 2 if index.kind == "pairs" else 1
     counts = f"{index.train.documents // unit:,} train, {index.val.documents // unit:,} val"
     longest = ", ".join(f"{name} {n}" for name, n in _usual_lengths(folder).items())
+    counted = [(f"{n:,} {what}", is_damage(what)) for what, n in index.skipped.items()]
     rows = {
         {"pairs": "pairs", "chat": "conversations"}.get(index.kind, "documents"): counts,
         "languages": " to ".join(index.languages or ()),
@@ -85,7 +88,8 @@ def summarize(folder: TokenFolder, out: Path, console: Console) -> None:
         "vocabulary": f"{index.vocab_size:,} ({index.tokenizer.origin})",
         "bytes per token": f"{n_bytes / words:.2f} ({n_bytes / 1e6:,.1f} MB of text)",
         "catalogs": f"{n:,}" if (n := sum(len(s.parts) for s in index.sources)) else "",
-        "left out": ", ".join(f"{n:,} {what}" for what, n in index.skipped.items()),
+        "left out": ", ".join(found for found, damaged in counted if not damaged),
+        "damaged": ", ".join(found for found, damaged in counted if damaged),
         "license": "; ".join(s.license for s in index.sources if s.license),
         "token folder": str(out),
     }

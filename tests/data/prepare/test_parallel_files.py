@@ -38,6 +38,16 @@ def test_lines_are_pairs(tmp_path: Path) -> None:
     )
 
 
+def test_lines_that_are_not_utf8_are_kept_and_counted(tmp_path: Path) -> None:
+    one, other = written(tmp_path, "a.en", ["tea", "cheese"]), str(tmp_path / "a.de")
+    Path(other).write_bytes("Tee\nKäse\n".encode("latin-1"))
+    (source,) = open_sources([one, other], pair_files=True)
+    skipped: Counter[str] = Counter()
+    list(source.chunks(skipped))
+    assert skipped == {f"lines with bytes that are not UTF-8 text (first: {other}, line 2)": 1}
+    assert texts([source]) == ["tea", "Tee", "cheese", "K\ufffdse"]
+
+
 def test_they_make_a_folder_of_pairs(tmp_path: Path) -> None:
     lines = [f"sentence number {i}" for i in range(20)]
     one = written(tmp_path, "a.en", lines)

@@ -45,6 +45,34 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
+def test_text_that_is_not_utf8_is_told(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # for a path that fits into one line
+    (corpus / "old.txt").write_bytes("Käse".encode("latin-1"))
+    output = run("corpus", "--out", "tokens", "--vocab-size", "280")
+    rows = [" ".join(line.split()) for line in output.splitlines()]
+    assert "left out 1 files with NUL bytes" in rows, "the text is not left out"
+    table = " ".join(rows)
+    told = "damaged 1 documents with bytes that are not UTF-8 text (first: corpus/old.txt)"
+    assert told in table
+
+
+def test_chats_that_are_not_utf8_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = {"role": "assistant", "content": "fine"}
+    chats = [
+        json.dumps({"messages": [{"role": "user", "content": question}, answer]})
+        for question in sentences(20)
+    ]
+    Path("c.jsonl").write_bytes("\n".join(chats).encode())
+    content = Path("c.jsonl").read_bytes().replace(b"fine", b"f\xfcne", 1)
+    Path("c.jsonl").write_bytes(content)
+    output = run("c.jsonl", "--chat", "chatml", "--out", "tokens", "--vocab-size", "300")
+    told = "damaged 1 lines with bytes that are not UTF-8 text (first: c.jsonl, line 1)"
+    assert told in " ".join(output.split())
+
+
 def test_summary(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "[tokens]"
     output = run(corpus, "--out", out, "--vocab-size", "280", "--val-fraction", "0.2")
@@ -54,6 +82,7 @@ def test_summary(corpus: Path, tmp_path: Path) -> None:
     assert f"{index.train.tokens:,} train, {index.val.tokens:,} val" in output
     assert "280 (byte-level BPE" in output
     assert "1 files with NUL bytes" in output
+    assert "damaged" not in output
     command = output.rstrip().splitlines()[-1].removeprefix("next: ")
     words = ["gridformer", "train", "demo", f"data.path={out}", "--out", "runs/[tokens]"]
     assert shlex.split(command) == words, "brackets are quoted"

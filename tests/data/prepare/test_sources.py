@@ -99,6 +99,29 @@ def test_binary_files_are_skipped_and_counted(tmp_path: Path) -> None:
     assert skipped == {files.BINARY: 2}
 
 
+@pytest.mark.parametrize("first", [1, files._CHUNK])
+def test_documents_that_are_not_utf8_are_kept_and_counted(tmp_path: Path, first: int) -> None:
+    latin = "a" * (first - 1) + "äx"
+    (tmp_path / "a.txt").write_text("good \ufffd", encoding="utf-8")  # is text
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbf" + latin.encode("latin-1"))
+    (tmp_path / "c.txt").write_bytes(b"cut off \xc3")
+    skipped: Counter[str] = Counter()
+    (source,) = open_sources([str(tmp_path)])
+    read = "".join(chunk.text + "|" * chunk.ends for chunk in source.chunks(skipped))
+    assert read == "good \ufffd|" + "a" * (first - 1) + "\ufffdx|cut off \ufffd|"
+    place = tmp_path / "b.txt"
+    assert skipped == {f"documents with bytes that are not UTF-8 text (first: {place})": 2}
+
+
+def test_json_lines_that_are_not_utf8_are_kept_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "\xe4"}\n{"text": "\xf6"}\n')
+    skipped: Counter[str] = Counter()
+    (source,) = open_sources([str(path)])
+    assert [chunk.text for chunk in source.chunks(skipped)] == ["a", "\ufffd", "\ufffd"]
+    assert skipped == {f"lines with bytes that are not UTF-8 text (first: {path}, line 2)": 2}
+
+
 def test_long_files_come_in_chunks_and_characters_stay_whole(tmp_path: Path) -> None:
     text = "é" * (files._CHUNK + 1)  # two bytes each: a chunk ends inside a character
     path = tmp_path / "t.txt"

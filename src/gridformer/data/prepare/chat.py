@@ -223,4 +223,4 @@ def _of_table(
 
 
 def _of_lines(path: Path, skipped: Counter[str], place: ReadingPlace) -> Iterator[Conversation]:
-    return (messages_of(record, where) for where, record in json_lines(path))
+    return (messages_of(record, where) for where, record in json_lines(path, skipped))

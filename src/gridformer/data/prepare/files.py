@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import gzip
 import zlib
@@ -13,6 +12,7 @@ from typing import Any, BinaryIO, cast
 
 from gridformer.data.prepare.records import Fields, record_chunks
 from gridformer.data.prepare.text_chunks import TextChunk, text_chunks
+from gridformer.data.prepare.utf8 import decoded_document, decoded_line
 from gridformer.utils.errors import DataError
 from gridformer.utils.files import parse_json
 
@@ -37,7 +37,7 @@ def file_chunks(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[T
     Args:
         path: The file.
         fields: The keys of records.
-        skipped: Counts what is left out.
+        skipped: Counts what is left out, and what is not UTF-8 text.
 
     Raises:
         DataError: The file cannot be read, or is plain text and `fields` asks for pairs or labels.
@@ -79,24 +79,21 @@ def _text(path: Path, skipped: Counter[str]) -> Iterator[TextChunk]:
             skipped[BINARY] += 1
             return
         first, rest = first or chunk, bool(first)
-    # "utf-8-sig" drops a byte order mark and keeps line ends.
-    decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
-
-    def decoded() -> Iterator[str]:
-        for chunk in _chunks(path) if rest else (first,):
-            yield decoder.decode(chunk)
-        yield decoder.decode(b"", final=True)
-
-    yield from text_chunks(decoded())
+    chunks = _chunks(path) if rest else (first,)
+    yield from text_chunks(decoded_document(chunks, str(path), skipped))
 
 
 def _json_lines(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[TextChunk]:
-    for where, record in json_lines(path):
+    for where, record in json_lines(path, skipped):
         yield from record_chunks(record, fields, where, skipped)
 
 
-def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_lines(path: Path, skipped: Counter[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the records of a file of JSON lines, each after its place for errors.
+
+    Args:
+        path: The file.
+        skipped: Counts lines that are not UTF-8 text.
 
     Raises:
         DataError: The file cannot be read, or a line is no record.
@@ -106,8 +103,8 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
+            text = decoded_line(line, where, skipped)
             try:
-                text = line.decode("utf-8", "replace")
                 record = parse_json(text.removeprefix("\ufeff") if number == 1 else text)
             except ValueError as error:
                 raise DataError(f"{where}: is not JSON ({error})") from None

@@ -13,6 +13,7 @@ from typing import cast
 from gridformer.data.prepare.files import open_binary
 from gridformer.data.prepare.records import NO_PAIR
 from gridformer.data.prepare.text_chunks import TextChunk, text_chunks
+from gridformer.data.prepare.utf8 import decoded_line
 from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.utils.errors import DataError, UserError
 
@@ -55,7 +56,7 @@ class ParallelFiles:
         return sum(path.stat().st_size for path in self.paths)
 
     def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
-        for pair in self._pairs():
+        for pair in self._pairs(skipped):
             if not all(pair):
                 skipped[NO_PAIR] += 1
                 continue
@@ -65,12 +66,12 @@ class ParallelFiles:
     def sample(self) -> Iterator[TextChunk]:
         """Yields every 97th pair first, then the ones after those, and so on."""
         for start in range(_SAMPLE_EVERY):
-            for pair in itertools.islice(self._pairs(), start, None, _SAMPLE_EVERY):
+            for pair in itertools.islice(self._pairs(Counter()), start, None, _SAMPLE_EVERY):
                 for text in pair:
                     yield from text_chunks([text])
 
-    def _pairs(self) -> Iterator[tuple[str, str]]:
-        one, other = _lines(self.first), _lines(self.second)
+    def _pairs(self, skipped: Counter[str]) -> Iterator[tuple[str, str]]:
+        one, other = _lines(self.first, skipped), _lines(self.second, skipped)
         for number, pair in enumerate(itertools.zip_longest(one, other), start=1):
             if None in pair:
                 short, long = self.first, self.second
@@ -111,14 +112,14 @@ def _language(path: Path) -> str:
     return Path(name).suffix.removeprefix(".") or name
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Path, skipped: Counter[str]) -> Iterator[str]:
     """Yields the lines of a file without the white space around them."""
     try:
         with open_binary(path) as file:
             # By bytes, because text mode would also end lines at characters such as U+2028.
-            for number, line in enumerate(file):
-                text = line.decode("utf-8", "replace")
-                yield (text.removeprefix("\ufeff") if number == 0 else text).strip()
+            for number, line in enumerate(file, start=1):
+                text = decoded_line(line, f"{path}, line {number}", skipped)
+                yield (text.removeprefix("\ufeff") if number == 1 else text).strip()
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path}: cannot be read ({reason})") from error

@@ -12,6 +12,7 @@ from gridformer.data.prepare.reading import Position, Reader, batches
 from gridformer.data.prepare.resuming import PreparationState, Unfinished
 from gridformer.data.prepare.splitting import SplitWriter
 from gridformer.data.prepare.tokenizing import Encoder, encoded_batches
+from gridformer.data.prepare.utf8 import is_damage
 from gridformer.data.tokenfolder import (
     INDEX,
     TOKENIZER,
@@ -70,7 +71,7 @@ class Input(Generic[Item, Made]):
 
 @dataclass(frozen=True)
 class Written:
-    """What was written: the documents and bytes of each source, and what was left out."""
+    """What was written: the documents and bytes of each source, and what is left out or damaged."""
 
     documents: list[int]
     n_bytes: list[int]
@@ -79,7 +80,9 @@ class Written:
     @property
     def left_out(self) -> str:
         """What was left out, in parentheses, for an error; empty if nothing was."""
-        told = ", ".join(f"{count} {what}" for what, count in self.skipped.items())
+        told = ", ".join(
+            f"{count} {what}" for what, count in self.skipped.items() if not is_damage(what)
+        )
         return f" (left out: {told})" if told else ""
 
 
