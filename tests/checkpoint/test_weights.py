@@ -146,3 +146,13 @@ def test_a_folder_that_is_named_otherwise_is_the_same(
     check_same_run(read_manifest(folder), a_run({}, init_from="first"), folder)
     with pytest.raises(CheckpointError, match=r"train.init_from is second"):
         check_same_run(read_manifest(folder), a_run({}, init_from="second"), folder)
+
+
+def test_a_command_that_a_refusal_names_can_be_copied(tmp_path: Path) -> None:
+    folder = tmp_path / "my run"
+    folder.mkdir()
+    with pytest.raises(CheckpointError, match=r"--out '/.*/my run'`"):
+        find.newest(folder)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"gridformer import '/.*/my run' --out"):
+        find.newest(folder)

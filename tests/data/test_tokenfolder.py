@@ -226,3 +226,8 @@ def test_pairs_must_be_even(tmp_path: Path) -> None:
     change(folder, kind="pairs")
     with pytest.raises(DataError, match="documents, which make no pairs"):
         TokenFolder.open(folder)
+
+
+def test_a_command_that_a_refusal_names_can_be_copied(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"--out '/.*/my text'$"):
+        TokenFolder.open(tmp_path / "my text")

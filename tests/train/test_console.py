@@ -31,6 +31,18 @@ def test_the_command_after_a_run_uses_its_model(tmp_path: Path, task: str, comma
     assert command_after(found) == command.format(out=chats.out)
 
 
+@pytest.mark.parametrize("task", ["causal", "classify"])
+def test_the_command_after_a_run_can_be_copied(tmp_path: Path, task: str) -> None:
+    folder = chat_folder(tmp_path).path
+    chats = plan(tmp_path / "my run", "gpt2", {}, path=folder, task="chat")
+    data = chats.run.data.model_copy(update={"task": task, "path": "my data"})
+    found = replace(chats, run=chats.run.model_copy(update={"data": data}))
+    words = shlex.split(command_after(found))
+    assert words[2] == str(chats.out)
+    if task == "classify":
+        assert words[3:] == ["--tasks", "examples:my data"]
+
+
 PRINTS = """
 import sys
 from gridformer.train.console import _RunConsole

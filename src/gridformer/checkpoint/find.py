@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from gridformer.checkpoint.manifest import MANIFEST, STEP_FOLDER
@@ -27,12 +28,13 @@ def newest(run_dir: Path) -> Path:
         return run_dir
     found = latest(run_dir)
     if found is None:
+        typed = shlex.quote(str(run_dir))
         remedy = (
-            f"it is a folder of Hugging Face's, so first run `gridformer import {run_dir} --out "
+            f"it is a folder of Hugging Face's, so first run `gridformer import {typed} --out "
             "RUNDIR`"
             if (run_dir / "config.json").is_file()
             else "train first, for example with `gridformer train configs/runs/demo.yaml --out "
-            f"{run_dir}`"
+            f"{typed}`"
         )
         raise CheckpointError(f"{run_dir} has no checkpoint: {remedy}")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import statistics
 import sys
@@ -88,7 +89,7 @@ def show_summary(out: Path, console: Console) -> None:
         ("speed", _speed(steps)),
         ("loss curve", str(out / PLOT)),
         ("checkpoint", str(find.latest(out))),
-        ("TensorBoard", f"{_command('tensorboard')} --logdir {out / EVENTS}"),
+        ("TensorBoard", f"{_command('tensorboard')} --logdir {shlex.quote(str(out / EVENTS))}"),
     ):
         table.add_row(name, value)
     trained = load_model(out, torch.device("cpu"))
@@ -96,14 +97,14 @@ def show_summary(out: Path, console: Console) -> None:
     console.print(table)
     title = f"the model's continuation of 'class Reader:' at temperature {SAMPLING.temperature}"
     console.print(Panel(Text(sample.rstrip()), title=title, title_align="left"))
-    later = metrics[-1]["step"] + 100
+    later, typed = metrics[-1]["step"] + 100, shlex.quote(str(out))
     console.print(
         Text.assemble(
             ("try next\n", "bold"),
             "  more text:     ",
-            (f'{_command()} generate {out} --prompt "import "\n', "cyan"),
+            (f'{_command()} generate {typed} --prompt "import "\n', "cyan"),
             "  continue training from the same checkpoint with another layout:\n                 ",
-            (f"{_command()} train {RUN_FILE} --out {out} train.steps={later} ", "cyan"),
+            (f"{_command()} train {RUN_FILE} --out {typed} train.steps={later} ", "cyan"),
             ("layout.scheme=megatron layout.rows=1 layout.cols=4", "cyan"),
         ),
         soft_wrap=True,
@@ -112,7 +113,9 @@ def show_summary(out: Path, console: Console) -> None:
 
 def _command(name: str = "gridformer") -> str:
     """Returns what to type to run a command of this environment: its path if it is not on PATH."""
-    return name if shutil.which(name) else os.path.relpath(Path(sys.executable).with_name(name))
+    if shutil.which(name):
+        return name
+    return shlex.quote(os.path.relpath(Path(sys.executable).with_name(name)))
 
 
 def _prepare(path: Path, console: Console) -> None:

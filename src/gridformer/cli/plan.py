@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -132,7 +133,8 @@ def plan(
     if not result.layouts:
         raise typer.Exit(1)
     if emit is not None:
-        how = f"gridformer plan {model} --cluster {cluster} --devices {devices}"
+        words = ["gridformer", "plan", model, "--cluster", cluster, "--devices", str(devices)]
+        how = shlex.join(words)
         best = result.layouts[0]
         with console.status("trying choices for the cluster"):
             chosen = with_cluster(best, machine, cluster)

@@ -7,6 +7,7 @@ SPLIT.questions.jsonl has one JSON object a line for each document of the split,
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ def without_questions(folder: Path, split: str) -> str:
 def _again(folder: Path) -> str:
     return (
         "write the folder again with `gridformer prepare FOLDER --format squad --out "
-        f"{folder} --overwrite`"
+        f"{shlex.quote(str(folder))} --overwrite`"
     )
 
 

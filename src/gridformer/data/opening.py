@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -70,7 +71,8 @@ def open_tokens(
     ):
         raise DataError(
             f"data.tokenizer={tokenizer} is not the tokenizer with which {path} was written: omit "
-            f"data.tokenizer, or prepare the folder again with --tokenizer {tokenizer}"
+            f"data.tokenizer, or prepare the folder again with --tokenizer "
+            + shlex.quote(str(tokenizer))
         )
     return folder
 

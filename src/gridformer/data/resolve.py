@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 
 from pydantic import ValidationError
 
@@ -164,9 +165,10 @@ def _unequal(run: RunConfig, data: RunData) -> list[str]:
     problems, (one, *others) = [], data.folders.items()
     for key, folder in others:
         if not same_tokenizer(folder.tokenizer, one[1].tokenizer):
+            path = shlex.quote(str(one[1].path))
             problems.append(
                 f"{key}={folder.path} has another tokenizer than {one[0]}={one[1].path}: write "
-                f"it with gridformer prepare SOURCE --tokenizer {one[1].path} --out FOLDER"
+                f"it with gridformer prepare SOURCE --tokenizer {path} --out FOLDER"
             )
         if run.model.n_labels and folder.index.labels != one[1].index.labels:
             problems.append(

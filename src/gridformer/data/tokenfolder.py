@@ -22,6 +22,7 @@ int64: the start of each document, and the end of the last. Past 65536 tokens th
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -280,7 +281,7 @@ def read_index(path: Path) -> Index:
     if not exists(path):
         raise DataError(
             f"{path}: no such token folder; write one, for instance from Python's own sources: "
-            f"gridformer prepare python-stdlib --out {path}"
+            f"gridformer prepare python-stdlib --out {shlex.quote(str(path))}"
         )
     file = path / INDEX
     if not exists(file):
@@ -426,4 +427,5 @@ def _check_size(file: Path, expected: int, why: str) -> None:
 
 
 def _again(path: Path) -> str:
-    return f"write it again with gridformer prepare SOURCE --out {path} --overwrite"
+    out = shlex.quote(str(path))
+    return f"write it again with gridformer prepare SOURCE --out {out} --overwrite"

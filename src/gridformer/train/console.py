@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -231,10 +232,12 @@ def _lengths(run: RunConfig) -> str:
 
 def command_after(plan: Plan) -> str:
     """Returns a command that uses the model of a run that is over."""
+    out = shlex.quote(str(plan.out))
     if plan.run.task in FINE_TUNING:
-        return f"gridformer evaluate {plan.out} --tasks examples:{plan.run.data.first_path}"
+        tasks = shlex.quote(f"examples:{plan.run.data.first_path}")
+        return f"gridformer evaluate {out} --tasks {tasks}"
     chat = " --chat" if plan.run.task == "chat" else ""
-    return f'gridformer generate {plan.out}{chat} --prompt "..."'
+    return f'gridformer generate {out}{chat} --prompt "..."'
 
 
 def _scores(metrics: Mapping[str, Any]) -> str:
