@@ -156,6 +156,51 @@ def test_a_pipeline_takes_as_long_as_its_trace_says(name: str) -> None:
     assert estimate(run, load_cluster(machine)).step_s == pytest.approx(found.step_s, rel=0.06)
 
 
+# Over many replicas, where the latency of each message of a bucket counts: the machine, the model,
+# the replicas, and what else there is.
+REPLICAS: dict[str, tuple[str, str, int, list[str]]] = {
+    "gpt2-1.5b": ("selene-a100", "gpt2-1.5b", 256, ["train.global_batch=512"]),
+    "llama-3.1-8b": (
+        "dgx-h100",
+        "llama-3.1-8b",
+        1024,
+        ["train.global_batch=1024", "data.seq_len=4096", "train.recompute=full"],
+    ),
+    "gpt-175b": (
+        "dgx-h100",
+        "gpt-175b",
+        512,
+        [
+            "train.global_batch=2048",
+            "train.recompute=full",
+            "layout.scheme=megatron",
+            "layout.cols=8",
+            "layout.sequence_parallel=true",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("gpt2-1.5b", "replicate"),
+        ("gpt2-1.5b", "zero1"),
+        ("llama-3.1-8b", "zero1"),
+        ("llama-3.1-8b", "fsdp"),
+        ("gpt-175b", "fsdp"),
+    ],
+)
+def test_many_replicas_take_as_long_as_their_trace_says(name: str, mode: str) -> None:
+    """Gradients in one message, and updated parameters too, had been up to four times too fast."""
+    machine, model, dp, more = REPLICAS[name]
+    settings = [f"layout.dp={dp}", f"layout.dp_mode={mode}", "train.dtype=bfloat16", *more]
+    run = parse_run({"model": model, "data": {"path": "."}}, settings)
+    there = load_cluster(machine)
+    wanted = pytest.approx(predict(run, there, memory=False).step_s, rel=TOLERANCE)
+    assert estimate(run, there).step_s == wanted
+
+
 def test_kinds_of_kernels_agree() -> None:
     """Products, attention and messages come from the same functions, so they agree closely."""
     run = run_of("GPT-2", {"scheme": "megatron_2d", "rows": 2, "cols": 2}, global_batch=32)

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from gridformer.cluster.messages import Op
 from gridformer.parallel.auto.cost import Choice
+from gridformer.parallel.data.buckets import BUCKET_BYTES
 from gridformer.parallel.pipeline.schedules import rounds
 from gridformer.parallel.pipeline.stage_shares import StageShares, stacks_of
 from gridformer.plan import launches
 from gridformer.plan.load import AxisPlace, Load
 from gridformer.plan.products import added_bytes
+from gridformer.plan.replica_messages import in_buckets_s
 from gridformer.plan.sizes import Sizes
 
 ADAM_BYTES = 28  # reads a parameter, its gradient and two moments, and writes all but the gradient
@@ -150,11 +152,13 @@ def reductions(sizes: Sizes, shares: StageShares, backward: Load) -> Load:
         load.memory += costs.memory_s(4 * n_bytes)
     # Gradients travel behind the parameters that are gathered meanwhile, in the same group.
     behind = max(0.0, backward.device_s - backward.hidden.get("dp", 0.0))
-    for elements, last, where in _summed(sizes, shares):
+    for elements, last, where, common in _summed(sizes, shares):
         op: Op = "all_reduce" if layout.dp_mode == "replicate" else "reduce_scatter"
         n_bytes, last_bytes = elements * sizes.wide, last * sizes.wide
-        buckets = max(BUCKETS, n_bytes / (25 << 20))
-        seconds, k = costs.message_s(op, n_bytes - last_bytes, where), layout.stages_per_rank
+        buckets = max(BUCKETS, n_bytes / BUCKET_BYTES)
+        limit, k = min(BUCKET_BYTES, n_bytes / BUCKETS), layout.stages_per_rank
+        rest = n_bytes - last_bytes
+        seconds = in_buckets_s(sizes, shares, common, op, rest, where, limit)
         load.message("dp", seconds / k, behind / k, buckets * launches.BUCKET)
         if k > 1:  # gradients of the later stages travel during the passes of the earlier ones
             size = layout.micro_batches // rounds(layout.pp, layout.micro_batches)
@@ -163,8 +167,12 @@ def reductions(sizes: Sizes, shares: StageShares, backward: Load) -> Load:
         if layout.dp_mode != "replicate":
             load.memory += costs.memory_s(elements * JOIN_BYTES)
         if layout.dp_mode == "zero1":
-            load.memory += costs.memory_s(elements * SHARE_BYTES)
-            load.message("dp", costs.message_s("all_gather", n_bytes, where))
+            copied_s = costs.memory_s(elements * SHARE_BYTES)
+            load.memory += copied_s
+            # The update is over; a message travels while the one before it is copied.
+            seconds = in_buckets_s(sizes, shares, common, "all_gather", rest, where)
+            seconds += costs.message_s("all_gather", last_bytes, where)
+            load.message("dp", seconds, copied_s)
     return load
 
 
@@ -175,12 +183,13 @@ def _table(sizes: Sizes) -> float:
     return choice.product.n_in * choice.product.n_out / grid
 
 
-def _summed(sizes: Sizes, shares: StageShares) -> list[tuple[float, float, AxisPlace]]:
+def _summed(sizes: Sizes, shares: StageShares) -> list[tuple[float, float, AxisPlace, bool]]:
     """Returns the gradients that are summed over replicas.
 
     Returns:
         For each set of replicas the elements, those of them that are complete only when the
-        backward pass ends, and the replicas. The table of the tokens is the last to be complete.
+        backward pass ends, the replicas, and whether every device of a grid holds them. The table
+        of the tokens is the last to be complete.
     """
     choices, layout = sizes.choices, sizes.run.layout
     common = 0.0
@@ -192,9 +201,9 @@ def _summed(sizes: Sizes, shares: StageShares) -> list[tuple[float, float, AxisP
     head_is_common = choices["head"].common
     if layout.dp > 1:
         last = 0.0 if head_is_common else table
-        found.append((_elements(sizes, shares) - common, last, sizes.place("dp")))
+        found.append((_elements(sizes, shares) - common, last, sizes.place("dp"), False))
     if replicas.size > 1 and common:
-        found.append((common, table if head_is_common else 0.0, replicas))
+        found.append((common, table if head_is_common else 0.0, replicas, True))
     return found
 
 
