@@ -94,8 +94,14 @@ def _around(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
         elif product.parts:
             kernel((0, GRADIENT_OF_PARTS), out)
             n, m = model.n_heads, model.kv_heads
-            kernel(ROTARY, out * (n + m) / (n + 2 * m))
+            heads = out * (n + m) / (n + 2 * m)  # of queries and keys
+            kernel(ROTARY, heads)
             launches = [n + more - 1 for n, more in zip(launches, ROTARY_LAUNCHES)]
+            if model.qk_norm:
+                for i in range(2):
+                    n_bytes[i] += heads * (RMS_NORM[i] * sizes.wide + 2 * sizes.cast)
+                    launches[i] += 2 * (RMS_LAUNCHES[i] + 2 * (sizes.cast > 0))
+                launches[1] += 2 * sizes.accumulated
         elif not choice.common:
             kernel((0, GRADIENT_OF_HEADS), out)
             if model.family == "t5":  # gradients of the bias of scores, and of what kv reads
