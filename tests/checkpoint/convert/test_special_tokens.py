@@ -168,13 +168,17 @@ CLASSIFIERS = {
 }
 
 
-@pytest.mark.parametrize("case", CLASSIFIERS)
-def test_an_exported_classifier_pads_like_the_imported_one(case: str, tmp_path: Path) -> None:
-    names, eos, pad = CLASSIFIERS[case]
+def classifier(folder: Path, names: Sequence[str], eos: str, pad: str) -> Path:
+    """Write a classifier of transformers whose tokenizer has these special tokens."""
     tokenizer = bytes_with(*names)
     ids = {"eos_token_id": names.index(eos), "pad_token_id": names.index(pad)}
     model = model_of("LlamaForSequenceClassification", tokenizer, num_labels=3, **ids)
-    theirs = save(tmp_path / "theirs", model, tokenizer, eos_token=eos, pad_token=pad)
+    return save(folder, model, tokenizer, eos_token=eos, pad_token=pad)
+
+
+@pytest.mark.parametrize("case", CLASSIFIERS)
+def test_an_exported_classifier_pads_like_the_imported_one(case: str, tmp_path: Path) -> None:
+    theirs = classifier(tmp_path / "theirs", *CLASSIFIERS[case])
     import_folder(theirs, tmp_path / "run")
     export_run(tmp_path / "run", tmp_path / "back")
     (ids_there, there), (ids_here, here) = map(padded_logits, (theirs, tmp_path / "back"))
@@ -185,17 +189,13 @@ def test_an_exported_classifier_pads_like_the_imported_one(case: str, tmp_path: 
 @pytest.mark.parametrize("case", CLASSIFIERS)
 def test_a_classifier_that_was_tuned_here_pads_by_one_token(case: str, tmp_path: Path) -> None:
     """It is classified by the end of text if there is another padding, so that does not pad."""
-    names, eos, pad = CLASSIFIERS[case]
-    tokenizer = bytes_with(*names)
-    ids = {"eos_token_id": names.index(eos), "pad_token_id": names.index(pad)}
-    model = model_of("LlamaForSequenceClassification", tokenizer, num_labels=3, **ids)
-    theirs = save(tmp_path / "theirs", model, tokenizer, eos_token=eos, pad_token=pad)
+    theirs = classifier(tmp_path / "theirs", *CLASSIFIERS[case])
     run = import_folder(theirs, tmp_path / "run").run
     (tmp_path / "out").mkdir()
     found = write_tokenizer(tmp_path / "out", tmp_path / "run", run)
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert found["pad_token_id"] == loaded.pad_token_id
-    assert loaded.pad_token == ("<pad>" if case == "end of text" else pad)
+    assert loaded.pad_token == ("<pad>" if case == "end of text" else CLASSIFIERS[case][-1])
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -33,6 +33,12 @@ class Stop(BaseException):
     """Like KeyboardInterrupt, but pytest does not treat it as its own."""
 
 
+def stop_soon(now: PrepareProgress) -> None:
+    """Stops a preparation after some documents."""
+    if now.documents > 40:
+        raise Stop
+
+
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make batches small, and save the state after each."""
@@ -108,12 +114,8 @@ def test_a_trained_tokenizer_is_not_trained_again(
     sources = of_files(tmp_path / "in")
     prepare_corpus(sources, tmp_path / "whole", vocab_size=300)
 
-    def stop(now: PrepareProgress) -> None:
-        if now.documents > 40:
-            raise Stop
-
     with pytest.raises(Stop):
-        prepare_corpus(sources, tmp_path / "t", vocab_size=300, on_progress=stop)
+        prepare_corpus(sources, tmp_path / "t", vocab_size=300, on_progress=stop_soon)
     monkeypatch.setattr(Tokenizer, "train", None)
     prepare_corpus(sources, tmp_path / "t", vocab_size=300)
     assert contents(tmp_path / "t") == contents(tmp_path / "whole")
@@ -131,12 +133,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_what_begins_anew(tmp_path: Path, what: str) -> None:
     sources = of_files(tmp_path / "in")
 
-    def stop(now: PrepareProgress) -> None:
-        if now.documents > 40:
-            raise Stop
-
     with pytest.raises(Stop):
-        prepare_corpus(sources, tmp_path / "t", tokenizer=TOKENIZER, on_progress=stop)
+        prepare_corpus(sources, tmp_path / "t", tokenizer=TOKENIZER, on_progress=stop_soon)
     assert documents_kept(tmp_path / "t") > 30
     settings = {"tokenizer": TOKENIZER, **SETTINGS.get(what, {})}
     if what == "file":
@@ -226,13 +224,9 @@ def test_other_documents_of_the_same_name_begin_anew(
 ) -> None:
     """Another split, or files that were replaced by others of the same size."""
 
-    def stop(now: PrepareProgress) -> None:
-        if now.documents > 40:
-            raise Stop
-
     old = make(tmp_path / "in", "old", monkeypatch)
     with pytest.raises(Stop):
-        prepare_corpus(old, tmp_path / "t", tokenizer=TOKENIZER, on_progress=stop)
+        prepare_corpus(old, tmp_path / "t", tokenizer=TOKENIZER, on_progress=stop_soon)
     assert documents_kept(tmp_path / "t") > 20
     new = make(tmp_path / "in", "new", monkeypatch)
     seen: list[PrepareProgress] = []
@@ -251,13 +245,11 @@ def test_the_same_documents_opened_again_go_on(
 ) -> None:
     """Also if another program has left a file in the cache of `datasets`, or a hidden one."""
 
-    def stop(now: PrepareProgress) -> None:
-        if now.documents > 40:
-            raise Stop
-
     specs = [make(tmp_path / "in", "old", monkeypatch)[0].name]
     with pytest.raises(Stop):
-        prepare_corpus(open_sources(specs), tmp_path / "t", tokenizer=TOKENIZER, on_progress=stop)
+        prepare_corpus(
+            open_sources(specs), tmp_path / "t", tokenizer=TOKENIZER, on_progress=stop_soon
+        )
     kept = documents_kept(tmp_path / "t")
     if (tmp_path / "in").exists():
         (tmp_path / "in" / "cache-0123.arrow").write_text("of another program")
