@@ -14,7 +14,7 @@ from gridformer.cluster import (
     message_cpu_s,
     message_s,
 )
-from gridformer.cluster.tables import MemoryRow, MessageRow, ProductRow, Tables
+from gridformer.cluster.tables import AttentionRow, MemoryRow, MessageRow, ProductRow, Tables
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +130,38 @@ def test_unfused_attention_takes_longer_than_fused_and_its_backward_pass_twice_a
     unfused = selene.model_copy(update={"device": device})
     assert kernel_s(unfused, forward) > 2 * kernel_s(selene, forward)
     assert 1.4 < kernel_s(unfused, backward) / kernel_s(unfused, forward) < 2.1
+
+
+@pytest.mark.parametrize(("length", "fraction"), [(128, 1.0), (256, 0.75), (4096, 33 / 64)])
+def test_fused_causal_attention_leaves_out_the_tiles_that_the_mask_hides(
+    selene: Cluster, length: int, fraction: float
+) -> None:
+    fused = selene.model_copy(
+        update={"device": selene.device.model_copy(update={"fused_attention": True})}
+    )
+    flop = 4.0 * 64 * 128 * length**2
+    full = KernelWork("attention", flop, 1.0, "float16", (4, 16, length, length, 128, 0))
+    causal = full._replace(shape=(4, 16, length, length, 128, 1))
+    assert kernel_s(fused, causal) == pytest.approx(fraction * kernel_s(fused, full))
+    if length > 512:  # of the tiles in the last 512 keys a query sees at most five
+        window = full._replace(shape=(4, 16, length, length, 128, 512))
+        assert kernel_s(fused, window) == pytest.approx(150 / 32**2 * kernel_s(fused, full))
+
+
+def test_a_window_takes_less_time_than_the_causal_mask_that_was_measured(selene: Cluster) -> None:
+    rows = tuple(
+        AttentionRow(op, "float16", 1, 1, 1, 4096, 4096, 64, True, False, us)
+        for op, us in (("sdpa", 100.0), ("gridformer", 200.0))
+    )
+    measured = selene.model_copy(update={"tables": Tables(attention=rows)})
+
+    def seconds(op: str, hides: int) -> float:
+        shape = (1, 1, 4096, 4096, 64, hides)
+        return kernel_s(measured, KernelWork("attention", 1.0, 1.0, "float16", shape, op))
+
+    assert seconds("sdpa", 1) == pytest.approx(1e-4)
+    assert seconds("attention", 1) == pytest.approx(2e-4)
+    assert seconds("attention", 512) == pytest.approx(2e-4 * 150 / (32 * 33 / 2))
 
 
 def test_a_message_between_nodes_keeps_a_thread_busy_as_long_as_one_within_a_node(

@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gridformer.config import parse_run
+from gridformer.plan.recorded import record_run
+from gridformer.trace.events import Kernel
 from gridformer.trace.kernels import LaunchedWork, launched_work
 
 T, V, H = 6, 1000, 8
@@ -72,3 +75,25 @@ def test_a_loss_reads_the_logarithms_of_its_targets_alone() -> None:
         F.nll_loss(LOGITS, PLACES, reduction="sum")
     (work,) = [one for one in launches.found if one.op == "nll_loss_forward"]
     assert T * (8 + 4) <= work.bytes <= T * (8 + 4) + 2 * 4  # and two results
+
+
+@pytest.mark.parametrize(
+    ("settings", "op", "hides"),
+    [
+        (("model.family=gpt2",), "sdpa", 1),
+        (("model.family=gpt2", "model.attention_dropout=0.1"), "attention", 1),
+        (("model.family=llama", "model.window=16"), "attention", 16),
+        (("model.family=bert",), "sdpa", 0),
+    ],
+)
+def test_both_directions_of_attention_say_what_a_mask_hides(
+    settings: tuple[str, ...], op: str, hides: int
+) -> None:
+    sizes = {"n_layers": 1, "hidden_size": 64, "n_heads": 4, "max_seq_len": 64, "vocab_size": 256}
+    model = {"family": settings[0].partition("=")[2], **sizes}
+    train = {"global_batch": 2, "dtype": "bfloat16"}
+    run = parse_run({"model": model, "data": {"path": "."}, "train": train}, [*settings])
+    (trace,) = record_run(run).traces
+    found = [one for one in trace.events if isinstance(one, Kernel) and one.kind == "attention"]
+    shape = (2, 4, 64, 64, 16, hides)
+    assert [(one.op, one.shape) for one in found] == [(op, shape), (f"{op}_backward", shape)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Literal, NamedTuple
 
 from gridformer.cluster.file import Cluster
@@ -16,6 +17,9 @@ K_OVERHEAD = 128
 # Fused attention reaches this fraction of the rate of large products: FlashAttention-2 (Dao 2023)
 # reaches 50 to 73% of an A100's peak, where products reach 80 to 90%.
 ATTENTION_RATE = 0.72
+# Queries and keys of the tiles in which fused attention works. It leaves out the tiles of scores
+# that a causal mask hides altogether.
+ATTENTION_TILE = 128
 # Passes over the scores of unfused attention, forward and backward: softmax reads and writes them,
 # so does dropout, which also has a mask; backward they read one more operand each.
 SCORE_PASSES = (4.5, 6.5)
@@ -31,9 +35,11 @@ class KernelWork(NamedTuple):
         bytes: Bytes read and written.
         dtype: Data type of a product's operands: float16, bfloat16, tf32, float32 or float64.
         shape: For products (batch, m, n, k); for attention (batch, heads, queries, keys, width,
-            causal).
+            hides), where hides is 0 without a mask, 1 if it is causal, and more if a query sees
+            at most so many keys, of which its own is the last.
         op: The operator that launched it, such as `add`, or empty; that of attention's backward
-            pass contains `backward`.
+            pass contains `backward`. `attention` and `attention_backward` are gridformer's kernel,
+            and others PyTorch's.
         order: For products whether their operands are transposed, `nn`, `nt` or `tn`; empty if
             that is not known. See `tables.ProductRow`.
     """
@@ -62,9 +68,30 @@ def kernel_s(cluster: Cluster, work: KernelWork) -> float:
         return _unfused_s(cluster, work)
     if work.kind == "attention" or len(work.shape) != 4:
         again = 1.25 if "backward" in work.op else 1.0  # a backward pass recomputes the scores
-        return max(memory_s, again * work.flop / (rate * ATTENTION_RATE))
+        seen = computed_scores(*work.shape[2:4], work.shape[5]) if len(work.shape) == 6 else 1.0
+        flop = again * work.flop * seen
+        return max(memory_s, flop / (rate * ATTENTION_RATE))
     batch, m, n, k = work.shape
     return max(memory_s, _product_s(batch, m, n, k, rate, int(cluster.device.n_processors.value)))
+
+
+@cache
+def computed_scores(queries: int, keys: int, hides: int) -> float:
+    """Returns the fraction of scores that fused attention computes: tiles not hidden altogether.
+
+    Args:
+        queries: Queries of a head. The last one is at the position of the last key.
+        keys: Keys of a head.
+        hides: What a mask hides: see `KernelWork`.
+    """
+    if not hides:
+        return 1.0
+    window, seen = hides if hides > 1 else keys, 0
+    for first in range(keys - queries, keys, ATTENTION_TILE):
+        begin = max(0, first - window + 1) // ATTENTION_TILE * ATTENTION_TILE
+        end = min(keys, -(-(first + ATTENTION_TILE) // ATTENTION_TILE) * ATTENTION_TILE)
+        seen += max(0, end - begin)
+    return min(1.0, seen * ATTENTION_TILE / (queries * keys))
 
 
 def _measured_s(cluster: Cluster, work: KernelWork) -> float | None:
@@ -73,8 +100,12 @@ def _measured_s(cluster: Cluster, work: KernelWork) -> float | None:
     if work.kind == "product" and len(shape) == 4:
         return tables.product_s(busy, work.dtype, shape, work.order)
     if work.kind == "attention" and len(shape) == 6:
-        op = "gridformer" if "gridformer" in work.op else "sdpa"
-        return tables.attention_s(busy, work.dtype, shape, "backward" in work.op, op)
+        op = "gridformer" if work.op in ("attention", "attention_backward") else "sdpa"
+        found = tables.attention_s(busy, work.dtype, shape, "backward" in work.op, op)
+        if found is not None and shape[5] > 1:  # a window hides more than the mask of any row
+            seen, measured = (computed_scores(*shape[2:4], hides) for hides in (shape[5], 1))
+            found *= seen / measured
+        return found
     if work.kind == "memory":
         return tables.memory_s(busy, work.op, work.bytes, work.dtype)
     return None

@@ -141,7 +141,7 @@ class Tables(BaseModel):
         Args:
             processes: How many processes compute at the same time.
             dtype: Data type.
-            shape: (batch, heads, queries, keys, width, causal).
+            shape: (batch, heads, queries, keys, width, hides): see `kernels.KernelWork`.
             backward: Whether it is the backward pass.
             op: See `AttentionRow`.
         """

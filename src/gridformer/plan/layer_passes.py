@@ -156,18 +156,26 @@ def _attention(sizes: Sizes) -> list[tuple[str, Load, Load]]:
     batch = max(1, work.sequences // choices.rows)
     heads = max(1, model.n_heads // choices.cols)
     s, source, d = run.seq_len, run.source_len, model.head_width
-    kinds = [("", model.n_layers, s, s, model.family in ("gpt2", "llama"))]
+    # The kernel is gridformer's where it drops out, or adds a bias or a mask that is not causal.
+    window = model.window if model.window < s else 0
+    masked, causal = run.data.document_mask or window > 0, model.family in ("gpt2", "llama")
+    own, t5 = model.attention_dropout > 0 or masked, model.family == "t5"
+    if window and sizes.costs.cluster.device.kind == "cpu":  # there the mask of a window is added
+        causal = False
+    kinds = [("", model.n_layers, s, s, max(1, window) if causal else 0, own)]
     if model.two_stacks:
         kinds = [
-            ("encoder", model.n_layers, source, source, False),
-            ("decoder", model.n_decoder_layers, s, s, True),
-            ("decoder", model.n_decoder_layers, s, source, False),
+            ("encoder", model.n_layers, source, source, 0, True),
+            ("decoder", model.n_decoder_layers, s, s, 1, own or t5),
+            ("decoder", model.n_decoder_layers, s, source, 0, own or not t5),
         ]
     found = []
-    for stack, n, queries, keys, causal in kinds:
-        shape = (batch, heads, queries, keys, d, int(causal))
-        one = sizes.costs.attention_s(shape, sizes.dtype, sizes.itemsize, 1)
-        back = sizes.costs.attention_s(shape, sizes.dtype, sizes.itemsize, 2)
+    for stack, n, queries, keys, hides, is_own in kinds:
+        shape = (batch, heads, queries, keys, d, hides)
+        one, back = (
+            sizes.costs.attention_s(shape, sizes.dtype, sizes.itemsize, passes, is_own)
+            for passes in (1, 2)
+        )
         there = Load(attention=n * one, launches=n)
         found.append((stack, there, Load(attention=n * back, launches=2 * n)))
     return found

@@ -128,18 +128,24 @@ class StepCosts:
         return self._kernel(work._replace(bytes=work.bytes + more_bytes) if more_bytes else work)
 
     def attention_s(
-        self, shape: tuple[int, int, int, int, int, int], dtype: str, itemsize: int, passes: float
+        self,
+        shape: tuple[int, int, int, int, int, int],
+        dtype: str,
+        itemsize: int,
+        passes: float,
+        own: bool = False,
     ) -> float:
         """Returns the seconds of fused attention.
 
         Args:
-            shape: (batch, heads, queries, keys, width, causal).
+            shape: (batch, heads, queries, keys, width, hides): see `KernelWork`.
             dtype: The type of the operands.
             itemsize: Its bytes.
             passes: 1 for the forward pass and 2 for the backward pass, as in `train.flops`.
+            own: Whether it is gridformer's kernel, and not PyTorch's.
         """
         batch, heads, queries, keys, width, _ = shape
-        op = "attention_backward" if passes > 1 else "attention"
+        op = ("attention" if own else "sdpa") + ("_backward" if passes > 1 else "")
         flop = 4.0 * batch * heads * queries * keys * width * passes
         n_bytes = passes * 2 * batch * heads * (queries + keys) * width * itemsize
         return self._kernel(KernelWork("attention", flop, n_bytes, dtype, shape, op))

@@ -185,7 +185,8 @@ class Kernel:
         op: The operator, such as `mm` or `gelu`.
         kind: `product`, `attention` or `memory`, which is everything else.
         shape: For a product (batch, m, n, k); for attention (batch, heads, queries, keys, width,
-            1 if causal else 0).
+            hides), where hides is 0 without a mask, 1 if it is causal, and more if a query sees
+            at most so many keys, of which its own is the last.
         dtype: The type of its factors, or of what it writes.
         flop: Its floating-point operations; 0 unless it is a product or attention.
         bytes: The bytes that it reads and writes.

@@ -78,7 +78,7 @@ def launched_work(
     if name in _PRODUCTS:
         return _product(name, args[_PRODUCTS[name] :], (results or changed)[0], given)
     if "attention" in name:
-        return _attention(name, args, kwargs, [*made, *changed], given)
+        return _attention(func, args, kwargs, [*made, *changed], given)
     read: list[int] = [_extent(x) for x in given if x.device.type == device]
     if name in _FILLS:
         read = read[1:]
@@ -105,9 +105,11 @@ def _product(name: str, factors: Any, out: Tensor, given: list[Tensor]) -> Launc
 
 
 def _attention(
-    name: str, args: Any, kwargs: dict[str, Any], made: list[Tensor], given: list[Tensor]
+    func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor], given: list[Tensor]
 ) -> LaunchedWork:
     """The backward pass counts for two products of each in the forward pass."""
+    by_name = dict(zip((x.name for x in func._schema.arguments), args)) | kwargs
+    name = func.overloadpacket.__name__
     backward = "backward" in name
     q, k = args[backward], args[1 + backward]
     (b, heads, queries, width), keys = q.shape, k.shape[2]
@@ -115,19 +117,23 @@ def _attention(
     # torch.utils.flop_counter counts the same, but it imports Triton. Several heads of q may share
     # one of k and v.
     flop = (1 + backward) * 2 * b * heads * queries * keys * (width + v.shape[3])
-    causal = any(value is True for value in _causal(name, args, kwargs))
     n_bytes = sum(map(_extent, given)) + sum(map(_extent, made))
-    shape = (b, heads, queries, keys, width, int(causal))
+    shape = (b, heads, queries, keys, width, _hides(by_name))
+    if func.namespace == "gridformer" and _is_plain(by_name):  # as in `gridformer.trace.attention`
+        name = "sdpa_backward" if backward else "sdpa"
     return LaunchedWork(name, "attention", shape, _dtype(q), flop, n_bytes)
 
 
-def _causal(name: str, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """Returns the arguments of which one says whether attention is causal."""
-    named = [kwargs[key] for key in ("is_causal", "causal") if key in kwargs]
-    if named:
-        return named
-    at = {"attention": 7, "attention_backward": 10}.get(name)  # the operators of gridformer
-    return [args[at]] if at is not None else [x for x in args if isinstance(x, bool)]
+def _hides(given: dict[str, Any]) -> int:
+    """Returns what the mask of attention hides: see `gridformer.trace.events.Kernel.shape`."""
+    causal = given.get("causal", given.get("is_causal", False))
+    return max(1, given.get("window", 0)) if causal else 0
+
+
+def _is_plain(given: dict[str, Any]) -> bool:
+    """Whether PyTorch's kernel takes these arguments of gridformer's, too."""
+    adds = any(given[name] is not None for name in ("valid", "bias", "documents", "stamp"))
+    return not adds and given["window"] == 0
 
 
 def _changed(func: Any, args: Any) -> list[Tensor]:
