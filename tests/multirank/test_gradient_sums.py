@@ -99,19 +99,36 @@ def test_sums_begin_before_the_backward_pass_has_ended(
         assert late == total
 
 
-def waits_in(layout: Layout, micro_batches: int) -> tuple[int, int]:
-    """Return how often the last backward pass waits for a sum, and how many sums there are."""
+def waits_in(layout: Layout, micro_batches: int) -> tuple[int, int, list[float]]:
+    """Return how often the last backward pass waits for a sum, and how many sums there are.
+
+    The list says for each sum that starts how much of a layer's gradients those in flight then
+    hold, but for the earliest one.
+    """
     model, axes = built(layout)
+    layer = sum(p.numel() * p.element_size() for p in model.get_submodule("layers.0").parameters())
     with patch.object(bucketing, "BUCKET_BYTES", 4000):
         sums = GradientSums.of(model, axes)
         inside: list[bool] = []
-        finish = reductions._Bucket.finish
+        held: list[float] = []
+        flying: list[Any] = []
+        begin, finish = reductions._Bucket.start, reductions._Bucket.finish
+
+        def begun(bucket: Any) -> None:
+            begin(bucket)
+            held.append(sum(map(size_of, flying[1:])) / layer)
+            flying.append(bucket)
+
+        def size_of(bucket: Any) -> int:
+            return sum(p.numel() * p.element_size() for p in bucket.parameters)
 
         def counted(bucket: Any) -> None:
             inside.append(bucket._pending is not None)
+            flying[:] = [other for other in flying if other is not bucket]
             finish(bucket)
 
-        with patch.object(reductions._Bucket, "finish", counted):
+        counting = patch.multiple(reductions._Bucket, start=begun, finish=counted)
+        with counting:
             for micro in range(micro_batches):
                 part = sample_part(axes, micro)
                 loss = model.loss_sum(part[:, :-1], part[:, 1:])
@@ -119,20 +136,22 @@ def waits_in(layout: Layout, micro_batches: int) -> tuple[int, int]:
                     loss.backward()
             waited = sum(inside)
             reduce_gradients(model.parameters(), axes, sums)
-    return waited, sum(inside)
+    return waited, sum(inside), held
 
 
 def test_a_pass_waits_for_sums_only_if_it_makes_the_first_gradients(pool: WorkerPool) -> None:
     """In a pipeline, the stage before would get its gradient later, and so would all others."""
     layout = {**DATA, "dp_mode": "zero1"}
-    for waited, total in pool.run(2, on_nccl, waits_in, layout, 1):
-        assert waited == total - 2 > 0
-    for waited, total in pool.run(2, on_nccl, waits_in, layout, 2):
+    for waited, total, held in pool.run(2, on_nccl, waits_in, layout, 1):
+        assert 0 < waited < total - 2
+        assert 0.5 < max(held) <= 1.0
+    for waited, total, _ in pool.run(2, on_nccl, waits_in, layout, 2):
         assert waited == 0
         assert total > 2
     # Over gloo messages take more memory.
-    for waited, total in pool.run(2, waits_in, layout, 2):
-        assert waited == total - 2 > 0
+    for micro_batches in (1, 2):
+        for waited, total, _ in pool.run(2, waits_in, layout, micro_batches):
+            assert waited == total - 2 > 0
 
 
 # --------------------------------------------------------------------------- equality

@@ -13,13 +13,12 @@ from gridformer.parallel.pipeline.stage_shares import StageShares, stacks_of
 from gridformer.plan import launches
 from gridformer.plan.load import AxisPlace, Load
 from gridformer.plan.products import added_bytes
-from gridformer.plan.replica_messages import in_buckets_s
+from gridformer.plan.replica_messages import in_buckets
 from gridformer.plan.sizes import Sizes
 
 ADAM_BYTES = 28  # reads a parameter, its gradient and two moments, and writes all but the gradient
 NORM_BYTES = 4  # the norm of gradients reads them
-JOIN_BYTES = 12  # of a parameter whose gradient is summed by parts: copied to a message and summed
-SHARE_BYTES = 12  # the same for the updated parts of parameters that return
+COPY_BYTES = 8  # reads and writes an element of float32
 VECTORS_BYTES = 1e5  # of the gradients of norms and biases, roughly
 BUCKETS = 4  # of gradients at least; all but the last are summed during the backward pass
 
@@ -29,18 +28,23 @@ def casts(sizes: Sizes, shares: StageShares) -> Load:
     choices, layout = sizes.choices, sizes.run.layout
     if choices.work.itemsize != 2:
         return Load(launches=launches.BATCH)
-    times = 1 if choices.cast_once else 3 * layout.micro_batches
+    m, again = layout.micro_batches, sizes.run.train.recompute == "full"
+    # Otherwise the forward pass, the backward pass and what is recomputed cast weights by itself.
+    times = 1 if choices.cast_once else (2 + again) * m
     elements = _elements(sizes, replace(shares, lookups=0.0))  # lookups read float32
     if layout.dp_mode == "fsdp":
         elements /= max(1, sizes.spec.replicas(layout))
+    elif not choices.cast_once and again:  # all but what is outside layers, which runs once
+        elements -= _elements(sizes, replace(shares.outside_layers, lookups=0.0)) / 3
     load = Load(memory=sizes.costs.memory_s(elements * 6 * times), launches=launches.BATCH)
     if layout.dp_mode != "fsdp":
         load.launches += launches.n_casts(sizes, shares) * times
     else:  # what is outside layers is gathered when a step begins, and layers have been cast
         load.launches += launches.n_casts(sizes, shares.outside_layers) * times
-        n_bytes = _table(sizes) * sizes.wide
+        outside = _elements(sizes, shares.outside_layers)
+        n_bytes = outside * sizes.wide
         load.message("dp", sizes.costs.message_s("all_gather", n_bytes, sizes.place("replicas")))
-        load.memory += sizes.costs.memory_s(_table(sizes) * SHARE_BYTES)
+        load.memory += sizes.costs.memory_s(_returned_bytes(sizes, outside))
     return load
 
 
@@ -89,15 +93,19 @@ def gather_replicas(sizes: Sizes, passes: Mapping[str, tuple[Load, Load]]) -> No
         copied = launches.parameters(sizes, only)
         backward.launches += launches.FSDP_JOINED * copied / layout.micro_batches
         forward.launches += launches.FSDP_GATHERED * copied * times
-        forward.memory += memory_s(4 * sizes.itemsize * a_layer) * n * times
+        forward.memory += memory_s(2 * sizes.itemsize * a_layer) * n * times
         backward.memory += memory_s(2 * sizes.itemsize * a_layer) * n * times
         if sizes.choices.reshard == "step":  # see gathered_s
             forward.launches += n * times
         else:
-            forward.message("dp", n * one, forward.device_s, n)
+            # That of the first layer travels with what is gathered when a step begins.
+            first = one * (1 - 1 / layout.micro_batches)
+            forward.message("dp", n * one - first, forward.device_s, n)
+            forward.message("dp", first, launches=0)
         if sizes.choices.reshard == "layer":
             backward.launches += launches.FSDP_GATHERED * copied
-            backward.message("dp", n * one, backward.device_s, n)
+            backward.message("dp", (n - 1) * one, backward.device_s, n)
+            backward.message("dp", one, launches=0)  # nothing else goes on meanwhile
 
 
 def gathered_s(sizes: Sizes, shares: StageShares) -> float:
@@ -158,22 +166,44 @@ def reductions(sizes: Sizes, shares: StageShares, backward: Load) -> Load:
         buckets = max(BUCKETS, n_bytes / BUCKET_BYTES)
         limit, k = min(BUCKET_BYTES, n_bytes / BUCKETS), layout.stages_per_rank
         rest = n_bytes - last_bytes
-        seconds = in_buckets_s(sizes, shares, common, op, rest, where, limit)
+        early_s = _before_layers_s(sizes, shares, op, where)
+        seconds, joined = in_buckets(sizes, shares, common, op, rest, where, limit)
+        seconds -= early_s
+        load.message("dp", early_s, launches=0)
         load.message("dp", seconds / k, behind / k, buckets * launches.BUCKET)
         if k > 1:  # gradients of the later stages travel during the passes of the earlier ones
             size = layout.micro_batches // rounds(layout.pp, layout.micro_batches)
             load.message("dp", seconds * (k - 1) / k, behind * size * (k - 1) / k, 0)
         load.message("dp", costs.message_s(op, last_bytes, where))
-        if layout.dp_mode != "replicate":
-            load.memory += costs.memory_s(elements * JOIN_BYTES)
+        load.memory += costs.memory_s(joined / sizes.wide * COPY_BYTES)
         if layout.dp_mode == "zero1":
-            copied_s = costs.memory_s(elements * SHARE_BYTES)
+            copied_s = costs.memory_s(_returned_bytes(sizes, elements))
             load.memory += copied_s
             # The update is over; a message travels while the one before it is copied.
-            seconds = in_buckets_s(sizes, shares, common, "all_gather", rest, where)
+            seconds, _ = in_buckets(sizes, shares, common, "all_gather", rest, where)
             seconds += costs.message_s("all_gather", last_bytes, where)
             load.message("dp", seconds, copied_s)
     return load
+
+
+def _before_layers_s(sizes: Sizes, shares: StageShares, op: Op, place: AxisPlace) -> float:
+    """Returns how long the gradient of the head's own table travels before the layers go on.
+
+    With `reshard: layer` the parameters of the last layer are gathered after it, and its backward
+    pass waits for them.
+    """
+    layout, choice = sizes.run.layout, sizes.choices["head"]
+    waits = layout.dp_mode == "fsdp" and sizes.choices.reshard == "layer"
+    own = sizes.run.model.token_head and not sizes.run.model.tied_head
+    if not (waits and own and shares.head) or layout.micro_batches > 1:
+        return 0.0
+    grid = 1 if choice.common else sizes.choices.rows * sizes.choices.cols
+    return sizes.costs.message_s(op, choice.elements / grid * sizes.wide, place)
+
+
+def _returned_bytes(sizes: Sizes, elements: float) -> float:
+    """Returns the bytes of copying parts of parameters to a message, and all of them from it."""
+    return elements * COPY_BYTES * (1 + 1 / max(1, sizes.spec.replicas(sizes.run.layout)))
 
 
 def _table(sizes: Sizes) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from typing import NamedTuple
 
 from gridformer.cluster.messages import Op
 from gridformer.parallel.auto.cost import Choice
@@ -22,7 +23,19 @@ from gridformer.plan.sizes import Sizes
 _Stack = tuple[tuple[float, ...], int]  # bytes of the tensors of a layer, and the layers
 
 
-def in_buckets_s(
+class InBuckets(NamedTuple):
+    """How a rank's tensors travel over replicas, one message after the other.
+
+    Attributes:
+        seconds: How long all of them take.
+        joined: The bytes of tensors that share a message, to which they are copied.
+    """
+
+    seconds: float
+    joined: float
+
+
+def in_buckets(
     sizes: Sizes,
     shares: StageShares,
     common: bool,
@@ -30,8 +43,8 @@ def in_buckets_s(
     n_bytes: float,
     place: AxisPlace,
     limit: float = BUCKET_BYTES,
-) -> float:
-    """Returns how long a rank's tensors travel over replicas, in buckets one after the other.
+) -> InBuckets:
+    """Returns how long a rank's tensors travel over replicas.
 
     Args:
         sizes: Sizes of a micro-batch on one device.
@@ -43,11 +56,14 @@ def in_buckets_s(
         limit: The bytes of a bucket.
     """
     by_layer = sizes.run.train.update == "in_backward"  # layers share no bucket then
-    found, left = 0.0, n_bytes
-    for one, n in _buckets(_stacks(sizes, shares, common), limit, by_layer):
-        found += n * sizes.costs.message_s(op, one, place)
+    seconds, joined, left = 0.0, 0.0, n_bytes
+    for (one, together), n in _buckets(_stacks(sizes, shares, common), limit, by_layer):
+        seconds += n * sizes.costs.message_s(op, one, place)
+        joined += n * one * together
         left -= n * one
-    return found + sizes.costs.message_s(op, left, place) if left > 1 else found
+    if left > 1:
+        seconds += sizes.costs.message_s(op, left, place)
+    return InBuckets(seconds, joined)
 
 
 def _stacks(sizes: Sizes, shares: StageShares, common: bool) -> tuple[_Stack, ...]:
@@ -80,23 +96,29 @@ def _tensors(sizes: Sizes, choice: Choice) -> list[float]:
     return [n * sizes.wide for n in (*norms, *found)]
 
 
+_Bucket = tuple[float, bool]  # its bytes, and whether it has more than one tensor
+
+
 @lru_cache(maxsize=1 << 10)  # a search asks again for the same layers with other settings
 def _buckets(
     stacks: tuple[_Stack, ...], limit: float, by_layer: bool
-) -> tuple[tuple[float, int], ...]:
-    """Returns the sizes of the buckets of layers, and how many there are of each."""
-    found: Counter[float] = Counter()
-    filled = 0.0
+) -> tuple[tuple[_Bucket, int], ...]:
+    """Returns the buckets of layers, and how many there are of each."""
+    found: Counter[_Bucket] = Counter()
+    filled: list[float] = []
+
+    def close() -> None:
+        if filled:
+            found[sum(filled), len(filled) > 1] += 1
+            filled.clear()
+
     for layer, n in stacks:
         for _ in range(n):
             for n_bytes in layer:
-                if filled and filled + n_bytes > limit:
-                    found[filled] += 1
-                    filled = 0.0
-                filled += n_bytes
-            if by_layer and filled:
-                found[filled] += 1
-                filled = 0.0
-    if filled:
-        found[filled] += 1
+                if sum(filled) + n_bytes > limit:
+                    close()
+                filled.append(n_bytes)
+            if by_layer:
+                close()
+    close()
     return tuple(found.items())

@@ -13,6 +13,11 @@ BUCKET_BYTES = 25 << 20  # the size of a message; one larger tensor travels alon
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)  # Tensor or nn.Parameter
 
 
+def n_bytes(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
 def in_buckets(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
     """Applies a collective to flat buckets of tensors of one dtype, and copies the result back.
 
@@ -40,10 +45,9 @@ def buckets(
     by_type: dict[torch.dtype, list[AnyTensor]] = defaultdict(list)
     size: dict[torch.dtype, int] = defaultdict(int)
     for tensor in tensors:
-        n_bytes = tensor.numel() * tensor.element_size()
-        if by_type[tensor.dtype] and size[tensor.dtype] + n_bytes > limit:
+        if by_type[tensor.dtype] and size[tensor.dtype] + n_bytes(tensor) > limit:
             yield by_type.pop(tensor.dtype)
             size[tensor.dtype] = 0
         by_type[tensor.dtype].append(tensor)
-        size[tensor.dtype] += n_bytes
+        size[tensor.dtype] += n_bytes(tensor)
     yield from by_type.values()

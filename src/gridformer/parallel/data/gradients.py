@@ -15,21 +15,26 @@ gridformer.parallel.data.copies.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
 from gridformer import comm
 from gridformer.mesh import Axes, Axis, groups
-from gridformer.parallel.data.buckets import buckets, in_buckets
+from gridformer.models.blocks import Layer
+from gridformer.parallel.data.buckets import buckets, in_buckets, n_bytes
 from gridformer.parallel.data.zero import FlatBucket, replica_part
 from gridformer.parallel.sharding import ParamShard, info_of, replica_axis, shard_of
 
 _NORMED = 1024  # elements; see `_square_on_cpu`
-_IN_FLIGHT = 2  # reduce-scatters, if each of them holds memory that no gradient held before
+# Reduce-scatters that may be in flight, if each of them holds memory that no gradient held before.
+# Over NCCL more may be, as long as all but the earliest hold no more than a layer's gradients: the
+# earliest may be that of a large table, and the pass need not wait for it.
+_IN_FLIGHT = 2
 LABEL = "gradients"
 
 
@@ -135,6 +140,7 @@ class GradientSums:
         summed: Axes, and for each the parameters whose gradients are summed over it.
         order: All parameters in the model's order, which is the same on every rank of an axis.
         units: Sets of parameters that share no bucket with others; see `finish_of`.
+        layer_bytes: The bytes of the gradients of the largest layer; see `last_backward`.
 
     Attributes:
         around_last: Returns a context manager that is entered around each last backward pass.
@@ -145,19 +151,23 @@ class GradientSums:
         summed: Iterable[tuple[Axis, Sequence[nn.Parameter]]],
         order: Sequence[nn.Parameter],
         units: Sequence[Sequence[nn.Parameter]] = (),
+        layer_bytes: int = 0,
     ) -> None:
+        self._layer_bytes = layer_bytes
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._armed: Collection[nn.Parameter] = ()
         self._sent = 0
         self._waits = True
+        self._room = 0
+        self._held: deque[_Bucket] = deque()
         self.around_last: Callable[[], AbstractContextManager[None]] = nullcontext
         unit_of = {parameter: i for i, unit in enumerate(units) for parameter in unit}
         place = {parameter: i for i, parameter in enumerate(reversed(order))}
         for axis, parameters in summed:
             if axis.size == 1:
                 continue
-            total = sum(p.numel() * p.element_size() for p in parameters)
+            total = sum(map(n_bytes, parameters))
             by_unit: dict[int, list[nn.Parameter]] = defaultdict(list)
             for parameter in sorted(parameters, key=lambda p: place[p]):
                 by_unit[unit_of.get(parameter, -1)].append(parameter)
@@ -191,7 +201,10 @@ class GradientSums:
             if not shard.partial and not shard.stages:
                 held[replica_axis(parameter)].append(parameter)
         summed = [(axes[name], parameters) for name, parameters in held.items()]
-        return GradientSums(summed, [*model.parameters()], units or ())
+        layers = [one for one in model.modules() if isinstance(one, Layer)]
+        of_layer = (sum(map(n_bytes, one.parameters())) for one in layers)
+        largest = max(of_layer, default=0)
+        return GradientSums(summed, [*model.parameters()], units or (), largest)
 
     @property
     def parameters(self) -> set[nn.Parameter]:
@@ -205,17 +218,20 @@ class GradientSums:
         Every parameter must be completed in one such context before `finish`.
 
         Reduce-scatters wait for earlier ones if this pass makes the first gradients, so that few
-        full gradients exist at a time. After other micro-batches all of them exist already, and
-        over NCCL the pass waits for no message: in a pipeline each stage would wait before it sends
-        its last gradient to the stage before it, one stage after the other. Over gloo a message
-        takes more memory than the gradients in it, so a few at a time are in flight there.
+        full gradients exist at a time: over NCCL those of a layer, because with fewer the pass
+        would wait at the matrices whose gradients take less time than their messages. After other
+        micro-batches all gradients exist already, and over NCCL the pass waits for no message: in a
+        pipeline each stage would wait before it sends its last gradient to the stage before it, one
+        stage after the other. Over gloo a message takes more memory than the gradients in it, so
+        two at a time are in flight there.
 
         Args:
             complete: The parameters whose gradients it completes; None for all.
         """
         self._armed = self._bucket_of if complete is None else complete
         first = all(parameter.grad is None for parameter in self._armed)
-        self._waits = first or not all(groups.over_nccl(b.axis.group) for b in self._buckets[:1])
+        over_nccl = all(groups.over_nccl(bucket.axis.group) for bucket in self._buckets[:1])
+        self._waits, self._room = first or not over_nccl, over_nccl * self._layer_bytes
         try:
             with self.around_last():
                 yield
@@ -254,11 +270,18 @@ class GradientSums:
             return
         self._bucket_of[parameter].missing.discard(parameter)
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
-            self._buckets[self._sent].start()
+            bucket = self._buckets[self._sent]
+            bucket.start()
             self._sent += 1
-            earlier = self._sent - 1 - _IN_FLIGHT
-            if self._waits and earlier >= 0 and self._buckets[earlier].sharded:
-                self._buckets[earlier].finish()
+            if self._waits and bucket.sharded:
+                self._held.append(bucket)
+                self._wait_for_room()
+
+    def _wait_for_room(self) -> None:
+        """Waits for the earliest reduce-scatters while those in flight hold too much memory."""
+        held = self._held = deque(bucket for bucket in self._held if bucket.in_flight)
+        while len(held) > _IN_FLIGHT and sum(b.n_bytes for b in islice(held, 1, None)) > self._room:
+            held.popleft().finish()
 
 
 class _Bucket:
@@ -273,7 +296,13 @@ class _Bucket:
         self.missing = set(parameters)
         self._pending: comm.Pending | None = None
         self.sharded = replica_part(self.parameters[0]) is not None
+        self.n_bytes = sum(map(n_bytes, parameters))
         self._flat_bucket = FlatBucket(self.parameters, axis) if self.sharded else None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the message has been sent, and nobody has waited for it."""
+        return self._pending is not None
 
     def start(self) -> None:
         grads = [_grad(parameter) for parameter in self.parameters]
