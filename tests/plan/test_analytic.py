@@ -129,6 +129,17 @@ def test_a_chunked_head_by_panels_takes_longer_as_its_trace_says() -> None:
     assert predicted(auto).step_s < longer_traced
 
 
+@pytest.mark.parametrize("length", [2048, 4096])
+@pytest.mark.parametrize("mode", ["replicate", "zero1", "fsdp"])
+def test_gradients_between_nodes_with_a_head_of_its_own(mode: str, length: int) -> None:
+    """Most matrices travel alone, uncopied; the gradient of the head's table is the first."""
+    layout = {"dp": 64, "dp_mode": mode, "reshard": "layer"}
+    sections = {"model": "llama-3.1-8b", "data": {"path": "."}, "layout": layout}
+    sizes = ["model.n_layers=4", f"model.max_seq_len={length}"]
+    run = parse_run({**sections, "train": {"global_batch": 64, "dtype": "bfloat16"}}, sizes)
+    assert estimate(run, cluster()).step_s == pytest.approx(predicted(run).step_s, rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_memory_of_interleaved_pipelines(k: int) -> None:
     """More micro-batches are under way on the first rank if it has several stages."""

@@ -166,7 +166,8 @@ def reductions(sizes: Sizes, shares: StageShares, backward: Load) -> Load:
         buckets = max(BUCKETS, n_bytes / BUCKET_BYTES)
         limit, k = min(BUCKET_BYTES, n_bytes / BUCKETS), layout.stages_per_rank
         rest = n_bytes - last_bytes
-        early_s = _before_layers_s(sizes, shares, op, where)
+        own_table = common == sizes.choices["head"].common
+        early_s = _before_layers_s(sizes, shares, op, where) if own_table else 0.0
         seconds, joined = in_buckets(sizes, shares, common, op, rest, where, limit)
         seconds -= early_s
         load.message("dp", early_s, launches=0)
