@@ -125,7 +125,7 @@ def estimate(run: RunConfig, cluster: Cluster, costs: StepCosts | None = None) -
     waits_s = max(0.0, end - clock.device)
     clock.device += waits_s
     gathered_s = sum(one.gathered for one in seconds[last::pp])
-    gathers_s = min(waits_s, max(0.0, gathered_s - begin - rank.forward.device_s))
+    gathers_s = min(waits_s, max(0.0, gathered_s - rank.forward.device_s))
     clock.total.message("dp", gathered_s, gathered_s - gathers_s, 0)
     reduce_s = clock.run(once[rank].reductions)
     update_s = clock.run(once[rank].update)

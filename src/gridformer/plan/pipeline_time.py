@@ -58,7 +58,7 @@ def pass_times(
     m, pp, k = layout.micro_batches, layout.pp, layout.stages_per_rank
     if pp == 1:
         one, begin = stages[0], begins[0]
-        return [(begin, begin + max(0.0, one.gathered - begin - one.forward) + m * one.both)]
+        return [(begin, begin + max(0.0, one.gathered - one.forward) + m * one.both)]
     order = layout.pipeline_order
     few = _few(order, pp, k, m)
     free = [*begins]
@@ -66,7 +66,7 @@ def pass_times(
     later = [stage.backward + stage.adds / m for stage in stages]  # all but the first
     takes = [[stage.forward for stage in stages], later]
     first_s = [seconds - stage.adds for seconds, stage in zip(later, stages)]
-    weights = _weights_are_there(stages, pp)
+    weights = _weights_are_there(stages, begins)
     linked = [[0.0] * pp, [0.0] * pp]  # when a rank has sent its messages, by direction
     arrived: list[float] = []
     for rank, stage, kind, before, is_first, sends in _program(order, pp, k, few):
@@ -90,12 +90,16 @@ def pass_times(
     return [(start or 0.0, end + (m - few) * each) for start, end in zip(began, free)]
 
 
-def _weights_are_there(stages: Sequence[PassSeconds], pp: int) -> list[float]:
-    """Returns when the weights of each stage are gathered; a rank gathers one stage at a time."""
+def _weights_are_there(stages: Sequence[PassSeconds], begins: Sequence[float]) -> list[float]:
+    """Returns when the weights of each stage are gathered; a rank gathers one stage at a time.
+
+    What is outside layers travels before them, and the first pass begins when it has arrived.
+    """
+    pp = len(begins)
     found = [stage.gathered for stage in stages]
     for i in range(pp, len(found)):
         found[i] += found[i - pp]
-    return found
+    return [begins[i % pp] + seconds for i, seconds in enumerate(found)]
 
 
 def _few(order: PipelineOrder, pp: int, k: int, m: int) -> int:
