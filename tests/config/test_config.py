@@ -60,6 +60,33 @@ def test_unknown_key_names_the_closest(raw: dict[str, Any], key: str, meant: str
     assert problem({**BASE, **raw}) == f"run: unknown key {key}: did you mean '{meant}'?"
 
 
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("train.batch_size=8", "global_batch"),
+        ("train.learning-rate=1", "lr"),
+        ("train.max_steps=8", "steps"),
+        ("layout.tp=2", "cols"),
+        ("layout.tensor_parallel_size=2", "cols"),
+        ("layout.pipeline_parallel_size=2", "pp"),
+        ("train.gradient_accumulation_steps=2", "layout.micro_batches"),
+        ("model.n_head=2", "n_heads"),
+        ("model.hidden=64", "hidden_size"),
+        ("model.d_model=64", "hidden_size"),
+        ("model.seq_len=64", "max_seq_len"),
+        ("lr=1", "train.lr"),
+        ("batch_size=8", "train.global_batch"),
+        ("train.seq_len=64", "data.seq_len"),
+        ("train.bf16=true", "train.dtype=bfloat16"),
+        ("train.fp16=true", "train.dtype=float16"),
+        ("train.device=gpu", "cuda"),
+        ("layout.dp_mode=ddp", "replicate"),
+    ],
+)
+def test_words_of_other_libraries_are_told_what_they_are_here(override: str, meant: str) -> None:
+    assert f"did you mean '{meant}'" in problem(BASE, override)
+
+
 def test_unknown_key_that_resembles_nothing_lists_what_is_known() -> None:
     text = problem(BASE, "train.zzqzz=1")
     assert text.startswith("argument train.zzqzz=1: unknown key train.zzqzz; use one of ")
@@ -193,7 +220,14 @@ def test_override_of_the_models_name() -> None:
         ("train.lr=", "train.lr=: input should be a valid number"),
         ("train.lr=[1", "train.lr=[1: input should be a valid number"),
         ("train.lr=.nan", "train.lr=nan: input should be a finite number"),
-        ("train=5", "train=5: input should be a valid dictionary"),
+        ("train=5", "train=5: must be a section with keys of its own, such as train.steps=1000"),
+        ("layout=optimus", "such as layout.scheme=optimus"),
+        ("layout=gpu", "such as layout.scheme=optimus"),
+        ("train.loggers=mlflow", "must be a list, such as 'train.loggers=[mlflow]'"),
+        ("train.loggers=wandb,mlflow", "such as 'train.loggers=[wandb,mlflow]'"),
+        ("train.loggers=5", "such as 'train.loggers=[wandb]'"),
+        ("data.sources=[a]", "data.sources.0=a: must be a section with keys of its own"),
+        ("data.path=[a]", "data.path: must be a path"),
     ],
 )
 def test_override_that_is_wrong(override: str, text: str) -> None:

@@ -101,8 +101,10 @@ def device_option(name: str) -> DeviceChoice:
         return "auto"
     if name == "cpu":
         return "cpu"
+    if name != "cuda":
+        raise ConfigError([f"--device {name} is no device: use --device cpu, cuda or auto"])
     import torch
 
-    if name != "cuda" or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise ConfigError([f"--device {name} is not available here: use --device cpu or auto"])
     return "cuda"

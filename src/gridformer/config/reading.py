@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from gridformer.config.base import shortened_text
 from gridformer.config.renamed import RENAMED
 from gridformer.config.run import RunConfig
+from gridformer.config.synonyms import NOTES, key_meant, value_meant
 from gridformer.config.yaml_text import parse_yaml
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.files import UnreadableError, exists, read_text
@@ -244,6 +246,34 @@ def read_yaml(path: Path, keys: str = "model, data, layout, train") -> dict[str,
 
 # --------------------------------------------------------------------------- messages
 
+_SECTIONS = ("model", "data", "layout", "train")
+_VERY_CLOSE = 0.75  # from this similarity on, a key is a slip of the fingers
+
+# What pydantic calls a valid dictionary, a valid tuple and so on.
+_SHAPES = {
+    "model_type": "a section with keys of its own",
+    "model_attributes_type": "a section with keys of its own",
+    "dict_type": "a mapping",
+    "tuple_type": "a list",
+    "path_type": "a path",
+}
+# A setting for each key that is a section, a list or a mapping, and the word in it that takes the
+# place of WORD if what was given does not fit there.
+EXAMPLES = {
+    "model": ("model.name=WORD", "gpt2-124m"),
+    "model.rope_scaling": ("model.rope_scaling={kind: WORD, factor: 2}", "linear"),
+    "data": ("data.path=WORD", "data/mine"),
+    "data.sources": ("data.sources=[{path: WORD}]", "data/mine"),
+    "data.stages": ("data.stages=[{from_step: 100, weights: {WORD: 1}}]", "mine"),
+    "data.stages.weights": ("data.stages=[{from_step: 100, weights: {WORD: 1}}]", "mine"),
+    "data.validation": ("data.validation=[{path: WORD}]", "data/mine"),
+    "data.test": ("data.test=[{path: WORD}]", "data/mine"),
+    "layout": ("layout.scheme=WORD", "optimus"),
+    "train": ("train.steps=WORD", "1000"),
+    "train.loggers": ("train.loggers=[WORD]", "wandb"),
+    "train.stop_signals": ("train.stop_signals=[WORD]", "SIGTERM"),
+}
+
 
 def _describe(error: ErrorDetails) -> str:
     """Turns one of pydantic's errors into a sentence, which ends in a remedy if one is known."""
@@ -252,9 +282,7 @@ def _describe(error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         if where in RENAMED:
             return f"{where} was renamed: use {RENAMED[where]}={shortened_text(error['input'])}"
-        section = _section(keys[:-1])
-        known = list(section.model_fields) if section else []
-        return f"unknown key {where}{closest(keys[-1], known)}"
+        return f"unknown key {where}{_key_instead(keys)}"
     if error["type"] == "missing":
         return f"{where} is missing"
     message = error["msg"].removeprefix("Value error, ")
@@ -264,10 +292,68 @@ def _describe(error: ErrorDetails) -> str:
         return message if message.startswith(f"{where}.") else f"{where}: {message}"
     got = error.get("input")
     if isinstance(got, str) and error["type"] == "literal_error":
-        message += closest(got, [w.strip("'") for w in message.replace(" or ", ", ").split(", ")])
+        message += _value_instead(got, message)
+    elif error["type"] in _SHAPES:
+        message = f"must be {_SHAPES[error['type']]}{_example(keys, got)}"
     if isinstance(got, str | int | float | bool):
         return f"{where}={shortened_text(got)}: {message}"
     return f"{where}: {message}"
+
+
+def _key_instead(keys: list[str]) -> str:
+    """Returns what to write instead of an unknown key, as `closest` does.
+
+    It may be what another library's word stands for, or a key of another section.
+    """
+    *path, word = keys
+    section = _section(path)
+    known = list(section.model_fields) if section else []
+    meant = key_meant(word)
+    if not meant and not difflib.get_close_matches(word, known, n=1, cutoff=_VERY_CLOSE):
+        meant = next((f"{s}.{word}" for s in _SECTIONS if word in _keys_of(s)), "")
+    if not meant:
+        return closest(word, known)
+    here = ".".join([*path, ""])
+    shown = meant if "=" in meant else meant.removeprefix(here)
+    return f": did you mean '{shown}'{NOTES.get(meant, '')}?"
+
+
+def _keys_of(section: str) -> Iterable[str]:
+    found = _section([section])
+    return found.model_fields if found else ()
+
+
+def _value_instead(got: str, message: str) -> str:
+    """Returns what to write instead of a value, from a message that lists what is known."""
+    known = message.removeprefix("input should be ").replace(" or ", ", ").split(", ")
+    known = [word.strip("'") for word in known]
+    meant = value_meant(got, known)
+    return f": did you mean '{meant}'?" if meant else closest(got, known)
+
+
+def _example(keys: list[str], got: object) -> str:
+    """Returns the end of a message with a setting that works, made of what was given if it can."""
+    where = ".".join(key for key in keys if not key.isdecimal())
+    setting, word = EXAMPLES.get(where, ("", ""))
+    if not setting:
+        return ""
+    own = setting.replace("WORD", got) if isinstance(got, str) and got.strip() else ""
+    if not own or not _is_accepted(own):
+        own = setting.replace("WORD", word)
+    return f", such as {shlex.quote(own)}"
+
+
+def _is_accepted(setting: str) -> bool:
+    key, _, text = setting.partition("=")
+    *path, last = key.split(".")
+    section = _section(path)
+    assert section is not None, "EXAMPLES are settings of keys that exist"
+    kind: Any = section.model_fields[last].annotation
+    try:
+        TypeAdapter(kind).validate_python(parse_yaml(text))
+    except ValueError:  # also that of pydantic, and of what is not YAML
+        return False
+    return True
 
 
 def _section(keys: list[str]) -> type[BaseModel] | None:

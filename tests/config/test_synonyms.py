@@ -1,0 +1,82 @@
+"""The words of other libraries that errors know: each stands for a key or a value that exists."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+
+from gridformer.config import RunConfig, parse_run
+from gridformer.config.reading import EXAMPLES
+from gridformer.config.synonyms import KEYS, NOTES, VALUES
+from gridformer.utils.errors import ConfigError
+
+
+def kinds_of(annotation: Any) -> Iterator[Any]:
+    """Yield a type and all types that it is made of."""
+    yield annotation
+    if get_origin(annotation) is not Literal:
+        for part in get_args(annotation):
+            yield from kinds_of(part)
+
+
+def keys_of(section: type[BaseModel], before: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """Yield each dotted key of a section and of those in it, and the types that it is made of."""
+    for name, field in section.model_fields.items():
+        kinds = [*kinds_of(field.annotation)]
+        yield f"{before}{name}", kinds
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from keys_of(kind, f"{before}{name}.")
+
+
+ALL = dict(keys_of(RunConfig))
+
+
+def test_every_word_stands_for_a_key_that_exists() -> None:
+    for word, setting in KEYS.items():
+        key, _, value = setting.partition("=")
+        assert key in ALL, word
+        assert word not in RunConfig.model_fields, word
+        if value:
+            parse_run({"model": "demo-4m", "data": {"path": "x"}}, [setting])
+    assert NOTES.keys() <= {*KEYS.values()}
+
+
+def test_no_word_is_a_key_itself() -> None:
+    """Such a word may be a mistake in the section, not in the key."""
+    assert not KEYS.keys() & {key.rpartition(".")[2] for key in ALL if key.count(".") == 1}
+
+
+def test_every_value_can_be_chosen_somewhere() -> None:
+    chosen = {
+        word
+        for kind in itertools.chain(*ALL.values())
+        if get_origin(kind) is Literal
+        for word in get_args(kind)
+    }
+    assert {*VALUES.values()} <= chosen
+
+
+def test_every_section_list_and_mapping_has_an_example() -> None:
+    def holds_more(kind: Any) -> bool:
+        if get_origin(kind) in (tuple, list, dict):
+            return True
+        return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+    assert {key for key, kinds in ALL.items() if any(map(holds_more, kinds))} == {*EXAMPLES}
+
+
+@pytest.mark.parametrize("key", EXAMPLES)
+def test_examples_work(key: str) -> None:
+    setting, word = EXAMPLES[key]
+    beside = ["data.sources=[{path: a, name: mine}]"] if "stages" in key else []
+    model = {"n_layers": 2, "hidden_size": 16, "n_heads": 2, "family": "llama"}
+    raw = {"model": model, "data": {} if "sources" in key or beside else {"path": "x"}}
+    parse_run(raw, [*beside, setting.replace("WORD", word)])
+    if key.rpartition(".")[2] in RunConfig.model_fields:
+        with pytest.raises(ConfigError, match="such as"):
+            parse_run(raw, [f"{key}=5"])
