@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from gridformer.cli.app import app
+from gridformer.config import configs_dir
 from gridformer.utils.errors import UserError
 from gridformer.utils.files import check_output
+from tests.support.commands import gridformer_here
 
 
 def test_a_file_in_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
@@ -39,6 +43,43 @@ def test_what_could_not_be_written(
     assert str(refused.value).startswith(f"--emit {path}: ")
     assert says in str(refused.value)
     assert Path("file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("inputs", [["no-such-name", "in.yaml"], ["", "linked.yaml"]])
+def test_what_is_read_is_not_written(
+    inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.yaml").write_text("kept")
+    Path("linked.yaml").symlink_to("in.yaml")
+    check_output("--emit", Path("out.yaml"), inputs)
+    with pytest.raises(UserError, match=r"--emit in\.yaml: is what this command reads"):
+        check_output("--emit", Path("./in.yaml"), inputs)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "plan run.yaml --cluster dgx-h100 --devices 2 --emit run.yaml",
+        "plan demo-4m --cluster mine.yaml --devices 2 --emit mine.yaml",
+        "predict run.yaml --cluster dgx-h100 --trace run.yaml",
+        "launch torchrun run.yaml --devices-per-node 1 --out run.yaml",
+        "launch torchrun run.yaml --cluster mine.yaml --out mine.yaml",
+    ],
+)
+def test_commands_keep_what_they_read(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = {"n_layers": 2, "hidden_size": 16, "n_heads": 2, "vocab_size": 64}
+    Path("run.yaml").write_text(yaml.safe_dump({"model": model, "data": {"path": "x"}}))
+    shutil.copy(configs_dir() / "clusters" / "dgx-h100.yaml", "mine.yaml")
+    before = {path: path.read_text() for path in Path().iterdir()}
+    monkeypatch.setattr("gridformer.plan.search.search", lambda *_, **__: pytest.fail("began"))
+    done = gridformer_here(*words.split())
+    assert done.returncode == 2
+    assert "is what this command reads" in done.stderr
+    assert {path: path.read_text() for path in Path().iterdir()} == before
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,8 @@ def launch(
     gridformer launch torchrun mine.yaml --devices-per-node 4 --master node01
     """
     from gridformer import __version__
-    from gridformer.config import load_run
+    from gridformer.cluster.file import cluster_path
+    from gridformer.config import find_run_file, load_run
     from gridformer.launch.cluster_jobs.job import make_job
     from gridformer.parallel.validation import check_layout
     from gridformer.utils.errors import ConfigError
@@ -157,6 +158,9 @@ def launch(
         raise ConfigError(["--print and --out exclude each other: use one of them"])
     loaded = load_run(run, overrides or [])
     check_layout(loaded)
+    if out is not None:
+        named = cluster_path(cluster or loaded.layout.cluster)
+        check_output("--out", out, [find_run_file(run), named or ""])
     job = make_job(
         loaded, run, overrides or [], cluster, devices_per_node or 0, run_dir, hours, interface
     )
@@ -181,5 +185,4 @@ def launch(
     if out is None:
         typer.echo(text, nl=False)
     else:
-        check_output("--out", out)
         out.write_text(text, encoding="utf-8")

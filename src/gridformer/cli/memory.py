@@ -68,7 +68,7 @@ def memory(
 
     if html is not None:
         require("plotly", "--html", "html")
-        check_output("--html", html)
+        check_output("--html", html, [run])
     checked = read_run_without_data(run, overrides or [])
     console = Console(highlight=False)
     with time_limit(seconds, "choose some ranks with --ranks, or fewer layers or stages"):

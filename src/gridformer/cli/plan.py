@@ -81,7 +81,7 @@ def plan(
 
     from rich.console import Console
 
-    from gridformer.cluster import load_cluster
+    from gridformer.cluster.file import cluster_path, load_cluster
     from gridformer.plan.advice import advise
     from gridformer.plan.emit import with_cluster, write_run
     from gridformer.plan.ranking import print_result
@@ -92,11 +92,12 @@ def plan(
     from gridformer.utils.extras import require
     from gridformer.utils.files import check_output
 
+    inputs = [model, cluster_path(cluster) or cluster]
     if html is not None:
         require("plotly", "--html", "html")
-        check_output("--html", html)
+        check_output("--html", html, inputs)
     if emit is not None:
-        check_output("--emit", emit)
+        check_output("--emit", emit, inputs)
     machine = load_cluster(cluster)
     run = _run(model, overrides or [], machine, devices, batch)
     console = Console(highlight=False, stderr=as_json)

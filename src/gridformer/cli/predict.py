@@ -64,7 +64,7 @@ def predict(
     """
     from rich.console import Console
 
-    from gridformer.cluster.file import cluster_names, load_cluster
+    from gridformer.cluster.file import cluster_names, cluster_path, load_cluster
     from gridformer.launch.plan import read_run_without_data
     from gridformer.utils.errors import ConfigError
     from gridformer.utils.files import check_output
@@ -73,7 +73,7 @@ def predict(
         names = ", ".join(cluster_names())
         raise ConfigError([f"predict needs --cluster: a cluster file, or one of {names}"])
     if trace is not None:
-        check_output("--trace", trace)
+        check_output("--trace", trace, [run, cluster_path(cluster) or cluster])
     machine = load_cluster(cluster)
     checked = read_run_without_data(run, overrides or [])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def tokens_exist(path: Path) -> bool:
     return exists(path) or exists(path.with_name(f"{path.name or '.'}.bin"))
 
 
-def check_output(option: str, path: Path) -> None:
+def check_output(option: str, path: Path, inputs: Iterable[Path | str] = ()) -> None:
     """Refuses a file that could not be written, before the work whose result it shall hold.
 
     It makes the folder of the file if there is none.
@@ -54,9 +55,11 @@ def check_output(option: str, path: Path) -> None:
     Args:
         option: The option that names the file, for the message.
         path: The file.
+        inputs: What the command reads, which the file must not replace. Names of what is no file
+            may be among them.
 
     Raises:
-        UserError: It is a folder or a device, or it or its folder cannot be written.
+        UserError: It is a folder, a device or an input, or it or its folder cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,6 +73,8 @@ def check_output(option: str, path: Path) -> None:
         raise UserError(f"{option} {path}: is a folder; name a file in it")
     if not stat.S_ISREG(mode):
         raise UserError(f"{option} {path}: is {_kind(mode)}; name a file")
+    if any(exists(Path(one)) and exists(path) and path.samefile(one) for one in inputs if one):
+        raise UserError(f"{option} {path}: is what this command reads; name another file")
     if not os.access(path if exists(path) else path.parent, os.W_OK):
         raise UserError(f"{option} {path}: may not be written by this user")
 
