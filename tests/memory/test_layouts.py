@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,22 @@ def test_command(columns: int) -> None:
     assert text.count("model.n_heads=12 does not divide") == 1
     with pytest.raises(ConfigError, match="--scheme mega is unknown: use single, megatron"):
         invoke("demo-4m", "-p", "2", "--scheme", "mega")
+
+
+@pytest.mark.parametrize("name", ["mine.yaml", "mine.yml", "mine.json", "mine"])
+def test_a_run_file_may_have_any_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = {"name": "mine", "n_layers": 2, "hidden_size": 16, "n_heads": 2, "vocab_size": 64}
+    Path(name).write_text(json.dumps({"model": model, "data": {"path": "x"}}))
+    assert "mine on 2 processes" in invoke(name, "-p", "2")[0]
+
+
+def test_what_is_no_model_and_no_run_file_is_told_both() -> None:
+    assert "on 2 processes" in invoke("demo", "-p", "2")[0]
+    with pytest.raises(ConfigError, match="demo-4n: no such run file or model: did you mean 'demo"):
+        invoke("demo-4n", "-p", "2")
 
 
 def test_settings_can_be_copied() -> None:

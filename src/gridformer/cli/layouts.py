@@ -74,17 +74,17 @@ def layouts(
     """
     from rich.console import Console
 
-    from gridformer.config import SCHEMES, any_of, load_run, parse_run
+    from gridformer.config import SCHEMES, any_of, find_run_file, load_run, model_names, parse_run
     from gridformer.memory.layouts import candidates, list_layouts
     from gridformer.utils.errors import ConfigError
 
     wrong = [name for name in scheme or () if name not in SCHEMES]
     if wrong:
         raise ConfigError([f"--scheme {wrong[0]} is unknown: use {any_of(SCHEMES)}"])
-    if Path(model).suffix in (".yaml", ".yml"):
-        run = load_run(model)
-    else:
+    if model in model_names() and not Path(model).is_file():
         run = parse_run({"model": model, "data": {"path": "."}})
+    else:
+        run = load_run(find_run_file(model, or_model=True))
     section: dict[str, Any] = run.model.model_dump()
     schemes: Any = scheme or ()
     found = list_layouts(section, processes, global_batch, seq_len, schemes, _SECONDS)
