@@ -63,10 +63,13 @@ def _check(name: str, value: object) -> None:
     if (
         isinstance(value, int | float) and not -LARGEST_INTEGER <= value <= LARGEST_INTEGER
     ):  # NaN is neither
-        shown = value if isinstance(value, float) else f"a number of {len(f'{value:x}')} digits"
+        from gridformer.config.base import shortened_text
+
         if isinstance(value, float) and math.isnan(value):
             raise ConfigError([f"{name}: nan is not a number"])
-        raise ConfigError([f"{name}: {shown} is too large: use at most {LARGEST_INTEGER}"])
+        what, most = ("large", "at most ") if value > 0 else ("small", "at least -")
+        shown = shortened_text(value)
+        raise ConfigError([f"{name}: {shown} is too {what}: use {most}{LARGEST_INTEGER}"])
     if isinstance(value, Path):
         _check_path(value)
 
