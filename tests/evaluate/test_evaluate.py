@@ -236,7 +236,11 @@ def test_the_command_prints_json(run_dir: Path, text_file: Path) -> None:
         (["--tasks", "lambada:FILE"], "FILE:1: is not JSON"),
         (["train.steps=3", "--tasks", "text:FILE"], "a trained model keeps its settings"),
         (["layout.colls=3", "--tasks", "text:FILE"], "did you mean 'cols'?"),
-        (["--device", "tpu", "--tasks", "text:FILE"], "--device tpu is not available"),
+        (["--device", "tpu", "--tasks", "text:FILE"], "--device tpu is no device"),
+        (["--set", "val", "--length", "8"], "--length 8 is for text:FILE, wikitext:FILE, "),
+        (["--set", "val", "--stride", "8"], "has no effect on set:val: leave it out"),
+        (["--set", "val", "--limit", "8"], "has no effect on set:val: leave it out"),
+        (["--tasks", "text:FILE", "--limit", "8"], "--limit 8 is for wikitext:"),
         (
             ["--beams", "2", "--tasks", "text:FILE"],
             "--beams is for t5 and transformer, which use beam search; this model is a gpt2: leave",

@@ -208,6 +208,27 @@ def test_torchrun_on_one_machine() -> None:
 # --------------------------------------------------------------------------- Kubernetes
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("slurm", ["--image", "mine", "--claim", "gridformer", "--memory-gib", "8"]),
+        ("slurm", ["--rendezvous", "c10d", "--master", "node01", "--max-restarts", "2"]),
+        ("kubernetes", ["--tasks", "node", "--sbatch=--partition=long", "--before", "true"]),
+        ("kubernetes", ["--rendezvous", "static", "--master", "node01"]),
+        ("torchrun", ["--image", "mine", "--claim", "mine", "--memory-gib", "8"]),
+        ("torchrun", ["--tasks", "device", "--sbatch=--partition=long", "--before", "true"]),
+    ],
+)
+def test_options_of_another_launcher_are_refused(kind: str, words: list[str]) -> None:
+    """Also if they are given with the default, since they would have no effect."""
+    done = gridformer_here("launch", kind, "demo", "--devices-per-node", "1", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    for word in words:
+        if word.startswith("--"):
+            assert f"{word.partition('=')[0]} is for " in done.stderr
+    assert f"has no effect with {kind}: leave it out" in done.stderr
+
+
 def objects(text: str) -> dict[str, dict[str, Any]]:
     return {thing["kind"]: thing for thing in yaml.safe_load_all(text)}
 

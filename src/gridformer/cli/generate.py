@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -139,7 +141,10 @@ def generate(
     asked = {"beams": beams, "length_penalty": length_penalty}
     searched: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     given = [*sampled, *searched]
+    overrides = overrides or []
+    _check_no_text(overrides, prompt, prompts)
     if greedy:
+        _check_greedy(sampled | searched)
         sampled["temperature"], searched["beams"] = 0.0, 1
     sampling, how = Sampling(**sampled), BeamSearch(**searched, max_tokens=max_tokens)
     if prompt and prompts:
@@ -156,7 +161,6 @@ def generate(
     with ExitStack() as at_end:
         with waiting() as tell:
             found = at_end.enter_context(run_directory(run_dir, tell))
-            overrides = overrides or []
             job = plan_job(found, overrides, device_option(device), dtype=dtype_option(dtype))
             check_options(job.run.model, given, chat)
         wanted = Generation(texts, prompts is not None, batch_size, sampling, how)
@@ -175,3 +179,42 @@ def generate(
             )
         job = replace(job, timeout_s=timeout or job.timeout_s, watch=UseWatch())
         launch(generate_worker, (job, wanted), job.n_processes)
+
+
+def _check_greedy(given: dict[str, Any]) -> None:
+    """Refuses options that --greedy overrules; -t 0 and --beams 1 say the same as it does."""
+    from gridformer.utils.errors import ConfigError
+
+    same = {"temperature": 0, "beams": 1, "length_penalty": given.get("length_penalty")}
+    problems = [
+        f"--{name.replace('_', '-')} {value} has no effect with --greedy, which always takes the "
+        "likeliest token: leave out one of them"
+        for name, value in given.items()
+        if value != same.get(name)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_no_text(overrides: list[str], prompt: str, prompts: Path | None) -> None:
+    """Refuses a text that is given as if it were a setting of the layout."""
+    from gridformer.config.base import shortened_text
+    from gridformer.utils.errors import ConfigError
+
+    texts = [word for word in overrides if not re.match(r"[a-z]+\.[a-z_.]+=", word)]
+    if not texts:
+        return
+    if prompt or prompts:
+        raise ConfigError(
+            [
+                f"argument {shortened_text(texts[0])}: is no setting of the layout; leave it out, "
+                "or quote a text of several words, such as --prompt 'two words'"
+            ]
+        )
+    text = shlex.quote(" ".join(texts))
+    raise ConfigError(
+        [
+            f"argument {shortened_text(texts[0])}: is no setting of the layout; to generate from "
+            f"this text, write --prompt {shortened_text(text)}"
+        ]
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -15,6 +15,20 @@ class JobKind(StrEnum):
     SLURM = "slurm"
     KUBERNETES = "kubernetes"
     TORCHRUN = "torchrun"
+
+
+# The options that only some kinds look at.
+_ONLY_FOR: Final = {
+    "tasks": (JobKind.SLURM,),
+    "sbatch": (JobKind.SLURM,),
+    "before": (JobKind.SLURM,),
+    "image": (JobKind.KUBERNETES,),
+    "claim": (JobKind.KUBERNETES,),
+    "memory_gib": (JobKind.KUBERNETES,),
+    "rendezvous": (JobKind.TORCHRUN,),
+    "master": (JobKind.TORCHRUN,),
+    "max_restarts": (JobKind.KUBERNETES, JobKind.TORCHRUN),
+}
 
 
 class Tasks(StrEnum):
@@ -32,6 +46,7 @@ class Rendezvous(StrEnum):
 
 
 def launch(
+    context: typer.Context,
     kind: Annotated[JobKind, typer.Argument(help="What shall start the processes.")],
     run: Annotated[
         str,
@@ -156,6 +171,8 @@ def launch(
 
     if print_ and out is not None:
         raise ConfigError(["--print and --out exclude each other: use one of them"])
+    if unused := _unused(context, kind):
+        raise ConfigError(unused)
     loaded = load_run(run, overrides or [])
     check_layout(loaded)
     if out is not None:
@@ -186,3 +203,18 @@ def launch(
         typer.echo(text, nl=False)
     else:
         out.write_text(text, encoding="utf-8")
+
+
+def _unused(context: typer.Context, kind: JobKind) -> list[str]:
+    """Returns a sentence about each option that was given and has no effect with a kind."""
+    return [
+        f"--{name.replace('_', '-')} is for {' and '.join(kinds)} and has no effect with {kind}: "
+        "leave it out"
+        for name, kinds in _ONLY_FOR.items()
+        if kind not in kinds and _is_given(context, name)
+    ]
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

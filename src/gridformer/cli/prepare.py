@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
     from gridformer.data.prepare.progress import PrepareProgress
     from gridformer.data.tokenfolder import TokenFolder
+
+# The tokenizer that is trained unless options say otherwise.
+_VOCAB_SIZE: Final = 4096
+_SAMPLE_MB: Final = 16.0
 
 
 def prepare(
@@ -109,14 +113,19 @@ def prepare(
         ),
     ] = None,
     vocab_size: Annotated[
-        int, typer.Option("--vocab-size", help="The vocabulary size of a trained tokenizer.")
-    ] = 4096,
-    tokenizer_sample_mb: Annotated[
-        float,
+        int | None,
         typer.Option(
-            "--tokenizer-sample-mb", help="The amount of text to train the tokenizer on, in MB."
+            "--vocab-size",
+            help="The vocabulary size of the tokenizer that is trained. The default is 4096.",
         ),
-    ] = 16.0,
+    ] = None,
+    tokenizer_sample_mb: Annotated[
+        float | None,
+        typer.Option(
+            "--tokenizer-sample-mb",
+            help="The amount of text to train the tokenizer on, in MB. The default is 16.",
+        ),
+    ] = None,
     val_fraction: Annotated[
         float,
         typer.Option("--val-fraction", help="The fraction of documents held out for validation."),
@@ -187,6 +196,16 @@ def prepare(
             "--eos and --bos name tokens of a given tokenizer: add --tokenizer, or omit them"
         )
 
+    trained = {"--vocab-size": vocab_size, "--tokenizer-sample-mb": tokenizer_sample_mb}
+    unused = [option for option, value in trained.items() if value is not None]
+    if tokenizer is not None and unused:
+        raise UserError(
+            f"--tokenizer names a tokenizer, and {' and '.join(unused)} would train one: leave out "
+            "one or the other"
+        )
+    vocab_size = _VOCAB_SIZE if vocab_size is None else vocab_size
+    sample_bytes = int((_SAMPLE_MB if tokenizer_sample_mb is None else tokenizer_sample_mb) * 1e6)
+
     def write(show: Callable[[PrepareProgress], None]) -> TokenFolder:
         if task_format is not None:
             return _task_folder(task_format, sources, out, tokenizer, workers, overwrite, show)
@@ -203,7 +222,7 @@ def prepare(
                 split=split,
                 tokenizer=Tokenizer.load(tokenizer) if tokenizer else None,
                 vocab_size=vocab_size,
-                sample_bytes=int(tokenizer_sample_mb * 1e6),
+                sample_bytes=sample_bytes,
                 val_fraction=val_fraction,
                 seed=seed,
                 workers=workers,
@@ -224,7 +243,7 @@ def prepare(
             out,
             tokenizer=Tokenizer.load(tokenizer, *names) if tokenizer else None,
             vocab_size=vocab_size,
-            sample_bytes=int(tokenizer_sample_mb * 1e6),
+            sample_bytes=sample_bytes,
             val_fraction=val_fraction,
             seed=seed,
             ends=ends,

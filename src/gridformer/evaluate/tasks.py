@@ -75,6 +75,7 @@ class Task:
             UserError if that does not work.
         measure: measures a model. All processes call it together.
         searches: whether it translates with `Options.search`.
+        uses: those of the options `stride`, `limit` and `length` that change what it measures.
     """
 
     what: str
@@ -82,6 +83,7 @@ class Task:
     check: Callable[[str, RunConfig, Sequence[str]], object]
     measure: Callable[[Trained, str, Options], Numbers]
     searches: bool = False
+    uses: tuple[str, ...] = ()
 
 
 # --------------------------------------------------------------------------- likelihood of texts
@@ -327,21 +329,34 @@ def _translates(run: RunConfig) -> str:
 
 
 TASKS: dict[str, Task] = {
-    "text": Task("FILE", _predicts, _check_text, text),
-    "wikitext": Task("FILE", _predicts, lambda file, *_: read_pages(Path(file)), wikitext),
-    "lambada": Task("FILE", _predicts, lambda file, *_: read_texts(Path(file), "text"), lambada),
+    "text": Task("FILE", _predicts, _check_text, text, uses=("stride", "length")),
+    "wikitext": Task(
+        "FILE",
+        _predicts,
+        lambda file, *_: read_pages(Path(file)),
+        wikitext,
+        uses=("stride", "limit", "length"),
+    ),
+    "lambada": Task(
+        "FILE",
+        _predicts,
+        lambda file, *_: read_texts(Path(file), "text"),
+        lambada,
+        uses=("limit", "length"),
+    ),
     "labels": Task(
         "FILE",
         _classifies,
         lambda file, run, names: read_labeled(Path(file), run, names),
         labels,
+        uses=("limit",),
     ),
     "set": Task("NAME", lambda run: "", lambda name, run, _: check_named_set(name, run), named_set),
     "examples": Task(
         "FOLDER", example_problem, lambda folder, run, _: check_examples(folder, run), examples
     ),
-    "bleu": Task("FILE", _translates, _check_bleu, bleu, searches=True),
-    "lm-eval": Task("TASK", _predicts, _check_lm_eval, lm_eval),
+    "bleu": Task("FILE", _translates, _check_bleu, bleu, searches=True, uses=("limit",)),
+    "lm-eval": Task("TASK", _predicts, _check_lm_eval, lm_eval, uses=("limit", "length")),
 }
 
 
@@ -395,6 +410,7 @@ def check_tasks(
             instead = f"; this model can do {any_of(able)}" if able else ""
             problems.append(f"--tasks {one}: {one.kind} {problem}{instead}")
     problems += _search_problems(run.model, asked, given)
+    problems += _useless(asked, options)
     length, longest = options.length_for(run.model), run.model.max_seq_len
     if length > longest:
         problems.append(f"--length {length}: the model reads {longest} tokens at once; use less")
@@ -421,6 +437,20 @@ def _search_problems(
     else:
         return []
     return [f"--{name.replace('_', '-')} {why}: leave it out" for name in given]
+
+
+def _useless(asked: Sequence[TaskArgument], options: Options) -> list[str]:
+    """Returns which options are set that none of the tasks uses."""
+    problems = []
+    for name in ("stride", "limit", "length"):
+        value = getattr(options, name)
+        kinds = [f"{kind}:{task.what}" for kind, task in TASKS.items() if name in task.uses]
+        if value and not any(name in TASKS[one.kind].uses for one in asked):
+            problems.append(
+                f"--{name} {value} is for {any_of(kinds)}, and has no effect on "
+                f"{', '.join(map(str, asked))}: leave it out"
+            )
+    return problems
 
 
 def timeout_of(asked: Sequence[TaskArgument]) -> float:

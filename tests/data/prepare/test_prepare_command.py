@@ -45,6 +45,13 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("option", ["--vocab-size", "--tokenizer-sample-mb"])
+def test_a_given_tokenizer_is_not_trained(corpus: Path, tmp_path: Path, option: str) -> None:
+    words = (corpus, "--out", tmp_path / "out", option, "280")
+    with pytest.raises(UserError, match=f"--tokenizer names a tokenizer, and {option} would train"):
+        run(*words, "--tokenizer", tmp_path / "tokenizer.json")
+
+
 def test_text_that_is_not_utf8_is_told(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
