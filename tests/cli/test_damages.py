@@ -300,6 +300,47 @@ def test_a_damaged_checkpoint(run_file: Path, out: Path, damage: str) -> None:
     assert again.name == "step-00000005"
 
 
+READERS = {
+    "generate": ["--prompt", "line", "--max-tokens", "1"],
+    "evaluate": ["--tasks", "text:text.txt"],
+    "export": ["--out", "exported"],
+}
+
+
+@pytest.mark.parametrize("size", [None, 9], ids=["flipped", "cut off"])
+@pytest.mark.parametrize("command", READERS)
+def test_who_only_reads_is_told_another_checkpoint(
+    out: Path, command: str, size: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with that it works, while train.fallback is no setting of these commands."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("line 1 of 2\n")
+    if size is None:
+        flip(shard(out), -9)
+    else:
+        os.truncate(shard(out), size)
+    done = gridformer_here(command, out, *READERS[command])
+    assert done.returncode == 2
+    assert "train.fallback" not in done.stderr
+    before = out / "checkpoints" / BEFORE
+    assert f"use the checkpoint before it, {before}" in done.stderr.replace("\n", "")
+    done = gridformer_here(command, before, *READERS[command])
+    assert done.returncode == 0, done.stderr
+
+
+def test_who_only_reads_and_has_nothing_else(out: Path) -> None:
+    flip(shard(out), -9)
+    average = gridformer_here("average", out, "--last", "2", "--out", out.parent / "average")
+    assert "train.fallback" not in average.stderr
+    assert f"or move {newest(out)} elsewhere" in average.stderr
+    flip(shard(out, BEFORE), -9)
+    earlier = gridformer_here("generate", out / "checkpoints" / BEFORE, "--prompt", "x")
+    assert f"use the checkpoint after it, {newest(out)}" in earlier.stderr
+    shutil.rmtree(out / "checkpoints" / BEFORE)
+    only = gridformer_here("generate", out, "--prompt", "x")
+    assert "there is no other checkpoint, so restore it from a copy" in only.stderr
+
+
 @pytest.mark.parametrize("damage", full_unless(IN_SHORT.__contains__, OF_THE_REST))
 def test_what_else_is_damaged(out: Path, damage: str) -> None:
     function, told = OF_THE_REST[damage]

@@ -19,7 +19,7 @@ from gridformer.checkpoint import find
 from gridformer.checkpoint.convert.files import row_slices
 from gridformer.checkpoint.convert.stored import StoredParameters
 from gridformer.checkpoint.convert.weights_only import write_weights
-from gridformer.checkpoint.manifest import Manifest, verify_checkpoint
+from gridformer.checkpoint.manifest import Manifest, advice_for_readers, verify_checkpoint
 from gridformer.checkpoint.safetensors_file import Streamed
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.checkpoint.side_files import copy_side_files, root_of
@@ -65,7 +65,8 @@ def average_run(
     manifests = []
     for folder in folders:
         tell(f"verifying {folder.name}")
-        manifests.append(verify_checkpoint(folder))
+        with advice_for_readers(folder, any_will_do=False):
+            manifests.append(verify_checkpoint(folder))
     newest = manifests[-1]
     for folder, manifest in zip(folders, manifests):
         if manifest.model != newest.model:

@@ -11,7 +11,8 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -222,6 +223,42 @@ def damage_remedy(folder: Path) -> str:
             f"as does moving {folder} elsewhere"
         )
     return "no checkpoint is before it, so restore it from a copy, or begin with another --out"
+
+
+@contextmanager
+def advice_for_readers(folder: Path, any_will_do: bool = True) -> Iterator[None]:
+    """Lets errors of the block about a damaged checkpoint advise a command that does not train.
+
+    `train.fallback` is of no use to it.
+
+    Args:
+        folder: The checkpoint that the block reads.
+        any_will_do: Whether the command can be given another checkpoint instead.
+
+    Raises:
+        CheckpointError: That of the block.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        text = str(error)
+        raise CheckpointError(
+            text.replace(damage_remedy(folder), _readers_remedy(folder, any_will_do))
+        ) from None
+
+
+def _readers_remedy(folder: Path, any_will_do: bool) -> str:
+    if not STEP_FOLDER.fullmatch(folder.name):
+        return "use another checkpoint"
+    if not any_will_do:
+        return f"restore it from a copy, or move {folder} elsewhere"
+    there = sorted(one for one in folder.parent.iterdir() if STEP_FOLDER.fullmatch(one.name))
+    before = [one for one in there if one.name < folder.name]
+    after = [one for one in there if one.name > folder.name]
+    if before or after:
+        near = before[-1] if before else after[0]
+        return f"use the checkpoint {'before' if before else 'after'} it, {near}"
+    return "there is no other checkpoint, so restore it from a copy"
 
 
 def _edited(path: Path, why: str) -> CheckpointError:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.block import TensorBlock
-from gridformer.checkpoint.manifest import KEPT, verify_checkpoint
+from gridformer.checkpoint.manifest import KEPT, advice_for_readers, verify_checkpoint
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.checkpoint.side_files import root_of
 from gridformer.config import ModelConfig, RunConfig
@@ -91,7 +91,8 @@ def start_of(run: RunConfig) -> InitialWeights | None:
     if run.train.init_from is None:
         return None
     folder = find.newest(run.train.init_from)
-    there = verify_checkpoint(folder, contents=False).model
+    with advice_for_readers(folder):
+        there = verify_checkpoint(folder, contents=False).model
     problems = _differences(there, run.model)
     if not problems:
         theirs, ours = shapes_of(there), shapes_of(run.model)
@@ -140,7 +141,8 @@ def load_initial_weights(start: InitialWeights, model: Model, axes: Axes) -> Non
     from gridformer.checkpoint.index import index_of_files
 
     folder = start.folder
-    manifest = verify_checkpoint(folder, part=axes.world.index, n_parts=axes.world.size)
+    with advice_for_readers(folder):
+        manifest = verify_checkpoint(folder, part=axes.world.index, n_parts=axes.world.size)
     wanted = {}
     for name, parameter in model.named_parameters():
         if name in start.fresh:

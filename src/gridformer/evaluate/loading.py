@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from gridformer.checkpoint import checkpoint, find
-from gridformer.checkpoint.manifest import verify_checkpoint
+from gridformer.checkpoint.manifest import advice_for_readers, verify_checkpoint
 from gridformer.checkpoint.side_files import ids_of_ends, load_tokenizer, root_of
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.config.train import DType
@@ -87,7 +87,8 @@ def load_for_inference(run_dir: Path, contents: bool = True) -> tuple[RunConfig,
         DataError: there is no tokenizer, or that of another model.
     """
     folder = find.newest(run_dir)
-    manifest = verify_checkpoint(folder, contents=contents)
+    with advice_for_readers(folder):
+        manifest = verify_checkpoint(folder, contents=contents)
     return RunConfig.model_validate(manifest.run), folder, load_tokenizer(folder, manifest)
 
 
@@ -129,7 +130,8 @@ def load_model(
     run, folder, tokenizer = load_for_inference(run_dir, contents=False)
     dtype = dtype or run.train.dtype
     model = build_parallel(run.model, layout, axes, run.train.seed, device, dtype, filled=False)
-    checkpoint.load(folder, model, None, axes)
+    with advice_for_readers(folder):
+        checkpoint.load(folder, model, None, axes)
     model.uses_kernels(run.train.kernels == "fused")
     names, ends = checkpoint_label_names(run, folder), ids_of_ends(root_of(folder))
     return Trained(run, model.eval(), tokenizer, layout, axes, names, ends)

@@ -22,7 +22,12 @@ from gridformer.checkpoint.convert.kinds import KINDS, kinds_of
 from gridformer.checkpoint.convert.stored import StoredParameters
 from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
-from gridformer.checkpoint.manifest import KEPT, read_manifest, verify_checkpoint
+from gridformer.checkpoint.manifest import (
+    KEPT,
+    advice_for_readers,
+    read_manifest,
+    verify_checkpoint,
+)
 from gridformer.checkpoint.safetensors_file import Streamed, write_streamed
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.checkpoint.side_files import load_tokenizer, root_of
@@ -78,14 +83,16 @@ def export_run(
     if shard_gib <= 0:
         raise ConfigError([f"--shard-gib {shard_gib:g} is not above 0: use 5, for example"])
     folder = find.newest(run_dir)
-    manifest = read_manifest(folder)
+    with advice_for_readers(folder):
+        manifest = read_manifest(folder)
     root = root_of(folder)
     if (root / TOKENIZER).is_file() and not (root / KEPT / CONFIG).is_file():
         load_tokenizer(folder, manifest)  # which refuses that of another model
     run = RunConfig.model_validate(manifest.run)
     kind, config = _kind_of(manifest.model, run.task, root / KEPT)
     tell("verifying the checkpoint")
-    verify_checkpoint(folder)
+    with advice_for_readers(folder):
+        verify_checkpoint(folder)
     shapes = shapes_of(manifest.model)
     stored = StoredParameters(folder, manifest, shapes)
     streamed: dict[str, Streamed] = {}
