@@ -16,7 +16,7 @@ from rich.console import Console
 
 from gridformer.cli import plan as plan_command
 from gridformer.cluster import Cluster, load_cluster
-from gridformer.config import RunConfig, load_run
+from gridformer.config import LayoutConfig, RunConfig, load_run
 from gridformer.launch.plan import read_run_without_data
 from gridformer.parallel.validation import check_layout
 from gridformer.plan import search as plan_search
@@ -258,6 +258,38 @@ def test_what_is_printed_names_changes_and_shared_warnings_once() -> None:
     other = layouts[0].run.model_copy(update={"layout": changed})
     assert settings_between(layouts[0].run, other) == "layout.dp=5"
     assert settings_between(run_of(), run_of()) == "This is the run's own layout."
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
+def test_layouts_are_whole_on_a_terminal_of_any_width(width: int) -> None:
+    result = found_on_8()
+    long = LayoutConfig(dp=2, pp=4, stages_per_rank=6, pipeline="interleaved", micro_batches=8)
+    layouts = [
+        replace(one, run=one.run.model_copy(update={"layout": layout}))
+        for one, layout in zip(result.layouts, (long, *(x.run.layout for x in result.layouts[1:])))
+    ]
+    shown = io.StringIO()
+    console = Console(file=shown, width=width, force_terminal=True, color_system=None)
+    print_result(run_of(), replace(result, layouts=layouts), [], "dgx-h100", console)
+    table = shown.getvalue().partition("layout ")[2]
+    assert max(map(len, table.partition("Left out")[0].splitlines())) <= width
+    for one in layouts:
+        seconds = f"{one.step_s:.4g}"
+        assert seconds in table
+        if width > len(one.name) + len(seconds):
+            assert any(one.name in line and seconds in line for line in table.splitlines())
+        else:
+            assert all(word in table for word in one.name.split())
+    assert ("hidden" in table) == (width == 120 or "Left out" in table)
+
+
+def test_a_file_has_all_columns() -> None:
+    shown = io.StringIO()
+    print_result(run_of(), found_on_8(), [], "dgx-h100", Console(file=shown, width=40))
+    table = shown.getvalue()
+    assert all(found.name in table for found in found_on_8().layouts)
+    assert all(head in table for head in ("layout", "GiB", "hidden", "bubbles", "recompute"))
+    assert "Left out for want" not in table
 
 
 def test_nothing_fits_and_what_would() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -41,7 +42,7 @@ def print_result(
             f"{len(result.layouts) + len(result.refused)} traces, {result.seconds:.1f} s)"
         )
     )
-    console.print(_table(result.layouts))
+    _print_table(result.layouts, console)
     for sentence in unlisted(result):
         console.print(Text(sentence))
     explained = result.layouts[:EXPLAINED]
@@ -91,36 +92,81 @@ def common_warnings(layouts: Sequence[Found]) -> list[str]:
     return [warning for warning in layout_warnings(layouts[0]) if warning in of_all]
 
 
-def _table(layouts: Sequence[Found]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("\nlayout")
-    heads = (
-        "s a\nstep",
-        "TFLOP/s\na device",
-        "\nGiB",
-        "s in\nmessages",
-        "\nhidden",
-        "s in\nbubbles",
-    )
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("micro-\nbatches", justify="right", no_wrap=True)
-    table.add_column("\nrecompute", no_wrap=True)
+@dataclass(frozen=True)
+class _Column:
+    """A column of the table after that of the layouts, of which the first one always stays.
+
+    Attributes:
+        head: Its two lines of heading.
+        cells: A text for each layout.
+        leaves: Which columns leave first where there is no room for all: those of small numbers.
+        justify: Where the texts stand.
+    """
+
+    head: str
+    cells: tuple[str, ...]
+    leaves: int
+    justify: Literal["left", "right"] = "right"
+
+    @property
+    def width(self) -> int:
+        """The width, with the space before it."""
+        return 1 + max(map(len, (*self.head.split("\n"), *self.cells)))
+
+
+def _columns(layouts: Sequence[Found]) -> list[_Column]:
+    rows, settings = [], []
     for found in layouts:
         prediction = found.prediction
         assert prediction is not None, "only traced layouts are listed"
-        table.add_row(
-            Text(found.name),
+        row = (
             f"{prediction.step_s:.4g}",
             f"{prediction.model_tflops_per_device:.3g}",
             f"{prediction.peak_gib:.1f}",
             f"{prediction.exposed_communication_s:.3g}",
             f"{hidden_s(prediction):.3g}",
             f"{prediction.bubble_s:.3g}",
-            str(found.run.layout.micro_batches),
-            found.run.train.recompute,
         )
-    return table
+        rows.append(row)
+        settings.append((str(found.run.layout.micro_batches), found.run.train.recompute))
+    step, tflops, gib, messages, hidden, bubbles = zip(*rows)
+    micro_batches, recompute = zip(*settings)
+    return [
+        _Column("s a\nstep", step, 8),
+        _Column("TFLOP/s\na device", tflops, 4),
+        _Column("\nGiB", gib, 7),
+        _Column("s in\nmessages", messages, 3),
+        _Column("\nhidden", hidden, 1),
+        _Column("s in\nbubbles", bubbles, 2),
+        _Column("micro-\nbatches", micro_batches, 6),
+        _Column("\nrecompute", recompute, 5, "left"),
+    ]
+
+
+def _print_table(layouts: Sequence[Found], console: Console) -> None:
+    """Prints the table with the columns that there is room for; a file has room for all.
+
+    The names of layouts stay whole: they break at spaces if even the first column is too much.
+    """
+    columns = _columns(layouts)
+    left = sorted(columns, key=lambda column: column.leaves)
+    name = max(len("layout"), *(len(found.name) for found in layouts))
+    if console.is_terminal:
+        while len(left) > 1 and name + sum(column.width for column in left) > console.width:
+            left.pop(0)
+    shown = [column for column in columns if column in left]
+    width = name + sum(column.width for column in shown)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.width = min(width, console.width) if console.is_terminal else width
+    table.add_column("\nlayout", overflow="fold")
+    for column in shown:
+        table.add_column(column.head, justify=column.justify, no_wrap=True)
+    for found, *cells in zip(layouts, *(column.cells for column in shown)):
+        table.add_row(Text(found.name), *cells)
+    console.print(table, crop=False)
+    if heads := [column.head for column in columns if column not in shown]:
+        names = ", ".join(" ".join(head.split()).replace("- ", "-") for head in heads)
+        console.print(Text(f"Left out for want of room: {names}. A wider terminal shows them."))
 
 
 def hidden_s(prediction: Prediction) -> float:
