@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 
 from gridformer.config import load_run
 from gridformer.train.metrics import read_metrics
+from tests.support.commands import gridformer_here
 from tests.support.marks import extra, full_unless
 
 
@@ -45,6 +47,25 @@ def test_what_is_emitted_trains_as_it_is(token_folder: Path, tmp_path: Path, dev
     trained = gridformer("train", emitted, "--out", out, cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
     assert [one["step"] for one in read_metrics(out) if "loss" in one] == [1, 2]
+
+
+def test_what_is_emitted_names_the_command_that_makes_it_again(
+    token_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = run_file(tmp_path, token_folder).rename(tmp_path / "my run.yaml").name
+    words = ["plan", mine, "name=a b", "train.loggers=[tensorboard]", "--cluster", "dgx-h100"]
+    words += ["--devices", "2", "--batch", "8", "--top", "1", "--emit", "the best.yaml"]
+    assert gridformer_here(*words).returncode == 0
+    first, _ = Path("the best.yaml").read_text().split("\n", 1)
+    program, *again = shlex.split(first.partition("written by: ")[2])
+    assert program == "gridformer"
+    assert sorted(again) == sorted(words)
+    assert load_run("the best.yaml").train.global_batch == 8
+    Path("the best.yaml").unlink()
+    assert gridformer_here(*again).returncode == 0
+    written, *_ = Path("the best.yaml").read_text().split("\n", 1)
+    assert written == first
 
 
 def test_a_report_is_written_where_nothing_fits(token_folder: Path, tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_copies_of_the_process_rank_the_same(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_written_is_read_as_the_same_run(tmp_path: Path) -> None:
     for number, one in enumerate(found_on_8().layouts):
         path = tmp_path / f"{number}.yaml"
-        write_run(one, path, "test")
+        write_run(one, path, "test 'a\nb: c'")  # the comment holds whatever was typed
         data = one.run.data.model_copy(update={"path": Path(NO_DATA)})
         assert load_run(path) == one.run.model_copy(update={"data": data})
         assert read_run_without_data(path).layout == one.run.layout, "predict and memory read it"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # When searching ends after the command was called, up to 64 devices and above. It begins a little
 # later than its process, and prints a little after that.
 _SOON_S, _LATE_S = 8.8, 50.0
+_TOP = 10  # layouts that are listed unless --top says otherwise
 
 
 @no_garbage_collection(ends=True)  # there is hardly any, but millions of objects of torch
@@ -46,7 +47,7 @@ def plan(
             "a model about half a million tokens, and at least one sequence for each device.",
         ),
     ] = 0,
-    top: Annotated[int, typer.Option("--top", min=1, help="List this number of layouts.")] = 10,
+    top: Annotated[int, typer.Option("--top", min=1, help="List this number of layouts.")] = _TOP,
     emit: Annotated[
         Path | None, typer.Option("--emit", help="Write the best layout as a run file.")
     ] = None,
@@ -134,8 +135,15 @@ def plan(
     if not result.layouts:
         raise typer.Exit(1)
     if emit is not None:
-        words = ["gridformer", "plan", model, "--cluster", cluster, "--devices", str(devices)]
-        how = shlex.join(words)
+        chosen_by = {"--batch": batch, "--top": top if top != _TOP else 0, "--seconds": seconds}
+        how = shlex.join(
+            [
+                *("gridformer", "plan", model, *(overrides or [])),
+                *("--cluster", cluster, "--devices", str(devices)),
+                *(word for option, n in chosen_by.items() if n for word in (option, str(n))),
+                *("--emit", str(emit)),
+            ]
+        )
         best = result.layouts[0]
         with console.status("trying choices for the cluster"):
             chosen = with_cluster(best, machine, cluster)

@@ -44,10 +44,10 @@ def write_run(found: Found, path: Path, how: str) -> None:
     Args:
         found: The layout with its settings.
         path: The file, whose folder is created if needed.
-        how: The command that made it.
+        how: The command that makes it, quoted for the shell.
     """
     prediction = found.prediction
-    lines = [f"# {found.name}, written by: {how}"]
+    lines = [f"# {found.name}, written by: {how}".replace("\n", "\n# ")]
     if prediction is not None:
         lines.append(
             f"# Predicted: {prediction.step_s:.4g} s a step, {prediction.peak_gib:.1f} of "
