@@ -22,7 +22,7 @@ from gridformer.config import Family, LayoutConfig, parse_run
 from gridformer.config.data import Task
 from gridformer.data import Tokenizer
 from gridformer.evaluate.beams import BeamSearch
-from gridformer.evaluate.evaluating import as_dict
+from gridformer.evaluate.evaluating import as_dict, show
 from gridformer.evaluate.generate import answer, answer_prompts, translate
 from gridformer.evaluate.job import Job, plan_job
 from gridformer.evaluate.loading import Trained, load_model
@@ -101,7 +101,7 @@ def test_perplexity_of_a_text(run_dir: Path, text_file: Path, stride: int, lengt
 
 
 def test_a_text_without_spaces_and_numbers_that_are_not_finite(
-    run_dir: Path, tmp_path: Path
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The perplexity of a word of hundreds of characters is beyond any number."""
     file = tmp_path / "text.txt"
@@ -109,10 +109,16 @@ def test_a_text_without_spaces_and_numbers_that_are_not_finite(
     loaded = load_model(run_dir, CPU)
     (found,) = measure(loaded, parse_tasks(f"text:{file}"), Options()).values()
     assert found["words"] == 1
-    assert found["token_perplexity"] < found["word_perplexity"] < math.inf
-    numbers = {"a": math.nan, "b": math.inf, "c": 1.0}
-    shown = as_dict(Job(run_dir, loaded.run, "cpu"), {"text:x": numbers}, 1.0)
-    assert shown["tasks"] == {"text:x": {"a": None, "b": None, "c": 1.0}}
+    assert found["token_perplexity"] < found["word_perplexity"] == math.inf
+    numbers = {"a": math.nan, "b": math.inf, "c": 1.0, "d": 1.5e200, "e": 12_345}
+    job = Job(run_dir, loaded.run, "cpu")
+    shown = as_dict(job, {"text:x": numbers}, 1.0)
+    as_read = {"a": None, "b": None, "c": 1.0, "d": 1.5e200, "e": 12_345}
+    assert shown["tasks"] == {"text:x": as_read}
+    assert json.loads(json.dumps(shown, allow_nan=False))["tasks"] == shown["tasks"]
+    show(job, {"text:x": numbers}, 1.0)
+    lines = [line.split()[-2:] for line in capsys.readouterr().out.splitlines()[1:-1]]
+    assert lines[1:] == [["b", "inf"], ["c", "1.0000"], ["d", "1.5000e+200"], ["e", "12,345"]]
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])

@@ -12,6 +12,8 @@ from gridformer.evaluate.job import Job
 from gridformer.evaluate.tasks import Numbers, Options, TaskArgument, measure
 from gridformer.parallel.registry import describe_layout
 
+_MANY = 1e9  # from here on, numbers are shown as powers of ten
+
 
 def evaluate_worker(
     job: Job, asked: Sequence[TaskArgument], options: Options, as_json: bool
@@ -68,11 +70,16 @@ def show(job: Job, found: Mapping[str, Numbers], seconds: float) -> None:
     table.add_column("value", justify="right")
     for task, numbers in found.items():
         for place, (name, value) in enumerate(numbers.items()):
-            whole = isinstance(value, int)
-            table.add_row("" if place else task, name, f"{value:,}" if whole else f"{value:.4f}")
+            table.add_row("" if place else task, name, _shown(value))
     console = Console(highlight=False)
     console.print(table)
     console.print(
         f"{job.name or job.folder} on {describe_layout(job.run.layout)}: {seconds:.1f} s",
         soft_wrap=True,
     )
+
+
+def _shown(value: float) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4f}" if abs(value) < _MANY else f"{value:.4e}"

@@ -21,7 +21,6 @@ from gridformer.evaluate.sets import check_named_set, measure_set
 from gridformer.evaluate.team import Team
 from gridformer.evaluate.wikitext import n_words, read_pages, restored
 from gridformer.evaluate.windows import continuation, prefix_id, sliding
-from gridformer.train.metrics import perplexity
 from gridformer.utils.errors import ConfigError, DataError, UserError
 from gridformer.utils.extras import require
 
@@ -128,13 +127,21 @@ def perplexities(total: float, n_tokens: int, documents: Sequence[ScoredText]) -
     """
     words, size = sum(d.words for d in documents), sum(d.bytes for d in documents)
     return {
-        "word_perplexity": perplexity(-total / words) if words else math.nan,
-        "byte_perplexity": perplexity(-total / size),
+        "word_perplexity": _exp(-total / words) if words else math.nan,
+        "byte_perplexity": _exp(-total / size),
         "bits_per_byte": -total / size / math.log(2),
-        "token_perplexity": perplexity(-total / n_tokens),
+        "token_perplexity": _exp(-total / n_tokens),
         "tokens": n_tokens,
         "words": words,
     }
+
+
+def _exp(nats: float) -> float:
+    """Returns a perplexity, which is infinite if no float is as large: of one very long word."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
 
 
 def text(trained: Trained, file: str, options: Options) -> Numbers:
@@ -193,7 +200,7 @@ def lambada(trained: Trained, file: str, options: Options) -> Numbers:
     mean = sum(one.log_likelihood for one in found) / len(found)
     return {
         "accuracy": sum(one.greedy for one in found) / len(found),
-        "perplexity": perplexity(-mean),
+        "perplexity": _exp(-mean),
         "documents": len(texts),
     }
 
