@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +22,8 @@ from gridformer.utils.errors import UserError
 SECONDS: Final = 25.0
 LONGEST: Final = 1e7
 _LOOKS_S: Final = 0.5
+_UNWINDS_S: Final = 3.0  # in which the block ends, unless something in it catches the error
+_SOON_S: Final = 0.001
 
 Seconds = Annotated[
     float | None,
@@ -44,6 +48,11 @@ def time_limit(seconds: float | None, instead: str) -> Iterator[None]:
     Time in which other programs have the processor does not count, so a busy machine changes
     nothing.
 
+    The error may be raised at any point, and others may see it first: torch logs what passes
+    through its operators, or makes another error of it, and Python prints what is raised in the
+    callback of a weak reference, and goes on. Nothing of that reaches the user, and the block
+    fails nevertheless.
+
     Args:
         seconds: The limit; 0 means none, and None SECONDS.
         instead: What takes less time, as a part of a sentence.
@@ -56,25 +65,46 @@ def time_limit(seconds: float | None, instead: str) -> Iterator[None]:
         yield
         return
 
-    began = _busiest()
+    began, is_over = _busiest(), False
+    error = TooLongError(
+        f"this takes more than {seconds:g} seconds of the processor's time: {instead}, or "
+        "allow more with --seconds, such as --seconds 600"
+    )
 
     def look(number: int, frame: FrameType | None) -> None:
+        nonlocal is_over
         if _busiest() - began < seconds:
             return
+        is_over = True
         for child in multiprocessing.active_children():
             child.kill()  # a pool that is left waits for them
-        raise TooLongError(
-            f"this takes more than {seconds:g} seconds of the processor's time: {instead}, or "
-            "allow more with --seconds, such as --seconds 600"
-        )
+        logging.disable(logging.CRITICAL)
+        # Once more only after a while: an error within the unwinding of C++ aborts the process.
+        signal.setitimer(signal.ITIMER_REAL, _UNWINDS_S, _UNWINDS_S)
+        raise error
 
+    def unraisable(what: sys.UnraisableHookArgs) -> None:
+        if what.exc_value is not error:
+            hook(what)
+        elif is_over:
+            signal.setitimer(signal.ITIMER_REAL, _SOON_S, _UNWINDS_S)
+
+    hook, sys.unraisablehook = sys.unraisablehook, unraisable
+    disabled = logging.root.manager.disable
     before = signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, _LOOKS_S, _LOOKS_S)
     try:
         yield
+    except Exception:
+        if not is_over:
+            raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        sys.unraisablehook = hook
+        logging.disable(disabled)
+    if is_over:
+        raise error from None
 
 
 def _busiest() -> float:

@@ -1,0 +1,96 @@
+"""A command that takes too long ends with its own sentence, whoever sees the error first."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+
+from gridformer.cli import patience
+from gridformer.cli.patience import TooLongError, time_limit
+
+LOG = logging.getLogger("library")
+
+
+class Thing:
+    """Something that a weak reference can be to."""
+
+
+def busy(seconds: float = 20.0) -> None:
+    until = time.process_time() + seconds
+    while time.process_time() < until:
+        pass
+
+
+def logs_and_raises() -> None:
+    """As torch does where it runs an operator on fake tensors."""
+    try:
+        busy()
+    except Exception:
+        LOG.exception("failed while attempting to run meta")
+        raise
+
+
+def makes_another_error() -> None:
+    try:
+        busy()
+    except Exception:
+        raise RuntimeError("an operator failed") from None
+
+
+def in_a_callback() -> None:
+    """Where Python prints errors and goes on."""
+    for _ in range(3):
+        thing = Thing()
+        reference = weakref.ref(thing, lambda _: busy(3.0))
+        del thing
+        assert reference() is None
+    busy()
+
+
+def catches_once() -> None:
+    try:
+        busy()
+    except Exception:
+        return
+
+
+@pytest.mark.parametrize("work", [busy, logs_and_raises, makes_another_error, in_a_callback])
+def test_only_its_own_sentence_is_said(
+    work: Callable[[], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    printed: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    before = (sys.unraisablehook, logging.root.manager.disable)
+    began = time.process_time()
+    with (
+        patch.object(patience, "_LOOKS_S", 0.02),
+        pytest.raises(TooLongError, match=r"more than 0\.1 seconds .*: do less, or"),
+        time_limit(0.1, "do less"),
+    ):
+        work()
+    assert time.process_time() - began < 2.5
+    assert (printed, caplog.text) == ([], "")
+    assert (sys.unraisablehook, logging.root.manager.disable) == before
+
+
+def test_a_result_that_an_error_has_spoilt_is_none() -> None:
+    with (
+        patch.object(patience, "_LOOKS_S", 0.02),
+        pytest.raises(TooLongError),
+        time_limit(0.1, "do less"),
+    ):
+        catches_once()
+
+
+def test_other_errors_in_time_are_those_of_the_block(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(KeyError, match="mine"), time_limit(20, "do less"):
+        raise KeyError("mine")
+    with time_limit(20, "do less"):
+        LOG.error("is told")
+    assert "is told" in caplog.text
