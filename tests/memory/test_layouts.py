@@ -86,7 +86,7 @@ def test_listed_layouts_work_as_written(family: str) -> None:
         assert [*one.modes] == (["replicate", "zero1", "fsdp"] if replicas else ["replicate"])
         held = [*one.modes.values()]
         # In traces of these tiny models, too, fsdp may need more than zero1: it gathers two layers.
-        assert held[0] >= 0.99 * max(held)
+        assert held[0] >= 0.98 * max(held)
         assert min(held) > 0
 
 

@@ -6,16 +6,35 @@ The formulas cover the matrices among parameters, and the activations that every
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gridformer.config import LayoutConfig, RunConfig
+from gridformer.memory.analytic_layers import (
+    inputs_of_layers,
+    kept_by_layers,
+    rms_norms,
+    scores_of_layers,
+)
+from gridformer.memory.analytic_table import (
+    loss_bytes,
+    moved_moments,
+    table_bytes,
+    table_gradient,
+)
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.cost import Choice, Choices
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.work import replica_work, resolved, state_bytes
-from gridformer.parallel.pipeline.stage_shares import shares_of_ranks, stacks_of
+from gridformer.parallel.data.buckets import BUCKET_BYTES
+from gridformer.parallel.pipeline.stage_shares import (
+    StageShares,
+    shares_of_ranks,
+    stack_of,
+    stacks_of,
+)
 from gridformer.parallel.registry import spec_of
 
+_RESIDUAL = 2  # of an activation between sections: a gradient, and what is made of it
 _NORM_COPIES = 5  # of an activation, in float32, in the backward pass of an RMSNorm
 _NORM_OF_WHOLE = 5.5  # the same where the norm is computed of gathered rows
 _FREED = 0.6  # the fraction of what a layer has kept that is free by then
@@ -24,6 +43,7 @@ _WHOLE = 2  # gathered activations, the input and the sum for its gradient
 _BLOCKS = 3  # over gloo, the blocks of such activations that other devices send
 _PANELS = 8  # panels of activations for which a product that goes panel by panel has room
 _SCORE = 12  # bytes of a score that is not in a fused kernel, in the backward pass of its layer
+_UNDER_WAY = 2  # messages of gradients that a backward pass does not wait for
 _GRADIENTS = 5.5  # gradients of a layer's widest product with FSDP: made, joined and in messages
 
 
@@ -33,14 +53,15 @@ def states_of(run: RunConfig) -> float:
     This is a lower bound of what the fullest device holds with any batch.
     """
     choices = decide(run.model, run.layout, replica_work(run))
-    return sum(_states(resolved(run, choices), choices)) / run.layout.pp
+    layers, head = _states(resolved(run, choices), choices)
+    return (sum(layers.values()) + head) / run.layout.pp
 
 
 def total_states(run: RunConfig) -> float:
     """Returns bytes of parameters, gradients and optimizer of all devices of one replica."""
     choices = decide(run.model, run.layout, replica_work(run))
-    copies = _copy_bytes(run, choices, run.layout.dp)
-    states = state_bytes(resolved(run, choices), run.layout.dp)
+    copies = _copy_bytes(resolved(run, choices), choices, run.layout.dp)
+    states = state_bytes(run, run.layout.dp)
     return float(choices.parameters) * (states + copies)
 
 
@@ -52,43 +73,129 @@ def quick_estimate(run: RunConfig) -> float:
 def quick_peak(run: RunConfig, choices: Choices) -> float:
     """Returns `quick_estimate`, in bytes, for a caller that has the run's choices."""
     run = resolved(run, choices)
-    layout, pp = run.layout, run.layout.pp
-    in_layers, head = _states(run, choices)
-    stacks = stacks_of(run)
-    n_layers = sum(stacks.values())
-    each = _kept(run, choices)  # by all layers if none is recomputed
-    kept_score = 2 * choices.work.itemsize + 1  # a probability, before and after dropout, its mask
-    scores = _scores(run, choices)
-    stays = each + scores * kept_score
-    again = scores / n_layers * _SCORE
-    if choices.work.recompute == "selective":
-        stays, again = each, again + scores / n_layers * kept_score
-    if choices.work.recompute == "full":
-        again += stays / n_layers
-        stays, one = _inputs(run, choices, n_layers)
-        again += one
-    activations = stays + choices.all_kept_bytes
-    replicas = _Replicas.of(run, choices)
-    logits = _logits(run, choices) + replicas.table
-    backward = max(_backward(run, choices, each / n_layers), replicas.gradients)
-    backward = again + max(0.0, backward + replicas.messages)
-    end = _table_gradient(run, choices)
-    if pp == 1:
-        states = in_layers + head + replicas.gathered
-        # Before the backward pass of the last layer there are no gradients of layers.
-        absent = _layer_gradients(run, choices) if layout.micro_batches == 1 else 0.0
-        last = activations + max(logits - absent, backward - absent * (1 - 1 / n_layers))
-        return states + max(last, activations / n_layers + backward, end)
-    if not run.model.tied_head:
-        head /= 2  # a rank has the table of the embedding or that of the head
-    peaks = []
-    for rank, part in enumerate(shares_of_ranks(run)):
-        share = sum(of_stack * stacks[stack] for stack, of_stack in part.layers) / n_layers
-        mine, last = activations * share, rank == pp - 1
-        states = in_layers * share + replicas.gathered + (head if last or not rank else 0.0)
-        most = max(_under_way(layout, rank) * mine + backward, mine + logits * last)
-        peaks.append(states + max(most, end if last or not rank else 0.0))
-    return max(peaks)
+    made = _Made.of(run, choices)
+    ranks = enumerate(shares_of_ranks(run))
+    return max(_peak_of_rank(run, choices, made, rank, part) for rank, part in ranks)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a step makes on a device that has all layers, in bytes.
+
+    Attributes:
+        layers: Parameters, gradients and moments of each stack's layers.
+        head: Those of everything else.
+        stays: What each stack's layers keep of one micro-batch.
+        inputs: Gathered inputs that all layers keep of one micro-batch.
+        weights: Gathered weights that all layers keep.
+        backward: What a layer's backward pass takes besides.
+        loss: The same of the head and its loss.
+        gradients: The gradients of all layers when a step ends.
+        replicas: What replicas take besides their shards.
+    """
+
+    layers: dict[str, float]
+    head: float
+    stays: dict[str, float]
+    inputs: float
+    weights: float
+    backward: float
+    loss: float
+    gradients: float
+    replicas: _Replicas
+
+    @staticmethod
+    def of(run: RunConfig, choices: Choices) -> _Made:
+        """Returns it for a run without `reshard: auto`."""
+        stacks, itemsize = stacks_of(run), choices.work.itemsize
+        kept = kept_by_layers(run, choices)  # if none is recomputed
+        scores = scores_of_layers(run, choices)
+        kept_score = itemsize  # a probability
+        if run.model.attention_dropout:  # before and after it, and its mask
+            kept_score += itemsize + 1
+        stays = {stack: kept[stack] + scores[stack] * kept_score for stack in stacks}
+        inputs = sum(
+            choices.kept_bytes(replace(choice, keep_weight=False))
+            for choice in choices.products.values()
+        )
+        weights = choices.all_kept_bytes - inputs
+        most_scores = max(scores[stack] / stacks[stack] for stack in stacks)
+        again = most_scores * _SCORE
+        if choices.work.recompute == "selective":
+            again += most_scores * kept_score
+            stays = kept
+        if choices.work.recompute == "full":
+            again += max(stays[stack] / stacks[stack] for stack in stacks)
+            again += inputs / sum(stacks.values())
+            inputs = 0.0
+            stays, one = inputs_of_layers(run, choices)
+            again += one
+        replicas = _Replicas.of(run, choices)
+        backward = _backward(run, choices, sum(kept.values()) / sum(stacks.values()))
+        backward = max(backward + replicas.messages, replicas.gradients)
+        layers, head = _states(run, choices)
+        return _Made(
+            layers,
+            head,
+            stays,
+            inputs,
+            weights,
+            again + max(0.0, backward + replicas.held),
+            loss_bytes(run, choices),
+            _layer_gradients(run, choices),
+            replicas,
+        )
+
+
+def _peak_of_rank(
+    run: RunConfig, choices: Choices, made: _Made, rank: int, part: StageShares
+) -> float:
+    """Returns the approximate peak of the devices of one rank of a pipeline.
+
+    Args:
+        run: The run.
+        choices: Its choices.
+        made: What a step makes.
+        rank: The place in the pipeline.
+        part: Which part of the model it has.
+    """
+    layout, model, stacks = run.layout, run.model, stacks_of(run)
+    pp, n_layers = layout.pp, sum(stacks.values())
+    states, mine, n_mine = made.replicas.gathered, 0.0, 0.0
+    for stack, share in part.layers:
+        states += share * made.layers[stack]
+        mine += share * made.stays[stack]
+        n_mine += share * stacks[stack]
+    mine += made.inputs * n_mine / n_layers
+    states += made.weights * n_mine / n_layers
+    under_way = _under_way(layout, rank) if pp > 1 else 1.0
+    together = under_way == layout.micro_batches  # all begin before the first ends
+    # Before the backward pass of the last layer there are no gradients of layers.
+    absent = made.gradients if layout.micro_batches == 1 else 0.0
+    end = 0.0
+    if part.lookups or part.head:
+        # A rank of a pipeline has the table of the embedding or that of the head.
+        half = 1.0 if model.tied_head or pp == 1 else 0.5
+        states += made.head * half
+        uses = round(part.lookups * len(stacks))
+        tied = int(part.head and model.tied_head and model.token_head)
+        end = table_gradient(run, choices, uses + tied if uses else 0)
+        if model.two_stacks and uses > (rank == 0):
+            # The decoder's lookup comes before the encoder's layers.
+            encoder = made.stays["encoder"] - absent * stacks["encoder"] / n_layers
+            encoder = max(0.0, encoder * dict(part.layers)["encoder"])
+            end = max(end, table_gradient(run, choices, 1 + tied) + encoder)
+        end += made.replicas.messages + max(0.0, under_way - 1 - together) * mine
+        end = max(end, made.replicas.updated, moved_moments(run, choices) * half)
+    if pp > 1:
+        most = under_way * mine + made.backward
+        if together:
+            most -= min(mine, made.gradients * max(0.0, n_mine - 1) / n_layers)
+        most = max(most, mine + made.loss * part.head)
+    else:
+        most = mine + max(made.loss - absent, made.backward - absent * (1 - 1 / n_layers))
+        most = max(most, mine / n_layers + made.backward)
+    return states + max(most, end)
 
 
 def _under_way(layout: LayoutConfig, rank: int) -> float:
@@ -106,7 +213,8 @@ def _under_way(layout: LayoutConfig, rank: int) -> float:
 
 def _layer_gradients(run: RunConfig, choices: Choices) -> float:
     """Returns the bytes of the gradients of all layers that a device has at the end of a step."""
-    sharers = 1 if run.layout.dp_mode == "replicate" else run.layout.dp
+    whole = run.layout.dp_mode == "replicate" or run.layout.micro_batches > 1
+    sharers = 1 if whole else run.layout.dp
     if run.train.update == "in_backward":
         return 0.0
     return _layer_elements(choices) / (choices.rows * choices.cols * sharers) * 4
@@ -127,7 +235,7 @@ def _backward(run: RunConfig, choices: Choices, kept: float) -> float:
         kept: Bytes that a layer has kept.
     """
     work, grid, h = choices.work, choices.rows * choices.cols, run.model.hidden_size
-    of_parts = run.model.family in ("t5", "llama") and work.itemsize < 4  # its norms are
+    of_parts = rms_norms(run) and work.itemsize < 4
     found = panels = 0.0
     for choice in choices.products.values():
         product = choice.product
@@ -149,10 +257,10 @@ def _backward(run: RunConfig, choices: Choices, kept: float) -> float:
                 in_float32 = whole * 4 / work.itemsize
                 found = max(found, _NORM_OF_WHOLE * in_float32 - wide * (0.5 if gated else 1.0))
     found += panels
+    rows = max(work.tokens, work.source) / (grid if choices.between == "cut" else 1)
+    found += _RESIDUAL * rows * h * work.itemsize
     if of_parts:
-        between = 1 / grid if choices.between == "cut" else 1.0
-        rows = max(work.tokens, work.source)
-        found = max(found, _NORM_COPIES * rows * h * between * 4 - _FREED * kept)
+        found = max(found, _NORM_COPIES * rows * h * 4 - _FREED * kept)
     return found
 
 
@@ -167,51 +275,49 @@ class _Replicas:
 
     Attributes:
         gathered: With FSDP the tables, which stay for a step, and two layers.
-        table: The gradient of a table.
-        messages: What travels while a layer's backward pass runs: the gradient of the head, and the
-            parameters of two layers.
+        held: What there is of the head's gradient while layers run backward. A tied table's waits
+            for that of the embedding; another one is in a message then.
+        messages: Those that sum gradients of layers and are under way, if they are small.
         gradients: The gradients of a layer's widest product, with the messages that sum them.
+        updated: The message with a table after its update.
     """
 
     gathered: float = 0.0
-    table: float = 0.0
+    held: float = 0.0
     messages: float = 0.0
     gradients: float = 0.0
+    updated: float = 0.0
 
     @staticmethod
     def of(run: RunConfig, choices: Choices) -> _Replicas:
         """Returns it for a run, which may share nothing over its replicas."""
-        layout, itemsize = run.layout, choices.work.itemsize
+        layout, model, itemsize = run.layout, run.model, choices.work.itemsize
         if layout.dp_mode == "replicate" or layout.dp == 1:
             return _Replicas()
-        others, grid = 1 - 1 / layout.dp, choices.rows * choices.cols
-        table = run.model.vocab_size * run.model.hidden_size / grid * 4
-        tables = 1 if run.model.tied_head or layout.pp > 1 else 2
-        n_layers = run.model.n_layers + run.model.n_decoder_layers * run.model.two_stacks
-        layer = _layer_elements(choices) / grid / n_layers * itemsize
+        grid, part = choices.rows * choices.cols, 1 / layout.dp
+        _, table = table_bytes(run, choices)
+        of_step = choices.reshard == "step"
+        tables = 1 if model.tied_head or layout.pp > 1 else 2
+        n_layers = model.n_layers + model.n_decoder_layers * model.two_stacks
+        layers = _layer_elements(choices) / grid
+        layer = layers / n_layers * itemsize
         if layout.dp_mode != "fsdp":
-            layer, tables = 0.0, 0
-        elif choices.reshard == "step":
+            tables = 0
+        if layout.dp_mode != "fsdp" or of_step:  # then states have all layers
             layer = 0.0
         widest = max(
             one.product.n_in * one.n_out
             for one in choices.products.values()
             if one.product.section != "head"
         )
+        accumulated = layout.micro_batches > 1  # then states have whole gradients
         return _Replicas(
-            gathered=(tables * table + 2 * layer) * others,
-            table=table,
-            messages=(1 + 2 * others) * table + 2 * layer * others,
+            gathered=tables * table + 2 * layer,
+            held=0.0 if accumulated else table * (1 - part),
+            messages=_UNDER_WAY * min(BUCKET_BYTES, (table + layers * 4) / 4),
             gradients=_GRADIENTS * widest / grid * itemsize,
+            updated=(1 + part) * table if layout.dp_mode == "zero1" else 0.0,
         )
-
-
-def _table_gradient(run: RunConfig, choices: Choices) -> float:
-    """Returns the bytes of the sum for the gradient of a table, when nothing else is left."""
-    if choices.rows == 1 or not run.model.token_head:
-        return 0.0
-    column = run.model.vocab_size * run.model.hidden_size / choices.cols * 4
-    return 2 * (1 - 1 / choices.rows) * column
 
 
 def _layer_elements(choices: Choices) -> float:
@@ -220,104 +326,45 @@ def _layer_elements(choices: Choices) -> float:
     return float(sum(one.elements for one in each if one.product.section != "head"))
 
 
-def _states(run: RunConfig, choices: Choices) -> tuple[float, float]:
-    """Returns bytes of matrices with gradients and moments: those of all layers, and the others.
+def _states(run: RunConfig, choices: Choices) -> tuple[dict[str, float], float]:
+    """Returns bytes of matrices with gradients and moments: of each stack's layers, and the others.
 
-    Both are for a device that holds its shards of all stages.
+    All are for a device that holds its shards of all stages.
     """
-    layout, grid, layers, head = run.layout, choices.rows * choices.cols, 0.0, 0.0
-    each: float
-    of_common: float
+    layout, grid, head = run.layout, choices.rows * choices.cols, 0.0
+    layers = dict.fromkeys(stacks_of(run), 0.0)
     everywhere = layout.branches if choices.between == "cut" else 1  # replicas of common layers
-    each, of_common = (state_bytes(run, layout.dp * n) for n in (1, everywhere))
-    each += _copy_bytes(run, choices, layout.dp)
-    of_common += _copy_bytes(run, choices, layout.dp * everywhere)
     for choice in choices.products.values():
-        held = choice.elements + (choices.table if choice.product.name == "head" else 0)
-        held_bytes = held * of_common if choice.common else held * each / grid
-        if choice.product.section == "head":
+        copies, of_grid = (everywhere, 1) if choice.common else (1, grid)
+        replicas = layout.dp * copies
+        in_head = choice.product.section == "head"
+        each = state_bytes(run, replicas)
+        # Of what is not in layers, FSDP gathers the parameters themselves.
+        copy = _copy_bytes(run, choices, 1 if in_head else replicas)
+        held_bytes = choice.elements * (each + copy) / of_grid
+        if choice.product.name == "head":
+            held_bytes += choices.table * each / of_grid
+        if in_head:
             head += held_bytes
         else:
-            layers += held_bytes
+            layers[stack_of(choice.product)] += held_bytes
     return layers, head
 
 
 def _copy_bytes(run: RunConfig, choices: Choices, replicas: int) -> float:
     """Returns the bytes per parameter of copies in the type of the computation.
 
+    With `reshard: step` those of layers are what FSDP gathers, whatever their type.
+
     Args:
-        run: The run.
+        run: The run, without `reshard: auto`.
         choices: Its choices.
         replicas: Number of replicas that share sharded state.
     """
-    if choices.work.itemsize > 2 or not choices.cast_once:
+    layout, itemsize = run.layout, choices.work.itemsize
+    sharded = layout.dp_mode == "fsdp" and layout.dp > 1
+    if sharded and layout.reshard == "step" and replicas > 1:
+        return itemsize
+    if itemsize > 2 or not choices.cast_once:
         return 0.0
-    return choices.work.itemsize / (replicas if run.layout.dp_mode == "fsdp" else 1)
-
-
-def _kept(run: RunConfig, choices: Choices) -> float:
-    """Returns the bytes that all layers keep of one micro-batch if none is recomputed.
-
-    A product that opens a section keeps its norm's input, in the type of norms, and output, and its
-    own output; a product that closes a section keeps its input.
-    """
-    work, h, grid = choices.work, run.model.hidden_size, choices.rows * choices.cols
-    # The fraction of an activation between sections that a device holds.
-    between = 1 / grid if choices.between == "cut" else 1.0
-    lies, kept = spec_of(run.layout).boundary(run.layout).lies, 0.0
-    for choice in choices.products.values():
-        product = choice.product
-        if product.section == "head":
-            continue
-        rows = work.rows_of(product)
-        inside = rows * (between if choice.common else 1 / grid)
-        # In a grid that cuts h, the norm is a part of the product, which computes it again.
-        inside_product = lies == "h" and choice.norm_inside
-        norm = 0.0 if inside_product else max(4, work.itemsize) / work.itemsize
-        around = 0.0 if product.closes else (1 + norm) * rows * h * between
-        width = product.n_in if product.closes else choice.n_out
-        kept += (around + inside * width) * product.count
-    return kept * work.itemsize
-
-
-def _scores(run: RunConfig, choices: Choices) -> float:
-    """Returns how many scores of attention a device computes in all layers, if no kernel is fused.
-
-    Dropout of their probabilities without gridformer's kernel lets torch keep them.
-    """
-    model, work = run.model, choices.work
-    if not model.attention_dropout or (on_gpu(run) and run.train.kernels != "torch"):
-        return 0.0
-    keys = run.seq_len
-    found = model.n_layers * work.tokens * keys
-    if model.two_stacks:
-        found = model.n_layers * work.source * run.source_len
-        found += model.n_decoder_layers * work.tokens * (keys + run.source_len)
-    return found * model.n_heads / (choices.rows * choices.cols)
-
-
-def _inputs(run: RunConfig, choices: Choices, n_layers: int) -> tuple[float, float]:
-    """Returns the bytes of the inputs of all layers, and of what is gathered of one of them.
-
-    Recomputed layers keep them. Where all devices have an input, each keeps a part of it.
-    """
-    work, grid = choices.work, choices.rows * choices.cols
-    n_bytes = max(work.tokens, work.source) * run.model.hidden_size * work.itemsize
-    if choices.between == "replicated":
-        return n_bytes / grid * n_layers, n_bytes
-    return n_bytes / (grid if choices.between == "cut" else 1) * n_layers, 0.0
-
-
-def _logits(run: RunConfig, choices: Choices) -> float:
-    """Returns bytes of logits, probabilities and their gradients that exist at a time."""
-    work = choices.work
-    if not run.model.token_head:
-        return 0.0
-    replicated = choices.between != "cut"
-    rows = work.tokens if replicated else work.tokens / choices.rows
-    width: float = run.model.vocab_size
-    if choices["head"].common:
-        rows = work.tokens if replicated else work.tokens / choices.cols
-    else:
-        width /= choices.cols
-    return 3 * min(rows, work.loss_chunk_tokens or rows) * width * 4
+    return itemsize / (replicas if sharded else 1)

@@ -254,9 +254,9 @@ def _reshard(choices: Choices, layout: LayoutConfig) -> Choices:
     """Decides whether layers keep the parameters that they gather until the step ends."""
     if layout.dp_mode != "fsdp" or layout.reshard == "layer":
         return choices
-    if layout.reshard == "step":
-        return replace(choices, reshard="step")
     held, price = choices.held_bytes, regathered_bytes(choices, layout)
+    if layout.reshard == "step":
+        return replace(choices, reshard="step", held_bytes=held + price)
     limit = choices.work.memory_gib
     if layout.cluster and not limit:
         limit = load_cluster(layout.cluster).for_processes(layout.n_processes).limit_gib

@@ -50,7 +50,8 @@ def parameter_bytes(run: RunConfig) -> int:
 def state_bytes(run: RunConfig, replicas: int) -> float:
     """Returns the bytes per parameter of value, gradient and two moments on one of its replicas.
 
-    Gradients of several micro-batches accumulate unsharded (gridformer.parallel.data.zero).
+    Gradients of several micro-batches accumulate unsharded (gridformer.parallel.data.zero). What
+    FSDP gathers is not counted, with `reshard: step` neither.
 
     Args:
         run: The run.
@@ -58,7 +59,7 @@ def state_bytes(run: RunConfig, replicas: int) -> float:
     """
     layout, train = run.layout, run.train
     part = 1.0 if layout.dp_mode == "replicate" else 1 / replicas
-    value = part if layout.dp_mode == "fsdp" and layout.reshard != "step" else 1.0
+    value = part if layout.dp_mode == "fsdp" else 1.0
     gradient, moments = part, 2 * part
     if layout.micro_batches > 1:
         gradient = 1.0
