@@ -14,6 +14,7 @@ from gridformer.cluster import (
     message_cpu_s,
     message_s,
 )
+from gridformer.cluster.kernels import LINK_EFFICIENCY
 from gridformer.cluster.tables import AttentionRow, MemoryRow, MessageRow, ProductRow, Tables
 
 
@@ -46,6 +47,12 @@ def test_memory_bound_kernels_take_their_bytes_over_the_fitted_bandwidth(selene:
     assert kernel_s(selene, work) == pytest.approx(1e-3)
     slow = selene.with_fitted({"memory_efficiency": 0.5})
     assert kernel_s(slow, work) == pytest.approx(2e-3)
+
+
+def test_copies_to_the_host_take_their_bytes_over_the_link(selene: Cluster) -> None:
+    copied = kernel_s(selene, KernelWork("copy", 0, 31.5e9))
+    assert copied == pytest.approx(1 / LINK_EFFICIENCY)
+    assert copied > 20 * kernel_s(selene, KernelWork("memory", 0, 31.5e9))
 
 
 def test_volumes_of_rings_and_chains(selene: Cluster) -> None:

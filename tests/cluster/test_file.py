@@ -23,6 +23,7 @@ def test_every_shipped_cluster_is_valid_and_every_number_has_a_source() -> None:
         assert 0 < cluster.limit_gib < cluster.device.memory_gib.value
         assert cluster.size > cluster.node_size
         assert all(level.source != "not stated" for level in cluster.levels)
+        assert cluster.host.link_gbps is not None
 
 
 def test_a_name_that_does_not_exist_is_answered_with_the_nearest() -> None:
@@ -42,6 +43,14 @@ def test_all_problems_of_a_file_are_listed_with_what_would_be_valid(tmp_path: Pa
     assert "device.memory_gib: is missing" in text
     assert "device.memory_gb: unknown key: did you mean 'memory_gib'?" in text
     assert "levels.0.latency_us.source: is missing" in text
+
+
+def test_a_file_need_not_state_the_link_to_the_host() -> None:
+    path = configs_dir() / "clusters" / "dgx-h100.yaml"
+    raw = {"name": "mine", **yaml.safe_load(path.read_text(encoding="utf-8"))}
+    assert parse_cluster(raw, "mine").link_gbps == 63
+    del raw["host"]["link_gbps"]
+    assert parse_cluster(raw, "mine").link_gbps == 15.75
 
 
 def test_fitted_numbers_are_few_and_known() -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from gridformer.cluster import Cluster, load_cluster
+from gridformer.cluster.kernels import LINK_EFFICIENCY
 from gridformer.config import RunConfig, parse_run
 from gridformer.memory.analytic import quick_peak
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.ranks import largest_ranks
+from gridformer.models import count_parameters
 from gridformer.parallel.auto.decisions import choices_of, decide_run
 from gridformer.plan.analytic import estimate
 from gridformer.plan.load import StepCosts
@@ -223,6 +225,46 @@ def test_norms_of_queries_and_keys_count(layout: dict[str, Any]) -> None:
     found, traced = estimate(run, cluster()), predicted(run)
     assert found.step_s == pytest.approx(traced.step_s, rel=TOLERANCE)
     assert found.load.launches == pytest.approx(traced.launches, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "train", "n_devices"),
+    [
+        ({}, {}, 1),
+        ({}, {"update": "in_backward", "clip_by": "layer"}, 1),
+        ({"dp": 4, "dp_mode": "zero1"}, {}, 4),
+        ({"scheme": "megatron", "cols": 4, "dp": 2, "dp_mode": "fsdp"}, {}, 8),
+    ],
+    ids=["one device", "in_backward", "ZeRO-1", "Megatron and FSDP"],
+)
+def test_moments_in_host_memory_take_the_time_of_their_copies(
+    layout: dict[str, Any], train: dict[str, Any], n_devices: int
+) -> None:
+    """They had travelled free of charge in the estimate, and at the speed of memory in the trace.
+
+    Both moments of each parameter, of 4 bytes each, travel to the device and back.
+    """
+    plain, moved = (
+        run_of("Llama", layout, global_batch=32, offload=offload, **train)
+        for offload in ("none", "optimizer")
+    )
+    seconds = 16 * count_parameters(moved.model) / n_devices / (63e9 * LINK_EFFICIENCY)
+    traced = predicted(moved)
+    memory = cluster().device.memory_gbps.value * 1e9 * cluster().number("memory_efficiency")
+    on_device = 28 * count_parameters(moved.model) / n_devices / memory
+    assert traced.parts.update == pytest.approx(seconds + on_device, rel=0.03)
+    assert traced.step_s > max(seconds, predicted(plain).step_s)
+    assert estimate(moved, cluster()).step_s == pytest.approx(traced.step_s, rel=TOLERANCE)
+    assert not any("link_gbps" in said for said in traced.warnings)
+
+
+def test_an_assumed_link_to_the_host_is_named() -> None:
+    host = cluster().host.model_copy(update={"link_gbps": None})
+    there = cluster().model_copy(update={"host": host})
+    for offload, named in (("optimizer", True), ("none", False)):
+        found = predict(run_of("GPT-2", {}, global_batch=8, offload=offload), there, memory=False)
+        said = "dgx-h100 does not state host.link_gbps: 15.75 GB/s are assumed"
+        assert any(said in one for one in found.warnings) == named
 
 
 def test_kinds_of_kernels_agree() -> None:

@@ -31,6 +31,7 @@ FITTED: dict[str, tuple[float, str]] = {
 }
 MAX_FITTED = 4
 NO_DATA = "nothing"  # what a number was fitted to that is assumed
+LINK_GBPS = 15.75  # of PCI Express 3.0 x16, for files without `host.link_gbps`
 LOCAL = "local"  # stands for the file that `gridformer calibrate` writes into the current folder
 
 
@@ -97,12 +98,15 @@ class Host(_Part):
         step_us: Time of a training step that depends on no kernel, in microseconds.
         message_us: Time of a message before its first byte travels, in microseconds.
         cores: Cores that the processes of a run on a CPU share.
+        link_gbps: GB/s in one direction of the link between the host and one GPU. None stands for
+            those of PCI Express 3.0 x16.
     """
 
     launch_us: Figure
     step_us: Figure
     message_us: Figure
     cores: Figure | None = None
+    link_gbps: Figure | None = None
 
 
 class Fitted(_Part):
@@ -215,6 +219,11 @@ class Cluster(_Part):
         """
         whole = self.device.memory_gib.value - self.device.reserved_gib.value
         return whole / self.processes if self.device.kind == "cpu" else whole
+
+    @property
+    def link_gbps(self) -> float:
+        """GB/s in one direction between the host and a GPU, or what is assumed for any machine."""
+        return self.host.link_gbps.value if self.host.link_gbps else LINK_GBPS
 
     def number(self, name: str) -> float:
         """Returns a fitted number, or what is assumed for any machine if the file has none."""

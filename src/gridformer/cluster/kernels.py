@@ -1,4 +1,4 @@
-"""How long one kernel takes on a device: products, fused attention, memory-bound kernels."""
+"""How long a kernel takes on a device: products, fused attention, memory-bound kernels, copies."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ ATTENTION_RATE = 0.72
 # Queries and keys of the tiles in which fused attention works. It leaves out the tiles of scores
 # that a causal mask hides altogether.
 ATTENTION_TILE = 128
+# Copies between a GPU and pinned memory of its host reach this fraction of the link's bandwidth.
+# Assumed: links lose about a tenth to headers of packets, and more to the host.
+LINK_EFFICIENCY = 0.8
 # Passes over the scores of unfused attention, forward and backward: softmax reads and writes them,
 # so does dropout, which also has a mask; backward they read one more operand each.
 SCORE_PASSES = (4.5, 6.5)
@@ -30,9 +33,10 @@ class KernelWork(NamedTuple):
     """What one kernel does.
 
     Attributes:
-        kind: `product`, `attention` (fused) or `memory` (everything else).
+        kind: `product`, `attention` (fused), `copy` (between host and GPU) or `memory` (everything
+            else).
         flop: Floating-point operations.
-        bytes: Bytes read and written.
+        bytes: Bytes read and written, or copied.
         dtype: Data type of a product's operands: float16, bfloat16, tf32, float32 or float64.
         shape: For products (batch, m, n, k); for attention (batch, heads, queries, keys, width,
             hides), where hides is 0 without a mask, 1 if it is causal, and more if a query sees
@@ -44,7 +48,7 @@ class KernelWork(NamedTuple):
             that is not known. See `tables.ProductRow`.
     """
 
-    kind: Literal["product", "attention", "memory"]
+    kind: Literal["product", "attention", "memory", "copy"]
     flop: float
     bytes: float
     dtype: str = "float32"
@@ -55,6 +59,8 @@ class KernelWork(NamedTuple):
 
 def kernel_s(cluster: Cluster, work: KernelWork) -> float:
     """Returns the time in seconds that a kernel takes on a device, without its launch."""
+    if work.kind == "copy":
+        return work.bytes / (cluster.link_gbps * 1e9 * LINK_EFFICIENCY)
     measured = _measured_s(cluster, work)
     if measured is not None:
         return measured

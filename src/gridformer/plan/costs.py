@@ -19,7 +19,12 @@ from gridformer.parallel.axes import mesh_ranks
 from gridformer.plan.program import Await, Item, OnlyLayers, Phase, ReadBack, Run, Send
 from gridformer.trace.events import Event, Kernel, Passed, Read, Start, Trace, Wait
 
-_PARTS = {"product": "products", "attention": "attention", "memory": "memory_bound"}
+_PARTS = {
+    "product": "products",
+    "attention": "attention",
+    "memory": "memory_bound",
+    "copy": "memory_bound",
+}
 _SecondsOf = Callable[[Cluster, MessageWork], float]
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -81,13 +86,15 @@ class Costs:
         return items
 
     def _run(self, kernel: Kernel, last: bool) -> Run:
-        part = "update" if kernel.update else _PARTS[kernel.kind]
+        # Backward passes copy nothing but the moments of what they update.
+        moments = kernel.kind == "copy" and kernel.place.backward
+        part = "update" if kernel.update or moments else _PARTS[kernel.kind]
         module, phase = kernel.place.module, _phase_of(kernel, last)
         return Run(self.kernel_s(kernel), kernel.launches, part, kernel.op, module, phase)
 
     def kernel_s(self, kernel: Kernel) -> float:
         """Returns the seconds that a kernel takes on the device."""
-        key = kernel.op, kernel.shape, kernel.dtype, kernel.bytes, kernel.order
+        key = kernel.op, kernel.kind, kernel.shape, kernel.dtype, kernel.bytes, kernel.order
         if key not in self._kernels:
             dtype = kernel.dtype
             if dtype == "float32" and self.tf32 and kernel.kind != "memory":
@@ -224,6 +231,6 @@ def dtypes_without_peak(traces: Sequence[Trace], cluster: Cluster, tf32: bool) -
         "tf32" if event.dtype == "float32" and tf32 else event.dtype
         for trace in traces
         for event in kernels_of(trace)
-        if event.kind != "memory"
+        if event.kind in ("product", "attention")
     }
     return sorted(found - set(cluster.device.peak_tflops))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from gridformer.parallel.auto.cost import Choice
 from gridformer.parallel.auto.products import Product
-from gridformer.parallel.pipeline.stage_shares import StageShares
+from gridformer.parallel.pipeline.stage_shares import StageShares, stacks_of
 from gridformer.plan.sizes import Sizes
 
 WITH_RMS = ("t5", "llama")  # whose norms are RMSNorms
@@ -24,6 +24,8 @@ ZERO1_BACKWARD = 0.8
 FSDP_PARAMETER = 1.35  # once a step
 FSDP_GATHERED = 0.75  # copied from the message of its layer
 FSDP_JOINED = 0.6  # its gradient, copied to a message
+OFFLOADED_PARAMETER = 4  # copies of two moments, to the device and back
+OFFLOADED_LAYER = 10  # its norm and its update, apart from others
 # Of the loss of a chunk of tokens, forward and backward together.
 LOSS, LOSS_SMOOTHED = 11, 19
 LOSS_SHARDED, LOSS_SHARDED_SMOOTHED = 27, 33
@@ -77,6 +79,16 @@ def parameters(sizes: Sizes, shares: StageShares) -> float:
             one = weights + biases_of(sizes, product) + norms_of(sizes, product)
             found += product.count * one * shares.share_of(product)
     return found
+
+
+def offloaded(sizes: Sizes, shares: StageShares) -> float:
+    """Returns the launches that a rank has because moments are in the memory of its host."""
+    found = parameters(sizes, shares)
+    if shares.lookups > 0 or shares.head:
+        found += OUTSIDE[sizes.run.model.family]
+    stacks = stacks_of(sizes.run)
+    n_layers = sum(share * stacks[stack] for stack, share in shares.layers)
+    return found * OFFLOADED_PARAMETER + n_layers * OFFLOADED_LAYER
 
 
 def vectors(sizes: Sizes, shares: StageShares) -> float:

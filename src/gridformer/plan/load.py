@@ -23,7 +23,7 @@ class Load:
     Attributes:
         products: Seconds of matrix products.
         attention: Seconds of fused attention.
-        memory: Seconds of memory-bound kernels.
+        memory: Seconds of memory-bound kernels, and of copies between host and device.
         launches: Kernels and messages that the host launches.
         exposed: Seconds by axis in which the device waits for messages.
         hidden: Seconds by axis of messages that travel during computation.
@@ -153,6 +153,10 @@ class StepCosts:
     def memory_s(self, n_bytes: float) -> float:
         """Returns the seconds of a memory-bound kernel that moves this many bytes."""
         return self._kernel(KernelWork("memory", 0.0, n_bytes)) if n_bytes else 0.0
+
+    def copy_s(self, n_bytes: float) -> float:
+        """Returns the seconds of copying this many bytes between the host and a device."""
+        return self._kernel(KernelWork("copy", 0.0, n_bytes)) if n_bytes else 0.0
 
     def message_s(self, op: Op, n_bytes: float, place: AxisPlace) -> float:
         """Returns the seconds of a message; `n_bytes` as in `MessageWork`.

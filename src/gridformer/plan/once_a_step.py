@@ -17,6 +17,7 @@ from gridformer.plan.replica_messages import in_buckets
 from gridformer.plan.sizes import Sizes
 
 ADAM_BYTES = 28  # reads a parameter, its gradient and two moments, and writes all but the gradient
+MOMENTS_BYTES = 8  # of a parameter, which `train.offload: optimizer` copies in each direction
 NORM_BYTES = 4  # the norm of gradients reads them
 COPY_BYTES = 8  # reads and writes an element of float32
 VECTORS_BYTES = 1e5  # of the gradients of norms and biases, roughly
@@ -239,10 +240,18 @@ def _summed(sizes: Sizes, shares: StageShares) -> list[tuple[float, float, AxisP
 
 
 def update(sizes: Sizes, shares: StageShares) -> Load:
-    """Returns the load of clipping and of the optimizer."""
-    layout = sizes.run.layout
+    """Returns the load of clipping and of the optimizer, with the copies of offloaded moments."""
+    layout, train, costs = sizes.run.layout, sizes.run.train, sizes.costs
     replicas = 1 if layout.dp_mode == "replicate" else sizes.spec.replicas(layout)
     elements = _elements(sizes, shares) / max(1, replicas)
-    wide = 2 if sizes.run.train.dtype == "float64" else 1
-    seconds = sizes.costs.memory_s(elements * (ADAM_BYTES + NORM_BYTES) * wide)
-    return Load(memory=seconds, launches=launches.STEP)
+    wide = 2 if train.dtype == "float64" else 1
+    load = Load(
+        memory=costs.memory_s(elements * (ADAM_BYTES + NORM_BYTES) * wide), launches=launches.STEP
+    )
+    if train.offload == "optimizer":
+        n_bytes = 2 * elements * MOMENTS_BYTES * wide
+        # On a CPU both are in the same memory, where a copy reads and writes.
+        on_cpu = costs.cluster.device.kind == "cpu"
+        load.memory += costs.memory_s(2 * n_bytes) if on_cpu else costs.copy_s(n_bytes)
+        load.launches += launches.offloaded(sizes, shares)
+    return load

@@ -232,6 +232,12 @@ def warnings_of(run: RunConfig, cluster: Cluster, traces: Sequence[Trace]) -> li
             f"the run has {run.layout.n_processes} devices, and {cluster.name} describes "
             f"{cluster.size}: the outermost level is taken to go on"
         )
+    copies = run.train.offload == "optimizer" and cluster.device.kind != "cpu"
+    if copies and cluster.host.link_gbps is None:
+        found.append(
+            f"{cluster.name} does not state host.link_gbps: {cluster.link_gbps:g} GB/s are "
+            "assumed between host and device, over which train.offload copies moments"
+        )
     for dtype in dtypes_without_peak(traces, cluster, run.train.tf32):
         found.append(f"{cluster.name} states no peak rate for products of {dtype}")
     return found + doubts(cluster, run.layout.n_processes)

@@ -183,13 +183,14 @@ class Kernel:
 
     Attributes:
         op: The operator, such as `mm` or `gelu`.
-        kind: `product`, `attention` or `memory`, which is everything else.
+        kind: `product`, `attention`, `copy` between the host and a GPU, or `memory`, which is
+            everything else.
         shape: For a product (batch, m, n, k); for attention (batch, heads, queries, keys, width,
             hides), where hides is 0 without a mask, 1 if it is causal, and more if a query sees
             at most so many keys, of which its own is the last.
         dtype: The type of its factors, or of what it writes.
         flop: Its floating-point operations; 0 unless it is a product or attention.
-        bytes: The bytes that it reads and writes.
+        bytes: The bytes that it reads and writes, or copies.
         place: The module and the direction; the file is empty.
         order: For a product, `n` or `t` for each factor: whether its rows lie in memory one after
             the other or its columns do.
@@ -198,7 +199,7 @@ class Kernel:
     """
 
     op: str
-    kind: Literal["product", "attention", "memory"]
+    kind: Literal["product", "attention", "memory", "copy"]
     shape: tuple[int, ...]
     dtype: str
     flop: int

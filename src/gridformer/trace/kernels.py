@@ -2,7 +2,8 @@
 
 Every operator that computes something is one launch, as it is with torch's own kernels. Views and
 empty tensors launch nothing. Products and attention carry their floating-point operations, by the
-rules of `gridformer.train.flops`; everything else is bound by the memory that it reads and writes.
+rules of `gridformer.train.flops`. A copy between the host and a GPU is bound by the link between
+them, and everything else by the memory that it reads and writes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class LaunchedWork(NamedTuple):
     """What an operator launches; see `gridformer.trace.events.Kernel`."""
 
     op: str
-    kind: Literal["product", "attention", "memory"]
+    kind: Literal["product", "attention", "memory", "copy"]
     shape: tuple[int, ...]
     dtype: str
     flop: int
@@ -43,6 +44,7 @@ _NOTHING = {
     *("promote_types", "scalar_tensor", "_reshape_alias", "record_stream"),
 }
 _FILLS = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_"}  # do not read their target
+_COPIES = {"copy_", "_to_copy"}
 # They read as much of their first argument as they return.
 _LOOKUPS = {"embedding", "gather", "index_select", "index", "take"}
 # They change as many elements of their first argument as they are given.
@@ -68,6 +70,8 @@ def launched_work(
     # A result that the caller names (`out=`) is written like a new one.
     named = [value for key, value in kwargs.items() if key != "out"]
     given = [*_tensors(args), *_tensors(named)]
+    if name in _COPIES and (copied := _between(given, results, device)) is not None:
+        return LaunchedWork(name, "copy", (), _dtype(copied), 0, _extent(copied))
     if not any(x.device.type == device for x in (results or given)):
         return None
     changed = [*_changed(func, args), *_tensors((kwargs.get("out"),))]
@@ -91,6 +95,14 @@ def launched_work(
         read = [*read[1:], given[1].numel() * given[0].element_size()]
     n_bytes = sum(read) + sum(map(_extent, made)) + sum(map(_extent, changed))
     return LaunchedWork(name, "memory", (), _dtype((made or changed or given)[0]), 0, n_bytes)
+
+
+def _between(given: list[Tensor], results: list[Tensor], device: str) -> Tensor | None:
+    """Returns what a copy moves between the host and a GPU; None if it stays on one of them."""
+    if device == "cpu" or not given or not results:
+        return None
+    there = {given[-1].device.type, results[0].device.type}
+    return given[-1] if there == {"cpu", device} else None
 
 
 def _product(name: str, factors: Any, out: Tensor, given: list[Tensor]) -> LaunchedWork:
