@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from unittest.mock import patch
@@ -33,6 +34,7 @@ def logs_and_raises() -> None:
         busy()
     except Exception:
         LOG.exception("failed while attempting to run meta")
+        warnings.warn("a hook raised an exception", stacklevel=2)
         raise
 
 
@@ -53,6 +55,36 @@ def in_a_callback() -> None:
     busy()
 
 
+def then_busy(first: Callable[[], None]) -> None:
+    first()
+    busy()
+
+
+def test_no_operator_of_torch_is_interrupted() -> None:
+    """Its modes would be left in a state in which C++ aborts the process."""
+    ended = []
+
+    class Mode:
+        def __torch_dispatch__(self) -> None:
+            busy(0.4)
+            ended.append(True)
+
+    with (
+        patch.object(patience, "_LOOKS_S", 0.02),
+        pytest.raises(TooLongError),
+        time_limit(0.1, "do less"),
+    ):
+        then_busy(Mode().__torch_dispatch__)
+    assert ended
+    with (
+        patch.multiple(patience, _LOOKS_S=0.02, _UNWINDS_S=0.1),
+        pytest.raises(TooLongError),
+        time_limit(0.1, "do less"),
+    ):
+        Mode().__torch_dispatch__()
+    assert len(ended) == 1, "an operator that takes too long is"
+
+
 def catches_once() -> None:
     try:
         busy()
@@ -62,7 +94,10 @@ def catches_once() -> None:
 
 @pytest.mark.parametrize("work", [busy, logs_and_raises, makes_another_error, in_a_callback])
 def test_only_its_own_sentence_is_said(
-    work: Callable[[], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    work: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    recwarn: pytest.WarningsRecorder,
 ) -> None:
     printed: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
@@ -75,7 +110,7 @@ def test_only_its_own_sentence_is_said(
     ):
         work()
     assert time.process_time() - began < 2.5
-    assert (printed, caplog.text) == ([], "")
+    assert (printed, caplog.text, [*recwarn]) == ([], "", [])
     assert (sys.unraisablehook, logging.root.manager.disable) == before
 
 

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -22,8 +23,9 @@ from gridformer.utils.errors import UserError
 SECONDS: Final = 25.0
 LONGEST: Final = 1e7
 _LOOKS_S: Final = 0.5
-_UNWINDS_S: Final = 3.0  # in which the block ends, unless something in it catches the error
-_SOON_S: Final = 0.001
+_SOON_S: Final = 0.003
+# So long torch may take to return, and then the block to end before the error is raised again.
+_UNWINDS_S: Final = 3.0
 
 Seconds = Annotated[
     float | None,
@@ -65,20 +67,25 @@ def time_limit(seconds: float | None, instead: str) -> Iterator[None]:
         yield
         return
 
-    began, is_over = _busiest(), False
+    began, raise_by, is_over = _busiest(), 0.0, False
     error = TooLongError(
         f"this takes more than {seconds:g} seconds of the processor's time: {instead}, or "
         "allow more with --seconds, such as --seconds 600"
     )
 
     def look(number: int, frame: FrameType | None) -> None:
-        nonlocal is_over
-        if _busiest() - began < seconds:
+        nonlocal is_over, raise_by
+        if not raise_by and _busiest() - began < seconds:
+            return
+        raise_by = raise_by or time.monotonic() + _UNWINDS_S
+        if _within_torch(frame) and time.monotonic() < raise_by:
+            signal.setitimer(signal.ITIMER_REAL, _SOON_S, _SOON_S)
             return
         is_over = True
         for child in multiprocessing.active_children():
             child.kill()  # a pool that is left waits for them
         logging.disable(logging.CRITICAL)
+        warnings.simplefilter("ignore")
         # Once more only after a while: an error within the unwinding of C++ aborts the process.
         signal.setitimer(signal.ITIMER_REAL, _UNWINDS_S, _UNWINDS_S)
         raise error
@@ -94,7 +101,8 @@ def time_limit(seconds: float | None, instead: str) -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, _LOOKS_S, _LOOKS_S)
     try:
-        yield
+        with warnings.catch_warnings():
+            yield
     except Exception:
         if not is_over:
             raise
@@ -105,6 +113,23 @@ def time_limit(seconds: float | None, instead: str) -> Iterator[None]:
         logging.disable(disabled)
     if is_over:
         raise error from None
+
+
+def _within_torch(frame: FrameType | None) -> bool:
+    """Whether an error at this point would pass through code of torch that expects none.
+
+    That is so within operators, which Python runs for fake tensors: torch's modes would be left in
+    a state in which C++ aborts the process. And it is so where C++ calls functions of torch.
+    """
+    innermost = ""
+    while frame is not None:
+        if frame.f_code.co_name == "__torch_dispatch__":
+            return True
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if not innermost and package in ("torch", "gridformer"):
+            innermost = package
+        frame = frame.f_back
+    return innermost == "torch"
 
 
 def _busiest() -> float:
