@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gridformer.cluster.file import load_cluster
-from gridformer.config import RunConfig
+from gridformer.config import RunConfig, parse_run
 from gridformer.memory.estimate import estimate_rank
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check_layout
@@ -96,6 +96,26 @@ def both_ways(run: RunConfig) -> list[Prediction]:
     assert whole.timeline
     whole.timeline = {}
     return [whole, price(few, cluster)]
+
+
+def by_fewer_layers_and_by_all(run: RunConfig) -> list[Prediction]:
+    """Return what is predicted for a run; a timeline needs all of its layers."""
+    torch.set_num_threads(1)
+    cluster = load_cluster("dgx-h100")
+    return [predict(run, cluster, memory=False, timeline=all_of_it) for all_of_it in (False, True)]
+
+
+@pytest.mark.parametrize("n_layers", [16, 32])
+def test_a_table_s_gradient_is_hidden_by_no_more_layers_than_it_takes(
+    gpu: InProcess, n_layers: int
+) -> None:
+    """It takes longer than three layers. Extended from these, the step was 6.5% too fast."""
+    sections = {"model": "llama-3.1-8b", "data": {"path": "."}, "layout": {"dp": 64}}
+    sizes = [f"model.n_layers={n_layers}", "model.max_seq_len=4096"]
+    run = parse_run({**sections, "train": {"global_batch": 64, "dtype": "bfloat16"}}, sizes)
+    few, every = gpu(by_fewer_layers_and_by_all, run)
+    assert few.step_s == pytest.approx(every.step_s, rel=1e-3)
+    assert few.parts.exposed["dp"] == pytest.approx(every.parts.exposed["dp"], rel=0.01)
 
 
 REPEATED: list[dict[str, Any]] = [

@@ -2,7 +2,9 @@
 
 Everything about a step but the order in which sums of gradients end is linear in the number of
 layers once each stage has some. So a long model is traced twice, with two and with three layers in
-its shortest stage, and its times are extended from these along a line.
+its shortest stage, and its times are extended from these along a line. Where messages of the first
+gradients are still hidden by the third layer, it is traced twice more, with so many layers that
+nothing is left to hide.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.pipeline.partition import link_names, stages_of, with_stages
 
 KEPT = 2  # layers of the shortest stage of the shorter model; the other one has one more
-_LEAST = 2 * KEPT + 2  # with fewer layers in the shortest stage the whole model is traced
+_WORTH = 4  # if no more layers than these could be left out, the whole model is traced
 
 T = TypeVar("T")
 Stages = Sequence[range]
 
 
-def removable(run: RunConfig, decisions: Decisions) -> int:
+def removable(run: RunConfig, decisions: Decisions, kept: int = KEPT) -> int:
     """Returns how many layers of each stage may be left out; 0 if all are traced.
 
     Without a pipeline, this is the number for each stack of layers.
@@ -31,6 +33,7 @@ def removable(run: RunConfig, decisions: Decisions) -> int:
     Args:
         run: The run.
         decisions: The result of `decide_run`.
+        kept: How many the shortest stage of the shorter model keeps.
     """
     model = run.model
     if run.layout.pp == 1:
@@ -41,7 +44,7 @@ def removable(run: RunConfig, decisions: Decisions) -> int:
         stages = stages_of(model, run.layout.n_stages, decisions.choices.work)
         names = link_names(model)
         least = min(sum(_is_layer(names[i]) for i in stage) for stage in stages)
-    return least - KEPT if least >= _LEAST else 0
+    return least - kept if least >= kept + _WORTH else 0
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from gridformer.config import RunConfig
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.ranks import largest_ranks
 from gridformer.parallel.auto.decisions import Decisions, decide_run
+from gridformer.plan.fewer_layers import KEPT
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.price import Prices, warnings_of
 from gridformer.plan.program import Spent
@@ -18,6 +20,9 @@ from gridformer.plan.recorded import Shortened, joined, on_device_type, unfused
 from gridformer.trace.events import Trace
 from gridformer.utils.beside import shared, started
 from gridformer.utils.units import GIB
+
+_NOTICEABLE = 1e-3  # of a step: so much more that one layer hides is looked into
+_MOST_KEPT = 12  # layers of the shortest sample
 
 
 class _Sample(NamedTuple):
@@ -94,6 +99,10 @@ def predict(
         found = rest()
         peaks = found[: len(held)]
         samples = [timed(0, joined([traces, *found[len(held) :]]))]
+    if kept := _layers_to_keep(run, samples):
+        shortened = Shortened.of(run, decisions, training, kept=kept)
+        numbers = range(len(shortened.layers))
+        samples = [sample(number) for number in numbers]
     layers, rounds = shortened.layers[0], shortened.rounds[0]
     prediction = prices.prediction([one.spent for one in samples], layers, rounds)
     prediction.warnings = samples[0].warnings
@@ -101,6 +110,28 @@ def predict(
         prediction.peak_gib = max(peaks) / GIB
         prediction.fits = prediction.peak_gib <= prediction.limit_gib
     return prediction
+
+
+def _layers_to_keep(run: RunConfig, samples: Sequence[_Sample]) -> int:
+    """Returns with how many layers the run is to be traced again; 0 if it is not.
+
+    The sum of a large table's gradient, which is the first, may take longer than the backward pass
+    of a few layers. Then a layer more hides more of it, but not one of many more.
+
+    Args:
+        run: The run.
+        samples: Those with the fewest layers, the shortest one last.
+    """
+    if len(samples) < 2 or run.layout.pp > 1:
+        return 0
+    kept = 0
+    more, fewer = (one.spent[0] for one in samples)
+    for longer, shorter in zip(more, fewer):
+        for axis, seconds in shorter.exposed.items():
+            hidden = seconds - longer.exposed.get(axis, 0.0)
+            if hidden > _NOTICEABLE * longer.end:
+                kept = max(kept, KEPT + math.ceil(seconds / hidden))
+    return min(kept, _MOST_KEPT)
 
 
 def _held(run: RunConfig, decisions: Decisions) -> list[Callable[[], int]]:

@@ -13,7 +13,7 @@ from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.registry import spec_of
-from gridformer.plan.fewer_layers import removable, without_layers
+from gridformer.plan.fewer_layers import KEPT, removable, without_layers
 from gridformer.plan.fewer_rounds import removable_rounds, without_rounds
 from gridformer.trace.alike import trace_runs
 from gridformer.trace.device import Backend
@@ -70,16 +70,23 @@ class Shortened:
     rounds: tuple[int, ...] = (0,)
 
     @staticmethod
-    def of(run: RunConfig, decisions: Decisions, training: bool, whole: bool = False) -> Shortened:
+    def of(
+        run: RunConfig,
+        decisions: Decisions,
+        training: bool,
+        whole: bool = False,
+        kept: int = KEPT,
+    ) -> Shortened:
         """Returns the shortened steps from which the time of a step follows.
 
         Args:
             run, decisions, training: See `Shortened`.
             whole: Whether all layers and micro-batches are traced.
+            kept: How many layers the shortest stage keeps in the shortest sample.
         """
         if whole:
             return Shortened(run, decisions, training)
-        n, m = removable(run, decisions), removable_rounds(run)
+        n, m = removable(run, decisions, kept), removable_rounds(run)
         layers, rounds = ((k - 1, k) if k else (0,) for k in (n, m))
         return Shortened(run, decisions, training, layers, rounds)
 
@@ -148,6 +155,7 @@ def record_run(
     decisions: Decisions | None = None,
     training: bool = True,
     whole: bool = False,
+    kept: int = KEPT,
 ) -> Recorded:
     """Traces a run's step for `gridformer.plan.price`.
 
@@ -158,12 +166,13 @@ def record_run(
         training: Whether it is an optimizer step; otherwise the forward passes of a batch.
         whole: Whether all layers and micro-batches are traced; otherwise see
             `gridformer.plan.fewer_layers` and `fewer_rounds`.
+        kept: How many layers the shortest stage keeps in the shortest sample.
 
     Raises:
         UserError: The step of this run fails.
     """
     run = on_device_type(run, kind)
-    shortened = Shortened.of(run, decisions or decide_run(run), training, whole)
+    shortened = Shortened.of(run, decisions or decide_run(run), training, whole, kept)
     samples = [shortened.traces(kind, fewer) for fewer in shortened.layers]
 
     def with_rounds(number: int) -> Recorded:
