@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import sys
 import time
 import warnings
@@ -15,6 +17,7 @@ import pytest
 from gridformer.cli import patience
 from gridformer.cli.patience import TooLongError, time_limit
 
+clock = time.process_time
 LOG = logging.getLogger("library")
 
 
@@ -112,6 +115,22 @@ def test_only_its_own_sentence_is_said(
     assert time.process_time() - began < 2.5
     assert (printed, caplog.text, [*recwarn]) == ([], "", [])
     assert (sys.unraisablehook, logging.root.manager.disable) == before
+
+
+def test_a_child_that_was_busier_before_does_not_hide_what_this_process_takes() -> None:
+    code = "import time\nwhile time.process_time() < 2: pass\nprint(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # it has taken more than this process will in the block
+        began = {os.getpid(): time.process_time() - 0.5}  # as if this process were a new one
+        with (
+            patch.object(patience, "_LOOKS_S", 0.02),
+            patch.object(time, "process_time", lambda: clock() - began[os.getpid()]),
+            pytest.raises(TooLongError),
+            time_limit(0.1, "do less"),
+        ):
+            busy(1.0)
+        child.kill()
 
 
 def test_a_result_that_an_error_has_spoilt_is_none() -> None:

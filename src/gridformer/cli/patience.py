@@ -67,7 +67,7 @@ def time_limit(seconds: float | None, instead: str) -> Iterator[None]:
         yield
         return
 
-    began, raise_by, is_over = _busiest(), 0.0, False
+    began, raise_by, is_over = _used(), 0.0, False
     error = TooLongError(
         f"this takes more than {seconds:g} seconds of the processor's time: {instead}, or "
         "allow more with --seconds, such as --seconds 600"
@@ -75,7 +75,7 @@ def time_limit(seconds: float | None, instead: str) -> Iterator[None]:
 
     def look(number: int, frame: FrameType | None) -> None:
         nonlocal is_over, raise_by
-        if not raise_by and _busiest() - began < seconds:
+        if not raise_by and _busiest(began) < seconds:
             return
         raise_by = raise_by or time.monotonic() + _UNWINDS_S
         if _within_torch(frame) and time.monotonic() < raise_by:
@@ -132,9 +132,9 @@ def _within_torch(frame: FrameType | None) -> bool:
     return innermost == "torch"
 
 
-def _busiest() -> float:
-    """Returns the seconds of the processor's time of this process, or of a child with more."""
-    most = time.process_time()
+def _used() -> dict[int, float]:
+    """Returns the seconds of the processor's time of this process and of each of its children."""
+    found = {os.getpid(): time.process_time()}
     children = {child.pid for child in multiprocessing.active_children()}
     with contextlib.suppress(OSError):  # systems without /proc
         for task in Path("/proc/self/task").iterdir():
@@ -143,5 +143,10 @@ def _busiest() -> float:
         with contextlib.suppress(OSError):
             after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             user, system = map(int, after_name[11:13])
-            most = max(most, (user + system) / os.sysconf("SC_CLK_TCK"))
-    return most
+            found[pid or 0] = (user + system) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def _busiest(began: dict[int, float]) -> float:
+    """Returns the seconds that this process, or a child with more, has taken since it began."""
+    return max(seconds - began.get(pid, 0.0) for pid, seconds in _used().items())

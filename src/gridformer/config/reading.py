@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -94,7 +95,7 @@ def find_run_file(path: Path | str, or_model: bool = False) -> Path:
     """
     path = Path(path)
     shipped = configs_dir() / "runs" / f"{path.stem}.yaml"
-    named = str(path) == path.stem or path.resolve() == shipped.resolve()
+    named = str(path) == path.stem or os.path.realpath(path) == os.path.realpath(shipped)
     named = named or path == Path("configs", "runs", shipped.name)
     is_folder = path.is_dir()  # such as that of an imported model, under the model's own name
     if exists(path) and not is_folder:
