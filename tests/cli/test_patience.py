@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -131,6 +133,25 @@ def test_a_child_that_was_busier_before_does_not_hide_what_this_process_takes() 
         ):
             busy(1.0)
         child.kill()
+
+
+def test_only_processes_that_the_block_has_started_are_killed() -> None:
+    context = multiprocessing.get_context("spawn")
+    before = context.Process(target=time.sleep, args=(60,))
+    before.start()
+    inside = context.Process(target=time.sleep, args=(60,))
+    with (
+        patch.object(patience, "_LOOKS_S", 0.02),
+        pytest.raises(TooLongError),
+        time_limit(0.1, "do less"),
+    ):
+        then_busy(inside.start)
+    inside.join(20)
+    assert inside.exitcode == -signal.SIGKILL
+    before.join(0.5)
+    assert before.is_alive(), "others, such as those of a pool, go on"
+    before.kill()
+    before.join()
 
 
 def test_a_result_that_an_error_has_spoilt_is_none() -> None:

@@ -83,7 +83,8 @@ def time_limit(seconds: float | None, instead: str) -> Iterator[None]:
             return
         is_over = True
         for child in multiprocessing.active_children():
-            child.kill()  # a pool that is left waits for them
+            if child.pid not in began:  # the block has started it, and a pool that is left waits
+                child.kill()
         logging.disable(logging.CRITICAL)
         warnings.simplefilter("ignore")
         # Once more only after a while: an error within the unwinding of C++ aborts the process.
