@@ -112,13 +112,22 @@ def _optimus() -> list[Found]:
 
 def _super() -> list[Found]:
     found = []
-    for group, per_head in ((SUPER, True), (SUPER_OWN, False)):
+    for group, layout, note in (
+        (
+            SUPER,
+            super_.as_published(4),
+            "simulated: SUPER launched every head's kernels by themselves",
+        ),
+        (
+            SUPER_OWN,
+            super_.sub_graphs(4),
+            "other code: all heads of a device in one product, in both",
+        ),
+    ):
         for model, published in super_.PUBLISHED.items():
             cluster = load_cluster(super_.LASSEN)
-            runs = [
-                super_.run_of(model, one, 4) for one in (super_.replicas(4), super_.sub_graphs(4))
-            ]
-            times = [super_.seconds(run, cluster, per_head) for run in runs]
+            runs = [super_.run_of(model, one, 4) for one in (super_.replicas(4), layout)]
+            times = [super_.seconds(run, cluster, group == SUPER) for run in runs]
             found.append(
                 Found(
                     group,
@@ -129,9 +138,7 @@ def _super() -> list[Found]:
                     times[0] / times[1],
                     super_.PAPER,
                     same_winner(published, times[0] / times[1]),
-                    "simulated: SUPER launched every head's kernels by themselves"
-                    if per_head
-                    else "other code: all heads of a device in one product, in both",
+                    note,
                 )
             )
     return found

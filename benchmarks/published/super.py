@@ -3,15 +3,16 @@
     python -m benchmarks.published.super --out docs/results/published-super.md \
         --plot docs/results/published-super.png
 
-SUPER launched the kernels of every attention head by themselves. gridformer computes all heads in
-one product. Both are predicted: for the former, each kernel of attention is replaced in the record
-of the real code by one a head. Nothing here runs on a cluster.
+SUPER launched the kernels of every attention head by themselves. gridformer computes all heads
+together. Both are predicted: for the former, each kernel of attention is replaced in the record of
+the real code by those that SUPER's code launched (`benchmarks/published/lbann.py`). Nothing here
+runs on a cluster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,14 +20,14 @@ import typer
 
 from benchmarks.common.machine import command_line, describe_machine
 from benchmarks.common.page import write_page
+from benchmarks.published.lbann import as_lbann
 from benchmarks.published.super_figure import plot
 from gridformer.cluster import Cluster, Figure, Level, load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.parallel.validation import check_layout
 from gridformer.plan.predict import predict
 from gridformer.plan.price import price
-from gridformer.plan.recorded import Recorded, record_run
-from gridformer.trace.events import Event, Kernel, Trace
+from gridformer.plan.recorded import record_run
 
 LASSEN = "lassen-v100"
 PAPER = "Jain et al. 2021 (SUPER)"
@@ -35,6 +36,9 @@ MODELS = ("transformer-base", "gpt2-124m", "t5-large-mod")
 RACK = 2  # nodes in a rack of the cluster with racks
 SLOWER = 4  # how much less a link between racks carries
 MISFIT = "*"  # marks in tables what does not fit into the memory of a device
+# Times of a launch: the cluster file's, less, and NVIDIA's of short kernels among many on a V100,
+# see `COPY_S` in benchmarks/planner/deepspeed.py.
+LAUNCH_US = (25.4, 20.0, 12.7, 3.8)
 HEADS = {False: "one product", True: "one by one"}  # how they are computed, by `per_head`
 
 
@@ -43,6 +47,11 @@ HEADS = {False: "one product", True: "one by one"}  # how they are computed, by 
 
 def sub_graphs(g: int, dp: int = 1, **more: Any) -> dict[str, Any]:
     return {"scheme": "subgraph", "branches": g, "dp": dp, **more}
+
+
+def as_published(g: int, dp: int = 1) -> dict[str, Any]:
+    """Returns the layout of SUPER's experiments, with projections and feed-forward in common."""
+    return sub_graphs(g, dp, attention="outside", feed_forward="common")
 
 
 def replicas(n: int) -> dict[str, Any]:
@@ -69,43 +78,8 @@ def seconds(run: RunConfig, cluster: Cluster, per_head: bool = False) -> float:
     """Predicts the seconds of a step."""
     recorded = record_run(run)
     if per_head:
-        recorded = one_by_one(recorded)
+        recorded = as_lbann(recorded)
     return price(recorded, cluster).step_s
-
-
-def one_by_one(recorded: Recorded) -> Recorded:
-    """Replaces each kernel of attention by one a head, which does its share of the work."""
-    run = recorded.run
-    heads = run.model.n_heads // run.layout.branches
-    traces, shorter = (
-        [of_heads(trace, heads) for trace in some] for some in (recorded.traces, recorded.shorter)
-    )
-    return replace(recorded, traces=traces, shorter=shorter)
-
-
-def of_heads(trace: Trace, heads: int) -> Trace:
-    """Returns a trace whose kernels of attention are launched once for each of the heads."""
-    events: list[Event] = []
-    update = trace.update
-    for number, event in enumerate(trace.events):
-        if number == trace.update:
-            update = len(events)
-        if isinstance(event, Kernel) and "attention" in event.place.module and not event.update:
-            events += [_share(event, heads)] * heads
-        else:
-            events.append(event)
-    return replace(trace, events=events, update=update)
-
-
-def _share(kernel: Kernel, heads: int) -> Kernel:
-    shape = kernel.shape
-    if kernel.kind == "product":
-        batch, m, n, k = shape
-        # A batch of products has one a head; in a projection the heads share the columns.
-        shape = (
-            (max(1, batch // heads), m, n, k) if batch > 1 else (batch, m, max(1, n // heads), k)
-        )
-    return replace(kernel, flop=kernel.flop // heads, bytes=kernel.bytes // heads, shape=shape)
 
 
 # --------------------------------------------------------------------------- experiments
@@ -143,9 +117,7 @@ def ways(n: int) -> dict[str, dict[str, Any]]:
         if g > n:
             break
         found[f"{g}-way D&SP"] = sub_graphs(g, n // g)
-    found["4-way D&SP, slice and concat"] = sub_graphs(
-        4, n // 4, attention="outside", feed_forward="common"
-    )
+    found["4-way D&SP, slice and concat"] = as_published(4, n // 4)
     found["4-way cSub"] = sub_graphs(4, n // 4, common="first")
     return found
 
@@ -197,6 +169,25 @@ def own_csub() -> str:
     return _CSUB.format(
         peak=found.peak_gib, limit=found.limit_gib, fits="fits" if found.fits else "does not fit"
     )
+
+
+def launches() -> list[tuple[float, list[float]]]:
+    """Returns times of a launch in us, and the speeds of the published layout with each of them."""
+    whole = load_cluster(LASSEN)
+    records = {
+        model: [
+            as_lbann(record_run(run_of(model, one, 4))) for one in (replicas(4), as_published(4))
+        ]
+        for model in PUBLISHED
+    }
+    found = []
+    for us in LAUNCH_US:
+        launch = whole.host.launch_us.model_copy(update={"value": us})
+        host = whole.host.model_copy(update={"launch_us": launch})
+        cluster = whole.model_copy(update={"host": host})
+        times = [[price(one, cluster).step_s for one in both] for both in records.values()]
+        found.append((us, [plain / branched for plain, branched in times]))
+    return found
 
 
 def orders() -> list[tuple[str, float, float]]:
@@ -280,6 +271,17 @@ def order_lines(found: Sequence[tuple[str, float, float]]) -> list[str]:
     return lines
 
 
+def launch_lines(found: Sequence[tuple[float, Sequence[float]]]) -> list[str]:
+    lines = [
+        "| a launch, us | " + " | ".join(PUBLISHED) + " |",
+        "|---:|" + "---:|" * len(PUBLISHED),
+    ]
+    for us, ratios in found:
+        lines.append(f"| {us:g} | " + " | ".join(f"{one:.2f}" for one in ratios) + " |")
+    published = " | ".join(f"{one:g}" for one in PUBLISHED.values())
+    return [*lines, f"| published | {published} |"]
+
+
 def strong_lines(found: Sequence[tuple[int, bool, float, float]]) -> list[str]:
     lines = [
         "| devices | heads | data parallel, s | 4-way D&SP, s | faster by |",
@@ -321,6 +323,8 @@ def main(
         "On two nodes:",
         "\n".join(speed_lines(eight, published=False)),
         _SHOWN,
+        _LAUNCHES.format(us=load_cluster(LASSEN).host.launch_us.value),
+        "\n".join(launch_lines(launches())),
         f"GiB of the fullest of four devices, of {load_cluster(LASSEN).limit_gib:.1f} that one can "
         "hold, by estimate:",
         "\n".join(memory_lines(four)),
@@ -338,19 +342,24 @@ def main(
 
 _SPEEDS = """\
 How many times faster a step is than with data parallelism. "One product": as gridformer computes
-attention, all heads of a device together. "One by one": every kernel of attention is launched once
-for each head of the device, as SUPER's code did; the record of gridformer's code is changed so
-(simulated), so these rows are the ones to compare with the published numbers. A process has all
-heads under data parallelism and 1/g of them under g-way D&SP. A * marks what does not fit into the
-16 GB of a device by estimate, after a model's name for data parallelism: such a speed could not be
+attention, all heads of a device together. "One by one": as SUPER's code did, which is public
+([LBANN, commit 8faaec753](https://github.com/LLNL/lbann/pull/1879)). It computed products, scale,
+mask and softmax of each head by themselves: 17 to 20 launches a head and attention, forward and
+backward. In the record of gridformer's code each kernel of attention is replaced by them
+(simulated, `benchmarks/published/lbann.py`), so these rows are the ones to compare with the
+published numbers; of the layouts, "slice and concat" is the published one. A process has all heads
+under data parallelism and 1/g of them under g-way D&SP. A * marks what does not fit into the 16 GB
+of a device by estimate, after a model's name for data parallelism: such a speed could not be
 measured there."""
 _SHOWN = """\
-With heads one by one, sub-graphs are predicted to be faster than data parallelism, as published:
-for the Transformer by about as much, for T5-Large-Mod by far more. The cluster file has the launch
-time of PyTorch on another machine, and SUPER's code launched from C++. With heads in one product
-this effect is gone, under data parallelism most of all, and D&SP of few devices saves memory rather
-than time. So the published speed-ups are those of an implementation that is bound by launches;
-gridformer's data parallelism is not."""
+With heads one by one, sub-graphs are predicted to be faster than data parallelism, by about as much
+as published. With heads in one product this effect is gone, under data parallelism most of all, and
+D&SP of few devices saves memory rather than time. So the published speed-ups are those of an
+implementation that is bound by launches; gridformer's data parallelism is not."""
+_LAUNCHES = """\
+How much faster depends on the time of a launch, which was not published. The cluster file has that
+of PyTorch on another machine, {us:g} us, and SUPER's code launched from C++ on an older one. 4-way
+D&SP with slice and concat against data parallelism on four devices, heads one by one:"""
 _CSUB = """\
 SUPER's own cSub has only heads as branches, and keeps everything else on the first sub-graph's
 device. With T5's dropout, that of attention included, T5-Large-Mod takes {peak:.1f} GiB there, of

@@ -15,11 +15,13 @@ from benchmarks.published import super as super_
 from benchmarks.published.cases import Layout, Machine
 from benchmarks.published.comparisons import bubble, comparisons
 from benchmarks.published.emulate import cluster_of
+from benchmarks.published.lbann import of_lbann
 from benchmarks.published.measuring import Kept, groups_of, patterns, sharers_of
 from benchmarks.published.plan import PLAN, RACKS
 
 from gridformer.calibrate.found import Measurements
 from gridformer.cluster import like_messages, load_cluster
+from gridformer.cluster.kernels import KernelWork, kernel_s
 from gridformer.parallel.validation import check_layout
 from gridformer.trace.events import Kernel, Place, Trace
 from gridformer.utils.errors import UserError
@@ -112,16 +114,50 @@ def test_the_runs_of_the_papers_are_valid() -> None:
             assert super_.run_of(model, layout, 4).layout.n_processes == 4
 
 
-def test_kernels_of_attention_are_shared_by_heads() -> None:
-    place = Place("", 0, "", "layers.0.attention.qkv")
-    kernel = Kernel("mm", "product", (1, 8, 96, 32), "float32", 49152, 14336, place)
-    other = replace(kernel, place=Place("", 0, "", "layers.0.mlp.up"))
-    found = super_.of_heads(Trace(rank=0, events=[kernel, other], update=1), 4)
-    shapes = [event.shape for event in found.events if isinstance(event, Kernel)]
-    assert shapes == [(1, 8, 24, 32)] * 4 + [(1, 8, 96, 32)]
-    flops = [event.flop for event in found.events if isinstance(event, Kernel)]
-    assert sum(flops) == 2 * kernel.flop
-    assert found.update == 4
+@pytest.mark.parametrize(("op", "hides", "launches"), [("sdpa", 1, 11), ("sdpa", 0, 9)])
+def test_forward_kernels_of_super_are_those_of_lbann(op: str, hides: int, launches: int) -> None:
+    """Two products a head, two kernels for the scale and for the mask, and five for the softmax."""
+    whole = attention(op, samples=2, heads=4, keys=512, hides=hides)
+    other = replace(whole, kind="product", op="mm", shape=(1, 8, 24, 32))
+    found = of_lbann(Trace(rank=0, events=[whole, other], update=1))
+    kernels = [event for event in found.events if isinstance(event, Kernel)]
+    assert len(kernels) == 4 + 4 * launches + 1
+    assert kernels[-1] is other
+    assert found.update == len(kernels) - 1
+    products = [one.shape for one in kernels[:-1] if one.kind == "product"]
+    assert products == [(2, 512, 512, 32), (2, 512, 32, 512)] * 4
+    assert sum(one.flop for one in kernels[:-1]) == whole.flop
+
+
+def test_backward_kernels_of_super_are_those_of_lbann() -> None:
+    """Four products a head, none of them a recomputation of the scores."""
+    whole = attention("sdpa_backward", samples=1, heads=3, keys=128, hides=1)
+    kernels = list(of_lbann(Trace(rank=0, events=[whole])).events)
+    assert len(kernels) == 4 + 3 * 9
+    assert sum(one.kind == "product" for one in kernels if isinstance(one, Kernel)) == 3 * 4
+
+
+def test_a_head_of_super_takes_no_longer_than_all_heads_together() -> None:
+    """Attention of many heads is not priced again for each of them."""
+    cluster = load_cluster(super_.LASSEN)
+    whole = attention("sdpa", samples=1, heads=32, keys=512, hides=0)
+    work = KernelWork("attention", whole.flop, whole.bytes, whole.dtype, whole.shape, whole.op)
+    kernels = list(of_lbann(Trace(rank=0, events=[whole])).events)
+    alone = sum(
+        kernel_s(cluster, KernelWork(one.kind, one.flop, one.bytes, one.dtype, one.shape, one.op))
+        for one in kernels
+        if isinstance(one, Kernel)
+    )
+    together = kernel_s(cluster, work)
+    assert together < alone < 8 * together
+
+
+def attention(op: str, samples: int, heads: int, keys: int, hides: int) -> Kernel:
+    """Returns a kernel of attention with 32 numbers a head, in float32."""
+    place = Place("", 0, "", "layers.0.attention")
+    shape = (samples, heads, keys, keys, 32, hides)
+    flop = 4 * samples * heads * keys * keys * 32
+    return Kernel(op, "attention", shape, "float32", flop, 4 * flop // keys, place)
 
 
 @pytest.mark.full
