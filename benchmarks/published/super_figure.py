@@ -15,6 +15,7 @@ def plot(
     several: Sequence[tuple[int, bool, float, float]],
     heads: Mapping[bool, str],
     published: Mapping[str, float],
+    layout: str,
     path: Path,
 ) -> None:
     """Draws the speeds on four devices beside what was published, and the strong scaling.
@@ -23,7 +24,8 @@ def plot(
         four: The speeds.
         several: What `benchmarks.published.super.strong` returns.
         heads: How heads are computed, by whether they are launched one by one.
-        published: The published speeds of 4-way D&SP by model.
+        published: The published speeds by model.
+        layout: The name of the layout that they are of.
         path: The figure.
     """
     import matplotlib
@@ -35,7 +37,7 @@ def plot(
     bars = {heads[False]: "#9ecae1", heads[True]: "#3182bd"}
     for offset, (kind, color) in enumerate(bars.items()):
         values = [
-            (one.per_head if kind == heads[True] else one.batched)[one.names.index("4-way D&SP")]
+            (one.per_head if kind == heads[True] else one.batched)[one.names.index(layout)]
             for one in four
         ]
         places = [i + 0.35 * offset - 0.175 for i in range(len(four))]
@@ -45,7 +47,8 @@ def plot(
     left.axhline(1, color="gray", linewidth=0.8)
     left.set_xticks(range(len(four)), [one.model for one in four])
     left.set_ylabel("times faster than data parallelism")
-    left.set_title("4-way D&SP on one node of Lassen")
+    left.set_ylim(0, 1.45 * left.get_ylim()[1])  # room for the legend
+    left.set_title(f"{layout}, on one node of Lassen", fontsize=10)
     for per_head, kind in heads.items():
         some = [one for one in several if one[1] == per_head]
         devices = [one[0] for one in some]
@@ -58,7 +61,7 @@ def plot(
     right.set_xlabel("devices")
     right.set_ylabel("seconds a step")
     right.set_ylim(0)
-    right.set_title("the original Transformer, batch of 128")
+    right.set_title("the original Transformer, batch of 128", fontsize=10)
     for axis in (left, right):
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
