@@ -40,10 +40,14 @@ class Costs:
         run: The run.
         cluster: The cluster.
         decisions: The result of `decide_run`.
+        n_devices: How many devices messages of all ranks have; 0 for those of the run. A pipeline
+            that stands for a deeper one has those of the latter.
     """
 
-    def __init__(self, run: RunConfig, cluster: Cluster, decisions: Decisions) -> None:
-        self.cluster, self.tf32 = cluster, run.train.tf32
+    def __init__(
+        self, run: RunConfig, cluster: Cluster, decisions: Decisions, n_devices: int = 0
+    ) -> None:
+        self.cluster, self.tf32, self.n_devices = cluster, run.train.tf32, n_devices
         self.mesh: Tensor = mesh_ranks(run.layout, decisions.block)
         self.on_cpu = cluster.device.kind == "cpu"
         self._place = {int(r): i for i, r in enumerate(self.mesh.flatten().tolist())}
@@ -152,6 +156,8 @@ class Costs:
 
     def _places(self, ranks: tuple[int, ...]) -> _Places:
         """Returns groups like this one that lie differently, and `MessageWork.sharers` of each."""
+        if self.n_devices and len(ranks) == self.mesh.numel():
+            return [(tuple(range(self.n_devices)), 1)]
         if ranks not in self._groups:
             along = self._along(ranks)
             if along not in self._alike:

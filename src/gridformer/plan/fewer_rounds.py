@@ -17,7 +17,9 @@ def removable_rounds(run: RunConfig) -> int:
     """Returns how many rounds of pp micro-batches may be left out; 0 if all are traced."""
     layout = run.layout
     rounds, rest = divmod(layout.micro_batches, layout.pp)
-    return rounds - KEPT if layout.pp > 1 and not rest and rounds >= _LEAST else 0
+    if rest and layout.stages_per_rank > 1:
+        return 0
+    return rounds - KEPT if layout.pp > 1 and rounds >= _LEAST else 0
 
 
 def without_rounds(run: RunConfig, n: int) -> RunConfig:

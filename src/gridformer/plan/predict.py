@@ -12,7 +12,9 @@ from gridformer.config import RunConfig
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.ranks import largest_ranks
 from gridformer.parallel.auto.decisions import Decisions, decide_run
+from gridformer.parallel.axes import mesh_ranks
 from gridformer.plan.fewer_layers import KEPT
+from gridformer.plan.fewer_stages import FewerStages, Pipeline, fewer_stages
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.price import Prices, warnings_of
 from gridformer.plan.program import Spent
@@ -65,8 +67,17 @@ def predict(
     kind = cluster.device.kind
     run = on_device_type(run, kind)
     decisions = decide_run(run)
-    shortened = Shortened.of(run, decisions, training, whole=timeline)
     prices = Prices(run, decisions, training, cluster, layers_only)
+    memory = memory and training
+    held = _held(unfused(run, cluster), decisions) if memory else []
+    if not timeline and (fewer := fewer_stages(run, decisions, cluster)):
+        deep, peaks = _of_pipelines(fewer, prices, held, on_all_cores)
+        if deep is not None:
+            prediction = prices.of_ranks(deep.spent[0])
+            prediction.warnings = deep.warnings
+            return _with_memory(prediction, peaks)
+        held = [partial(int, peak) for peak in peaks]
+    shortened = Shortened.of(run, decisions, training, whole=timeline)
 
     def sample(number: int) -> _Sample:
         return timed(number, shortened.traces(kind, shortened.layers[number]))
@@ -76,9 +87,6 @@ def predict(
         return _Sample(spent, [] if number else warnings_of(run, prices.cluster, traces[0]))
 
     samples: list[_Sample]
-    peaks: list[int]
-    memory = memory and training
-    held = _held(unfused(run, cluster), decisions) if memory else []
     if not on_all_cores:
         peaks = [peak() for peak in held]
         samples = [sample(number) for number, _ in enumerate(shortened.layers)]
@@ -106,10 +114,56 @@ def predict(
     layers, rounds = shortened.layers[0], shortened.rounds[0]
     prediction = prices.prediction([one.spent for one in samples], layers, rounds)
     prediction.warnings = samples[0].warnings
-    if memory:
+    return _with_memory(prediction, peaks)
+
+
+def _with_memory(prediction: Prediction, peaks: Sequence[int]) -> Prediction:
+    """Adds the peaks of ranks to a prediction, in bytes, if they were estimated."""
+    if peaks:
         prediction.peak_gib = max(peaks) / GIB
         prediction.fits = prediction.peak_gib <= prediction.limit_gib
     return prediction
+
+
+def _of_pipelines(
+    fewer: FewerStages, prices: Prices, held: Sequence[Callable[[], int]], on_all_cores: bool
+) -> tuple[_Sample | None, list[int]]:
+    """Returns what follows from shorter pipelines, None if nothing does, and the peaks of ranks.
+
+    Args:
+        fewer: The shorter pipelines.
+        prices: Those of the run with all stages.
+        held: What estimates the peaks.
+        on_all_cores: See `predict`.
+    """
+    work: list[Callable[[], Any]] = [*held]
+    work += [partial(_of_pipeline, one, prices) for one in reversed(fewer.pipelines)]
+    done = shared(work) if on_all_cores else [one() for one in work]
+    pipelines: list[_Sample] = done[len(held) :][::-1]
+    spent = fewer.extended([one.spent[0] for one in pipelines])
+    found = None if spent is None else _Sample([spent], pipelines[0].warnings)
+    return found, done[: len(held)]
+
+
+def _of_pipeline(pipeline: Pipeline, whole: Prices) -> _Sample:
+    """Returns what the ranks of a shorter pipeline spend their time on, in their order along pp.
+
+    Args:
+        pipeline: It.
+        whole: The prices of the run with all stages.
+    """
+    run, kind, decisions = pipeline.run, whole.cluster.device.kind, whole.decisions
+    n = whole.run.layout.n_processes
+    prices = Prices(run, decisions, whole.training, whole.cluster, whole.layers_only, n)
+    with pipeline.cut():
+        shortened = Shortened.of(run, decisions, whole.training)
+        traces = [shortened.traces(kind, n) for n in shortened.layers]
+        samples = [prices.replayed(one) for one in traces]
+    spent = prices.spent(samples, shortened.layers[0], shortened.rounds[0])
+    stages = mesh_ranks(run.layout, decisions.block).flatten(1).tolist()
+    place = {rank: stage for stage, ranks in enumerate(stages) for rank in ranks}
+    spent = sorted(spent, key=lambda one: place[one.rank])
+    return _Sample([spent], warnings_of(whole.run, whole.cluster, traces[0][0]))
 
 
 def _layers_to_keep(run: RunConfig, samples: Sequence[_Sample]) -> int:

@@ -55,6 +55,7 @@ class Prices:
         training: Whether it is an optimizer step.
         cluster: The cluster.
         layers_only: Whether only transformer layers count.
+        n_devices: See `Costs`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Prices:
         training: bool,
         cluster: Cluster,
         layers_only: bool = False,
+        n_devices: int = 0,
     ) -> None:
         self.run, self.decisions, self.training = run, decisions, training
         self.layers_only = layers_only
@@ -73,7 +75,7 @@ class Prices:
         cores = cluster.host.cores
         self.n_cores = cores.value if cores else n
         self.cluster = cluster
-        self.costs = Costs(run, cluster, decisions)
+        self.costs = Costs(run, cluster, decisions, n_devices)
         # In training, the host of a GPU launches a step while the GPU is at the step before. So no
         # part of a step waits for launches, unless all of them take longer than the step.
         self.ahead = training and not self.costs.on_cpu and not run.train.waits_each_step
@@ -114,15 +116,28 @@ class Prices:
             layers: How many layers each stage has besides those of the first sample.
             rounds: The same for rounds of micro-batches.
         """
+        return self.of_ranks(self.spent(samples, layers, rounds))
+
+    def spent(
+        self, samples: Sequence[Sequence[list[Spent]]], layers: int, rounds: int
+    ) -> list[Spent]:
+        """Returns what the ranks spend their time on in the whole step; see `prediction`."""
         all_layers = list(samples[0])
         if len(samples) > 1:
             all_layers = [
                 [extended(a, b, layers).at_least(a) for a, b in zip(one, other)]
                 for one, other in zip(*samples)
             ]
-        spent = all_layers[0]
         if len(all_layers) > 1:
-            spent = [extended(a, b, rounds) for a, b in zip(*all_layers)]
+            return [extended(a, b, rounds) for a, b in zip(*all_layers)]
+        return all_layers[0]
+
+    def of_ranks(self, spent: Sequence[Spent]) -> Prediction:
+        """Returns the prediction that follows from what ranks spend their time on.
+
+        Args:
+            spent: That of the ranks that differ, or of those of them that decide.
+        """
         whole, stretch = 0.0 if self.layers_only else self.host[1], 1.0
         if self.ahead:
             busy = max(one.end for one in spent)
