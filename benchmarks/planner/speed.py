@@ -32,10 +32,23 @@ _GRID = (
     "gpt-175b layout.scheme=optimus layout.rows=8 layout.cols=8 layout.dp=4 layout.pp=16 "
     "layout.micro_batches=32 train.global_batch=1024 train.dtype=bfloat16"
 )
-# Pipelines with many stages, and with many micro-batches through several stages of each rank.
+# Pipelines with many stages, stages of two lengths, and several stages of each rank.
 _DEEP = (
     "gpt-1t layout.scheme=optimus layout.rows=8 layout.cols=8 layout.pp=64 "
     "layout.micro_batches=256 train.global_batch=2048"
+)
+_DEEPEST = (
+    "gpt-1t layout.scheme=megatron layout.cols=8 layout.pp=128 layout.dp=4 "
+    "layout.micro_batches=512 train.global_batch=2048 train.dtype=bfloat16"
+)
+_UNEVEN = (
+    "gpt-1t layout.scheme=megatron layout.cols=8 layout.pp=96 layout.dp=5 "
+    "layout.micro_batches=384 train.global_batch=1920 train.dtype=bfloat16"
+)
+_TWICE = (
+    "gpt-1t layout.scheme=megatron layout.cols=8 layout.pp=64 layout.dp=8 "
+    "layout.stages_per_rank=2 layout.micro_batches=256 train.global_batch=2048 "
+    "train.dtype=bfloat16"
 )
 _INTERLEAVED = (
     "gpt-175b layout.scheme=megatron layout.cols=8 layout.pp=8 layout.stages_per_rank=3 "
@@ -73,6 +86,9 @@ CASES = [
     Case(4096, f"memory {_GRID}", 10),
     Case(4096, f"predict {_GRID}{_ON}", 5),
     Case(4096, f"predict {_DEEP}{_ON}", 5),
+    Case(4096, f"predict {_DEEPEST}{_ON}", 5),
+    Case(3840, f"predict {_UNEVEN}{_ON}", 5),
+    Case(4096, f"predict {_TWICE}{_ON}", 5),
     Case(4096, f"plan gpt-175b --devices 4096 --batch 1536{_ON}", 60),
 ]
 

@@ -43,14 +43,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "many rounds": MEGATRON | {"micro_batches": 96},
     "many rounds and some more": MEGATRON | {"micro_batches": 99},
     "grids": {"scheme": "optimus", "rows": 2, "cols": 4, "pp": 16, "micro_batches": 32},
-    "sub-graphs": {"scheme": "subgraph", "branches": 4, "pp": 16, "micro_batches": 32},
+    "sub-graphs": {"scheme": "subgraph", "branches": 4, "pp": 32, "micro_batches": 32},
     "common layers on the first": {
-        "scheme": "subgraph", "branches": 4, "common": "first", "pp": 16, "micro_batches": 32,
+        "scheme": "subgraph", "branches": 4, "common": "first", "pp": 32, "micro_batches": 32,
     },
     "sharded replicas": {"dp": 8, "dp_mode": "fsdp", "pp": 16, "micro_batches": 32},
     "replicas": MEGATRON | {"cols": 2, "dp": 4, "dp_mode": "zero1"},
+    "stages of two lengths": MEGATRON | {"pp": 36, "micro_batches": 72},
+    "two lengths, two in a node": MEGATRON | {"cols": 4, "pp": 44, "micro_batches": 88},
 }  # fmt: skip
 QUICK = ("1f1b", "two stages a rank")
+LAYERS = {  # others have 32
+    "stages of two lengths": 52,
+    "two lengths, two in a node": 64,
+    "sub-graphs": 64,
+    "common layers on the first": 64,
+}
 
 
 def run_of(layout: dict[str, Any], **model: Any) -> RunConfig:
@@ -74,7 +82,7 @@ def with_racks() -> Cluster:
 @contextmanager
 def any_depth() -> Iterator[None]:
     """Let stages be left out of pipelines that are not deep enough for it to be worth while."""
-    with patch.object(module, "PASSES", 0):
+    with patch.object(module, "PASSES", 0), patch.object(module, "WORTH", 2):
         yield
 
 
@@ -92,10 +100,11 @@ def both(run: RunConfig, racks: bool) -> tuple[bool, list[Prediction]]:
 @pytest.mark.parametrize("racks", [False, True])
 @pytest.mark.parametrize("name", full_unless(QUICK.__contains__, LAYOUTS))
 def test_few_stages_say_what_all_stages_take(gpu: InProcess, name: str, racks: bool) -> None:
-    used, (few, whole) = gpu(both, run_of(LAYOUTS[name]), racks)
+    used, (few, whole) = gpu(both, run_of(LAYOUTS[name], n_layers=LAYERS.get(name, 32)), racks)
     assert used
     assert few.step_s == pytest.approx(whole.step_s, rel=1e-6)
-    assert (few.rank, few.launches) == (whole.rank, whole.launches)
+    assert few.launches == whole.launches
+    assert racks or few.rank == whole.rank  # with racks several ranks are equally slow
     # What ranks wait for, others or messages, is not as regular, least of all where links differ.
     near = (1e-2 if racks else 1e-3) * whole.step_s
     for part in ("forward_s", "backward_s", "update_s", "bubble_s", "exposed_communication_s"):
@@ -120,7 +129,7 @@ def test_stages_are_left_out_only_where_the_others_stand_for_them() -> None:
     assert found.more == 7
     pairs = left_out(MEGATRON | {"cols": 4}, cluster)
     assert pairs is not None
-    assert pairs.step == 2, "two stages share a node"
+    assert pairs.step == (0, 2, 0), "two stages share a node"
     # Stages that are not equal, processes that share cores, and rounds of no whole number.
     assert left_out(MEGATRON, cluster, n_layers=41) is None
     cores = cluster.model_copy(update={"device": cluster.device.model_copy(update={"kind": "cpu"})})

@@ -5,8 +5,9 @@ micro-batches a pipeline takes the same time longer for each of them. So a deep 
 few stages, three times, and its times are extended along a line through two of them. The third must
 lie on that line; if it does not, all stages are traced.
 
-Where the machine has nodes and racks that hold several stages, ranks in the middle come and go in
-numbers that fill these: messages between stages then take the same links.
+Where stages are of two lengths, or of more, some of each length come and go. Where the machine has
+nodes and racks that hold several stages, they do so in numbers that fill these: messages between
+stages then take the same links.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from gridformer.plan.fewer_layers import extended
 from gridformer.plan.fewer_rounds import KEPT
 from gridformer.plan.program import Spent
 
-LEAST = 8  # ranks of the shortest pipeline along pp
+LEAST = 6  # equal ranks along pp, one after the other, that the shortest pipeline keeps
 SAMPLES = 3
-_MOST = 16  # ranks along pp that come and go together
 PASSES = 6000  # of all ranks, each way: with fewer of them a pipeline is traced whole
+WORTH = 0.5  # a pipeline is traced whole if its samples have more than this part of its passes
+_MOST = 16  # ranks along pp that come and go together
+_TIMES = (1, 2, 3, 4)  # so many times as many ranks of one length come and go as of another
 _SAME = 1e-4  # by how much the longest sample may be off the line through the others
 
 
@@ -59,19 +62,22 @@ class FewerStages:
     """Shorter pipelines that stand for a deep one.
 
     Attributes:
-        pipelines: They, the shortest first, each with `step` more ranks along pp.
-        step: See there.
+        pipelines: They, the shortest first.
+        kept: How many ranks along pp the shortest one keeps of each segment. A segment are ranks
+            with equal stages, one after the other.
+        step: How many more of each segment each further one has.
         more: How many times `step` ranks the deep one has besides those of the second.
     """
 
     pipelines: tuple[Pipeline, ...]
-    step: int
+    kept: tuple[int, ...]
+    step: tuple[int, ...]
     more: int
 
     def extended(self, samples: Sequence[Sequence[Spent]]) -> list[Spent] | None:
         """Returns what ranks of the deep pipeline spend their time on.
 
-        These are its first ones and its last ones, as many as the shortest pipeline has.
+        These are the first and the last ones of each segment, as many as the shortest pipeline has.
 
         Args:
             samples: What the ranks of each pipeline spend, in their order along pp.
@@ -79,15 +85,20 @@ class FewerStages:
         Returns:
             The times, or None if the longest pipeline is not on the line through the others.
         """
-        shortest, depth = samples[0], self.pipelines[0].run.layout.pp
-        first = len(shortest) // depth * (depth // 2)
+        each = len(samples[0]) // sum(self.kept)  # ranks of a stage
         one, two, three = (
-            [*some[:first], *some[len(some) - len(shortest) + first :]] for some in samples
+            [some[place * each + i] for place in self._ends(number) for i in range(each)]
+            for number, some in enumerate(samples)
         )
         for a, b, c in zip(one, two, three):
             if abs(extended(b, a, 1).end - c.end) > _SAME * c.end:
                 return None
         return [extended(b, a, self.more) for a, b in zip(one, two)]
+
+    def _ends(self, number: int) -> list[int]:
+        """Returns the places along pp of a sample that the shortest one has, too."""
+        longer = [kept + number * step for kept, step in zip(self.kept, self.step)]
+        return _ends_of(longer, self.kept)
 
 
 def fewer_stages(run: RunConfig, decisions: Decisions, cluster: Cluster) -> FewerStages | None:
@@ -106,18 +117,81 @@ def fewer_stages(run: RunConfig, decisions: Decisions, cluster: Cluster) -> Fewe
     if cluster.device.kind == "cpu":  # its processes share cores, and so their number counts
         return None
     mesh = mesh_ranks(layout, decisions.block)
-    step = _period(mesh, cluster)
-    if step is None:
+    period = _period(mesh, cluster)
+    if period is None:
         return None
-    least = LEAST + (layout.pp - LEAST) % step
-    depths = [least + i * step for i in range(SAMPLES)]
     stages = stages_of(model, layout.n_stages, decisions.choices.work)
-    if depths[-1] > layout.pp or not _alike(run, stages, least):
+    lengths = _segments(run, stages)
+    best = _best_step(lengths, period)
+    if best is None:
         return None
+    kept, step, times = best
+    depths = [sum(kept) + number * sum(step) for number in range(SAMPLES)]
     if not _same_places(run, decisions, mesh, depths, cluster):
         return None
-    pipelines = tuple(_shorter(run, stages, pp, least // 2) for pp in depths)
-    return FewerStages(pipelines, step, (layout.pp - depths[1]) // step)
+    pipelines = []
+    for number in range(SAMPLES):
+        longer = [most - (times - number) * less for most, less in zip(lengths, step)]
+        pipelines.append(_shorter(run, stages, _ends_of(lengths, longer, kept)))
+    return FewerStages(tuple(pipelines), kept, step, times - 1)
+
+
+def _segments(run: RunConfig, stages: Sequence[range]) -> list[int]:
+    """Returns how many ranks along pp have equal stages, one after the other."""
+    pp = run.layout.pp
+    names = [name.rstrip("0123456789") for name in link_names(run.model)]
+    held = [
+        tuple(tuple(names[i] for i in stage) for stage in stages[place::pp]) for place in range(pp)
+    ]
+    return [len([*same]) for _, same in itertools.groupby(held)]
+
+
+def _best_step(
+    lengths: Sequence[int], period: int
+) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+    """Chooses how many ranks of each segment come and go.
+
+    Args:
+        lengths: The ranks of each segment.
+        period: Those of a segment come and go in multiples of this.
+
+    Returns:
+        `FewerStages.kept` and `step`, and how many times `step` is left out of the deep pipeline to
+        get the shortest one. None if the samples are not much less work than the deep one.
+    """
+    shortest = max(LEAST, 2 * period)  # all places in a node or a rack are at either end
+    long = [i for i, n in enumerate(lengths) if n >= shortest + SAMPLES * period]
+    best, least = None, WORTH * sum(lengths) ** 2
+    for times_each in itertools.product(_TIMES, repeat=len(long)) if 0 < len(long) <= 3 else ():
+        step = [0] * len(lengths)
+        for i, times in zip(long, times_each):
+            step[i] = times * period
+        times = min((lengths[i] - shortest) // step[i] for i in long)
+        kept = [most - times * less for most, less in zip(lengths, step)]
+        work = sum((sum(kept) + number * sum(step)) ** 2 for number in range(SAMPLES))
+        if times >= SAMPLES and work <= least:
+            best, least = (tuple(kept), tuple(step), times), work
+    return best
+
+
+def _ends_of(
+    lengths: Sequence[int], kept: Sequence[int], last: Sequence[int] | None = None
+) -> list[int]:
+    """Returns the places of the first and the last ranks of each segment.
+
+    Args:
+        lengths: The ranks of each segment.
+        kept: How many of them are kept. More than one half of `last` are the first ones.
+        last: Half of these, rounded up, are the last ones; None stands for `kept`.
+    """
+    found: list[int] = []
+    begin = 0
+    for length, here, all_last in zip(lengths, kept, last or kept):
+        at_end = all_last - all_last // 2
+        found += range(begin, begin + here - at_end)
+        found += range(begin + length - at_end, begin + length)
+        begin += length
+    return found
 
 
 def _period(mesh: Tensor, cluster: Cluster) -> int | None:
@@ -132,18 +206,6 @@ def _period(mesh: Tensor, cluster: Cluster) -> int | None:
         if bool((moved == by).all()) and all(by % size == 0 for size in sizes):
             return step
     return None
-
-
-def _alike(run: RunConfig, stages: Sequence[range], least: int) -> bool:
-    """Returns whether all ranks that may be left out have equal layers, and those beside them."""
-    pp = run.layout.pp
-    names = [name.rstrip("0123456789") for name in link_names(run.model)]
-    middle = range(least // 2 - 1, pp - (least - least // 2) + 1)
-    for chunk in range(run.layout.stages_per_rank):
-        held = {tuple(names[i] for i in stages[chunk * pp + place]) for place in middle}
-        if len(held) > 1:
-            return False
-    return True
 
 
 def _same_places(
@@ -169,23 +231,22 @@ def _apart(mesh: Tensor, cluster: Cluster) -> list[bool]:
     return [first // level.size == last // level.size for level in cluster.levels[:-1]]
 
 
-def _shorter(run: RunConfig, stages: Sequence[range], pp: int, first: int) -> Pipeline:
-    """Returns the pipeline with pp ranks: the first ones, and of the others the last ones."""
+def _shorter(run: RunConfig, stages: Sequence[range], places: Sequence[int]) -> Pipeline:
+    """Returns the pipeline that has only the ranks at some places along pp."""
     layout, model, train = run.layout, run.model, run.train
-    gone = layout.pp - pp
     lengths = [
-        len(stages[chunk * layout.pp + (place if place < first else place + gone)])
+        len(stages[chunk * layout.pp + place])
         for chunk in range(layout.stages_per_rank)
-        for place in range(pp)
+        for place in places
     ]
     ends = [0, *itertools.accumulate(lengths)]
     layers = model.n_layers - (sum(len(stage) for stage in stages) - ends[-1])
     rounds, rest = divmod(layout.micro_batches, layout.pp)
-    m = rounds * pp + rest
+    m = rounds * len(places) + rest
     changed = run.model_copy(
         update={
             "model": model.model_copy(update={"n_layers": layers}),
-            "layout": layout.model_copy(update={"pp": pp, "micro_batches": m}),
+            "layout": layout.model_copy(update={"pp": len(places), "micro_batches": m}),
             "train": train.model_copy(
                 update={"global_batch": train.global_batch // layout.micro_batches * m}
             ),
