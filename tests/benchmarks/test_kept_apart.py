@@ -53,9 +53,9 @@ H = 320  # norms and biases have fewer than 100,000 elements, matrices more
 MATRICES = 3 * H * H, H * H, 4 * H * H, 4 * H * H
 
 
-def _trace(backward: bool = False) -> Trace:
+def _trace(backward: bool = False, padding: int = 0) -> Trace:
     """A layer that is gathered while a kernel runs, and the sum of its gradients."""
-    numel = 12 * H * H + 13 * H
+    numel = 12 * H * H + 13 * H + padding
     place = PLACE._replace(backward=backward)
     gather = Start(1, "all_gather", "g", (0, 1), place, "dp", "parameters", numel // 2, "float16")
     sums = replace(
@@ -71,8 +71,9 @@ def _starts(trace: Trace, op: str) -> list[Start]:
     return [one for one in trace.events if isinstance(one, Start) and one.op == op]
 
 
-def test_deepspeed_of_2021_hides_no_message_and_gathers_each_matrix_by_itself() -> None:
-    trace = of_deepspeed(_trace(), H, Rates(1e12))
+@pytest.mark.parametrize("padding", [0, 2 * H * H])
+def test_deepspeed_of_2021_hides_no_message_and_gathers_each_matrix_by_itself(padding: int) -> None:
+    trace = of_deepspeed(_trace(padding=padding), H, Rates(1e12))
     assert [2 * one.size for one in _starts(trace, "all_gather")] == [*MATRICES]
     numbers = [one.number for one in trace.events if isinstance(one, Start)]
     assert len({*numbers}) == len(numbers)
@@ -88,14 +89,10 @@ def test_deepspeed_of_2021_hides_no_message_and_gathers_each_matrix_by_itself() 
     assert update.op == "all_reduce"
 
 
-def test_deepspeed_of_2021_gathers_what_is_far_from_its_reuse_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("benchmarks.planner.deepspeed.REUSE", 8 * H * H)
+def test_deepspeed_of_2021_gathers_each_matrix_again_for_its_backward_pass() -> None:
     trace = of_deepspeed(_trace(backward=True), H, Rates(1e12))
     sizes = [2 * one.size for one in _starts(trace, "all_gather")]
-    # All but the last matrix, after which at most 8 h^2 elements are used until it is used again.
-    assert sizes == [*MATRICES, *MATRICES[:3]]
+    assert sizes == [*MATRICES, *MATRICES]
 
 
 def test_what_deepspeed_of_2021_does_for_each_rank_takes_time_for_each_rank() -> None:
