@@ -52,7 +52,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "stages of two lengths": MEGATRON | {"pp": 36, "micro_batches": 72},
     "two lengths, two in a node": MEGATRON | {"cols": 4, "pp": 44, "micro_batches": 88},
 }  # fmt: skip
-QUICK = ("1f1b", "two stages a rank")
+CASES = [(name, racks) for name in LAYOUTS for racks in (False, True)]
+QUICK = [("1f1b", False), ("two stages a rank", True)]
 LAYERS = {  # others have 32
     "stages of two lengths": 52,
     "two lengths, two in a node": 64,
@@ -97,8 +98,7 @@ def both(run: RunConfig, racks: bool) -> tuple[bool, list[Prediction]]:
         return used, [few, predict(run, cluster, memory=False)]
 
 
-@pytest.mark.parametrize("racks", [False, True])
-@pytest.mark.parametrize("name", full_unless(QUICK.__contains__, LAYOUTS))
+@pytest.mark.parametrize(("name", "racks"), full_unless(QUICK.__contains__, CASES, unpack=True))
 def test_few_stages_say_what_all_stages_take(gpu: InProcess, name: str, racks: bool) -> None:
     used, (few, whole) = gpu(both, run_of(LAYOUTS[name], n_layers=LAYERS.get(name, 32)), racks)
     assert used

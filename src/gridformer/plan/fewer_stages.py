@@ -39,7 +39,7 @@ _SAME = 1e-4  # by how much the longest sample may be off the line through the o
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class ShorterPipeline:
     """A shorter pipeline.
 
     Attributes:
@@ -69,7 +69,7 @@ class FewerStages:
         more: How many times `step` ranks the deep one has besides those of the second.
     """
 
-    pipelines: tuple[Pipeline, ...]
+    pipelines: tuple[ShorterPipeline, ...]
     kept: tuple[int, ...]
     step: tuple[int, ...]
     more: int
@@ -231,7 +231,7 @@ def _apart(mesh: Tensor, cluster: Cluster) -> list[bool]:
     return [first // level.size == last // level.size for level in cluster.levels[:-1]]
 
 
-def _shorter(run: RunConfig, stages: Sequence[range], places: Sequence[int]) -> Pipeline:
+def _shorter(run: RunConfig, stages: Sequence[range], places: Sequence[int]) -> ShorterPipeline:
     """Returns the pipeline that has only the ranks at some places along pp."""
     layout, model, train = run.layout, run.model, run.train
     lengths = [
@@ -252,4 +252,4 @@ def _shorter(run: RunConfig, stages: Sequence[range], places: Sequence[int]) -> 
             ),
         }
     )
-    return Pipeline(changed, tuple(range(a, b) for a, b in itertools.pairwise(ends)))
+    return ShorterPipeline(changed, tuple(range(a, b) for a, b in itertools.pairwise(ends)))

@@ -14,7 +14,7 @@ from gridformer.memory.ranks import largest_ranks
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.plan.fewer_layers import KEPT
-from gridformer.plan.fewer_stages import FewerStages, Pipeline, fewer_stages
+from gridformer.plan.fewer_stages import FewerStages, ShorterPipeline, fewer_stages
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.price import Prices, warnings_of
 from gridformer.plan.program import Spent
@@ -145,7 +145,7 @@ def _of_pipelines(
     return found, done[: len(held)]
 
 
-def _of_pipeline(pipeline: Pipeline, whole: Prices) -> _Sample:
+def _of_pipeline(pipeline: ShorterPipeline, whole: Prices) -> _Sample:
     """Returns what the ranks of a shorter pipeline spend their time on, in their order along pp.
 
     Args:
