@@ -38,6 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two stages in a node": MEGATRON | {"cols": 4, "pp": 32, "micro_batches": 64},
     "no whole rounds": MEGATRON | {"micro_batches": 39},
     "1f1b": MEGATRON,
+    "fewer micro-batches than stages": MEGATRON | {"micro_batches": 12},
     "gpipe": MEGATRON | {"pipeline": "gpipe"},
     "two stages a rank": MEGATRON | {"stages_per_rank": 2},
     "many rounds": MEGATRON | {"micro_batches": 96},

@@ -31,6 +31,7 @@ from gridformer.plan.program import Spent
 
 LEAST = 6  # equal ranks along pp, one after the other, that the shortest pipeline keeps
 SAMPLES = 3
+MOST = 2 * KEPT + 1  # rounds of micro-batches that are traced of a pipeline with all its ranks
 PASSES = 6000  # of all ranks, each way: with fewer of them a pipeline is traced whole
 WORTH = 0.5  # a pipeline is traced whole if its samples have more than this part of its passes
 _MOST = 16  # ranks along pp that come and go together
@@ -111,9 +112,11 @@ def fewer_stages(run: RunConfig, decisions: Decisions, cluster: Cluster) -> Fewe
     """
     layout, model = run.layout, run.model
     rounds, rest = divmod(layout.micro_batches, layout.pp)
-    passes = layout.pp**2 * layout.stages_per_rank * min(rounds, 2 * KEPT + 1)
+    passes = layout.pp * layout.stages_per_rank * min(layout.micro_batches, MOST * layout.pp)
     if passes < PASSES or model.two_stacks or (rest and layout.stages_per_rank > 1):
         return None
+    if not rounds and layout.pipeline_order != "gpipe":
+        return None  # shorter pipelines come to alternate between forward and backward passes
     if cluster.device.kind == "cpu":  # its processes share cores, and so their number counts
         return None
     mesh = mesh_ranks(layout, decisions.block)
@@ -243,10 +246,11 @@ def _shorter(run: RunConfig, stages: Sequence[range], places: Sequence[int]) -> 
     layers = model.n_layers - (sum(len(stage) for stage in stages) - ends[-1])
     rounds, rest = divmod(layout.micro_batches, layout.pp)
     m = rounds * len(places) + rest
+    order = {"pp": len(places), "micro_batches": m, "pipeline": layout.pipeline_order}
     changed = run.model_copy(
         update={
             "model": model.model_copy(update={"n_layers": layers}),
-            "layout": layout.model_copy(update={"pp": len(places), "micro_batches": m}),
+            "layout": layout.model_copy(update=order),
             "train": train.model_copy(
                 update={"global_batch": train.global_batch // layout.micro_batches * m}
             ),
