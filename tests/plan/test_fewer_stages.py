@@ -17,6 +17,7 @@ from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check_layout
 from gridformer.plan import fewer_stages as module
 from gridformer.plan import predict as predicting
+from gridformer.plan.fewer_rounds import removable_rounds
 from gridformer.plan.fewer_stages import FewerStages, fewer_stages
 from gridformer.plan.predict import predict
 from gridformer.plan.prediction import Prediction
@@ -136,6 +137,13 @@ def test_stages_are_left_out_only_where_the_others_stand_for_them() -> None:
     cores = cluster.model_copy(update={"device": cluster.device.model_copy(update={"kind": "cpu"})})
     assert left_out(MEGATRON, cores) is None
     assert fewer_stages(run_of(MEGATRON), decide_run(run_of(MEGATRON)), cluster) is None
+
+
+def test_rounds_of_more_micro_batches_than_ranks_are_not_left_out() -> None:
+    """Five rounds of 9 on 8 ranks; without three times 8 of them there would be 2 of 10.5."""
+    layout = MEGATRON | {"pp": 8, "stages_per_rank": 2}
+    assert removable_rounds(run_of(layout | {"micro_batches": 40})) == 3
+    assert removable_rounds(run_of(layout | {"micro_batches": 45})) == 0
 
 
 def test_pipelines_that_are_not_on_a_line_stand_for_none() -> None:

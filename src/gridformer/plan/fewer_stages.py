@@ -130,7 +130,7 @@ def fewer_stages(run: RunConfig, decisions: Decisions, cluster: Cluster) -> Fewe
         return None
     kept, step, times = best
     depths = [sum(kept) + number * sum(step) for number in range(SAMPLES)]
-    if not _same_places(run, decisions, mesh, depths, cluster):
+    if not _same_places(run, decisions, mesh, depths):
         return None
     pipelines = []
     for number in range(SAMPLES):
@@ -162,7 +162,8 @@ def _best_step(
         `FewerStages.kept` and `step`, and how many times `step` is left out of the deep pipeline to
         get the shortest one. None if the samples are not much less work than the deep one.
     """
-    shortest = max(LEAST, 2 * period)  # all places in a node or a rack are at either end
+    # All places in a node or a rack are at either end, and no node or rack holds both ends.
+    shortest = max(LEAST, 2 * period)
     long = [i for i, n in enumerate(lengths) if n >= shortest + SAMPLES * period]
     best, least = None, WORTH * sum(lengths) ** 2
     for times_each in itertools.product(_TIMES, repeat=len(long)) if 0 < len(long) <= 3 else ():
@@ -211,27 +212,13 @@ def _period(mesh: Tensor, cluster: Cluster) -> int | None:
     return None
 
 
-def _same_places(
-    run: RunConfig, decisions: Decisions, mesh: Tensor, depths: Sequence[int], cluster: Cluster
-) -> bool:
-    """Returns whether shorter pipelines lie on the machine as the ends of the deep one do."""
-    ends = [_apart(mesh, cluster)]
+def _same_places(run: RunConfig, decisions: Decisions, mesh: Tensor, depths: Sequence[int]) -> bool:
+    """Returns whether shorter pipelines have the ranks with which the deep one begins."""
     for pp in depths:
         layout = run.layout.model_copy(update={"pp": pp})
-        shorter = mesh_ranks(layout, decisions.block)
-        if not torch.equal(shorter, mesh[:pp]):
+        if not torch.equal(mesh_ranks(layout, decisions.block), mesh[:pp]):
             return False
-        ends.append(_apart(shorter, cluster))
-    return all(one == other for one, other in itertools.pairwise(ends))
-
-
-def _apart(mesh: Tensor, cluster: Cluster) -> list[bool]:
-    """Returns for each level of the network whether the first and the last stage lie in one unit.
-
-    Some messages go between them: sums of gradients of a tied table.
-    """
-    first, last = int(mesh[0].flatten()[0]), int(mesh[-1].flatten()[0])
-    return [first // level.size == last // level.size for level in cluster.levels[:-1]]
+    return True
 
 
 def _shorter(run: RunConfig, stages: Sequence[range], places: Sequence[int]) -> ShorterPipeline:
