@@ -20,6 +20,10 @@ fitted to how long it took.
   (`get_reuse_distance_in_numel`): with recomputation each matrix is gathered three times.
 - Each gradient is divided, cut into views and summed by a reduce-scatter of its own in 16 bits;
   torch first copies the views, one by one (`_reduce_scatter_gradient`).
+- The small parameters that layers do not gather are released behind the backward pass
+  (`_partition_all_parameters`) and gathered behind the update, in one message. A loop in Python
+  then copies each rank's part of each of them to its place (`_allgather_params`): 295,000 copies
+  for 768 parameters and 384 ranks, and each copy is a kernel of its own.
 """
 
 from __future__ import annotations
@@ -50,6 +54,10 @@ VIEW_S = {"all_gather": 3.9e-6, "reduce_scatter": 3.6e-6}
 # A short kernel among many: NVIDIA's page on CUDA graphs (developer.nvidia.com/blog/cuda-graphs)
 # measured 3.8 us on a V100; from memory of the page, not verified.
 COPY_S = 3.8e-6
+# A round of the loop that copies small parameters, without its kernel: two views and torch's own
+# part of the copy, measured as the views were. The kernel takes less than this, so the host's time
+# counts, which launches it in COPY_S.
+ROUND_S = 5.5e-6
 _BYTES = 2  # of an element in 16 bits
 
 
@@ -103,7 +111,9 @@ def of_deepspeed(trace: Trace, hidden: int, rates: Rates) -> Trace:
         rates: Those of the device.
     """
     events: list[Event] = []
-    update, ended = trace.update, set[int]()
+    update, ended, layers = trace.update, set[int](), 0
+    gather: Start | None = None
+    earlier = 0  # elements of the gradients that were summed before these
     fresh = 1 + max((one.number for one in trace.unfolded() if isinstance(one, Start)), default=0)
     for number, event in enumerate(trace.events):
         if number == trace.update:
@@ -114,36 +124,82 @@ def of_deepspeed(trace: Trace, hidden: int, rates: Rates) -> Trace:
             events.append(event)
             continue
         ended.add(event.number)
-        for part in _instead(event, hidden, rates):
-            if isinstance(part, Start):
-                part = replace(part, number=fresh)
-                events += [part, Wait(fresh, part.place)]
-                fresh += 1
-            else:
-                events.append(part)
+        if event.op == "all_gather" and event.label == "parameters":
+            gather = event
+            layers += _is_layer(event, hidden) and not event.place.backward
+        fresh = _append(events, _instead(event, hidden, earlier, rates), fresh)
+        earlier = event.size if event.op == "reduce_scatter" else earlier
+    if gather is not None:
+        place = events[-1].place if isinstance(events[-1], Kernel | Start | Wait) else gather.place
+        _append(events, _gather_small(replace(gather, place=place), hidden, layers, rates), fresh)
     return replace(trace, events=events, update=update)
 
 
-def _instead(start: Start, hidden: int, rates: Rates) -> Iterator[Start | Kernel]:
+def _append(events: list[Event], parts: Iterator[Start | Kernel], fresh: int) -> int:
+    """Appends what takes the place of a message, each message with its wait.
+
+    Args:
+        events: Where it is appended.
+        parts: Messages and kernels.
+        fresh: The first number that no message has.
+
+    Returns:
+        The first number that no message has now.
+    """
+    for part in parts:
+        if isinstance(part, Start):
+            events += [replace(part, number=fresh), Wait(fresh, part.place)]
+            fresh += 1
+        else:
+            events.append(part)
+    return fresh
+
+
+def _modules(hidden: int) -> list[list[int]]:
+    """Returns the sizes of the parameters of a layer, by module."""
+    return [[a * hidden**2 + b * hidden for a, b in module] for module in _LAYER]
+
+
+def _is_layer(start: Start, hidden: int) -> bool:
+    """Returns whether an all-gather carries the parameters of a layer."""
+    # They lack a bias or two, and are padded: a rank has whole rows of a matrix, so with 2,240
+    # ranks and 20,480 rows there are 9% more.
+    whole = sum(map(sum, _modules(hidden)))
+    return 0.99 * whole < start.size * len(start.ranks) < 1.25 * whole
+
+
+def _gradients(total: int, earlier: int, hidden: int) -> list[int]:
+    """Returns the sizes of the gradients that gridformer sums in one message.
+
+    Those of matrices travel alone. Between them travel, from the last layer to the first: the norm
+    behind a second matrix of a feed-forward with the bias of that matrix, the bias of the first
+    matrix, the norm behind an attention with its last bias, and the bias of queries, keys and
+    values, which has as many elements as the three others, but follows the matrix of h x h.
+
+    Args:
+        total: Elements of the message.
+        earlier: Elements of the message of gradients before it.
+        hidden: The model's hidden size h.
+    """
+    n = round(total / hidden)
+    alone = n not in (2, 3) or (n == 3 and 0.99 < earlier / hidden**2 < 1.25)
+    return [total] if alone else [hidden] * n
+
+
+def _instead(start: Start, hidden: int, earlier: int, rates: Rates) -> Iterator[Start | Kernel]:
     """Yields what DeepSpeed did in the place of a message over replicas."""
-    modules = [[a * hidden**2 + b * hidden for a, b in module] for module in _LAYER]
-    whole = sum(map(sum, modules))
     n = len(start.ranks)
-    total = start.size * n if start.op == "all_gather" else start.size
-    # A layer's message carries its parameters, but for a bias or two, and padding: a rank has whole
-    # rows of a matrix, so with 2,240 ranks and 20,480 rows there are 9% more.
-    is_layer = 0.99 * whole < total < 1.25 * whole
     if start.op == "reduce_scatter":
-        sizes = [size for module in modules for size in module] if is_layer else [total]
-        for size in sizes:
+        for size in _gradients(start.size, earlier, hidden):
             yield rates.moved("div", 2 * size, start.place)
             yield rates.kernel("views", n * VIEW_S[start.op], start.place)
             yield rates.copies(n, size, start.place)
             yield replace(start, dtype="float16", size=-(-size // n) * n)
     elif start.op == "all_gather" and start.label == "parameters":
-        if not is_layer:
-            yield from _gather(start, [total], rates)
+        if not _is_layer(start, hidden):
+            yield from _gather(start, [start.size * n], rates)
             return
+        modules = _modules(hidden)
         for module in modules:
             yield from _gather(start, module, rates)
         if start.place.backward:  # what has just been recomputed is released and gathered again
@@ -165,3 +221,17 @@ def _gather(start: Start, sizes: list[int], rates: Rates) -> Iterator[Start | Ke
         yield rates.copies(n, size, start.place)
     for size in sizes:
         yield rates.moved("norm", size, start.place)
+
+
+def _gather_small(
+    gather: Start, hidden: int, layers: int, rates: Rates
+) -> Iterator[Start | Kernel]:
+    """Yields what gathers the parameters that layers keep, once a step."""
+    n = len(gather.ranks)
+    small = [size for module in _modules(hidden) for size in module if size < _PERSISTENT]
+    shares = [-(-size // n) for size in small]
+    rounds = sum(-(-size // share) for size, share in zip(small, shares, strict=True))
+    yield rates.kernel("views", n * VIEW_S[gather.op], gather.place)
+    yield replace(gather, size=layers * sum(shares))
+    yield rates.copies(n, layers * sum(small), gather.place)
+    yield rates.kernel("rounds", layers * rounds * (ROUND_S + COPY_S), gather.place)

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 from benchmarks.planner.apart import BAR, apart_lines, mean_error, winner_lines
-from benchmarks.planner.deepspeed import COPY_S, VIEW_S, Rates, of_deepspeed
+from benchmarks.planner.deepspeed import COPY_S, ROUND_S, VIEW_S, Rates, of_deepspeed
 from benchmarks.planner.held_out import (
     OWN,
     SUPER,
     SUPER_OWN,
     WEAK,
-    ZERO,
     Found,
     held_out,
     same_winner,
@@ -51,20 +50,25 @@ def test_means_with_and_without_each_group_and_missed_winners() -> None:
 
 H = 320  # norms and biases have fewer than 100,000 elements, matrices more
 MATRICES = 3 * H * H, H * H, 4 * H * H, 4 * H * H
+SMALL = H, H, 3 * H, H, H, H, 4 * H, H
+# The messages of gridformer in which the gradients of a layer travel, in its order.
+SUMS = 3 * H, 4 * H * H, 4 * H, 4 * H * H, 3 * H, H * H, 3 * H, 3 * H * H, 2 * H
 
 
-def _trace(backward: bool = False, padding: int = 0) -> Trace:
-    """A layer that is gathered while a kernel runs, and the sum of its gradients."""
+def _trace(backward: bool = False, padding: int = 0, n: int = 2) -> Trace:
+    """A layer that is gathered while a kernel runs, and the sums of its gradients."""
     numel = 12 * H * H + 13 * H + padding
     place = PLACE._replace(backward=backward)
-    gather = Start(1, "all_gather", "g", (0, 1), place, "dp", "parameters", numel // 2, "float16")
-    sums = replace(
-        gather, number=2, op="reduce_scatter", label="gradients", size=numel, dtype="float32"
-    )
-    other = replace(gather, number=3, op="all_reduce", axis="world", label="metrics", size=3)
+    ranks = tuple(range(n))
+    gather = Start(1, "all_gather", "g", ranks, place, "dp", "parameters", numel // n, "float16")
     kernel = Kernel("mm", "product", (1, 8, 8, 8), "float16", 1024, 384, place)
-    events: list[Event] = [gather, kernel, Wait(1, place), sums, kernel, Wait(2, place)]
-    return Trace(0, events=[*events, other, Wait(3, place)], update=6)
+    events: list[Event] = [gather, kernel, Wait(1, place)]
+    last = PLACE._replace(backward=True)
+    for number, size in enumerate(SUMS, 2):
+        sums = replace(gather, number=number, op="reduce_scatter", label="gradients", place=last)
+        events += [replace(sums, size=size, dtype="float32"), kernel, Wait(number, last)]
+    other = replace(gather, number=99, op="all_reduce", axis="world", label="metrics", size=3)
+    return Trace(0, events=[*events, other, Wait(99, place)], update=len(events))
 
 
 def _starts(trace: Trace, op: str) -> list[Start]:
@@ -74,45 +78,63 @@ def _starts(trace: Trace, op: str) -> list[Start]:
 @pytest.mark.parametrize("padding", [0, 2 * H * H])
 def test_deepspeed_of_2021_hides_no_message_and_gathers_each_matrix_by_itself(padding: int) -> None:
     trace = of_deepspeed(_trace(padding=padding), H, Rates(1e12))
-    assert [2 * one.size for one in _starts(trace, "all_gather")] == [*MATRICES]
+    *matrices, small = [2 * one.size for one in _starts(trace, "all_gather")]
+    assert matrices == [*MATRICES]
+    assert small == sum(SMALL)
     numbers = [one.number for one in trace.events if isinstance(one, Start)]
     assert len({*numbers}) == len(numbers)
     for number, one in enumerate(trace.events):
         if isinstance(one, Start) and one.axis == "dp":
             assert trace.events[number + 1] == Wait(one.number, one.place)
-    sums = _starts(trace, "reduce_scatter")
-    assert {one.dtype for one in sums} == {"float16"}
-    assert sum(one.size for one in sums) == 12 * H * H + 13 * H
-    assert len(sums) == 12
     update = trace.events[trace.update]
     assert isinstance(update, Start)
     assert update.op == "all_reduce"
 
 
+def test_deepspeed_of_2021_sums_each_gradient_by_itself() -> None:
+    sums = _starts(of_deepspeed(_trace(), H, Rates(1e12)), "reduce_scatter")
+    assert {one.dtype for one in sums} == {"float16"}
+    # The last norm of the model travels with the bias of the last layer's last matrix.
+    assert sorted(one.size for one in sums) == sorted([*MATRICES, *SMALL, H, H])
+
+
 def test_deepspeed_of_2021_gathers_each_matrix_again_for_its_backward_pass() -> None:
     trace = of_deepspeed(_trace(backward=True), H, Rates(1e12))
     sizes = [2 * one.size for one in _starts(trace, "all_gather")]
-    assert sizes == [*MATRICES, *MATRICES]
+    assert sizes[:-1] == [*MATRICES, *MATRICES]
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_deepspeed_of_2021_gathers_small_parameters_behind_the_update(layers: int) -> None:
+    n = 16
+    first = _trace(n=n)
+    forward = [
+        replace(one, number=1000 + layer) if isinstance(one, Start) else Wait(1000 + layer, PLACE)
+        for layer in range(layers - 1)
+        for one in (first.events[0], first.events[2])
+    ]
+    trace = replace(first, events=[*forward, *first.events], update=first.update + len(forward))
+    *_, gather, wait, copies, rounds = of_deepspeed(trace, H, Rates(1e12)).events
+    assert isinstance(wait, Wait)
+    assert isinstance(copies, Kernel)
+    assert isinstance(gather, Start)
+    assert gather.size == layers * sum(SMALL) // n
+    assert isinstance(rounds, Kernel)
+    assert rounds.bytes == pytest.approx(1e12 * layers * len(SMALL) * n * (ROUND_S + COPY_S))
 
 
 def test_what_deepspeed_of_2021_does_for_each_rank_takes_time_for_each_rank() -> None:
     def seconds(n: int) -> float:
-        trace, rates = _trace(), Rates(1e12)
-        events = [
-            replace(one, ranks=tuple(range(n)), size=one.size * 2 // n)
-            if isinstance(one, Start) and one.op == "all_gather"
-            else replace(one, ranks=tuple(range(n)))
-            if isinstance(one, Start)
-            else one
-            for one in trace.events
-        ]
-        found = of_deepspeed(replace(trace, events=events), H, rates)
+        rates = Rates(1e12)
+        found = of_deepspeed(_trace(n=n), H, rates)
         kernels = [one for one in found.events if isinstance(one, Kernel) and one.op != "mm"]
         return sum(one.bytes for one in kernels) / rates.bytes_s
 
-    more = (seconds(2048) - seconds(1024)) / 1024
-    gathers, sums = 4 * (VIEW_S["all_gather"] + COPY_S), 12 * (VIEW_S["reduce_scatter"] + COPY_S)
-    assert more == pytest.approx(gathers + sums, rel=0.01)
+    # Both numbers divide H and 3 x H, so that each rank has a part of each parameter.
+    more = (seconds(320) - seconds(160)) / 160
+    gathers, sums = 5 * (VIEW_S["all_gather"] + COPY_S), 14 * (VIEW_S["reduce_scatter"] + COPY_S)
+    rounds = len(SMALL) * (ROUND_S + COPY_S)
+    assert more == pytest.approx(gathers + sums + rounds, rel=0.01)
 
 
 def test_a_page_gets_the_table_where_it_is_marked(tmp_path: Path) -> None:
@@ -135,11 +157,12 @@ def test_planners_page_has_a_place_for_each_table() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_published_numbers_that_nothing_is_fitted_to_are_met_within_the_bar() -> None:
-    """The mean is within the bar, and but for ZeRO-3 of 2021 each published winner is predicted."""
+    """The mean is within the bar, and each published winner is predicted."""
     rows = held_out()
     print("\n".join(apart_lines(rows)))
     mean, n = mean_error(rows, lambda one: one.group not in OWN)
     assert n >= 23
     assert mean <= BAR
-    missed = {one.group for one in rows if one.group not in OWN and one.right_winner is False}
-    assert missed <= {ZERO}
+    winners = [one for one in rows if one.group not in OWN and one.right_winner is not None]
+    assert len(winners) >= 9
+    assert [one.name for one in winners if not one.right_winner] == []
