@@ -12,7 +12,8 @@ from gridformer.plan import figures
 from gridformer.plan.advice import advise
 from gridformer.plan.html import fastest_that_fits, memory_factors, write_plan_page
 from gridformer.plan.prediction import Prediction
-from gridformer.plan.search import Result, Search, kind_of, search
+from gridformer.plan.search import Result, Search, kind_of
+from gridformer.plan.tracing import search
 from tests.support.marks import extra
 from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
 

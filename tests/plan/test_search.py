@@ -9,7 +9,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -19,16 +18,17 @@ from gridformer.cluster import Cluster, load_cluster
 from gridformer.config import LayoutConfig, RunConfig, load_run
 from gridformer.launch.plan import read_run_without_data
 from gridformer.parallel.validation import check_layout
-from gridformer.plan import search as plan_search
+from gridformer.plan import second_look
+from gridformer.plan import tracing as plan_tracing
 from gridformer.plan.advice import advise
 from gridformer.plan.analytic import estimate
 from gridformer.plan.emit import NO_DATA, with_cluster, write_run
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.ranking import layout_of, print_result, ranking_as_json, settings_between
 from gridformer.plan.remedies import remedies
-from gridformer.plan.search import Found, Kind, Queue, Search, default_batch, kind_of, search
-from gridformer.plan.second_look import SEARCH
+from gridformer.plan.search import Found, Kind, Search, default_batch, kind_of
 from gridformer.plan.settings import changed, neighbors
+from gridformer.plan.tracing import Queue, Tracing, search
 from gridformer.utils import beside
 from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
 
@@ -133,14 +133,44 @@ def test_loading_counts_in_the_time_of_a_plan(
 ) -> None:
     clock = iter([100.0, 103.0])
 
-    def ask(run: RunConfig, machine: Cluster, n: int, top: int, limit_s: float, **_: Any) -> None:
+    def ask(_: Tracing, limit_s: float) -> None:
         raise Asked(limit_s)
 
     monkeypatch.setattr(plan_command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(plan_search, "search", ask)
+    monkeypatch.setattr(plan_tracing, "Tracing", lambda *_, **__: None)
+    monkeypatch.setattr(second_look, "trace_in_time", ask)
     with pytest.raises(Asked) as asked:
         plan_command.plan("gpt2-124m", cluster="dgx-h100", devices=devices, seconds=seconds)
-    assert asked.value.args[0] == pytest.approx(SEARCH * left)
+    assert asked.value.args[0] == pytest.approx(left)
+
+
+def test_time_that_advice_leaves_is_for_more_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that each trace moves by a second; four of five seconds are for the first layouts."""
+    now = [0.0]
+
+    def takes_a_second(run: RunConfig, machine: Cluster) -> Prediction:
+        now[0] += 1.0
+        return predictor(run, machine)
+
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    for module in (plan_tracing, second_look):
+        monkeypatch.setattr(module, "time", clock)
+    tracing = Tracing(Search(run_of(), cluster(), 8), 20, takes_a_second)
+    tracing.until(4.0)
+    assert len(tracing.result.layouts) == 4
+    advised: list[float] = []
+
+    def advise_nothing(*_: object) -> list[Found]:
+        advised.append(now[0])
+        return []
+
+    monkeypatch.setattr(second_look, "traced_with_advice", advise_nothing)
+    second_look.trace_in_time(tracing, 5.0)
+    assert advised == [4.0]
+    assert len(tracing.result.layouts) == 5
+    assert tracing.result.seconds == 5.0
+    listed = [one.run for one in tracing.result.layouts]
+    assert not [one for one in tracing.result.untraced if one.run in listed]
 
 
 def test_copies_of_the_process_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,9 +182,9 @@ def test_copies_of_the_process_find_the_same(monkeypatch: pytest.MonkeyPatch) ->
         found = predictor(run, machine)
         return replace(found, warnings=[str(os.getpid() != here)])
 
-    monkeypatch.setattr(plan_search, "predict", elsewhere)
-    monkeypatch.setattr(plan_search, "fast_fakes", lambda: None)
-    for module in (plan_search, beside):
+    monkeypatch.setattr(plan_tracing, "predict", elsewhere)
+    monkeypatch.setattr(plan_tracing, "fast_fakes", lambda: None)
+    for module in (plan_tracing, beside):
         monkeypatch.setattr(module, "can_copy", lambda: True)
         monkeypatch.setattr(module, "n_cores", lambda: 2)
     found = search(run_of(), cluster(), 8, top=4, predictor=elsewhere)

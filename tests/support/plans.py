@@ -8,7 +8,8 @@ from gridformer.cluster import Cluster, load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.plan.analytic import estimate
 from gridformer.plan.prediction import Parts, Prediction
-from gridformer.plan.search import Found, Result, search
+from gridformer.plan.search import Found, Result
+from gridformer.plan.tracing import search
 
 
 @functools.cache

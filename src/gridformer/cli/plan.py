@@ -14,7 +14,6 @@ from gridformer.utils.garbage import no_garbage_collection
 if TYPE_CHECKING:
     from gridformer.cluster import Cluster
     from gridformer.config import RunConfig
-    from gridformer.plan.search import Found
 
 # When searching ends after the command was called, up to 64 devices and above. It begins a little
 # later than its process, and prints a little after that.
@@ -88,8 +87,9 @@ def plan(
     from gridformer.plan.ranking import print_result
     from gridformer.plan.ranking import ranking_as_json as to_json
     from gridformer.plan.remedies import remedies
-    from gridformer.plan.search import Search, search
-    from gridformer.plan.second_look import SEARCH, traced_with_advice
+    from gridformer.plan.search import Search
+    from gridformer.plan.second_look import trace_in_time
+    from gridformer.plan.tracing import Tracing
     from gridformer.utils.extras import require
     from gridformer.utils.files import check_output
 
@@ -106,15 +106,10 @@ def plan(
         here = time.monotonic()
         all_s = _SOON_S if devices <= 64 else _LATE_S
         limit_s = seconds or max(1.0, all_s - (here - began))
-        ends = here + limit_s
-        result = search(
-            run, machine, devices, top, SEARCH * limit_s, tell=status.update, named=cluster
-        )
         asked = Search(run, machine, devices, named=cluster)
-        traced: list[Found] = []
-        if result.layouts:
-            status.update("tracing what is advised for the best")
-            traced = traced_with_advice(asked, result, top, ends)
+        tracing = Tracing(asked, top, tell=status.update)
+        traced = trace_in_time(tracing, limit_s)
+        result = tracing.result
         advice = [advise(asked, found, traced) for found in result.layouts]
         would_fit = [] if result.layouts else remedies(asked, result.smallest)
         if html is not None:

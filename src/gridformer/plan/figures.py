@@ -100,11 +100,18 @@ def memory_bars(layouts: Sequence[Found]) -> go.Figure:
         hovertemplate="%{x:.1f} GiB<extra></extra>",
     )
     limit = layouts[0].estimate.limit_gib
-    figure.add_vline(
+    red = "#de2d26"
+    figure.add_vline(x=limit, line={"color": red, "width": 2, "dash": "dash"})
+    # The label stands above the plot, where no bar is.
+    figure.add_annotation(
         x=limit,
-        line={"color": "#de2d26", "width": 2, "dash": "dash"},
-        annotation={"text": f"limit {limit:.1f} GiB", "font": {"color": "#de2d26"}},
-        annotation_position="top left",
+        y=1,
+        yref="paper",
+        yanchor="bottom",
+        xanchor="right",
+        showarrow=False,
+        text=f"limit {limit:.1f} GiB",
+        font={"color": red},
     )
     figure.update_yaxes(autorange="reversed", automargin=True, ticksuffix="  ")
     figure.update_xaxes(title="GiB", range=[0, limit * 1.05])

@@ -77,7 +77,9 @@ def unlisted(result: Result) -> list[str]:
         sentences.append(f"Not traced, because by the same factor these would not fit: {names}.")
     if result.untraced:
         text = "; ".join(f"{one.name} {one.step_s:.4g} s" for one in result.untraced)
-        sentences.append(f"There was no time to trace, by estimate: {text}.")
+        sentences.append(
+            f"There was no time to trace these, by estimate: {text}. --seconds gives more time."
+        )
     return sentences
 
 

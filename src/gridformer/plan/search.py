@@ -2,18 +2,14 @@
 
 Every arrangement of the devices is first estimated with a few settings (gridformer.plan.analytic).
 The best of them are improved one setting at a time, as long as a change makes a step faster within
-the memory of a device. What is then fastest is traced (gridformer.plan.predict), one layout on each
-core, and only layouts whose trace fits are listed.
+the memory of a device. What is then fastest is traced (gridformer.plan.tracing), and only layouts
+whose trace fits are listed.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeVar
 
 from gridformer.cluster.file import Cluster
@@ -24,20 +20,15 @@ from gridformer.parallel.registry import describe_layout, spec_of
 from gridformer.parallel.validation import broken_rules
 from gridformer.plan.analytic import Estimate, estimate
 from gridformer.plan.load import StepCosts
-from gridformer.plan.predict import predict
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.settings import changed, micro_batches, modes, neighbors
-from gridformer.trace.fast_fake import fast_fakes
-from gridformer.utils.beside import as_far_as, can_copy, on_all_cores
-from gridformer.utils.hardware import n_cores
+from gridformer.utils.beside import on_all_cores
 
 IMPROVED = 24  # arrangements whose settings are improved
 ROUNDS = 6  # single changes of settings in a row
 # The estimate of memory is approximate: what exceeds the limit by less may fit when it is traced.
 MARGIN = 1.1
 GAIN = 0.995  # with choices for the cluster, an estimate must be below this part of that without
-FEWEST = 2  # layouts are traced, though it may take longer than asked
-SPARE = 3  # for each layout that is listed, at most this many are traced
 
 T = TypeVar("T")
 Predict = Callable[[RunConfig, Cluster], Prediction]
@@ -273,152 +264,6 @@ def kind_of(one: Found) -> Kind:
     layout = one.run.layout
     pipeline = layout.pipeline_order if layout.pp > 1 else ""
     return layout.scheme, one.run.train.recompute, pipeline
-
-
-class Queue:
-    """Layouts that wait for their traces, the fastest by estimate first.
-
-    When a trace has shown that a layout needs more than its estimate, the estimates of others like
-    it are taken for wrong by the same factor, and those of all others at least for not too high.
-    What then does not fit makes way for neighbors that do, so that plans of long sequences, which
-    estimates know least, trace few layouts in vain.
-
-    Args:
-        search: The search, which finds smaller neighbors.
-        found: The layouts.
-
-    Attributes:
-        passed_over: See `Result`.
-    """
-
-    def __init__(self, search: Search, found: Sequence[Found]) -> None:
-        self.search = search
-        self._number = itertools.count()
-        self._waiting: list[tuple[float, int, Found]] = []
-        self._factors: dict[Kind, float] = {}
-        self.passed_over: list[Found] = []
-        self._smaller: list[RunConfig] = []  # which stood in for others
-        for one in found:
-            self.put(one)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def put(self, one: Found) -> None:
-        """Adds a layout, which waits for its turn by its `step_s`."""
-        heapq.heappush(self._waiting, (one.step_s, next(self._number), one))
-
-    def next(self, n: int) -> list[Found]:
-        """Removes the fastest layouts that may fit and returns them, at most n."""
-        found: list[Found] = []
-        while self._waiting and len(found) < n:
-            one = heapq.heappop(self._waiting)[2]
-            factor = self._factors.get(kind_of(one), 1.0 if self._factors else 0.0)
-            if factor * one.estimate.peak_gib > one.estimate.limit_gib:
-                self.passed_over.append(one)
-                self._put_smaller(one, factor)
-            else:
-                found.append(one)
-        return found
-
-    def refuse(self, one: Found, factor: float) -> None:
-        """Replaces a layout whose trace does not fit by a neighbor that may.
-
-        Args:
-            one: The layout.
-            factor: How many times as large as its estimate its traced memory is.
-        """
-        kind = kind_of(one)
-        self._factors[kind] = max(factor, self._factors.get(kind, 0.0))
-        self._put_smaller(one, factor)
-
-    def give_another_chance(self) -> None:
-        """Puts back what was passed over, because nothing else fits."""
-        self._factors.clear()
-        for one in self.passed_over:
-            self.put(one)
-        self.passed_over.clear()
-
-    def rest(self) -> list[Found]:
-        """Returns what still waits, the fastest first."""
-        return [one for _, _, one in sorted(self._waiting)]
-
-    def _put_smaller(self, one: Found, factor: float) -> None:
-        smaller = self.search.smaller(one, factor)
-        if smaller is not None and smaller.run not in self._smaller:
-            self._smaller.append(smaller.run)
-            self.put(smaller)
-
-
-def search(
-    run: RunConfig,
-    cluster: Cluster,
-    n_devices: int,
-    top: int = 10,
-    limit_s: float = float("inf"),
-    predictor: Predict = predict,
-    tell: Callable[[str], None] = lambda text: None,
-    named: str = "",
-) -> Result:
-    """Returns the fastest layouts of a run on some devices of a cluster.
-
-    Args:
-        run: Model, data and training settings; see `Search`.
-        cluster: The machine.
-        n_devices: The number of devices.
-        top: How many layouts to trace and list.
-        limit_s: If a few layouts have been found, no trace is begun that would end after this many
-            seconds if it takes as long as the one before it. After them, one layout is enough, and
-            traces on other cores are stopped.
-        predictor: Traces a run; tests replace it.
-        tell: Is told what happens.
-        named: The cluster as `layout.cluster` takes it; see `Search`.
-    """
-    began = time.monotonic()
-    tell("estimating layouts")
-    asked = Search(run, cluster, n_devices, named=named)
-    found, result = asked.ranked(copies=True)
-    last_s, traces = 0.0, 0
-    queue = Queue(asked, found)
-    at_once = 1
-    if predictor is predict and can_copy():
-        at_once = n_cores()
-        fast_fakes()  # loads what all copies of this process need
-    while queue and len(result.layouts) < top and traces < top * SPARE:
-        here = time.monotonic()
-        fewest = min(top, FEWEST) if here - began <= limit_s else 1
-        if len(result.layouts) >= fewest and here - began + last_s > limit_s:
-            break
-        some = queue.next(min(at_once, top - len(result.layouts)))
-        names = " and ".join(one.name for one in some)
-        tell(f"tracing {names}: {len(result.layouts) + 1} of {top}")
-        work = [partial(predictor, one.run, cluster) for one in some]
-        predictions: list[Prediction | None]
-        if at_once > 1:
-            left_s = began + limit_s - here
-            predictions = as_far_as(work, left_s, 0 if result.layouts else 1)
-        else:
-            predictions = [one() for one in work]
-        last_s = time.monotonic() - here
-        for one, prediction in zip(some, predictions):
-            if prediction is None:  # there was no time for it
-                queue.put(one)
-                continue
-            traces += 1
-            traced = Found(one.run, one.estimate, prediction)
-            assert prediction.peak_gib is not None, "predict estimates memory, too"
-            if prediction.fits:
-                result.layouts.append(traced)
-                continue
-            result.refused.append(traced)
-            queue.refuse(one, prediction.peak_gib / one.estimate.peak_gib)
-        if not queue and not result.layouts:
-            queue.give_another_chance()
-    result.layouts.sort(key=lambda one: one.step_s)
-    result.passed_over = queue.passed_over
-    result.untraced = queue.rest()[: top - len(result.layouts)]
-    result.n_estimates, result.seconds = asked.n_estimates, time.monotonic() - began
-    return result
 
 
 # --------------------------------------------------------------------------- defaults of a plan

@@ -10,10 +10,31 @@ from gridformer.plan.changes import arrangement
 from gridformer.plan.predict import predict
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.search import Found, Predict, Result, Search
+from gridformer.plan.tracing import Tracing
 from gridformer.utils.beside import as_far_as, can_copy
 
-SEARCH = 0.8  # of the time of a plan is for the search, and the rest for this
+SEARCH = 0.8  # of the time of a plan is for the first layouts, and the rest for this
 TRIES = 4  # changes that are traced at most
+
+
+def trace_in_time(tracing: Tracing, limit_s: float) -> list[Found]:
+    """Traces the fastest layouts and what is advised for the best of them.
+
+    Args:
+        tracing: The layouts; its `result` is changed.
+        limit_s: How many seconds it may take, with the estimates.
+
+    Returns:
+        All layouts that were traced.
+    """
+    ends = tracing.began + limit_s
+    tracing.until(tracing.began + SEARCH * limit_s)
+    result, best, traced = tracing.result, None, list[Found]()
+    while result.layouts and result.layouts[0] is not best:
+        traced += traced_with_advice(tracing.asked, result, tracing.top, ends, tracing.predictor)
+        best = result.layouts[0]
+        tracing.until(ends)  # with the time that is left
+    return traced
 
 
 def traced_with_advice(
