@@ -1,4 +1,4 @@
-"""The table of published numbers that nothing is fitted to, and the page that it stands on."""
+"""The table of published numbers that nothing is fitted to, and the page that contains it."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_records_of_every_form() -> None:
     found = messages_of({"instruction": "add", "input": "1 2", "output": "3"}, "here")
     assert found[0]["content"] == "add\n\n1 2"
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"text": "x"}, "is no conversation; a record has messages, or instruction and output"),
+        ({"text": "x"}, "is not a conversation; a record has messages, or instruction and output"),
         ({"messages": "x"}, "'messages' is not a list of messages"),
         ({"messages": [{"role": "user", "content": None}]}, r"'messages\[0\]' is NoneType"),
         ({"messages": [{"content": "x"}]}, r"messages\[0\] is not an object with the keys role"),

@@ -1,4 +1,4 @@
-"""What enters each node and each rack of a grid is what the placement of the mesh foretells.
+"""What enters each node and each rack of a grid is what the placement of the mesh predicts.
 
 Collectives that ran are recorded with their groups, and sent around the ring of each group in the
 order of its ranks. As in test_explained.py, one layer is the difference of two models.

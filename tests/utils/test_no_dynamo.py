@@ -1,4 +1,4 @@
-"""Training and traces do without torch's compiler, and who needs it gets it."""
+"""Training and traces do without torch's compiler, and code that needs it gets it."""
 
 from __future__ import annotations
 

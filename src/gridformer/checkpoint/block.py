@@ -67,9 +67,10 @@ PARAMETER = "model."  # before the names of parameters
 
 
 def with_moments(parameters: Shards) -> Shards:
-    """Returns parameters, and in the place of their moments in a checkpoint themselves again.
+    """Returns parameters, and under the names of their two moments the parameters again.
 
-    Before the first step there are no moments yet, which will have the sizes of their parameters.
+    The moments do not exist before the first step, and they will have the sizes of their
+    parameters.
     """
     moments = {
         f"{moment}.{name.removeprefix(PARAMETER)}": shard
@@ -80,14 +81,14 @@ def with_moments(parameters: Shards) -> Shards:
 
 
 def written_here(shards: Shards, axes: Axes) -> dict[str, TensorBlock]:
-    """Returns the blocks that this rank writes; of replicas of a block, one writes it.
+    """Returns the blocks that this rank writes. Exactly one of the replicas of a block writes it.
 
-    Every replica finds by itself which one that is, because all of them hold the same blocks in the
-    same order: each block goes to the replica that has the fewest bytes so far. Of the stages that
-    share a block the first one writes it.
+    Every replica computes by itself which one that is, because all of them hold the same blocks in
+    the same order: each block goes to the replica that has the fewest bytes so far. If several
+    stages share a block, the first one writes it.
 
     Args:
-        shards: What this rank updates.
+        shards: By name, each tensor that this rank updates, and its position in the global tensor.
         axes: The axes of the mesh.
     """
     loads: dict[str, list[int]] = defaultdict(list)

@@ -84,7 +84,8 @@ def save(
     Raises:
         SaveError: The checkpoint could not be written. All ranks raise it.
     """
-    # Imported here because it takes time, which commands that write no checkpoint save.
+    # Imported here because the import takes time, and commands that write no checkpoint do without
+    # it.
     from gridformer.checkpoint.saver import Saver
 
     saver = Saver(run_dir, run, axes)

@@ -1,4 +1,4 @@
-"""What a run does with the copies of its checkpoints at `train.checkpoint_to`, besides saves."""
+"""What a run does with the copies of its checkpoints at `train.checkpoint_to`, apart from saves."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def clash(url: str, run_dir: Path) -> str:
         return ""
     return (
         f"train.checkpoint_to={url} is where the run itself writes, as its directory is {run_dir}, "
-        "so that copies would replace its own files: name a folder outside the run directory, best "
+        "so copies would replace its own files: name a folder outside the run directory, ideally "
         "on another disk, or leave train.checkpoint_to empty for no copies"
     )
 
 
 def copy_newest(train: TrainConfig, run_dir: Path) -> str:
-    """Copies the newest intact checkpoint of a run to `checkpoint_to`, which has none as new.
+    """Copies the newest intact checkpoint of a run to `checkpoint_to`, unless one as new is there.
 
     A copy may have failed, or the run may have been killed while it copied. Contents are verified
     first, so nothing is read if there is nothing to copy.

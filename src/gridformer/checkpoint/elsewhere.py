@@ -1,8 +1,8 @@
-"""Opens the checkpoints that stand at `train.checkpoint_to`, for commands that read a run.
+"""Opens the checkpoints at `train.checkpoint_to`, for commands that read a run.
 
-A run directory that has checkpoints is read as it is, without asking any other place. One that has
-none, as on a machine that has lost them, and a URL in the place of a run directory are copied into
-a temporary folder: the newest checkpoints, and the small files that belong to a run.
+A run directory that has checkpoints is read as it is, without asking any other place. If it has
+none, as on a machine that has lost them, or if a URL is given in the place of a run directory, the
+newest checkpoints and the small files that belong to a run are copied into a temporary folder.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def run_with_checkpoints(
     Args:
         run_dir: A run directory, one of its checkpoints, or a URL like `train.checkpoint_to`.
         tell: Receives progress messages.
-        newest: How many of the newest checkpoints are copied if they stand elsewhere; None means
-            all.
+        newest: How many of the newest checkpoints are copied if they are elsewhere; None means all.
 
     Raises:
         CheckpointError: There is no checkpoint at the URL, or a damaged one.
@@ -89,7 +88,7 @@ def _copy(url: str, run_dir: Path, copy: Path, newest: int | None, tell: Tell) -
         if not there:
             raise CheckpointError(
                 f"there is no checkpoint at {asked}: "
-                + ("name what train.checkpoint_to of the run was" if is_url else "train first")
+                + ("name the train.checkpoint_to of the run" if is_url else "train first")
             )
         (copy / "checkpoints").mkdir(parents=True)
         for name in there[-newest:] if newest else there:

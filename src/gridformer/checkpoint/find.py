@@ -41,7 +41,7 @@ def newest(run_dir: Path) -> Path:
 
 
 def complete(run_dir: Path) -> list[Path]:
-    """Returns the complete checkpoints of a run directory, the one of fewest steps first.
+    """Returns the complete checkpoints of a run directory, the one with the fewest steps first.
 
     Folders with other names than those that `save` gives are not among them.
     """

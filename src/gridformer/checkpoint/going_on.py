@@ -1,7 +1,7 @@
 """How ranks wait for the first one while it copies a checkpoint, however long that takes.
 
 A draft is marked meanwhile, and the first rank renews the mark every few seconds. The others wait
-as long as they see it renewed. They look whether the mark has changed and count seconds with their
+as long as they see it renewed. They check whether the mark has changed and count seconds with their
 own clock, because the clocks of machines and of storage differ.
 """
 
@@ -76,7 +76,7 @@ class CopyPatience:
 
 
 def until(holds: Callable[[], bool], at_most_s: float = float("inf")) -> None:
-    """Waits until a condition holds, and looks less and less often."""
+    """Waits until a condition holds, which is checked less and less often."""
     pause, ends = _SHORTEST_S, time.monotonic() + at_most_s
     while not holds() and time.monotonic() < ends:
         if threading.current_thread() is threading.main_thread():

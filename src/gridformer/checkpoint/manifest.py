@@ -66,8 +66,8 @@ class Manifest(Config):
         version: The version of the format.
         step: How many optimizer steps were done.
         tokens: How many tokens were read.
-        skipped: How many of the steps updated nothing, because float16 gradients overflowed or
-            they were not finite and left out.
+        skipped: How many of the steps updated nothing, because float16 gradients overflowed, or
+            because the step was not finite and was left out.
         loss_scale: The loss scale of float16; see `gridformer.train.loss_scale`.
         good_steps: Steps since the loss scale last changed.
         model: The model's config.
@@ -227,7 +227,7 @@ def damage_remedy(folder: Path) -> str:
 
 @contextmanager
 def advice_for_readers(folder: Path, any_will_do: bool = True) -> Iterator[None]:
-    """Lets errors of the block about a damaged checkpoint advise a command that does not train.
+    """Makes errors in the block about a damaged checkpoint advise a command that does not train.
 
     `train.fallback` is of no use to it.
 
@@ -277,7 +277,7 @@ def _with_right_checksum(raw: bytes, path: Path) -> bytes:
 
 
 def _contradiction(manifest: Manifest) -> str | None:
-    """Returns what cannot be true of a manifest whose values are each possible, if anything is."""
+    """Returns how the values of a manifest, each valid by itself, contradict each other, if so."""
     for key in ("skipped", "data_start"):
         if getattr(manifest, key) > manifest.step:
             return f"{key} is {getattr(manifest, key)}, and step only {manifest.step}"

@@ -58,7 +58,7 @@ class SaveOutcome:
         target: The path of the checkpoint.
         step: Its step.
         n_bytes: The bytes of all its files.
-        seconds: The time from its begin to its end.
+        seconds: The time from its beginning to its end.
         failure: Why there is no checkpoint; empty if it is complete.
         full: Whether all that was missing is space.
         removed: Checkpoints that were removed to make room.

@@ -1,8 +1,9 @@
 """Where the checkpoints of a run lie, and how a complete one appears there.
 
-A checkpoint in the making is a `Draft`. All ranks write their files into it, each tells in a small
-note that its file is complete, and the first rank publishes it when all have told. Notes are files,
-not messages, because saves go on while training uses the process groups.
+A checkpoint in the making is a `Draft`. All ranks write their files into it, each leaves a small
+note when its file is complete, and the first rank publishes the draft when it has found the notes
+of all ranks. Notes are files, not messages, because saves go on while training uses the process
+groups.
 
 In a local folder a draft is a hidden folder, which is renamed when it is complete, so a folder with
 a plain name is complete.
@@ -74,7 +75,7 @@ class Draft(Protocol):
         """Makes the draft a checkpoint, whose manifest is its last file."""
 
     def going_on(self, begins: bool) -> None:
-        """Says that the save is not over when the draft is published, or that it is now.
+        """Says that the save goes on after publishing, or, without `begins`, that it is over.
 
         It is said again and again while the save goes on, see `sign`.
         """
@@ -96,7 +97,7 @@ class CheckpointPlace(Protocol):
         """Returns the draft of the checkpoint `name`, which need not exist yet."""
 
     def complete(self) -> list[str]:
-        """Returns the names of the complete checkpoints, the one of fewest steps first."""
+        """Returns the names of the complete checkpoints, the one with the fewest steps first."""
 
     def remove(self, name: str) -> None:
         """Removes a checkpoint, so that no part of it is left under its name."""

@@ -63,7 +63,7 @@ class Remote:
         self.url, (self.files, self.root) = url, found
 
     def complete(self) -> list[str]:
-        """Returns the names of the complete checkpoints, the one of fewest steps first."""
+        """Returns the names of the complete checkpoints, the one with the fewest steps first."""
         self.files.invalidate_cache()
         if not self.files.exists(self.root):
             return []
@@ -80,10 +80,10 @@ class Remote:
         return Path(self.root) if isinstance(self.files, LocalFileSystem) else None
 
     def upload(self, folder: Path) -> None:
-        """Copies a complete checkpoint there; one of this name is replaced.
+        """Copies a complete checkpoint there, and replaces one of the same name.
 
-        Of a copy that fails nothing is left there, as far as that can be removed. It would take
-        space for good, because only complete checkpoints are counted as too many.
+        If the copy fails, what was written of it is removed as far as possible. Otherwise it would
+        take space forever, because only complete checkpoints count toward the number that is kept.
 
         Raises:
             OSError: It could not be written.
@@ -106,7 +106,7 @@ class Remote:
             raise
 
     def upload_newest(self, folder: Path, kept: Kept) -> None:
-        """Copies the newest checkpoint of a run there, and removes there what is too much.
+        """Copies the newest checkpoint of a run there, and removes copies that are not kept.
 
         Raises:
             OSError: It could not be written.
@@ -234,7 +234,7 @@ def give_up(url: str, names: Collection[str]) -> str:
 
 
 def fetch_newest(url: str, run_dir: Path, check: Callable[[Manifest], None] = _any) -> Path | None:
-    """Copies the newest checkpoint at a URL into a run directory that has none as new.
+    """Copies the newest checkpoint at a URL into a run directory, unless that has one as new.
 
     Args:
         url: The URL of `train.checkpoint_to`.
@@ -266,7 +266,7 @@ def fetch_newest(url: str, run_dir: Path, check: Callable[[Manifest], None] = _a
 
 @contextmanager
 def reading(place: str) -> Iterator[None]:
-    """Turns errors of a file system, each of which has some of its own, into a `UserError`.
+    """Turns errors of a file system into a `UserError`. Every file system has errors of its own.
 
     Args:
         place: What is read, for the message.

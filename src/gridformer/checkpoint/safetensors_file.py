@@ -70,7 +70,7 @@ def write_file(file: BinaryIO, blocks: Mapping[str, TensorBlock]) -> tuple[int, 
 
 
 def _in_rows(tensor: Tensor) -> Streamed:
-    """Returns a tensor in small pieces: of a transposed one each piece must be copied."""
+    """Returns a tensor in small pieces, as each piece of a transposed tensor must be copied."""
     if tensor.dim() == 0 or tensor.device.type != "cpu":
         return Streamed(tuple(tensor.shape), tensor.dtype, lambda: (tensor,))
     rows = max(1, _PIECE * len(tensor) // (tensor.numel() * tensor.element_size()))
@@ -106,7 +106,7 @@ def write_streamed(
 def write_tensors(
     file: BinaryIO, tensors: Mapping[str, Streamed], metadata: Mapping[str, str]
 ) -> tuple[int, int]:
-    """Writes tensors that are made meanwhile in the format of safetensors.
+    """Writes tensors in the format of safetensors, and makes them while it writes.
 
     Args:
         file: The opened file.

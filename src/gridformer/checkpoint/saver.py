@@ -44,7 +44,7 @@ class SaveReport:
     Attributes:
         outcome: How it ended.
         stalled_s: The seconds for which training waited for it and for the save before it.
-        waited_s: How many of these it waited for the save before it.
+        waited_s: How many of these seconds it waited for the save before it.
     """
 
     outcome: SaveOutcome

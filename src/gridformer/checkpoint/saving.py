@@ -36,7 +36,7 @@ from gridformer.checkpoint.side_files import write_side_files
 from gridformer.utils.units import format_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_LOST_S = 3.0  # for the notes of ranks that live, once it is known that another one does not
+_LOST_S = 3.0  # to wait for the notes of other ranks, once a rank is known to be gone
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class Save:
         n_ranks: How many ranks there are.
         kept: Which checkpoints stay.
         copy_to: A URL to which the first rank copies the checkpoint; empty for none.
-        patience_s: The first rank gives up when no rank has told anything for so long, and for
-            much longer than it took itself.
-        hopeless: Returns whether a rank has failed or was killed. Its note may never come, so the
-            others are not waited for as patiently. They may be about to be ended.
+        patience_s: The first rank gives up when no rank has left a note for this many seconds, and
+            for much longer than its own part of the save took.
+        hopeless: Returns whether a rank has failed or was killed. Its note may never come, and the
+            other ranks may be about to be ended, so notes are then waited for only briefly.
     """
 
     def __init__(
@@ -142,12 +142,13 @@ class Save:
         A copy to `copy_to` may take very much longer than the save itself.
         """
         began = time.monotonic()
-        # The first rank looks for notes as long as this at most, and is then heard of.
+        # The first rank waits for notes for at most this long, and then ends the save or leaves a
+        # mark.
         patience = CopyPatience(self.draft, self.patience_s, 3 * self.patience_s)
         until(lambda: self.has_ended() or self._is_lost(began, 2) or patience.is_over())
 
     def _is_lost(self, since: float, times: int = 1) -> bool:
-        """Returns whether what did not come since then will not come, as a rank is gone."""
+        """Returns whether to give up on what has not come since then, because a rank is gone."""
         waited_s = time.monotonic() - since
         return waited_s > times * max(_LOST_S, 10 * self._own_s) and self.hopeless()
 
@@ -172,7 +173,7 @@ class Save:
             self._own_s = max(self._own_s, time.monotonic() - began)
 
     def _troubled(self, error: OSError, blocks: Mapping[str, TensorBlock] | None = None) -> _Told:
-        with contextlib.suppress(OSError):  # what was written leaves room for the notes
+        with contextlib.suppress(OSError):  # to make room for the notes
             self.draft.drop(file_of(self.rank))
         tensors = [block.tensor for block in (blocks or {}).values()]
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -241,7 +242,7 @@ class Save:
         return True
 
     def _all(self, own: _Told, attempt: int) -> list[_Told]:
-        """Waits until all ranks have told, and returns what."""
+        """Waits until all ranks have left their notes, and returns what the notes say."""
         found = {0: own}
         last_news = time.monotonic()
 
@@ -295,7 +296,7 @@ class Save:
                 self.place.remove(name)
 
     def _copy(self) -> None:
-        """Copies the complete checkpoint to `copy_to`, and removes there what is too much."""
+        """Copies the complete checkpoint to `copy_to`, and removes copies that are not kept."""
         try:
             Remote(self.copy_to).upload_newest(Path(self.draft.target), self.kept)
         except Exception as error:  # each file system has errors of its own

@@ -67,15 +67,15 @@ class Snapshot:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def __del__(self) -> None:
-        # Memory that is given back while it is pinned could not be pinned again by its next owner.
+        # Memory that is freed while it is pinned could not be pinned again by its next owner.
         with contextlib.suppress(Exception):
             self._unpin()
 
     def reserve(self, n_bytes: int, pinned: bool) -> None:
-        """Takes memory for copies. To pin it takes seconds, in which nothing else runs on the GPU.
+        """Takes memory for copies. Pinning takes seconds, in which nothing else runs on the GPU.
 
         Args:
-            n_bytes: As many bytes as all copies take; see `bytes_of`.
+            n_bytes: The bytes that all copies take; see `bytes_of`.
             pinned: Whether a GPU will write to it.
         """
         if self._memory.numel() >= n_bytes and self._pinned >= pinned:

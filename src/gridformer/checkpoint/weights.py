@@ -204,7 +204,7 @@ def _differences(there: ModelConfig, here: ModelConfig) -> list[str]:
 
 
 def _values(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of a model, with what 0 stands for."""
+    """Returns the values of a model's keys, with the numbers that a 0 stands for."""
     values = config.model_dump(mode="json")
     values["head_dim"] = config.head_width
     if "n_kv_heads" in values:

@@ -1,8 +1,8 @@
-"""What stands between the commands and a user: checks of their arguments, and errors as sentences.
+"""Checks the arguments of commands, and prints their errors as sentences.
 
 A `UserError` is a sentence and exit code 2. So is what else an input may cause and the user can
 change: errors of the system that name a path, values that are nested too deep, text in no encoding.
-Everything else is a mistake of gridformer's: it keeps its traceback, and a line asks for a report.
+Everything else is a mistake in gridformer: it keeps its traceback, and a line asks for a report.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def generate(
         Path | None,
         typer.Option(
             "--prompts",
-            help="A file of prompts, one a line, or JSON lines with the key prompt. The output is "
-            "JSON lines with prompt and text.",
+            help="A file of prompts, one per line, or JSON lines with the key prompt. The output "
+            "is JSON lines with prompt and text.",
         ),
     ] = None,
     chat: Annotated[

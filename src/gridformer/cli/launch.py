@@ -47,7 +47,7 @@ class Rendezvous(StrEnum):
 
 def launch(
     context: typer.Context,
-    kind: Annotated[JobKind, typer.Argument(help="What shall start the processes.")],
+    kind: Annotated[JobKind, typer.Argument(help="What starts the processes.")],
     run: Annotated[
         str,
         typer.Argument(
@@ -68,7 +68,9 @@ def launch(
     ] = "",
     devices_per_node: Annotated[
         int | None,
-        typer.Option("--devices-per-node", min=1, help="The same without a cluster file."),
+        typer.Option(
+            "--devices-per-node", min=1, help="The number of devices of a node, without --cluster."
+        ),
     ] = None,
     print_: Annotated[
         bool, typer.Option("--print", help="Print the script, which is the default.")
@@ -99,43 +101,45 @@ def launch(
     ] = "",
     tasks: Annotated[
         Tasks,
-        typer.Option("--tasks", help="slurm: one task for each device, or for each node."),
+        typer.Option("--tasks", help="For slurm: start one task for each device or node."),
     ] = Tasks.DEVICE,
     sbatch: Annotated[
         list[str] | None,
-        typer.Option("--sbatch", help="slurm: a further option, such as --partition=long."),
+        typer.Option("--sbatch", help="For slurm: a further option, such as --partition=long."),
     ] = None,
     before: Annotated[
         str,
         typer.Option(
             "--before",
-            help="slurm: a line of shell that runs first, such as '. .venv/bin/activate'.",
+            help="For slurm: a line of shell that runs first, such as '. .venv/bin/activate'.",
         ),
     ] = "",
-    image: Annotated[str, typer.Option("--image", help="kubernetes: the container image.")] = "",
+    image: Annotated[str, typer.Option("--image", help="For kubernetes: the image to run.")] = "",
     claim: Annotated[
         str,
         typer.Option(
             "--claim",
-            help="kubernetes: the PersistentVolumeClaim with data and runs, which all pods share.",
+            help="For kubernetes: the PersistentVolumeClaim with data and runs, which all pods "
+            "share.",
         ),
     ] = "gridformer",
     memory_gib: Annotated[
-        float, typer.Option("--memory-gib", min=0.0, help="kubernetes: memory of a pod.")
+        float,
+        typer.Option("--memory-gib", min=0.0, help="For kubernetes: the memory of a pod in GiB."),
     ] = 0.0,
     rendezvous: Annotated[
         Rendezvous,
         typer.Option(
             "--rendezvous",
-            help="torchrun: the same command on each machine (c10d), or one for each (static).",
+            help="For torchrun: one command for all machines (c10d), or one for each (static).",
         ),
     ] = Rendezvous.C10D,
     master: Annotated[
         str,
         typer.Option(
             "--master",
-            help="torchrun: the host of the first machine. Without it, the script reads it from "
-            "MASTER_ADDR.",
+            help="For torchrun: the host of the first machine. Without it, the script reads it "
+            "from MASTER_ADDR.",
         ),
     ] = "",
     max_restarts: Annotated[
@@ -143,8 +147,8 @@ def launch(
         typer.Option(
             "--max-restarts",
             min=0,
-            help="kubernetes, torchrun: after a failure, start all processes again, at most this "
-            "number of times.",
+            help="For kubernetes and torchrun: after a failure, start all processes again, at most "
+            "this number of times.",
         ),
     ] = 3,
 ) -> None:

@@ -42,8 +42,9 @@ def plan(
         typer.Option(
             "--batch",
             min=0,
-            help="The sequences of a step over all devices. By default that of the run file; for "
-            "a model about half a million tokens, and at least one sequence for each device.",
+            help="The number of sequences in a step over all devices. The default is that of the "
+            "run file. For a model it is about half a million tokens, and at least one sequence "
+            "for each device.",
         ),
     ] = 0,
     top: Annotated[int, typer.Option("--top", min=1, help="List this number of layouts.")] = _TOP,

@@ -56,7 +56,7 @@ def prepare(
         bool,
         typer.Option(
             "--pair-files",
-            help="Read each two sources as pairs: line i of the second file, such as train.de, "
+            help="Read every two sources as pairs: line i of the second file, such as train.de, "
             "translates line i of the first, such as train.en.",
         ),
     ] = False,
@@ -160,8 +160,8 @@ def prepare(
     """Turn text into a token folder that `gridformer train` reads.
 
     Every file, and every record of a data set, is a document. A corpus may be larger than memory.
-    Pairs of texts are for translation, and labeled documents are for classification.
-    If it is stopped, the same command goes on where it was.
+    Pairs of texts are for translation, and labeled documents are for classification. If the
+    preparation is stopped, the same command goes on where it was.
 
     For a first try: gridformer prepare python-stdlib --out data/python-stdlib
     """

@@ -39,14 +39,14 @@ class Fingerprint(Config):
 
     @property
     def vocabulary(self) -> int | None:
-        """The tokens of the vocabulary, which all sources share; None if it is not told."""
+        """The tokens of the vocabulary, which all sources share; None if it is not known."""
         one = next(iter(self.sources.values()), self)
         found = one.numbers.get("vocabulary")
         return found if isinstance(found, int) else None
 
     @property
     def tokenizer(self) -> str | None:
-        """The hash of the tokenizer, which all sources share; None if it is not told."""
+        """The hash of the tokenizer, which all sources share; None if it is not known."""
         return next(iter(self.sources.values()), self).hashes.get(TOKENIZER)
 
     def differences(self, there: Fingerprint) -> list[str]:

@@ -33,5 +33,5 @@ def read_label_names(folder: Path) -> tuple[str, ...]:
     except UnreadableError as error:
         raise DataError(f"{file}: no names of labels can be read ({error}): remove it") from None
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise DataError(f"{file}: is no list of names of labels: remove it")
+        raise DataError(f"{file}: is not a list of names of labels: remove it")
     return tuple(found)

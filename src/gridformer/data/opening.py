@@ -254,7 +254,7 @@ def _cut(starts: DocumentStarts, total: int, val_fraction: float) -> tuple[int, 
     wanted = total - max(1, round(val_fraction * total))
     if n == 1:
         return max(1, wanted), 1
-    low, high = 1, n - 1  # each split gets a document at least
+    low, high = 1, n - 1  # each split gets at least one document
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if starts[middle] <= wanted else (low, middle - 1)

@@ -219,7 +219,7 @@ def _kind_problems(run: RunConfig, key: str, folder: TokenFolder) -> list[str]:
             f"with `gridformer prepare FILE.jsonl --chat chatml --out FOLDER`"
         ]
     if run.task != "chat" and folder.kind == "chat":
-        remedy = "use data.task=chat" if "chat" in TASKS[family] else "use a gpt2 or llama"
+        remedy = "use data.task=chat" if "chat" in TASKS[family] else "use a gpt2 or llama model"
         return [
             f"{key}={path} contains conversations, but data.task={run.task} does not tell "
             f"their answers from the rest: {remedy}"
@@ -228,7 +228,7 @@ def _kind_problems(run: RunConfig, key: str, folder: TokenFolder) -> list[str]:
 
 
 def _tasks_of(folder: TokenFolder) -> list[Task]:
-    """Returns the tasks of fine-tuning that a folder has what they need for."""
+    """Returns the tasks of fine-tuning whose column a folder has."""
     columns = {"classify": LABELS, "regression": VALUE, "choice": RIGHT, "answer": ANSWER}
     return [task for task in FINE_TUNING if columns[task] in folder.index.all_columns]
 

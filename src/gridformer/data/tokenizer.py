@@ -1,4 +1,4 @@
-"""A thin wrapper of `tokenizers.Tokenizer`: train or load, encode, decode, end of text."""
+"""A thin wrapper around `tokenizers.Tokenizer`: train or load, encode, decode, end of text."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, text: str, origin: str, eos_token: str) -> Self:
-        """Returns the tokenizer of which `to_json` returned the text.
+        """Returns the tokenizer whose text `to_json` returned.
 
         Args:
             text: The JSON text.

@@ -16,7 +16,7 @@ from gridformer.utils.errors import DataError
 
 
 class DocumentStarts(ABC):
-    """Where documents begin, computed from a mapped file when it is asked for.
+    """Where documents begin, computed from a mapped file when it is needed.
 
     It stands for an array [n_documents + 1] int64 of starts, in tokens, and the end of the last
     document. Numbers, slices and arrays of numbers select from it as from an array;

@@ -71,9 +71,9 @@ def continue_texts(
     All processes of the layout call it together, with the same arguments, inside `Trained.in_use`,
     and get the same tokens. These depend on neither the layout nor the other prompts: the texts are
     at the same position at all times. Those with shorter prompts are continued while the rest of
-    the longer ones is read, so prompts of about equal length take least time. When the positions of
-    the model are used up, the second half of the context is read again from position 0, so there is
-    no limit to the length.
+    the longer ones is read, so prompts of about equal length take the least time. When the
+    positions of the model are used up, the second half of the context is read again from position
+    0, so there is no limit to the length.
 
     Args:
         trained: A model that continues texts.

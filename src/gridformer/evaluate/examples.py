@@ -63,7 +63,7 @@ def score_examples(trained: Trained, path: str, batch_size: int) -> dict[str, fl
         # What is padding in all sequences is left out, since models may read far longer ones.
         real = batch["valid" if "valid" in batch else "source_valid"].flatten(0, -2).any(0)
         n = -(-int(real.nonzero().max() + 1) // multiple) * multiple
-        more = n - len(real)  # negative numbers cut
+        more = n - len(real)  # F.pad removes positions if this is negative
         return {k: F.pad(x, (0, more)) if k in _OF_TOKENS else x for k, x in batch.items()}
 
     def answers(hidden: Tensor, batch: Batch) -> Tensor | None:

@@ -17,8 +17,8 @@ from gridformer.utils.folders import private_prefix
 def run_directory(path: Path, tell: Callable[[str, str], None]) -> Iterator[Path]:
     """Yields a run directory with the model of a folder, which may be one of Hugging Face.
 
-    Such a folder is converted into a temporary one (in TMPDIR), which takes as much room, and so
-    does a checkpoint that stands at `train.checkpoint_to` only.
+    Such a folder is converted into a temporary one (in TMPDIR), which takes as much room. A
+    checkpoint that is only at `train.checkpoint_to` is copied there and takes as much room, too.
 
     Args:
         path: run directory, one of its checkpoints, a URL of checkpoints, or a folder with

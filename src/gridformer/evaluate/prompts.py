@@ -69,7 +69,7 @@ def read_texts(path: Path, *keys: str) -> list[tuple[str, ...]]:
     """Returns the texts under some keys of each object in a file of JSON lines.
 
     Raises:
-        DataError: see `read_fields`; or what is under a key is no text.
+        DataError: see `read_fields`; or the value of a key is not a text.
     """
     found = read_fields(path, *keys)
     for number, values in enumerate(found, 1):
@@ -102,7 +102,7 @@ def read_prompts(path: Path) -> list[str]:
     else:
         texts = [line for line in _lines(read_input_text(path)) if line.strip()]
     if not texts:
-        raise DataError(f"{path}: has no prompts: write one a line")
+        raise DataError(f"{path}: has no prompts: write one per line")
     return texts
 
 
@@ -124,7 +124,7 @@ def read_conversations(path: Path) -> list[list[Message]]:
         else:
             raise DataError(f"{where} must be an object with a text under prompt, or messages")
     if not found:
-        raise DataError(f"{path}: has no prompts: write one a line")
+        raise DataError(f"{path}: has no prompts: write one per line")
     return found
 
 

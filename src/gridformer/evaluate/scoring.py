@@ -176,7 +176,7 @@ def _at_targets(model: Model, logits: Tensor, wanted_BS: Tensor) -> tuple[Tensor
     """Returns the logits of targets, the largest logits, and the logarithms of summed exponentials.
 
     All are [b, s] and in at least float32. Where the vocabulary is sharded, three numbers for each
-    token travel instead of logits.
+    token are communicated instead of logits.
     """
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = model.loss

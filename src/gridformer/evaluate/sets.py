@@ -124,7 +124,7 @@ def _fewer(run: RunConfig) -> str:
 
 
 def _broken_rules(run: RunConfig) -> list[Broken]:
-    """Returns the broken rules, with ways to mend them that change the layout alone."""
+    """Returns the broken rules, with ways to fix them that change only the layout."""
     return [
         Broken(one.rule, one.text, [of_layout(way) for way in one.ways])
         for one in broken_rules(run)

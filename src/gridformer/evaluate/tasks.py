@@ -38,7 +38,7 @@ class Options:
         stride: see `gridformer.evaluate.windows.sliding`; 0 means what the model reads at once.
         limit: only this number of documents is measured, the first ones; 0 means all.
         length: the model reads at most this number of tokens at once; 0 means `max_seq_len`.
-        search: how tasks search that translate.
+        search: settings of the search of tasks that translate.
     """
 
     batch_size: int = 8
@@ -118,7 +118,7 @@ def likelihood(
 
 
 def perplexities(total: float, n_tokens: int, documents: Sequence[ScoredText]) -> Numbers:
-    """Returns the measures that are made of a log-likelihood.
+    """Returns the measures that are computed from a log-likelihood.
 
     Args:
         total: the log-likelihood of all documents, in nats.
@@ -137,7 +137,7 @@ def perplexities(total: float, n_tokens: int, documents: Sequence[ScoredText]) -
 
 
 def _exp(nats: float) -> float:
-    """Returns a perplexity, which is infinite if no float is as large: of one very long word."""
+    """Returns a perplexity; it is infinite if no float is as large, as for one very long word."""
     try:
         return math.exp(nats)
     except OverflowError:

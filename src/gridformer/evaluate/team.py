@@ -22,7 +22,7 @@ LABEL = "request"
 
 
 class Team:
-    """All processes of a layout. Rank 0 calls `score`, `continue_ids` and at last `release`.
+    """All processes of a layout. Rank 0 calls `score`, `continue_ids` and finally `release`.
 
     The others call `follow`, which returns after `release`.
 

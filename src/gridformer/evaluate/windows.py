@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from gridformer.data import Tokenizer
 from gridformer.evaluate.scoring import ScoredWindow
 
-# Names of a token with which a text begins, of a tokenizer that puts none before texts.
+# Names of a begin-of-text token, for tokenizers that do not put it before texts themselves.
 _BEGINS = ("<|begin_of_text|>", "<s>", "<bos>")
 
 

@@ -44,7 +44,7 @@ class Board(Protocol):
         """Tells what this rank sees."""
 
     def published(self, ranks: Iterable[int]) -> dict[int, Report]:
-        """Returns what those of the ranks see that have published it."""
+        """Returns what the given ranks see, for those of them that have published it."""
 
     def neighbors(self) -> dict[int, Path]:
         """Returns where the progress of each rank of this machine can be read."""
@@ -210,7 +210,7 @@ class StoreBoard:
 
 
 def asks_s(size: int) -> float:
-    """Returns after how many seconds each of so many ranks asks the store of the run again.
+    """Returns after how many seconds each of `size` ranks asks the store of the run again.
 
     The store of a large run answers about a thousand questions a second.
     """

@@ -2,7 +2,7 @@
 
 With `layout.cluster` the planner searches for the layout that is fastest there. Otherwise it is the
 one that changes least: it has as many processes as possible, keeps the scheme and the grid if that
-is possible, and drops replicas first. The global batch stays, so losses are the same but for
+is possible, and drops replicas first. The global batch stays, so losses are the same up to
 rounding.
 """
 

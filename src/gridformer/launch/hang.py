@@ -1,4 +1,4 @@
-"""Says why a run hangs, from what its ranks see: who is stopped, dead or slow, or an order differs.
+"""Says why a run hangs, from what its ranks see: a rank is stopped, dead or slow, or orders differ.
 
 A rank waits for the ranks that have not started the message for which it waits. Following this
 from rank to rank ends at those that wait for no message, which hold up all others, or it goes round

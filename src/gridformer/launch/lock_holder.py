@@ -20,7 +20,8 @@ class Holder:
         pid: The process on it, which is the launcher of a local run and otherwise rank 0.
         since: When it took the lock, in seconds since 1970.
         command: Its command line.
-        machine: Tells hosts and containers apart in which `pid` means something else.
+        machine: A text that differs between hosts and containers, in which the same `pid` means
+            another process.
         began: When the process began, in ticks since the machine was started, because the number
             of a process is used again; 0 where this is not known.
         token: A random text.

@@ -36,8 +36,8 @@ _SIGNALS = [
     if hasattr(signal, name)
 ]
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
-# After the first process has failed, the others get so long to notice it and to say why they end,
-# and then so long after SIGTERM.
+# After the first process has failed, the others have this long to notice it and to say why they
+# end, and then this long after SIGTERM.
 _NOTICE_S, _END_S = 60.0, 15.0
 _POLL_S = 0.1
 

@@ -32,7 +32,7 @@ from gridformer.utils.no_dynamo import without_dynamo
 from gridformer.utils.signals import StopPolicy, install
 
 _ENDED = "run/ended"
-_LOOK_S = 1.0  # between two looks of a spare process at whether the run has ended
+_LOOK_S = 1.0  # a spare process checks this often whether the run has ended
 
 
 def execute(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
@@ -97,8 +97,8 @@ def train(
     """Trains a run from Python, or resumes it, as `gridformer train` does from the command line.
 
     A run with several processes starts them on this machine, and each of them imports the script
-    that calls this. So the call must stand under `if __name__ == "__main__":`, and what `callbacks`
-    hold must be picklable.
+    that calls this. So the call must be inside `if __name__ == "__main__":`, and `callbacks` must
+    be picklable.
 
     Args:
         run: the path of a run file, or the name of a shipped one.

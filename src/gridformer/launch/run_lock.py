@@ -1,7 +1,7 @@
 """RUNDIR/lock: at most one run at a time writes into a run directory.
 
 The file says who holds it: host, process, since when, and the command. It is created by a hard
-link, which exactly one process can do, also over NFS, where `flock` may fail, hang or not hold, and
+link, which exactly one process can do, also over NFS, where `flock` may fail, hang or not lock, and
 where process ids mean nothing on another host. Its holder refreshes the time of the file every few
 seconds.
 
@@ -38,7 +38,7 @@ _JOIN_S = 5.0  # for a thread that may write the lock, if the storage is not awa
 
 
 class RunLock:
-    """The lock of one run directory, which `take` takes and the end of the block gives back.
+    """The lock of one run directory, which `take` takes and the end of the block releases.
 
         with RunLock() as lock:
             lock.take(run_dir)
@@ -55,7 +55,7 @@ class RunLock:
 
     @property
     def token(self) -> str:
-        """What the lock that this holds says of nobody else; empty if it holds none."""
+        """The random text that only the lock of this process has; empty if it holds none."""
         return self._mine.token if self._mine is not None else ""
 
     def __enter__(self) -> Self:

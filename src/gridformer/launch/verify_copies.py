@@ -30,7 +30,7 @@ def verify_copies(
         names = remote.complete()
         if not names:
             raise UserError(
-                f"there is no checkpoint at {url}: name what train.checkpoint_to of the run was"
+                f"there is no checkpoint at {url}: name the train.checkpoint_to of the run"
             )
         for number, name in enumerate(names, start=1):
             tell(f"copying and verifying checkpoint {number} of {len(names)}")

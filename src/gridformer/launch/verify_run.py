@@ -55,7 +55,7 @@ def verify_run(
         tell: Receives progress messages.
 
     Raises:
-        UserError: It is neither of both.
+        UserError: It is neither.
     """
     if (run_dir / MANIFEST).is_file():
         return [_checkpoint(run_dir, finite)[0]]
@@ -211,7 +211,7 @@ def _tokenizer(run_dir: Path, last: Manifest | None) -> Iterator[RunFinding]:
             TOKENIZER,
             False,
             f"it has {found.vocab_size} words, but the model only {ours.model.vocab_size}: it is "
-            "another one, so copy that of the data there",
+            "another tokenizer, so copy that of the data there",
         )
     else:
         yield RunFinding(TOKENIZER, True, f"{found.vocab_size} words")

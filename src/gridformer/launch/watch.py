@@ -42,16 +42,16 @@ from gridformer.launch.hang import (
 from gridformer.launch.where import Where
 from gridformer.mesh.launch_env import Joined
 
-MARGIN_S = 9.0  # torch's own timeouts come so much later than the watch
+MARGIN_S = 9.0  # torch's own timeouts come this much later than the watch
 _LOOKS_S = 1.0  # between two looks, or an eighth of the timeout if that is less
 _SAMPLES, _APART_S = 6, 0.15  # of the stack of a rank, once the run hangs
 _ANSWERS_S = 3.0  # how long the first rank waits for what others see
-_LEAVES_S = 25.0  # a rank ends by itself so long after it told what it saw
+_LEAVES_S = 25.0  # a rank ends by itself this long after it told what it saw
 _CALLS = 8  # shown of a stack; the file has them all
 _RECORDS_S = 1.5  # for torch's records of messages
 _END_S = 2.0  # how long the end of a run waits for the watch, which may ask a store that is gone
 _LINGERS_S = 2.0  # from when a peer has failed until this process is ended for it
-_QUIET_S = 2.5  # a watch that has not looked for so long does not run
+_QUIET_S = 2.5  # a watch that has not looked for this long is not running
 
 
 class HangWatch:
@@ -146,7 +146,8 @@ class HangWatch:
         """Returns whether this process has waited for too long.
 
         Over NCCL the host waits wherever it reads from the GPU, which may wait for a message. There
-        a process hangs whose main thread has been in one place for so long in the middle of a step.
+        a process hangs whose main thread has been in one place for that long in the middle of a
+        step.
         """
         if self._progress.waited_s() > self.timeout_s:
             return True

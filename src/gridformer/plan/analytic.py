@@ -119,7 +119,7 @@ def estimate(run: RunConfig, cluster: Cluster, costs: StepCosts | None = None) -
     rank, (begin, end) = ranks[last], times[last]
     clock.run(once[rank].casts)
     before_s = max(0.0, begin - clock.device)
-    clock.device += before_s  # meanwhile the host launches what comes then
+    clock.device += before_s  # meanwhile the host launches what comes next
     forward_s = clock.run(rank.forward, m)
     backward_s = clock.run(rank.backward, m)
     waits_s = max(0.0, end - clock.device)

@@ -1,4 +1,4 @@
-"""Makes programs of traces, with one item for each pass that depends on no other rank.
+"""Turns traces into programs, with one item for each pass that depends on no other rank.
 
 The time of such a pass follows from two of its replays. The compute stream ends at the latest of
 all chains of things that wait for each other, and each chain begins where the stream is at first or

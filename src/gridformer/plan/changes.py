@@ -43,7 +43,7 @@ def single_changes(run: RunConfig) -> Iterator[tuple[Mapping[str, Any], RunConfi
 
 
 def arrangement(layout: LayoutConfig) -> tuple[Any, ...]:
-    """Returns what says where the devices of a layout stand; layouts with the same are alike."""
+    """Returns how a layout arranges the devices; two layouts may have the same arrangement."""
     return (layout.scheme, *(getattr(layout, key) for key in _ARRANGED))
 
 

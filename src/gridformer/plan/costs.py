@@ -40,8 +40,8 @@ class Costs:
         run: The run.
         cluster: The cluster.
         decisions: The result of `decide_run`.
-        n_devices: How many devices messages of all ranks have; 0 for those of the run. A pipeline
-            that stands for a deeper one has those of the latter.
+        n_devices: How many devices take part in messages of all ranks; 0 means those of the run.
+            For a pipeline that stands for a deeper one it is the number of the deeper one.
     """
 
     def __init__(

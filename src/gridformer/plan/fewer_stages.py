@@ -1,13 +1,13 @@
 """Pipelines with fewer stages, from whose times those of a deep pipeline follow.
 
-The ranks in the middle of a pipeline do the same, but for when. With as many rounds of
-micro-batches a pipeline takes the same time longer for each of them. So a deep one is traced with
-few stages, three times, and its times are extended along a line through two of them. The third must
-lie on that line; if it does not, all stages are traced.
+The ranks in the middle of a pipeline do the same work at different times. If the rounds of
+micro-batches stay the same, each further rank makes the step longer by the same time. So a deep
+pipeline is traced with few stages, three times, and its times are extended along a line through two
+of these samples. The third must lie on that line; if it does not, all stages are traced.
 
-Where stages are of two lengths, or of more, some of each length come and go. Where the machine has
-nodes and racks that hold several stages, they do so in numbers that fill these: messages between
-stages then take the same links.
+If stages have different numbers of layers, some stages of each kind are left out. If the nodes and
+racks of the machine hold several stages, stages are left out in numbers that fill these, so that
+messages between stages take the same links.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SAMPLES = 3
 MOST = 2 * KEPT + 1  # rounds of micro-batches that are traced of a pipeline with all its ranks
 PASSES = 6000  # of all ranks, each way: with fewer of them a pipeline is traced whole
 WORTH = 0.5  # a pipeline is traced whole if its samples have more than this part of its passes
-_MOST = 16  # ranks along pp that come and go together
-_TIMES = (1, 2, 3, 4)  # so many times as many ranks of one length come and go as of another
+_MOST = 16  # ranks along pp that are left out together
+_TIMES = (1, 2, 3, 4)  # ratios of the ranks that are left out of different segments
 _SAME = 1e-4  # by how much the longest sample may be off the line through the others
 
 
@@ -63,11 +63,11 @@ class FewerStages:
     """Shorter pipelines that stand for a deep one.
 
     Attributes:
-        pipelines: They, the shortest first.
-        kept: How many ranks along pp the shortest one keeps of each segment. A segment are ranks
-            with equal stages, one after the other.
-        step: How many more of each segment each further one has.
-        more: How many times `step` ranks the deep one has besides those of the second.
+        pipelines: The shorter pipelines, the shortest first.
+        kept: How many ranks along pp the shortest one keeps of each segment. A segment consists of
+            successive ranks with equal stages.
+        step: How many more ranks of each segment each further pipeline has.
+        more: The deep pipeline has this many times `step` ranks more than the second one.
     """
 
     pipelines: tuple[ShorterPipeline, ...]
@@ -152,11 +152,11 @@ def _segments(run: RunConfig, stages: Sequence[range]) -> list[int]:
 def _best_step(
     lengths: Sequence[int], period: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-    """Chooses how many ranks of each segment come and go.
+    """Chooses how many ranks of each segment are left out.
 
     Args:
         lengths: The ranks of each segment.
-        period: Those of a segment come and go in multiples of this.
+        period: The ranks of a segment are left out in multiples of this.
 
     Returns:
         `FewerStages.kept` and `step`, and how many times `step` is left out of the deep pipeline to

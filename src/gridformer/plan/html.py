@@ -102,7 +102,7 @@ def _sections(
         figure.to_html(full_html=False, include_plotlyjs=i == 0, config={"displayModeBar": False})
         for i, figure in enumerate(drawn)
     ]
-    by_estimate = "That of the ranking by its trace, all others by estimate"
+    by_estimate = "The one in the ranking is predicted from its trace, and all others are estimated"
     return [
         "<h2>Ranking</h2>",
         _ranking(result.layouts),

@@ -30,7 +30,7 @@ def casts(sizes: Sizes, shares: StageShares) -> Load:
     if choices.work.itemsize != 2:
         return Load(launches=launches.BATCH)
     m, again = layout.micro_batches, sizes.run.train.recompute == "full"
-    # Otherwise the forward pass, the backward pass and what is recomputed cast weights by itself.
+    # Otherwise the forward pass, the backward pass and recomputation each cast the weights.
     times = 1 if choices.cast_once else (2 + again) * m
     elements = _elements(sizes, replace(shares, lookups=0.0))  # lookups read float32
     if layout.dp_mode == "fsdp":

@@ -103,7 +103,7 @@ def _weights_are_there(stages: Sequence[PassSeconds], begins: Sequence[float]) -
 
 
 def _few(order: PipelineOrder, pp: int, k: int, m: int) -> int:
-    """Returns of how many micro-batches the rest only adds what the slowest rank takes for each."""
+    """Returns how many micro-batches to run; others only add their time on the slowest rank."""
     if order != "interleaved":
         return min(m, 2 * pp)
     n = rounds(pp, m)

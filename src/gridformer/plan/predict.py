@@ -23,7 +23,7 @@ from gridformer.trace.events import Trace
 from gridformer.utils.beside import shared, started
 from gridformer.utils.units import GIB
 
-_NOTICEABLE = 1e-3  # of a step: so much more that one layer hides is looked into
+_NOTICEABLE = 1e-3  # of a step: if a layer more hides this much, more layers are traced
 _MOST_KEPT = 12  # layers of the shortest sample
 
 
@@ -149,7 +149,7 @@ def _of_pipeline(pipeline: ShorterPipeline, whole: Prices) -> _Sample:
     """Returns what the ranks of a shorter pipeline spend their time on, in their order along pp.
 
     Args:
-        pipeline: It.
+        pipeline: The shorter pipeline.
         whole: The prices of the run with all stages.
     """
     run, kind, decisions = pipeline.run, whole.cluster.device.kind, whole.decisions
@@ -170,7 +170,7 @@ def _layers_to_keep(run: RunConfig, samples: Sequence[_Sample]) -> int:
     """Returns with how many layers the run is to be traced again; 0 if it is not.
 
     The sum of a large table's gradient, which is the first, may take longer than the backward pass
-    of a few layers. Then a layer more hides more of it, but not one of many more.
+    of a few layers. Then one more layer hides more of it, but only until all of it is hidden.
 
     Args:
         run: The run.

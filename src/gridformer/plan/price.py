@@ -152,7 +152,7 @@ class Prices:
 
 
 def _weights(run: RunConfig, ranks: Sequence[int], decisions: Decisions) -> dict[int, float]:
-    """Returns for how many ranks each rank stands that is replayed; see `different_ranks`."""
+    """Returns how many ranks each replayed rank stands for; see `different_ranks`."""
     n, stages = run.layout.n_processes, run.layout.pp
     if len(ranks) == stages:
         return dict.fromkeys(ranks, n / stages)

@@ -75,7 +75,7 @@ class Block:
 
     Attributes:
         name: What it is.
-        ahead: Seconds from its begin to its end if the host is far ahead of the device.
+        ahead: Seconds from its beginning to its end if the host is far ahead of the device.
         behind: Seconds from when the host comes to it until its end if the device is idle.
         host: Seconds that the host needs for it.
         launches: How many launches it has.

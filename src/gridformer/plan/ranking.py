@@ -102,7 +102,7 @@ class _Column:
         head: Its two lines of heading.
         cells: A text for each layout.
         leaves: Which columns leave first where there is no room for all: those of small numbers.
-        justify: Where the texts stand.
+        justify: How the texts are aligned.
     """
 
     head: str
@@ -168,7 +168,7 @@ def _print_table(layouts: Sequence[Found], console: Console) -> None:
     console.print(table, crop=False)
     if heads := [column.head for column in columns if column not in shown]:
         names = ", ".join(" ".join(head.split()).replace("- ", "-") for head in heads)
-        console.print(Text(f"Left out for want of room: {names}. A wider terminal shows them."))
+        console.print(Text(f"Left out for lack of room: {names}. A wider terminal shows them."))
 
 
 def hidden_s(prediction: Prediction) -> float:

@@ -106,7 +106,7 @@ class Shortened:
         return joined(line() for line in self.lines(kind, fewer))
 
     def lines(self, kind: Kind, fewer: int) -> list[Callable[[], list[list[Trace]]]]:
-        """Returns what makes the traces, for the ranks of one list of `different_ranks` each.
+        """Returns functions that make the traces, each for one list of `different_ranks`.
 
         The longest list comes first. See `traces`.
         """

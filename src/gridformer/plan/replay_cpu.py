@@ -45,7 +45,7 @@ def replay_cpu(
         launch_s: Seconds of Python for a kernel or a message.
         n_processes: All processes of the run, with which times were measured.
         n_cores: Cores that they share; infinity for a core for each thread.
-        weights: For how many processes each rank with a program stands; by default equally many.
+        weights: How many processes each rank with a program stands for; by default equally many.
         timeline: Whether intervals are kept.
 
     Raises:

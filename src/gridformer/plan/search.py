@@ -151,8 +151,8 @@ class Search:
     def first(self, run: RunConfig) -> Found:
         """Returns an arrangement with settings that fit, or those with the least memory.
 
-        It tries replicas that share more and more, and with each smaller micro-batches and more
-        recomputation.
+        It tries modes of replicas that shard more and more, and with each mode smaller
+        micro-batches and more recomputation.
         """
         best: Found | None = None
         least: Found | None = None

@@ -40,7 +40,7 @@ def trace_in_time(tracing: Tracing, limit_s: float) -> list[Found]:
 def traced_with_advice(
     search: Search, result: Result, top: int, ends: float, predictor: Predict = predict
 ) -> list[Found]:
-    """Traces changes that are advised for the best layout, until one has proved right or none is.
+    """Traces changes that are advised for the best layout, until one proves right or none is left.
 
     Layouts with the same batch join those that were found. If one of them is faster than the best,
     the advice for it is looked at next.

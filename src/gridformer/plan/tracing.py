@@ -17,17 +17,17 @@ from gridformer.trace.fast_fake import fast_fakes
 from gridformer.utils.beside import as_far_as, can_copy
 from gridformer.utils.hardware import n_cores
 
-FEWEST = 2  # layouts are traced, though it may take longer than asked
+FEWEST = 2  # this many layouts are traced even if that takes longer than asked
 SPARE = 3  # for each layout that is listed, at most this many are traced
 
 
 class Queue:
     """Layouts that wait for their traces, the fastest by estimate first.
 
-    When a trace has shown that a layout needs more than its estimate, the estimates of others like
-    it are taken for wrong by the same factor, and those of all others at least for not too high.
-    What then does not fit makes way for neighbors that do, so that plans of long sequences, which
-    estimates know least, trace few layouts in vain.
+    When a trace has shown that a layout needs more than its estimate, the estimates of similar
+    layouts are assumed to be wrong by the same factor, and those of all others not to be too high.
+    A layout that then does not fit is replaced by neighbors that do. So few layouts are traced in
+    vain even for long sequences, for which estimates are least accurate.
 
     Args:
         search: The search, which finds smaller neighbors.

@@ -1,6 +1,7 @@
 """What has happened to a run: starts, saves, steps that were not finite, and its end.
 
-A run writes these to events.jsonl. Of runs without that file, checkpoints and metrics tell a part.
+A run writes these to events.jsonl. For runs without that file, checkpoints and metrics show a part
+of it.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def _last_timeline(run: RunReading) -> StepTimeline | None:
 def _rows(
     head: Sequence[str], rows: Iterable[Sequence[object]], kind: str, numbers: Sequence[int] = ()
 ) -> str:
-    """Returns a table of texts, whose columns `numbers` stand at the right."""
+    """Returns a table of texts, whose columns `numbers` are aligned at the right."""
 
     def cells(name: str, values: Sequence[object]) -> str:
         return "".join(

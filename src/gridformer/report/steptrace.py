@@ -40,7 +40,7 @@ class PurposeTraffic(NamedTuple):
         op: The collective.
         label: The purpose.
         messages: How many messages a process sends or receives, the mean over processes.
-        bytes: How many bytes that are, the mean over processes.
+        bytes: How many bytes these have, the mean over processes.
     """
 
     axis: str

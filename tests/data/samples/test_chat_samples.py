@@ -91,7 +91,7 @@ def test_what_cannot_be_learned_is_left_out_and_counted(
     ):
         prepare_chat([written(root / "b.jsonl", odd[1:])], root / "no", chat)
     broken: list[dict[str, object]] = [{"text": "x"}]
-    with pytest.raises(DataError, match=r"b\.jsonl, line 1: is no conversation"):
+    with pytest.raises(DataError, match=r"b\.jsonl, line 1: is not a conversation"):
         prepare_chat([written(root / "b.jsonl", broken)], root / "no", chat)
 
 

@@ -1,4 +1,4 @@
-"""BERT's table: products are torch.nn.Linear, and q, k and v are three of them."""
+"""BERT's table: matrix products are torch.nn.Linear, and q, k and v are separate ones."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
 
 
 def _heads_of(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
-    """Returns the keys of our model that tell its heads, which tensors of theirs show."""
+    """Returns the keys of our ModelConfig for the heads, found by the names of their tensors."""
     heads = read_heads(keys, names, "classifier.weight")
     return {"sentence_pair": not heads and _NEXT_SENTENCE in names} | heads
 
@@ -109,10 +109,10 @@ def write_config(config: ModelConfig, task: Task = "auto") -> dict[str, Any] | l
     """
     problems: list[str] = []
     if config.norm_position != "post":
-        problems.append(f"norm_position={config.norm_position}: BERT there has only post")
+        problems.append(f"norm_position={config.norm_position}: transformers' BERT has only post")
     if config.head_width * config.n_heads != config.hidden_size:
         problems.append(
-            f"head_dim={config.head_dim}: there it is hidden_size / n_heads, "
+            f"head_dim={config.head_dim}: in transformers it is hidden_size / n_heads, "
             f"{config.hidden_size // config.n_heads}"
         )
     pretrained = "BertForPreTraining" if config.sentence_pair else "BertForMaskedLM"

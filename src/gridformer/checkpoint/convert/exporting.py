@@ -159,7 +159,7 @@ def write_weight_files(
     most: int,
     tell: Callable[[str], None] = lambda doing: None,
 ) -> int:
-    """Writes tensors as their library does, with an index if there are several files.
+    """Writes tensors as transformers does, with an index if there are several files.
 
     Args:
         streamed: The tensors by name.
@@ -185,5 +185,5 @@ def write_weight_files(
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Writes a JSON file in the way of Hugging Face's."""
+    """Writes a JSON file, formatted like Hugging Face's."""
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

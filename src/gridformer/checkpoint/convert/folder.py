@@ -73,7 +73,7 @@ def check_folder(folder: Path) -> None:
         if (folder / "checkpoints").is_dir():
             hint = "; it is a run directory of gridformer, which needs no import"
         raise CheckpointError(
-            f"{folder} has no {CONFIG}, so it is no folder of Hugging Face's{hint}"
+            f"{folder} has no {CONFIG}, so it is not a folder of Hugging Face{hint}"
         )
 
 
@@ -114,7 +114,7 @@ def tensors_in(folder: Path) -> dict[str, There]:
 def opened_tensors(tensors: list[There]) -> Iterator[list[Tensor]]:
     """Yields tensors as views of their files, which take memory only where they are read.
 
-    Files are mapped anew each time, so that what was read is given back at the end of the block.
+    Files are mapped anew each time, so that what was read is freed at the end of the block.
     """
     with ExitStack() as stack:
         yield [_view(stack.enter_context(_open(one.file)), one) for one in tensors]
@@ -138,7 +138,7 @@ def _open(path: Path) -> Any:
 def _headers(path: Path) -> dict[str, There]:
     found = {}
     with _open(path) as file:
-        for name in file.keys():  # noqa: SIM118 (it is no mapping)
+        for name in file.keys():  # noqa: SIM118 (it is not a mapping)
             entry = file.get_slice(name)
             found[name] = There(path, name, tuple(entry.get_shape()), str(entry.get_dtype()))
     return found

@@ -84,7 +84,7 @@ def write_config(config: ModelConfig, task: Task = "auto") -> dict[str, Any] | l
     problems: list[str] = []
     if config.head_width * config.n_heads != config.hidden_size:
         problems.append(
-            f"head_dim={config.head_dim}: there it is hidden_size / n_heads, "
+            f"head_dim={config.head_dim}: in transformers it is hidden_size / n_heads, "
             f"{config.hidden_size // config.n_heads}"
         )
     return problems or {

@@ -39,7 +39,7 @@ def head_entries(
 
 
 def read_heads(keys: ConfigKeys, names: frozenset[str], label_weight: str) -> dict[str, Any]:
-    """Returns the keys of our model that tell its heads of fine-tuning, which their tensors show.
+    """Returns the keys of our ModelConfig for heads of fine-tuning, derived from their tensors.
 
     Args:
         keys: Their config.json.
@@ -93,7 +93,7 @@ def head_problem(config: ModelConfig, task: Task) -> str:
         task: The task that it has learned.
     """
     if config.n_labels and (config.token_head or config.span_head):
-        return f"n_labels={config.n_labels}: no model there has this head beside another one"
+        return f"n_labels={config.n_labels}: no class of transformers has it beside another head"
     # GPT2DoubleHeadsModel also has a head of tokens, and no Auto class opens it.
     if task == "choice" and config.family != "bert":
         return (

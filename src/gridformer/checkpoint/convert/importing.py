@@ -1,6 +1,6 @@
 """`gridformer import`: a folder of Hugging Face becomes a run directory with one checkpoint.
 
-Tensor by tensor: each is read from a mapped file, some rows at a time, and written at once.
+Each tensor is read from a mapped file, some rows at a time, and the rows are written at once.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ _TRAITS = {
 
 
 def entries(config: ModelConfig) -> list[TableEntry]:
-    """Returns the table of a Llama or its like: how each parameter of ours is stored there."""
+    """Returns the table of a Llama or similar model: how each of our parameters is stored there."""
     found = [TableEntry("tokens.weight", ("model.embed_tokens.weight",))]
     for i in range(config.n_layers):
         here, there = f"layers.{i}", f"model.layers.{i}"
@@ -84,7 +84,7 @@ def entries(config: ModelConfig) -> list[TableEntry]:
 
 
 def read_config(traits: _Traits, keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
-    """Returns the keys of our ModelConfig for a Llama or its like.
+    """Returns the keys of our ModelConfig for a Llama or similar model.
 
     A value that our family does not have becomes one of `keys.problems`.
 
@@ -150,7 +150,7 @@ def _window(traits: _Traits, keys: ConfigKeys, layers: Any) -> int:
 
 
 def write_config(kind: str, config: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
-    """Returns the keys of their config.json for a Llama or its like, or why there is none.
+    """Returns the keys of their config.json for a Llama or similar model, or why there is none.
 
     Args:
         kind: The `model_type` there.

@@ -63,7 +63,7 @@ class StoredParameters:
         return self._last[1]
 
     def close(self) -> None:
-        """Gives back the last parameter."""
+        """Frees the last parameter."""
         self._last = None
 
     def _read(self, name: str) -> Tensor:
@@ -76,7 +76,7 @@ class StoredParameters:
         for block in blocks:
             into = found[tuple(slice(a, a + n) for a, n in zip(block.offset, block.size))]
             for rows in row_slices(block.size, found.dtype):
-                # Opened anew, so that what was read is given back.
+                # Opened anew, so that what was read is freed.
                 with safe_open(self.folder / block.file, framework="pt") as file:
                     into[rows] = file.get_slice(block.name)[rows]
         return found

@@ -28,9 +28,9 @@ def write_tokenizer(
 ) -> dict[str, Any]:
     """Writes the files of a tokenizer, and returns the keys of config.json that name tokens.
 
-    A run that was imported has the files that it came with. Of any other run it is the tokenizer of
-    its data, to which special tokens are added that the run has and the tokenizer does not, such as
-    [MASK] or sentinels: their ids follow the tokenizer's own.
+    For a run that was imported, these are the files that it came with. For any other run it is the
+    tokenizer of its data. Special tokens that the run has and the tokenizer does not, such as
+    [MASK] or sentinels, are added to it: their ids follow the tokenizer's own.
 
     Args:
         folder: The folder of the exported model.
@@ -106,7 +106,7 @@ def _around(
 
 
 def _write_chat(folder: Path, root: Path, ids: Mapping[str, Any]) -> None:
-    """Writes a chat template, and that a text also ends where it ends an answer.
+    """Writes a chat template, and adds its end of an answer to the tokens that end a text.
 
     Args:
         folder, root: See `write_tokenizer`.

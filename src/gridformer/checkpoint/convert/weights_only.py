@@ -31,7 +31,7 @@ def write_weights(
 ) -> None:
     """Writes a checkpoint from which no run can resume, but which every layout can load.
 
-    It gets copies of the side files of its run directory, which are written before.
+    It gets copies of the side files of its run directory, which must be written before.
 
     Args:
         folder: The folder of the checkpoint in its run directory, which exists and is empty.

@@ -30,7 +30,7 @@ def messages_of(record: Mapping[str, Any], where: str) -> list[Message]:
     form = next((keys for keys in FORMS if all(key in record for key in keys)), None)
     if form is None:
         raise DataError(
-            f"{where}: is no conversation; a record has messages, or instruction and output, or "
+            f"{where}: is not a conversation; a record has messages, or instruction and output, or "
             f"prompt and completion, and this one has {', '.join(sorted(record)) or 'no keys'}"
         )
     if form == ("messages",):

@@ -55,7 +55,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special: Mapping[str, str], origin: str) -> None:
         self.source, self.special, self.origin = source, dict(special), origin
-        # A template that only mentions the word renders with both ways alike.
+        # If a template only mentions the word, this finds no answers.
         self.marks = "endgeneration" in source
         if len(source) > MOST_TEMPLATE_CHARS:
             raise self._problem(f"has {len(source):,} characters; {MOST_TEMPLATE_CHARS:,} may be")

@@ -1,7 +1,7 @@
-"""Conversations become a token folder in which the tokens of answers are marked.
+"""Turns conversations into a token folder in which the tokens of answers are marked.
 
 The folder's kind is `chat`. Its column `answer` says of each token whether it belongs to an answer,
-and `first_answer` of each document where its first such token is.
+and its column `first_answer` says of each document where its first such token is.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Conversation = list[Message]
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Makes documents of conversations."""
+    """Turns conversations into documents."""
 
     tokenizer: PickledTokenizer
     chat: StoredChat

@@ -105,11 +105,11 @@ class SourcePart(Generic[Item]):
 
 @dataclass(frozen=True)
 class Making(Generic[Item]):
-    """What kind of folder is made of items, and how.
+    """What kind of folder is made from the items of the sources, and how.
 
     Attributes:
         kind: The kind of the folder.
-        encoder: Returns what makes documents of items with a tokenizer; it is pickled.
+        encoder: Returns what turns items into documents, given a tokenizer; it is pickled.
         chars: Returns the characters of an item.
         settings: What else determines the documents; see `resume_key`.
         columns: The columns. Folders whose documents have labels need the column
@@ -117,7 +117,7 @@ class Making(Generic[Item]):
         also: Writes what else belongs into the folder.
         seed: The seed that decides which documents are for validation, if parts do not say.
         val_fraction: The fraction of the documents for validation, if parts do not say.
-        nothing: What there is none of if there are no documents.
+        nothing: What the error says if there are no documents.
     """
 
     kind: Kind
@@ -198,16 +198,17 @@ def prepare_documents(
     overwrite: bool = False,
     on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> TokenFolder:
-    """Writes what is made of all parts, in order, to a token folder, and opens it.
+    """Writes the documents of all parts, in order, to a token folder, and opens it.
 
-    The folder's bytes do not depend on the number of workers. If it was stopped, the same call goes
-    on where it was.
+    The folder's bytes do not depend on the number of workers. After a preparation was stopped, the
+    same call goes on where it was.
 
     Args:
         parts: What is read.
         out: The folder.
-        making: What is made of it.
-        tokenizer: The tokenizer, or what trains it, which a call that goes on does not do again.
+        making: What kind of folder is made from the parts, and how.
+        tokenizer: The tokenizer, or a function that trains it; a call that goes on does not train
+            it again.
         workers: How many processes tokenize; None means one for each core if there is much text.
         overwrite: Whether to replace a token folder at `out`.
         on_progress: Called with the progress.

@@ -96,7 +96,7 @@ def json_lines(path: Path, skipped: Counter[str]) -> Iterator[tuple[str, dict[st
         skipped: Counts lines that are not UTF-8 text.
 
     Raises:
-        DataError: The file cannot be read, or a line is no record.
+        DataError: The file cannot be read, or a line is not a record.
     """
     with readable(path), open_binary(path) as file:
         for number, line in enumerate(file, start=1):

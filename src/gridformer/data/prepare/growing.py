@@ -111,7 +111,7 @@ class Growing:
         self.column_paths[name].write_bytes(rows.astype(self.columns[name].item).tobytes())
 
     def copy_documents(self, other: Growing) -> None:
-        """Gives the other split the same values of documents, of which there are as many."""
+        """Gives the other split, which has as many documents, the same values of documents."""
         for name, column in self.columns.items():
             if column.per == "document":
                 other.write_column(name, self.column(name))

@@ -17,7 +17,7 @@ from gridformer.data.prepare.utf8 import decoded_line
 from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.utils.errors import DataError, UserError
 
-_SAMPLE_EVERY = 97  # a prime number of lines, so that it is no multiple of a corpus's rhythm
+_SAMPLE_EVERY = 97  # a prime number of lines, so that it fits no regular pattern in a corpus
 
 
 @dataclass(frozen=True)

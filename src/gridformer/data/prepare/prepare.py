@@ -245,7 +245,7 @@ class _Appender:
 
 
 def _nothing(sources: Sequence[Source]) -> DataError:
-    """Reads everything again to tell why there is no text, because samples count nothing."""
+    """Reads everything again to say why there is no text: sampling does not count what it skips."""
     skipped: Counter[str] = Counter()
     for source in sources:
         deque(source.chunks(skipped), maxlen=0)

@@ -1,4 +1,4 @@
-"""How far a preparation is, for whoever shows it."""
+"""The progress of a preparation, for display."""
 
 from __future__ import annotations
 

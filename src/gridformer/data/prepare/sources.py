@@ -148,7 +148,7 @@ def open_sources(
         pair_keys: The keys of a pair's two texts in JSON lines and tables.
         label_key: The key of the label in JSON lines and tables.
         labels_from_folders: Whether the label of a file is the name of its folder.
-        pair_files: Whether each two sources are a text file and its translation, line by line.
+        pair_files: Whether every two sources are a text file and its translation, line by line.
 
     Raises:
         UserError: A source does not exist, is of another kind than the others, or an option does

@@ -1,7 +1,7 @@
 """Tokenizes batches in several processes, with the results in the order of the batches.
 
 The library's own threads tokenize in parallel too, but its results become Python's lists one id at
-a time under one lock. A worker process does that by itself and sends arrays.
+a time under one lock. A worker process makes these lists in parallel to others and sends arrays.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ ItsMade = TypeVar("ItsMade", covariant=True)
 
 
 class Encoder(Protocol[GivenItem, ItsMade]):
-    """Makes tokens of the items of a batch. It is pickled into each worker process."""
+    """Turns the items of a batch into tokens. It is pickled into each worker process."""
 
     def begin(self) -> AbstractContextManager[Callable[[Sequence[GivenItem]], ItsMade]]:
-        """Returns the function that does it. Each process calls this once.
+        """Returns the function that encodes a batch. Each process calls this once.
 
         The results of a batch depend on its items alone.
         """
@@ -63,11 +63,11 @@ def workers_for(wanted: int | None, n_bytes: int | None) -> int:
 def encoded_batches(
     batches: Iterator[ItemBatch[Item]], encoder: Encoder[Item, Made], workers: int
 ) -> Iterator[tuple[ItemBatch[Item], Made]]:
-    """Yields every batch with what is made of it, in order. One worker is this process itself.
+    """Yields every batch with its encoding, in order. One worker is this process itself.
 
     Args:
         batches: The batches.
-        encoder: Makes tokens of a batch; each worker process has a copy.
+        encoder: Turns a batch into tokens; each worker process has a copy.
         workers: The number of processes that do it.
 
     Raises:
@@ -90,7 +90,7 @@ def encoded_batches(
                 yield first, future.result()
         except BrokenProcessPool:
             raise DataError(
-                "a worker process of prepare died, probably for want of memory: use fewer --workers"
+                "a worker process of prepare died, probably for lack of memory: use fewer --workers"
             ) from None
 
 
@@ -103,7 +103,7 @@ class PickledTokenizer:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> PickledTokenizer:
-        """Packs a tokenizer; what it is said to come from is not kept."""
+        """Packs a tokenizer without its origin."""
         return cls(tokenizer.to_json(), tokenizer.eos_token)
 
     def unpacked(self) -> Tokenizer:
@@ -126,7 +126,7 @@ class EncodedTexts:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Makes tokens of chunks of text."""
+    """Turns chunks of text into tokens."""
 
     tokenizer: PickledTokenizer
     dtype: np.dtype[Any]
@@ -159,7 +159,7 @@ def _pool(encoder: Encoder[Any, Any], workers: int) -> Iterator[ProcessPoolExecu
         pool.shutdown(cancel_futures=True)
 
 
-# What a worker process keeps between batches, and what it closes never: its end does that.
+# What a worker process keeps between batches. It is never closed: it ends with the process.
 _own: Callable[[Sequence[Any]], Any] | None = None
 _open = ExitStack()
 

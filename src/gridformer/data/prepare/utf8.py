@@ -1,4 +1,4 @@
-"""Decodes text that should be UTF-8, and counts what is not, which would be damaged unseen."""
+"""Decodes text that should be UTF-8, and counts text that is not, so that damage is noticed."""
 
 from __future__ import annotations
 

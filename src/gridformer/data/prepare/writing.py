@@ -30,7 +30,7 @@ GivenMade = TypeVar("GivenMade", contravariant=True)
 
 
 class Appender(Protocol[GivenItem, GivenMade]):
-    """Appends what was made of a batch to a `SplitWriter`."""
+    """Appends the documents made from a batch to a `SplitWriter`."""
 
     @property
     def dropped(self) -> Counter[str]:
@@ -46,18 +46,18 @@ class Appender(Protocol[GivenItem, GivenMade]):
         Args:
             source: The number of the source.
             items: The items of the batch.
-            made: What was made of them.
+            made: The encoding of these items.
         """
 
 
 @dataclass(frozen=True)
 class Input(Generic[Item, Made]):
-    """What is read, and what is made of it.
+    """What is read, and how it is encoded.
 
     Attributes:
         readers: What reads each source.
         chars: Returns the characters of an item.
-        encoder: Makes tokens of items.
+        encoder: Turns items into tokens.
         workers: How many processes do that.
         total: The bytes of all sources, or None if they are not known.
     """
@@ -95,7 +95,7 @@ def write_batches(
     given: Input[Item, Made],
     on_progress: Callable[[PrepareProgress], None],
 ) -> Written:
-    """Writes all documents after those that are written already, and saves how far it is.
+    """Writes all documents after those that are written already, and saves its progress.
 
     Args:
         work: The folder. If it has a state, writer and appender have begun with that.
@@ -144,7 +144,7 @@ def saved_tokenizer(work: Unfinished, tokenizer: Tokenizer | Callable[[], Tokeni
 
     Args:
         work: The folder.
-        tokenizer: The tokenizer, or what trains it.
+        tokenizer: The tokenizer, or a function that trains it.
     """
     if isinstance(tokenizer, Tokenizer):
         found = tokenizer

@@ -47,7 +47,7 @@ class AnswerExamples:
         split: A split of a folder of questions.
         seq_len: Tokens of a sequence.
         special: The special ids.
-        stride: How many tokens after the one before a window begins.
+        stride: How many tokens a window begins after the previous one.
         evaluating: Whether samples tell where answers may be, in the key `context`.
         two_stacks: See `gridformer.data.samples.examples.Reading`.
     """
@@ -114,8 +114,9 @@ class AnswerExamples:
         """Returns where an answer may end (1), and where it may also begin (2) [seq_len].
 
         An answer begins in the window that has the most context on both sides of its first token,
-        of several the first one. The score of a token is the smaller number of tokens on its left
-        and right in the window, plus a hundredth of the window's length, as in the original code.
+        or in the first of several such windows. The score of a token is the smaller number of
+        tokens on its left and right in the window, plus a hundredth of the window's length, as in
+        the original code.
         """
         place = np.arange(window.start, window.start + window.length)
         here = _score(window, place)

@@ -56,7 +56,7 @@ def pack(offsets: NDArray[np.int64], seq_len: int) -> Packed:
     # Few bits sort faster.
     by_length = np.argsort(places.astype(np.min_scalar_type(seq_len)), kind="stable")
     counts = np.bincount(places, minlength=1)
-    taken = counts.cumsum() - counts  # for each length, how many are in samples and before it
+    taken = counts.cumsum() - counts  # by length, the first unused piece
     order, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for filling, n in _fillings(counts, seq_len):
         columns = []

@@ -3,9 +3,9 @@
 Each row begins with the longest pair that is left. Then comes, again and again, the pair that fits
 and has the largest dot product with the room that is left, so that a pair with a long target goes
 where much room for targets is left (Panigrahy, Talwar, Uyeda and Wieder 2011, "Heuristics for
-vector bin packing"). Pairs of the same two lengths are one kind, and a row is filled as often as
-the kinds in it last, so the time grows with the number of kinds, and only sorting grows with the
-number of pairs.
+vector bin packing"). Pairs of the same two lengths are one kind. The filling of a row is repeated
+until one of its kinds is used up, so the time grows with the number of kinds, and only sorting
+grows with the number of pairs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def pack_pairs(
     by_kind = np.argsort(kinds, kind="stable")
     found, counts = np.unique(kinds, return_counts=True)
     of_kinds = np.stack(np.divmod(found, rooms[1] + 1), 1)
-    taken = counts.cumsum() - counts  # for each kind, how many are in rows and before it
+    taken = counts.cumsum() - counts  # by kind, the first unused pair
     order, per_row = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for filling, n in _fillings(of_kinds, counts, rooms):
         columns = []
@@ -52,10 +52,10 @@ def pack_pairs(
 def _in_units(
     lengths: NDArray[np.int64], room: tuple[int, int]
 ) -> tuple[NDArray[np.int64], tuple[int, int]]:
-    """Returns lengths and rooms in units of a number of tokens for which there are few kinds.
+    """Returns lengths and rooms in units of several tokens, so large that there are few kinds.
 
-    Lengths are rounded up, so that what fits in units fits in tokens. Texts of many kinds are long,
-    and their rows lose little.
+    Lengths are rounded up, so that what fits in units fits in tokens. There are many kinds only
+    where texts are long, and rounding then wastes little of a row.
     """
     unit = 1
     while True:
@@ -70,7 +70,7 @@ def _in_units(
 def _fillings(
     kinds: NDArray[np.int64], counts: NDArray[np.int64], rooms: tuple[int, int]
 ) -> list[tuple[dict[int, int], int]]:
-    """Returns how rows are filled: how often each kind is in a row, and how many rows are so.
+    """Returns the fillings of rows: how often each kind is in a row, and the number of such rows.
 
     Args:
         kinds: The two sizes of each kind [kinds, 2].
@@ -79,7 +79,7 @@ def _fillings(
     """
     shares = kinds / rooms
     order = np.argsort(-shares.sum(1), kind="stable")
-    # Columns, because few operations on each kind are all that takes time.
+    # Separate columns, because nearly all time goes into a few operations on every kind.
     (a, b), (share_a, share_b), left = kinds[order].T.copy(), shares[order].T.copy(), counts[order]
     found: list[tuple[dict[int, int], int]] = []
     while len(left):

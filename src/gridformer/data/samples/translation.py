@@ -73,7 +73,7 @@ class PairSamples:
 class PackedPairs(PairSamples):
     """Samples of several whole pairs each, for `data.packing: documents`.
 
-    Sources stand side by side in the row of the encoder, and targets, in the same order, in that of
+    Sources are side by side in the row of the encoder, and targets, in the same order, in that of
     the decoder. Every pair that fits is in one sample; others are left out as in PairSamples.
     """
 

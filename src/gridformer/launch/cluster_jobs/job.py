@@ -190,10 +190,10 @@ def _not_divisible(n: int, k: int) -> str:
 
 
 def one_word(option: str, text: str) -> str:
-    """Returns a text that stands in a script as it is.
+    """Returns a text that a script can contain as it is.
 
     Raises:
-        ConfigError: it has other characters than names of machines, partitions and images have.
+        ConfigError: it has characters that names of machines, partitions and images do not have.
     """
     if text and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,:=@/+^-]*", text):
         raise ConfigError(
@@ -206,7 +206,7 @@ def sbatch_option(text: str) -> str:
     """Returns an option of sbatch that is one word.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not one.
     """
     name, _, value = text.partition("=")
     if not re.fullmatch(r"--[a-z][a-z-]*", name) or text.endswith("="):

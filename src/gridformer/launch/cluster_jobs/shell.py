@@ -30,7 +30,7 @@ def command(words: Sequence[str], indent: str = "    ") -> str:
 
 
 class Raw(str):
-    """A word of ours that the shell shall expand, such as "$SLURM_JOB_ID" in double quotes."""
+    """A word of ours that the shell is to expand, such as "$SLURM_JOB_ID" in double quotes."""
 
 
 def comments(sentences: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Makes documents of the examples of data sets for fine-tuning."""
+"""Turns the examples of data sets for fine-tuning into documents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Documents = Callable[[Tokenizer, Sequence[Example], Counter[str]], Iterator[Docu
 
 @dataclass(frozen=True)
 class ExampleEncoder(Generic[Example]):
-    """Makes documents of examples with `documents`, a function at the top level of a module."""
+    """Turns examples into documents with `documents`, a function at the top level of a module."""
 
     tokenizer: PickledTokenizer
     documents: Documents[Example]

@@ -49,7 +49,7 @@ class TaskFiles:
         files: The file or folder of each split.
         read: Returns what reads the examples of a split from its file.
         chars: Returns the characters of an example.
-        documents: Makes documents of examples.
+        documents: Turns examples into documents.
         columns: The columns of the documents.
         questions: Reads the questions of a file as text, if an evaluation needs them.
     """
