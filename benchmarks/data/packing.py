@@ -2,9 +2,10 @@
 
     python -m benchmarks.data.packing RUN.yaml [KEY=VALUE ...] [--rounds 5]
 
-The run has pairs or conversations. In each round a step with one sample in each row and a step
-with packed rows of the same lengths alternate, in this process and on one thread. It prints JSON:
-of both ways, the part of padding, the tokens of a step that are none, and these per second.
+The run has pairs or conversations. In each round a step with one sample in each row and a step with
+packed rows of the same lengths alternate, in this process and on one thread. It prints JSON: for
+both ways, the share of padding, the tokens of a step that are not padding, and their number per
+second.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Way:
     """Trains one of the two ways, step after step.
 
     Attributes:
-        padding: The part of the positions of its first step that is padding.
-        tokens: The tokens of each step that are not.
+        padding: The share of the positions of its first step that is padding.
+        tokens: The tokens of each step that are not padding.
         seconds: The processor seconds of each step.
     """
 

@@ -51,7 +51,7 @@ def _run(cell: Cell) -> dict[str, Any]:
         launch(compare, (cell.name, Path(folder)), cell.plan.n_processes)
         found = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
     errors = [one for one in found if "error" in one]
-    # What one rank raises makes others wait for it in vain.
+    # After an error on one rank, the others wait for it until they fail, too.
     errors.sort(key=lambda one: "DistBackendError" in one["error"] or "gloo" in one["error"])
     if errors:
         return dict(errors[0])

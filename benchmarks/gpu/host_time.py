@@ -198,7 +198,7 @@ def fsdp2(n_layers: int) -> Run:
 
 
 def sides() -> list[Side]:
-    """Return all sides; a rival stands before what is compared with it."""
+    """Return all sides; a rival comes before what is compared with it."""
     grid = {"rows": 2, "cols": 2}
     optimus = {"scheme": "optimus", **grid}
     branches = {"scheme": "subgraph", "branches": RANKS}

@@ -1,4 +1,4 @@
-"""Gives back what the measurement of one layout has used before that of the next one begins."""
+"""Frees what the measurement of one layout has used before that of the next one begins."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Gridformer:
 
 
 class PlainTorch:
-    """A model of others, trained as torch's documentation shows.
+    """Another library's model, trained as torch's documentation shows.
 
     Args:
         net: The model; of its parameters, matrices decay.

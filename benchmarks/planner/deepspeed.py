@@ -76,7 +76,7 @@ class Rates(NamedTuple):
         return Kernel(op, "memory", (), "float16", 0, n_bytes, place)
 
     def moved(self, op: str, n_elements: float, place: Place) -> Kernel:
-        """Returns a kernel that reads and writes so many elements of 16 bits in all."""
+        """Returns a kernel that reads and writes this many elements of 16 bits in all."""
         return self.kernel(op, n_elements * _BYTES / self.bytes_s, place)
 
     def copies(self, n: int, n_elements: int, place: Place) -> Kernel:

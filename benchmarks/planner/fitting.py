@@ -1,9 +1,9 @@
 """Fits the numbers of a cluster file to published measurements, and asks what these determine.
 
 Minimizes, in logarithms, the errors of the predicted times plus the distance of the numbers from
-what is assumed for any machine. Both count in units of what is expected of them: NOISE of a time,
-and SPREAD of a number. Without the second part, numbers that the data do not determine could take
-any value.
+what is assumed for any machine. Both are measured in units of their expected spread: NOISE for a
+time, and SPREAD for a number. Without the second part, numbers that the data do not determine could
+take any value.
 """
 
 from __future__ import annotations

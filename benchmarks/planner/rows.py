@@ -166,7 +166,7 @@ def _h100(row: dict[str, str]) -> Row:
         assumed="one micro-batch of four sequences, because the sums of gradients of shorter ones "
         "could not hide behind the computation, which Megatron-LM's README says they do; no "
         "recomputation; parameters gathered in 16 bits once a step, as its distributed optimizer "
-        "does, for which dp_mode=fsdp with reshard=step stands",
+        "does, represented by dp_mode=fsdp with reshard=step",
         fused_attention=True,
     )
 

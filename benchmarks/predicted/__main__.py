@@ -60,7 +60,7 @@ def machine(
     quick: Annotated[bool, typer.Option("--quick", help="Tiny cases, to try the code.")] = False,
     keep: Annotated[
         Path | None,
-        typer.Option(help="A folder for what is measured; what lies there is only predicted anew."),
+        typer.Option(help="A folder for what is measured; what it has is only predicted again."),
     ] = None,
     out: Out = None,
 ) -> None:

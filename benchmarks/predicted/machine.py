@@ -78,7 +78,7 @@ def compare(effort: Effort, cluster_file: Path | None, keep: Path | None, tell: 
     Args:
         effort: How much is measured.
         cluster_file: A file that `gridformer calibrate` wrote; None calibrates.
-        keep: A folder for what is measured, the cluster file included. What lies there is not
+        keep: A folder for what is measured, the cluster file included. What is there already is not
             measured again.
         tell: Receives progress messages.
     """

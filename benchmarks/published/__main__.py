@@ -6,7 +6,7 @@
 Network namespaces are the nodes, with rate-limited links between them; the processes and everything
 that they send are real. It needs root, and the commands ip and tc (apt-get install iproute2).
 Nothing else should run meanwhile. The first takes about 25 minutes on two cores. With --keep an
-interrupted run goes on where it was, and a page can be written anew from what was measured.
+interrupted run goes on where it was, and the page can be written again from what was measured.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="Two nodes, to try the code.")] = False,
     keep: Annotated[
         Path | None,
-        typer.Option(help="A folder for what is measured; what lies there is only predicted anew."),
+        typer.Option(help="A folder for what is measured; what it has is only predicted again."),
     ] = None,
     there: Annotated[
         bool,

@@ -18,7 +18,7 @@ class Machine:
         nodes: The number of nodes. One node has no link.
         each: Processes in a node.
         mbit: Megabits a second of the link of a node; 0 for one node, which needs none.
-        racks: So many racks hold equally many nodes each.
+        racks: The number of racks, each of which has the same number of nodes.
         trunk_mbit: Megabits a second of the link between a rack and the others.
     """
 
@@ -76,7 +76,7 @@ class Layout:
         return f"{self.model}: {self.title}"
 
     def key(self, machine: Machine) -> str:
-        """Returns a name that is another one if something about the run differs."""
+        """Returns a name that differs if anything about the run differs."""
         run = self.run(machine).model_dump_json()
         return f"{self} {sha256(run.encode()).hexdigest()[:12]}"
 

@@ -21,7 +21,7 @@ from gridformer.plan.recorded import record_run
 from gridformer.trace.events import Kernel, Start
 
 PHASES = ("forward", "recomputation", "backward")
-B, S, H, HEADS = 8, 512, 1024, 16  # of the layer that is traced, per sequence parts divide
+B, S, H, HEADS = 8, 512, 1024, 16  # of the traced layer
 SIDES = (2, 4)  # of the grids that are traced
 _LAYER = "layers.1."  # not the first one, whose norm follows the embedding
 

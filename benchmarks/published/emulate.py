@@ -41,8 +41,8 @@ def emulate(
     Args:
         machine: The machine.
         layouts: The layouts, all for as many processes as the machine has.
-        keep: A folder for what is measured. What lies there is not measured again, so that a run
-            can go on, and another model of time can be held to the same measurements.
+        keep: A folder for what is measured. What is there already is not measured again, so that a
+            run can go on, and another model of time can be compared with the same measurements.
         tell: Receives progress messages.
 
     Raises:

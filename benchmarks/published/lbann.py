@@ -112,6 +112,6 @@ def _product(whole: Kernel, batch: int, m: int, n: int, k: int) -> Kernel:
 
 
 def _pass(op: str, n_elements: int, whole: Kernel) -> Kernel:
-    """Returns a memory-bound kernel that reads and writes so many elements in all."""
+    """Returns a memory-bound kernel that reads and writes this many elements in all."""
     moved = _SIZES.get(whole.dtype, 4) * n_elements
     return replace(whole, op=op, kind="memory", shape=(), flop=0, bytes=moved)

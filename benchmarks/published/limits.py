@@ -27,7 +27,7 @@ PUBLISHED = {("megatron", 64): 60, ("optimus, the paper's broadcasts", 64): 480}
 
 
 def layouts(devices: int) -> dict[str, dict[str, Any]]:
-    """Returns the layouts that are compared on so many devices."""
+    """Returns the layouts that are compared on this number of devices."""
     q = round(devices**0.5)
     grid = {"scheme": "optimus", "rows": q, "cols": q, "devices_per_node": 4}
     return {

@@ -204,7 +204,7 @@ def main(
         f"{about['date']}, commit {about['commit'] or 'unknown'}: "
         f"`{command_line('benchmarks.published.loss')}`. Losses were measured here with torch "
         f"{about['torch']} and gloo; seconds are predicted, nothing ran on Lassen. "
-        f"After {PAPER}, which has a figure of this kind without numbers at hand.",
+        f"After {PAPER}, which has such a figure, but no table of its numbers.",
         _ABOUT,
         "\n".join(curve_lines(found)),
         *([f"![Loss over predicted seconds]({plot_to.name})"] if plot_to else []),

@@ -183,8 +183,8 @@ def _told(case: Case) -> Result:
 
 _INTRODUCTION = """\
 GPT models with s=2048 and 51,200 words, float16, full recomputation, micro-batches of one sequence
-where nothing else is said. TFLOP/s a device are the paper's equation 3, which counts a second
-forward pass, divided by the time of a step."""
+unless stated otherwise. TFLOP/s a device are the paper's equation 3, which counts a second forward
+pass, divided by the time of a step."""
 _SCALE = """\
 Tables 1 and 2 of the paper. The number of stages a rank is not given; two are assumed for 175B
 and 1T, and one for 530B, whose 105 layers make 35 stages of three. ZeRO-3 is `dp_mode: fsdp`, with

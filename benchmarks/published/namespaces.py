@@ -51,7 +51,7 @@ def network(
     Args:
         n_nodes: The number of nodes.
         mbit: Megabits a second of each node's link, in each direction; 0 for no limit.
-        racks: Nodes next to each other are in one of so many racks, equally many in each.
+        racks: The number of racks, each of which holds the same number of neighboring nodes.
         trunk_mbit: Megabits a second of the trunk of each rack, in each direction.
 
     Yields:

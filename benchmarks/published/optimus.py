@@ -240,21 +240,21 @@ and second relative to four devices. The cluster's numbers are fitted to these r
 test of it. The last row fits the part of the time that does not scale by Gustafson's law."""
 _INFERENCE = f"""\
 The rows of Table 2 with forward passes alone, predicted on p = 4, 16, 36 and 64. Of the published
-inference, only the ratio on 64 devices is at hand, {INFERENCE} (the paper's abstract). Nothing is
-fitted to it."""
+inference, only the ratio on 64 devices was available, {INFERENCE} (the paper's abstract). Nothing
+is fitted to it."""
 _LIMITS = """\
 How many sequences fit, by `gridformer memory`'s estimate of the fullest rank: the 24 layers alone
 (a vocabulary of 64), float32, full recomputation, and what a device of Frontera can hold by the
-cluster file. Attention keeps its scores, as then. The moments of AdamW are included, which the
-paper's benchmark may not have had. The paper says that Optimus ran b = 480 on 64 devices, eight
-times what Megatron could; of other numbers of devices it shows a figure whose numbers are not at
-hand. By the estimate both schemes hold more than the paper says, Megatron by a larger factor, so
-their ratio is smaller. `benchmarks.memory --processes 36` has the same with embedding, head and
+cluster file. Attention keeps its scores, as it did then. The moments of AdamW are included, which
+the paper's benchmark may not have had. The paper says that Optimus ran b = 480 on 64 devices, eight
+times what Megatron could; for other numbers of devices it has a figure, whose numbers were not
+available. By the estimate both schemes hold more than the paper says, Megatron by a larger factor,
+so their ratio is smaller. `benchmarks.memory --processes 36` has the same with embedding, head and
 loss."""
 _COSTS = """\
-Table 1 of the paper has the operations and the elements of a layer. Here both stand beside what one
-rank of gridformer's code does, in the record of a step with and without recomputation: b=8, s=512,
-h=1,024. Operations count a multiplication and an addition as two. Formulas: forward
+Table 1 of the paper has the operations and the elements of a layer. Here both are compared with
+what one rank of gridformer's code does, in the record of a step with and without recomputation:
+b=8, s=512, h=1,024. Operations count a multiplication and an addition as two. Formulas: forward
 2 (12 bsh² + 2 bs²h) / p operations, backward twice as many, recomputation as many as forward;
 elements of Megatron 4 (p - 1)/p bsh in each of the three; of the paper's Optimus
 f (7 bsh + 12 h²), backward twice that, recomputation as many as forward, where f is (q - 1)/q² for
@@ -263,32 +263,32 @@ in the place of 7 bsh.
 
 The code recomputes less than the formulas say: it skips the last product of a layer, whose result
 no gradient needs, and Megatron its all-reduce. Where the output of a product travels, our default
-gathers its gradient once for both products that need it. All else is met exactly.
+gathers its gradient once for both products that need it. Everything else agrees exactly.
 
-A slip in the paper: the products of its Table 1 sum to 48 bsh² of work (12 forward, 12 of
+An error in the paper: the products of its Table 1 sum to 48 bsh² of work (12 forward, 12 of
 recomputation, 24 backward, in multiplications), where Table 2's caption counts 28. The code's
 operations are those of Table 1, less the 4 bsh² of the skipped product."""
 _EQUATIONS = """\
 The time of a layer's messages T, forward and backward with recomputation, and the efficiency
 E = 1 / (1 + p T / W) that follows, where W is the time of its operations on one device; from these
-the paper derives the isoefficiency. The text of its equations 4 and 5 was not at hand: the formulas
-are those of Table 1 with the specification's E, and with no latency, as there. Rates are those of
-the flat network below; h=8,192, b=384, s=512."""
+the paper derives the isoefficiency. The text of its equations 4 and 5 was not available: the
+formulas are those of Table 1 with the specification's E, and with no latency, as there. Rates are
+those of the flat network below; h=8,192, b=384, s=512."""
 _STRONG = """\
-By estimate; the paper's numbers of strong scaling (its Table 3) are not at hand. One model (two
+By estimate; the paper's numbers of strong scaling (its Table 3) were not available. One model (two
 layers of h=4,096 with 256 heads) and a batch of 64 on more and more devices: speed relative to four
 devices, and a fit of Amdahl's law, by which a part f of the time on four devices does not shorten
-with more of them. A fit above 100% says that the law does not hold: it knows no devices that make a
-run slower, and with more devices Megatron's messages do."""
+with more of them. A fit above 100% says that the law does not hold: by the law more devices never
+make a run slower, but with more devices Megatron's messages do."""
 _ISO = """\
 By estimate: the hidden size with which p devices reach an efficiency, the share of a step in which
 a device computes. As in the paper the batch grows with it (b = h / 32, s=512), so the work grows
 with its cube. The network is flat, as in the paper's derivation: each device has a link of its own
 with the rate of a node's link on Frontera. The paper derives W ~ p^3 for Megatron and
 W ~ (sqrt(p) log p)^3 for Optimus. Its log p comes from broadcasts along trees; those of a pipelined
-ring, which are modeled here, take no log p, so its exponent here is 1.5. The row "optimus" is our
-default, in which each product keeps an operand in place: about the same exponent, with a much
-smaller hidden size."""
+ring, which are modeled here, have no factor log p, so its exponent here is 1.5. The row "optimus"
+is our default, in which each product keeps an operand in place: about the same exponent, with a
+much smaller hidden size."""
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ Here the processes of a node share the cores of the machine, so work that D&SP d
 more.""",
     ORDER: """\
 How many times faster a step is with ranks that know their nodes than with contiguous ones: the
-members of a segmented collective in one node as far as it goes, and blocks of a grid in a node.""",
+members of a segmented collective in one node if possible, and blocks of a grid in a node.""",
     RACKS: """\
 Each rack has a switch of its own, and a trunk of less than the bandwidth of its nodes connects it.
 `layout.nodes_per_rack` places blocks of nodes in racks. The tables of a cluster file know nodes but

@@ -369,8 +369,8 @@ device. With T5's dropout, that of attention included, T5-Large-Mod takes {peak:
 {limit:.1f} that estimates may take: it {fits}. In the paper it does not fit."""
 _ORDERS = f"""\
 T5-Large-Mod, one sequence a device. Contiguous ranks put the members of a segmented collective far
-apart, topology-aware ranks put them into one node as far as it goes. With racks, a link between
-racks of {RACK} nodes carries 1/{SLOWER} of one within (assumed), and nodes are ordered, too."""
+apart, topology-aware ranks put them into one node if possible. With racks, a link between racks of
+{RACK} nodes carries 1/{SLOWER} of one within (assumed), and nodes are ordered, too."""
 _STRONG = """\
 The original Transformer. See above for how heads are computed. A device has at least four sequences
 here, so also with heads one by one launches no longer decide, and data parallelism is predicted to

@@ -46,7 +46,7 @@ def a_run(arguments: argparse.Namespace) -> RunConfig:
 
 @contextmanager
 def slow_disk(seconds: float) -> Iterator[None]:
-    """Lets each file of a checkpoint take at least so long."""
+    """Lets each file of a checkpoint take at least this long."""
     original = LocalDraft.writing
 
     @contextmanager

@@ -41,7 +41,7 @@ def main(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The page to write.")] = None,
     side_by_side: Annotated[
-        int, typer.Option(min=1, max=64, help="So many runs are disturbed at the same time.")
+        int, typer.Option(min=1, max=64, help="This many runs are disturbed at the same time.")
     ] = 1,
 ) -> None:
     """Disturb runs, compare each with an undisturbed one, and print a page in Markdown."""
