@@ -161,12 +161,17 @@ def certainty(result: Result, cluster: Cluster, counts: Iterable[int]) -> list[s
         if one.prediction
     ]
     found.append(
-        f"Estimates of the layouts in the ranking are {min(off):+.0f}% to {max(off):+.0f}% off "
+        f"Estimates of the layouts in the ranking are {_percent(min(off))} to {_percent(max(off))} off "
         "their traces in time."
         if len(off) > 1
-        else f"The estimate of the layout in the ranking is {off[0]:+.0f}% off its trace in time."
+        else f"The estimate of the layout in the ranking is {_percent(off[0])} off its trace in time."
     )
     return found
+
+
+def _percent(value: float) -> str:
+    """Returns a percentage with its sign, and 0% without one."""
+    return f"{value:+.0f}%" if round(value) else "0%"
 
 
 def outlook(
