@@ -61,7 +61,7 @@ def test_a_report_says_what_is_certain_what_is_hidden_and_what_is_left_out(tmp_p
     assert f"Left out: {result.refused[0].name} does not fit when it is traced, with 99.0" in page
     # More nodes than the best layout needs numbers of links that nothing was fitted to.
     assert "On 16 devices: outer_efficiency (0.8) of dgx-h100 was not fitted to any data." in page
-    assert "Estimates of the layouts in the ranking are +0% to +0% off" in page
+    assert "Estimates of the layouts in the ranking are 0% to 0% off" in page
 
 
 def test_a_report_without_layouts_says_what_would_fit(tmp_path: Path) -> None:

@@ -160,11 +160,11 @@ def certainty(result: Result, cluster: Cluster, counts: Iterable[int]) -> list[s
         for one in result.layouts
         if one.prediction
     ]
+    least, most = _percent(min(off)), _percent(max(off))
     found.append(
-        f"Estimates of the layouts in the ranking are {_percent(min(off))} to {_percent(max(off))} off "
-        "their traces in time."
+        f"Estimates of the layouts in the ranking are {least} to {most} off their traces in time."
         if len(off) > 1
-        else f"The estimate of the layout in the ranking is {_percent(off[0])} off its trace in time."
+        else f"The estimate of the layout in the ranking is {least} off its trace in time."
     )
     return found
 
