@@ -69,7 +69,7 @@ def test_weights_are_exact_as_they_are_written() -> None:
         ),
         ([{"path": "a"}, {"path": "b/a"}], "two sources called a: give each a name of its own"),
         ([{"path": "."}], "data.sources.0.name is missing: give the source a name"),
-        ([{"path": "a", "name": "x/y"}], "data.sources.0.name: 'x/y' is no name of a source"),
+        ([{"path": "a", "name": "x/y"}], "data.sources.0.name: 'x/y' is not a source name"),
         ([{"path": "a", "name": "tokens"}], "tokens is the name of a loss: use another"),
         ([{"path": "a", "wieght": 1}], "unknown key data.sources.0.wieght: did you mean 'weight'"),
         ([{"path": "a", "weight": 0}], "the weights of data.sources are all 0: give at least one"),

@@ -198,7 +198,7 @@ def test_the_estimate_is_printed_before_the_search(monkeypatch: pytest.MonkeyPat
     assert other is not None
     assert peak(other) < size
     (_, looking, _), (found, searching, before) = told
-    assert looking == "looking whether it fits into memory"
+    assert looking == "checking whether it fits into memory"
     assert found.startswith("It does not fit: rank 0 would hold ")
     assert "0 s at most" in searching
     assert before == 1

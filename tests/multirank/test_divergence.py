@@ -34,7 +34,7 @@ QUICK = full_unless(("pipeline", "sharded").__contains__, LAYOUTS)
 
 
 SAID = {
-    "output": f"the weights are finite, but what the forward pass computes is not, first after "
+    "output": f"the weights are finite, but the output of the forward pass is not, first after "
     f"'{LAYER}' on rank",
     "gradient": f"the loss is finite, but gradients are not, beginning with '{LAYER}.",
 }

@@ -53,7 +53,7 @@ def test_what_is_read_is_not_written(
     Path("in.yaml").write_text("kept")
     Path("linked.yaml").symlink_to("in.yaml")
     check_output("--emit", Path("out.yaml"), inputs)
-    with pytest.raises(UserError, match=r"--emit in\.yaml: is what this command reads"):
+    with pytest.raises(UserError, match=r"--emit in\.yaml: is an input of this command"):
         check_output("--emit", Path("./in.yaml"), inputs)
 
 
@@ -78,7 +78,7 @@ def test_commands_keep_what_they_read(
     monkeypatch.setattr("gridformer.plan.search.search", lambda *_, **__: pytest.fail("began"))
     done = gridformer_here(*words.split())
     assert done.returncode == 2
-    assert "is what this command reads" in done.stderr
+    assert "is an input of this command" in done.stderr
     assert {path: path.read_text() for path in Path().iterdir()} == before
 
 

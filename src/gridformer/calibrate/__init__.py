@@ -1,4 +1,4 @@
-"""Measures the machine at hand and writes a cluster file; see `gridformer calibrate`.
+"""Measures this machine and writes a cluster file; see `gridformer calibrate`.
 
 Only the modules that measure import torch.
 """

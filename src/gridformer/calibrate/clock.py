@@ -29,7 +29,7 @@ def gpu_seconds(run: Run, window_s: float) -> float:
 
     Args:
         run: Launches the operation.
-        window_s: For about this time it is repeated.
+        window_s: For about this number of seconds it is repeated.
     """
     for _ in range(2):
         run()
@@ -61,7 +61,7 @@ def cpu_seconds(runs: Sequence[Run], window_s: float, meet: Meet) -> float:
         runs: The operation, on tensors of its own in each of them. They take turns, and their
             results are kept until their next turn, so that caches hold none of them if they are
             many.
-        window_s: For this time it is repeated.
+        window_s: For this number of seconds it is repeated.
         meet: A barrier of all processes.
     """
     kept: deque[object] = deque(maxlen=len(runs))

@@ -28,11 +28,11 @@ _MOST_COPIES = 64  # of the tensors of one operation in a process
 
 
 def measure_gpu(cases: Cases, limit_s: float, tell: Tell) -> Measurements:
-    """Measures the current GPU. What fails is reported, and the rest goes on.
+    """Measures the current GPU. A measurement that fails is reported, and the others go on.
 
     Args:
         cases: What to measure.
-        limit_s: After this time what is left is left out.
+        limit_s: After this number of seconds the remaining measurements are left out.
         tell: Receives progress messages.
     """
     began, found = time.monotonic(), Measurements()
@@ -93,7 +93,7 @@ def measure_cpu(
 
 
 def n_copies(n_bytes: float, n_processes: int) -> int:
-    """Returns on how many copies of its tensors an operation takes turns.
+    """Returns how many copies of its tensors an operation uses in turn.
 
     A training step comes back to a weight after all others, and to an activation in its backward
     pass. So the tensors of all processes together are made larger than caches.

@@ -1,4 +1,4 @@
-"""What was measured, before it becomes a cluster file. It travels between processes as JSON."""
+"""Measurements before they become a cluster file. Processes exchange them as JSON."""
 
 from __future__ import annotations
 

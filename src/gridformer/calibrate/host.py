@@ -1,7 +1,7 @@
 """What the host adds to the operators of a training step: Python's time, measured on tiny models.
 
 Two models that differ in their number of layers run whole training steps. Their difference gives
-the time per operator, and what is left the time of a step that depends on no layer.
+the time per operator; the rest is the time of a step that depends on no layer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HostTime:
 
     Attributes:
         launch_s: Time per operator that computes something, its Python code included. On a CPU,
-            which computes by itself, without the time of the operator itself.
+            where the host itself computes, the time of the computation is left out.
         step_s: Time of a step that depends on no layer.
     """
 

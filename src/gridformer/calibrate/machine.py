@@ -36,7 +36,7 @@ def calibrate(
     Args:
         counts: Numbers of processes that share a CPU; empty means 1, 2, 4, 8 and 16.
         quick: Whether to measure a few tiny cases only, to try the code.
-        limit_s: On a GPU, seconds after which kernels that are left are left out.
+        limit_s: On a GPU, seconds after which the remaining kernels are left out.
         tell: Receives progress messages.
 
     Returns:

@@ -39,7 +39,7 @@ def axes_of(n: int, rank: int) -> dict[int, Axis]:
         rank: The rank of this one.
 
     Returns:
-        By the size of a group, the axis of the group of this process.
+        For each size of a group, the axis of this process's group.
     """
     axes = {}
     for members in group_sizes(n):
@@ -50,13 +50,14 @@ def axes_of(n: int, rank: int) -> dict[int, Axis]:
 
 
 def sends_of(axis: Axis, device: torch.device) -> dict[str, Send]:
-    """Returns how each kind of message is sent, by the names of `cluster.messages`.
+    """Returns functions for each kind of message, by the names of `cluster.messages`.
 
-    Its argument is what one rank hands in, in bytes, and for all_gather and reduce_scatter the
-    gathered buffer.
+    Their argument is the number of bytes that one rank passes in, or for all_gather and
+    reduce_scatter the bytes of the gathered buffer.
 
     Returns:
-        By the name of a message, a function of its bytes that returns what sends one.
+        For each name of a message, a function of its bytes. It returns another function that sends
+        one such message.
     """
 
     def new(n_bytes: float) -> Tensor:
@@ -120,17 +121,17 @@ def message_seconds(run: Callable[[], object], window_s: float, world: Axis, gpu
     All ranks call this together. On a CPU it is the larger of two times:
 
     - That of a message by itself, from when the last rank starts it until all have its result, as
-      training waits for it. Of messages in a row a rank may begin the next one before others have
-      ended the last.
-    - That of one of many in a row, which cores and links need for it. While the last rank comes to
-      a message by itself, those before it have already been at work, and a link that was idle lets
-      some bytes pass at once.
+      training waits for it. If messages follow each other, a rank may begin the next one before
+      others have ended the last.
+    - The mean time of many in a row, which cores and links need for each of them. A message by
+      itself can take less: before the last rank starts it, the others have already worked on it,
+      and a link that was idle lets some bytes pass at once.
 
     Args:
         run: Sends one message.
         window_s: About how many seconds of messages are measured.
         world: All ranks of the measurement, of one machine unless `gpu` is set.
-        gpu: Whether the messages are of GPUs, of which the mean of many in a row is returned.
+        gpu: Whether the messages are those of GPUs; then the mean of many in a row is returned.
     """
     run()  # connects
     if gpu:

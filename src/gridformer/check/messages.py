@@ -12,9 +12,9 @@ from gridformer.trace.events import Start
 def message_problems(outcome: Outcome) -> Iterator[Problem]:
     """Returns the problems that a replay has found.
 
-    A group that calls different collectives cannot go on, and neither can those who wait for it, so
-    what stops for that reason is not told again. Of the messages of a group that do not fit, only
-    the first is told: if a rank has left one out, no later one fits.
+    A group that calls different collectives cannot go on, and neither can the ranks that wait for
+    it, so stops for that reason are not reported again. Of the messages of a group that do not fit,
+    only the first is reported: if a rank has left one out, no later one fits.
     """
     broken = {_one(m.calls).group for m in outcome.mismatches if m.order}
     first = {_one(m.calls).group: m for m in reversed(outcome.mismatches)}

@@ -46,7 +46,7 @@ class Problem:
         place: Where in the code of gridformer.
         text: What is wrong, in sentences; there may be several lines.
         remedy: What a user can do.
-        axis: The name of the axis of the message; empty if it is none of a message.
+        axis: The name of the axis of the message; empty if the problem is not about a message.
         alike: How many other groups of ranks have the same problem.
     """
 
@@ -60,7 +60,7 @@ class Problem:
 
     @property
     def stops(self) -> bool:
-        """Whether the run cannot work. Otherwise it is only slow, or nobody knows."""
+        """Whether the run cannot work. Otherwise it is only slow, or the check could not decide."""
         return self.kind not in ("read-back", "calls", "untraced")
 
     def as_json(self) -> dict[str, Any]:
@@ -82,11 +82,11 @@ class Problem:
 def message_remedy(axis: str) -> str:
     """Returns what a user can do about a message that does not fit."""
     way = _AXES.get(axis)
-    return f"{_REPORT}. Until it is mended, try {way}" if way else _REPORT
+    return f"{_REPORT}. Until it is fixed, try {way}" if way else _REPORT
 
 
 def each_once(problems: Iterable[Problem]) -> list[Problem]:
-    """Returns each problem once that several groups of ranks have at the same place."""
+    """Returns each problem once, even if several groups of ranks have it at the same place."""
     found: dict[tuple[str, str, Place], Problem] = {}
     for problem in problems:
         key = problem.kind, problem.axis, problem.place

@@ -1,4 +1,4 @@
-"""Checks a run before it starts: whether its messages fit together and its tensors lie right."""
+"""Checks a run before it starts: whether NCCL can carry out its messages."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def report_of(run: RunConfig, traces: Sequence[Trace]) -> Report:
         traces: Traces of one step. Their messages are compared if all of them are complete.
     """
     problems = [*_own(run, traces)]
-    # What a rank does after an error is not known, so nothing can be said about those who wait.
+    # What a rank does after an error is not known, so nothing can be said about ranks that wait for
+    # it.
     if all(trace.complete for trace in traces):
         problems += [*_groups(traces), *_calls(run, traces), *_drift(traces)]
         programs = among({trace.rank: trace.events for trace in traces})
@@ -137,7 +138,7 @@ def _own(run: RunConfig, traces: Sequence[Trace]) -> Iterator[Problem]:
 
 
 def _unwanted(run: RunConfig, reads: Sequence[Read]) -> list[Read]:
-    """Returns the read-backs of a step, which it should do without.
+    """Returns the read-backs that a step should not have.
 
     Offloading copies optimizer states to the host.
     """

@@ -37,7 +37,7 @@ def shorter(run: RunConfig) -> RunConfig:
 
 
 def sample_ranks(run: RunConfig, decisions: Decisions, most: int = MOST) -> list[list[int]]:
-    """Returns the ranks that stand for all ranks of a run.
+    """Returns the ranks that represent all ranks of a run.
 
     Every stage of a pipeline has an order of messages of its own, so the first rank of each is
     among them. On the first and the last stage, so are the ranks that are last along one other
@@ -46,7 +46,7 @@ def sample_ranks(run: RunConfig, decisions: Decisions, most: int = MOST) -> list
     Args:
         run: The run.
         decisions: The result of `decide_run`.
-        most: Ranks that are at most this many are all returned, each in a list of its own.
+        most: A run of at most this many ranks has all of them returned, each in a list of its own.
 
     Returns:
         Lists of ranks that differ only in their place along pp and whose stages have equal layers.
@@ -70,7 +70,7 @@ def sample_ranks(run: RunConfig, decisions: Decisions, most: int = MOST) -> list
 
 
 def alike_stages(run: RunConfig, decisions: Decisions) -> list[list[int]]:
-    """Returns the places along pp, those together whose stages have equal layers."""
+    """Returns the places along pp, in one list for all places whose stages have equal layers."""
     layout = run.layout
     if layout.pp == 1:
         return [[0]]

@@ -47,8 +47,8 @@ class Stop:
         call: The message that it waits for.
         blocking: The message that is next in the same group on this rank, which may be another one.
         missing: The ranks that have not come to `blocking`.
-        answers: For each of these that has already started its part, this part and the message that
-            is next on that rank, behind which it stands.
+        answers: For each of these that has already started its part, this part and the message
+            before it that is next on that rank.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class Stop:
 
 @dataclass
 class Outcome:
-    """What came of a replay.
+    """The result of a replay.
 
     Attributes:
         mismatches: Messages whose ends do not fit together.
@@ -225,7 +225,8 @@ class _Replay:
             for rank, queue in group.queues.items():
                 for call in queue.calls:
                     place = waiting.get((rank, call.number))
-                    # A message that nobody waits for is only told if it is left over at the end.
+                    # A message that nobody waits for is only reported if it is left over at the
+                    # end.
                     if place is None and (rank not in self.outcome.ended or call != queue.calls[0]):
                         continue
                     first = queue.calls[0]

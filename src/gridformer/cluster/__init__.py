@@ -1,4 +1,4 @@
-"""What a machine is, and how long one kernel or one message takes on it; see docs/reference."""
+"""Describes a machine, and predicts the time of a kernel or a message on it; see docs/reference."""
 
 from gridformer.cluster.file import (
     Cluster,

@@ -1,6 +1,6 @@
 """Cluster files: the devices, links and host of a machine, each number with its source.
 
-`configs/clusters` ships some, and `gridformer calibrate` writes one for the machine at hand.
+`configs/clusters` ships some, and `gridformer calibrate` writes one for this machine.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gridformer.cluster.tables import Tables
 from gridformer.config.reading import closest, configs_dir, read_yaml
 from gridformer.utils.errors import ConfigError
 
-# The numbers that may be fitted, at most four of them in a file, and what counts where a file
-# leaves one out: rough values that are assumed for any machine.
+# The numbers that may be fitted, at most four of them in a file, and the values that count where a
+# file leaves one out. These are rough and assumed for any machine.
 FITTED: dict[str, tuple[float, str]] = {
     "product_efficiency": (0.8, "fraction of the peak rate that large matrix products reach"),
     "memory_efficiency": (0.75, "fraction of memory's bandwidth that memory-bound kernels reach"),
@@ -30,9 +30,9 @@ FITTED: dict[str, tuple[float, str]] = {
     "slowdown_per_node": (0.0, "messages between n nodes take 1 + (n - 2) times this longer"),
 }
 MAX_FITTED = 4
-NO_DATA = "nothing"  # what a number was fitted to that is assumed
+NO_DATA = "nothing"  # the data of a number that is assumed
 LINK_GBPS = 15.75  # of PCI Express 3.0 x16, for files without `host.link_gbps`
-LOCAL = "local"  # stands for the file that `gridformer calibrate` writes into the current folder
+LOCAL = "local"  # the file that `gridformer calibrate` writes into the current folder
 
 
 class _Part(BaseModel):
@@ -56,8 +56,8 @@ class Device(_Part):
         peak_tflops: TFLOP/s of dense matrix products by data type; `tf32` are float32 tensors
             multiplied as TF32.
         memory_gbps: Bandwidth of the device's memory in GB/s.
-        fused_attention: Whether attention runs as one kernel that keeps no scores. False stands
-            for software of before 2022: two products, and passes over the scores between them.
+        fused_attention: Whether attention runs as one kernel that keeps no scores. False describes
+            software from before 2022: two products, and passes over the scores between them.
     """
 
     name: str
@@ -77,8 +77,8 @@ class Level(_Part):
         size: Devices in one unit of this level, for example in one node.
         bandwidth_gbps: GB/s in one direction of one link that attaches devices to this level.
         latency_us: Time of one hop of a message at this level in microseconds.
-        shared_by: Neighboring devices share one such link, this number of them: 1 where each
-            device has its own. A node with 8 devices and 4 network cards has 2.
+        shared_by: The number of neighboring devices that share one such link: 1 where each device
+            has its own. A node with 8 devices and 4 network cards has 2.
         source: Where `size` and `shared_by` come from.
     """
 
@@ -98,8 +98,8 @@ class Host(_Part):
         step_us: Time of a training step that depends on no kernel, in microseconds.
         message_us: Time of a message before its first byte travels, in microseconds.
         cores: Cores that the processes of a run on a CPU share.
-        link_gbps: GB/s in one direction of the link between the host and one GPU. None stands for
-            those of PCI Express 3.0 x16.
+        link_gbps: GB/s in one direction of the link between the host and one GPU. None means the
+            value of PCI Express 3.0 x16.
     """
 
     launch_us: Figure
@@ -135,7 +135,7 @@ class Cluster(_Part):
     Attributes:
         tables: What `gridformer calibrate` measured there.
         processes: How many processes compute at the same time on one machine with a CPU, whose
-            cores they share; who asks for times sets it. No file says it.
+            cores they share. The caller that asks for times sets it; it is not a key of the file.
     """
 
     name: str
@@ -151,7 +151,7 @@ class Cluster(_Part):
     def _known(cls, fitted: dict[str, Fitted]) -> dict[str, Fitted]:
         for name in fitted:
             if name not in FITTED:
-                raise ValueError(f"'{name}' is no fitted number{closest(name, FITTED)}")
+                raise ValueError(f"'{name}' is not a fitted number{closest(name, FITTED)}")
         if len(fitted) > MAX_FITTED:
             raise ValueError(f"has {len(fitted)} numbers: at most {MAX_FITTED} may be fitted")
         return fitted

@@ -39,8 +39,8 @@ class KernelWork(NamedTuple):
         bytes: Bytes read and written, or copied.
         dtype: Data type of a product's operands: float16, bfloat16, tf32, float32 or float64.
         shape: For products (batch, m, n, k); for attention (batch, heads, queries, keys, width,
-            hides), where hides is 0 without a mask, 1 if it is causal, and more if a query sees
-            at most so many keys, of which its own is the last.
+            hides), where hides is 0 without a mask, 1 if it is causal, and more if a query sees at
+            most that many keys, of which its own is the last.
         op: The operator that launched it, such as `add`, or empty; that of attention's backward
             pass contains `backward`. `attention` and `attention_backward` are gridformer's kernel,
             and others PyTorch's.

@@ -24,12 +24,13 @@ class MessageWork(NamedTuple):
 
     Attributes:
         op: The collective, or `send`.
-        bytes: What one rank hands in, for all_gather and reduce_scatter the gathered buffer.
+        bytes: The bytes that one rank passes in; for all_gather and reduce_scatter, those of the
+            gathered buffer.
         members: The places of its ranks on the machine: place i is device i % node_size of node
             i // node_size. For `send` the sender and the receiver.
-        sharers: So many like messages, this one included, have members in the same unit below
-            the outermost level that this one crosses, and travel at the same time; see
-            `like_messages`.
+        sharers: The number of similar messages, this one included, that have members in the same
+            unit below the outermost level that this one crosses, and that travel at the same time;
+            see `like_messages`.
     """
 
     op: Op
@@ -105,7 +106,7 @@ def message_cpu_s(cluster: Cluster, work: MessageWork) -> float:
 
 
 def _outermost(spread: Sequence[_Spread]) -> int:
-    """Returns the index of the innermost level of which one unit holds all members."""
+    """Returns the index of the innermost level with a unit that holds all members."""
     inside = [index for index, level in enumerate(spread) if level.units == 1]
     return inside[0] if inside else len(spread) - 1
 
@@ -144,7 +145,7 @@ def _ring_s(cluster: Cluster, work: MessageWork, spread: Sequence[_Spread]) -> f
     latency = 0.0
     for index in range(outermost, -1, -1):
         units = spread[index].below
-        # Of the hops of a ring, as many cross this level as it has units there.
+        # A ring crosses this level as often as it has units there.
         here = min(hops, (units - 1) * (2 if work.op == "all_reduce" else 1))
         if index == 0:
             here = hops

@@ -1,4 +1,4 @@
-"""What `gridformer calibrate` measured, and the times that follow from it between and beyond it.
+"""Times that `gridformer calibrate` measured, interpolated between them and extrapolated beyond.
 
 Rows hold microseconds. `processes` is the number of processes that computed at the same time: on a
 CPU they share the cores, so each of them is slower the more there are.
@@ -189,8 +189,8 @@ class Tables(BaseModel):
             processes: How many processes there are.
             op: The kind of message.
             members: Size of the group.
-            nodes: So many nodes the group spans.
-            sharers: So many groups share a link between nodes.
+            nodes: The number of nodes that the group spans.
+            sharers: The number of groups that share a link between nodes.
             n_bytes: See `messages.MessageWork`.
         """
         rows = [r for r in self.messages if r.op == op and r.nodes == nodes]

@@ -1,4 +1,4 @@
-"""What all ranks must know of something that one of them has found."""
+"""Lets all ranks agree on one text, such as the description of a problem that one of them found."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ _TEXT_BYTES = 1024
 
 
 def first_text(mine: str, axis: Axis, key: int = 0) -> str:
-    """Returns the same one of the texts of all ranks, which call it together, on all of them.
+    """Chooses one of the ranks' texts and returns it on all ranks, which must call this together.
 
-    That is the text with the smallest key, and of these the one of the first rank.
+    It is the text with the smallest key, and among equal keys that of the lowest rank.
 
     Args:
-        mine: This rank's text, at most 1024 bytes; an empty one is none.
+        mine: This rank's text, of which the first 1024 bytes are sent. An empty text means that
+            this rank has none.
         axis: The axis of all ranks of the run.
-        key: Decides which text is chosen.
+        key: A number below 2^62; the text with the smallest key is chosen.
 
     Returns:
         The text, which is empty if no rank has one.

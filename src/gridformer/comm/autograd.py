@@ -96,14 +96,14 @@ def broadcast_reduce(x: Tensor, axis: Axis, root: int, label: str = "enter") -> 
 def reduce_broadcast(x: Tensor, axis: Axis, root: int, label: str = "leave") -> Tensor:
     """Forward reduce of partial sums to the rank with index `root`, backward broadcast from it.
 
-    Returns:
-        The sum over the axis on `root`, and zeros of the same shape on other ranks.
-
     Args:
         x: partial sums, of the same shape on all ranks; it is not modified.
         axis: the ranks that take part.
         root: the index on the axis of the rank that gets the sum.
         label: the purpose under which a recorder counts the messages.
+
+    Returns:
+        The sum over the axis on `root`, and zeros of the same shape on other ranks.
     """
     return x if axis.size == 1 else _ReduceBroadcast.apply(x, axis, root, label)
 

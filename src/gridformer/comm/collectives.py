@@ -1,9 +1,9 @@
 """The collectives of gridformer: every message of the library is sent by this package.
 
-They work on plain tensors without gradients; `gridformer.comm.autograd` adds these. On an axis of
-size 1 each function returns its input. `label` names the purpose of a message in counts and traces.
-`start_...` is the asynchronous form of a collective: it returns a `Pending` to wait for. `root` and
-other ranks are given as indices along the axis.
+They work on plain tensors without gradients; `gridformer.comm.autograd` adds gradients. On an axis
+of size 1 each function returns its input. `label` names the purpose of a message in counts and
+traces. `start_...` is the asynchronous form of a collective: it returns a `Pending` to wait for.
+`root` and other ranks are given as indices along the axis.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _reduce_scatter: Callable[..., Any] = getattr(
 class Pending:
     """A collective that was started. `wait()` returns its result and may be called repeatedly.
 
-    It keeps references to the tensors of the message until then. On a GPU `wait()` makes the
-    current stream wait, not the host. All ranks of an axis must start their collectives in the same
-    order.
+    A `Pending` keeps references to the tensors of the message until `wait()` returns. On a GPU
+    `wait()` makes the current stream wait, not the host. All ranks of an axis must start their
+    collectives in the same order.
 
     Args:
         result: the tensor that holds the result when the message is done.
@@ -393,8 +393,9 @@ def _exchange(blocks: list[Tensor], axis: Axis, later: bool) -> Pending:
     return Pending(received, work, sent).own(received, *copied)
 
 
-# The blocks of a tensor before and after messages: one is left out, all are copied into one
-# tensor, and those that have arrived are put together with this device's own.
+# Helpers for the blocks of a tensor before and after messages: `without` leaves one block out,
+# `stacked` copies all blocks into one tensor, and `concatenated` joins the received blocks and this
+# device's own.
 
 
 def without(blocks: Tensor, index: int) -> list[Tensor]:
@@ -411,10 +412,10 @@ def concatenated(rest: Tensor, mine: Tensor, axis: Axis, dim: int) -> Tensor:
     """Returns the blocks of all ranks as one new tensor, along a dimension of the blocks.
 
     Args:
-        rest: Those of other ranks [n - 1, *block].
-        mine: That of this rank.
+        rest: The blocks of the other ranks [n - 1, *block].
+        mine: This rank's block.
         axis: The axis of the ranks.
-        dim: The dimension.
+        dim: The dimension of a block along which they are joined.
     """
     return torch.cat(_around(rest, mine, axis), dim)
 

@@ -73,10 +73,10 @@ class P2PChannel:
             self._host = None
 
     def send(self, x: Tensor, to: int, label: str = "") -> Pending:
-        """Starts sending x to the rank with index `to`. x must not change until that is done.
+        """Starts sending x to the rank with index `to`. x must not change until it is sent.
 
         Args:
-            x: tensor of any shape, of which the receiver's must have as many elements.
+            x: tensor of any shape; the receiver's tensor must have as many elements.
             to: the index of a neighbor along `pp`.
             label: the purpose under which a recorder counts the message.
 

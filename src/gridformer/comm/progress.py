@@ -3,7 +3,7 @@
 A process that hangs in a message, or that was stopped, cannot say where it is. So each message
 writes a few numbers to a small file in memory: how many messages this process has started and ended
 with each group, what they are, and for which one it waits. This takes less than a microsecond per
-message. Other processes of this machine read the file, also of a stopped process
+message. Other processes on this machine can read the file even while this process is stopped
 (`gridformer.launch.watch`).
 
 Messages are counted in *lanes*: one for the collectives of a group, one for the messages to and one
@@ -65,7 +65,7 @@ _put_two = struct.Struct("2q").pack_into
 class Posted:
     """One message that was started. `wait` and `end` are those of a `Timing`.
 
-    After `end` it serves for another message, because a new object would take as long as the rest.
+    After `end` the object is reused: creating a new one would take as long as everything else.
     """
 
     __slots__ = ("_at", "_ended", "_site", "_view", "number", "timing")
@@ -104,7 +104,7 @@ class _Lane:
 
 
 class _Site:
-    """One message of the program. It keeps the group, so that its id stays its own."""
+    """A place in the program that starts messages. It keeps the group, so its id stays unique."""
 
     __slots__ = ("free", "group", "lane", "number")
 
@@ -155,7 +155,7 @@ class Progress:
             op, axis, label: see `gridformer.comm.recorder.Record`.
             size: number of elements, which must be equal on all ranks; -1 if it need not be.
             peer: index along the axis of the only other rank; -1 for a collective.
-            timing: what is to be told the same.
+            timing: a `Timing` to which `wait` and `end` are passed on; None if there is none.
         """
         site = self._sites.get((axis.name, id(axis.group), op, label, peer))
         if site is None:
@@ -179,7 +179,7 @@ class Progress:
         self._view[STEP] = step
 
     def beat(self) -> None:
-        """Notes that the watch of this process looks now."""
+        """Notes a heartbeat of this process's watch."""
         self._view[BEAT] = monotonic_ns()
 
     def put_stack(self, text: str) -> None:
@@ -215,7 +215,7 @@ class Progress:
         return site
 
     def _name(self, what: dict[str, Any]) -> None:
-        """Adds a line to the names; what does not fit remains without."""
+        """Adds a line to the names; a line that no longer fits is left out."""
         line = json.dumps(what).encode() + b"\n"
         begin = NAMES + self._view[NAMES_LENGTH]
         if begin + len(line) <= LENGTH:

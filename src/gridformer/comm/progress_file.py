@@ -20,14 +20,14 @@ MAGIC = 0x6772696431
     NUMBER,  # number of the message in its lane for which it waits
     SITE,  # what that message is
     SINCE,  # since when it waits, in nanoseconds of the monotonic clock
-    BEAT,  # when its watch last looked
+    BEAT,  # time of the last heartbeat of its watch
     STEP,
     PID,
     STACK_AT,  # when its stack was last written
     STACK_LENGTH,  # in bytes
     NAMES_LENGTH,
 ) = range(11)
-assert (LANE, SINCE) == (1, 4)  # literal numbers where each message comes by
+assert (LANE, SINCE) == (1, 4)  # code that runs for each message writes these numbers
 LANES = 16  # the word where lanes begin
 KEPT = 8  # the number of messages of a lane that are described, a power of 2
 WORDS = 2 + 2 * KEPT  # numbers started and ended, and (site, size) of each kept one
@@ -100,7 +100,7 @@ class State:
         step: the step, counted from 1; 0 before the first.
         wait: the message for which it waits, or None.
         lanes: all lanes by key.
-        beat_s: seconds since its watch last looked.
+        beat_s: seconds since the last heartbeat of its watch.
         stack: its stack when it was last written.
         stack_s: seconds since then.
     """

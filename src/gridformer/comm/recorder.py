@@ -1,6 +1,6 @@
 """Counts messages: while a recorder is open, every collective of the package is recorded here.
 
-The same call tells `gridformer.comm.progress` where a process is, which its watch reads.
+The same call also tells `gridformer.comm.progress` where the process is, and its watch reads that.
 """
 
 from __future__ import annotations
@@ -113,8 +113,9 @@ class Recorder:
             label: count only records whose label starts with this.
 
         Returns:
-            For each level the number of messages that stay within its unit and leave that of the
-            level below, and last the number of messages that leave the largest unit.
+            For each level the number of messages that stay within one unit of this level but leave
+            the unit of the level below, and last the number of messages that leave the largest
+            unit.
         """
         targets = [target for r in self._select(label, "") for target in r.targets]
         within = [sum(target // k == rank // k for target in targets) for k in units]
@@ -126,7 +127,7 @@ class Recorder:
         )
 
 
-# What the sender of a message tells when it waits and when the message ends.
+# The object that is told when the process begins to wait for a message and when the message ends.
 Noted = Timing | progress.Posted | None
 
 _open: list[Recorder] = []
@@ -164,7 +165,8 @@ def note(
         peer: index along the axis of the only other rank, for a message between two.
 
     Returns:
-        What the caller tells when it waits and when the collective ends, or None.
+        The object whose `wait` and `end` the caller calls when it begins to wait and when the
+        collective ends. None if nobody records.
     """
     timing = None
     if _open:

@@ -58,19 +58,19 @@ def shortened_text(value: object, at_most: int = 80) -> str:
     """Returns a value as text for a message, without its middle if it is long.
 
     Args:
-        value: What the text is of.
-        at_most: From which number of characters on it is long.
+        value: The value to describe.
+        at_most: A text of more characters than this is shortened.
     """
     try:
         text = str(value)
-    except ValueError:  # Python does not write integers of thousands of digits
+    except ValueError:  # Python refuses to print integers of thousands of digits
         return "a number of thousands of digits"
     half = at_most // 2
     return text if len(text) <= at_most else f"{text[:half]}...{text[-half:]}"
 
 
 def _invisible(text: str) -> bool:
-    """Returns whether a text has control characters, such as NUL, or halves of surrogates."""
+    """Returns whether a text has control characters, such as NUL, or unpaired surrogates."""
     return any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text)
 
 
@@ -79,7 +79,7 @@ def _file_name(name: str) -> str:
         raise ValueError("is empty: use a word, such as run")
     if name in (".", "..") or _invisible(name) or {*"/\\"} & {*name}:
         raise ValueError(
-            f"{shortened_text(ascii(name))} is no name of a folder: use letters, digits, - and _"
+            f"{shortened_text(ascii(name))} is not a folder name: use letters, digits, - and _"
         )
     if len(name.encode("utf-8", "replace")) > LONGEST_NAME:
         raise ValueError(
@@ -89,7 +89,7 @@ def _file_name(name: str) -> str:
 
 
 def file_name(text: str, otherwise: str) -> str:
-    """Returns a text if it can be the name of a run, and otherwise another."""
+    """Returns `text` if it can be the name of a run, and `otherwise` if it cannot."""
     try:
         return _file_name(text)
     except ValueError:
@@ -106,9 +106,9 @@ def _path(path: Path) -> Path:
     return path
 
 
-# A text that becomes a part of a path, so it must be a name and no path of its own.
+# A text that becomes a part of a path, so it must be a name and not a path itself.
 FileName = Annotated[str, AfterValidator(_file_name)]
-# A path as some file system could have it.
+# A path that a file system may accept.
 AnyPath = Annotated[Path, AfterValidator(_path)]
 
 

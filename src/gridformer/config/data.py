@@ -135,8 +135,8 @@ class DataConfig(Config):
         default=0.02,
         ge=0,
         lt=1,
-        description="Of token files that another program wrote, documents at the end that hold "
-        "this fraction of the tokens are for validation; 0 means none. A folder of `gridformer "
+        description="In token files that another program wrote, the last documents, with this "
+        "fraction of the tokens, are for validation; 0 means none. A folder of `gridformer "
         "prepare` has its own validation split.",
     )
     document_mask: bool = Field(
@@ -148,7 +148,7 @@ class DataConfig(Config):
     reset_positions: bool = Field(
         default=True,
         description="With document_mask, positions begin at 0 in each document; false counts them "
-        "from the start of the sample, which pairs cannot.",
+        "from the start of the sample, which is not possible for pairs.",
     )
     packing: Literal["windows", "documents"] = Field(
         default="windows",

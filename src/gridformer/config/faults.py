@@ -31,9 +31,9 @@ class FaultsConfig(Config):
     )
     fallback: bool = Field(
         default=False,
-        description="true lets a run whose newest checkpoint is damaged resume from the newest one "
-        "that is not, here or among the copies of checkpoint_to; the damaged one is kept under "
-        "another name. false refuses to resume.",
+        description="true lets a run whose newest checkpoint is damaged resume from the newest "
+        "undamaged one, in its run directory or among the copies at checkpoint_to; the damaged "
+        "one is kept under another name. false refuses to resume.",
     )
     keep_every: int = Field(
         default=0,
@@ -65,28 +65,29 @@ class FaultsConfig(Config):
         ge=0.0,
         le=1e7,
         description="If there is no space for the last checkpoint of a run, the run waits for it "
-        "for at most this number of seconds before it ends without that checkpoint. So long the "
-        "copy of the last checkpoint to checkpoint_to is tried again, too.",
+        "for at most this number of seconds before it ends without that checkpoint. During these "
+        "seconds, the copy of the last checkpoint to checkpoint_to is tried again, too.",
     )
     on_divergence: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
         description="If the loss or the gradients of a step are not finite, the run ends (stop), "
         "leaves out the update of that batch and goes on (skip), or goes back to an earlier "
-        "checkpoint and on from there with a lower rate (rollback). With float16, gradients that "
-        "overflow are met by the loss scale first.",
+        "checkpoint and on from there with a lower learning rate (rollback). With float16, "
+        "gradients that overflow first lower the loss scale.",
     )
     divergences: int = Field(
         default=5,
         ge=1,
         le=1_000_000,
-        description="The run ends after this number of left out steps in a row, or of rollbacks.",
+        description="The run ends after this number of skipped steps in a row, or after this "
+        "number of rollbacks.",
     )
     rollback_checkpoints: int = Field(
         default=1,
         ge=1,
         le=1_000_000,
-        description="A rollback goes back to the checkpoint that is this number from the end: 1 is "
-        "the newest.",
+        description="A rollback goes back this number of checkpoints: 1 means the newest, 2 the "
+        "one before it, and so on.",
     )
     rollback_lr: float = Field(
         default=0.5, gt=0.0, le=1.0, description="A rollback multiplies the learning rate by this."
@@ -115,16 +116,17 @@ class FaultsConfig(Config):
     max_hours: float | None = Field(
         default=None,
         gt=0.0,
-        description="The run saves a checkpoint and exits with code 75 so that this number of "
-        "hours after its start it has ended. None means no limit.",
+        description="The run saves a checkpoint and exits with code 75 early enough to end within "
+        "this number of hours after its start. None means no limit.",
     )
 
     max_restarts: int = Field(
         default=0,
         ge=0,
         le=1_000_000,
-        description="If a process of a local run fails, the run goes on from its newest checkpoint "
-        "in new processes, up to this number of times. Under torchrun its --max-restarts says it.",
+        description="If a process of a local run fails, the run goes on from its newest "
+        "checkpoint in new processes, up to this number of times. Under torchrun, its "
+        "--max-restarts sets this number instead.",
     )
 
     elastic: bool = Field(

@@ -21,8 +21,9 @@ class LayoutConfig(Config):
     `branches` sub-grids of dp processes each take the place of the grid.
 
     `schedule`, `stationary` and `keep_gathered` determine how matrix products communicate, and
-    `reshard` how often parameters do. `auto` decides from message sizes and memory, and `gridformer
-    train --explain` prints the decisions and their reasons (gridformer.parallel.auto.cost).
+    `reshard` determines how often parameters are gathered. `auto` decides from message sizes and
+    memory, and `gridformer train --explain` prints the decisions and their reasons
+    (gridformer.parallel.auto.cost).
     """
 
     scheme: Scheme = Field(
@@ -65,9 +66,10 @@ class LayoutConfig(Config):
     )
     reshard: Literal["auto", "layer", "step"] = Field(
         default="layer",
-        description="With fsdp, a layer's gathered parameters are freed after its forward pass and "
-        "after its backward pass (layer), or when the step ends (step). The latter gathers each of "
-        "them once per step and needs memory for all of them. auto keeps them if there is memory.",
+        description="With fsdp, a layer's gathered parameters are freed after its forward pass "
+        "and after its backward pass (layer), or when the step ends (step). The latter gathers "
+        "each of them once per step and needs memory for all of them. auto keeps them if there is "
+        "enough memory.",
     )
     pp: int = Field(
         default=1,
@@ -101,9 +103,9 @@ class LayoutConfig(Config):
     )
     scatter_gather: bool = Field(
         default=True,
-        description="For megatron with a pipeline, each device of a stage sends a slice of the "
-        "activations of which all of them have copies, and the next stage gathers the slices "
-        "(true), or each of them sends all (false).",
+        description="For megatron with a pipeline, all devices of a stage have equal copies of "
+        "the activations. true lets each device send one slice of them, and the next stage "
+        "gathers the slices; false lets each device send its whole copy.",
     )
     schedule: Literal["auto", "broadcast", "pipelined", "gather"] = Field(
         default="auto",
@@ -160,10 +162,10 @@ class LayoutConfig(Config):
     )
     cluster: str = Field(
         default="",
-        description="auto settings are decided by the seconds of products and messages on this "
-        "cluster, the name of a shipped one or the path of a file that gridformer calibrate wrote. "
-        "The file must be the same on all machines of a run. Empty means that they are decided by "
-        "volumes and thresholds.",
+        description="auto settings are decided by the times of products and messages on this "
+        "cluster. The value is the name of a shipped cluster or the path of a file that "
+        "gridformer calibrate wrote. The file must be the same on all machines of a run. Empty "
+        "means that volumes and thresholds decide them.",
     )
 
     @model_validator(mode="after")

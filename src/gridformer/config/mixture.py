@@ -16,17 +16,17 @@ from gridformer.utils.limits import LARGEST_FLOAT
 # Samples after which the order of sources repeats. A table has an entry for each, and making it
 # takes a few microseconds per entry.
 LONGEST_CYCLE = 100_000
-_OFFERED = 10_000  # offered weights are multiples of 1/10000
+_OFFERED = 10_000  # messages suggest weights that are multiples of 1/10000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
-# Metrics have the keys val_loss_NAME, and these names there are parts of a loss already.
+# Metrics have keys val_loss_NAME, and with these names the keys already mean parts of a loss.
 _TAKEN = ("tokens", "pair", "labels", "answer")
 
 
 def _source_name(name: str) -> str:
     if name and not _NAME.fullmatch(name):
         raise ValueError(
-            f"{shortened_text(ascii(name))} is no name of a source: use at most 64 letters, "
-            "digits, ., - and _, with a letter or a digit first"
+            f"{shortened_text(ascii(name))} is not a source name: use at most 64 letters, digits, "
+            "., - and _, with a letter or a digit first"
         )
     if name in _TAKEN:
         raise ValueError(f"{name} is the name of a loss: use another, such as {name}-1")

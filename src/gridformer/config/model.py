@@ -35,10 +35,10 @@ class ModelConfig(Config):
     """A transformer of one of five families, and its sizes.
 
     gpt2 and llama are decoders, bert is an encoder, and t5 and transformer are encoder-decoder
-    models. llama stands for Llama, Mistral, Qwen2 and Qwen3. In the
-    documentation's symbols N is n_layers (of the encoder, for encoder-decoder models), h is
-    hidden_size, n is n_heads, f is ffn_size, v is vocab_size, and max_seq_len is the largest s.
-    Keys that a family does not have must keep their defaults.
+    models. llama stands for Llama, Mistral, Qwen2 and Qwen3. In the documentation's symbols N is
+    n_layers (of the encoder, for encoder-decoder models), h is hidden_size, n is n_heads, f is
+    ffn_size, v is vocab_size, and max_seq_len is the largest s. Keys that a family does not have
+    must keep their defaults.
     """
 
     name: str = Field(
@@ -301,7 +301,7 @@ class ModelConfig(Config):
 
     @property
     def matrix_elements(self) -> int:
-        """The elements of all matrices [n, m] of the model but those of positions and small heads.
+        """The elements of all matrices [n, m] of the model but not of positions and small heads.
 
         These are nearly all of its parameters.
         """

@@ -42,7 +42,7 @@ def configs_dir() -> Path:
     )
 
 
-# The shipped run files that train models of a family, where they are not called like it.
+# The shipped run files that train models of a family, where the file is not named after the family.
 _RUN_OF_FAMILY = {"gpt2": "demo", "transformer": "translate"}
 
 
@@ -97,7 +97,7 @@ def find_run_file(path: Path | str, or_model: bool = False) -> Path:
     shipped = configs_dir() / "runs" / f"{path.stem}.yaml"
     named = str(path) == path.stem or os.path.realpath(path) == os.path.realpath(shipped)
     named = named or path == Path("configs", "runs", shipped.name)
-    is_folder = path.is_dir()  # such as that of an imported model, under the model's own name
+    is_folder = path.is_dir()  # such as an imported model's, named after the model
     if exists(path) and not is_folder:
         return path
     if exists(shipped) and named:
@@ -248,7 +248,7 @@ def read_yaml(path: Path, keys: str = "model, data, layout, train") -> dict[str,
 # --------------------------------------------------------------------------- messages
 
 _SECTIONS = ("model", "data", "layout", "train")
-_VERY_CLOSE = 0.75  # from this similarity on, a key is a slip of the fingers
+_VERY_CLOSE = 0.75  # from this similarity on, a key counts as mistyped
 
 # What pydantic calls a valid dictionary, a valid tuple and so on.
 _SHAPES = {
@@ -352,7 +352,7 @@ def _is_accepted(setting: str) -> bool:
     kind: Any = section.model_fields[last].annotation
     try:
         TypeAdapter(kind).validate_python(parse_yaml(text))
-    except ValueError:  # also that of pydantic, and of what is not YAML
+    except ValueError:  # from pydantic, or because it is not YAML
         return False
     return True
 

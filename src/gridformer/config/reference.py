@@ -18,7 +18,7 @@ from gridformer.utils.units import format_value
 _SECTIONS = ("model", "data", "layout", "train")
 _BEGIN = """# All keys of a run file
 
-A run file is YAML with four sections, and `name`. This page is made of the descriptions in
+A run file is YAML with four sections, and `name`. This page is generated from the descriptions in
 `gridformer.config`: `python -m gridformer.config.reference > docs/reference/config.md`. An unknown
 key is refused, and the error names the closest known one. `SECTION.KEY=VALUE` on the command line
 overrides the file. Where a model is shipped (`model: gpt2-124m`, or with changes

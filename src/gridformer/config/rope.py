@@ -45,7 +45,7 @@ class RopeScaling(Config):
     attention_factor: float | None = Field(
         default=None,
         gt=0.0,
-        description="For yarn, rotated queries and keys are multiplied by this; left out, it is "
+        description="For yarn, rotated queries and keys are multiplied by this; the default is "
         "0.1 ln(factor) + 1.",
     )
     beta_fast: float = Field(

@@ -48,7 +48,7 @@ class RunConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _choose_heads(cls, values: Any) -> Any:
-        """Fills in which heads a task of fine-tuning gives the model, unless the run says it."""
+        """Fills in which heads a task of fine-tuning gives the model, unless the run sets them."""
         if not isinstance(values, dict):
             return values
         model, data = values.get("model"), values.get("data")
@@ -162,7 +162,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
-        """No tensor of a step may have more numbers than can be counted in bytes with 64 bits."""
+        """No tensor of a step may have so many elements that 64 bits cannot count its bytes."""
         model, batch = self.model, self.train.global_batch
         length = max(self.seq_len, self.source_len)
         widest = max(model.vocab_size, model.ffn_size, model.hidden_size, model.n_heads * length)
@@ -182,7 +182,7 @@ class RunConfig(Config):
 
     @property
     def source_len(self) -> int:
-        """The length of sources in tokens; 0 for models without an encoder-decoder pair."""
+        """The length of sources in tokens; 0 for models that are not encoder-decoders."""
         if self.model.two_stacks and self.task in FINE_TUNING:
             return self.seq_len
         return (self.data.source_len or self.model.max_seq_len) if self.model.two_stacks else 0

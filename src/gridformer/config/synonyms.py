@@ -75,7 +75,7 @@ _WORDS: Final = {
 }
 KEYS: Final = {word: key for key, words in _WORDS.items() for word in words.split()}
 
-# What the suggestion of a key says besides, where its value is not that of the other word.
+# Text that is added to the suggestion of a key whose values differ from those of the other word.
 NOTES: Final = {
     "layout.cols": ", with layout.scheme=megatron",
     "layout.micro_batches": ", into which the batch of each replica is divided",
@@ -124,12 +124,12 @@ VALUES: Final = {
 
 
 def key_meant(word: str) -> str:
-    """Returns the dotted key, or setting, that a word of another library stands for, or nothing."""
+    """Returns the dotted key, or setting, that a word of another library stands for, or ""."""
     return KEYS.get(_plain(word), "")
 
 
 def value_meant(word: str, known: Iterable[str]) -> str:
-    """Returns which of some values a word of another library stands for, or nothing."""
+    """Returns which of the `known` values a word of another library stands for, or ""."""
     meant = VALUES.get(_plain(word), "")
     return meant if meant in known else ""
 

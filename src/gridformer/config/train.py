@@ -47,8 +47,8 @@ class TrainConfig(FaultsConfig):
     init_embeddings: Literal["exact", "resize"] = Field(
         default="exact",
         description="With init_from, the tables of tokens and positions must have as many rows as "
-        "there (exact), or rows that both have are taken and further ones get their initial "
-        "values (resize).",
+        "in those weights (exact), or the rows that both have are taken and further rows get "
+        "their initial values (resize).",
     )
     global_batch: int = Field(
         default=8,
@@ -124,8 +124,8 @@ class TrainConfig(FaultsConfig):
     )
     compile: bool = Field(
         default=False,
-        description="true compiles each block with torch.compile. What communicates in a block "
-        "runs uncompiled between compiled regions.",
+        description="true compiles each block with torch.compile. The parts of a block that "
+        "communicate run uncompiled, between compiled regions.",
     )
     lr: float = Field(
         default=3e-4,
@@ -209,8 +209,8 @@ class TrainConfig(FaultsConfig):
         default=0,
         ge=0,
         description="With data.task=pairs, BLEU of translated validation pairs is measured each "
-        "time after this number of evaluations, and at the last one, which needs sacrebleu; 0 "
-        "means never.",
+        "time after this number of evaluations, and at the last one; 0 means never. This needs "
+        "sacrebleu.",
     )
     bleu_pairs: int = Field(
         default=0,
@@ -233,8 +233,9 @@ class TrainConfig(FaultsConfig):
     )
     loggers: tuple[Logger, ...] = Field(
         default=("tensorboard",),
-        description="Besides metrics.jsonl, the metrics of each step are logged to these of "
-        "tensorboard, wandb (Weights & Biases) and mlflow. wandb and mlflow are extras.",
+        description="The metrics of each step are always written to metrics.jsonl, and also "
+        "logged to each logger of this list: tensorboard, wandb (Weights & Biases) or mlflow. "
+        "wandb and mlflow are extras.",
     )
     trace_step: int = Field(
         default=0,
@@ -264,14 +265,14 @@ class TrainConfig(FaultsConfig):
     def waits_each_step(self) -> bool:
         """Whether the host waits for each step of a GPU before it launches the next one.
 
-        With float16 the next loss scale depends on the step, and with updates in the backward pass
-        nothing could be taken back.
+        With float16 the next loss scale depends on the step, and updates in the backward pass
+        cannot be undone.
         """
         return self.dtype == "float16" or self.update == "in_backward"
 
     @property
     def saves_meanwhile(self) -> bool:
-        """Whether a run ever saves while training goes on, which takes memory for copies."""
+        """Whether a run ever saves while training goes on, for which it needs memory for copies."""
         return self.async_save and 0 < self.save_every < self.steps
 
     @model_validator(mode="after")

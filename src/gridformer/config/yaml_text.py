@@ -14,8 +14,8 @@ MOST_VALUES: Final = 200_000
 def parse_yaml(text: str) -> Any:
     """Returns the value of a YAML document.
 
-    Besides what is no YAML, this refuses keys that occur twice, of which YAML silently takes the
-    last, values that are nested deeper than MOST_DEPTH, and texts in which aliases stand for more
+    This refuses text that is not YAML, and also keys that occur twice (YAML would silently take the
+    last one), values that are nested deeper than MOST_DEPTH, and texts whose aliases stand for more
     than MOST_VALUES values or for a value that contains them.
 
     Raises:

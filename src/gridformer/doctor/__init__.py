@@ -1,1 +1,1 @@
-"""Checks whether this machine can train, and how to fix what is wrong."""
+"""Checks whether this machine can train, and says how to fix what is wrong."""

@@ -62,8 +62,8 @@ def dtensor_views(model: nn.Module, axes: Axes) -> dict[str, Tensor]:
         )
     if left_out:
         raise UserError(
-            f"no DTensor is sharded as these parameters are: {', '.join(left_out)}; use a layout "
-            "whose columns and replicas divide the vocabulary and the heads of keys, or "
+            f"DTensors cannot express how these parameters are sharded: {', '.join(left_out)}; use "
+            "a layout whose columns and replicas divide the vocabulary and the heads of keys, or "
             "gridformer.interop.state_dict, which torch.distributed.checkpoint reads on any layout"
         )
     return found
@@ -93,7 +93,7 @@ def _mesh_of(axes: Axes) -> DeviceMesh | None:
 
 
 def _placements(parameter: nn.Parameter, mesh: DeviceMesh, axes: Axes) -> list[Placement] | None:
-    """Returns how a parameter is sharded over the mesh; None if placements cannot say it."""
+    """Returns how a parameter is sharded over the mesh; None if placements cannot express it."""
     info = info_of(parameter)
     names = mesh.mesh_dim_names or ()
     found: list[Placement] = [Replicate() for _ in names]

@@ -34,7 +34,7 @@ from gridformer.parallel.pipeline.stage_shares import (
 )
 from gridformer.parallel.registry import spec_of
 
-_RESIDUAL = 2  # of an activation between sections: a gradient, and what is made of it
+_RESIDUAL = 2  # of an activation between sections: a gradient, and the next one computed from it
 _NORM_COPIES = 5  # of an activation, in float32, in the backward pass of an RMSNorm
 _NORM_OF_WHOLE = 5.5  # the same where the norm is computed of gathered rows
 _FREED = 0.6  # the fraction of what a layer has kept that is free by then
@@ -80,7 +80,7 @@ def quick_peak(run: RunConfig, choices: Choices) -> float:
 
 @dataclass(frozen=True)
 class _Made:
-    """What a step makes on a device that has all layers, in bytes.
+    """The memory that a step allocates on a device that has all layers, in bytes.
 
     Attributes:
         layers: Parameters, gradients and moments of each stack's layers.
@@ -88,10 +88,10 @@ class _Made:
         stays: What each stack's layers keep of one micro-batch.
         inputs: Gathered inputs that all layers keep of one micro-batch.
         weights: Gathered weights that all layers keep.
-        backward: What a layer's backward pass takes besides.
+        backward: The additional memory of a layer's backward pass.
         loss: The same of the head and its loss.
         gradients: The gradients of all layers when a step ends.
-        replicas: What replicas take besides their shards.
+        replicas: The memory that replicas take besides their shards.
     """
 
     layers: dict[str, float]
@@ -106,7 +106,7 @@ class _Made:
 
     @staticmethod
     def of(run: RunConfig, choices: Choices) -> _Made:
-        """Returns it for a run without `reshard: auto`."""
+        """Returns these bytes for a run without `reshard: auto`."""
         stacks, itemsize = stacks_of(run), choices.work.itemsize
         kept = kept_by_layers(run, choices)  # if none is recomputed
         scores = scores_of_layers(run, choices)
@@ -275,9 +275,10 @@ class _Replicas:
 
     Attributes:
         gathered: With FSDP the tables, which stay for a step, and two layers.
-        held: What there is of the head's gradient while layers run backward. A tied table's waits
-            for that of the embedding; another one is in a message then.
-        messages: Those that sum gradients of layers and are under way, if they are small.
+        held: The part of the head's gradient that exists while layers run backward. The gradient of
+            a tied table waits for that of the embedding; any other gradient is in a message by
+            then.
+        messages: The messages in flight that sum gradients of layers, if they are small.
         gradients: The gradients of a layer's widest product, with the messages that sum them.
         updated: The message with a table after its update.
     """
@@ -290,7 +291,7 @@ class _Replicas:
 
     @staticmethod
     def of(run: RunConfig, choices: Choices) -> _Replicas:
-        """Returns it for a run, which may share nothing over its replicas."""
+        """Returns these bytes for a run, whose replicas may share nothing."""
         layout, model, itemsize = run.layout, run.model, choices.work.itemsize
         if layout.dp_mode == "replicate" or layout.dp == 1:
             return _Replicas()

@@ -1,4 +1,4 @@
-"""What the layers of a model keep for their backward pass, by formulas."""
+"""Formulas of the bytes that the layers of a model keep for their backward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gridformer.parallel.registry import spec_of
 
 
 def kept_by_layers(run: RunConfig, choices: Choices) -> dict[str, float]:
-    """Returns the bytes that all layers of each stack keep of a micro-batch, nothing recomputed.
+    """Returns the bytes that all layers of each stack keep of a micro-batch without recomputation.
 
     A product that opens a section keeps its norm's input and output, and its own output; a product
     that closes a section keeps its input. The input of a LayerNorm is kept in the type of norms,
@@ -63,8 +63,8 @@ def _reads_memory(product: Product) -> bool:
 def scores_of_layers(run: RunConfig, choices: Choices) -> dict[str, float]:
     """Returns how many scores of attention a device computes in all layers of each stack.
 
-    There are none where a kernel is fused. Dropout of their probabilities, or a learned bias, lets
-    torch keep them without gridformer's kernel.
+    There are none where a kernel is fused. Without gridformer's kernel, dropout of their
+    probabilities or a learned bias makes torch keep them.
     """
     model, work = run.model, choices.work
     found = dict.fromkeys(stacks_of(run), 0.0)

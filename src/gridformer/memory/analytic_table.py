@@ -1,4 +1,4 @@
-"""What the table of tokens, its gradient and the logits of a loss take of a device, by formulas."""
+"""Formulas of the bytes that the token table, its gradient and the logits of a loss take."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def table_bytes(run: RunConfig, choices: Choices) -> tuple[float, float]:
 
 
 def table_gradient(run: RunConfig, choices: Choices, uses: int) -> float:
-    """Returns the bytes of a table's gradient besides its state, when nothing else is left.
+    """Returns the bytes of a table's gradient, beyond its state, at the end of a backward pass.
 
-    Several lookups, or a lookup and a tied head, each have a gradient, and then there is their sum.
-    Where rows of devices share a table, that of a lookup is of the whole column until they have
-    summed it, and what comes of that is a block more.
+    Several lookups, or a lookup and a tied head, each make a gradient, and then their sum. Where
+    rows of devices share a table, the gradient of a lookup covers the whole column until the
+    devices have summed it, and the result of that sum is one more block.
 
     Args:
         run: The run.

@@ -1,7 +1,7 @@
-"""Takes the blocks of a message for equal ones, so that a hundred ranks' blocks are not a hundred.
+"""Makes one block stand for the equal blocks of all other ranks in a message.
 
 Over gloo messages are joined from blocks, one for each rank, and taken apart into them. Blocks are
-views, which hold no memory of their own, so an estimate of memory does with one of each kind.
+views, which hold no memory of their own, so for an estimate of memory one of each kind is enough.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gridformer.mesh import Axis
 
 @contextmanager
 def blocks_once() -> Iterator[None]:
-    """Lets messages have one block of other ranks, inside the context. Values are then wrong."""
+    """Makes messages use one block for all other ranks in the context. Values are then wrong."""
     with patch.multiple(
         collectives, without=_without, stacked=_stacked, concatenated=_concatenated
     ):

@@ -1,4 +1,4 @@
-"""What any rank of a run holds at least and at most, by formulas of its config alone."""
+"""Bounds of the memory of any rank of a run, by formulas of its config alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gridformer.utils.units import format_bytes
 
 
 def beyond_saving(run: RunConfig, room: Room) -> list[str]:
-    """Returns why a run does not fit whatever settings save memory, if its sizes alone tell.
+    """Returns why a run cannot fit with any settings that save memory, if its sizes alone show it.
 
     It does not load torch: gpt-175b is refused on a laptop in less time than torch takes to load.
 
@@ -40,7 +40,7 @@ def beyond_saving(run: RunConfig, room: Room) -> list[str]:
 
 
 def enough_devices(n_bytes: float, room: Room) -> str:
-    """Returns what helps a run whose parameters, gradients and optimizer are too large.
+    """Returns the remedy for a run whose parameters, gradients and optimizer are too large.
 
     Args:
         n_bytes: What these take on all devices of a replica.

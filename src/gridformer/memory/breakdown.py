@@ -120,8 +120,8 @@ def take_breakdown(
         rank: The rank, for the result.
         step: Runs the step.
         host: The tensors of the optimizer state that lie in host memory in a real run.
-        once: What a step repeats and runs only once; None for nothing. Otherwise the step computes
-            nothing, so it is for tensors without memory.
+        once: Makes the step run its repeated parts only once; None runs the complete step. With it
+            the step computes no values, so it is for tensors without memory.
         remembered: See `MemoryTracker`.
         timeline: Whether the breakdown has its timeline.
 

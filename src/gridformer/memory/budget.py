@@ -52,7 +52,7 @@ def fit_problems(
         return []
     if states_of(run) > room.n_bytes:
         return [refusal(run, None, room, tell)]
-    tell("", "looking whether it fits into memory")
+    tell("", "checking whether it fits into memory")
     began = time.monotonic()
     decisions = decisions or decide_run(run)
     breakdowns = estimate_ranks(run, [*largest_ranks(run, decisions)], decisions)

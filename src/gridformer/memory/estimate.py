@@ -4,8 +4,8 @@ One process plays one rank. Its tensors have shapes but no memory, and its proce
 ranks but sends nothing; everything else runs as on the real rank. The estimate is therefore valid
 for every scheme and setting, and for any number of ranks.
 
-It covers what torch's CPU kernels hold and, in runs on GPUs, gridformer's own kernels and the
-messages of NCCL.
+It covers the memory that torch's CPU kernels take and, in runs on GPUs, gridformer's own kernels
+and the messages of NCCL.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _estimate(
             skip_middle_chunks(model)
             stepper = Stepper(model, train, axes, layout)
             if isinstance(stepper.passes, Pipeline):
-                stepper.passes.executor.has_loaded()  # a later step is meant
+                stepper.passes.executor.has_loaded()  # the estimate is for a later step
             stepper.updates.allocate(0)
 
             def step() -> None:

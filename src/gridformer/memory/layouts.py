@@ -15,7 +15,7 @@ from gridformer.parallel.registry import SPECS, describe_layout, spec_of
 from gridformer.parallel.validation import broken_rules
 from gridformer.utils.units import format_setting
 
-_OF_MACHINES = ("cluster", "devices_per_node", "nodes_per_rack", "order")  # not of layouts
+_OF_MACHINES = ("cluster", "devices_per_node", "nodes_per_rack", "order")  # keys of machines
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Listed:
     def settings_over(self, layout: LayoutConfig) -> str:
         """Returns the layout as command-line overrides of a run file with some layout.
 
-        What that layout sets and this one does not is changed back, except what says how machines
-        are.
+        Settings of that layout that this one does not have are reset to their defaults, except
+        those that describe machines.
         """
         plain = LayoutConfig().model_dump(mode="json")
         before = layout.model_dump(mode="json")
@@ -81,8 +81,9 @@ def list_layouts(
             that only the model decides whether a layout works.
         seq_len: Tokens per sequence; 0 uses the model's maximum.
         schemes: The schemes to list; empty lists all.
-        seconds: Of more candidates than can be checked in this processor time, the rest are left
-            out. Other programs, and loading torch from a cold disk, take none of it.
+        seconds: Processor time for the checks; candidates that are not checked by then are left
+            out. The time of other programs, and that of loading torch from a cold disk, does not
+            count.
 
     Raises:
         ConfigError: The model, the batch or the length is not valid.

@@ -57,9 +57,9 @@ def measure_rank(run: RunConfig, n_steps: int = 4) -> tuple[int, int]:
 def measured_peak(stepper: Stepper, step: Callable[[], object], n_steps: int = 4) -> int:
     """Measures the peak of an optimizer step in bytes, parameters and optimizer state included.
 
-    Returns the smallest peak of several steps, because it varies by chance how long a sent message
-    is still held. On CPU the profiler records every allocation, which is slow, and every message
-    takes a moment longer.
+    Returns the smallest peak of several steps, because the time for which a sent message is still
+    held varies by chance. On CPU the profiler records every allocation, which is slow, and every
+    message takes a moment longer.
 
     Args:
         stepper: The stepper, whose optimizer state must already be allocated.

@@ -1,4 +1,4 @@
-"""What a step repeats and an estimate runs only once, as far as the result stays the same."""
+"""The repeated parts of a step that an estimate runs only once, if its result stays the same."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Repeats the passes of a pipeline in the log of memory, without running them again.
 
-All micro-batches of a step do the same in a stage, except that the first one keeps the gradients
-that it makes, where the others free them when they are added or add to them where they multiply,
-and the copies of weights in the type of the computation, and that sums over replicas begin in the
-last one, in hooks of parameters. So the first one runs, and its log is played again for the others.
-Messages between stages are real for all.
+All micro-batches of a step do the same in a stage, with three exceptions. The first one keeps the
+gradients that it makes; the others free theirs when they are added, or add to the kept ones where
+they multiply. The first one also keeps the copies of weights in the type of the computation. And
+sums over replicas begin in the last one, in hooks of parameters. So the first one runs, and its log
+is played again for the others. Messages between stages are real for all.
 
 If the first one also allocates what stays, such as workspaces, the second one is the model of the
 others. The last one runs as well if more than the hooks of parameters makes it differ.
@@ -57,7 +57,8 @@ class _Recorded:
         backward: The log of the backward pass, once it has run.
         grads: The gradients of what entered, by number.
         grads_of: Their numbers, by name.
-        copies: The numbers of what is made in order to copy weights that other micro-batches find.
+        copies: The numbers of storages that are made to copy weights; other micro-batches find
+            these copies.
     """
 
     entering: list[str]
@@ -247,7 +248,7 @@ class _Passes:
     def _shapes(
         self, out: list[Tensor | None], shapes: dict[int, Shape], numbers: Numbers, first: int
     ) -> list[int]:
-        """Notes what tensors look like that are handed out, and returns their numbers."""
+        """Notes the shapes of tensors that are handed out, and returns their numbers."""
         found = []
         for x in out:
             entry = None if x is None else self.tracker.entry_of(x)

@@ -1,4 +1,4 @@
-"""The memory that each process of a run may take: that of a GPU, or a part of what is free here.
+"""The memory that each process of a run may take: a GPU's, or a share of what is free here.
 
 An estimate fits if it leaves a margin: `train`, `memory`, `predict` and `plan` share it.
 
@@ -22,8 +22,8 @@ Tell = Callable[[str, str], None]
 
 OWN_CPU = GIB * 2 // 5  # bytes that a process holds before any tensor
 OWN_CUDA = GIB  # bytes of the driver's context and of NCCL's buffers
-# The part of a budget that an estimate may come to. The rest is for what it does not know: an
-# allocator rounds and caches, and the kernels of GPUs hold up to 2% more than those of CPUs.
+# The part of a budget that an estimate may reach. The rest is for what the estimate does not cover:
+# an allocator rounds and caches, and the kernels of GPUs hold up to 2% more than those of CPUs.
 USABLE = 0.95
 
 
@@ -56,7 +56,7 @@ def room_of_budget(gib: float, name: str) -> Room:
 
 
 def room_on(run: RunConfig, cluster: Cluster) -> float:
-    """Returns what an estimate may come to on a device of a cluster, in GiB.
+    """Returns the largest estimate that fits on a device of a cluster, in GiB.
 
     Args:
         run: The run, whose `train.memory_gib` may lower it.

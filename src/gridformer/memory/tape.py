@@ -1,7 +1,7 @@
 """A part of the log of memory that is played again, for work that a step repeats.
 
-A part can be played again if nothing but itself decides what happens in it: what it frees it has
-made before, or was handed in, and what it makes and does not free it hands out.
+A part can be played again if it depends on nothing outside it: it frees only what it has made
+itself or was handed in, and it hands out everything that it makes and does not free.
 """
 
 from __future__ import annotations

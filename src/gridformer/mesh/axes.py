@@ -43,7 +43,7 @@ class Axis:
 
 
 class MeshRanks(NamedTuple):
-    """The rank at each place of a mesh, in Python's numbers.
+    """The rank at each place of a mesh, as Python integers.
 
     Attributes:
         names: the names of the axes.
@@ -131,7 +131,7 @@ class Axes:
         Args:
             name: the axis, whose size `n_blocks` divides.
             n_blocks: the number of blocks.
-            label: what the names of the axes begin with.
+            label: the prefix of the names of the axes.
         """
         label = f"{label}{n_blocks}"
         found = Split(label, f"{label}_copy", f"row_{label}_copy")
@@ -154,7 +154,7 @@ class Axes:
         Args:
             name: the axis.
             each: the number of ranks in a block.
-            over: axes along which ranks belong together, too.
+            over: other axes whose ranks all belong to the new axis, too.
             new: the name of the new axis.
         """
         if self.places is None:
@@ -241,7 +241,7 @@ class Axes:
         lines = _lines(ranks, names, ("pp",)) if "pp" in names else []
         places = MeshRanks(tuple(names), tuple(ranks.shape), tuple(ranks.flatten().tolist()))
         pp_lines = tuple(map(tuple, lines))
-        further: dict[str, Axis] = {}  # named, so that it is not one of `axes`
+        further: dict[str, Axis] = {}  # a variable of its own, so that it is not one of `axes`
         return Axes(
             **axes, device_type=device_type, pp_lines=pp_lines, places=places, further=further
         )

@@ -134,7 +134,7 @@ def n_visible_gpus() -> int:
     if "torch" not in sys.modules:
         with contextlib.suppress(PackageNotFoundError):
             if version("torch").endswith("+cpu"):
-                return 0  # at once, where loading torch takes a second
+                return 0  # saves loading torch, which takes a second
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -151,5 +151,5 @@ def _n_visible(place: Joined | None, n_processes: int = 1) -> int:
 
 
 def _may_be_bound(place: Joined | None) -> bool:
-    """Whether each process may see another GPU. Those that gridformer starts all see the same."""
+    """Whether processes may see different GPUs; those that gridformer starts see the same."""
     return place is not None and place.by != "gridformer.launch"

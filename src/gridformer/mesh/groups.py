@@ -82,7 +82,7 @@ def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
     """
     import torch.distributed as dist
 
-    here = dist.get_rank()  # each rank checks its own line: of thousands that takes long
+    here = dist.get_rank()  # checks its own line only: there may be thousands
     assert all([*line] == sorted(line) for line in lines if here in line), "torch would sort them"
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         # NCCL is connected already by init_process_groups; all groups are split off it at once.
@@ -133,11 +133,11 @@ def _next_number() -> int:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Gives the group that is created meanwhile a name, under which its members meet.
+    """Names the group that is created inside the context; its members meet under this name.
 
     Torch numbers groups, which is the same on all ranks only if all take part in creating each of
-    them. For groups that only their members create it takes a hash that depends on the number of
-    groups that this process is in, which may differ between the members.
+    them. For groups that only their members create, torch takes a hash that depends on the number
+    of groups that this process is in, which may differ between the members.
     """
     from torch.distributed import distributed_c10d
 
@@ -151,10 +151,10 @@ def _named(name: str) -> Iterator[None]:
 
 @contextmanager
 def _one_gloo_device() -> Iterator[None]:
-    """Lets the groups that are created meanwhile use the gloo device of the default group.
+    """Lets the groups that are created inside the context use the default group's gloo device.
 
     A device is a thread that handles sockets and wakes every 10 ms, which takes it about 10 us.
-    Torch gives each group one of its own, so that 16 processes with 30 groups would keep half a
+    Torch gives each group a device of its own, so 16 processes with 30 groups would keep half a
     core busy doing nothing. Torch has no option for it: it creates `ProcessGroupGloo` by name.
     """
     import torch
@@ -189,8 +189,8 @@ def _one_gloo_device() -> Iterator[None]:
 def _timeout() -> timedelta | None:
     """Returns the timeout of the default group, which torch does not pass on to other groups.
 
-    It is None if the backend has no timeout, as torch's fake backend; torch's own default, 10 or 30
-    minutes, then applies.
+    It is None if the backend has no timeout, such as torch's fake backend; torch's own default, 10
+    or 30 minutes, then applies.
     """
     import torch.distributed as dist
 

@@ -67,7 +67,7 @@ _used: int | None = None  # how many processes take part
 
 
 def use_only(n_processes: int) -> None:
-    """Makes a run of fewer processes than the launcher has started, namely the first ones."""
+    """Lets only the first `n_processes` processes that the launcher started form the run."""
     global _used
     _used = n_processes
 
@@ -76,7 +76,8 @@ def launched_place(environ: Mapping[str, str] = os.environ) -> Joined | None:
     """Returns this process's place as its launcher set it, or None if no launcher started it.
 
     A batch script or a shell inside a Slurm allocation is not one of several tasks, so the result
-    there is None and the run starts its own processes. RANK=0 and WORLD_SIZE=1 alone say no more.
+    there is None and the run starts its own processes. RANK=0 and WORLD_SIZE=1 alone do not count
+    as a launcher either.
 
     Args:
         environ: environment variables.
@@ -135,13 +136,13 @@ def _from_torchrun(environ: Mapping[str, str]) -> Joined:
 
 
 def _is_one_of_several(environ: Mapping[str, str]) -> bool:
-    """Whether RANK and WORLD_SIZE say so, as Kubernetes operators and own scripts set them."""
+    """Whether RANK and WORLD_SIZE, set by a Kubernetes operator or a script, say so."""
     both = environ.get("RANK") and environ.get("WORLD_SIZE")
     return bool(both) and _number(environ, "WORLD_SIZE") > 1
 
 
 def _from_rank(environ: Mapping[str, str]) -> Joined:
-    """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and LOCAL_RANK from where it can be."""
+    """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and LOCAL_RANK where it is known."""
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:

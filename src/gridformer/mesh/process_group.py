@@ -92,9 +92,9 @@ def init_process_groups(
         device: train.device of the run.
         n_processes: number of processes that the layout needs.
         timeout_s: seconds after which a collective that still waits raises.
-        margin_s: seconds for which torch waits longer, as a watch ends what waits too long. NCCL
-            counts from when a message was queued, which may be a whole step before the host waits,
-            so it gets `timeout_s` once more.
+        margin_s: seconds by which torch's own timeout is longer, so that a watch ends the wait
+            first. NCCL counts from when a message was queued, which may be a whole step before the
+            host waits, so its timeout is longer by `timeout_s` again.
 
     Raises:
         UserError: the number of processes is wrong, `cuda` was requested and there are too few
@@ -152,8 +152,8 @@ def abandon_process_groups() -> None:
     """Abandons the process group after a failure, without waiting for any peer.
 
     The peers may be inside a collective that this rank will never enter. Destroying an NCCL group
-    would then wait until train.timeout_s is over, so NCCL is aborted instead, and no longer waited
-    for if even that takes long. With gloo nothing needs to be done: its sockets close when this
+    would then wait until train.timeout_s is over, so this aborts NCCL instead, and goes on after a
+    while even if the abort hangs. With gloo nothing needs to be done: its sockets close when this
     process ends, which must be soon, and its peers notice that at once.
     """
     import torch.distributed as dist
@@ -172,7 +172,7 @@ def abandon_process_groups() -> None:
 
 
 def is_effect_of_a_peer(error: BaseException) -> bool:
-    """Returns whether this rank failed only because another one did, which says or is the cause."""
+    """Returns whether this rank failed only because a peer did, which reports or is the cause."""
     import torch.distributed as dist
 
     signs = ("closed by peer", "reset by peer", "Broken pipe", "Socket closed", "gloo/transport")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # How long a process waits for another one. Processes may start late, and rank 0 may estimate the
 # memory of a large run and look for settings that fit.
 WAIT_S = 600.0
-_LONGEST_PAUSE_S = 0.2  # between two looks at the store, for which a thousand ranks ask one process
+_LONGEST_PAUSE_S = 0.2  # between two polls; one process may serve a thousand ranks
 
 
 def store_of(place: Joined) -> dist.Store:
@@ -71,7 +71,7 @@ def of_this_attempt(store: dist.Store, rank: int, size: int) -> dist.Store:
     torchrun's own store lives as long as its agent. After a restart it still holds the addresses of
     the previous attempt under the names that gloo uses, and if a restart is due to a change in the
     number of machines, torchrun does not even count it. So rank 0 draws a name for the attempt and
-    tells it to each process that has said a name of its own, which no process has said before.
+    sends it to each process that has announced a random name, which is new in each attempt.
 
     Args:
         store: what the processes of all attempts share.
@@ -131,13 +131,13 @@ def share_result(place: Joined, name: str, text: str, judge: Callable[[Sequence[
 def collect(place: Joined, name: str, text: str) -> list[str]:
     """Sends a text to rank 0. All ranks call it with the same name, once.
 
-    Returns:
-        The texts of all ranks on rank 0, an empty list on the others.
-
     Args:
         place: the place of this process in the run.
         name: a name in the store, which nothing else uses.
         text: what this rank sends.
+
+    Returns:
+        The texts of all ranks on rank 0, an empty list on the others.
     """
     store = store_of(place)
     store.set(f"{name}/{place.rank}", text)

@@ -1,6 +1,6 @@
 """Plain single-device models, without distributed code.
 
-Schemes, pipelines and memory methods change them at a few seams, which docs/architecture.md lists.
+Schemes, pipelines and memory methods change them at a few places, which docs/architecture.md lists.
 """
 
 import torch
@@ -55,15 +55,16 @@ def build_model(config: ModelConfig) -> Model:
 def in_few_layers(config: ModelConfig) -> list[tuple[int, ModelConfig]]:
     """Returns models of few layers, and how often to take each so that they add up to a deep model.
 
-    What a model has in all, such as its parameters, is a sum over its layers. The layers of a stack
-    are equal except perhaps for the first and the last one, so two models of two and of three
+    Totals of a model, such as its number of parameters, are sums over its layers. The layers of a
+    stack are equal except perhaps for the first and the last one, so two models of two and of three
     layers tell what each further layer adds. Building them takes a fraction of the time.
 
     Args:
         config: The deep model.
 
     Returns:
-        How many times each model counts, which is less than zero for one of them, and the model.
+        Pairs of a factor and a model. The factor says how many times the model counts; one factor
+        is negative.
     """
     deep = [name for name in ("n_layers", "n_decoder_layers") if getattr(config, name) > 2]
     base = config.model_copy(update=dict.fromkeys(deep, 2))

@@ -1,4 +1,4 @@
-"""Llama and its kin: decoder, pre-RMSNorm, rotary positions, grouped queries, gated feed-forward.
+"""Llama-like models: decoder, pre-RMSNorm, rotary positions, grouped queries, gated feed-forward.
 
 The same family describes Llama (Touvron et al. 2023; Meta 2024), Mistral (Jiang et al. 2023: a
 sliding window), Qwen2 (Yang et al. 2024: biases of q, k and v) and Qwen3 (Yang et al. 2025: norms

@@ -265,8 +265,8 @@ class Model(nn.Module):
     def n_tokens(batch: Batch) -> Tensor:
         """Returns how many tokens of a batch the model reads, without padding.
 
-        Of an encoder-decoder's batch it counts the source's tokens and the decoder's targets, which
-        fine-tuning does not have.
+        In an encoder-decoder's batch it counts the source's tokens and the decoder's targets;
+        fine-tuning has no such targets.
         """
 
         def real(key: str, mask: str) -> Tensor:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from gridformer.mesh.axes import Split
 
-# What the names of the axes of replicated heads of keys and values begin with.
+# The prefix of the names of the axes of replicated heads of keys and values.
 HEADS = "kv"
 
 
@@ -55,7 +55,8 @@ def mesh_ranks(layout: LayoutConfig, block: NodeBlock | None = None) -> Tensor:
 def split_heads(model: ModelConfig, layout: LayoutConfig, axes: Axes) -> None:
     """Creates the axes of replicated heads of keys and values, if a model on a layout needs them.
 
-    Every process of the layout must call it, also one without such heads, before models are built.
+    Every process of the layout must call it before models are built, even a process without such
+    heads.
 
     Args:
         model: The model.

@@ -33,8 +33,8 @@ def initialize(
         seed: The seed of the initial values.
         device: Where parameters are allocated.
         dtype: The dtype of the parameters.
-        cut: Called with each parameter as soon as it is initialized. What it frees
-            (gridformer.parallel.data.zero) is thus never held for two parameters at once.
+        cut: Called with each parameter as soon as it is initialized. The memory that it frees
+            (gridformer.parallel.data.zero) is thus never allocated for two parameters at once.
         filled: Whether parameters get their initial values. Otherwise they are 0.
     """
     for name, parameter in list(model.named_parameters()):

@@ -1,12 +1,13 @@
-"""Megatron: one-dimensional tensor parallelism (Shoeybi et al. 2019), and its sequence-parallel
-form (Korthikanti et al. 2022).
+"""Megatron: one-dimensional tensor parallelism, and its sequence-parallel form.
+
+See Shoeybi et al. 2019 and Korthikanti et al. 2022.
 
 A section (attention, feed-forward) opens with weights sharded by columns and closes with weights
 sharded by rows, so everything in between is local. It is a grid of one row: its products are those
 of Optimus' `gather` schedule with weights that need no gathering. The two forms differ only in how
 activations lie between sections, which is the boundary of a section
 (gridformer.parallel.tensor.boundary). In the backward pass, the sum over devices at the start of a
-section travels while the gradient of the weight is multiplied.
+section overlaps with the product that computes the gradient of the weight.
 
 In the sequence-parallel form, norms, dropout, the output of the embedding and the input of the head
 are sharded over s.

@@ -32,7 +32,7 @@ class ParamPlacement:
         partial: Whether the gradients of the copies are partial sums, which are added up on the
             owner. They are if tokens are sharded along `copies`; otherwise they are all equal.
         replicas: The axis along which every rank holds and updates a copy, whose gradients are
-            summed: `dp`, or `dp_branch` for layers outside branches if every device has other
+            summed: `dp`, or `dp_branch` for layers outside branches if every device has different
             samples there.
         pad: For each dimension, the multiple to which its global size is padded with zeros if it is
             sharded. 0 stands for the size of the axis, and so does an empty tuple for all of them.

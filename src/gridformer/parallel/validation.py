@@ -120,7 +120,7 @@ def _nodes(run: RunConfig) -> Iterator[Broken]:
     """The number of devices per node must divide the number of processes, unless it is larger.
 
     A node can then hold a block of the mesh: give each axis in turn its greatest common divisor
-    with what is left of the number.
+    with the remaining factor of the number.
     """
     layout = run.layout
     n, k = layout.n_processes, layout.devices_per_node
@@ -155,7 +155,7 @@ def _cluster(run: RunConfig) -> Iterator[Broken]:
         return
     names = cluster_names()
     if cluster_path(name) is None:
-        text = f"layout.cluster={name} is no shipped cluster, and there is no such file"
+        text = f"layout.cluster={name} is not a shipped cluster, and there is no such file"
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
         yield Broken("cluster", text, [_one("layout.cluster", near or names, len(names))])
         return

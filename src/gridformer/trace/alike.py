@@ -44,7 +44,8 @@ def trace_alike(
 
     Args:
         run: The checked run.
-        ranks: The ranks. The first is run; one that has passes which the first has not is run, too.
+        ranks: The ranks. The first is run; one with passes that the first does not have is run,
+            too.
         decisions: The result of `decide_run(run)`.
         kernels, backend: See `trace_rank`.
     """
@@ -178,7 +179,7 @@ def _follows(
 
 
 def _translation(one: Trace, other: Trace, events: Sequence[Event]) -> Translation | None:
-    """Returns what puts events of one rank into the groups of the other, if it has such groups.
+    """Returns a function that puts events of one rank into the groups of the other, if it has them.
 
     Args:
         one: The trace of the rank whose events they are.
@@ -207,7 +208,7 @@ def _translation(one: Trace, other: Trace, events: Sequence[Event]) -> Translati
 
 
 def _places_of(trace: Trace) -> dict[Member, tuple[str, int, int]]:
-    """Returns what is the same about a group of a rank and the like group of another rank.
+    """Returns for each group of a rank what it shares with the corresponding group of another rank.
 
     This is its purpose, its size, and its number among such groups.
     """

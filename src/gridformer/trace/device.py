@@ -26,7 +26,7 @@ Backend = Literal["nccl", "gloo"]
 
 
 class _Backend:
-    """What torch asks of a device module."""
+    """The functions that torch calls in a device module."""
 
     @staticmethod
     def is_available() -> bool:

@@ -64,7 +64,8 @@ class Start:
         place: Where it happens.
         axis: The name of the axis.
         label: The purpose of the message.
-        size: For a collective, the number of elements of what this rank hands in; 0 for p2p.
+        size: For a collective, the number of elements of the tensor that this rank passes in; 0 for
+            p2p.
         dtype: The type of these elements.
         how: What else must be equal on all members: the operation of a reduction, or the root.
         parts: For p2p, the messages that are posted together.
@@ -186,8 +187,8 @@ class Kernel:
         kind: `product`, `attention`, `copy` between the host and a GPU, or `memory`, which is
             everything else.
         shape: For a product (batch, m, n, k); for attention (batch, heads, queries, keys, width,
-            hides), where hides is 0 without a mask, 1 if it is causal, and more if a query sees
-            at most so many keys, of which its own is the last.
+            hides), where hides is 0 without a mask, 1 if it is causal, and more if a query sees at
+            most that many keys, of which its own is the last.
         dtype: The type of its factors, or of what it writes.
         flop: Its floating-point operations; 0 unless it is a product or attention.
         bytes: The bytes that it reads and writes, or copies.

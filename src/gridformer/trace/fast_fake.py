@@ -1,12 +1,12 @@
-"""Fake tensors that cost less time: what an operation returns is remembered.
+"""Faster fake tensors: how the results of an operation are made is remembered.
 
 torch's own `FakeTensorMode` takes some 300 microseconds an operation, even if it remembers the
 result. A step runs the same few hundred operations on the same shapes again and again, so this mode
 keeps, for each operation and the shapes of its arguments, how its results are made: an argument
 itself, a view of an argument, or a new tensor.
 
-Where a tensor begins in its storage decides nothing but where its views begin, so it is not among
-what is remembered: the parts that a sum over chunks takes out of one tensor are equal.
+The offset of a tensor in its storage decides only the offsets of its views, so it is not part of
+what is remembered: the parts that a sum over chunks takes out of one tensor count as equal.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Recipe(NamedTuple):
 
 
 _aten = torch.ops.aten
-# Operations that return a part or a view of a tensor; those that are told which seldom repeat.
+# Operations that return a part or a view of a tensor. Calls that take another part each time seldom
+# repeat.
 _PARTS = {
     *(_aten.slice.Tensor, _aten.select.int, _aten.view.default, _aten.as_strided.default),
     *(_aten.detach.default, _aten.t.default, _aten.transpose.int, _aten.permute.default),
@@ -77,7 +78,7 @@ _LIFT = torch.ops.aten.lift_fresh.default
 _META = torch.device("meta")
 
 
-# Its way without the check for torch's compiler, which is not used here.
+# torch's dispatch without the check for its compiler, which is not used here.
 _real_dispatch = getattr(
     FakeTensorMode.__torch_dispatch__, "__wrapped__", FakeTensorMode.__torch_dispatch__
 )
@@ -99,7 +100,7 @@ _is_told: dict[int, tuple[bool, Any]] = {}
 
 
 def _told(func: Any) -> bool:
-    """Whether an operation is told where in a storage its result begins."""
+    """Whether an argument of an operation is the offset of its result in a storage."""
     found = _is_told.get(id(func))
     if found is None:
         found = any(one.name == "storage_offset" for one in func._schema.arguments), func
@@ -116,7 +117,8 @@ class FastFakeTensorMode(FakeTensorMode):
     """A `FakeTensorMode` with the same results, in less time."""
 
     def __init__(self) -> None:
-        # Loaded here, as tensors that a module makes when it is loaded are no part of a trace.
+        # Loaded here, because tensors that a module makes when it is loaded do not belong to a
+        # trace.
         import torch._decomp  # noqa: F401
 
         super().__init__()
@@ -164,7 +166,7 @@ class FastFakeTensorMode(FakeTensorMode):
     def _empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
         """Returns a new tensor.
 
-        torch's own way to a tensor that numbers of the host fill loads a part of its compiler.
+        torch's own way to fill a tensor with numbers of the host loads a part of its compiler.
         """
         kwargs = {"dtype": dtype, "device": device}
         empty = torch.ops.aten.empty.memory_format
@@ -185,7 +187,7 @@ class FastFakeTensorMode(FakeTensorMode):
     def remembered(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Returns the result of an operation if it is remembered, and otherwise NotImplemented.
 
-        Callers that are in torch's way to this mode save the rest of the way by it.
+        A caller inside torch's dispatch to this mode can call it to skip the rest of the dispatch.
 
         Args:
             func: The operation, as a dispatch mode sees it.

@@ -41,14 +41,14 @@ def trace_again(
     Args:
         run: The run with fewer micro-batches of the same size.
         trace: The trace with all of them.
-        repeats: What recorded its passes.
-        stepper: What ran it.
-        executor: What ran its passes.
+        repeats: Recorded its passes.
+        stepper: Ran the step.
+        executor: Ran its passes.
         log: The log of the rank.
         watch: The watch on its operations.
 
     Returns:
-        The trace, and what repeated its passes; None if a pass was not recorded.
+        The trace, and the `Repeats` that repeated its passes; None if a pass was not recorded.
     """
     after: Sequence[Event] = trace.events[repeats.span[1] :]
     repeats.undo()

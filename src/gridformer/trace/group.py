@@ -1,8 +1,8 @@
 """A process group that sends nothing and records every message that is handed to it.
 
-It plays NCCL: its messages take the paths of `gridformer.comm` that NCCL uses, and it says what
-NCCL would refuse. All ranks of a run create the same groups in the same order, so the names that
-torch numbers them with are the same on all ranks.
+It imitates NCCL: its messages take the paths of `gridformer.comm` that NCCL uses, and it reports
+what NCCL would refuse. All ranks of a run create the same groups in the same order, so the names
+that torch numbers them with are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class Log:
         trace: The trace.
         places: Names the places.
         kernels: Whether kernels are recorded.
-        backend: The backend that is played.
+        backend: The backend that is imitated.
 
     Attributes:
         updating: Whether what is launched now updates parameters.
-        muted: Whether what is launched now takes the place of what was recorded.
+        muted: Whether kernels are not recorded now, because they only replace a pass that is
+            repeated.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class Log:
         self.n_groups = 0
         self._number = 0
         self._posted: list[tuple[_Group, Part]] | None = None
-        # One object for each kernel makes records small. What the ids are of is kept with it.
+        # One object for each kernel makes records small. The objects with these ids are kept with
+        # it.
         self._kernels: dict[tuple[int, int, bool], tuple[Kernel, LaunchedWork, Place]] = {}
 
     def launch(self, work: LaunchedWork) -> None:
@@ -110,7 +112,7 @@ class Log:
         Args:
             group: The group of the collective.
             op: Its name, such as `all_reduce`.
-            tensors: What this rank hands in, first the tensor whose elements are counted.
+            tensors: The tensors that this rank passes in, first the one whose elements are counted.
             more: The other attributes of `Start` that this collective has, such as `how`.
 
         Returns:
@@ -146,7 +148,7 @@ class Log:
             x: The tensor that is sent or filled.
 
         Returns:
-            The handle to wait for; inside `batch` one that stands for nothing.
+            The handle to wait for; inside `batch` a handle of no message.
         """
         self.refuse(x, part.what, self._purpose(group)[0])
         if self._posted is not None:
@@ -350,7 +352,7 @@ class _Group(dist.ProcessGroup):
 
 
 class _NoBackend:
-    """Has no options, as torch's own fake backend."""
+    """Has no options, like torch's own fake backend."""
 
     options = None
 

@@ -1,4 +1,4 @@
-"""What the operators of a step launch on a device: which kernels, of which size.
+"""The kernels that the operators of a step launch on a device, and their sizes.
 
 Every operator that computes something is one launch, as it is with torch's own kernels. Views and
 empty tensors launch nothing. Products and attention carry their floating-point operations, by the

@@ -37,7 +37,7 @@ class MicroBatches:
     """Notes where the micro-batches of a trace begin.
 
     Args:
-        passes: What runs them, of which a method is replaced.
+        passes: Runs them; one of its methods is replaced.
         log: The log of the rank.
     """
 

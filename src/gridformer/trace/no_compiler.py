@@ -1,4 +1,4 @@
-"""Keeps torch's compiler and what else takes long from being loaded; see the contexts."""
+"""Keeps torch's compiler, and other slow imports, from being loaded; see the contexts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from gridformer.utils.no_dynamo import without_dynamo
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Does without `torch._dynamo`, symbolic shapes and DTensors inside the context."""
+    """Replaces `torch._dynamo`, symbolic shapes and DTensors by placeholders inside the context."""
     with without_dynamo(), without_sympy(), without_dtensors():
         yield

@@ -1,6 +1,6 @@
 """Keeps torch.distributed.tensor from being loaded, which takes as long as a short trace.
 
-For each tensor of a class of its own torch asks whether it is a DTensor, and remembers the class of
+For each tensor of a subclass torch asks whether it is a DTensor, and remembers the class of
 DTensors from then on. So only copies of a process, which end when their trace is done, get a
 placeholder here: a process that may use DTensors later must see the real ones.
 """
@@ -26,7 +26,7 @@ class _Tensors(PlaceholderModule):
 
 @contextmanager
 def without_dtensors() -> Iterator[None]:
-    """Does without DTensors inside the context, in a process that is a copy."""
+    """Replaces DTensors by a placeholder inside the context, in a process that is a copy."""
     with ExitStack() as stack:
         if is_copy() and _NAME not in sys.modules:
             stack.enter_context(substituted(_Tensors(_NAME)))

@@ -2,7 +2,7 @@
 
 torch's rules for fake tensors ask these functions about sizes that may be symbols. Here all sizes
 are numbers, for which the answers are simple. Inside `without_sympy` the functions of a placeholder
-give them. Whoever asks about a symbol, or needs more of these modules, gets the real ones.
+give them. Code that asks about a symbol, or needs more of these modules, gets the real ones.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ class _Sympy(PlaceholderModule):
     """A placeholder for sympy. Nothing is a symbol until the real one is loaded."""
 
     class Basic:
-        """What torch asks whether a number is one."""
+        """The class of symbols, to which no number belongs."""
 
 
 @contextmanager
 def without_sympy() -> Iterator[None]:
-    """Does without sympy and symbolic shapes inside the context, unless they are loaded."""
+    """Replaces sympy and symbolic shapes by placeholders in the context, unless they are loaded."""
     with ExitStack() as stack:
         if "sympy" not in sys.modules:
             spec = find_spec("sympy")

@@ -1,4 +1,4 @@
-"""Finds the line of gridformer's code, and the module, for which something happens.
+"""Finds the line of gridformer's code, and the module, that caused an event.
 
 The line is the innermost one outside `gridformer.comm`. In a backward pass it may be torch that
 calls `gridformer.comm`. Then it is the line of the forward pass whose backward pass this is, which
@@ -68,8 +68,9 @@ class Places:
     def of_kernel(self) -> Place:
         """Returns the module and the direction of what the device does now, without a line.
 
-        The nodes of a graph are numbered in the order in which they were made, which tells of each
-        which module ran then. The node that adds up a gradient has no number of its own.
+        The nodes of a graph are numbered in the order in which they were made, so a node's number
+        tells which module was running then. The node that adds up a gradient has no number of its
+        own.
         """
         node = _running_node()
         if node is None:
@@ -111,7 +112,7 @@ class Places:
         return self._known.setdefault(place, place)
 
     def _note(self) -> None:
-        """Notes which module's nodes come now."""
+        """Notes which module makes the nodes from now on."""
         self._nodes.append(torch._C._autograd._get_sequence_nr())
         self._ran.append(self._running[-1] if self._running else "")
 

@@ -30,9 +30,9 @@ from gridformer.train.forward_backward import Pipeline, WholeModel
 from gridformer.train.step import Stepper
 from gridformer.utils.errors import UserError
 
-# What versions of torch say when tensors of two devices meet.
+# The errors of versions of torch when tensors of two devices meet.
 _MIXES = ("two devices", "two different devices", "two types of devices", "same device")
-# What torch raises if an operation cannot be run without the values of a tensor.
+# The errors that torch raises if an operation cannot be run without the values of a tensor.
 _NEEDS_VALUES = (
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -128,7 +128,7 @@ def play(
             log.places.name(model)
             stepper = Stepper(model, train, axes, layout)
             if isinstance(stepper.passes, Pipeline):
-                stepper.passes.executor.has_loaded()  # a later step is meant
+                stepper.passes.executor.has_loaded()  # a trace is that of a later step
             if repeat and training:
                 stack.enter_context(trace_chunks_once(log, watch.count))
             if repeat and training and isinstance(stepper.passes, Pipeline):
@@ -194,7 +194,7 @@ def on_devices(
         run: The run.
         rank: The global rank that is played.
         kernels: Whether kernels are recorded.
-        backend: The backend that is played.
+        backend: The backend that is imitated.
     """
     places = Places()
     fake_gpu()  # registers the device type that `recording` names

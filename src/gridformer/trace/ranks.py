@@ -21,8 +21,8 @@ from gridformer.utils.forkserver import warm_up
 from gridformer.utils.garbage import no_garbage_collection
 from gridformer.utils.hardware import n_cores
 
-_START_S = 6.0  # seconds of work for which starting processes takes longer
-WARM = "gridformer.trace.warm"  # imports what takes time
+_START_S = 6.0  # seconds of work that is left, above which processes are started
+WARM = "gridformer.trace.warm"  # imports slow modules
 
 
 def trace_ranks(
@@ -37,7 +37,7 @@ def trace_ranks(
 ) -> list[Trace]:
     """Traces an optimizer step of some ranks of a checked run.
 
-    A process takes seconds to load torch, in which many ranks are traced.
+    Each process takes seconds to load torch, and then traces many ranks.
 
     Args:
         run: The checked run.
@@ -47,9 +47,9 @@ def trace_ranks(
         repeat: Whether equal micro-batches of a pipeline are traced once and repeated.
         limit_s: No list is begun after this many seconds.
         kernels, backend: See `trace_rank`.
-        here: Whether this process may trace, too, in which that registers a device type. Then
-            copies of it share the work, or if it cannot be copied, other processes are started for
-            what would take longer than they take to start.
+        here: Whether this process may trace, too, which registers a device type in it. Then copies
+            of it share the work. If it cannot be copied, other processes are started for work that
+            takes longer than starting them.
 
     Returns:
         The traces by rank. Ranks that were not begun in time are left out.
@@ -84,7 +84,7 @@ def _trace_here(
 ) -> list[list[Trace]]:
     """Traces lists of ranks in this process until the others would take too long.
 
-    The first list shows nothing of how long one takes: it loads what others use, too.
+    The first list does not count: it takes longer, because it loads modules that others use.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -126,7 +126,7 @@ class Repeats:
 
     Args:
         model: The model of the rank.
-        executor: What runs its passes, in which some functions are replaced.
+        executor: Runs its passes; some of its functions are replaced.
         log: The log of the rank.
         count: Adds to the number of matrix products so far, and returns it.
         recorded: Passes that are repeated for all actions, or None to record passes here.
@@ -265,7 +265,7 @@ class Repeats:
             self.log.trace.events[start:] = [Passed(events, numbers)]
 
     def _stage(self, batch: Any, entering: Activations | None, links: Any) -> Activations:
-        """Takes the place of `Model.run`, and notes what its results look like."""
+        """Takes the place of `Model.run`, and notes the shapes of its results."""
         found = self._real_run(batch, entering, links)
         self._now.out = {
             name: _Shape.of(x) for name, x in vars(found).items() if isinstance(x, Tensor)

@@ -1,4 +1,4 @@
-"""`Callback`: what is told about a run while it trains, and how all who want to know are told.
+"""`Callback`: the base class of objects that are told what a run does while it trains.
 
 The terminal, metrics.jsonl, TensorBoard, events.jsonl and the loggers are callbacks, and so are a
 user's own. They run on the first rank, in its main thread between two steps. Nothing here imports
@@ -49,9 +49,9 @@ class Saved:
         step: The step of the checkpoint.
         path: The folder of the checkpoint.
         n_bytes: The bytes of all its files.
-        seconds: The time from its begin to its end.
+        seconds: The time from its start to its end.
         stalled_s: The seconds for which training waited for it and for the save before it.
-        waited_s: How many of these it waited for the save before it.
+        waited_s: The part of `stalled_s` for which training waited for the save before it.
         failure: Why there is no checkpoint; empty if it is complete.
         removed: Checkpoints that were removed to make room on a full disk.
         not_copied: Why it is not at `train.checkpoint_to`; empty if it is, or if there is no such
@@ -118,10 +118,10 @@ class Callback:
         """
 
     def on_evaluation(self, step: int, results: Mapping[str, Any]) -> None:
-        """The model was evaluated. It is called after `on_step`, whose metrics have the same.
+        """The model was evaluated. `on_step` was called before, with the same results, too.
 
         Args:
-            step: After how many steps.
+            step: The number of steps before the evaluation.
             results: `val_loss`, and all other metrics whose names begin with `val_` or `test_`.
         """
 
@@ -135,7 +135,7 @@ class Callback:
             step: The number of the step.
             why: A sentence about it.
             back_to: The step of the checkpoint to which the run goes back; steps after it are run
-                and told again. None leaves the step out.
+                and reported again. None leaves the step out.
         """
 
     def on_note(self, sentence: str) -> None:
@@ -145,15 +145,16 @@ class Callback:
         """The run is over."""
 
     def close(self) -> None:
-        """Nothing more will be told. It is called once, also after an error."""
+        """Called once at the end, also after an error. No other method is called afterward."""
 
 
 class Callbacks:
     """Tells all callbacks of a run.
 
     Args:
-        own: Those without which a run cannot go on, as metrics.jsonl: their errors end it.
-        others: All others: an error of one is told, and it is told nothing more.
+        own: Callbacks without which a run cannot go on, such as metrics.jsonl: their errors end it.
+        others: All other callbacks: if one raises an error, this is reported, and it is told
+            nothing more.
     """
 
     def __init__(self, own: Sequence[Callback], others: Sequence[Callback]) -> None:

@@ -6,10 +6,10 @@ compilation serves all of them, and its cost does not grow with the model's dept
 product, with which nothing could be fused; it stays as it is and reads a copy of the table
 (gridformer.models.blocks.cast), which compiled code does not.
 
-What communicates runs as it is, between compiled regions: torch.compile cannot see into messages
-that are started early and waited for late, and it would gain nothing, since these modules consist
-of matrix products and messages. The regions between them are what a GPU runs as many small kernels:
-norms and residuals, activations, and attention with its reshaping.
+Modules that communicate run uncompiled, between compiled regions: torch.compile cannot trace
+messages that are started early and waited for late, and it would gain nothing, since these modules
+consist of matrix products and messages. The regions between them are what a GPU runs as many small
+kernels: norms and residuals, activations, and attention with its reshaping.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
 
     Dropout masks depend on the seed, the step, the micro-batch and the layer, which compiled code
     would treat as constants if they were Python numbers. It reads them from a tensor of each site,
-    its stamp, which is looked up before a block runs. The masks themselves are operators into which
-    the compiler does not look, so they are bit-identical to those of uncompiled code.
+    its stamp, which is looked up before a block runs. The masks themselves are computed by
+    operators that the compiler does not trace, so they are bit-identical to those of uncompiled
+    code.
 
     Hooks of a block, with which FSDP gathers its parameters, also run outside of compiled code. In
     bfloat16 and float16 FSDP gathers cast copies, which compiled code cannot read, so the products

@@ -34,7 +34,7 @@ _LINE_EVERY_S = 5.0  # if the output is not a terminal
 
 
 class _RunConsole(Console):
-    """Prints nothing more if whoever read it is gone, such as `head`; the run goes on."""
+    """Stops printing if the reader of the output is gone, such as `head`; the run goes on."""
 
     def on_broken_pipe(self) -> None:
         """Closes standard output, where Console would end the process."""
@@ -45,7 +45,7 @@ class _RunConsole(Console):
 
 
 class Reporter(Callback):
-    """Prints a summary, a progress bar (or a line every few seconds off a terminal), and an end.
+    """Prints a summary, a progress bar (lines every few seconds without a terminal), and the end.
 
     Args:
         plan: The run.
@@ -187,7 +187,7 @@ class Reporter(Callback):
 
 
 def overflow_note(step: int, scale: float) -> str:
-    """Returns that the gradients of a step overflowed float16, and the new loss scale."""
+    """Returns the message that gradients overflowed float16, with the new loss scale."""
     return (
         f"step {step}: gradients overflowed float16; nothing was updated, and the loss is now "
         f"scaled by {scale:g}"
@@ -195,7 +195,7 @@ def overflow_note(step: int, scale: float) -> str:
 
 
 def trace_note(path: Path, idle: float | None, layout: LayoutConfig) -> str:
-    """Returns where the timeline of a step was written, and how long pipeline ranks waited.
+    """Returns a sentence on the timeline of a step: its file, and how long pipeline ranks waited.
 
     Args:
         path: The file of the timeline.

@@ -1,7 +1,7 @@
 """Why the loss or the gradients of a step are not finite, found by computing the step once more.
 
-Nothing of this runs while a run is well. All ranks look at their own parts, and agree on what comes
-first: the data, then weights, then what layers compute, the loss, and gradients.
+None of this runs while all steps are finite. All ranks look at their own parts, and agree on the
+first cause in this order: data, weights, outputs of layers, the loss, and gradients.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ def _told(stepper: Stepper, agreed: str) -> tuple[str, str]:
             )
         case 2:
             return (
-                f"the weights are finite, but what the forward pass computes is not, first after "
+                "the weights are finite, but the output of the forward pass is not, first after "
                 f"'{name}' on {where}",
                 calmer[0].upper() + calmer[1:],
             )
         case 3:
             return (
-                f"what the layers compute is finite, but the loss is not ({name}, on {where})",
+                f"the output of the layers is finite, but the loss is not ({name}, on {where})",
                 calmer[0].upper() + calmer[1:],
             )
         case _:
@@ -120,7 +120,7 @@ def _told(stepper: Stepper, agreed: str) -> tuple[str, str]:
 
 
 def _of_data(batch: Batch, model: Any) -> Iterator[str]:
-    """Yields what cannot be true of a batch, as phrases."""
+    """Yields phrases that describe invalid values of a batch."""
     config = model.config
     limits = {
         "tokens": config.vocab_size,
@@ -180,7 +180,7 @@ def _bad(tensor: Tensor | None) -> bool:
 
 
 def _places(names: Iterable[str]) -> dict[str, int]:
-    """Returns numbers by which parameters are in the order of the forward pass."""
+    """Returns a number for each parameter that sorts them in the order of the forward pass."""
     found: dict[str, int] = {}
     same: Counter[int] = Counter()
     for name in names:
@@ -191,7 +191,7 @@ def _places(names: Iterable[str]) -> dict[str, int]:
 
 
 def _place(name: str) -> int:
-    """Returns a number by which layers are in the order of the forward pass."""
+    """Returns a number that sorts layers in the order of the forward pass."""
     layer = re.search(r"\.(\d+)(\.|$)", name)
     if layer:
         return (1 + int(layer[1])) << 12

@@ -1,7 +1,8 @@
 """What a run does about a step that is not finite: `train.on_divergence`.
 
-The decisions depend on steps and checkpoints alone, and what was done is in each checkpoint. So
-they are the same on every layout, and a run that is killed and resumes makes them again.
+The decisions depend on steps and checkpoints alone, and each checkpoint contains the decisions
+before it. So they are the same on every layout, and a run that is killed and resumed makes them
+again.
 """
 
 from __future__ import annotations

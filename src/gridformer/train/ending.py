@@ -1,9 +1,9 @@
 """How a run ends before its last step, because of a signal or because its time is over.
 
-Work passes borders: before each micro-batch, and before each batch of an evaluation. At a border
+A run passes a border before each micro-batch, and before each batch of an evaluation. At a border
 before the last micro-batch of a step nothing has been updated, so the step can be dropped there and
-the state of the last complete step be saved. All ranks must drop at the same border, because what
-lies between two borders contains messages. They agree without any message on the devices:
+the state of the last complete step can be saved. All ranks must drop at the same border, because
+what lies between two borders contains messages. They agree without any message on the devices:
 
 1. A rank that is told to stop says so in the store in which the run met, where the others look now
    and then, in a thread of their own.
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 # In the store.
 _TOLD, _PROMISE, _AGREED = "stop/told", "stop/promise", "stop/agreed"
 _NO_AGREEMENT = "none"
-_LOOK_S = 0.5  # between two looks at the store; more if many ranks look
+_LOOK_S = 0.5  # between two polls of the store; more if many ranks poll
 _LOOKS_PER_S = 500.0  # of all ranks together
 _WAIT_S = 10.0  # how long a rank waits at a border for the others' promises
 _PAUSE_S = 0.02
-# What is expected to take a time may take up to this factor times that.
+# Work may take up to this factor times its expected time.
 _STEP_MARGIN, _SAVE_MARGIN, _MARGIN_S = 1.25, 1.5, 1.0
 
 
@@ -60,7 +60,7 @@ class Ending:
             after a step.
         ends_at: The time (`time.time`) at which the run must have saved and ended; None without
             such a time. Only that of rank 0 counts.
-        save_s: How long a save may take, in seconds, as long as none was measured.
+        save_s: How many seconds a save may take, until one was measured.
     """
 
     def __init__(
@@ -120,7 +120,8 @@ class Ending:
             number: The border's number since `begins`.
 
         Returns:
-            Whether they do. The caller must then begin nothing that is after this border.
+            Whether all ranks stop there. The caller must then begin nothing that comes after this
+            border.
         """
         if self.rank == 0:
             self._look_at_the_clock()
@@ -169,7 +170,7 @@ class Ending:
     def _look_at_the_clock(self) -> None:
         """Asks the run to stop if what begins or is under way may not end in time.
 
-        At least one step is done, so that a run which is started again and again gets on.
+        At least one step is done, so that a run which is started again and again makes progress.
         """
         if self.ends_at is None or self.stop.requested or self._n_steps == 0:
             return
@@ -183,8 +184,11 @@ class Ending:
     # ------------------------------------------------------------------ what is expected
 
     def _place(self) -> tuple[int, float, int]:
-        """Returns how many borders this rank has passed, the seconds until what it has begun ends,
-        and how many borders it will have passed then.
+        """Returns how far this rank has come and will come.
+
+        Returns:
+            How many borders it has passed, the seconds until the step or evaluation that it has
+            begun ends, and how many borders it will have passed then.
         """
         rest = self._rest_s() if self._first < self._passed < self._last else 0.0
         return self._passed, rest, self._last if self._passed > self._first else self._passed
@@ -198,7 +202,7 @@ class Ending:
         return last if _STEP_MARGIN * rest + self._save_s() <= left else passed
 
     def _rest_s(self) -> float:
-        """Returns how long what is under way is still expected to take."""
+        """Returns how many more seconds the step or evaluation under way is expected to take."""
         if self._kind not in self._expected_s:
             return float("inf")
         return max(0.0, self._expected_s[self._kind] - (time.monotonic() - self._began))

@@ -1,4 +1,4 @@
-"""What an evaluation during training computes: losses and scores of validation sets, and measures.
+"""Evaluations during training: losses and scores of validation sets, and further measures.
 
 A validation set is a sequence of global batches. Its mean losses are computed from all of them;
 sets whose samples have right answers also get scores, such as accuracy. `Measure`s from elsewhere
@@ -87,7 +87,7 @@ class ValidationSet:
         numbers: Which of them an evaluation reads.
         scorer: Scores its samples, if they have right answers; then the batches hold each sample
             once.
-        kind: How its metrics begin. A `test` set is read after the last step only.
+        kind: The prefix of its metrics. A `test` set is read after the last step only.
     """
 
     name: str
@@ -130,7 +130,7 @@ class Evaluator:
             last: Whether the run is done, so that test sets are read, too.
 
         Raises:
-            StepDropped: It does.
+            StepDropped: The run ends inside the evaluation.
         """
         if self.check_copies:
             assert_copies_equal(self.stepper.model, self.stepper.axes)
@@ -186,10 +186,10 @@ class Answers:
 
     def __init__(self, scorer: Scorer, model: Model, axes: Axes, device: torch.device) -> None:
         self.scorer, self.model, self.axes = scorer, model, axes
-        # A row more, for the rows that fill up the last batch.
+        # One more row, for the rows that pad the last batch.
         shape = (scorer.n_samples + 1, scorer.n_columns)
         self.found = torch.zeros(shape, dtype=torch.float64, device=device)
-        # Ranks that hold the same rows have the same answers, and one of them says them.
+        # Ranks that hold the same rows have the same answers, and one of them contributes them.
         self.speaks = axes.same_batch.index == 0
 
     def __call__(self, hidden_BSH: Tensor, batch: Batch) -> None:

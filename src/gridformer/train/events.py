@@ -1,7 +1,7 @@
 """`events.jsonl` in the run directory: when a run started, saved, diverged and ended.
 
-metrics.jsonl has one line for each step, as if the run had never been interrupted. This file has
-what happened, and when: a run that is resumed adds to it. `gridformer report` shows it.
+metrics.jsonl has one line for each step, as if the run had never been interrupted. This file
+records events and their times: a run that is resumed appends to it. `gridformer report` shows it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EVENTS_FILE = "events.jsonl"
 
 
 class Events(Callback):
-    """Writes events.jsonl. That it cannot be written, as on a full disk, ends no run.
+    """Writes events.jsonl. The run goes on if it cannot be written, as on a full disk.
 
     Args:
         run_dir: The run directory.

@@ -1,7 +1,7 @@
-"""How many floating-point operations a step takes, and how well devices are utilized by them.
+"""How many floating-point operations a step takes, and how well they utilize the devices.
 
 Only matrix products count, 2mnk for each, and the backward pass has two for each of the forward
-pass. Attention counts all pairs of positions, also those that a causal mask, a window or a border
+pass. Attention counts all pairs of positions, even those that a causal mask, a window or a border
 of documents hides, and padding counts like text, as is usual for MFU (Narayanan et al. 2021;
 Chowdhery et al. 2022, appendix B).
 
@@ -79,7 +79,7 @@ class _Stack:
 
     @property
     def scores(self) -> int:
-        """The products of queries with keys in all layers. Those with values are as many."""
+        """Operations of the products of queries and keys in all layers, or of those with values."""
         inner = self.model.n_heads * self.model.head_width
         return self.n_layers * 2 * self.s * (self.s + self.source) * inner
 

@@ -1,4 +1,4 @@
-"""`heartbeat.json` in the run directory: how far a run is and when it last said so.
+"""`heartbeat.json` in the run directory: how far a run has come and when it last reported.
 
 Rank 0 writes the file, and probes of a cluster read it through `gridformer health`. Both sides are
 in this file. Nothing here imports torch, so that a probe takes a fraction of a second.
@@ -30,8 +30,8 @@ class Heartbeat(Callback):
     """Writes `heartbeat.json`. Rank 0 only.
 
     A change of state is written at once, a further step at most once a second. The file appears
-    whole, because it is written under another name first. That it cannot be written, for example
-    because the disk is full, ends no run: `gridformer health` then finds it too old.
+    whole, because it is written under another name first. The run goes on if the file cannot be
+    written, for example because the disk is full: `gridformer health` then finds it too old.
 
     Args:
         run_dir: The run directory.
@@ -57,7 +57,7 @@ class Heartbeat(Callback):
 
     @property
     def state(self) -> str:
-        """The state that was told last."""
+        """The state that was reported last."""
         return str(self._told["state"])
 
     def on_state(self, state: State, step: int | None = None, loss: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a run tells about itself: to the callbacks of its first rank."""
+"""Reports what a run does to the callbacks of its first rank."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 class Journal:
-    """Tells what a run does. Every rank has one, and all but that of rank 0 say nothing.
+    """Tells callbacks what a run does. Every rank has a journal, but only that of rank 0 tells it.
 
-    It tells that the run is starting as soon as it is made, and the rest from `begin` on.
+    When it is created it tells that the run is starting; everything else it tells after `begin`.
 
     Args:
         plan: The checked run.
@@ -120,7 +120,7 @@ class Journal:
         self.note(trace_note(path, idle, self.run.layout))
 
     def note(self, sentence: str) -> None:
-        """Tells what a reader of the terminal wants to know."""
+        """Tells a sentence that a reader of the terminal wants to know."""
         self.told.tell(lambda callback: callback.on_note(sentence))
 
     def saved(self, one: SaveReport) -> None:

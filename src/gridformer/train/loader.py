@@ -1,9 +1,9 @@
 """Makes the batches of the next steps in a background thread while the device computes.
 
-A thread is enough. What takes the time is reading and copying, during which numpy releases Python's
-lock; the rest takes turns with the training thread, so it costs no more than it would there. A
-child process would instead have to be forked or started from a worker that has process groups, GPUs
-and threads, and would outlive it if the worker were killed.
+A thread is enough. Most of the time is spent on reading and copying, during which numpy releases
+Python's lock; the rest takes turns with the training thread, so it costs no more than it would
+there. A child process would instead have to be forked or started from a worker that has process
+groups, GPUs and threads, and would outlive it if the worker were killed.
 
 A batch depends only on (seed, step, row). So batches that are made ahead are the same as those made
 when they are needed, and nothing about them has to be saved in a checkpoint.
@@ -49,8 +49,8 @@ class BatchLoader:
         depth: How many batches are made ahead at most.
 
     Attributes:
-        waited: From when to when the last `read` waited for its batch to be made, in seconds of
-            `time.perf_counter`.
+        waited: Start and end of the time for which the last `read` waited for its batch, in seconds
+            of `time.perf_counter`.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class BatchLoader:
             rows: The loader's `rows`.
 
         Raises:
-            Exception: What making this batch has raised, with the traceback of the thread.
+            Exception: The error that was raised while the batch was made, with the traceback of the
+                thread.
         """
         assert rows is self.rows, "the loader makes other rows"
         began = time.perf_counter()
@@ -203,7 +204,7 @@ class ToGpu:
 
     Copies run on a stream of their own, so that they do not wait for the kernels of the step
     before. At most `n_buffers` batches, the one that is being filled included, may wait for
-    `to_device`; then the copy of what a buffer held before has started when it is filled again.
+    `to_device`. So when a buffer is filled again, the copy of its previous batch has started.
     """
 
     def __init__(self, device: torch.device, n_buffers: int) -> None:

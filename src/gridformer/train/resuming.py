@@ -21,7 +21,7 @@ from gridformer.train.plan import Plan
 
 
 def intact(plan: Plan, axes: Axes) -> tuple[Plan, Manifest | None]:
-    """Replaces a damaged checkpoint by the newest one that is not, if `train.fallback` says so.
+    """Replaces a damaged checkpoint by the newest undamaged one, if `train.fallback` is true.
 
     All ranks call it together. A checkpoint that should be at `train.checkpoint_to` is copied.
 
@@ -79,7 +79,7 @@ def _copy(plan: Plan) -> str:
 
 
 def _first_works(plan: Plan, axes: Axes, work: Callable[[], str]) -> str:
-    """Lets the first rank do something that may take longer than a message may.
+    """Lets the first rank do work that may take longer than the timeout of a message.
 
     All ranks call it together.
 
@@ -89,8 +89,8 @@ def _first_works(plan: Plan, axes: Axes, work: Callable[[], str]) -> str:
         work: What the first rank does.
 
     Returns:
-        What `work` has returned; on all ranks an empty text if the run directory does not let the
-        first rank say that it works.
+        The result of `work`, on all ranks; an empty text if the first rank cannot write to the run
+        directory that it is at work.
     """
     world, patience_s = axes.world, plan.run.train.timeout_s
     draft = LocalPlace(plan.out).draft("copy")

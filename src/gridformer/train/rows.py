@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from gridformer.mesh import Axes
 from gridformer.utils.batch import Batch, MicroBatch
 
-# The keys of a batch that hold something of every sequence.
+# The keys of a batch whose tensors have an entry for every sequence.
 _OF_SEQUENCES = ("tokens", "valid", "segments", "source", "source_valid", "at")
 
 

@@ -1,4 +1,4 @@
-"""The saves of a run: what the trainer asks of `gridformer.checkpoint.saver`, and tells of them."""
+"""The saves of a run: starts them with `gridformer.checkpoint.saver`, and reports their results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Saves:
 
         Args:
             manifest: The manifest without files and index.
-            stepper: Holds the model and its updates, of which the shards are saved.
+            stepper: Holds the model and its updates, whose shards are saved.
             last: Whether the run ends after it.
 
         Raises:
@@ -94,11 +94,11 @@ class Saves:
             self.stop.report_now(error)
 
     def _is_hopeless(self) -> bool:
-        """Returns whether another rank has ended, and maybe without its part of a save."""
+        """Returns whether another rank has ended, perhaps before it wrote its part of a save."""
         return self._lost_a_peer or self.stop.is_hopeless()
 
     def _seconds_left(self) -> float:
-        """Returns after how many seconds this process must have ended."""
+        """Returns within how many seconds this process must have ended."""
         ends_at = self.stop.policy.ends_at
         return min(
             self.stop.seconds_left, float("inf") if ends_at is None else ends_at - time.time()

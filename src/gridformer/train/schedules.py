@@ -60,7 +60,7 @@ _SCHEDULES: dict[LRSchedule, Callable[[int, TrainConfig], float]] = {
     "inverse_sqrt": _inverse_sqrt,
 }
 
-# What is left of the rate's fall after a fraction x of it, from 1 at x = 0 to 0 at x = 1.
+# The part of the rate's fall that remains after a fraction x of its steps: 1 at x = 0, 0 at x = 1.
 _SHAPES: dict[DecayShape, Callable[[float], float]] = {
     "linear": lambda x: 1.0 - x,
     "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)),

@@ -27,7 +27,7 @@ from gridformer.utils.batch import Batch
 
 
 def validation_sets(run: RunConfig, data: RunData) -> list[ValidationSet]:
-    """Returns the validation and test sets of a run, with what scores them.
+    """Returns the validation and test sets of a run, with their scorers.
 
     Raises:
         DataError: A set contains no sample.
@@ -58,7 +58,7 @@ def _sets(
 def scorer_of(
     run: RunConfig, folder: TokenFolder, split: TokenSplit, samples: Samples
 ) -> Scorer | None:
-    """Returns what scores a validation set, or None if its task has no right answers.
+    """Returns the scorer of a validation set, or None if its task has no right answers.
 
     Args:
         run: The run.
@@ -79,7 +79,7 @@ def scorer_of(
 
 @dataclass(frozen=True)
 class LabelScorer:
-    """Scores labels: the found and the right label of each sample."""
+    """Scores labels, from the predicted and the right label of each sample."""
 
     n_samples: int
     n_labels: int
@@ -101,7 +101,7 @@ class LabelScorer:
 
 @dataclass(frozen=True)
 class NumberScorer:
-    """Scores numbers: the found and the right one of each sample."""
+    """Scores numbers, from the predicted and the right number of each sample."""
 
     n_samples: int
     n_columns: int = 2
@@ -121,11 +121,11 @@ class NumberScorer:
 
 @dataclass(frozen=True)
 class AnswerScorer:
-    """Scores answers to questions: the best span of each window, and how likely there is none.
+    """Scores answers to questions, from the best span of each window and the score of no answer.
 
     The answer to a question is the span with the largest sum of both logits in any window, of at
-    most `max_length` tokens. There is no answer if the smallest sum of the logits of [CLS] in any
-    window is larger, and if the set has questions without an answer at all.
+    most `max_length` tokens. If the set has questions without an answer, the result is no answer
+    where the smallest sum of the logits of [CLS] in any window is larger than that.
 
     Attributes:
         samples: The windows.
@@ -184,7 +184,7 @@ class AnswerScorer:
 
     @cached_property
     def offsets(self) -> list[Sequence[tuple[int, int]]]:
-        """The characters of the context that each of its tokens stands for, by question."""
+        """The characters of the context that each of its tokens covers, by question."""
         contexts = [one.context for one in self.questions]
         return [offsets for _, offsets in offsets_of(self.folder.tokenizer, contexts)]
 
@@ -199,11 +199,12 @@ def offsets_of(
 
 
 def best_spans(logits_B2S: Tensor, context_BS: Tensor, max_length: int) -> Tensor:
-    """Returns the best span of each sequence: its score, its first and last token, and no answer's.
+    """Returns each sequence's best span: its score, its two ends, and the score of no answer.
 
     Args:
         logits_B2S: The logits that an answer begins and ends at each token.
-        context_BS: Where it may: 0 nowhere, 1 end only, 2 begin and end.
+        context_BS: What an answer may do at each token [b, s]: 0 nothing, 1 end only, 2 begin and
+            end.
         max_length: The most tokens of a span.
 
     Returns:

@@ -67,7 +67,8 @@ class Stepper:
             self.passes = Pipeline(model, Executor(model, layout, axes, self.sums))
         self.scale = LossScale.of(train.dtype)
         self.check = FiniteCheck(train, self.scale)
-        # They stay the same objects, and to walk through a model's modules takes time.
+        # They stay the same objects, so they are found once: walking through a model's modules
+        # takes time.
         self.parameters = [*model.parameters()]
         self.kept = KeptWeights(model)
         held = self.parameters[0].device if self.parameters else None
@@ -163,7 +164,7 @@ class Stepper:
         clear_gradients(self.parameters)
         self.model.clock.step = step
         border, self.passes.at_border = self.passes.at_border, None
-        self.passes.loads_again()  # what looks for the cause has kernels of its own
+        self.passes.loads_again()  # the search for the cause launches kernels of its own
         with self.kept.open(), one_thread():
             if self.updates.in_backward:
                 self.model.eval()
@@ -178,7 +179,7 @@ class Stepper:
         return Repeated(batch, losses, int(tokens_and_flags[0]))
 
     def forget(self) -> None:
-        """Forgets what is known of earlier steps, of which one was not finite."""
+        """Forgets the results of earlier steps, because one of them was not finite."""
         self._last = self._failed = None
 
     def evaluate(self, reads: Sequence[ReadRows], also: Finish | None = None) -> Evaluation:

@@ -26,7 +26,7 @@ def label_scores(found: Sequence[int], wanted: Sequence[int], n_labels: int) -> 
 
     Args:
         found: The label that a model gives to each sample.
-        wanted: The right one.
+        wanted: The right label of each sample.
         n_labels: How many labels there are.
     """
     pairs = Counter(zip(found, wanted))
@@ -49,7 +49,7 @@ def regression_scores(found: Sequence[float], wanted: Sequence[float]) -> dict[s
 
     Args:
         found: The number that a model gives to each sample.
-        wanted: The right one.
+        wanted: The right number of each sample.
     """
     x, y = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
     return {"pearson": _correlation(x, y), "spearman": _correlation(_ranks(x), _ranks(y))}

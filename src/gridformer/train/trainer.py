@@ -170,7 +170,7 @@ class Trainer:
             self.journal.end(step, saved, self.evaluated == train.steps)
 
     def _ending(self) -> Ending:
-        """Returns what decides where this run ends if it is told to stop."""
+        """Returns the object that decides where this run ends if it is told to stop."""
         place = launched_place()
         store = store_of(place) if place and self.world.size > 1 else None
         ends_at = self.stop.policy.ends_at

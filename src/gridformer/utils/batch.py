@@ -25,7 +25,7 @@ answer         [b, 2] int64    the first and the last token of the answer; both 
 context        [b, s] int64    answers, in evaluations only: 2 where an answer may begin or end, 1
                                where it may only end, otherwise 0
 
-With data.task=choice a sample is n sequences, of which `labels` tells the right one: tokens, valid,
+With data.task=choice a sample is n sequences, and `labels` tells which one is right: tokens, valid,
 segments, source and source_valid are [b, n, s] and `at` is [b, n]. Micro-batches have them as b n
 sequences.
 """

@@ -1,10 +1,10 @@
-"""Work that a copy of this process does at the same time, on another core.
+"""Runs work in forked copies of this process at the same time, on other cores.
 
 A copy of a process that has loaded torch starts in some milliseconds, a new one in seconds. But a
-copy has only one thread, and whatever the other threads held stays held in it. So nothing is copied
-while other threads run Python, except for the one that draws a line of progress, which holds
-nothing that a computation needs. In the copy of a process that has computed gradients torch raises
-an error, because its threads for these are missing; then the process itself does the work.
+copy has only one thread, and locks that other threads held stay locked in it. So nothing is copied
+while other threads run Python, except for the one that draws a line of progress, which holds no
+lock that a computation needs. In the copy of a process that has computed gradients torch raises an
+error, because its threads for these are missing; then the process itself does the work.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def beside(function: Callable[[], T]) -> Callable[[], T]:
         function: What to compute; its result can be pickled.
 
     Returns:
-        What waits for the result. Where nothing can be copied, it computes it.
+        A function that waits for the result and returns it. Where this process cannot be copied,
+        the function computes the result.
     """
     if not can_copy():
         return function
@@ -121,7 +122,7 @@ def as_far_as(work: Sequence[Callable[[], T]], seconds: float, fewest: int = 0) 
 
     Args:
         work: The pieces; `can_copy()` is true.
-        seconds: When so much time is over, what is not done is stopped.
+        seconds: Pieces that are not done after this time are stopped.
         fewest: This number of pieces is waited for, however long they take.
 
     Returns:
@@ -167,14 +168,14 @@ def started(work: Sequence[Callable[[], T]]) -> Callable[[], list[T]]:
         work: See `shared`.
 
     Returns:
-        What does the pieces that no copy has begun, and waits for the others. The results are those
-        of `shared`.
+        A function that does the pieces that no copy has begun, waits for the others, and returns
+        the same results as `shared`.
     """
     return _in_copies(work, n_cores() - 1, helps=True)
 
 
 def _in_copies(work: Sequence[Callable[[], T]], n: int, helps: bool) -> Callable[[], list[T]]:
-    """Begins some work in n copies of this process, and returns what waits for the results.
+    """Begins some work in n copies of this process; the function that it returns waits for results.
 
     Args:
         work: The pieces.

@@ -65,10 +65,10 @@ def writing(path: Path, n_bytes: int = 0) -> Iterator[None]:
 
 
 def leave_to_callers() -> None:
-    """Lets no thread print a traceback because a disk is full.
+    """Keeps threads from printing a traceback because a disk is full.
 
-    The thread that writes TensorBoard's events hands the error to whoever writes next or closes,
-    who says what it means; the same error from the thread would stand between other lines.
+    The thread that writes TensorBoard's events passes the error on to the next caller that writes
+    or closes, which reports it; the thread would print the same error between other lines.
     """
     before = threading.excepthook
 
@@ -80,7 +80,7 @@ def leave_to_callers() -> None:
 
 
 def full_disk_message(error: OSError) -> str:
-    """Returns what a full disk means for whoever reads it, without a period at the end."""
+    """Returns the message about a full disk, without a period at the end."""
     number = error.errno or errno.ENOSPC
     text = _WHY.get(number, os.strerror(number))
     if error.filename is None:

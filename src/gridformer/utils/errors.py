@@ -7,7 +7,7 @@ class UserError(Exception):
     """A request that cannot be fulfilled; the message says what is wrong, where, and the remedy.
 
     Attributes:
-        exit_code: With which code the command ends: 2 for what is found before work begins.
+        exit_code: The exit code of the command: 2 for errors that are found before work begins.
     """
 
     exit_code = 2
@@ -54,7 +54,7 @@ class DataError(UserError):
 class SaveError(Exception):
     """A checkpoint after which a run ends could not be written, so its work is lost.
 
-    It is no `UserError`, because it is found when work is done: the run ends with exit code 1.
+    It is not a `UserError`, because it is found when work is done: the run ends with exit code 1.
 
     Args:
         message: why it could not be written.

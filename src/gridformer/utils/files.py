@@ -1,8 +1,8 @@
 """Reads small text files that a user names: settings, indexes, prompts.
 
-What is named may be missing, a folder, a pipe that nobody writes, a device without an end, or a
-file that is far larger than anything meant here. Each is refused in a sentence, before a byte that
-does not count is read.
+The file may be missing, or it may be a folder, a pipe that nobody writes to, an endless device, or
+far larger than such a file should be. Each of these is refused with one sentence, without waiting
+for a pipe and without reading a device or the rest of a large file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class UnreadableError(UserError):
 
 
 def exists(path: Path) -> bool:
-    """Returns whether there is something at a path; False also if no path can be like that."""
+    """Returns whether there is something at a path; False also if it is not a possible path."""
     try:
         return path.exists()
     except (OSError, ValueError):  # a name that is too long, a folder that is closed, or NUL
@@ -48,15 +48,15 @@ def tokens_exist(path: Path) -> bool:
 
 
 def check_output(option: str, path: Path, inputs: Iterable[Path | str] = ()) -> None:
-    """Refuses a file that could not be written, before the work whose result it shall hold.
+    """Refuses an output file that could not be written, before the work on its content begins.
 
     It makes the folder of the file if there is none.
 
     Args:
         option: The option that names the file, for the message.
         path: The file.
-        inputs: What the command reads, which the file must not replace. Names of what is no file
-            may be among them.
+        inputs: The files that the command reads, which the output must not replace. Names that are
+            not files are ignored.
 
     Raises:
         UserError: It is a folder, a device or an input, or it or its folder cannot be written.
@@ -74,7 +74,7 @@ def check_output(option: str, path: Path, inputs: Iterable[Path | str] = ()) -> 
     if not stat.S_ISREG(mode):
         raise UserError(f"{option} {path}: is {_kind(mode)}; name a file")
     if any(exists(Path(one)) and exists(path) and path.samefile(one) for one in inputs if one):
-        raise UserError(f"{option} {path}: is what this command reads; name another file")
+        raise UserError(f"{option} {path}: is an input of this command; name another file")
     if not os.access(path if exists(path) else path.parent, os.W_OK):
         raise UserError(f"{option} {path}: may not be written by this user")
 
@@ -87,7 +87,7 @@ def read_bytes(path: Path, at_most: int = 64 * MIB) -> bytes:
         at_most: The most bytes that it may have.
 
     Raises:
-        UnreadableError: It is missing, no file, too large, or the system refuses to read it.
+        UnreadableError: It is missing, not a file, too large, or the system refuses to read it.
     """
     try:
         # Without O_NONBLOCK, opening a pipe would wait for someone who writes into it.
@@ -118,7 +118,7 @@ def read_text(path: Path, at_most: int = 64 * MIB) -> str:
         UnreadableError: It cannot be read, or is not UTF-8.
     """
     try:
-        return read_bytes(path, at_most).decode("utf-8-sig")  # a mark of the order is no text
+        return read_bytes(path, at_most).decode("utf-8-sig")  # a byte order mark is not text
     except UnicodeDecodeError as error:
         raise UnreadableError(path, f"it is not UTF-8 text (byte {error.start})") from None
 

@@ -111,7 +111,7 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def private_prefix() -> str:
-    """Returns how the names of this process's temporary folders begin."""
+    """Returns the prefix of the names of this process's temporary folders."""
     return f"{_PRIVATE}{os.getpid()}.{_process_numbers()}-"
 
 
@@ -131,7 +131,7 @@ def remove_private_leftovers(parent: Path | None = None) -> None:
 
 
 def _process_numbers() -> str:
-    """Names what numbers the processes: containers that share a folder may number them apart."""
+    """Names the PID namespace: containers that share a folder may number their processes apart."""
     try:
         return "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
     except OSError:

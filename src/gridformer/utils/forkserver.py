@@ -19,12 +19,12 @@ from gridformer.utils import signals
 from gridformer.utils.folders import private_prefix
 from gridformer.utils.threads import let_threads_sleep
 
-# Of a path of a socket on macOS; Linux allows four more.
+# Characters of the path of a socket on macOS; Linux allows four more.
 _LONGEST_SOCKET = 103
 _NAMES = len("12345678/listener-12345678")
 _at_end: list[Callable[[], None]] = []  # set once a server was started
 
-# What every worker that trains would otherwise import by itself.
+# Modules that every worker that trains would otherwise import by itself.
 PRELOAD = [
     "torch",
     "torch.distributed",

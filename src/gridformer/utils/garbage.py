@@ -1,4 +1,4 @@
-"""Turning off the search for circular garbage, which takes time where there is hardly any."""
+"""Turns off Python's cyclic garbage collector, which takes time even if there is no garbage."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_garbage_collection(ends: bool = False) -> Iterator[None]:
-    """Turns off the search for circular garbage inside the context.
+    """Turns off the cyclic garbage collector inside the context.
 
     Args:
-        ends: Whether the process ends after the context. Then what exists at the end of the context
-            is not searched later, either.
+        ends: Whether the process ends after the context. Then objects that exist at the end of the
+            context are not searched later, either.
     """
     was_enabled = gc.isenabled()
     gc.disable()

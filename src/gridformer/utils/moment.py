@@ -1,4 +1,4 @@
-"""When a device comes to a point in its work, however far ahead of it the host is."""
+"""Measures when a device reaches a point in its work, while the host runs ahead of it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 
 
 class Moment:
-    """When a device is done with all work that was launched before this was made.
+    """The time at which a device has done all work that was launched before the moment was made.
 
-    Between two of them lies the time that the device took, however far ahead of it the host is.
+    The difference between two moments is the time that the device took, however far the host runs
+    ahead.
     """
 
     def __init__(self, device: torch.device) -> None:

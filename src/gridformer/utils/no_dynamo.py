@@ -2,7 +2,7 @@
 
 Every optimizer, `torch.utils.checkpoint` and torch's own fake tensors import `torch._dynamo`, only
 to say that they are not to be compiled. Inside `without_dynamo` they get a placeholder that agrees.
-Whoever needs more of it, such as `torch.compile`, gets the real one.
+Code that needs more of it, such as `torch.compile`, gets the real one.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class _Dynamo(PlaceholderModule):
 
 @contextmanager
 def without_dynamo() -> Iterator[None]:
-    """Does without `torch._dynamo` inside the context, unless it is already loaded.
+    """Replaces `torch._dynamo` by a placeholder inside the context, unless it is already loaded.
 
-    Join the process group before: torch, when it does so, asks what is loaded.
+    Join the process group before entering it, because torch then looks which modules are loaded.
     """
     with substituted(_Dynamo()):
         yield

@@ -30,7 +30,7 @@ def document(title: str, body: str, style: str = "", script: str = "") -> str:
 
     Args:
         title: The title, as text.
-        body: What stands in the body, as HTML in which all text is escaped.
+        body: The content of the body, as HTML in which all text is escaped.
         style: More CSS, after that of all pages.
         script: JavaScript that runs after the body. The page then allows this script alone, and
             lets it load nothing.

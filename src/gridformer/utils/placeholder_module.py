@@ -67,7 +67,7 @@ class _Parts(MetaPathFinder, Loader):
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """It is executed already."""
+        """Does nothing, because the module has been executed already."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Standard streams that fail nothing."""
+"""Standard streams whose errors do not end a command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def never_fail_to_print() -> None:
-    """Lets nothing fail in the middle because it cannot be printed.
+    """Keeps a command from failing in the middle because something cannot be printed.
 
     It prints `?` for what the terminal's encoding lacks, and nothing where a stream was closed
     before the command began, as service managers may do.

@@ -92,7 +92,7 @@ def test_operands_are_kept_only_if_they_fit() -> None:
     ("name", "said"),
     [
         ("dgx-h10", "use layout.cluster=dgx-h100"),
-        ("nowhere/machine.yaml", "is no shipped cluster, and there is no such file"),
+        ("nowhere/machine.yaml", "is not a shipped cluster, and there is no such file"),
     ],
 )
 def test_an_unknown_cluster_is_refused_with_the_nearest(name: str, said: str) -> None:

@@ -42,7 +42,7 @@ def test_actions_on_a_gpu_are_timed_without_waiting_for_it() -> None:
             pass
         with timed(seen.append, "read the batch"):
             pass
-        with pytest.raises(AssertionError, match="no clock has told"):
+        with pytest.raises(AssertionError, match="no Clock has converted"):
             idle_fraction([seen])
         told = [clock.told(event) for event in seen]
     assert [event.kind for event in told] == ["forward", "backward", "read the batch"]

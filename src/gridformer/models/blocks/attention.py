@@ -97,7 +97,7 @@ class _Heads(Site):
         return kernel.attention(q, k, v, parts.valid, parts.bias, settings, parts.documents, stamp)
 
     def _unfused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention with a dropout mask that is indexed globally, as PyTorch's kernels' is not."""
+        """Attention with a globally indexed dropout mask, which PyTorch's kernels do not have."""
         b, n, s, _ = q.shape
         if k.shape[1] < n:
             k, v = (x.repeat_interleave(n // x.shape[1], 1) for x in (k, v))

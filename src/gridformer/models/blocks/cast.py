@@ -131,13 +131,13 @@ _TRANSPOSE_OF = TensorAttribute[Tensor]("transpose_of")
 
 
 def stand_for(place: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """Makes a tensor stand for parameters side by side, and returns it; `cast` reads them."""
+    """Makes a tensor the placeholder of parameters side by side, which `cast` reads. Returns it."""
     _STANDS_FOR.set(place, parameters)
     return place
 
 
 def stands_for_parameters(weight: Tensor) -> bool:
-    """Whether `stand_for` was called on a tensor, whose values only `cast` knows."""
+    """Whether `stand_for` was called on a tensor; then only `cast` knows its values."""
     return _STANDS_FOR.get(weight) is not None
 
 
@@ -189,7 +189,7 @@ def cast(weight: Tensor, dtype: torch.dtype, padded: bool = False) -> Tensor:
     A weight of that type is returned as it is.
 
     Args:
-        weight: A parameter, the transpose of one (`transposed`), or what stands for several
+        weight: A parameter, the transpose of one (`transposed`), or the placeholder of several
             (`stand_for`).
         dtype: The type of the product.
         padded: Whether the result may have the additional rows of the copy, or columns if `weight`
@@ -231,7 +231,7 @@ def padded_columns(weight_IO: Tensor, dtype: torch.dtype) -> int:
 def parameter_behind(weight: Tensor) -> Tensor | None:
     """Returns the parameter that `weight` is, or whose transpose it is; None if it is neither.
 
-    Of a parameter with a single row or column, its transpose may be returned as the parameter.
+    If the parameter has a single row or column, its transpose may be returned in its place.
     """
     if torch.compiler.is_compiling():  # compiled code cannot keep a tensor between calls
         return None
@@ -298,11 +298,12 @@ def attach_copies(model: nn.Module, dtype: torch.dtype, once: bool) -> None:
 def keep_copies(parameters: Iterable[Tensor], once: bool = True) -> Iterator[None]:
     """Keeps copies from their first use until the end of this context.
 
-    Whoever changes a parameter inside the context calls `CastCopy.drop`.
+    Code that changes a parameter inside the context must call `CastCopy.drop`.
 
     Args:
         parameters: The parameters; those without a copy are left out.
-        once: False keeps all of them, true those that are to be cast once a step.
+        once: True keeps only the copies of parameters that are to be cast once a step; False keeps
+            all copies.
     """
     copies = [copy for parameter in parameters if (copy := copy_of(parameter)) is not None]
     mine = [copy for copy in copies if not copy.held and (copy.once or not once)]

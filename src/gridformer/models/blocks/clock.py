@@ -1,4 +1,4 @@
-"""What dropout masks depend on besides an element's index, as tensors that kernels read.
+"""The seed, step and rows on which dropout masks depend, as tensors that kernels read.
 
 A mask is a function of the seed, the step, the name of its site in the model, and global indices.
 All but the indices is in a site's stamp, a tensor on the model's device. Compiled code and kernels
@@ -104,8 +104,8 @@ class Site(nn.Module):
         clock: The step and rows on which the masks depend.
 
     Attributes:
-        sample_block: Index of the block of samples at which this device's micro-batch stands among
-            those that the module gets, if it gets those of several devices.
+        sample_block: Index of this device's micro-batch among those that the module gets, if it
+            gets the micro-batches of several devices.
         fused: Whether a GPU computes masks in kernels of `gridformer.models.kernels`.
         held: The stamp that compiled code reads, see `hold`.
     """
@@ -118,9 +118,9 @@ class Site(nn.Module):
         self.held: Tensor | None = None
 
     def hold(self) -> None:
-        """Takes the stamp that compiled code reads next, which cannot make one."""
+        """Makes the stamp that compiled code reads next, because compiled code cannot make it."""
         stamp = self.clock.stamp(self.site, self.sample_block, self.clock.device)
-        object.__setattr__(self, "held", stamp)  # torch's own way takes longer
+        object.__setattr__(self, "held", stamp)  # faster than nn.Module's __setattr__
 
     def stamp(self, device: torch.device) -> Tensor:
         """Returns the stamp of the step and the rows that are set; see `DropoutClock`."""

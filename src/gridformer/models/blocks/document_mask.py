@@ -1,8 +1,8 @@
 """Attention within documents where no kernel of gridformer runs.
 
-A mask of all queries and keys takes s x S numbers for each sequence. So it exists for some queries
-at a time, forward and, once more, backward; if attention is causal, keys after these queries are
-left out.
+A mask of all queries and keys takes s x S numbers for each sequence. So the mask is made for some
+queries at a time, in the forward pass and again in the backward pass; if attention is causal, keys
+after these queries are left out.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from gridformer.models.kernels.attention import empty_heads
 
-QUERIES = 256  # at a time
+QUERIES = 256  # for which a part of the mask is made at a time
 
 
 @dataclass(frozen=True)
 class DocumentMask:
-    """A mask of attention, of which parts are made when they are needed.
+    """A mask of attention whose parts are made when they are needed.
 
     Attributes:
         bounds: Where the documents of queries lie; see `DocumentBounds.of_queries`.
@@ -43,7 +43,7 @@ class DocumentMask:
         return self.part(slice(0, self.bounds.shape[-1]), slice(0, self.keys))
 
     def parts(self) -> Iterator[tuple[slice, slice]]:
-        """Yields some queries after the other, each with all keys that they may see."""
+        """Yields slices of queries in order, each with the slice of all keys that they may see."""
         s = self.bounds.shape[-1]
         for first in range(0, s, QUERIES):
             after = min(first + QUERIES, s)
@@ -82,7 +82,7 @@ def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask, scal
 
 
 class _InParts(torch.autograd.Function):
-    """Keeps its inputs only."""
+    """Saves only its inputs; the backward pass computes the scores again."""
 
     @staticmethod
     def forward(

@@ -144,8 +144,9 @@ def indices(start: int, n: int, like: Tensor) -> Tensor:
     return torch.arange(start, start + n, device=like.device)
 
 
-# Compiled code calls the two functions as operators, into which it does not look: its bits are then
-# those of uncompiled code, and it does not hold random integers of 64 bits for the backward pass.
+# Compiled code calls the two functions as operators, which the compiler does not trace: it then
+# gives the same bits as uncompiled code, and does not keep 64-bit random integers for the backward
+# pass.
 define("masked_unfused(Tensor x, Tensor stamp, int token, int column, float p) -> Tensor")
 define("keep_scores(Tensor stamp, int[] shape, int first_head, float p) -> Tensor")
 torch.library.impl(LIBRARY, "masked_unfused", "CompositeExplicitAutograd")(drop_elements)

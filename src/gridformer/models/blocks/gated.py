@@ -1,4 +1,4 @@
-"""A layer of Llama and its kin: rotary grouped attention and a gated feed-forward."""
+"""A layer of Llama-like models: rotary grouped attention and a gated feed-forward."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Gated(torch.autograd.Function):
 
 
 class GatedLayer(Layer):
-    """One layer of Llama and its kin, [b, s, h] to [b, s, h]: x + f(norm(x)) for each sub-layer f.
+    """One layer of Llama-like models, [b, s, h] to [b, s, h]: x + f(norm(x)) for each sub-layer f.
 
     Args:
         config: The model's config.

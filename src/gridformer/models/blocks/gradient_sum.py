@@ -62,8 +62,8 @@ class GradientSum:
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the gradient a @ b, given its factors.
 
-        `a` may have additional rows, always as many: without them its rows may not have a length
-        for which a device has its fast kernels.
+        `a` may have additional rows, the same number in every call. They pad a dimension to a size
+        for which a device has fast kernels.
         """
         if self._sum is not None:
             products.add_product(self._sum, a, b)
@@ -95,7 +95,7 @@ def summed(tensors: Sequence[Tensor]) -> Iterator[list[GradientSum]]:
 
 
 def sum_behind(weight: Tensor) -> GradientSum | None:
-    """Returns the open sum of a tensor, of which `weight` is the whole or the transpose."""
+    """Returns the open sum of the tensor that `weight` is, or whose transpose it is."""
     of = weight if weight._base is None else weight._base
     total = _SUM.get(of)
     return total if of.numel() == weight.numel() else None
@@ -158,7 +158,7 @@ def gradient_place(parameter: Tensor) -> GradientPlace | None:
 
 
 def attach_gradient_places(model: nn.Module) -> None:
-    """Attaches a `GradientPlace` to each weight to whose gradient products of a model add.
+    """Attaches a `GradientPlace` to each weight whose gradient is summed in products of a model.
 
     A module names these parameters in its attribute `summed_parameters`.
     """

@@ -1,11 +1,12 @@
 """One product with several weights side by side: q, k and v, or the two of a gated feed-forward.
 
-Parameters are separate tensors, while a product wants one matrix. It gets a tensor that stands for
-the parameters side by side (`side_by_side`) and holds one element; `cast` makes their values when a
-product reads them, forward and again backward. So autograd saves no second copy of the weights. In
-bfloat16 and float16 the values are the copies of a step, which lie side by side in one tensor from
-the start: the product costs no more kernels than one with a single weight. On one device, products
-in the type of the parameters use one weight at a time, which needs no copies at all.
+Parameters are separate tensors, while a product wants one matrix. It gets a placeholder for the
+parameters side by side (`side_by_side`), which holds one element; `cast` makes the values when a
+product reads them, in the forward pass and again in the backward pass. So autograd saves no second
+copy of the weights. In bfloat16 and float16 the values are the copies of a step, which lie side by
+side in one tensor from the start: the product costs no more kernels than one with a single weight.
+On one device, products in the type of the parameters use one weight at a time, which needs no
+copies at all.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class JoinedPart(nn.Module):
 
 
 class JoinedParts(nn.Module):
-    """The parts of a product, as modules of their own that parameters are named after."""
+    """The parts of a product as submodules, whose names are in the names of the parameters."""
 
     names: tuple[str, ...]
 
@@ -69,7 +70,7 @@ class JoinedParts(nn.Module):
         return [weights, biases] if biases else [weights]
 
     def operands(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Returns what stands for all weights side by side, and for all biases or None."""
+        """Returns the placeholders of all weights and of all biases (or None) side by side."""
         weights, *biases = self.cast_together()
         return side_by_side(weights, dtype), side_by_side(biases[0], dtype) if biases else None
 
@@ -108,7 +109,7 @@ class JoinedLinear(JoinedParts):
 
 
 def side_by_side(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Returns a tensor that stands for parameters side by side, differentiable.
+    """Returns a differentiable placeholder for parameters side by side.
 
     It holds one element, and only `gridformer.models.blocks.cast` reads its values.
 

@@ -91,7 +91,8 @@ def linear(x: Tensor, weight_IO: Tensor, bias_O: Tensor | None, padded: bool = F
 
     Args:
         x: Input [..., in].
-        weight_IO: Weight [in, out], a parameter, the transpose of one, or what stands for several.
+        weight_IO: Weight [in, out], a parameter, the transpose of one, or the placeholder of
+            several.
         bias_O: Bias [out], or None.
         padded: Whether the result may have the additional columns of the cast copy, see `CastCopy`.
     """
@@ -109,7 +110,7 @@ def linear(x: Tensor, weight_IO: Tensor, bias_O: Tensor | None, padded: bool = F
 def as_rows(x: Tensor) -> Tensor:
     """Returns x [.., K], or a copy of it, so that its product with a matrix is a single one.
 
-    Of a slice of tokens, as chunks of a loss are, torch would make a small product per sequence
+    For a slice of tokens, such as a chunk of a loss, torch would run a small product per sequence
     where nothing needs a gradient.
     """
     if x.is_contiguous():

@@ -58,7 +58,8 @@ class RotaryPositions(nn.Module):
     ) -> Rotation:
         """Returns the rotations of positions `start` to `start + s`.
 
-        With `positions` [b, s], it returns theirs, which are below `start + s`.
+        With `positions` [b, s], it returns the rotations of these positions, which must be below
+        `start + s`.
         """
         at = torch.arange(start, start + s, device=device).float()
         angles = torch.outer(at, self._frequencies(device)).double().unsqueeze(1)

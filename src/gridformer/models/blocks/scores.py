@@ -45,7 +45,7 @@ class DocumentBounds(NamedTuple):
 
 
 def document_bounds(documents_BS: Tensor, of_keys_BT: Tensor | None = None) -> DocumentBounds:
-    """Returns where documents lie, which no query leaves.
+    """Returns where documents lie; a query attends only within its document.
 
     Args:
         documents_BS: The number of each query's document, ascending in a row, int64 [b, s].
@@ -163,7 +163,7 @@ class Window:
 
 @dataclass(frozen=True)
 class ScoreParts:
-    """What `gridformer.models.kernels` adds to scores: parts, which are smaller than their sum.
+    """The terms that `gridformer.models.kernels` adds to scores, which are smaller than their sum.
 
     Attributes:
         valid: False where no query may attend to a key [b, S].
@@ -180,7 +180,7 @@ class ScoreParts:
     documents: DocumentBounds | None = None
 
     def sum(self, queries: int, dtype: torch.dtype) -> Tensor | SharedBias | DocumentMask | None:
-        """Returns them as one tensor, for attention that the kernels cannot compute.
+        """Returns the sum as one tensor, for attention that the kernels cannot compute.
 
         Args:
             queries: The number s of queries.

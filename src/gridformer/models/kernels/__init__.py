@@ -3,7 +3,8 @@
 They are written in Triton, which CUDA builds of PyTorch include. Everywhere else the blocks that
 use them compute the same numbers with PyTorch's operators.
 
-An operator says what it returns without Triton, so that fake tensors (an estimate of memory, a
-count of kernels) see what a GPU would run. Triton is imported when an operator first runs: `bits`,
-`tiles`, `masking`, `flash`, `flash_backward` and `flash_launch` import it, the others do not.
+Each operator declares the shapes of its results without Triton, so fake tensors (in an estimate of
+memory, or a count of kernels) see what a GPU would run. Triton is imported when an operator first
+runs: `bits`, `tiles`, `masking`, `flash`, `flash_backward` and `flash_launch` import it, the others
+do not.
 """

@@ -167,7 +167,7 @@ def tile_sizes(q: Tensor, forward: bool) -> dict[str, int]:
     They fit into the 99 KiB of shared memory that the smallest supported GPUs have.
 
     Args:
-        q: Queries [.., d], of which the width and the dtype are read.
+        q: Queries [.., d]; only their width and dtype are read.
         forward: Whether it is the forward kernel, which needs less memory.
 
     Returns:
@@ -216,7 +216,7 @@ def _masks(
     documents: Tensor | None,
     stamp: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns them as the kernels read them; q takes the place of one that does not exist."""
+    """Returns the masks as the kernels read them; q takes the place of a missing one."""
     mask = q if valid is None else valid.contiguous().view(torch.uint8)
     added = q if bias is None else bias.contiguous()
     bounds = q if documents is None else documents.contiguous()

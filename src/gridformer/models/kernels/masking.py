@@ -51,7 +51,7 @@ def launch_masking(
     """Drops elements on a GPU; see `dropout.masked`.
 
     Args:
-        x_BSH: The tensor [b, s, h] of which a share p of the elements is dropped.
+        x_BSH: Activations [b, s, h].
         stamp: What the mask depends on; see `dropout.masked`.
         first_token: The index of the first token within its sequence.
         first_column: The index of the first column.

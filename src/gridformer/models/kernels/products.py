@@ -4,7 +4,7 @@ A product sums in float32 anyway. Rounding its result to the type of the factors
 weight's type and adding it to a sum reads and writes a matrix as large as the weight five times;
 adding it where the product is computed does so twice, and it needs no memory in between. With few
 tokens in a micro-batch, or with the table of a large vocabulary, to whose gradient every chunk of
-the loss adds, that is a part of the step that shows.
+the loss adds, this is a noticeable part of the step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the attention kernels compute of one tile of scores: rows are queries, columns are keys.
+"""The steps of the attention kernels for one tile of scores: rows are queries, columns are keys.
 
 Names in capitals are known when a kernel is compiled. Tiles of tensors are [rows, D], where D is
 the head size rounded up to a power of two; columns beyond the head size hold zeros. Arguments that
@@ -113,7 +113,7 @@ def within(documents, begin, end, start, size, length, TILE: tl.constexpr):
         begin: Where the range begins, a multiple of TILE.
         end: Where it ends.
         start: The first of the positions.
-        size: Their number, of which those beyond `length` do not exist.
+        size: Their number; positions from `length` on do not exist.
         length: The length of the sample.
     """
     last = tl.minimum(start + size, length) - 1

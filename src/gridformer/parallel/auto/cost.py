@@ -62,9 +62,9 @@ class Timed:
     """Seconds of all products of a name in a step on the cluster of a layout.
 
     Attributes:
-        seconds: As chosen by seconds.
-        by_rules: What volumes and thresholds would have chosen.
-        by_rules_s: Its seconds.
+        seconds: Seconds of the choice that was made by seconds.
+        by_rules: The choice that volumes and thresholds would have made.
+        by_rules_s: Seconds of that choice.
     """
 
     seconds: float

@@ -26,7 +26,7 @@ from gridformer.parallel.pipeline.partition import link_names, stages_of
 from gridformer.parallel.registry import describe_layout, spec_of
 from gridformer.utils.units import MIB, three_digits
 
-_TURNS = 3  # of deciding choices and placement
+_TURNS = 3  # how often choices and placement are decided in turn
 _WIDE = 100  # terminals with this many characters or more show the sizes of products
 
 
@@ -74,8 +74,8 @@ def decide_run(run: RunConfig) -> Decisions:
 def choices_of(run: RunConfig) -> Choices:
     """Returns how each product of a run is carried out; see `decide_run`.
 
-    On a cluster this depends on what nodes hold, which depends on what travels: both are decided in
-    turn until what nodes hold does not change.
+    On a cluster the choices depend on the placement on nodes, which depends on the traffic of the
+    choices: both are decided in turn until the placement no longer changes.
     """
     layout, work, block = run.layout, replica_work(run), None
     for _ in range(_TURNS):
@@ -181,10 +181,10 @@ def _why_these_stages(run: RunConfig, work: Work) -> str:
 
 
 def _times_over_replicas(run: RunConfig) -> float:
-    """Returns how often a layer's parameters travel per step: gathered, or as gradients summed.
+    """Returns how often a layer's parameters are sent per step: gathered, or as summed gradients.
 
-    With fsdp what is gathered has the type of the computation. It counts as the part of a parameter
-    that has the same bytes.
+    With fsdp gathered parameters have the dtype of the computation. Each of them counts as the
+    fraction of a parameter that has as many bytes.
     """
     layout = run.layout
     if layout.dp_mode != "fsdp":

@@ -2,7 +2,7 @@
 
 It tries every operand that may stay in place, schedule, number of chunks and kept operand that a
 layout leaves open, takes the fastest that fits into the memory of a device, and prefers what the
-rules of gridformer.parallel.auto.heuristics choose if that takes as long.
+rules of gridformer.parallel.auto.heuristics choose if that is about as fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SMALL_BYTES = 64 << 20  # operands below this size may always be gathered at onc
 MOST_CHUNKS = 32  # keeps products large and messages few
 MEMORY_SHARE = 0.8  # of a device, for what `Choices.held_bytes` estimates and what is gathered
 GAIN = 0.99  # an option is only preferred to that of the rules if it takes less than this part
-_RULES = ("stationary:", "schedule:", "chunks:", "keep_gathered:")  # what their reasons begin with
+_RULES = ("stationary:", "schedule:", "chunks:", "keep_gathered:")  # begin their reasons
 _SCHEDULES: tuple[ScheduleName, ...] = ("gather", "pipelined", "broadcast")
 
 
@@ -59,7 +59,7 @@ def max_chunks(choices: Choices, layout: LayoutConfig, product: Product) -> int:
     """Returns the most chunks into which the activation of a product can be cut.
 
     Args:
-        choices: The choices, of which the work and the grid are read.
+        choices: The choices; only their work and grid are read.
         layout: The layout.
         product: The product.
     """

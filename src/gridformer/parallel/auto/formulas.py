@@ -34,7 +34,7 @@ def product_work(batch: int, m: int, n: int, k: int, dtype: str, itemsize: int) 
         m: Rows of the first matrix.
         n: Columns of the second matrix.
         k: Columns of the first matrix and rows of the second.
-        dtype: The data type by which the speed of products is told apart, such as `tf32`.
+        dtype: The data type that decides the speed of products, such as `tf32`.
         itemsize: Bytes of an element.
 
     Returns:

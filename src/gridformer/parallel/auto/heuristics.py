@@ -50,7 +50,7 @@ def decide(
 ) -> Choices:
     """Returns the choices for a model under a layout; `Choices.reasons` explains them.
 
-    With `layout.cluster` those are taken that are the fastest there.
+    With `layout.cluster` it takes the choices that are fastest on that cluster.
 
     Args:
         model: The model.
@@ -308,7 +308,7 @@ def _moved_bytes(choices: Choices) -> float:
 
 
 def _held_bytes(choices: Choices, model: ModelConfig, pp: int) -> float:
-    """Estimates the bytes of states, activations and logits on a device, nothing kept gathered.
+    """Estimates the bytes of states, activations and logits if nothing is kept gathered.
 
     In a pipeline a device has 1/pp of the states, and as many activations as without: it has 1/pp
     of the layers, but about pp micro-batches in flight.

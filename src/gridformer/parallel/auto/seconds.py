@@ -162,7 +162,10 @@ class ProductTimes:
     def _launched(
         self, forward: float, backward: float, parts: int, each: tuple[int, int]
     ) -> tuple[float, float]:
-        """Returns the seconds of passes with those of the host, which launches `each` per part."""
+        """Returns the seconds of both passes, given those of the device.
+
+        The host launches `each` kernels per part, which may take longer than the device.
+        """
         device = forward, backward
         host = [(n + parts * more) * self.launch_s for n, more in zip(_LAUNCHES, each)]
         if self.on_cpu:  # the host is the device
@@ -214,7 +217,7 @@ class ProductTimes:
         return kernel_s(self.cluster, KernelWork("memory", 0.0, n_bytes))
 
     def message_s(self, op: Op, n_bytes: float, axis: str) -> _Message:
-        """Returns the seconds of a message, 0 if one rank has the axis for itself.
+        """Returns the seconds of a message; 0 on an axis of one rank.
 
         Args:
             op: The kind of message.
@@ -234,9 +237,9 @@ class ProductTimes:
 def _places(
     layout: LayoutConfig, block: NodeBlock | None, cluster: Cluster
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Returns where a group of each axis of the mesh lies, and how many such share its links.
+    """Returns where a group of each axis of the mesh lies, and how many of them share its links.
 
-    Of the groups of an axis it is one that spans most nodes.
+    Among the groups of an axis it takes one that spans the most nodes.
     """
     spec, found = spec_of(layout), {}
     ranks = spec.ranks(layout, block)

@@ -1,4 +1,4 @@
-"""What a run asks of one replica: its tokens, types, and the bytes of parameters and optimizer.
+"""The work of one replica of a run: tokens, dtypes, and bytes of parameters and optimizer.
 
 Nothing here loads torch, so a run that is far too large is refused without waiting for it.
 """
@@ -50,8 +50,8 @@ def parameter_bytes(run: RunConfig) -> int:
 def state_bytes(run: RunConfig, replicas: int) -> float:
     """Returns the bytes per parameter of value, gradient and two moments on one of its replicas.
 
-    Gradients of several micro-batches accumulate unsharded (gridformer.parallel.data.zero). What
-    FSDP gathers is not counted, with `reshard: step` neither.
+    Gradients of several micro-batches accumulate unsharded (gridformer.parallel.data.zero).
+    Parameters that FSDP gathers are not counted, not even with `reshard: step`.
 
     Args:
         run: The run.

@@ -1,4 +1,4 @@
-"""Sub-graph parallelism for any network: places its `Branches` on sub-grids, nothing else changes.
+"""Sub-graph parallelism for any network: places its `Branches` on sub-grids; nothing else changes.
 
     torch.manual_seed(0)
     placed = parallelize_branches(Net(), g=4)                    # on every process

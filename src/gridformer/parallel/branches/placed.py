@@ -39,7 +39,6 @@ class PlacedBranches(nn.Module):
     """A section with this process's branches, between the collectives that enter and leave it.
 
     Dimension 0 of its input and output holds this process's samples.
-
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class PlacedBranches(nn.Module):
 
 
 def _known_by_all(widths: Tensor, section: Section) -> list[int]:
-    """Exchanges numbers of which every sub-grid knows its own and has zeros for the others."""
+    """Exchanges numbers; every sub-grid knows its own and has zeros for those of the others."""
     grids, rank = section.grids, section.rank
     here = grids[section.mine].ranks.index(rank)
     # A process receives from one process of each other sub-grid, and sends to those with its own

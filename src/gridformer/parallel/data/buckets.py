@@ -38,8 +38,8 @@ def buckets(
     """Yields tensors in buckets of one dtype, at most 25 MiB each, or a single larger tensor.
 
     Args:
-        tensors: What is to travel.
-        limit: A smaller number of bytes.
+        tensors: The tensors to send.
+        limit: The size of a bucket in bytes, if not 25 MiB.
     """
     limit = BUCKET_BYTES if limit is None else min(limit, BUCKET_BYTES)
     by_type: dict[torch.dtype, list[AnyTensor]] = defaultdict(list)

@@ -9,8 +9,7 @@ summed in this order, small tensors together in buckets:
     3. over the pipeline stages that share a parameter, each of which owns it
 
 The gradient norm counts every element once: on the owner, on the first replica and on the first of
-the stages that share it. What the update makes of parameters is sent by
-gridformer.parallel.data.copies.
+the stages that share it. gridformer.parallel.data.copies sends the updated parameters.
 """
 
 from __future__ import annotations
@@ -318,7 +317,7 @@ class _Bucket:
         self._pending = comm.start_reduce_scatter(flat, self.axis, 0, LABEL)
 
     def _as_message(self, grads: list[Tensor]) -> Tensor:
-        """Returns the gradients as one message, of which they become views.
+        """Returns the gradients as one message, and makes them views of it.
 
         The sums then arrive in the gradients themselves. A gradient that travels alone is not even
         copied. Each keeps the memory order of its parameter.
@@ -399,8 +398,8 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> Tenso
         factor: A scalar on the device of the gradients, which the host need not know.
 
     Returns:
-        What torch's fused AdamW takes as `grad_scale`, by which it then divides the gradients while
-        it reads them anyway; None if they are scaled already.
+        The `grad_scale` for torch's fused AdamW, which divides the gradients by it while it reads
+        them; None if they are scaled already.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:

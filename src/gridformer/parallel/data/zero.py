@@ -131,8 +131,8 @@ class FlatBucket:
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """Returns tensors, each with the shape of its parameter, as one [replicas, share].
 
-        A single tensor whose rows divide evenly is that already, so it is not copied. Nor is one in
-        memory that `reserve_padding` has provided for.
+        A single tensor whose rows divide evenly already has this form, so it is not copied. Neither
+        is a single gradient in memory with the padding that `reserve_padding` provides.
         """
         if len(tensors) == 1:
             rows, shape = _rows_of(tensors[0], self.parameters[0]), (self.axis.size, self.share)

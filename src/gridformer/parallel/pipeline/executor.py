@@ -10,7 +10,7 @@ read them. The next receive from each rank is posted before it is needed, so tha
 computation. Over NCCL the messages of the first runs go through the host; see `Executor.loads`.
 
 A run that is told to stop leaves out the last micro-batches of a step, the same on all ranks. Their
-messages are sent all the same, without having been computed, because their receives may be posted.
+messages are still sent, with uninitialized content, because their receives may be posted.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Executor:
         axes.make_holders(shared_sets(model, axes.pp.size))
         self._itineraries: dict[tuple[int, bool], tuple[Itinerary, Completed]] = {}
         self._loading_runs = LOADING_RUNS if self.channel.on_device else 0
-        self._n_runs: Counter[Hashable] = Counter()  # by what decides which kernels are launched
+        self._n_runs: Counter[Hashable] = Counter()  # by the key of `_kernels_of`
         self._parameters = {
             stage: {
                 parameter
@@ -196,8 +196,8 @@ class Executor:
             finish: See `train`; it is called on the last stage.
 
         Returns:
-            What leaves the stage, and where its backward pass begins: at the loss, or at edges of
-            the graph, for it needs none of the tensors that are sent.
+            The activations that leave the stage, and the roots of its backward pass: the loss, or
+            edges of the graph, because the backward pass needs none of the tensors that are sent.
         """
         links = [self.links[i].name for i in self.model.stages[action.stage]]
         leaving = self.model.run(batch, entering, links)
@@ -379,7 +379,7 @@ class _Run:
 
 
 def _kernels_of(training: bool, work: Sequence[MicroBatch]) -> Hashable:
-    """Returns what decides which kernels a run launches."""
+    """Returns a key that is equal for runs that launch the same kernels."""
     return training, *(x.shape for x in work[0].batch.values())
 
 

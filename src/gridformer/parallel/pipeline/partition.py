@@ -47,7 +47,7 @@ def _stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, .
 
 @contextmanager
 def with_stages(config: ModelConfig, stages: Sequence[range]) -> Iterator[None]:
-    """Cuts a model into these stages wherever it is cut into as many, inside the context.
+    """Makes `stages_of` return these stages, inside the context, where it is asked for as many.
 
     Args:
         config: The model.
@@ -68,7 +68,7 @@ def link_names(config: ModelConfig) -> tuple[str, ...]:
 
 @lru_cache(maxsize=32)
 def model_outline(config: ModelConfig) -> Model:
-    """Returns a model on the meta device of whose equal layers only the first of a stack is built.
+    """Returns a model on the meta device with only the first of the equal layers of each stack.
 
     It has all links, and must not be changed.
     """

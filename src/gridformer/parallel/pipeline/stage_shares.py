@@ -55,7 +55,7 @@ def shares_of_stages(run: RunConfig) -> list[StageShares]:
     if layout.pp == 1:
         return [StageShares(tuple((stack, 1.0) for stack in stacks), 1.0, True)]
     model = run.model
-    if not model.vocab_size:  # nobody has said it yet
+    if not model.vocab_size:  # it is not known yet
         model = model.model_copy(update={"vocab_size": 1})
     names = link_names(model)
     # How work is divided does not depend on the number of sequences.

@@ -33,10 +33,10 @@ class Event(NamedTuple):
 
     @property
     def span(self) -> tuple[float, float]:
-        """Start and end in seconds. Those of a GPU must have been told by a `Clock`."""
+        """Start and end in seconds. Times of a GPU must have been converted by a `Clock`."""
         start, end = self.start, self.end
-        assert not isinstance(start, Moment), "a GPU's time that no clock has told"
-        assert not isinstance(end, Moment), "a GPU's time that no clock has told"
+        assert not isinstance(start, Moment), "a GPU's time that no Clock has converted"
+        assert not isinstance(end, Moment), "a GPU's time that no Clock has converted"
         return start, end
 
 
@@ -54,8 +54,9 @@ def timed(
         kind: What the work is; see `Event`.
         stage: The pipeline stage, or -1 if the work belongs to none.
         micro: The micro-batch, or -1 if the work belongs to none.
-        on_gpu: Whether the GPU's time is meant. The host does not wait for it: in a pipeline, a GPU
-            may have posted the receive of a message that depends on what the host launches next.
+        on_gpu: Whether the work is timed on the GPU. The host does not wait for the GPU: in a
+            pipeline, a GPU may have posted the receive of a message that depends on what the host
+            launches next.
     """
     if on_action is None:
         yield
@@ -70,7 +71,7 @@ def _now(on_gpu: bool) -> float | Moment:
 
 
 class Clock:
-    """The clock of the host, on which a GPU's moments are told. The device must be idle.
+    """Converts moments of a GPU to times of the host's clock. The device must be idle at first.
 
     Args:
         device: The device.
@@ -97,7 +98,7 @@ def idle_fraction(ranks: Sequence[Sequence[Event]]) -> float:
     2.2.1 and 2.2.2).
 
     Args:
-        ranks: The events of one step, for each rank, as a `Clock` tells them. All clocks must
+        ranks: The events of one step, for each rank, as `Clock.told` returns them. All clocks must
             agree, as those of processes on one machine do.
     """
     work = [event for events in ranks for event in events if event.kind in ("forward", "backward")]

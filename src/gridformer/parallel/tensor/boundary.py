@@ -34,7 +34,7 @@ class Boundary(Protocol):
         """Starts to gather the full activation from this device's part x of it."""
 
     def reduce_scatter(self, partial: Tensor) -> Pending:
-        """Starts to sum `partial` over devices, of which each keeps its part; may overwrite it."""
+        """Starts to sum `partial` over devices, each of which keeps its part; may overwrite it."""
 
     def empty_gathered_like(self, x: Tensor, width: int) -> Tensor:
         """Returns a tensor shaped as the gathered x but with `width` as its last dimension.
@@ -68,7 +68,7 @@ class Boundary(Protocol):
 
         Args:
             x: An activation, full or this device's part.
-            indices: A range of the dimension of which `max_chunks` says how often it can be cut.
+            indices: A range of the dimension that is cut into chunks; see `max_chunks`.
         """
 
 

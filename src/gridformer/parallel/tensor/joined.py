@@ -100,7 +100,7 @@ def grid_product(
         over: The axis that is `col` among the axes of the schedules; only joined products read it.
 
     Returns:
-        A `GridJoinedLinear` for joined products, and a `GridLinear` for one.
+        A `GridJoinedLinear` for a joined product, and a `GridLinear` for a single one.
     """
     if isinstance(plain, blocks.JoinedLinear):
         return GridJoinedLinear(plain, choice, bias, schedules, over)

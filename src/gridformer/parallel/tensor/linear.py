@@ -330,7 +330,7 @@ class SequenceParallelJoin(nn.Module):
 
 
 class KeptWeights:
-    """What of a model `weights_kept` opens and closes, found once for many steps.
+    """The parts of a model that `weights_kept` opens and closes, found once for many steps.
 
     The model is complete: no product and no copy of a weight is added to it later.
     """

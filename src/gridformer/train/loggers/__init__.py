@@ -32,7 +32,7 @@ def missing_packages(loggers: Sequence[str]) -> list[str]:
 def open_loggers(
     run: RunConfig, run_dir: Path, resume_step: int
 ) -> tuple[list[Callback], list[Callback]]:
-    """Opens what `train.loggers` names.
+    """Opens the loggers that `train.loggers` names.
 
     Args:
         run: The run.

@@ -1,8 +1,8 @@
-"""What the loggers of services have in common: the id under which a resumed run goes on there.
+"""The base class of loggers of services: it keeps the id under which a resumed run goes on there.
 
-`loggers.json` in the run directory keeps it. A run that is resumed joins its run there, a run that
-begins anew begins one, and a run that goes back to a checkpoint after a step that was not finite
-begins one, too, because steps that were logged there cannot be taken back.
+`loggers.json` in the run directory keeps it. A run that is resumed joins its run at the service,
+and a run that begins anew begins a new one there. So does a run that goes back to a checkpoint
+after a step that was not finite, because steps that were logged cannot be taken back.
 
 A process that is killed takes with it what its logger has not sent yet. metrics.jsonl has these
 steps, so the process that resumes the run logs them.
@@ -44,7 +44,7 @@ class JoinedLogger(Callback):
         self.run_dir, self.resume_step, self.logged = run_dir, resume_step, -1
         self.settings: RunConfig | None = None
         self.about: dict[str, Any] = {}
-        self._part, self._after = 0, -1  # each part has the steps after the one to which it went
+        self._part, self._after = 0, -1  # a rollback begins a part, with the steps after this one
         self._id = ""
 
     @property

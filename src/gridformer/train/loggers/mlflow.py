@@ -22,7 +22,7 @@ _LONGEST = 500  # characters of a parameter
 class MLflow(JoinedLogger):
     """Logs to an MLflow server, or to the file `mlflow.db` beside the run directory.
 
-    The variables of the package's own count: MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME.
+    The package's own environment variables apply: MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME.
 
     Args:
         run_dir: The run directory.
@@ -38,7 +38,7 @@ class MLflow(JoinedLogger):
         self._sent = 0.0
 
     def begin(self, run_id: str | None, title: str) -> tuple[str, int | None]:
-        # What the package reports about itself to its makers is not for a trainer to send.
+        # A trainer should not send the package's usage reports to its makers.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow.tracking import MlflowClient
 
@@ -70,7 +70,7 @@ class MLflow(JoinedLogger):
         return self._id, -1
 
     def _tag(self) -> None:
-        """Says where the run runs now, which may differ after each resume."""
+        """Records where the run runs now, which may differ after each resume."""
         for name, value in self.about.items():
             self._client.set_tag(self._id, f"gridformer.{name}", str(value))
 

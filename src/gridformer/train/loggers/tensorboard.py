@@ -17,7 +17,7 @@ class TensorBoard(Callback):
     Args:
         run_dir: The run directory.
         resume_step: The step of the checkpoint to resume from; TensorBoard hides what earlier
-            processes have told of later ones.
+            processes wrote about later steps.
     """
 
     def __init__(self, run_dir: Path, resume_step: int) -> None:

@@ -16,7 +16,7 @@ _EXIT = {"done": 0, "stopped": 0, "failed": 1, "diverged": 1}
 class WeightsAndBiases(JoinedLogger):
     """Logs to Weights & Biases, or to a folder `wandb` in the run directory.
 
-    The variables of the package's own count: WANDB_MODE (online, offline or disabled),
+    The package's own environment variables apply: WANDB_MODE (online, offline or disabled),
     WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_GROUP and so on.
 
     Args:
@@ -31,7 +31,7 @@ class WeightsAndBiases(JoinedLogger):
         self._run: Any = None
 
     def begin(self, run_id: str | None, title: str) -> tuple[str, int | None]:
-        # What the package reports about itself to its makers is not for a trainer to send.
+        # A trainer should not send the package's usage reports to its makers.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 

@@ -90,9 +90,10 @@ class Gather:
     def sum_of_blocks(
         self, whole: Matrix, local: Matrix, into: ContinuedGradient | None = None
     ) -> Pending:
-        """Computes Aᵀ B summed down the column, of which this device keeps its block of rows.
+        """Computes Aᵀ B summed down the column; this device keeps its block of rows.
 
-        The blocks of other devices are multiplied first, and travel while the own one multiplies.
+        The blocks of other devices are multiplied first, and travel while this device's block is
+        multiplied.
 
         Args:
             whole: A gathered chunk [.., M] of A.

@@ -62,7 +62,7 @@ Matrix = Tensor | OneHot
 
 
 class AddsGradients(Protocol):
-    """What says whether its products add to gradients where they multiply."""
+    """A schedule that says whether its products add to gradients where they multiply."""
 
     @property
     def adds_gradients(self) -> bool: ...
