@@ -51,7 +51,7 @@ class Told(Callback):
 
 
 class Fails(Callback):
-    """Fails after its first step, and must be told nothing more."""
+    """Fails after its first step, and must get no more events."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -137,7 +137,7 @@ def test_the_sentence_names_the_callback_and_the_line(capsys: pytest.CaptureFixt
     assert said.startswith(
         "the callback Fails has failed (KeyError: 'no such thing', in test_callbacks.py, line "
     )
-    assert said.endswith("it is told nothing more, and the run goes on")
+    assert said.endswith("it gets no more events, and the run goes on")
     assert len(console.events) == 3
     assert callbacks.others == []
 

@@ -1,4 +1,4 @@
-"""What `gridformer calibrate` measures: the shapes and sizes, for a GPU, for a CPU, and for tests.
+"""The shapes and sizes that `gridformer calibrate` measures: on a GPU, on a CPU, and in tests.
 
 The shapes are those of transformers. A linear layer of `tokens` tokens from `inner` to `outer`
 features makes three products: forward, and two in its backward pass, each with operands in another

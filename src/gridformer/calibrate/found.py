@@ -17,7 +17,7 @@ class Measurements:
     Attributes:
         rows: Rows of `cluster.tables`, by table.
         failures: Sentences on what could not be measured.
-        backend: What messages were sent with; empty if none were sent.
+        backend: The backend of messages; empty if none were sent.
         host: Seconds per operator and per step, see `host.HostTime`; empty if not measured.
     """
 

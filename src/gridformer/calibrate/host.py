@@ -1,4 +1,4 @@
-"""What the host adds to the operators of a training step: Python's time, measured on tiny models.
+"""The time that the host adds to the operators of a training step, measured on tiny models.
 
 Two models that differ in their number of layers run whole training steps. Their difference gives
 the time per operator; the rest is the time of a step that depends on no layer.

@@ -1,4 +1,4 @@
-"""What is wrong with a run, as a user reads it."""
+"""The problems of a run, as a user reads them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ KINDS = {
     "deadlock": "ranks wait for each other in a circle",
     "read-back": "the host waits for the device",
 }
-# What may help, by the axis of the message. A message that does not fit is an error of gridformer.
+# Settings that may help, by the axis of the message. A message that does not fit is an error of
+# gridformer.
 _AXES = {
     "pp": "layout.pipeline=gpipe, or a smaller layout.pp",
     "dp": "another layout.dp_mode",

@@ -32,7 +32,7 @@ class Report:
     """The result of a check.
 
     Attributes:
-        problems: What is wrong.
+        problems: The problems that were found.
         traced: The ranks that were traced.
         n_ranks: The number of ranks of the run.
         n_messages: The number of messages that the traced ranks start.

@@ -46,7 +46,7 @@ def sample_ranks(run: RunConfig, decisions: Decisions, most: int = MOST) -> list
     Args:
         run: The run.
         decisions: The result of `decide_run`.
-        most: A run of at most this many ranks has all of them returned, each in a list of its own.
+        most: If the run has at most this many ranks, all are returned, each in a list of its own.
 
     Returns:
         Lists of ranks that differ only in their place along pp and whose stages have equal layers.

@@ -52,7 +52,7 @@ class Device(_Part):
     Attributes:
         n_processors: Multiprocessors of a GPU, over which the tiles of products are distributed.
         memory_gib: Memory of the device in GiB.
-        reserved_gib: What the driver, CUDA's context and NCCL take of it, in GiB.
+        reserved_gib: The part of it that the driver, CUDA's context and NCCL take, in GiB.
         peak_tflops: TFLOP/s of dense matrix products by data type; `tf32` are float32 tensors
             multiplied as TF32.
         memory_gbps: Bandwidth of the device's memory in GB/s.
@@ -116,7 +116,7 @@ class Fitted(_Part):
         source: The command that fitted it.
         data: The measurements that it was fitted to.
         identified: Whether these measurements determine it.
-        note: What one should know before using it where the measurements do not reach.
+        note: A caution for uses of the number that the measurements do not cover.
         up_to_nodes: The most nodes of one of these measurements, if the number depends on nodes:
             predictions of runs on more nodes say that it was not measured there.
     """
@@ -133,7 +133,7 @@ class Cluster(_Part):
     """A machine: its devices, the levels of its network, its host, and what was fitted.
 
     Attributes:
-        tables: What `gridformer calibrate` measured there.
+        tables: The measurements of `gridformer calibrate` there.
         processes: How many processes compute at the same time on one machine with a CPU, whose
             cores they share. The caller that asks for times sets it; it is not a key of the file.
     """

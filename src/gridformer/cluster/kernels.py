@@ -30,7 +30,7 @@ BYTES = {"float16": 2, "bfloat16": 2, "float64": 8}
 
 
 class KernelWork(NamedTuple):
-    """What one kernel does.
+    """The work of one kernel.
 
     Attributes:
         kind: `product`, `attention` (fused), `copy` (between host and GPU) or `memory` (everything

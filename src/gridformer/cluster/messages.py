@@ -20,7 +20,7 @@ Op = Literal[
 
 
 class MessageWork(NamedTuple):
-    """What one message does.
+    """The work of one message.
 
     Attributes:
         op: The collective, or `send`.

@@ -79,7 +79,7 @@ class MessageRow(NamedTuple):
 
 
 class HostRow(NamedTuple):
-    """What Python adds to each operator of a training step, and to each step."""
+    """The time that Python adds to each operator of a training step, and to each step."""
 
     processes: Count
     launch_us: Positive

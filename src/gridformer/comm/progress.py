@@ -114,7 +114,7 @@ class _Site:
 
 
 class Progress:
-    """What this process writes about its messages.
+    """Writes where this process is among its messages.
 
     Args:
         path: the file to write; None keeps it in memory, where other processes of this user find it
@@ -195,7 +195,7 @@ class Progress:
         return (monotonic_ns() - since) / 1e9 if view[LANE] else 0.0
 
     def read(self) -> State:
-        """Returns what the file says."""
+        """Returns the state that the file records."""
         return state_of(self._bytes)
 
     def _new_site(self, op: str, axis: Axis, label: str, peer: int) -> _Site:

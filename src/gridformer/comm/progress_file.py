@@ -41,7 +41,7 @@ COLLECTIVE, EXCHANGE, SEND, RECEIVE = "collective", "exchange", "send", "recv"
 
 @dataclass(frozen=True)
 class Message:
-    """What a message is: its operation, axis, label and number of elements (-1 if not known)."""
+    """A message: its operation, axis, label and number of elements (-1 if not known)."""
 
     op: str
     axis: str
@@ -77,7 +77,7 @@ class Lane:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What identifies the lane among those of its process."""
+        """The key that identifies the lane within its process."""
         return self.group, self.kind, self.peer
 
 
@@ -93,7 +93,7 @@ class WaitingMessage:
 
 @dataclass(frozen=True)
 class State:
-    """What the file of a process says.
+    """The state of a process, as its file records it.
 
     Attributes:
         pid: its process id.
@@ -115,7 +115,7 @@ class State:
 
 
 def read(path: Path) -> State | None:
-    """Returns what another process has written, or None if it cannot be read."""
+    """Returns the state that another process has written, or None if it cannot be read."""
     try:
         with open(path, "rb") as file:
             data = mmap.mmap(file.fileno(), LENGTH, access=mmap.ACCESS_READ)
@@ -127,7 +127,7 @@ def read(path: Path) -> State | None:
 
 
 def state_of(data: mmap.mmap) -> State:
-    """Returns what a file says, given its bytes."""
+    """Returns the state that a file records, given its bytes."""
 
     def words(at: int, n: int) -> tuple[int, ...]:
         return struct.unpack_from(f"{n}q", data, 8 * at)

@@ -102,7 +102,7 @@ def weight_problems(where: str, names: Sequence[str], weights: Sequence[float]) 
     """Returns what is wrong with the weights of a stage, each with weights that work.
 
     Args:
-        where: What the weights are, as the beginning of a sentence.
+        where: A name of the weights, as the beginning of a sentence.
         names: The names of the sources.
         weights: Their weights.
     """

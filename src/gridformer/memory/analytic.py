@@ -85,7 +85,7 @@ class _Made:
     Attributes:
         layers: Parameters, gradients and moments of each stack's layers.
         head: Those of everything else.
-        stays: What each stack's layers keep of one micro-batch.
+        stays: The activations that each stack's layers keep of one micro-batch.
         inputs: Gathered inputs that all layers keep of one micro-batch.
         weights: Gathered weights that all layers keep.
         backward: The additional memory of a layer's backward pass.
@@ -155,7 +155,7 @@ def _peak_of_rank(
     Args:
         run: The run.
         choices: Its choices.
-        made: What a step makes.
+        made: The memory that a step allocates.
         rank: The place in the pipeline.
         part: Which part of the model it has.
     """
@@ -271,7 +271,7 @@ def _norm_of_whole(run: RunConfig, choice: Choice) -> bool:
 
 @dataclass(frozen=True)
 class _Replicas:
-    """What replicas that share parameters or gradients hold besides their shards, in bytes.
+    """The memory of replicas that share parameters or gradients, besides their shards, in bytes.
 
     Attributes:
         gathered: With FSDP the tables, which stay for a step, and two layers.

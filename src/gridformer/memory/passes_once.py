@@ -45,7 +45,7 @@ _NAMES = ("hidden", "memory")
 
 @dataclass
 class _Recorded:
-    """What a stage does with a micro-batch.
+    """The record of a stage with a micro-batch.
 
     Attributes:
         entering: Names of the activations that enter the stage.

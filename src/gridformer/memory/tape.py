@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """What a tensor looks like, so that another one can be made like it.
+    """The properties of a tensor from which another one like it can be made.
 
     Attributes:
         n_bytes: The bytes of its storage.

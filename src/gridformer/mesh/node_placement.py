@@ -140,7 +140,7 @@ def blocks(sizes: Sizes, devices_per_node: int) -> list[NodeBlock]:
 
 
 def plain_block(sizes: Sizes, devices_per_node: int) -> NodeBlock | None:
-    """Returns what a node holds in plain order (`col` innermost), or None if it is not a block.
+    """Returns the block of each node in plain order (`col` innermost), or None if there is none.
 
     Args:
         sizes: sizes of the mesh, see sizes_of.

@@ -89,7 +89,7 @@ class EncoderDecoder(Model):
 
     Args:
         config: The model's config.
-        style: What the layers of the family have in common.
+        style: The style that all layers of the family share.
         embedding_std: The standard deviation with which the table is initialized.
         head_scale: A factor on the decoder's last norm, if that is an RMSNorm.
     """

@@ -55,7 +55,7 @@ class BoundarySpec:
 
 @dataclass(frozen=True)
 class ModuleTable:
-    """What replaces the modules of a plain model, by their role (gridformer.parallel.walk.role_of).
+    """Replacements of a plain model's modules, by their role (gridformer.parallel.walk.role_of).
 
     Attributes:
         roles: For each role a function of the plain module. It returns the replacement, or None if
@@ -208,7 +208,7 @@ class SchemeSpec:
     def table(
         self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
     ) -> ModuleTable | None:
-        """Returns what replaces the modules of a plain model; None if all of them stay.
+        """Returns the replacements of a plain model's modules; None if all of them stay.
 
         Args:
             model: The plain model on the meta device. Roles may modify its modules in place.

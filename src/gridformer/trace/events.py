@@ -180,7 +180,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What one operator launches on the device.
+    """The work that one operator launches on the device.
 
     Attributes:
         op: The operator, such as `mm` or `gelu`.
@@ -239,7 +239,7 @@ Event = Start | Wait | Kernel | Read | Passed
 
 @dataclass
 class Trace:
-    """What one rank does in an optimizer step.
+    """The record of one rank in an optimizer step.
 
     Attributes:
         rank: The global rank.
@@ -248,7 +248,8 @@ class Trace:
         events: Messages and waits, in order. Where kernels are recorded, also these and the values
             that are read back, and passes that are repeated.
         reads: Values that are read back from the device.
-        troubles: What a GPU or NCCL refuses. If the code raised an error, the last one says which.
+        troubles: The actions that a GPU or NCCL would refuse. If the code raised an error, the last
+            one says which.
         complete: Whether the step came to its end.
         update: The number of the event with which the update begins, after all passes.
     """

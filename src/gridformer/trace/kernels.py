@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class LaunchedWork(NamedTuple):
-    """What an operator launches; see `gridformer.trace.events.Kernel`."""
+    """The work that an operator launches; see `gridformer.trace.events.Kernel`."""
 
     op: str
     kind: Literal["product", "attention", "memory", "copy"]
@@ -54,13 +54,13 @@ _SCATTERS = {"index_add_", "scatter_add_", "scatter_"}
 def launched_work(
     func: Any, args: Any, kwargs: dict[str, Any], out: Any, device: str
 ) -> LaunchedWork | None:
-    """Returns what an operator launches on a type of device; None if it launches nothing there.
+    """Returns the work that an operator launches on a type of device; None if there is none.
 
     Args:
         func: The operator, as a dispatch mode sees it.
         args: Its arguments.
         kwargs: Its arguments by name.
-        out: What it returns.
+        out: Its result.
         device: The type of the device.
     """
     name = func.overloadpacket.__name__
@@ -98,7 +98,7 @@ def launched_work(
 
 
 def _between(given: list[Tensor], results: list[Tensor], device: str) -> Tensor | None:
-    """Returns what a copy moves between the host and a GPU; None if it stays on one of them."""
+    """Returns the tensor that a copy moves between host and GPU; None if it stays on one."""
     if device == "cpu" or not given or not results:
         return None
     there = {given[-1].device.type, results[0].device.type}

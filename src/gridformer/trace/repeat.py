@@ -31,7 +31,7 @@ _NOTHING = nullcontext()
 
 
 class _Kind(NamedTuple):
-    """What a pass does depends on this.
+    """The properties of a pass that decide what it does.
 
     Attributes:
         kind: `forward` or `backward`.
@@ -46,7 +46,7 @@ class _Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class _Shape:
-    """What is needed to make a tensor like another one."""
+    """The properties from which a tensor like another one is made."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -62,7 +62,7 @@ class _Shape:
 
 @dataclass
 class RecordedPass:
-    """What a pass did.
+    """The record of a pass.
 
     Attributes:
         events: Its messages and waits.

@@ -43,7 +43,7 @@ class RunStart:
 
 @dataclass(frozen=True)
 class Saved:
-    """What became of a save.
+    """The result of a save.
 
     Attributes:
         step: The step of the checkpoint.
@@ -89,13 +89,13 @@ class RunEnd:
 class Callback:
     """Is told what a run does. A subclass overrides the methods for what it wants to know.
 
-    If a method raises an exception, the terminal shows a sentence about it, the callback is told
-    nothing more, and the run goes on.
+    If a method raises an exception, the terminal shows a sentence about it, the callback gets no
+    more events, and the run goes on.
     """
 
     @property
     def name(self) -> str:
-        """What the callback is called in messages."""
+        """The name of the callback in messages."""
         return type(self).__name__
 
     def on_start(self, start: RunStart) -> None:
@@ -118,7 +118,7 @@ class Callback:
         """
 
     def on_evaluation(self, step: int, results: Mapping[str, Any]) -> None:
-        """The model was evaluated. `on_step` was called before, with the same results, too.
+        """The model was evaluated. The metrics of the `on_step` before contain the results, too.
 
         Args:
             step: The number of steps before the evaluation.
@@ -153,8 +153,8 @@ class Callbacks:
 
     Args:
         own: Callbacks without which a run cannot go on, such as metrics.jsonl: their errors end it.
-        others: All other callbacks: if one raises an error, this is reported, and it is told
-            nothing more.
+        others: All other callbacks: if one raises an error, this is reported, and it gets no more
+            events.
     """
 
     def __init__(self, own: Sequence[Callback], others: Sequence[Callback]) -> None:
@@ -179,7 +179,7 @@ class Callbacks:
         """Closes all callbacks, whatever one of them raises.
 
         Raises:
-            Exception: What the first of `own` has raised.
+            Exception: The error that the first of `own` has raised.
         """
         raised: list[Exception] = []
         for callback in [*self.others, *self.own]:
@@ -209,5 +209,5 @@ def callback_failure(callback: Callback, error: Exception) -> str:
     text = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
     return (
         f"the callback {callback.name} has failed ({text}, in {Path(last.filename).name}, line "
-        f"{last.lineno}); it is told nothing more, and the run goes on"
+        f"{last.lineno}); it gets no more events, and the run goes on"
     )

@@ -107,7 +107,7 @@ def compile_problems(run: RunConfig) -> list[str]:
 
 
 def toolchain_problems(device_type: str) -> list[str]:
-    """Returns what torch.compile needs for `device_type`, `cpu` or `cuda`, and does not find."""
+    """Returns a problem for each tool that torch.compile needs on `cpu` or `cuda` and lacks."""
     return (_problems_on_cuda() if device_type == "cuda" else _problems_on_cpu()) + _no_headers()
 
 

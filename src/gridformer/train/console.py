@@ -1,4 +1,4 @@
-"""What a training run prints on the terminal. Used on rank 0 only."""
+"""The terminal output of a training run. Used on rank 0 only."""
 
 from __future__ import annotations
 

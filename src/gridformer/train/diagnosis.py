@@ -29,7 +29,7 @@ _HEADS = 1 << 30  # the position of what comes after all layers
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found.
+    """The result of a diagnosis.
 
     Attributes:
         cause: What is not finite and where, as a part of a sentence.

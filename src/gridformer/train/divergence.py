@@ -44,7 +44,7 @@ class Recovery:
         data_start: The step at which the order of samples began, before which it cannot go back.
 
     Attributes:
-        done: What was done so far.
+        done: The decisions so far.
     """
 
     def __init__(self, train: TrainConfig, run_dir: Path, axes: Axes, data_start: int = 0) -> None:
@@ -68,7 +68,7 @@ class Recovery:
         """Returns how the run goes on. All ranks call it together.
 
         Args:
-            error: What the step has raised.
+            error: The error that the step has raised.
             found: Why it was not finite.
 
         Raises:

@@ -99,13 +99,13 @@ class _Stack:
         return self.n_layers * 2 * weights + 2 * self.scores + (2 + self.model.gated) * self.last
 
     def recomputed_fully(self, stops_early: bool) -> int:
-        """What is computed again with recompute=full."""
+        """The operations that recompute=full computes again."""
         # Nothing reads the result of the last product, except for a norm after the layer.
         spared = stops_early and self.model.norm_position == "pre"
         return self.forward - self.last * spared
 
     def recomputed_selectively(self, unfused: bool) -> int:
-        """What is computed again with recompute=selective: a fused kernel has both products."""
+        """Operations that recompute=selective computes again: a fused kernel has both products."""
         return self.scores * (1 if unfused else 2)
 
 

@@ -83,7 +83,7 @@ def spelled(key: str) -> str:
 
 
 def loss_unit(run: RunConfig) -> str:
-    """Returns what the loss of a run is, and its unit."""
+    """Returns the name of a run's loss, and its unit."""
     if run.task == "regression":
         return "mean squared error"
     if run.task in FINE_TUNING:

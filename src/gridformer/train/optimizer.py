@@ -55,7 +55,8 @@ class UpdateUnit:
 
     Attributes:
         parameters: The parameters.
-        updated: What the optimizer updates: the parameters, or this rank's ZeRO shards of them.
+        updated: The tensors that the optimizer updates: the parameters, or this rank's ZeRO shards
+            of them.
         optimizer: The AdamW of `updated`.
     """
 

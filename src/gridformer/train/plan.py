@@ -21,7 +21,7 @@ class Plan:
         out: The run directory.
         resume: The checkpoint to resume from, or None.
         resume_step: The step of that checkpoint, or 0.
-        decisions: What was chosen for each `auto`.
+        decisions: The choice for each `auto`.
         start: The weights with which a new run begins; None if they are random, and for a run that
             resumes.
         data_start: The step at which the order of samples began, see `data.restart`.

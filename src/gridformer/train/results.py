@@ -48,7 +48,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Repeated:
-    """What a step computes if it is repeated: this rank's batch and its part of the losses."""
+    """The result of a repeated step: this rank's batch and its part of the losses."""
 
     batch: Batch
     losses: dict[str, Tensor]

@@ -86,7 +86,7 @@ def _first_works(plan: Plan, axes: Axes, work: Callable[[], str]) -> str:
     Args:
         plan: The run.
         axes: The axes of the mesh.
-        work: What the first rank does.
+        work: The work of the first rank.
 
     Returns:
         The result of `work`, on all ranks; an empty text if the first rank cannot write to the run

@@ -35,8 +35,8 @@ class _Child(Generic[T]):
     """A copy of this process, which computes something.
 
     Args:
-        function: What it computes.
-        instead: What this process computes if the copy fails; None for the same.
+        function: The function that it runs.
+        instead: The function that this process runs if the copy fails; None means the same one.
     """
 
     def __init__(self, function: Callable[[], T], instead: Callable[[], T] | None = None) -> None:
@@ -52,7 +52,7 @@ class _Child(Generic[T]):
         atexit.register(self.stop)
 
     def result(self) -> T:
-        """Returns what it has computed, or what this process computes instead if it failed."""
+        """Returns its result, or computes it in this process if the copy failed."""
         with open(self.reader, "rb") as stream:
             text = stream.read()
         self.wait()
@@ -106,7 +106,7 @@ def beside(function: Callable[[], T]) -> Callable[[], T]:
     """Begins to compute something in a copy of this process.
 
     Args:
-        function: What to compute; its result can be pickled.
+        function: The function to run, whose result can be pickled.
 
     Returns:
         A function that waits for the result and returns it. Where this process cannot be copied,

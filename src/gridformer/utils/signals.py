@@ -44,7 +44,7 @@ SIGNALS = tuple(
 TWICE_BY_TORCHRUN_S = 2.0
 
 _installed: StopRequest | None = None
-# What `end_process` does before it ends the process, such as giving back a lock.
+# Functions that `end_process` calls before it ends the process, such as one that gives back a lock.
 at_end: list[Callable[[], None]] = []
 
 

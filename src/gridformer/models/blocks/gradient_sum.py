@@ -102,7 +102,7 @@ def sum_behind(weight: Tensor) -> GradientSum | None:
 
 
 class GradientPlace:
-    """What products know about the gradient of one weight.
+    """The information that products have about the gradient of one weight.
 
     Args:
         elements: The number of elements of its memory; see `GradientSum`.

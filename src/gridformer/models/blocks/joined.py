@@ -85,7 +85,7 @@ class JoinedLinear(JoinedParts):
     Args:
         n_in: Size of the input's last dimension.
         parts: The sizes of the parts by name, in the order of the outputs.
-        role: What the product is in its model. It opens its section.
+        role: The role of the product in its model. It opens its section.
         bias: Whether the parts have biases.
     """
 

@@ -65,7 +65,7 @@ class StyledLayer(Layer):
 
     Args:
         config: The model's config.
-        style: What the layers of the family have in common.
+        style: The style that all layers of the family share.
         clock: The step and rows on which dropout masks depend.
         stack: The prefix of the names of the layer's products; empty if the model has one stack.
         site: The name of the layer in dropout masks.

@@ -188,7 +188,7 @@ class Linear(nn.Module):
     Args:
         n_in: Size of the input's last dimension.
         n_out: Size of the output's last dimension.
-        role: What the product is in its model.
+        role: The role of the product in its model.
         init: How the weight is initialized; the bias starts at 0.
         bias: Whether there is a bias.
     """

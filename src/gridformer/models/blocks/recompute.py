@@ -29,7 +29,7 @@ def in_backward() -> bool:
 
 
 class ActivationPartition(Protocol):
-    """How devices that would all hold the same activation keep only a part of it each."""
+    """Shards an activation over devices that would otherwise all hold it in full."""
 
     def part(self, x: Tensor) -> Tensor:
         """Returns this device's part of x, in memory of its own."""

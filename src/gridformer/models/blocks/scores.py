@@ -1,4 +1,4 @@
-"""What is added to the scores of attention: masks of padding and windows, and learned biases."""
+"""Terms that are added to attention scores: masks of padding and windows, and learned biases."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ define(
 
 @dataclass(frozen=True)
 class Settings:
-    """What attention computes, besides its tensors.
+    """The settings of attention.
 
     Attributes:
         causal: Whether a query sees only keys up to its own position. The last query and the last

@@ -68,7 +68,7 @@ def forward(
         CAUSAL: Whether queries see only the past.
         VALID, BIAS, DOCUMENTS: Whether there are these.
         WINDOW: How many keys a query sees at most if `CAUSAL`; 0 means all of them.
-        THRESHOLD: What random bits must reach for a probability to be kept.
+        THRESHOLD: The value that random bits must reach for a probability to be kept.
         GAIN: 1 / (1 - p), with the probability p of dropping one.
         PRECISION: How float32 is multiplied, ieee or tf32.
     """

@@ -1,1 +1,1 @@
-"""What `auto` settings of a layout become: costs of the choices, heuristics, and decisions."""
+"""Decides the `auto` settings of a layout: costs of the choices, heuristics, and decisions."""

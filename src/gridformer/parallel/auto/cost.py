@@ -74,7 +74,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one device receives for a product.
+    """The elements and messages that one device receives for a product.
 
     Attributes:
         col: Elements over the axis `col`: activations, along the rows of the grid.

@@ -33,9 +33,9 @@ def fastest_choices(
     """Returns the fastest choices on the cluster of a layout.
 
     Args:
-        by_rules: What the rules choose.
+        by_rules: The choices of the rules.
         layout: The layout, whose `cluster` is set.
-        block: What each node holds, or None if ranks are placed in order.
+        block: The block of the mesh on each node, or None if ranks are placed in order.
 
     Raises:
         ConfigError: There is no such cluster.

@@ -56,7 +56,7 @@ def decide(
         model: The model.
         layout: The layout.
         work: Tokens and sizes of the run; None assumes one sequence of maximal length per row.
-        block: With a cluster, what each node holds; None places ranks in order.
+        block: With a cluster, the block of the mesh on each node; None places ranks in order.
     """
     length = layout.rows * model.max_seq_len
     work = work or Work(tokens=length, source=length * model.two_stacks, sequences=layout.rows)
@@ -86,7 +86,7 @@ def decide(
 
 
 def _replicated_heads(choices: Choices, model: ModelConfig, axis: str) -> list[str]:
-    """Returns what --explain says about heads of keys and values that several devices hold."""
+    """Returns sentences for --explain about heads of keys and values that several devices hold."""
     heads, columns = model.kv_heads, choices.cols
     n_blocks = blocks_of(heads, columns)
     if n_blocks == columns:

@@ -33,10 +33,10 @@ from gridformer.parallel.auto.formulas import (
 from gridformer.parallel.registry import spec_of
 
 _TERMS = 4  # bytes of an element of a weight's gradient that is added up chunk by chunk
-# What the host launches for a product and what is around it, in a forward and in a backward pass,
-# and for each chunk (messages, copies, gradients cast and added up) or panel (two messages,
-# a product and the sum of its terms), as traces of GPT-2 count it. A GPU waits for its host where
-# that is slower.
+# Kernels that the host launches for a product and the work around it, in a forward and in a
+# backward pass, and for each chunk (messages, copies, gradients cast and added up) or panel (two
+# messages, a product and the sum of its terms), as traces of GPT-2 count it. A GPU waits for its
+# host where that is slower.
 _LAUNCHES, _PER_CHUNK, _PER_PANEL = (9, 19), (4, 7), (4, 8)
 _STATISTICS = 8  # bytes that a norm sends for each token: two sums in float32
 
@@ -66,7 +66,7 @@ class ProductTimes:
     Args:
         choices: The sizes and the work; its choices do not matter.
         layout: The layout, whose `cluster` is set.
-        block: What each node holds, or None if ranks are placed in order.
+        block: The block of the mesh on each node, or None if ranks are placed in order.
 
     Raises:
         ConfigError: There is no such cluster.

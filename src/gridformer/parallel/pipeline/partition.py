@@ -47,7 +47,7 @@ def _stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, .
 
 @contextmanager
 def with_stages(config: ModelConfig, stages: Sequence[range]) -> Iterator[None]:
-    """Makes `stages_of` return these stages, inside the context, where it is asked for as many.
+    """Makes `stages_of` return these stages for their number, inside the context.
 
     Args:
         config: The model.

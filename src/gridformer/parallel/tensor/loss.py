@@ -92,7 +92,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        # What was saved becomes the gradient; autograd refuses a second backward pass.
+        # The saved tensor becomes the gradient; autograd refuses a second backward pass.
         grad_TV, column_T, here, counts = ctx.saved_tensors
         if ctx.spread:
             grad_TV[:, : ctx.n_words] -= ctx.spread
