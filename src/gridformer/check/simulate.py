@@ -39,11 +39,11 @@ class Mismatch:
 
 @dataclass
 class Stop:
-    """A rank that does not come to its end, or a message of a rank that is never carried out.
+    """A rank that does not finish, or a message of a rank that is never carried out.
 
     Attributes:
         rank: The rank.
-        waiting: Where it waits; None if it came to its end.
+        waiting: Where it waits; None if it has finished.
         call: The message that it waits for.
         blocking: The message that is next in the same group on this rank, which may be another one.
         missing: The ranks that have not come to `blocking`.
@@ -65,8 +65,8 @@ class Outcome:
 
     Attributes:
         mismatches: Messages whose ends do not fit together.
-        stops: One for each rank that does not come to its end, and for each message left over.
-        ended: The ranks that came to their ends.
+        stops: One for each rank that does not finish, and for each message left over.
+        ended: The ranks that have finished.
         apart: For each group, the first calls that were matched although they come from different
             places in the code, which may be where one rank missed a call.
         counts: For each group, how many collectives each rank starts in a step.

@@ -180,7 +180,7 @@ def _in_copies(work: Sequence[Callable[[], T]], n: int, helps: bool) -> Callable
     Args:
         work: The pieces.
         n: The number of copies.
-        helps: Whether this process takes its share of the pieces when it comes to wait.
+        helps: Whether this process does pieces itself when it is asked for the results.
     """
     if not can_copy():
         return lambda: [piece() for piece in work]

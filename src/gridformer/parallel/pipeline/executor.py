@@ -132,7 +132,7 @@ class Executor:
         return self._n_runs[_kernels_of(training, work)] < self._loading_runs
 
     def note_run(self, training: bool, work: Sequence[MicroBatch]) -> None:
-        """Notes that a run has come to its end; see `loads`."""
+        """Notes that a run has ended; see `loads`."""
         self._n_runs[_kernels_of(training, work)] += 1
 
     def has_loaded(self) -> None:

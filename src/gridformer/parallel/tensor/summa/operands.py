@@ -207,7 +207,8 @@ def continued_by(
 ) -> ContinuedGradient | None:
     """Returns the gradient to which a product adds; None if that is left to autograd.
 
-    A sum that has traveled is as well added by autograd, if it need not be cast.
+    A gradient that was summed over devices is added by autograd just as well, unless it must be
+    cast.
 
     Args:
         schedule: The schedule of the product.
