@@ -24,7 +24,7 @@ _VERB = re.compile(
     r"goes|go|ends|end|shards|smooths|zeroes|leaves|rounds|determines|depend|decays?|rises|falls|"
     r"begins?|reads?|learns|process|state|copies|compiles|divides|grow|normalizes|holds|consists|"
     r"multiplies|attends|turns|call|name|translates|looks|share|sends|belong|runs?|cast|"
-    r"predicts|refuses|says|searches|interleaves|communicates|had|derive|keep|updates|mean)\b"
+    r"predicts|refuses|says|searches|interleaves|communicates|had|derive|keep|updates|mean|sets|lower|decide)\b"
 )
 
 
