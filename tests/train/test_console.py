@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 import shlex
 import subprocess
 import sys
@@ -11,8 +13,9 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
-from gridformer.train.console import command_after
+from gridformer.train.console import bar_of_steps, beside_bar, command_after
 from tests.support.chats import chat_folder
 from tests.support.multirank.packed_runs import plan
 
@@ -41,6 +44,24 @@ def test_the_command_after_a_run_can_be_copied(tmp_path: Path, task: str) -> Non
     assert words[2] == str(chats.out)
     if task == "classify":
         assert words[3:] == ["--tasks", "examples:my data"]
+
+
+@pytest.mark.parametrize("parts", [4, 5])
+@pytest.mark.parametrize("n_steps", [150, 100_000])
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_a_progress_bar_cuts_neither_the_steps_nor_the_time_left(
+    width: int, n_steps: int, parts: int
+) -> None:
+    said = ["loss 4.666", "val 4.750 (perplexity 115.6)", "2,389 tokens/s"]
+    said += ["0.0141 TFLOP/s per process (MFU 32.1%)", "peak 12.3 GiB"][: parts - 3]
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    bar = bar_of_steps(console)
+    bar.add_task(beside_bar(said, width, n_steps), total=n_steps, completed=24)
+    with console.capture() as capture:
+        console.print(bar.get_renderable())
+    (line,) = capture.get().splitlines()
+    assert re.fullmatch(rf"  step +24/{n_steps} [━╸ ]{{10,}} loss 4.666.* -:--:-- *", line), line
+    assert "…" not in line
 
 
 PRINTS = """

@@ -7,11 +7,12 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from gridformer.config import FINE_TUNING
 from gridformer.data.samples.remarks import remarks
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from gridformer.train.plan import Plan
 
 _LINE_EVERY_S = 5.0  # if the output is not a terminal
+_BAR_LEAST = 10  # columns of a terminal that the bar itself has
 
 
 class _RunConsole(Console):
@@ -76,15 +78,7 @@ class Reporter(Callback):
             self._print(f"  resuming after step {plan.resume_step} from {plan.resume}")
         if plan.data_start:
             self._print(f"  the order of samples began anew after step {plan.data_start}")
-        self.progress = Progress(
-            TextColumn("  step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not sys.stdout.isatty(),
-        )
+        self.progress = bar_of_steps(self.console, disable=not sys.stdout.isatty())
         self._task = self.progress.add_task(
             "starting", total=run.train.steps, completed=plan.resume_step
         )
@@ -121,7 +115,8 @@ class Reporter(Callback):
         if "peak_memory_gib" in metrics:
             parts.append(f"peak {format_bytes(metrics['peak_memory_gib'] * GIB)}")
         text = "  ".join(parts)
-        self.progress.update(self._task, completed=step, description=text)
+        beside = beside_bar(parts, self.console.width, self.plan.run.train.steps)
+        self.progress.update(self._task, completed=step, description=beside)
         now = time.monotonic()
         if "val_loss" in metrics or (
             self.progress.disable and now - self._last_line > _LINE_EVERY_S
@@ -184,6 +179,31 @@ class Reporter(Callback):
     def _print(self, text: str) -> None:
         """Prints a line without folding it, so that it can be searched and copied."""
         self.console.print(text, soft_wrap=True)
+
+
+def bar_of_steps(console: Console, *, disable: bool = False) -> Progress:
+    """Returns a bar between the number of steps, and a text and the time left; only it shrinks."""
+    return Progress(
+        TextColumn("  step"),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        BarColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
+        console=console,
+        disable=disable,
+    )
+
+
+def beside_bar(parts: Sequence[str], width: int, n_steps: int) -> str:
+    """Returns the text beside a bar: as many of the first parts as a terminal has room for.
+
+    With more of them rich would cut the number of steps and the time left.
+    """
+    around = len(f"  step {n_steps}/{n_steps}   0:00:00") + _BAR_LEAST
+    shown = list(parts)
+    while len(shown) > 1 and around + len("  ".join(shown)) > width:
+        shown.pop()
+    return "  ".join(shown)
 
 
 def overflow_note(step: int, scale: float) -> str:
