@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from gridformer.cli.app import app
 from gridformer.config import RunConfig, load_run, parse_run
 from gridformer.memory import layouts
-from gridformer.memory.layouts import candidates, list_layouts, reasons
+from gridformer.memory.layouts import _enumerated, candidates, list_layouts, reasons
 from gridformer.parallel.registry import describe_layout
 from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError
@@ -106,9 +106,26 @@ def test_one_reason_for_all_that_fail_alike() -> None:
     assert len({reason.why for reason in said}) == len(said)
     assert sum(reason.n_layouts for reason in said) == len(failing)
     heads = next(r for r in said if r.why == "model.n_heads=6 does not divide")
-    assert heads.where == "branches=4, 5, 10, 20; cols=4, 5, 10, 20"
-    stages = next(r for r in said if r.why.startswith("more stages than the model has"))
+    assert heads.where == "branches=4 to 20; cols=4 to 20"
+    stages = next(r for r in said if r.why.startswith("more stages than layers"))
     assert stages.where == "pp=5, 10, 20"
+
+
+def test_many_sizes_of_a_reason_are_a_range_only_without_gaps() -> None:
+    """`8 to 128` would name sizes that work if one of them lay between."""
+    assert _enumerated([2, 4, 8], [1, 2, 4, 8]) == "2, 4, 8"
+    assert _enumerated([8, 16, 32, 64], [1, 2, 4, 8, 16, 32, 64]) == "8 to 64"
+    assert _enumerated([5, 8, 10, 20], [1, 2, 4, 5, 8, 10, 20, 40]) == "5 to 20"
+    assert _enumerated([4, 5, 10, 20], [1, 2, 4, 5, 8, 10, 20, 40]) == "4, 5, 10, 20"
+
+
+@pytest.mark.parametrize("model", ["gpt-175b", "transformer-base"])
+def test_every_reason_is_one_line_also_for_many_processes(model: str) -> None:
+    lines = invoke(model, "--processes", "1024", "--scheme", "megatron", "--scheme", "subgraph")
+    at = next(number for number, line in enumerate(lines) if " do not work" in line)
+    assert len(lines) > at + 1
+    for line in lines[at + 1 :]:
+        assert re.match(r" *\d+  \w+=\d.*: \w", line), line
 
 
 def invoke(*words: str, columns: int = 80) -> list[str]:
@@ -131,6 +148,10 @@ def test_command(columns: int) -> None:
     text = " ".join(lines)
     assert "cols=9, 18, 36: model.n_heads=12 does not divide" in text
     assert text.count("model.n_heads=12 does not divide") == 1
+    at = next(number for number, line in enumerate(lines) if " do not work" in line)
+    assert re.fullmatch(r"\d+ do not work, counted by their first reason:", lines[at])
+    counts = [int(line.split()[0]) for line in lines[at + 1 :]]  # one line a reason
+    assert sum(counts) == int(lines[at].split()[0])
     with pytest.raises(ConfigError, match="--scheme mega is unknown: use single, megatron"):
         invoke("demo-4m", "-p", "2", "--scheme", "mega")
 

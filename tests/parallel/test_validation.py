@@ -60,12 +60,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"layout.pp": 4},
-        "layout.pp=4 x layout.stages_per_rank=1: more stages than the model has layers, embeddings "
+        "layout.pp=4 x layout.stages_per_rank=1: more stages than layers, embeddings "
         "and heads (3): use layout.pp=3",
     ),
     (
         {"layout.pp": 2, "layout.stages_per_rank": 2},
-        "layout.pp=2 x layout.stages_per_rank=2: more stages than the model has layers, embeddings "
+        "layout.pp=2 x layout.stages_per_rank=2: more stages than layers, embeddings "
         "and heads (3): use layout.pp=1 and "
         "layout.stages_per_rank=1 and layout.pipeline=auto, or "
         "layout.stages_per_rank=1",

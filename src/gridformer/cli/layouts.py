@@ -130,8 +130,8 @@ def _print(model: ModelConfig, processes: int, found: Sequence[Listed], console:
             table.add_row(Text(one.name), f"x {one.global_batch}", *held)
         console.print(table)
         note = (
-            f"{unit_name}: an estimate of what the fullest rank holds for that batch, in float32 "
-            "and without recomputation"
+            f"{unit_name}: an estimate of what the fullest rank holds for that global batch, in "
+            "float32 and without recomputation"
         )
         if len(modes) > 1:
             note += "; the next columns are the same with layout.dp_mode=zero1 and fsdp"
@@ -139,6 +139,7 @@ def _print(model: ModelConfig, processes: int, found: Sequence[Listed], console:
         console.print(Text(note))
     for number, reason in enumerate(reasons(found)):
         if not number:
-            console.print(Text(f"\n{len(found) - len(fitting)} do not work:"))
+            count = str(len(found) - len(fitting))
+            console.print(Text(f"\n{count} do not work, counted by their first reason:"))
         where = f"{reason.where}: " if reason.where else ""
-        console.print(Text(f"- {where}{reason.why} ({reason.n_layouts})"))
+        console.print(Text(f"{reason.n_layouts:{len(count)}}  {where}{reason.why}"))

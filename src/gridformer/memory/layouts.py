@@ -130,7 +130,8 @@ class Reason:
     """A reason for which layouts do not work.
 
     Attributes:
-        where: The sizes to which it applies, such as `cols=2, 4, 8`.
+        where: The sizes to which it applies, such as `cols=2, 4, 8`, or `cols=8 to 128` if these
+            are many and no listed layout has another size between them.
         why: The reason.
         n_layouts: How many layouts it rules out.
     """
@@ -146,6 +147,7 @@ def reasons(listed: Sequence[Listed]) -> list[Reason]:
     A layout counts toward the first of its problems.
     """
     sizes: dict[str, dict[str, set[int]]] = {}
+    possible = divisors(listed[0].layout.n_processes) if listed else []
     counts: Counter[str] = Counter()
     for one in listed:
         if not one.problems:
@@ -157,11 +159,19 @@ def reasons(listed: Sequence[Listed]) -> list[Reason]:
     found = []
     for what, count in counts.most_common():
         parts = (
-            f"{name}={', '.join(map(str, sorted(found_sizes)))}"
+            f"{name}={_enumerated(sorted(found_sizes), possible)}"
             for name, found_sizes in sorted(sizes.get(what, {}).items())
         )
         found.append(Reason("; ".join(parts), what, count))
     return found
+
+
+def _enumerated(sizes: Sequence[int], possible: Sequence[int]) -> str:
+    """Returns `2, 4, 8`, or `8 to 128` for more than three sizes with no possible one between."""
+    between = [size for size in possible if sizes[0] <= size <= sizes[-1]]
+    if len(sizes) > 3 and between == [*sizes]:
+        return f"{sizes[0]} to {sizes[-1]}"
+    return ", ".join(map(str, sizes))
 
 
 _SIZE = re.compile(r"layout\.(\w+)(?:=| \()(\d+)\)?")

@@ -192,8 +192,8 @@ def _pipeline(run: RunConfig) -> Iterator[Broken]:
     if pp * k > n_links:
         ranks: list[Changes] = [{"layout.pp": n} for n in range(min(pp - 1, n_links // k), 0, -1)]
         text = (
-            f"layout.pp={pp} x layout.stages_per_rank={k}: more stages than the model has layers, "
-            f"embeddings and heads ({n_links})"
+            f"layout.pp={pp} x layout.stages_per_rank={k}: more stages than layers, embeddings "
+            f"and heads ({n_links})"
         )
         ways = [
             Way(lambda: [*ranks, {"layout.pp": 1, **fewest}]),
