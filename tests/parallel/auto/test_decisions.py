@@ -142,6 +142,16 @@ def test_one_device_says_so() -> None:
     assert "One device holds a whole pipeline stage: no product" in stages
 
 
+@pytest.mark.parametrize(
+    ("layout", "whole"),
+    [({}, "the whole model"), ({"pp": 2, "micro_batches": 2}, "a whole pipeline stage")],
+)
+def test_a_device_with_a_shard_is_not_said_to_hold_all(layout: dict[str, Any], whole: str) -> None:
+    text = " ".join(said(run_of({"dp": 2, "dp_mode": "fsdp", **layout})).split())
+    assert f"One device computes {whole}, but gathers each layer's parameters before it" in text
+    assert "holds" not in text
+
+
 @pytest.mark.parametrize("overrides", [[], ["layout.scheme=megatron", "layout.rows=1"]])
 def test_command(overrides: list[str], token_folder: Path, tmp_path: Path) -> None:
     """The command starts and writes nothing, and refuses what does not fit."""

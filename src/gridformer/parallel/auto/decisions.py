@@ -208,8 +208,12 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
     per_step = f"{m} micro-batch{'es' * (m > 1)} per step"
     console.print(Text(f"{said}, {per_step}, {run.train.dtype}"))
     if choices.rows * choices.cols == 1:
-        holds = "a whole pipeline stage" if layout.pp > 1 else "the whole model"
-        console.print(f"One device holds {holds}: no product sends anything.")
+        whole = "a whole pipeline stage" if layout.pp > 1 else "the whole model"
+        if layout.dp_mode == "fsdp":
+            said = f"One device computes {whole}, but gathers each layer's parameters before it"
+        else:
+            said = f"One device holds {whole}"
+        console.print(Text(f"{said}: no product sends anything."))
     else:
         console.print(_products(choices, console.width))
         again = " and for its recomputation" if _computes_again(choices) else ""
@@ -217,7 +221,7 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
         copied = any(c.product.copied and not c.common for c in choices.products.values())
         console.print(
             "msgs, MiB: what a device receives for one such product in the forward and backward "
-            f"pass of a micro-batch{again}."
+            f"pass of a micro-batch{again}. stays: the activation that is not sent."
             + (" held: memory for what all such products together keep." if held else "")
             + (" out + n: n more columns, which several devices hold." if copied else "")
         )
