@@ -81,10 +81,18 @@ def test_unknown_key_names_the_closest(raw: dict[str, Any], key: str, meant: str
         ("train.fp16=true", "train.dtype=float16"),
         ("train.device=gpu", "cuda"),
         ("layout.dp_mode=ddp", "replicate"),
+        ("layout.scheme=fsdp", "layout.dp_mode=fsdp"),
+        ("data.loss_tokens=64", "train.loss_chunk_tokens"),
     ],
 )
 def test_words_of_other_libraries_are_told_what_they_are_here(override: str, meant: str) -> None:
     assert f"did you mean '{meant}'" in problem(BASE, override)
+
+
+def test_a_value_that_resembles_nothing_is_told_what_is_known_once() -> None:
+    text = problem(BASE, "layout.scheme=zzqzz")
+    assert text.count("megatron_2d") == 1
+    assert text.endswith("'optimus' or 'subgraph'")
 
 
 def test_unknown_key_that_resembles_nothing_lists_what_is_known() -> None:

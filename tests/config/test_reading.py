@@ -117,6 +117,28 @@ def test_file_that_is_missing_names_those_that_exist() -> None:
         read_run_without_data("t5-larg")
 
 
+def test_file_that_is_missing_may_be_one_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.yaml", "notes.txt", "sub/other.yml"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).touch()
+    for typed, meant in {"mien.yaml": "mine.yaml", "sub/ohter.yml": "sub/other.yml"}.items():
+        with pytest.raises(ConfigError) as error:
+            load_run(typed)
+        assert error.value.problems == [f"{typed}: no such run file: did you mean '{meant}'?"]
+    with pytest.raises(ConfigError, match=r"no such run file; shipped"):
+        load_run("nowhere/nothing.json")
+
+
+def test_a_run_file_comes_before_what_changes_it() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_run("model=gpt2-124m")
+    text = "model=gpt2-124m: no such run file: one comes before what changes it, such as "
+    assert error.value.problems == [f"{text}`demo model=gpt2-124m`"]
+
+
 def test_a_folder_takes_the_name_of_nothing_that_is_shipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

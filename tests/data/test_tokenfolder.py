@@ -69,6 +69,14 @@ def test_missing_folder_names_the_command(tmp_path: Path) -> None:
     assert str(error.value).endswith(command)
 
 
+def test_missing_folder_names_one_that_is_called_nearly_so(folder: Path) -> None:
+    typed = folder.with_name(f"{folder.name}z")
+    folder.with_name(f"{folder.name}y").mkdir()  # no token folder
+    with pytest.raises(DataError) as error:
+        TokenFolder.open(typed)
+    assert f"{typed}: no such token folder (did you mean '{folder}'?); write" in str(error.value)
+
+
 def test_folders_without_an_index(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path, tmp_path / "file"):

@@ -275,6 +275,12 @@ def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     assert "has no checkpoint: train first" in error
 
 
+def test_a_missing_run_directory_may_be_one_beside_it(run_dir: Path) -> None:
+    typed = run_dir.with_name(f"{run_dir.name}s")
+    _, error = command("evaluate", str(typed), "--tasks", "text:x")
+    assert f"{typed} has no checkpoint (did you mean '{run_dir}'?): train first" in error
+
+
 def test_prompts_of_a_file_are_continued(run_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("line 1\n\nline 22 of\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gridformer.checkpoint.manifest import MANIFEST, STEP_FOLDER
 from gridformer.utils.errors import CheckpointError
+from gridformer.utils.files import exists, meant_beside
 
 
 def latest(run_dir: Path) -> Path | None:
@@ -28,6 +29,8 @@ def newest(run_dir: Path) -> Path:
         return run_dir
     found = latest(run_dir)
     if found is None:
+        meant = "" if exists(run_dir) else meant_beside(run_dir, latest)
+        said = f" (did you mean '{meant}'?)" if meant else ""
         typed = shlex.quote(str(run_dir))
         remedy = (
             f"it is a folder of Hugging Face's, so first run `gridformer import {typed} --out "
@@ -36,7 +39,7 @@ def newest(run_dir: Path) -> Path:
             else "train first, for example with `gridformer train configs/runs/demo.yaml --out "
             f"{typed}`"
         )
-        raise CheckpointError(f"{run_dir} has no checkpoint: {remedy}")
+        raise CheckpointError(f"{run_dir} has no checkpoint{said}: {remedy}")
     return found
 
 

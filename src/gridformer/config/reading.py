@@ -18,7 +18,7 @@ from gridformer.config.run import RunConfig
 from gridformer.config.synonyms import NOTES, key_meant, value_meant
 from gridformer.config.yaml_text import parse_yaml
 from gridformer.utils.errors import ConfigError
-from gridformer.utils.files import UnreadableError, exists, read_text
+from gridformer.utils.files import UnreadableError, exists, meant_beside, read_text
 from gridformer.utils.units import MIB
 
 # A run file has a few hundred bytes, a cluster file with everything that was measured some 100 KB.
@@ -41,6 +41,8 @@ def configs_dir() -> Path:
         "the configs/ folder that ships with gridformer is missing: reinstall the package"
     )
 
+
+_SUFFIXES = (".yaml", ".yml", ".json")  # of run files
 
 # The shipped run files that train models of a family, where the file is not named after the family.
 _RUN_OF_FAMILY = {"gpt2": "demo", "transformer": "translate"}
@@ -113,18 +115,20 @@ def find_run_file(path: Path | str, or_model: bool = False) -> Path:
                 f"such as `{like} model={path}`"
             ]
         )
+    said = f"{path}: no such run file" + (" or model" if or_model else "")
+    key, sign, _ = str(path).partition("=")
+    if sign and key.partition(".")[0] in RunConfig.model_fields:
+        raise ConfigError([f"{said}: one comes before what changes it, such as `demo {path}`"])
     names = sorted(p.stem for p in (configs_dir() / "runs").glob("*.yaml"))
     known = [*names, *model_names()] if or_model else names
-    typed = path.stem if path.suffix in (".yaml", ".yml") else path.name
-    meant = difflib.get_close_matches(typed, known, n=1, cutoff=0.5)
+    typed = path.stem if path.suffix in _SUFFIXES else path.name
+    shipped_names = difflib.get_close_matches(typed, known, n=1, cutoff=0.5)
+    beside = meant_beside(path, lambda other: other.suffix in _SUFFIXES)
+    if meant := beside or next(iter(shipped_names), ""):
+        raise ConfigError([f"{said}: did you mean '{meant}'?"])
+    said += f"; shipped run files are {', '.join(names)}"
     raise ConfigError(
-        [
-            f"{path}: no such run file"
-            + (" or model" if or_model else "")
-            + (f": did you mean '{meant[0]}'?" if meant else "")
-            + f"; shipped run files are {', '.join(names)}"
-            + (f", and shipped models {', '.join(model_names())}" if or_model else "")
-        ]
+        [said + (f", and shipped models {', '.join(model_names())}" if or_model else "")]
     )
 
 
@@ -310,6 +314,8 @@ def _key_instead(keys: list[str]) -> str:
     section = _section(path)
     known = list(section.model_fields) if section else []
     meant = key_meant(word)
+    if not meant:
+        meant = next((new for old, new in RENAMED.items() if old.endswith(f".{word}")), "")
     if not meant and not difflib.get_close_matches(word, known, n=1, cutoff=_VERY_CLOSE):
         meant = next((f"{s}.{word}" for s in _SECTIONS if word in _keys_of(s)), "")
     if not meant:
@@ -325,11 +331,14 @@ def _keys_of(section: str) -> Iterable[str]:
 
 
 def _value_instead(got: str, message: str) -> str:
-    """Returns what to write instead of a value, from a message that lists what is known."""
+    """Returns what to write instead of a value, given a message that lists what is known."""
     known = message.removeprefix("input should be ").replace(" or ", ", ").split(", ")
     known = [word.strip("'") for word in known]
     meant = value_meant(got, known)
-    return f": did you mean '{meant}'?" if meant else closest(got, known)
+    if not meant and "=" in key_meant(got):  # a value of another key
+        meant = key_meant(got)
+    meant = meant or next(iter(difflib.get_close_matches(got, known, n=1, cutoff=0.5)), "")
+    return f": did you mean '{meant}'?" if meant else ""
 
 
 def _example(keys: list[str], got: object) -> str:

@@ -39,7 +39,7 @@ from gridformer.data.indexed import Indexed, index_bytes
 from gridformer.data.tokenizer import SETTINGS, Tokenizer
 from gridformer.data.tokensplit import Offsets, TokenSplit
 from gridformer.utils.errors import DataError
-from gridformer.utils.files import UnreadableError, exists, read_json
+from gridformer.utils.files import UnreadableError, exists, meant_beside, read_json
 
 FORMAT: Final = "gridformer-tokens"
 VERSION: Final = 3
@@ -279,8 +279,11 @@ def read_index(path: Path) -> Index:
         DataError: The folder or its index is missing, damaged, or of another format or version.
     """
     if not exists(path):
+        meant = meant_beside(path, is_token_folder)
         raise DataError(
-            f"{path}: no such token folder; write one, for instance from Python's own sources: "
+            f"{path}: no such token folder"
+            + (f" (did you mean '{meant}'?)" if meant else "")
+            + "; write one, for instance from Python's own sources: "
             f"gridformer prepare python-stdlib --out {shlex.quote(str(path))}"
         )
     file = path / INDEX

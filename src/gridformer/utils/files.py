@@ -7,10 +7,12 @@ for a pipe and without reading a device or the rest of a large file.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,20 @@ def exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):  # a name that is too long, a folder that is closed, or NUL
         return False
+
+
+def meant_beside(path: Path, fits: Callable[[Path], object]) -> str:
+    """Returns the path beside a missing one that is called nearly so, for the error about it.
+
+    Args:
+        path: the path that is missing.
+        fits: whether what is beside it could be meant.
+    """
+    with contextlib.suppress(OSError, ValueError):  # the folder may be missing as well
+        beside = {other.stem: other for other in path.parent.iterdir() if fits(other)}
+        names = difflib.get_close_matches(path.stem, beside, n=1, cutoff=0.7)
+        return str(beside[names[0]]) if names else ""
+    return ""
 
 
 def tokens_exist(path: Path) -> bool:
