@@ -1,10 +1,13 @@
 """The command line as a whole: fast help, and errors without tracebacks."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.models import CommandInfo
+from typer.testing import CliRunner
 
 from gridformer.cli import app as cli
 from gridformer.utils.errors import ConfigError, UserError
@@ -66,3 +69,21 @@ def test_problems_are_listed(
         cli.main()
     assert exit_.value.code == 2
     assert capsys.readouterr().err == text
+
+
+@pytest.mark.parametrize(
+    "command", cli.app.registered_commands, ids=lambda one: one.callback.__name__
+)
+def test_help_is_whole_sentences_that_fill_the_lines(command: CommandInfo) -> None:
+    """A line ends only where the next word has no room, or where the paragraph ends."""
+    assert command.callback is not None
+    name = command.name or command.callback.__name__
+    found = CliRunner().invoke(cli.app, [name, "--help"], env={"COLUMNS": "80"})
+    lines = found.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in found.stdout
+    before = next(number for number, line in enumerate(lines) if "╭" in line)
+    prose = [line.strip() for line in lines[:before]]
+    for line, after in itertools.pairwise(prose):
+        if line and after:
+            assert len(f" {line} {after.split()[0]} ") > 80, line

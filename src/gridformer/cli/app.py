@@ -5,6 +5,7 @@ Neither this module nor those of the subcommands import torch at the top, so `--
 
 from __future__ import annotations
 
+import inspect
 from typing import Annotated
 
 import typer
@@ -31,6 +32,16 @@ from gridformer.cli.train import train
 from gridformer.cli.verify import verify
 from gridformer.utils.allocator import use_expandable_segments
 from gridformer.utils.threads import let_threads_sleep
+
+
+def flowing(text: str) -> str:
+    """Returns a docstring as paragraphs of one line each, which a terminal of any width breaks.
+
+    Typer keeps the line breaks of the source, so half a line would stand alone after each of them.
+    """
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
+
 
 _EPILOG = (
     "[bold]From a text corpus to generated text:[/bold]\n\n"
@@ -72,6 +83,7 @@ app.command()(verify)
 
 for command in app.registered_commands:
     assert command.callback is not None
+    command.help = flowing(command.callback.__doc__ or "")
     command.callback = checked(command.callback)
 
 
