@@ -28,6 +28,7 @@ class Bar:
             TimeElapsedColumn(),
             console=console,
             transient=True,
+            disable=not console.is_terminal,  # rich would write an empty line at its end
         )
         self._task = self._bar.add_task("looking for text", total=None, counts="")
         self._told = False

@@ -20,6 +20,7 @@ from gridformer.data.prepare import reading, resuming
 from gridformer.data.prepare.progress import PrepareProgress
 from gridformer.data.prepare.resuming import documents_kept
 from gridformer.utils.errors import DataError, UserError
+from tests.support.commands import gridformer_here
 from tests.support.data import documents, sentences
 from tests.support.foreign import megatron_bytes
 
@@ -43,6 +44,12 @@ def corpus(tmp_path: Path) -> Path:
         (folder / f"{number:02}.txt").write_text(text)
     (folder / "binary.txt").write_bytes(b"\0\1")
     return folder
+
+
+def test_a_refusal_off_a_terminal_is_one_line(tmp_path: Path) -> None:
+    done = gridformer_here("prepare", str(tmp_path / "gone"), "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("option", ["--vocab-size", "--tokenizer-sample-mb"])

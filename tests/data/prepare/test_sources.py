@@ -68,6 +68,19 @@ def test_missing_sources() -> None:
         open_sources([])
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("python-stdib", "python-stdlib"), ("notess", "notes"), ("nots/", "notes")]
+)
+def test_missing_sources_may_be_misspelled(
+    typed: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes").mkdir()
+    with pytest.raises(UserError) as error:
+        open_sources([typed])
+    assert str(error.value) == f"{typed}: no such file or folder: did you mean '{meant}'?"
+
+
 def test_samples_are_the_same_documents_in_another_order(tmp_path: Path) -> None:
     names = [f"{i:02}" for i in range(30)]
     for name in names:

@@ -14,6 +14,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from gridformer.data.prepare.records import Fields
 from gridformer.data.prepare.text_chunks import TextChunk, labeled
 from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.utils.errors import DataError, UserError
+from gridformer.utils.files import meant_beside
 
 PYTHON_STDLIB = "python-stdlib"
 # Tests and their data, third-party packages, and folders without Python sources.
@@ -238,6 +240,9 @@ def _open_source(
     matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
     files = tuple(match for match in matches if match.is_file())
     if not files:
+        built_in = get_close_matches(spec, [PYTHON_STDLIB], cutoff=0.8)
+        if meant := next(iter(built_in), "") or meant_beside(path, lambda _: True):
+            raise UserError(f"{spec}: no such file or folder: did you mean '{meant}'?")
         raise UserError(
             f"{spec}: no such file or folder, and no match as a pattern; a Hugging Face data set "
             f"is written hf:{spec}, and built-in sources are {PYTHON_STDLIB} and {PREFIX}de"
