@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,3 +65,41 @@ def test_what_stopped_a_run_is_whole_or_not_there(
         with pytest.raises(KilledError):
             meeting.tell_stopped("SIGUSR1")
     assert meeting.stopped.read_text(encoding="utf-8") == "SIGUSR1"
+
+
+LEAVES_A_BAR = """
+import os, signal, sys
+from gridformer.launch import launch
+
+def work():
+    if os.environ["RANK"] == "0":
+        print("\\x1b[?25l a bar", end="", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+if __name__ == "__main__":
+    launch(work, (), 2)
+"""
+
+
+def test_the_progress_bar_of_a_killed_rank_is_cleared_before_the_cause_is_told(
+    tmp_path: Path,
+) -> None:
+    """Otherwise the cause would stand behind the bar, and the terminal stay without a cursor."""
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES_A_BAR)
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=theirs, stderr=theirs, env=environment
+    ):
+        os.close(theirs)
+        said = b""
+        with contextlib.suppress(OSError):  # nobody has the other end any more
+            while more := os.read(ours, 4096):
+                said += more
+    os.close(ours)
+    bar, cleared, cause = said.decode().partition("\r\x1b[2K\x1b[?25h")
+    assert bar.endswith(" a bar")
+    assert cleared
+    assert cause.startswith("rank 0 (pid ")

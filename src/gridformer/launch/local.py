@@ -43,6 +43,7 @@ from gridformer.utils import oom
 from gridformer.utils.folders import private_prefix, remove_private_leftovers
 from gridformer.utils.forkserver import warm_up
 from gridformer.utils.signals import REQUEUE, StopPolicy
+from gridformer.utils.streams import leave_progress_bar
 from gridformer.utils.threads import threads_of
 
 # Workers end by themselves at the end of their grace period, unless one of them saves. Those that
@@ -141,6 +142,8 @@ def attempt(
         finally:
             workers.kill()
         codes = workers.exit_codes()
+        if codes != {0}:
+            leave_progress_bar()
         # All ranks have saved before any of them exits with this code.
         saved = failure is None or failure.told_to_stop
         saved = saved and bool({REQUEUE, UNKNOWN} & codes)

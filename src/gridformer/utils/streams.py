@@ -19,3 +19,13 @@ def never_fail_to_print() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
+
+
+def leave_progress_bar() -> None:
+    """Begins a new line of the terminal and shows its cursor, as a process does that ends itself.
+
+    Where one was killed, what it had written of its progress bar is cleared. An empty line stays
+    as it is.
+    """
+    if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        print("\r\x1b[2K\x1b[?25h", end="", flush=True)
