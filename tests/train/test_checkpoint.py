@@ -17,7 +17,7 @@ from gridformer.checkpoint import checkpoint, find
 from gridformer.checkpoint import manifest as manifest_module
 from gridformer.checkpoint.manifest import MANIFEST, read_manifest, verify_checkpoint
 from gridformer.checkpoint.same_run import check_same_run
-from gridformer.config import LayoutConfig, ModelConfig, RunConfig, parse_run
+from gridformer.config import DataConfig, LayoutConfig, ModelConfig, RunConfig, parse_run
 from gridformer.config.rope import RopeScaling
 from gridformer.mesh import Axes
 from gridformer.models import Model
@@ -267,6 +267,11 @@ SAME: dict[str, Any] = {
     "data.task": "masked",
     "data.seq_len": 3,
     "data.source_len": 2,
+    "data.document_mask": True,
+    "data.reset_positions": False,
+    "data.packing": "documents",
+    "data.n_choices": 3,
+    "data.stride": 2,
     "data.path": Path("elsewhere"),
 }
 OTHER: dict[str, Any] = {
@@ -279,7 +284,12 @@ OTHER: dict[str, Any] = {
     "train.dtype": "float64",
     "train.recompute": "full",
     "layout.dp": 2,
+    "data.max_answer_len": 3,
+    "data.tokenizer": Path("elsewhere"),
+    "data.restart": True,
 }
+# Settings that say what is read. Tests of their own cover them, here and of fingerprints.
+TESTED_ALONE = {"sources", "stages", "validation", "test", "val_fraction"}
 
 
 def changed(run: RunConfig, key: str, value: Any) -> RunConfig:
@@ -332,3 +342,8 @@ def test_weights_of_steps_that_have_run_are_compared(saved: Path) -> None:
 def test_every_setting_of_a_model_is_one_or_the_other() -> None:
     named = {key.removeprefix("model.") for key in (*SAME, *OTHER) if key.startswith("model.")}
     assert named == set(ModelConfig.model_fields)
+
+
+def test_every_setting_of_data_is_one_or_the_other() -> None:
+    named = {key.removeprefix("data.") for key in (*SAME, *OTHER) if key.startswith("data.")}
+    assert named | TESTED_ALONE == set(DataConfig.model_fields)
