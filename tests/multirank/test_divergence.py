@@ -97,7 +97,9 @@ def test_skip_leaves_out_the_same_steps_everywhere(
     assert last is not None
     assert read_manifest(last).skipped == len(bad)
     assert read_manifest(last).tokens == read_metrics(out)[-1]["tokens"]
-    assert [m["tokens"] for m in read_metrics(alone)] == [m["tokens"] for m in read_metrics(out)]
+    for folder in (alone, out):
+        counted = [line["tokens"] for line in read_metrics(folder)]
+        assert counted == [24 * 12 * step for step in range(STEPS + 1)], "those left out, too"
     moved = tmp_path / "moved"
     start_from(out, moved)
     plan = plan_of(token_folder, moved, {}, **settings)
@@ -154,6 +156,23 @@ def test_rollback_goes_back_with_a_lower_rate(
     pool.run(1, train, plan)
     for step in (4, 5):
         assert losses(moved)[step] == pytest.approx(want[step], rel=1e-9), step
+
+
+def test_the_lower_rate_stays_after_a_resume_and_becomes_lower_still(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    """Step 3 fails once in the first run, and step 5 once in the one that resumes after step 3."""
+    settings: dict[str, Any] = {"on_divergence": "rollback", "save_every": 1, "eval_batches": 1}
+    settings |= {"rollback_lr": 0.25, "lr_schedule": "constant", "warmup_steps": 0}
+    for steps, bad in ((3, 2), (6, 4)):
+        plan = plan_of(token_folder, tmp_path, {}, **settings, steps=steps)
+        assert pool.run(1, poisoned, plan, "output", {bad}, 2) == [""]
+    lines = read_metrics(tmp_path)[-6:]
+    assert [line["step"] for line in lines] == [*range(1, 7)]
+    lower, lowest = 0.003 / 4, 0.003 / 16
+    rates = [0.003, 0.003, lower, lower, lowest, lowest]
+    assert [line["lr"] for line in lines] == pytest.approx(rates, rel=1e-12)
+    assert [line.get("rollbacks") for line in lines] == [None, None, 1, 1, 2, 2]
 
 
 def test_rollbacks_end(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:
