@@ -17,7 +17,7 @@ from gridformer.train.plan import Plan
 from gridformer.train.step import Stepper
 from tests.support.marks import full_unless
 from tests.support.multirank.layouts import n_of
-from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.pool import RankFailed, WorkerPool
 from tests.support.multirank.runs import losses, plan_of, title, train
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -72,6 +72,24 @@ def test_losses_are_those_of_one_device(
     assert list(got) == [1, 2]
     for step in want:
         assert got[step] == pytest.approx(want[step], rel=1e-9), step
+
+
+def test_ranks_share_the_checking_of_the_weights(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    """If one bit of the numbers in any file is wrong, no run begins with them."""
+    source, layout = tmp_path / "source", {"scheme": "megatron", "cols": 2}
+    pool.run(2, train, plan_of(token_folder, source, layout, steps=1))
+    files = sorted(source.glob("checkpoints/*/*.safetensors"))
+    assert len(files) >= 2
+    plan = plan_from(source, token_folder, tmp_path / "run", layout)
+    for file in files:
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-3] + bytes([whole[-3] ^ 4]) + whole[-2:])
+        with pytest.raises(RankFailed) as failure:
+            pool.run(2, train, plan)
+        assert f"{file} is damaged (its checksum is wrong)" in str(failure.value)
+        file.write_bytes(whole)
 
 
 @pytest.mark.full
