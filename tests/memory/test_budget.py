@@ -113,6 +113,20 @@ def test_every_stage_fits_with_the_proposed_settings(
     assert nearest(run, worst, most - 1) == []
 
 
+@pytest.mark.parametrize(
+    ("chunk", "fullest"), [(0, 1), (64, 0)], ids=["the last stage", "the first stage"]
+)
+def test_every_stage_must_fit(monkeypatch: pytest.MonkeyPatch, chunk: int, fullest: int) -> None:
+    """All logits at once fill the last stage; in chunks, they leave the first one the fuller."""
+    model = {"n_layers": 2, "hidden_size": 48, "vocab_size": 3000}
+    run = a_run({"pp": 2, "micro_batches": 2}, model, {"loss_chunk_tokens": chunk})
+    needed = [estimate_rank(run, rank).needed for rank in (0, 1)]
+    assert needed[fullest] - 1 > needed[1 - fullest]
+    monkeypatch.setattr(fits, "refusal", lambda *_: "refused")  # it looks for settings that fit
+    assert fit_problems(run, room=Room(needed[fullest], "just enough")) == []
+    assert fit_problems(run, room=Room(needed[fullest] - 1, "a byte too few")) == ["refused"]
+
+
 @pytest.mark.full
 def test_a_smaller_batch_is_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run({}, WIDE, {})
