@@ -81,6 +81,22 @@ def data(b: int, s: int, v: int, ignored: float) -> tuple[Tensor, Tensor]:
     return x, torch.where(dropped, IGNORE, targets)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_and_gradient_are_those_of_torch(smoothing: float) -> None:
+    x, targets = data(3, 7, H, 0.3)
+    found = []
+    for loss in (
+        CrossEntropy(smoothing).train(),
+        lambda x, t: F.cross_entropy(
+            x.flatten(0, 1), t.flatten(), reduction="sum", label_smoothing=smoothing
+        ),
+    ):
+        logits = x.clone().requires_grad_()
+        value = loss(logits, targets)
+        found.append((value.detach(), *torch.autograd.grad(3.0 * value, logits)))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+
+
 @settings(max_examples=40)
 @given(
     b=st.integers(1, 4),
