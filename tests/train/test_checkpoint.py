@@ -19,6 +19,8 @@ from gridformer.checkpoint.manifest import MANIFEST, read_manifest, verify_check
 from gridformer.checkpoint.same_run import check_same_run
 from gridformer.config import DataConfig, LayoutConfig, ModelConfig, RunConfig, parse_run
 from gridformer.config.rope import RopeScaling
+from gridformer.data.fingerprint import Fingerprint
+from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
@@ -310,6 +312,18 @@ def test_another_run_is_refused(saved: Path, key: str) -> None:
         check_same_run(manifest, changed(run, key, value), saved)
     assert f"({key} is {told}, there {before})" in str(error.value)
     assert "use another --out" in str(error.value)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_another_tokenizer_of_the_same_size_is_refused(saved: Path, restart: bool) -> None:
+    """The ids of the model's tokens would mean other texts, also where the order begins anew."""
+    run = a_run()
+    before, now = (Fingerprint(hashes={TOKENIZER: text}) for text in ("one", "two"))
+    manifest = read_manifest(saved).model_copy(update={"data": before})
+    run = changed(run, "data.restart", restart)
+    check_same_run(manifest, run, saved, before)
+    with pytest.raises(CheckpointError, match=r"the contents of tokenizer\.json changed"):
+        check_same_run(manifest, run, saved, now)
 
 
 @pytest.mark.parametrize("key", OTHER)
