@@ -33,13 +33,15 @@ def print_result(
         cluster: The cluster's name.
         console: Where to print.
     """
-    n = result.layouts[0].run.layout.n_processes
+    n, listed = result.layouts[0].run.layout.n_processes, len(result.layouts)
+    n_traces = listed + len(result.refused)
+    traces = f"{n_traces} traces" if n_traces > 1 else "1 trace"
     console.print(
         Text(
             f"{run.model.name} on {n} devices of {cluster}, {run.train.global_batch} sequences of "
-            f"{run.seq_len} tokens a step, {run.train.dtype}: {len(result.layouts)} fastest of "
-            f"{result.n_arrangements} arrangements ({result.n_estimates} estimates, "
-            f"{len(result.layouts) + len(result.refused)} traces, {result.seconds:.1f} s)"
+            f"{run.seq_len} tokens a step, {run.train.dtype}: the "
+            f"{f'{listed} fastest' if listed > 1 else 'fastest'} of {result.n_arrangements} "
+            f"arrangements ({result.n_estimates} estimates, {traces}, {result.seconds:.1f} s)"
         )
     )
     _print_table(result.layouts, console)
