@@ -88,6 +88,15 @@ def assert_gone(pids: list[str]) -> None:
         time.sleep(0.02)
 
 
+def still_runs(pid: str) -> bool:
+    """Return whether a process has not ended, though its parent may not know yet that it has."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
 def processes(session: int) -> Iterator[Path]:
     """Yield the folders in /proc of the processes of a session."""
     for folder in Path("/proc").iterdir():
