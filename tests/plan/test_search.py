@@ -22,6 +22,7 @@ from gridformer.plan import second_look
 from gridformer.plan import tracing as plan_tracing
 from gridformer.plan.advice import advise
 from gridformer.plan.analytic import estimate
+from gridformer.plan.changes import arrangement
 from gridformer.plan.emit import NO_DATA, with_cluster, write_run
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.ranking import layout_of, print_result, ranking_as_json, settings_between
@@ -171,6 +172,38 @@ def test_time_that_advice_leaves_is_for_more_layouts(monkeypatch: pytest.MonkeyP
     assert tracing.result.seconds == 5.0
     listed = [one.run for one in tracing.result.layouts]
     assert not [one for one in tracing.result.untraced if one.run in listed]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_advice_has_traced_is_not_traced_again(
+    monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    """Advice finds a layout that waits for its trace, and another that has its arrangement."""
+    tracing = Tracing(Search(run_of(), cluster(), 8), 20, predictor)
+    tracing.until(tracing.began)
+    result = tracing.result
+    waiting, alike = result.untraced[:2]
+    changes = {"layout.micro_batches": alike.run.layout.micro_batches * 2}
+    other = changed(alike.run, changes)
+    assert other is not None, "a valid layout with the same arrangement"
+    both = [replace(waiting, prediction=predictor(waiting.run, cluster()))]
+    both += [replace(alike, run=other, prediction=predictor(other, cluster()))] * fits
+    (result.layouts if fits else result.refused).extend(both)
+    traced: list[RunConfig] = []
+
+    def noted(run: RunConfig, machine: Cluster) -> Prediction:
+        traced.append(run)
+        return predictor(run, machine)
+
+    tracing.predictor = noted
+    tracing.until(0.0)
+    assert not [one for one in result.untraced if one.run == waiting.run]
+    assert fits == (alike.run not in [one.run for one in result.untraced])
+    tracing.until(float("inf"))
+    assert waiting.run not in traced
+    assert fits == (alike.run not in traced)
+    arranged = [arrangement(one.run.layout) for one in result.layouts]
+    assert len({*arranged}) == len(arranged)
 
 
 def test_copies_of_the_process_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
+from gridformer.plan.changes import arrangement
 from gridformer.plan.predict import predict
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.search import Found, Kind, Predict, Result, Search, kind_of
@@ -143,25 +144,41 @@ class Tracing:
             fewest = min(top, FEWEST) if here <= ends else 1
             if len(result.layouts) >= fewest and here + self._last_s > ends:
                 break
-            some = queue.next(min(self._at_once, top - len(result.layouts)))
-            names = " and ".join(one.name for one in some)
-            self.tell(f"tracing {names}: {len(result.layouts) + 1} of {top}")
-            predictions = self._predicted(some, ends - here)
-            self._last_s = time.monotonic() - here
-            for one, prediction in zip(some, predictions):
-                if prediction is None:  # there was no time for it
-                    queue.put(one)
-                else:
-                    self._add(one, prediction)
+            some = self._next(min(self._at_once, top - len(result.layouts)))
+            if some:
+                names = " and ".join(one.name for one in some)
+                self.tell(f"tracing {names}: {len(result.layouts) + 1} of {top}")
+                predictions = self._predicted(some, ends - here)
+                self._last_s = time.monotonic() - here
+                for one, prediction in zip(some, predictions):
+                    if prediction is None:  # there was no time for it
+                        queue.put(one)
+                    else:
+                        self._add(one, prediction)
             if not queue and not result.layouts:
                 queue.give_another_chance()
         result.layouts.sort(key=lambda one: one.step_s)
         result.passed_over = queue.passed_over
-        seen = [one.run for one in (*result.layouts, *result.refused)]
-        waiting = [one for one in queue.rest() if one.run not in seen]
+        waiting = [one for one in queue.rest() if not self._has(one)]
         result.untraced = waiting[: top - len(result.layouts)]
         result.n_estimates = self.asked.n_estimates
         result.seconds = time.monotonic() - self.began
+
+    def _next(self, n: int) -> list[Found]:
+        """Takes the fastest layouts out of the queue that were not found otherwise, at most n."""
+        found: list[Found] = []
+        while len(found) < n and (some := self._queue.next(n - len(found))):
+            found += [one for one in some if not self._has(one)]
+        return found
+
+    def _has(self, one: Found) -> bool:
+        """Returns whether a layout was traced, or one with its arrangement that fits.
+
+        Layouts that advice has found may also wait here.
+        """
+        fits = [arrangement(other.run.layout) for other in self.result.layouts]
+        refused = [other.run for other in self.result.refused]
+        return arrangement(one.run.layout) in fits or one.run in refused
 
     def _predicted(self, some: Sequence[Found], left_s: float) -> Sequence[Prediction | None]:
         work = [partial(self.predictor, one.run, self.asked.cluster) for one in some]
