@@ -34,6 +34,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gathered products": ({**OPTIMUS, "schedule": "gather", "dp": 2}, FULL),
     "gpipe": ({**MEGATRON, "pipeline": "gpipe"}, {}),
     "interleaved": ({**MEGATRON, "stages_per_rank": 2}, {}),
+    "interleaved, bfloat16": ({**MEGATRON, "stages_per_rank": 2}, {"dtype": "bfloat16"}),
     "interleaved, prefetched": (
         {**OPTIMUS, "schedule": "gather", "stages_per_rank": 2},
         {},
@@ -115,7 +116,12 @@ def test_cells_have_the_log_of_the_complete_step(cell: Cell) -> None:
     same_as_complete(a_run(layout, cell.config, BATCH, cell.task))
 
 
-def test_only_one_micro_batch_of_a_stage_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("more", [{"dp": 2}, {"stages_per_rank": 2, "micro_batches": 4}])
+def test_only_one_micro_batch_of_a_stage_runs(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], rank: int
+) -> None:
+    """Whether or not a message came before it, after which weights are already copied."""
     ran: list[Any] = []
     real = Executor.forward
 
@@ -124,8 +130,10 @@ def test_only_one_micro_batch_of_a_stage_runs(monkeypatch: pytest.MonkeyPatch) -
         return real(self, action, *rest)
 
     monkeypatch.setattr(Executor, "forward", forward)
-    estimate_rank(a_run({**MEGATRON, "dp": 2}, {"n_layers": 4}, BATCH), 0)
-    assert [action.micro for action in ran] == [0]
+    run = a_run({**MEGATRON, **more}, {"n_layers": 4}, {**BATCH, "dtype": "bfloat16"})
+    estimate_rank(run, rank * (run.layout.n_processes // 2))
+    stages = run.layout.stages_per_rank
+    assert [action.micro for action in ran] == [0] * stages
 
 
 def test_what_cannot_be_repeated_runs_completely(monkeypatch: pytest.MonkeyPatch) -> None:

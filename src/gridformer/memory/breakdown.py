@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from gridformer.memory.tracker import Entry, MemoryTracker
 from gridformer.models import blocks
+from gridformer.models.blocks.cast import CastCopy
 from gridformer.models.blocks.recompute import in_backward
 from gridformer.parallel.data.zero import replica_part
 from gridformer.parallel.pipeline import Event
@@ -41,6 +42,7 @@ _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "residuals": (blocks.Layer,),
 }
 _OUTSIDE = "embedding, loss"
+_MESSAGES = ("send", "recv")  # events of a step that make neither copies nor gradients
 ACTIVATIONS = tuple(f"activations: {kind}" for kind in (*_MODULES, _OUTSIDE))
 KINDS = (*STATES, *ACTIVATIONS, "recomputed", "workspace")
 # Prepares a step for repeating in the log what it need not run again; see gridformer.memory.once.
@@ -178,22 +180,24 @@ def _watching(
     stack: list[str] = []
     handles: list[Any] = []
 
-    def mark_copies(parameters: Iterable[nn.Parameter]) -> None:
-        copies = [copy for p in parameters if (copy := blocks.copy_of(p)) is not None]
+    def copies_of(parameters: Iterable[nn.Parameter]) -> list[CastCopy]:
+        return [copy for p in parameters if (copy := blocks.copy_of(p)) is not None]
+
+    def mark_copies(copies: Iterable[CastCopy]) -> None:
         tracker.mark((copy.value for copy in copies if copy.value is not None), "parameters")
 
-    def enters(kind: str, name: str) -> Callable[..., None]:
-        def before(module: nn.Module, *_: Any) -> None:
-            mark_copies(module.parameters())
+    def enters(kind: str, name: str, copies: list[CastCopy]) -> Callable[..., None]:
+        def before(*_: Any) -> None:
+            mark_copies(copies)
             stack.append(tracker.place)
             again = "again, " if in_backward() else ""
             tracker.at(f"{kind}|{again}forward of {name}")
 
         return before
 
-    def leaves(is_layer: bool, name: str) -> Callable[..., None]:
+    def leaves(is_layer: bool, name: str, copies: list[CastCopy]) -> Callable[..., None]:
         def after(module: nn.Module, _: Any, out: Any) -> None:
-            mark_copies(module.parameters())
+            mark_copies(copies)
             tracker.at(stack.pop())
             if is_layer and isinstance(out, Tensor) and out.requires_grad:
                 out.register_hook(lambda _: tracker.at(f"|backward of {name}"))
@@ -201,21 +205,25 @@ def _watching(
         return after
 
     def marked(owner: nn.Parameter) -> None:
-        mark_copies([owner])
+        mark_copies(copies_of([owner]))
         if owner.grad is not None:
             tracker.mark([owner.grad], "gradients")
 
     def was_done(event: Event) -> None:
         tracker.at("")
-        mark_copies(model.parameters())
-        tracker.mark((p.grad for p in held if p.grad is not None), "gradients")
+        if event.kind not in _MESSAGES:
+            mark_copies(copies)
+            tracker.mark((p.grad for p in held if p.grad is not None), "gradients")
         done.append((tracker.now, event.kind))
 
+    copies = copies_of(model.parameters())
     for name, module in model.named_modules():
         for kind, types in _MODULES.items():
             if isinstance(module, types):
-                handles.append(module.register_forward_pre_hook(enters(kind, name), prepend=True))
-                after = leaves(isinstance(module, blocks.Layer), name)
+                own = copies_of(module.parameters())
+                before = enters(kind, name, own)
+                handles.append(module.register_forward_pre_hook(before, prepend=True))
+                after = leaves(isinstance(module, blocks.Layer), name, own)
                 handles.append(module.register_forward_hook(after, always_call=True))
                 break
     for parameter in model.parameters():
