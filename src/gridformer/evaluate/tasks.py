@@ -1,55 +1,24 @@
-"""The tasks of `gridformer evaluate`: what they read, and what they measure."""
+"""The tasks of `gridformer evaluate`: their names, and whether a model can do them."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from gridformer.config import ModelConfig, RunConfig, any_of, closest
-from gridformer.evaluate.beams import BeamSearch
-from gridformer.evaluate.examples import check_examples, example_problem, score_examples
-from gridformer.evaluate.generate import continues, translate
-from gridformer.evaluate.labels import predicted, read_labeled
+from gridformer.evaluate import measures
+from gridformer.evaluate.examples import check_examples, example_problem
+from gridformer.evaluate.generate import continues
+from gridformer.evaluate.labels import read_labeled
 from gridformer.evaluate.loading import Trained
+from gridformer.evaluate.measures import Numbers, Options
 from gridformer.evaluate.prompts import read_input_text, read_texts
-from gridformer.evaluate.scoring import ScoredWindow, score
-from gridformer.evaluate.sets import check_named_set, measure_set
-from gridformer.evaluate.team import Team
-from gridformer.evaluate.wikitext import n_words, read_pages, restored
-from gridformer.evaluate.windows import continuation, prefix_id, sliding
+from gridformer.evaluate.sets import check_named_set
+from gridformer.evaluate.wikitext import read_pages
 from gridformer.utils.errors import ConfigError, DataError, UserError
 from gridformer.utils.extras import require
-
-Item = TypeVar("Item")
-
-Numbers = dict[str, float]
-
-
-@dataclass(frozen=True)
-class Options:
-    """Settings of an evaluation.
-
-    Attributes:
-        batch_size: about how many windows or texts go through the model together.
-        stride: see `gridformer.evaluate.windows.sliding`; 0 means what the model reads at once.
-        limit: only this number of documents is measured, the first ones; 0 means all.
-        length: the model reads at most this number of tokens at once; 0 means `max_seq_len`.
-        search: settings of the search of tasks that translate.
-    """
-
-    batch_size: int = 8
-    stride: int = 0
-    limit: int = 0
-    length: int = 0
-    search: BeamSearch = field(default_factory=lambda: BeamSearch(max_tokens=256))
-
-    def length_for(self, model: ModelConfig) -> int:
-        """Returns how many tokens a model reads at once."""
-        return self.length or model.max_seq_len
 
 
 @dataclass(frozen=True)
@@ -68,13 +37,13 @@ class Task:
     """A kind of task.
 
     Attributes:
-        what: what follows the name, for messages.
-        problem: returns why a model cannot do it, or an empty text.
-        check: reads what it needs, given the run and the names of the model's labels; raises a
+        what: What follows the name, for messages.
+        problem: Returns why a model cannot do it, or an empty text.
+        check: Reads what it needs, given the run and the names of the model's labels; raises a
             UserError if that does not work.
-        measure: measures a model. All processes call it together.
-        searches: whether it translates with `Options.search`.
-        uses: those of the options `stride`, `limit` and `length` that change what it measures.
+        measure: Measures a model. All processes call it together.
+        searches: Whether it translates with `Options.search`.
+        uses: Those of the options `stride`, `limit` and `length` that change what it measures.
     """
 
     what: str
@@ -83,212 +52,6 @@ class Task:
     measure: Callable[[Trained, str, Options], Numbers]
     searches: bool = False
     uses: tuple[str, ...] = ()
-
-
-# --------------------------------------------------------------------------- likelihood of texts
-
-
-@dataclass(frozen=True)
-class ScoredText:
-    """A text to score, and by how many words and bytes its likelihood is divided."""
-
-    text: str
-    words: int
-    bytes: int
-
-
-def likelihood(
-    trained: Trained, documents: Sequence[ScoredText], options: Options, begin: Sequence[int] = ()
-) -> tuple[float, int]:
-    """Returns the log-likelihood of all documents, and their number of tokens.
-
-    Args:
-        trained, options: the model, and the settings.
-        documents: the documents.
-        begin: tokens of each document before those of its text.
-    """
-    length = options.length_for(trained.model.config)
-    windows: list[ScoredWindow] = []
-    prefix = prefix_id(trained.tokenizer)
-    for ids in trained.tokenizer.encode_batch([document.text for document in documents]):
-        windows += sliding([*begin, *ids], prefix, length, options.stride or length)
-    found = score(trained, windows, options.batch_size)
-    n_tokens = sum(window.n_targets for window in windows)
-    return sum(one.log_likelihood for one in found), n_tokens
-
-
-def perplexities(total: float, n_tokens: int, documents: Sequence[ScoredText]) -> Numbers:
-    """Returns the measures that are computed from a log-likelihood.
-
-    Args:
-        total: the log-likelihood of all documents, in nats.
-        n_tokens: their number of tokens.
-        documents: the documents, whose words and bytes it is divided by.
-    """
-    words, size = sum(d.words for d in documents), sum(d.bytes for d in documents)
-    return {
-        "word_perplexity": _exp(-total / words) if words else math.nan,
-        "byte_perplexity": _exp(-total / size),
-        "bits_per_byte": -total / size / math.log(2),
-        "token_perplexity": _exp(-total / n_tokens),
-        "tokens": n_tokens,
-        "words": words,
-    }
-
-
-def _exp(nats: float) -> float:
-    """Returns a perplexity; it is infinite if no float is as large, as for one very long word."""
-    try:
-        return math.exp(nats)
-    except OverflowError:
-        return math.inf
-
-
-def text(trained: Trained, file: str, options: Options) -> Numbers:
-    """Measures perplexity on a file, as one text.
-
-    This function and those below are the kinds of tasks. All ranks call them together.
-
-    Args:
-        trained: the model.
-        file: the path of the file.
-        options: the settings.
-
-    Returns:
-        The measures by name.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    whole = read_input_text(Path(file))
-    one = ScoredText(whole, len(whole.split()), len(whole.encode()))
-    total, n_tokens = likelihood(trained, [one], options)
-    return perplexities(total, n_tokens, [one])
-
-
-def wikitext(trained: Trained, file: str, options: Options) -> Numbers:
-    """Measures perplexity on pages of WikiText, per word of the original.
-
-    Args:
-        trained: the model.
-        file: a file of WikiText as it is published.
-        options: the settings.
-    """
-    pages = _first(read_pages(Path(file)), options)
-    if not any(page.strip() for page in pages):
-        raise DataError(f"{file}: its first {len(pages)} pages have no text: use a larger --limit")
-    documents = [ScoredText(restored(p), n_words(p), len(p.encode())) for p in pages]
-    # As in lm-evaluation-harness, a begin-of-text token of the tokenizer is predicted, too.
-    total, n_tokens = likelihood(trained, documents, options, trained.tokenizer.begin_ids)
-    return perplexities(total, n_tokens, documents) | {"documents": len(pages)}
-
-
-def lambada(trained: Trained, file: str, options: Options) -> Numbers:
-    """Measures how well a model predicts the last word of each text (Paperno et al. 2016).
-
-    Args:
-        trained: the model.
-        file: JSON lines with the key `text`.
-        options: the settings.
-    """
-    texts = _first(read_texts(Path(file), "text"), options)
-    windows, length = [], options.length_for(trained.model.config)
-    for (whole,) in texts:
-        before, _, word = whole.rpartition(" ")
-        windows.append(continuation(trained.tokenizer, before, f" {word}", length))
-    found = score(trained, windows, options.batch_size)
-    mean = sum(one.log_likelihood for one in found) / len(found)
-    return {
-        "accuracy": sum(one.greedy for one in found) / len(found),
-        "perplexity": _exp(-mean),
-        "documents": len(texts),
-    }
-
-
-def labels(trained: Trained, file: str, options: Options) -> Numbers:
-    """Measures how often the classifier gives the right label.
-
-    Args:
-        trained: the model, which has a classifier.
-        file: JSON lines with a text, or two, and a label.
-        options: the settings.
-    """
-    records = _first(read_labeled(Path(file), trained.run, trained.label_names), options)
-    found = predicted(trained, [text for text, _ in records], options.batch_size)
-    right = sum(label == wanted for label, (_, wanted) in zip(found, records))
-    return {"accuracy": right / len(records), "documents": len(records)}
-
-
-def examples(trained: Trained, folder: str, options: Options) -> Numbers:
-    """Measures a fine-tuned model on the validation split of a folder of examples.
-
-    Args:
-        trained: the model.
-        folder: the token folder of the examples.
-        options: the settings, of which `batch_size` counts.
-    """
-    return score_examples(trained, folder, options.batch_size)
-
-
-def named_set(trained: Trained, name: str, options: Options) -> Numbers:
-    """Measures the loss of a named set of the run, and its scores.
-
-    Args:
-        trained: the model.
-        name: the name of the set in data.validation or data.test.
-        options: not used: the run says how a set is read.
-    """
-    return measure_set(trained, name)
-
-
-def bleu(trained: Trained, file: str, options: Options) -> Numbers:
-    """Measures BLEU (Papineni et al. 2002; Post 2018) of generated second texts of pairs.
-
-    Args:
-        trained: the model, which has learned pairs.
-        file: JSON lines with the keys `source` and `target`.
-        options: the settings, those of the search among them.
-    """
-    import sacrebleu
-
-    pairs = _first(read_texts(Path(file), "source", "target"), options)
-    sources = [source for source, _ in pairs]
-    # Searches end at about the same time if the sources are about equally long.
-    order = sorted(range(len(pairs)), key=lambda i: len(sources[i]))
-    said = [""] * len(pairs)
-    for start in range(0, len(order), options.batch_size):
-        batch = order[start : start + options.batch_size]
-        found = translate(trained, trained.special, [sources[i] for i in batch], options.search)
-        for i, words in zip(batch, found):
-            said[i] = words
-    result = sacrebleu.corpus_bleu(said, [[target for _, target in pairs]])
-    return {"bleu": result.score, "documents": len(pairs)}
-
-
-def lm_eval(trained: Trained, task: str, options: Options) -> Numbers:
-    """Measures a task of lm-evaluation-harness, which runs on rank 0.
-
-    Args:
-        trained: the model.
-        task: the name of the task there.
-        options: the settings.
-
-    Returns:
-        The measures by name; nothing on other ranks than 0.
-    """
-    team = Team(trained, options.batch_size)
-    if trained.axes.world.index:
-        team.follow()
-        return {}
-    from gridformer.evaluate.harness import measured
-
-    found = measured(team, task, options.limit, options.length)
-    team.release()
-    return found
-
-
-def _first(values: Sequence[Item], options: Options) -> Sequence[Item]:
-    return values[: options.limit] if options.limit else values
 
 
 def _check_lm_eval(task: str, *_: object) -> None:
@@ -336,45 +99,50 @@ def _translates(run: RunConfig) -> str:
 
 
 TASKS: dict[str, Task] = {
-    "text": Task("FILE", _predicts, _check_text, text, uses=("stride", "length")),
+    "text": Task("FILE", _predicts, _check_text, measures.text, uses=("stride", "length")),
     "wikitext": Task(
         "FILE",
         _predicts,
         lambda file, *_: read_pages(Path(file)),
-        wikitext,
+        measures.wikitext,
         uses=("stride", "limit", "length"),
     ),
     "lambada": Task(
         "FILE",
         _predicts,
         lambda file, *_: read_texts(Path(file), "text"),
-        lambada,
+        measures.lambada,
         uses=("limit", "length"),
     ),
     "labels": Task(
         "FILE",
         _classifies,
         lambda file, run, names: read_labeled(Path(file), run, names),
-        labels,
+        measures.labels,
         uses=("limit",),
     ),
-    "set": Task("NAME", lambda run: "", lambda name, run, _: check_named_set(name, run), named_set),
-    "examples": Task(
-        "FOLDER", example_problem, lambda folder, run, _: check_examples(folder, run), examples
+    "set": Task(
+        "NAME",
+        lambda run: "",
+        lambda name, run, _: check_named_set(name, run),
+        measures.named_set,
     ),
-    "bleu": Task("FILE", _translates, _check_bleu, bleu, searches=True, uses=("limit",)),
-    "lm-eval": Task("TASK", _predicts, _check_lm_eval, lm_eval, uses=("limit", "length")),
+    "examples": Task(
+        "FOLDER",
+        example_problem,
+        lambda folder, run, _: check_examples(folder, run),
+        measures.examples,
+    ),
+    "bleu": Task("FILE", _translates, _check_bleu, measures.bleu, searches=True, uses=("limit",)),
+    "lm-eval": Task("TASK", _predicts, _check_lm_eval, measures.lm_eval, uses=("limit", "length")),
 }
-
-
-# --------------------------------------------------------------------------- the command line
 
 
 def parse_tasks(words: str) -> list[TaskArgument]:
     """Returns the tasks of `--tasks`, which are separated by commas.
 
     Raises:
-        ConfigError: a task is unknown or incomplete. It lists all such tasks.
+        ConfigError: A task is unknown or incomplete. It lists all such tasks.
     """
     found, problems = [], []
     for word in words.split(","):
@@ -400,15 +168,15 @@ def check_tasks(
     """Checks whether a model can do tasks, and reads what they need.
 
     Args:
-        run: the run that trained the model.
-        asked: the tasks.
-        options: the settings.
-        label_names: what the labels of a classifier are called, if that is stored with the model.
-        given: names of fields of `BeamSearch` that the user has set.
+        run: The run that trained the model.
+        asked: The tasks.
+        options: The settings.
+        label_names: What the labels of a classifier are called, if that is stored with the model.
+        given: Names of fields of `BeamSearch` that the user has set.
 
     Raises:
-        ConfigError: a model cannot do a task, or no task uses a setting. It lists all problems.
-        UserError: what a task needs is missing.
+        ConfigError: A model cannot do a task, or no task uses a setting. It lists all problems.
+        UserError: What a task needs is missing.
     """
     problems = []
     for one in asked:
