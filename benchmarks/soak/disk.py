@@ -16,8 +16,8 @@ class Disk:
     """Where runs write.
 
     Attributes:
-        folder: its root.
-        small: whether it can be filled; mounting one takes rights that not every user has.
+        folder: Its root.
+        small: Whether it can be filled; mounting one takes rights that not every user has.
     """
 
     folder: Path

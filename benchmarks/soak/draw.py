@@ -33,12 +33,12 @@ class Fault:
     """A fault that was drawn.
 
     Attributes:
-        number: counts all faults from 1.
-        kind: what happens.
-        steps: how many steps the run has done since its start.
-        starting_s: seconds after the start at which it comes instead; None means after `steps`.
-        part: which rank, file or bit, as a fraction of their number.
-        layout: the layout in which the run goes on before this fault; None means as before.
+        number: Counts all faults from 1.
+        kind: What happens.
+        steps: How many steps the run has done since its start.
+        starting_s: Seconds after the start at which it comes instead; None means after `steps`.
+        part: Which rank, file or bit, as a fraction of their number.
+        layout: The layout in which the run goes on before this fault; None means as before.
     """
 
     number: int

@@ -20,18 +20,18 @@ class Kind:
     """One kind of fault.
 
     Attributes:
-        title: what the table calls it.
-        act: what is done.
-        says: a regular expression for what the run must say; `{rank}`, `{pid}` and `{name}` stand
+        title: What the table calls it.
+        act: What is done.
+        says: A regular expression for what the run must say; `{rank}`, `{pid}` and `{name}` stand
             for the process that was hit or the checkpoint that was damaged.
-        codes: the exit codes with which the run may end; none if it goes on.
-        lost: the largest number of steps that may be computed again.
-        signum: the signal, for `act` "signal".
-        target: who gets the signal.
-        settings: overrides of the run file that the fault needs.
-        in_starting: whether it may also come before the first step.
-        how: which of several ways of `act` this is.
-        traceback: whether a rank itself fails, so that a traceback is to be expected.
+        codes: The exit codes with which the run may end; none if it goes on.
+        lost: The largest number of steps that may be computed again.
+        signum: The signal, for `act` "signal".
+        target: Who gets the signal.
+        settings: Overrides of the run file that the fault needs.
+        in_starting: Whether it may also come before the first step.
+        how: Which of several ways of `act` this is.
+        traceback: Whether a rank itself fails, so that a traceback is to be expected.
     """
 
     title: str

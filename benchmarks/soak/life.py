@@ -26,13 +26,13 @@ class Met:
     """What became of a fault.
 
     Attributes:
-        layout: in which it came.
-        step: the last step that was done when it came; 0 before the first.
-        said: what the run said about it.
-        code: the exit code of what it ended; None if the run went on.
-        resumed: the step from which the run went on.
-        lost: how many steps had to be computed again.
-        problems: what is not as it should be.
+        layout: In which it came.
+        step: The last step that was done when it came; 0 before the first.
+        said: What the run said about it.
+        code: The exit code of what it ended; None if the run went on.
+        resumed: The step from which the run went on.
+        lost: How many steps had to be computed again.
+        problems: What is not as it should be.
     """
 
     fault: Fault
@@ -49,11 +49,11 @@ class Life:
     """A run directory and the processes that write there, one start after the other.
 
     Args:
-        drawn: the run, and what happens to it.
-        run_file: the file of all runs.
-        disk: where the run directory is.
-        logs: where the output of each start is kept.
-        temporary: an empty folder for the temporary files of the processes.
+        drawn: The run, and what happens to it.
+        run_file: The file of all runs.
+        disk: Where the run directory is.
+        logs: Where the output of each start is kept.
+        temporary: An empty folder for the temporary files of the processes.
     """
 
     def __init__(self, drawn: Drawn, run_file: Path, disk: Disk, logs: Path, temporary: Path):

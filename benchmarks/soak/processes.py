@@ -26,9 +26,9 @@ class Started:
     """A started command; `trained` says whether it was seen to train.
 
     Args:
-        words: the words after `gridformer`.
-        log: where its output goes, with `.out` and `.err` added.
-        temporary: the folder for its temporary files.
+        words: The words after `gridformer`.
+        log: Where its output goes, with `.out` and `.err` added.
+        temporary: The folder for its temporary files.
     """
 
     def __init__(self, words: list[str], log: Path, temporary: Path) -> None:
@@ -76,7 +76,7 @@ class Started:
         """Waits for something; returns False if the command has ended before.
 
         Raises:
-            LateError: neither has come.
+            LateError: Neither has come.
         """
         until = time.monotonic() + LIMIT_S
         while not happened():
@@ -91,7 +91,7 @@ class Started:
         """Waits for its end and returns the exit code.
 
         Raises:
-            LateError: it does not end.
+            LateError: It does not end.
         """
         try:
             return self.process.wait(LIMIT_S)

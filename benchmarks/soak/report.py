@@ -22,12 +22,12 @@ class Lived:
     """The end of a run.
 
     Attributes:
-        moved: whether it went on in another layout.
-        starts: how often it was started.
-        met: its faults.
-        difference: between its last checkpoint and that of the undisturbed run; None without one.
-        problems: what is not as it should be, besides those of the faults.
-        too_late: how many faults did not happen, as the run had ended before.
+        moved: Whether it went on in another layout.
+        starts: How often it was started.
+        met: Its faults.
+        difference: Between its last checkpoint and that of the undisturbed run; None without one.
+        problems: What is not as it should be, besides those of the faults.
+        too_late: How many faults did not happen, as the run had ended before.
     """
 
     drawn: Drawn

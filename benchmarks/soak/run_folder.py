@@ -56,7 +56,7 @@ def damage(checkpoint: Path, how: str, part: float) -> None:
 
     Args:
         how: "flip" a bit, "truncate" or "remove" it.
-        part: which file, bit and size, as a fraction of their number.
+        part: Which file, bit and size, as a fraction of their number.
     """
     files = sorted(path for path in checkpoint.iterdir() if path.is_file())
     path = files[int(part * len(files))]

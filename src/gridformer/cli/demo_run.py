@@ -44,11 +44,11 @@ def run_demo(out: Path, run_file: Path | str = RUN_FILE) -> None:
     """Prepares the corpus if it is missing, trains or resumes the run, and prints a summary.
 
     Args:
-        out: run directory.
-        run_file: path of a run file, or the name of a shipped one.
+        out: Run directory.
+        run_file: Path of a run file, or the name of a shipped one.
 
     Raises:
-        UserError: the run cannot be prepared, planned or trained; see `plan_run` and `execute`.
+        UserError: The run cannot be prepared, planned or trained; see `plan_run` and `execute`.
     """
     check_run_dir(out)
     out.mkdir(parents=True, exist_ok=True)  # or the error of it, before the text is prepared

@@ -81,7 +81,7 @@ def dtype_option(name: str) -> DType | None:
     """Returns the value of --dtype, or None if there is none.
 
     Raises:
-        ConfigError: it is no type of a computation.
+        ConfigError: It is no type of a computation.
     """
     from gridformer.config.train import DType
 
@@ -95,7 +95,7 @@ def device_option(name: str) -> DeviceChoice:
     """Returns the value of --device.
 
     Raises:
-        ConfigError: it is no device, or torch finds no GPU.
+        ConfigError: It is no device, or torch finds no GPU.
     """
     if name == "auto":
         return "auto"

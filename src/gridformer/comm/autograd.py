@@ -34,7 +34,7 @@ def identity_allreduce(x: Tensor, axis: Axis, label: str = "enter") -> Tensor:
     """Forward identity, backward all-reduce: f of Megatron-LM (Shoeybi et al. 2019, figure 3).
 
     Args:
-        x: tensor of any shape, replicated over the axis.
+        x: Tensor of any shape, replicated over the axis.
 
     Returns:
         x. Its gradients on the ranks are partial sums, which the backward pass adds up.
@@ -46,7 +46,7 @@ def allreduce_identity(x: Tensor, axis: Axis, label: str = "leave") -> Tensor:
     """Forward all-reduce of partial sums, backward identity: g of Megatron-LM, the partner of f.
 
     Args:
-        x: partial sum of any shape.
+        x: Partial sum of any shape.
 
     Returns:
         The sum over the axis, a new tensor of the same shape, replicated over the axis.
@@ -58,7 +58,7 @@ def allgather_reducescatter(x: Tensor, axis: Axis, dim: int, label: str = "enter
     """Forward all-gather along `dim`, backward reduce-scatter along `dim`.
 
     Args:
-        x: this rank's shard [.., k, ..], k along `dim`.
+        x: This rank's shard [.., k, ..], k along `dim`.
 
     Returns:
         The whole tensor [.., size*k, ..]. Its gradients on the ranks are partial sums.
@@ -70,13 +70,13 @@ def reducescatter_allgather(x: Tensor, axis: Axis, dim: int, label: str = "leave
     """Forward reduce-scatter of partial sums along `dim`, backward all-gather along `dim`.
 
     Args:
-        x: partial sum [.., size*k, ..], size*k along `dim`.
+        x: Partial sum [.., size*k, ..], size*k along `dim`.
 
     Returns:
         This rank's shard [.., k, ..] of the sum.
 
     Raises:
-        ValueError: the size of `dim` is not a multiple of the axis size.
+        ValueError: The size of `dim` is not a multiple of the axis size.
     """
     return x if axis.size == 1 else _ReduceScatterAllGather.apply(x, axis, dim, label)
 
@@ -85,7 +85,7 @@ def broadcast_reduce(x: Tensor, axis: Axis, root: int, label: str = "enter") -> 
     """Forward broadcast from the rank with index `root`, backward reduce to it.
 
     Args:
-        x: the tensor to send on `root`; on other ranks only its shape and type are used.
+        x: The tensor to send on `root`; on other ranks only its shape and type are used.
 
     Returns:
         x of `root`, as a new tensor. On other ranks the gradient of their own x is 0.
@@ -97,10 +97,10 @@ def reduce_broadcast(x: Tensor, axis: Axis, root: int, label: str = "leave") -> 
     """Forward reduce of partial sums to the rank with index `root`, backward broadcast from it.
 
     Args:
-        x: partial sums, of the same shape on all ranks; it is not modified.
-        axis: the ranks that take part.
-        root: the index on the axis of the rank that gets the sum.
-        label: the purpose under which a recorder counts the messages.
+        x: Partial sums, of the same shape on all ranks; it is not modified.
+        axis: The ranks that take part.
+        root: The index on the axis of the rank that gets the sum.
+        label: The purpose under which a recorder counts the messages.
 
     Returns:
         The sum over the axis on `root`, and zeros of the same shape on other ranks.
@@ -115,7 +115,7 @@ def alltoall(x: Tensor, axis: Axis, split_dim: int, join_dim: int, label: str) -
     concatenated along `join_dim`.
 
     Args:
-        x: tensor whose size along `split_dim` is a multiple of the axis size.
+        x: Tensor whose size along `split_dim` is a multiple of the axis size.
 
     Returns:
         A tensor that is smaller than x by the axis size along `split_dim` and larger by it along
@@ -130,9 +130,9 @@ def scatter_gather(
     """Forward scatter from index 0 along `dim`, backward gather to it.
 
     Args:
-        x: the whole tensor [.., size*k, ..] on the rank with index 0. On other ranks it is on the
+        x: The whole tensor [.., size*k, ..] on the rank with index 0. On other ranks it is on the
             meta device and gives the shape.
-        device: device of the result.
+        device: Device of the result.
 
     Returns:
         This rank's part [.., k, ..] of the tensor.
@@ -144,7 +144,7 @@ def gather_scatter(x: Tensor, axis: Axis, dim: int, label: str = "leave") -> Ten
     """Forward gather along `dim` to index 0, backward scatter from it.
 
     Args:
-        x: this rank's part [.., k, ..].
+        x: This rank's part [.., k, ..].
 
     Returns:
         The whole tensor [.., size*k, ..] on the rank with index 0. On other ranks it is on the meta

@@ -40,9 +40,9 @@ class Pending:
     collectives in the same order.
 
     Args:
-        result: the tensor that holds the result when the message is done.
-        work: torch's handle of the message; None if it is done already.
-        held: objects to keep alive until `wait()`.
+        result: The tensor that holds the result when the message is done.
+        work: Torch's handle of the message; None if it is done already.
+        held: Objects to keep alive until `wait()`.
     """
 
     def __init__(self, result: Tensor, work: Any = None, *held: Any) -> None:
@@ -106,10 +106,10 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") -> Tenso
     """Combines x of all ranks by `op`: "sum", "max" or "min".
 
     Args:
-        x: tensor of any shape. It is overwritten if it is contiguous.
-        axis: the ranks that take part.
+        x: Tensor of any shape. It is overwritten if it is contiguous.
+        axis: The ranks that take part.
         op: "sum", "max" or "min", element by element.
-        label: the purpose under which a recorder counts the message.
+        label: The purpose under which a recorder counts the message.
 
     Returns:
         The result: x itself, or a new tensor if x was not contiguous.
@@ -121,10 +121,10 @@ def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") ->
     """Starts `all_reduce` and returns without waiting for it.
 
     Args:
-        x: tensor of any shape. It is overwritten if it is contiguous.
-        axis: the ranks that take part.
+        x: Tensor of any shape. It is overwritten if it is contiguous.
+        axis: The ranks that take part.
         op: "sum", "max" or "min", element by element.
-        label: the purpose under which a recorder counts the message.
+        label: The purpose under which a recorder counts the message.
 
     Returns:
         The message, whose `wait` returns what `all_reduce` returns.
@@ -136,10 +136,10 @@ def broadcast(x: Tensor, axis: Axis, root: int, label: str = "") -> Tensor:
     """Copies x of `root` into x of every other rank.
 
     Args:
-        x: tensor of the same shape on all ranks, contiguous. It is overwritten except on `root`.
-        axis: the ranks that take part.
-        root: the index on the axis of the rank that sends.
-        label: the purpose under which a recorder counts the message.
+        x: Tensor of the same shape on all ranks, contiguous. It is overwritten except on `root`.
+        axis: The ranks that take part.
+        root: The index on the axis of the rank that sends.
+        label: The purpose under which a recorder counts the message.
 
     Returns:
         x itself.
@@ -151,10 +151,10 @@ def start_broadcast(x: Tensor, axis: Axis, root: int, label: str = "") -> Pendin
     """Starts `broadcast` and returns without waiting for it.
 
     Args:
-        x: tensor of the same shape on all ranks, contiguous. It is overwritten except on `root`.
-        axis: the ranks that take part.
-        root: the index on the axis of the rank that sends.
-        label: the purpose under which a recorder counts the message.
+        x: Tensor of the same shape on all ranks, contiguous. It is overwritten except on `root`.
+        axis: The ranks that take part.
+        root: The index on the axis of the rank that sends.
+        label: The purpose under which a recorder counts the message.
 
     Returns:
         The message, whose `wait` returns what `broadcast` returns.
@@ -166,10 +166,10 @@ def reduce(x: Tensor, axis: Axis, root: int, label: str = "") -> Tensor:
     """Sums x of all ranks in place on `root`. On other ranks the content of x is then undefined.
 
     Args:
-        x: tensor of the same shape on all ranks, contiguous. It is overwritten.
-        axis: the ranks that take part.
-        root: the index on the axis of the rank that gets the sum.
-        label: the purpose under which a recorder counts the message.
+        x: Tensor of the same shape on all ranks, contiguous. It is overwritten.
+        axis: The ranks that take part.
+        root: The index on the axis of the rank that gets the sum.
+        label: The purpose under which a recorder counts the message.
 
     Returns:
         x itself.
@@ -181,10 +181,10 @@ def start_reduce(x: Tensor, axis: Axis, root: int, label: str = "") -> Pending:
     """Starts `reduce` and returns without waiting for it.
 
     Args:
-        x: tensor of the same shape on all ranks, contiguous. It is overwritten.
-        axis: the ranks that take part.
-        root: the index on the axis of the rank that gets the sum.
-        label: the purpose under which a recorder counts the message.
+        x: Tensor of the same shape on all ranks, contiguous. It is overwritten.
+        axis: The ranks that take part.
+        root: The index on the axis of the rank that gets the sum.
+        label: The purpose under which a recorder counts the message.
 
     Returns:
         The message, whose `wait` returns what `reduce` returns.
@@ -197,9 +197,9 @@ def all_gather(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
 
     Args:
         x: [.., k, ..], k along `dim`, of the same shape on all ranks; it is not modified.
-        axis: the ranks that take part.
-        dim: the dimension.
-        label: the purpose under which a recorder counts the message.
+        axis: The ranks that take part.
+        dim: The dimension.
+        label: The purpose under which a recorder counts the message.
 
     Returns:
         A new tensor [.., size*k, ..], or x itself on an axis of one rank.
@@ -212,9 +212,9 @@ def start_all_gather(x: Tensor, axis: Axis, dim: int, label: str = "") -> Pendin
 
     Args:
         x: [.., k, ..], k along `dim`, of the same shape on all ranks; it is not modified.
-        axis: the ranks that take part.
-        dim: the dimension along which blocks are concatenated.
-        label: the purpose under which a recorder counts the message.
+        axis: The ranks that take part.
+        dim: The dimension along which blocks are concatenated.
+        label: The purpose under which a recorder counts the message.
 
     Returns:
         The message, whose `wait` returns what `all_gather` returns.
@@ -227,15 +227,15 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
 
     Args:
         x: [.., size*k, ..], size*k along `dim`; it is not modified.
-        axis: the ranks that take part.
-        dim: the dimension of the blocks.
-        label: the purpose under which a recorder counts the message.
+        axis: The ranks that take part.
+        dim: The dimension of the blocks.
+        label: The purpose under which a recorder counts the message.
 
     Returns:
         A new tensor [.., k, ..], or x itself on an axis of one rank.
 
     Raises:
-        ValueError: the size of `dim` is not a multiple of the axis size.
+        ValueError: The size of `dim` is not a multiple of the axis size.
     """
     return _start_reduce_scatter(x, axis, dim, label, later=False).wait()
 
@@ -245,15 +245,15 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Pe
 
     Args:
         x: [.., size*k, ..], size*k along `dim`; it is not modified.
-        axis: the ranks that take part.
-        dim: the dimension of the blocks.
-        label: the purpose under which a recorder counts the message.
+        axis: The ranks that take part.
+        dim: The dimension of the blocks.
+        label: The purpose under which a recorder counts the message.
 
     Returns:
         The message, whose `wait` returns what `reduce_scatter` returns.
 
     Raises:
-        ValueError: the size of `dim` is not a multiple of the axis size.
+        ValueError: The size of `dim` is not a multiple of the axis size.
     """
     return _start_reduce_scatter(x, axis, dim, label, later=True)
 
@@ -265,7 +265,7 @@ def start_sum_of_parts(part: Callable[[int], Tensor], axis: Axis, label: str = "
     exists at the same time as all of them.
 
     Args:
-        part: returns the block for the rank with a given index; all blocks have the same shape.
+        part: Returns the block for the rank with a given index; all blocks have the same shape.
 
     Returns:
         A Pending of the sum of all ranks' `part(axis.index)`.

@@ -25,8 +25,8 @@ def all_to_all(
     """Sends piece i to the rank with index i, and receives a piece of shape `shapes[i]` from it.
 
     Args:
-        pieces: one tensor for each rank, of any shapes and the same type and device.
-        shapes: shapes of the pieces to receive.
+        pieces: One tensor for each rank, of any shapes and the same type and device.
+        shapes: Shapes of the pieces to receive.
 
     Returns:
         The received pieces by index; this rank's own piece is `pieces[axis.index]` itself.
@@ -55,11 +55,11 @@ def scatter(
     """Sends piece i of `root` to the rank with index i.
 
     Args:
-        pieces: one tensor for each rank on `root`; it is not used on other ranks.
-        out: contiguous tensor into which this rank receives its piece.
+        pieces: One tensor for each rank on `root`; it is not used on other ranks.
+        out: Contiguous tensor into which this rank receives its piece.
 
     Returns:
-        out.
+        `out`.
     """
     if axis.index == root:
         assert pieces is not None
@@ -80,8 +80,8 @@ def gather(
     """Sends x of every rank to `root`.
 
     Args:
-        x: this rank's tensor, of shape `shapes[axis.index]`.
-        shapes: shapes of all ranks' tensors by index.
+        x: This rank's tensor, of shape `shapes[axis.index]`.
+        shapes: Shapes of all ranks' tensors by index.
 
     Returns:
         The tensors of all ranks by index on `root`, None on other ranks.
@@ -108,8 +108,8 @@ def exchange(
     to oneself is a copy. Ranks with nothing to send or receive need not call this.
 
     Args:
-        sends: tensors to send, by index of the receiver.
-        receives: contiguous tensors to receive into, by index of the sender.
+        sends: Tensors to send, by index of the receiver.
+        receives: Contiguous tensors to receive into, by index of the sender.
     """
     here = axis.index
     if here in sends:

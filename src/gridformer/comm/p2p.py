@@ -36,12 +36,12 @@ class P2PChannel:
     other. All processes must create the channel.
 
     Args:
-        axes: axes of the layout; the channel is along `pp`.
-        ring: whether the last rank and the first are neighbors, which is so if ranks have several
+        axes: Axes of the layout; the channel is along `pp`.
+        ring: Whether the last rank and the first are neighbors, which is so if ranks have several
             stages.
 
     Attributes:
-        on_device: whether messages are kernels, which occupy the device until they are over.
+        on_device: Whether messages are kernels, which occupy the device until they are over.
     """
 
     def __init__(self, axes: Axes, ring: bool) -> None:
@@ -76,9 +76,9 @@ class P2PChannel:
         """Starts sending x to the rank with index `to`. x must not change until it is sent.
 
         Args:
-            x: tensor of any shape; the receiver's tensor must have as many elements.
-            to: the index of a neighbor along `pp`.
-            label: the purpose under which a recorder counts the message.
+            x: Tensor of any shape; the receiver's tensor must have as many elements.
+            to: The index of a neighbor along `pp`.
+            label: The purpose under which a recorder counts the message.
 
         Returns:
             The message, whose `wait` returns when x may change again.
@@ -94,7 +94,7 @@ class P2PChannel:
         """Starts receiving the next message of the rank with index `source` into `out`.
 
         Args:
-            out: contiguous tensor, which is also the result of the Pending.
+            out: Contiguous tensor, which is also the result of the Pending.
         """
         n = out.numel()
         timing = note("recv", self.axis, n, out.element_size(), label, (), n, source)

@@ -117,11 +117,11 @@ class Progress:
     """Writes where this process is among its messages.
 
     Args:
-        path: the file to write; None keeps it in memory, where other processes of this user find it
+        path: The file to write; None keeps it in memory, where other processes of this user find it
             at `path` as long as this process lives.
 
     Attributes:
-        path: where other processes of this machine read it; None where the system has no such
+        path: Where other processes of this machine read it; None where the system has no such
             place.
     """
 
@@ -152,10 +152,10 @@ class Progress:
         """Notes that the process starts a message, in which it may wait.
 
         Args:
-            op, axis, label: see `gridformer.comm.recorder.Record`.
-            size: number of elements, which must be equal on all ranks; -1 if it need not be.
-            peer: index along the axis of the only other rank; -1 for a collective.
-            timing: a `Timing` to which `wait` and `end` are passed on; None if there is none.
+            op, axis, label: See `gridformer.comm.recorder.Record`.
+            size: Number of elements, which must be equal on all ranks; -1 if it need not be.
+            peer: Index along the axis of the only other rank; -1 for a collective.
+            timing: A `Timing` to which `wait` and `end` are passed on; None if there is none.
         """
         site = self._sites.get((axis.name, id(axis.group), op, label, peer))
         if site is None:

@@ -59,12 +59,12 @@ class Lane:
     """Messages of one process that are counted together.
 
     Attributes:
-        group: name of the group.
+        group: Name of the group.
         kind: "collective", "exchange", "send" or "recv".
-        peer: the other rank of a message between two; else -1.
-        ranks: the ranks of the group.
-        started, ended: numbers of messages.
-        recent: the last messages by number.
+        peer: The other rank of a message between two; else -1.
+        ranks: The ranks of the group.
+        started, ended: Numbers of messages.
+        recent: The last messages by number.
     """
 
     group: str
@@ -96,13 +96,13 @@ class State:
     """The state of a process, as its file records it.
 
     Attributes:
-        pid: its process id.
-        step: the step, counted from 1; 0 before the first.
-        wait: the message for which it waits, or None.
-        lanes: all lanes by key.
-        beat_s: seconds since the last heartbeat of its watch.
-        stack: its stack when it was last written.
-        stack_s: seconds since then.
+        pid: Its process id.
+        step: The step, counted from 1; 0 before the first.
+        wait: The message for which it waits, or None.
+        lanes: All lanes by key.
+        beat_s: Seconds since the last heartbeat of its watch.
+        stack: Its stack when it was last written.
+        stack_s: Seconds since then.
     """
 
     pid: int

@@ -48,18 +48,18 @@ class Record:
     """One collective from the view of one rank.
 
     Attributes:
-        op: name of the collective, for example `all_gather`.
-        axis: name of its axis.
-        size: number of ranks of the axis.
-        moved: number of elements that must cross this rank's link with any algorithm. They are
+        op: Name of the collective, for example `all_gather`.
+        axis: Name of its axis.
+        size: Number of ranks of the axis.
+        moved: Number of elements that must cross this rank's link with any algorithm. They are
             received (all-gather, broadcast) or sent (reduce, reduce-scatter), and an all-reduce
             does both. These are the volumes of ring and pipelined algorithms, so the root of a
             broadcast and of a reduce moves nothing. If messages differ in size (all-to-all,
             scatter, gather, exchange), it is the larger of what this rank sends and receives.
-        itemsize: bytes per element.
-        label: purpose of the message.
-        targets: global ranks that receive something from this rank, itself included.
-        timing: when it happened.
+        itemsize: Bytes per element.
+        label: Purpose of the message.
+        targets: Global ranks that receive something from this rank, itself included.
+        timing: When it happened.
     """
 
     op: str
@@ -87,8 +87,8 @@ class Recorder:
         """The number of elements that this rank moved.
 
         Args:
-            label: count only records whose label starts with this.
-            axis: count only records of this axis; an empty name means all axes.
+            label: Count only records whose label starts with this.
+            axis: Count only records of this axis; an empty name means all axes.
         """
         return sum(r.moved for r in self._select(label, axis))
 
@@ -107,10 +107,10 @@ class Recorder:
         (as Jain et al. 2021 count them).
 
         Args:
-            rank: global rank.
-            units: numbers of consecutive ranks in a unit of each level, the smallest first, such as
+            rank: Global rank.
+            units: Numbers of consecutive ranks in a unit of each level, the smallest first, such as
                 on a node and in a rack.
-            label: count only records whose label starts with this.
+            label: Count only records whose label starts with this.
 
         Returns:
             For each level the number of messages that stay within one unit of this level but leave
@@ -159,10 +159,10 @@ def note(
     It costs next to nothing if there is no recorder and the process is not watched.
 
     Args:
-        op, axis, moved, itemsize, label: see `Record`.
-        targets: indices along the axis of the ranks that receive something from this rank.
-        size: number of elements, if all ranks of the axis must agree on it.
-        peer: index along the axis of the only other rank, for a message between two.
+        op, axis, moved, itemsize, label: See `Record`.
+        targets: Indices along the axis of the ranks that receive something from this rank.
+        size: Number of elements, if all ranks of the axis must agree on it.
+        peer: Index along the axis of the only other rank, for a message between two.
 
     Returns:
         The object whose `wait` and `end` the caller calls when it begins to wait and when the

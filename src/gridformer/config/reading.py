@@ -31,7 +31,7 @@ def configs_dir() -> Path:
     It is inside the package if that is installed, and beside src/ in a checkout.
 
     Raises:
-        FileNotFoundError: neither folder exists.
+        FileNotFoundError: Neither folder exists.
     """
     package = Path(__file__).parents[1]
     for folder in (package / "configs", package.parents[1] / "configs"):
@@ -57,7 +57,7 @@ def shipped_model(name: str) -> dict[str, Any]:
     """Returns the `model` section of a shipped model as a mapping, its name included.
 
     Raises:
-        ConfigError: no shipped model has this name. The message suggests the closest one, or lists
+        ConfigError: No shipped model has this name. The message suggests the closest one, or lists
             all names if none is similar.
     """
     if name not in model_names():
@@ -71,12 +71,12 @@ def load_run(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
     """Reads a run file, applies overrides, and validates the result.
 
     Args:
-        path: path of a run file. If it does not exist, a shipped run file of that name is used, so
+        path: Path of a run file. If it does not exist, a shipped run file of that name is used, so
             `demo` and `configs/runs/demo.yaml` both work from any folder.
         overrides: `dotted.key=value` texts such as `train.steps=100`; the last one of a key wins.
 
     Raises:
-        ConfigError: the file cannot be read or is not valid YAML, an override is malformed, or
+        ConfigError: The file cannot be read or is not valid YAML, an override is malformed, or
             values are invalid; it lists every invalid value.
     """
     path = find_run_file(path)
@@ -89,11 +89,11 @@ def find_run_file(path: Path | str, or_model: bool = False) -> Path:
     """Returns the path of a run file, or of a shipped one of that name.
 
     Args:
-        path: the path or the name.
-        or_model: whether the name of a shipped model would do as well, for the message.
+        path: The path or the name.
+        or_model: Whether the name of a shipped model would do as well, for the message.
 
     Raises:
-        ConfigError: there is neither. The message says what is similar.
+        ConfigError: There is neither. The message says what is similar.
     """
     path = Path(path)
     shipped = configs_dir() / "runs" / f"{path.stem}.yaml"
@@ -138,13 +138,13 @@ def parse_run(
     """Validates a mapping of the sections model, layout, data and train.
 
     Args:
-        raw: the mapping; it is not modified.
+        raw: The mapping; it is not modified.
         overrides: `dotted.key=value` texts, as in `load_run`.
-        where: name of the mapping's source. Each problem is reported with the override that caused
+        where: Name of the mapping's source. Each problem is reported with the override that caused
             it, or else with this name.
 
     Raises:
-        ConfigError: an override is malformed or values are invalid; it lists every invalid value.
+        ConfigError: An override is malformed or values are invalid; it lists every invalid value.
     """
     values: dict[str, Any] = {**raw}
     overrides = [*overrides]

@@ -16,7 +16,7 @@ def with_new_names(run: Mapping[str, Any]) -> dict[str, Any]:
     an error whose message names the new key.
 
     Args:
-        run: mapping from section to mapping of keys; it is not modified.
+        run: Mapping from section to mapping of keys; it is not modified.
     """
     sections = {
         name: dict(section) if isinstance(section, Mapping) else section

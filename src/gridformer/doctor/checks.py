@@ -42,9 +42,9 @@ def examine(n_processes: int, timeout_s: float, folder: Path = Path()) -> Iterat
     """Runs all checks and yields each finding as soon as it is known, causes before effects.
 
     Args:
-        n_processes: number of local processes to connect.
-        timeout_s: seconds after which connecting them counts as hung.
-        folder: folder in which runs would be written.
+        n_processes: Number of local processes to connect.
+        timeout_s: Seconds after which connecting them counts as hung.
+        folder: Folder in which runs would be written.
     """
     checks: dict[str, Callable[[], Iterator[Finding]]] = {
         "Python": check_python,
@@ -82,7 +82,7 @@ def check_packages(requirements: list[str] | None = None) -> Iterator[Finding]:
     """Compares installed versions with the requirements.
 
     Args:
-        requirements: requirement texts; None means those in the metadata of the gridformer package.
+        requirements: Requirement texts; None means those in the metadata of the gridformer package.
     """
     if requirements is None:
         try:
@@ -228,8 +228,8 @@ def check_processes(n: int, timeout_s: float, program: str = _PROBE) -> Iterator
     """Connects n processes the way training does, in a child process that is killed if it hangs.
 
     Args:
-        n: number of processes.
-        timeout_s: seconds after which the child process is killed.
+        n: Number of processes.
+        timeout_s: Seconds after which the child process is killed.
         program: Python code that starts the processes, with n, a timeout in seconds and the path of
             the JSON file to write (see `connectivity.probe`) as arguments.
     """

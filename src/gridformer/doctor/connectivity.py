@@ -31,12 +31,12 @@ def probe(n_processes: int, timeout_s: float, answer: Path) -> None:
     all-reduce of 4 bytes and of BIG_BYTES).
 
     Args:
-        n_processes: number of processes.
-        timeout_s: timeout of a collective in seconds.
-        answer: path of the JSON file.
+        n_processes: Number of processes.
+        timeout_s: Timeout of a collective in seconds.
+        answer: Path of the JSON file.
 
     Raises:
-        UserError: the processes do not fit this machine; see `init_process_groups`.
+        UserError: The processes do not fit this machine; see `init_process_groups`.
     """
     import torch
 

@@ -24,7 +24,7 @@ class BeamSearch:
     above 0 favor longer hypotheses.
 
     Raises:
-        ConfigError: beams or max_tokens is below 1, or length_penalty is not from -10 to 10.
+        ConfigError: `beams` or `max_tokens` is below 1, or `length_penalty` not in [-10, 10].
     """
 
     beams: int = 4
@@ -61,12 +61,12 @@ def beam_search(
     The beams of a source are on one process.
 
     Args:
-        trained: encoder-decoder model.
-        sources: token ids of the sources.
-        start: id with which a target starts.
-        end: id with which a target ends.
-        how: settings of the search.
-        never: ids that a target may not contain.
+        trained: Encoder-decoder model.
+        sources: Token ids of the sources.
+        start: Id with which a target starts.
+        end: Id with which a target ends.
+        how: Settings of the search.
+        never: Ids that a target may not contain.
 
     Returns:
         Token ids of the best target of each source, without start and end.
@@ -114,11 +114,11 @@ class Beams:
     and the best k others continue. The search ends when no beam can beat the worst of k hypotheses.
 
     Args:
-        start, end, how, never: see `search`.
-        device: where logits are.
+        start, end, how, never: See `search`.
+        device: Where logits are.
 
     Attributes:
-        ended: whether the search has ended.
+        ended: Whether the search has ended.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Beams:
         """Extends the beams by one token.
 
         Args:
-            logits_KV: logits after each beam [k, v].
+            logits_KV: Logits after each beam [k, v].
 
         Returns:
             For each beam the number of the one that it continues, and its new token, int64 [k]. If

@@ -22,7 +22,7 @@ def parts_of(text: str) -> list[str]:
     """Splits a text at its blanks.
 
     Raises:
-        UserError: the text has no blank.
+        UserError: The text has no blank.
     """
     parts = text.split(BLANK)
     if len(parts) == 1:
@@ -40,14 +40,14 @@ def fill_words(trained: Trained, special: SpecialIds, text: str) -> list[str]:
 
     Args:
         trained: BERT model.
-        special: ids of its special tokens.
-        text: prompt with blanks.
+        special: Ids of its special tokens.
+        text: Prompt with blanks.
 
     Returns:
         One text per blank.
 
     Raises:
-        UserError: the text has no blank, or more tokens than the model reads.
+        UserError: The text has no blank, or more tokens than the model reads.
     """
     assert special.cls is not None
     assert special.mask is not None
@@ -94,16 +94,16 @@ def fill_spans(
 
     Args:
         trained: T5 model that was trained on spans.
-        special: ids of its special tokens.
-        texts: prompts with blanks.
-        how: settings of the search.
+        special: Ids of its special tokens.
+        texts: Prompts with blanks.
+        how: Settings of the search.
 
     Returns:
         For each prompt one text per blank, empty for blanks that the output of the model does not
         mention.
 
     Raises:
-        UserError: a prompt has no blank, or more blanks than the model has sentinels.
+        UserError: A prompt has no blank, or more blanks than the model has sentinels.
     """
     sources = [_source(trained, special, parts_of(text)) for text in texts]
     never = sorted(set(special.never(trained.model.config.vocab_size)) - set(special.sentinels))
@@ -132,9 +132,9 @@ def spans_of(found: Sequence[int], special: SpecialIds, n_blanks: int) -> list[l
     """Splits an output of T5 into the tokens of each blank, from its sentinel to the next one.
 
     Args:
-        found: token ids of the output.
-        special: ids of the sentinels.
-        n_blanks: number of blanks in the prompt.
+        found: Token ids of the output.
+        special: Ids of the sentinels.
+        n_blanks: Number of blanks in the prompt.
 
     Returns:
         One list of token ids per blank.

@@ -21,12 +21,12 @@ def run_directory(path: Path, tell: Callable[[str, str], None]) -> Iterator[Path
     checkpoint that is only at `train.checkpoint_to` is copied there and takes as much room, too.
 
     Args:
-        path: run directory, one of its checkpoints, a URL of checkpoints, or a folder with
+        path: Run directory, one of its checkpoints, a URL of checkpoints, or a folder with
             config.json and safetensors.
-        tell: receives progress messages; see `gridformer.cli.waiting.waiting`.
+        tell: Receives progress messages; see `gridformer.cli.waiting.waiting`.
 
     Raises:
-        UserError: the folder cannot be imported or has no tokenizer, or the URL cannot be read.
+        UserError: The folder cannot be imported or has no tokenizer, or the URL cannot be read.
     """
     if not is_hugging_face(path):
         with run_with_checkpoints(path, lambda doing: tell("", doing)) as found:

@@ -26,12 +26,12 @@ def check_options(model: ModelConfig, given: Sequence[str], chat: bool = False) 
     """Checks that a model uses all options that were given.
 
     Args:
-        model: config of the model.
-        given: names of fields of `Sampling` and `BeamSearch`.
-        chat: whether prompts are conversations.
+        model: Config of the model.
+        given: Names of fields of `Sampling` and `BeamSearch`.
+        chat: Whether prompts are conversations.
 
     Raises:
-        ConfigError: the family of the model does not use one of the options.
+        ConfigError: The family of the model does not use one of the options.
     """
     if not model.token_head:
         raise ConfigError(
@@ -81,15 +81,15 @@ def answer(
     second text of the pair.
 
     Args:
-        trained: the model.
-        prompt: text; ___ marks a blank.
-        sampling: settings for gpt2 and llama.
-        how: settings for t5 and transformer. `max_tokens` applies to all of them.
-        speed: counts tokens and seconds of gpt2 and llama.
-        stops: see `Stops`. With stops, the prompt of gpt2 and llama is not yielded.
+        trained: The model.
+        prompt: Text; ___ marks a blank.
+        sampling: Settings for gpt2 and llama.
+        how: Settings for t5 and transformer. `max_tokens` applies to all of them.
+        speed: Counts tokens and seconds of gpt2 and llama.
+        stops: See `Stops`. With stops, the prompt of gpt2 and llama is not yielded.
 
     Raises:
-        UserError: blanks are missing, or the prompt is too long; see `fill_words` and `fill_spans`.
+        UserError: Blanks are missing, or the prompt is too long; see `fill_words` and `fill_spans`.
     """
     model = trained.model
     if isinstance(model, BERT):
@@ -112,9 +112,9 @@ def answer_prompts(
     All processes call it together.
 
     Args:
-        trained: a t5 or transformer.
-        prompts: the prompts.
-        how: settings.
+        trained: A t5 or transformer.
+        prompts: The prompts.
+        how: Settings.
         batch_size: The number of prompts of about equal length that go through the model together.
     """
     special, said = trained.special, [""] * len(prompts)
@@ -292,13 +292,13 @@ def continue_prompts(
     seed `sampling.seed` + i.
 
     Args:
-        trained: a model that continues texts.
-        prompts: the prompts.
-        max_tokens: the largest number of tokens for each.
-        sampling: settings.
-        batch_size: prompts at a time.
-        speed: counts tokens and seconds.
-        stops: see `Stops`.
+        trained: A model that continues texts.
+        prompts: The prompts.
+        max_tokens: The largest number of tokens for each.
+        sampling: Settings.
+        batch_size: Prompts at a time.
+        speed: Counts tokens and seconds.
+        stops: See `Stops`.
     """
     work = [
         Prompt(ids, max_tokens, (sampling.seed + number) % MOST_SEED)
@@ -324,10 +324,10 @@ def continued_ids(
     """Returns the tokens that continue prompts, without the end of text.
 
     Args:
-        trained, sampling, batch_size, speed: see `continue_prompts`.
-        work: the prompts; the end of text takes the place of one without tokens.
-        until: a continuation also ends when it contains one of these texts.
-        stops: see `Stops`.
+        trained, sampling, batch_size, speed: See `continue_prompts`.
+        work: The prompts; the end of text takes the place of one without tokens.
+        until: A continuation also ends when it contains one of these texts.
+        stops: See `Stops`.
     """
     tokenizer = trained.tokenizer
     ends = _ends(trained, stops)

@@ -24,13 +24,13 @@ class Generation:
     """Prompts and settings.
 
     Attributes:
-        prompts: the prompts.
-        many: whether they come from a file, so that the output is one JSON object a line.
-        batch_size: prompts that go through the model together.
-        sampling: settings for models that continue texts.
-        how: settings for encoder-decoders.
-        shown: what the output calls each prompt, if that is not the prompt itself.
-        stops: of conversations, see `gridformer.evaluate.generate.Stops`.
+        prompts: The prompts.
+        many: Whether they come from a file, so that the output is one JSON object a line.
+        batch_size: Prompts that go through the model together.
+        sampling: Settings for models that continue texts.
+        how: Settings for encoder-decoders.
+        shown: What the output calls each prompt, if that is not the prompt itself.
+        stops: Of conversations, see `gridformer.evaluate.generate.Stops`.
     """
 
     prompts: list[str]

@@ -49,13 +49,13 @@ class Job:
     """A trained model and the layout on which it is used.
 
     Attributes:
-        folder: the checkpoint.
-        run: the config of the run that trained it, with the layout of the job and the type of its
+        folder: The checkpoint.
+        run: The config of the run that trained it, with the layout of the job and the type of its
             computation.
         device: `cpu`, `cuda` or `auto`.
-        name: what the results call the model; empty means the checkpoint.
-        timeout_s: seconds after which a collective that still waits ends the job.
-        watch: names what a job waits for that hangs; None leaves that to torch's timeouts.
+        name: What the results call the model; empty means the checkpoint.
+        timeout_s: Seconds after which a collective that still waits ends the job.
+        watch: Names what a job waits for that hangs; None leaves that to torch's timeouts.
     """
 
     folder: Path
@@ -107,18 +107,18 @@ def plan_job(
     """Finds the checkpoint of a run and checks whether its model can be used on a layout.
 
     Args:
-        run_dir: run directory, or one of its checkpoints.
+        run_dir: Run directory, or one of its checkpoints.
         overrides: `layout.key=value` texts; what they leave out is one process, whatever the layout
             of training was.
-        device: where to compute.
-        length: how many tokens the model will read at once, so that a layout which shards them
+        device: Where to compute.
+        length: How many tokens the model will read at once, so that a layout which shards them
             must divide that number; 0 means as many as it can, and None that any number will do.
-        dtype: type of the computation; None is that of training.
+        dtype: Type of the computation; None is that of training.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
-        DataError: there is no tokenizer, or that of another model.
-        ConfigError: the layout does not fit the model or this machine. It lists all problems.
+        CheckpointError: There is no checkpoint, or it is damaged.
+        DataError: There is no tokenizer, or that of another model.
+        ConfigError: The layout does not fit the model or this machine. It lists all problems.
     """
     run, folder, _ = load_for_inference(run_dir, contents=False)
     wrong = [text for text in overrides if not text.startswith("layout.")]

@@ -24,12 +24,12 @@ def read_labeled(path: Path, run: RunConfig, known: Sequence[str] = ()) -> list[
     """Returns the texts of a file of JSON lines with the keys text and label, and label numbers.
 
     Args:
-        path: the file. Its labels are numbers or names.
-        run: the run that trained the model.
-        known: the names of labels 0, 1, ...; if there are none, those that the run's data has.
+        path: The file. Its labels are numbers or names.
+        run: The run that trained the model.
+        known: The names of labels 0, 1, ...; if there are none, those that the run's data has.
 
     Raises:
-        DataError: the file cannot be read, or a label is none of the model's.
+        DataError: The file cannot be read, or a label is none of the model's.
     """
     records, n_labels = read_fields(path, "text", "label"), run.model.n_labels
     names = tuple(known)

@@ -76,15 +76,15 @@ def load_for_inference(run_dir: Path, contents: bool = True) -> tuple[RunConfig,
     """Finds and verifies the newest checkpoint of a run directory, and loads its tokenizer.
 
     Args:
-        run_dir: run directory, or one of its checkpoints.
-        contents: whether to verify checksums besides sizes; `load_model` does that again.
+        run_dir: Run directory, or one of its checkpoints.
+        contents: Whether to verify checksums besides sizes; `load_model` does that again.
 
     Returns:
         The resolved config of the run, the folder of the checkpoint, and the tokenizer.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
-        DataError: there is no tokenizer, or that of another model.
+        CheckpointError: There is no checkpoint, or it is damaged.
+        DataError: There is no tokenizer, or that of another model.
     """
     folder = find.newest(run_dir)
     with advice_for_readers(folder):
@@ -96,11 +96,11 @@ def checkpoint_label_names(run: RunConfig, folder: Path) -> tuple[str, ...]:
     """Returns what the labels of a classifier are called; none if there is none that says it.
 
     Args:
-        run: the config of the run that trained it.
-        folder: its checkpoint.
+        run: The config of the run that trained it.
+        folder: Its checkpoint.
 
     Raises:
-        DataError: the file that says it is damaged.
+        DataError: The file that says it is damaged.
     """
     return read_label_names(root_of(folder)) if run.model.n_labels else ()
 
@@ -115,15 +115,15 @@ def load_model(
     """Loads the model of the newest checkpoint of a run. All processes call it together.
 
     Args:
-        run_dir: run directory, or one of its checkpoints.
-        device: device for the model.
-        layout: the layout; None is one process.
-        axes: its axes.
-        dtype: type of the computation; None is that of training.
+        run_dir: Run directory, or one of its checkpoints.
+        device: Device for the model.
+        layout: The layout; None is one process.
+        axes: Its axes.
+        dtype: Type of the computation; None is that of training.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
-        DataError: there is no tokenizer, or that of another model.
+        CheckpointError: There is no checkpoint, or it is damaged.
+        DataError: There is no tokenizer, or that of another model.
     """
     layout, axes = layout or LayoutConfig(), axes or Axes(device_type=device.type)
     # `checkpoint.load` verifies the contents.

@@ -18,7 +18,7 @@ def read_input_text(path: Path) -> str:
     """Returns the text of a file.
 
     Raises:
-        DataError: it cannot be read, or is not UTF-8.
+        DataError: It cannot be read, or is not UTF-8.
     """
     try:
         return files.read_text(path, _MOST_BYTES)
@@ -35,7 +35,7 @@ def read_records(path: Path) -> list[Any]:
     """Returns the values of a file of JSON lines; empty lines are left out.
 
     Raises:
-        DataError: the file cannot be read, or a line is not JSON; the message names the line.
+        DataError: The file cannot be read, or a line is not JSON; the message names the line.
     """
     found = []
     for number, line in enumerate(_lines(read_input_text(path)), 1):
@@ -51,7 +51,7 @@ def read_fields(path: Path, *keys: str) -> list[tuple[Any, ...]]:
     """Returns the values of some keys of each object in a file of JSON lines.
 
     Raises:
-        DataError: an object lacks a key, or the file has none; the message names the record.
+        DataError: An object lacks a key, or the file has none; the message names the record.
     """
     found = []
     for number, record in enumerate(read_records(path), 1):
@@ -69,7 +69,7 @@ def read_texts(path: Path, *keys: str) -> list[tuple[str, ...]]:
     """Returns the texts under some keys of each object in a file of JSON lines.
 
     Raises:
-        DataError: see `read_fields`; or the value of a key is not a text.
+        DataError: See `read_fields`; or the value of a key is not a text.
     """
     found = read_fields(path, *keys)
     for number, values in enumerate(found, 1):
@@ -86,7 +86,7 @@ def read_prompts(path: Path) -> list[str]:
     Empty lines are left out. A line of JSON may also be a text.
 
     Raises:
-        DataError: the file cannot be read, has no prompts, or a prompt is not text.
+        DataError: The file cannot be read, has no prompts, or a prompt is not text.
     """
     if path.suffix in JSON_LINES:
         values = [
@@ -110,7 +110,7 @@ def read_conversations(path: Path) -> list[list[Message]]:
     """Returns conversations to go on: those under `messages` of JSON lines, or lines of users.
 
     Raises:
-        DataError: the file cannot be read, or has no conversations.
+        DataError: The file cannot be read, or has no conversations.
     """
     if path.suffix not in JSON_LINES:
         return [said_by_user(text) for text in read_prompts(path)]

@@ -20,8 +20,8 @@ class Sampling:
     temperature 0 is greedy. top_k 0 and top_p 1 keep all tokens.
 
     Raises:
-        ConfigError: temperature, top_k or seed is negative, top_p is not in (0, 1], or seed is too
-            large.
+        ConfigError: `temperature`, `top_k` or `seed` is negative, `top_p` is not in (0, 1], or
+            `seed` is too large.
     """
 
     temperature: float = 0.8

@@ -54,7 +54,7 @@ def read_pages(path: Path) -> list[str]:
     """Returns the pages of a file: JSON lines with the key `page`, or the text of WikiText.
 
     Raises:
-        DataError: the file cannot be read, or has no text.
+        DataError: The file cannot be read, or has no text.
     """
     if path.suffix in JSON_LINES:
         pages = [page for (page,) in read_texts(path, "page")]

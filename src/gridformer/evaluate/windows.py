@@ -31,10 +31,10 @@ def sliding(ids: Sequence[int], prefix: int, length: int, stride: int) -> Iterat
     these are the windows of lm-evaluation-harness.
 
     Args:
-        ids: the text.
-        prefix: see `prefix_id`.
-        length: how many tokens the model reads at once.
-        stride: from 1 to `length`; small strides give each token a longer context and take longer.
+        ids: The text.
+        prefix: See `prefix_id`.
+        length: How many tokens the model reads at once.
+        stride: From 1 to `length`; small strides give each token a longer context and take longer.
     """
     whole, done = [prefix, *ids], 0
     while done < len(ids):

@@ -81,9 +81,9 @@ class FolderBoard:
     """A board of files in a folder that only this user can open.
 
     Args:
-        folder: the folder.
-        rank: this rank.
-        size: number of ranks, all of which are on this machine.
+        folder: The folder.
+        rank: This rank.
+        size: Number of ranks, all of which are on this machine.
     """
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
@@ -132,7 +132,7 @@ class StoreBoard:
     """A board in the store of the rendezvous.
 
     Raises:
-        TimeoutError: from every method, when the store does not answer.
+        TimeoutError: From every method, when the store does not answer.
     """
 
     def __init__(self, place: Joined) -> None:

@@ -19,11 +19,11 @@ def copy_last(plan: Plan, ends_at: float | None = None) -> None:
     torchrun and srun that of rank 0, tries again for `train.full_disk_wait_s`.
 
     Args:
-        plan: the run, which has done all its steps.
-        ends_at: when this process must have ended (`time.time`); None means never.
+        plan: The run, which has done all its steps.
+        ends_at: When this process must have ended (`time.time`); None means never.
 
     Raises:
-        SystemExit: the last checkpoint is not there, with code 1.
+        SystemExit: The last checkpoint is not there, with code 1.
     """
     train, place = plan.run.train, launched_place()
     if not train.checkpoint_to or (place and place.rank):

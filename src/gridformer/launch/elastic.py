@@ -31,11 +31,11 @@ def with_processes(run: RunConfig, nproc: int | None = None) -> RunConfig:
     """Returns a run with a layout for the processes that are there, and says so if it is another.
 
     Args:
-        run: the checked run, with the layout that is wanted.
-        nproc: number of processes that the user asked for, if any.
+        run: The checked run, with the layout that is wanted.
+        nproc: Number of processes that the user asked for, if any.
 
     Raises:
-        ConfigError: no layout works.
+        ConfigError: No layout works.
     """
     wanted, present = run.layout, processes_present(run, nproc)
     if present == wanted.n_processes:
@@ -82,7 +82,7 @@ def _best(run: RunConfig, present: int) -> RunConfig:
     """Returns the run on the best layout of at most that number of processes.
 
     Raises:
-        ConfigError: no layout is valid and fits.
+        ConfigError: No layout is valid and fits.
     """
     from gridformer.memory.room import room_of
 
@@ -104,8 +104,8 @@ def layouts_for(run: RunConfig, n: int) -> Iterator[RunConfig]:
     """Yields valid runs on n processes, the preferred one first.
 
     Args:
-        run: the run with the layout that is wanted.
-        n: the number of processes.
+        run: The run with the layout that is wanted.
+        n: The number of processes.
     """
     if run.layout.cluster:
         from gridformer.plan.search import Search

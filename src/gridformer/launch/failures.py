@@ -24,9 +24,9 @@ class Failure:
     """A worker that failed.
 
     Args:
-        rank, pid, exitcode: what it was and how it ended; no exit code if it has not ended yet.
-        message: the report that it wrote, empty if it wrote none.
-        killer: who killed it, see `gridformer.utils.oom.kill_cause`.
+        rank, pid, exitcode: What it was and how it ended; no exit code if it has not ended yet.
+        message: The report that it wrote, empty if it wrote none.
+        killer: Who killed it, see `gridformer.utils.oom.kill_cause`.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ def report_and_exit(failure: Failure, advise: Advise = general) -> NoReturn:
     """Prints why a worker failed and exits with the matching code, or raises its UserError.
 
     Args:
-        failure: the failure.
-        advise: called for what helps if memory was used up.
+        failure: The failure.
+        advise: Called for what helps if memory was used up.
 
     Raises:
-        UserError: the worker raised it.
-        SystemExit: in all other cases.
+        UserError: The worker raised it.
+        SystemExit: In all other cases.
     """
     message, exitcode = failure.message, failure.exitcode
     if failure.is_user_error:
@@ -117,8 +117,8 @@ def failure_text(failure: Failure, advise: Advise = general) -> str:
     """Returns all that is known of a failure that is no UserError: lines, the cause last.
 
     Args:
-        failure: the failure.
-        advise: called for what helps if memory was used up.
+        failure: The failure.
+        advise: Called for what helps if memory was used up.
     """
     message = failure.message
     if failure.has_report:

@@ -62,9 +62,9 @@ def end_orphans(pids: Iterable[int], patience_s: float, is_saving: Callable[[], 
     They are asked to stop, so that they can save, and those that still run later are killed.
 
     Args:
-        pids: their ids.
-        patience_s: seconds between the two.
-        is_saving: whether a process saves; it is given the time that it takes.
+        pids: Their ids.
+        patience_s: Seconds between the two.
+        is_saving: Whether a process saves; it is given the time that it takes.
 
     Returns:
         The ids of those that had to be killed.

@@ -33,14 +33,14 @@ class Seen:
     """What is known of one rank.
 
     Attributes:
-        rank: the rank.
-        status: whether it answers; "silent" if it does not, and why is not known.
-        state: its progress, also of a rank that does not answer; None if it cannot be read.
-        host: its machine; empty if that is not known.
-        module: where in the model it is; empty if that is not known.
-        moved: how many times its stack changed while it was looked at.
-        cpu: processor time that it used meanwhile, as a share of the time.
-        stack: its stack, the innermost call last.
+        rank: The rank.
+        status: Whether it answers; "silent" if it does not, and why is not known.
+        state: Its progress, also of a rank that does not answer; None if it cannot be read.
+        host: Its machine; empty if that is not known.
+        module: Where in the model it is; empty if that is not known.
+        moved: How many times its stack changed while it was looked at.
+        cpu: Processor time that it used meanwhile, as a share of the time.
+        stack: Its stack, the innermost call last.
     """
 
     rank: int
@@ -76,12 +76,12 @@ class Verdict:
     """Why a run hangs.
 
     Attributes:
-        kind: the kind of reason.
-        culprits: the ranks that hold up the others.
-        reason: one sentence.
-        witness: the rank whose message is reported: one that waits for the culprits itself.
-        arrived: the ranks that have arrived at this message.
-        missing: the ranks that have not.
+        kind: The kind of reason.
+        culprits: The ranks that hold up the others.
+        reason: One sentence.
+        witness: The rank whose message is reported: one that waits for the culprits itself.
+        arrived: The ranks that have arrived at this message.
+        missing: The ranks that have not.
     """
 
     kind: Kind
@@ -98,10 +98,10 @@ def diagnose_hang(
     """Returns why a run hangs.
 
     Args:
-        ranks: what is known of each rank.
-        first: the rank that has waited for too long.
-        limit: what users call the time that was too long.
-        queued: whether messages are only queued by the host, as over NCCL.
+        ranks: What is known of each rank.
+        first: The rank that has waited for too long.
+        limit: What users call the time that was too long.
+        queued: Whether messages are only queued by the host, as over NCCL.
     """
 
     def verdict(kind: Kind, culprits: Iterable[int], reason: str) -> Verdict:

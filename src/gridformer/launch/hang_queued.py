@@ -21,11 +21,11 @@ class Behind(NamedTuple):
     """A rank that has started fewer messages of a group than another.
 
     Attributes:
-        rank: the rank.
-        ahead: the other rank.
-        started: how many it has started.
-        most: how many the other rank has started.
-        lane: the messages of the group, as the other rank counts them.
+        rank: The rank.
+        ahead: The other rank.
+        started: How many it has started.
+        most: How many the other rank has started.
+        lane: The messages of the group, as the other rank counts them.
     """
 
     rank: int

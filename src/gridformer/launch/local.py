@@ -68,16 +68,16 @@ def launch(
     it as long as it exists.
 
     Args:
-        entrypoint: a function at the top level of a module.
-        args: picklable arguments of the entrypoint.
-        n_processes: number of processes of the whole run. `check_devices` checks beforehand whether
+        entrypoint: A function at the top level of a module.
+        args: Picklable arguments of the entrypoint.
+        n_processes: Number of processes of the whole run. `check_devices` checks beforehand whether
             they can start.
-        policy: how the processes answer stop signals; None means StopPolicy().
-        advise: called for what helps if memory was used up; see `failures.report`.
+        policy: How the processes answer stop signals; None means StopPolicy().
+        advise: Called for what helps if memory was used up; see `failures.report`.
 
     Raises:
-        UserError: a worker raised it.
-        SystemExit: a worker failed (code 1; its traceback has been printed), or the run was stopped
+        UserError: A worker raised it.
+        SystemExit: A worker failed (code 1; its traceback has been printed), or the run was stopped
             (code 75, or 128 + the signal's number; one line has been printed).
     """
     place, policy = launched_place(), policy or StopPolicy()
@@ -93,9 +93,9 @@ class Ended:
     """How the processes of an attempt have ended.
 
     Attributes:
-        code: the exit code of a run that was stopped, otherwise 0.
-        stopped_by: what stopped it.
-        failure: what explains why it failed, if it did.
+        code: The exit code of a run that was stopped, otherwise 0.
+        stopped_by: What stopped it.
+        failure: What explains why it failed, if it did.
     """
 
     code: int = 0
@@ -106,11 +106,11 @@ class Ended:
         """Prints how the processes have ended, unless all has gone well.
 
         Args:
-            advise: returns what to do about a failure.
+            advise: Returns what to do about a failure.
 
         Raises:
-            UserError: a process has raised it.
-            SystemExit: a process has failed otherwise, or a signal stopped the run.
+            UserError: A process has raised it.
+            SystemExit: A process has failed otherwise, or a signal stopped the run.
         """
         if self.failure:
             report_and_exit(self.failure, advise)
@@ -129,8 +129,8 @@ def attempt(
     """Starts worker processes, in a private folder of their own, and waits for their end.
 
     Args:
-        entrypoint, args, n_processes, policy: see `launch`.
-        signals: the stop signals that this process receives, from `signals_seen`.
+        entrypoint, args, n_processes, policy: See `launch`.
+        signals: The stop signals that this process receives, from `signals_seen`.
     """
     remove_private_leftovers()
     with tempfile.TemporaryDirectory(prefix=private_prefix()) as folder:  # mode 0700

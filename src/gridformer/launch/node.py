@@ -55,11 +55,11 @@ def node_of(nodes: int | None, environ: Mapping[str, str]) -> Node:
     """Returns which node this is.
 
     Args:
-        nodes: number of nodes; None means the number of tasks of srun.
-        environ: environment variables.
+        nodes: Number of nodes; None means the number of tasks of srun.
+        environ: Environment variables.
 
     Raises:
-        UserError: the environment does not say it.
+        UserError: The environment does not say it.
     """
     ranked = {k: v for k, v in environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     task = launched_place(ranked)

@@ -31,24 +31,24 @@ def plan_run(
     """Reads a run file and checks its values, layout, devices, data, memory and last checkpoint.
 
     Args:
-        path: path of a run file, or the name of a shipped one.
+        path: Path of a run file, or the name of a shipped one.
         overrides: `dotted.key=value` texts.
-        nproc: number of processes that the user asked for; None accepts what the layout needs.
-        out: run directory; None means `runs/NAME`.
-        tell: receives progress messages, see gridformer.memory.budget.fit_problems; None discards
+        nproc: Number of processes that the user asked for; None accepts what the layout needs.
+        out: Run directory; None means `runs/NAME`.
+        tell: Receives progress messages, see gridformer.memory.budget.fit_problems; None discards
             them.
-        lock: takes the run directory for this run before its checkpoints are looked at; None
+        lock: Takes the run directory for this run before its checkpoints are looked at; None
             does not, for a plan that is not executed.
 
     Returns:
         The plan. Its config is resolved: vocabulary size and sequence lengths are those of the run.
 
     Raises:
-        ConfigError: the run cannot start. It lists all problems of values, layout, data and devices
+        ConfigError: The run cannot start. It lists all problems of values, layout, data and devices
             at once; memory and run directory are checked only when there are none.
-        CheckpointError: the last checkpoint in `out` is damaged or belongs to a different run, or
+        CheckpointError: The last checkpoint in `out` is damaged or belongs to a different run, or
             train.init_from is no run directory or is of another model.
-        UserError: another run holds the lock of `out`.
+        UserError: Another run holds the lock of `out`.
     """
     return plan_checked(check_run(path, overrides, nproc), out, tell, lock=lock)
 
@@ -64,15 +64,15 @@ def check_run(
     not take the seconds that torch takes to load.
 
     Args:
-        path: path of a run file, or the name of a shipped one.
+        path: Path of a run file, or the name of a shipped one.
         overrides: `dotted.key=value` texts.
-        nproc: number of processes that the user asked for; None accepts what the layout needs.
+        nproc: Number of processes that the user asked for; None accepts what the layout needs.
 
     Returns:
         The run. With `train.elastic` its layout is one for the processes that are there.
 
     Raises:
-        ConfigError: it lists all problems at once.
+        ConfigError: It lists all problems at once.
     """
     run, problems = _read(path, overrides)
     if run.train.elastic and not problems:
@@ -138,16 +138,16 @@ def plan_checked(
     """Plans a run that `check_run` has returned.
 
     Args:
-        run: the checked run.
-        out, tell, lock: see `plan_run`.
-        room: the budget of each process; None means that of the processes on this machine.
+        run: The checked run.
+        out, tell, lock: See `plan_run`.
+        room: The budget of each process; None means that of the processes on this machine.
 
     Raises:
-        ConfigError: a process would need more memory than it has, the messages of the ranks do
+        ConfigError: A process would need more memory than it has, the messages of the ranks do
             not fit together, or train.checkpoint_to is where the run itself writes.
-        CheckpointError: the last checkpoint in `out` is damaged or belongs to a different run, or
+        CheckpointError: The last checkpoint in `out` is damaged or belongs to a different run, or
             train.init_from is no run directory or is of another model.
-        UserError: another run holds the lock of `out`.
+        UserError: Another run holds the lock of `out`.
     """
     _refuse_what_nothing_saves(run, room)  # what follows loads torch
     from gridformer.checkpoint import weights
@@ -212,11 +212,11 @@ def read_run(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> R
     """Reads a run file, resolves it, and checks its layout and data, but not the local devices.
 
     Args:
-        path: path of a run file, or the name of a shipped one.
+        path: Path of a run file, or the name of a shipped one.
         overrides: `dotted.key=value` texts.
 
     Raises:
-        ConfigError: it lists all problems at once.
+        ConfigError: It lists all problems at once.
     """
     run, problems = _read(path, overrides)
     if problems:
@@ -230,12 +230,12 @@ def read_run_without_data(
     """Like `read_run`, but works without the data; vocabulary and lengths are then the file's.
 
     Args:
-        path: path of a run file, or the name of a shipped run file or of a shipped model. With a
+        path: Path of a run file, or the name of a shipped run file or of a shipped model. With a
             model's name, all other settings come from `overrides`.
         overrides: `dotted.key=value` texts.
 
     Raises:
-        ConfigError: the run is invalid, or the data does not exist and model.vocab_size is 0.
+        ConfigError: The run is invalid, or the data does not exist and model.vocab_size is 0.
     """
     if str(path) in model_names() and not Path(path).is_file():
         sections = {"name": str(path), "model": str(path), "data": {"path": Path()}}

@@ -22,9 +22,9 @@ def preflight_problems(run: RunConfig, tell: Tell, decisions: Decisions) -> list
     and a step that raises an error on GPUs, too, ends all processes at once.
 
     Args:
-        run: the checked run.
-        tell: receives a progress message, and errors.
-        decisions: the result of `decide_run(run)`.
+        run: The checked run.
+        tell: Receives a progress message, and errors.
+        decisions: The result of `decide_run(run)`.
 
     Returns:
         The problems, each with its remedy.

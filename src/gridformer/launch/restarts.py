@@ -32,13 +32,13 @@ def launch_with_restarts(
     attempts in a row fail in the same step with the same error.
 
     Args:
-        entrypoint: see `gridformer.launch.launch`; its argument is the plan.
-        plan: the first attempt.
-        policy: how the processes answer stop signals.
+        entrypoint: See `gridformer.launch.launch`; its argument is the plan.
+        plan: The first attempt.
+        policy: How the processes answer stop signals.
 
     Raises:
-        UserError: see `gridformer.launch.launch`.
-        SystemExit: see there.
+        UserError: See `gridformer.launch.launch`.
+        SystemExit: See there.
     """
     attempts, before = 1 + plan.run.train.max_restarts, None
     with signals_seen(policy) as signals:
@@ -64,10 +64,10 @@ def resumed(plan: Plan) -> Plan:
     """Returns the plan of a run that goes on from its newest checkpoint.
 
     Args:
-        plan: an earlier attempt of the run.
+        plan: An earlier attempt of the run.
 
     Raises:
-        CheckpointError: the newest checkpoint is damaged; see `train.fallback`.
+        CheckpointError: The newest checkpoint is damaged; see `train.fallback`.
     """
     check = partial(check_copy, plan.run, plan.data)
     found = choose_or_replace(plan.run.train, plan.out, check)

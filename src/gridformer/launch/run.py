@@ -39,12 +39,12 @@ def execute(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     """Starts the processes of a run and waits for them. A run that is done already is left alone.
 
     Args:
-        plan: the run.
-        callbacks: are told what the run does. They are pickled into its first process.
+        plan: The run.
+        callbacks: Are told what the run does. They are pickled into its first process.
 
     Raises:
-        UserError: a worker raised it.
-        SystemExit: a worker failed or a signal stopped the run, see `launch`; or the last
+        UserError: A worker raised it.
+        SystemExit: A worker failed or a signal stopped the run, see `launch`; or the last
             checkpoint is not at `train.checkpoint_to`, see `copy_last`.
     """
     policy, place = policy_of(plan.run.train), launched_place()
@@ -101,15 +101,15 @@ def train(
     be picklable.
 
     Args:
-        run: the path of a run file, or the name of a shipped one.
+        run: The path of a run file, or the name of a shipped one.
         overrides: `dotted.key=value` texts.
-        out: the run directory; None means `runs/NAME`.
-        callbacks: are told what the run does, in its first process.
+        out: The run directory; None means `runs/NAME`.
+        callbacks: Are told what the run does, in its first process.
 
     Raises:
-        UserError: the run cannot start, see `gridformer.launch.plan.plan_run`, or a worker raised
+        UserError: The run cannot start, see `gridformer.launch.plan.plan_run`, or a worker raised
             it.
-        SystemExit: see `execute`.
+        SystemExit: See `execute`.
     """
     from gridformer.launch.plan import plan_run
     from gridformer.launch.run_lock import RunLock
@@ -176,8 +176,8 @@ def worker(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     failure and ends the process.
 
     Args:
-        plan: the run.
-        callbacks: see `execute`.
+        plan: The run.
+        callbacks: See `execute`.
     """
     train = plan.run.train
     leave_to_callers()

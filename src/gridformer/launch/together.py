@@ -58,13 +58,13 @@ def plan_together(
     """Returns the plan of a run. All of its processes call this before they form a group.
 
     Args:
-        place: the place of this process in the run.
-        path, overrides, nproc, out, tell, lock: see `gridformer.launch.plan.plan_run`. Only those
+        place: The place of this process in the run.
+        path, overrides, nproc, out, tell, lock: See `gridformer.launch.plan.plan_run`. Only those
             of rank 0 count.
 
     Raises:
-        UserError: on rank 0, the run cannot start; see `plan_run`.
-        SystemExit: on the others, the run cannot start.
+        UserError: On rank 0, the run cannot start; see `plan_run`.
+        SystemExit: On the others, the run cannot start.
     """
     if place.rank:
         run = RunConfig.model_validate(_received(place, _CONFIG))
@@ -118,7 +118,7 @@ def _room(machines: Sequence[dict[str, Any]]) -> Room | None:
     """Returns the smallest budget of a process on any machine, or None if none is known.
 
     Raises:
-        ConfigError: a machine cannot run its processes.
+        ConfigError: A machine cannot run its processes.
     """
     from gridformer.memory.room import Room
 
@@ -146,7 +146,7 @@ def _check_folder(out: Path, not_seen: Sequence[str]) -> None:
     """Checks that all machines see the run directory.
 
     Raises:
-        ConfigError: some do not.
+        ConfigError: Some do not.
     """
     if hosts := [host for host in dict.fromkeys(not_seen) if host]:
         raise ConfigError(

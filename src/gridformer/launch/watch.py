@@ -58,14 +58,14 @@ class HangWatch:
     """Watches this process from a thread of its own.
 
     Args:
-        place: the place of this process in the run.
-        timeout_s: seconds after which a message that still waits is a hang.
-        out: the run directory, in which the report is written; None writes none.
-        fail: called with the report on the rank that noticed first; it ends the process.
-        nccl: whether messages run on GPUs, where the host waits elsewhere than in messages.
-        limit: what users call the limit.
-        peer_failed: called with the name of a rank that has failed; it ends the process.
-        trains: whether the run has steps, before the first of which nothing is known over NCCL.
+        place: The place of this process in the run.
+        timeout_s: Seconds after which a message that still waits is a hang.
+        out: The run directory, in which the report is written; None writes none.
+        fail: Called with the report on the rank that noticed first; it ends the process.
+        nccl: Whether messages run on GPUs, where the host waits elsewhere than in messages.
+        limit: What users call the limit.
+        peer_failed: Called with the name of a rank that has failed; it ends the process.
+        trains: Whether the run has steps, before the first of which nothing is known over NCCL.
     """
 
     def __init__(

@@ -20,8 +20,8 @@ class UseWatch:
         """Starts to watch this process, unless it is the only one.
 
         Args:
-            world: the processes.
-            timeout_s: seconds after which a message that still waits is a hang.
+            world: The processes.
+            timeout_s: Seconds after which a message that still waits is a hang.
         """
         place = launched_place()
         if place is None or world.size == 1:

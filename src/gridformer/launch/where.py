@@ -20,7 +20,7 @@ class Where:
     """Names places of the model of this process.
 
     Attributes:
-        model: the model, once there is one.
+        model: The model, once there is one.
     """
 
     def __init__(self) -> None:

@@ -90,16 +90,16 @@ def work(
     """The main function of a process that `launch` started.
 
     Args:
-        entrypoint: function to call with `args`.
-        args: its arguments.
-        rank: rank of this process.
-        size: number of processes of the run.
-        meeting: folder of the run.
-        threads: number of threads for torch's CPU operations; None does not change it.
-        policy: how to answer stop signals; a second Ctrl-C is the launcher's matter.
+        entrypoint: Function to call with `args`.
+        args: Its arguments.
+        rank: Rank of this process.
+        size: Number of processes of the run.
+        meeting: Folder of the run.
+        threads: Number of threads for torch's CPU operations; None does not change it.
+        policy: How to answer stop signals; a second Ctrl-C is the launcher's matter.
 
     Raises:
-        SystemExit: a signal asked to stop. If the entrypoint fails, the process ends here.
+        SystemExit: A signal asked to stop. If the entrypoint fails, the process ends here.
     """
     never_fail_to_print()  # a stream may be closed, which a process of its own does not inherit
     stop = signals.install(replace(policy, again_after_s=float("inf")))
@@ -154,17 +154,17 @@ def work_here(
     """Runs the entrypoint in this process: the whole run, or a rank that torchrun or srun started.
 
     Args:
-        entrypoint: function to call with `args`.
-        args: its arguments.
-        place: this process's rank in a run that torchrun or srun started; None if it is the only
+        entrypoint: Function to call with `args`.
+        args: Its arguments.
+        place: This process's rank in a run that torchrun or srun started; None if it is the only
             process of the run.
-        policy: how to answer stop signals; None means StopPolicy().
+        policy: How to answer stop signals; None means StopPolicy().
 
     Raises:
-        Exception: whatever the entrypoint raises while this process is in no process group. In a
+        Exception: Whatever the entrypoint raises while this process is in no process group. In a
             group, the failure is reported and the process ends here, because destroying the group
             would wait for peers that wait for this rank.
-        SystemExit: a signal asked to stop.
+        SystemExit: A signal asked to stop.
     """
     again_after_s = signals.TWICE_BY_TORCHRUN_S if place and place.by == "torchrun" else 0.0
     policy = policy or signals.StopPolicy()
@@ -197,7 +197,7 @@ def end_with_report(text: str) -> NoReturn:
     The watch of the run calls it, while the main thread waits for a message.
 
     Args:
-        text: what the run ends with.
+        text: What the run ends with.
     """
     folder = Path(os.environ[STORE_FILE]).parent if os.environ.get(STORE_FILE) else None
     path = Meeting(folder).error_file(os.environ["RANK"]) if folder else _error_file_of_torchrun()
@@ -224,7 +224,7 @@ def end_after_peer(who: str) -> NoReturn:
     The watch of the run calls it, while the main thread may wait for that rank.
 
     Args:
-        who: names the rank.
+        who: Names the rank.
     """
     text = f"rank {os.environ.get('RANK', '?')} ends because {who} has failed"
     if path := _error_file_of_torchrun():
@@ -359,8 +359,8 @@ def print_stopped(by: str, code: int = 0) -> None:
     """Prints the one line with which a run ends that was stopped.
 
     Args:
-        by: what stopped it, for example the name of a signal.
-        code: the exit code.
+        by: What stopped it, for example the name of a signal.
+        code: The exit code.
     """
     requeue = f"; exit code {code}: start it again to go on" if code == signals.REQUEUE else ""
     print_last(f"gridformer: stopped by {by.replace('SIGINT', 'Ctrl-C (SIGINT)', 1)}{requeue}")

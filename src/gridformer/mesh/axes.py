@@ -46,9 +46,9 @@ class MeshRanks(NamedTuple):
     """The rank at each place of a mesh, as Python integers.
 
     Attributes:
-        names: the names of the axes.
-        shape: their sizes.
-        ranks: the ranks, the last axis innermost.
+        names: The names of the axes.
+        shape: Their sizes.
+        ranks: The ranks, the last axis innermost.
     """
 
     names: tuple[str, ...]
@@ -64,9 +64,9 @@ class Split(NamedTuple):
     """The names of the axes that `Axes.split` creates.
 
     Attributes:
-        block: the blocks; the index is that of this device's block. It has no group.
-        copy: the ranks of a block, which hold equal parts.
-        row_copy: the same together with `row`.
+        block: The blocks; the index is that of this device's block. It has no group.
+        copy: The ranks of a block, which hold equal parts.
+        row_copy: The same together with `row`.
     """
 
     block: str
@@ -79,23 +79,23 @@ class Axes:
     """The axes of a layout, among them `world`, the axis of all ranks.
 
     Attributes:
-        pp: pipeline ranks.
-        dp: data-parallel replicas.
-        row: the rows of one replica's grid. The devices that differ only in this index form a
+        pp: Pipeline ranks.
+        dp: Data-parallel replicas.
+        row: The rows of one replica's grid. The devices that differ only in this index form a
             *column*, so a broadcast "along row i" of the papers is a collective over the axis
             `col`.
-        col: the columns of one replica's grid.
-        grid: row and col together.
-        branch: the sub-grids of sub-graph parallelism; the index is that of the sub-grid.
+        col: The columns of one replica's grid.
+        grid: Both `row` and `col`.
+        branch: The sub-grids of sub-graph parallelism; the index is that of the sub-grid.
         dp_branch: dp and branch together.
-        batch: the axis over which the samples of one replica's micro-batch are sharded. It is one
+        batch: The axis over which the samples of one replica's micro-batch are sharded. It is one
             of the axes above, or has size 1.
-        same_batch: the axis along which devices receive the same samples. It is one of the axes
+        same_batch: The axis along which devices receive the same samples. It is one of the axes
             above, or has size 1.
-        world: all ranks.
+        world: All ranks.
         device_type: "cpu" or "cuda".
-        pp_lines: the ranks along pp, one line for each place in the other axes.
-        places: the rank at each place of the mesh; None for one process.
+        pp_lines: The ranks along pp, one line for each place in the other axes.
+        places: The rank at each place of the mesh; None for one process.
 
     `split` creates further axes, which `axes[name]` returns.
     """
@@ -129,9 +129,9 @@ class Axes:
         nothing.
 
         Args:
-            name: the axis, whose size `n_blocks` divides.
-            n_blocks: the number of blocks.
-            label: the prefix of the names of the axes.
+            name: The axis, whose size `n_blocks` divides.
+            n_blocks: The number of blocks.
+            label: The prefix of the names of the axes.
         """
         label = f"{label}{n_blocks}"
         found = Split(label, f"{label}_copy", f"row_{label}_copy")
@@ -152,10 +152,10 @@ class Axes:
         """Creates the axis of the ranks in one block of `each` ranks along an axis.
 
         Args:
-            name: the axis.
-            each: the number of ranks in a block.
-            over: other axes whose ranks all belong to the new axis, too.
-            new: the name of the new axis.
+            name: The axis.
+            each: The number of ranks in a block.
+            over: Other axes whose ranks all belong to the new axis, too.
+            new: The name of the new axis.
         """
         if self.places is None:
             return Axis(new)
@@ -177,8 +177,8 @@ class Axes:
         All processes must call this in the same order.
 
         Args:
-            stages: indices along pp.
-            purpose: a name for the groups in torch's reports.
+            stages: Indices along pp.
+            purpose: A name for the groups in torch's reports.
 
         Returns:
             The group that contains this process, or None if there is none.
@@ -189,8 +189,8 @@ class Axes:
         """Like `new_group`, for several disjoint sets of indices along pp at once.
 
         Args:
-            sets: the sets of indices along pp.
-            purpose: a name for the groups in torch's reports.
+            sets: The sets of indices along pp.
+            purpose: A name for the groups in torch's reports.
 
         Returns:
             The group that contains this process, or None if there is none.
@@ -221,9 +221,9 @@ class Axes:
         """Creates the axes of a mesh of all processes. Every process must call this.
 
         Args:
-            ranks: the rank at each place of the mesh, int64, one dimension per axis. Ranks ascend
+            ranks: The rank at each place of the mesh, int64, one dimension per axis. Ranks ascend
                 along every dimension.
-            names: names of the dimensions, which are fields of `Axes`.
+            names: Names of the dimensions, which are fields of `Axes`.
             device_type: "cpu" or "cuda".
         """
         import torch.distributed as dist

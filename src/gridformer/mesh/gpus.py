@@ -24,7 +24,7 @@ def own_gpu(place: Joined | None) -> int | None:
     """Returns the GPU of this process, or None if it has none of its own.
 
     Args:
-        place: the place of this process in its run; None for a run of one process.
+        place: The place of this process in its run; None for a run of one process.
     """
     visible = _n_visible(place)
     local_rank, local_size = (place.local_rank, place.local_size) if place else (0, 1)
@@ -37,8 +37,8 @@ def gpus_here(place: Joined | None, n_processes: int) -> list[int]:
     """Returns those of the visible GPUs that the run's processes on this machine use; maybe none.
 
     Args:
-        place: the place of this process in its run; None if it starts the others.
-        n_processes: number of processes of the run.
+        place: The place of this process in its run; None if it starts the others.
+        n_processes: Number of processes of the run.
     """
     if place is None:
         return [*range(n_processes)] if n_processes <= _n_visible(None, n_processes) else []
@@ -52,8 +52,8 @@ def too_few_gpus(place: Joined | None, n_local: int) -> list[str]:
     """Returns why `n_local` processes on this machine cannot each have a GPU; empty if they can.
 
     Args:
-        place: the place of this process in its run; None if it starts the others.
-        n_local: number of processes of the run on this machine.
+        place: The place of this process in its run; None if it starts the others.
+        n_local: Number of processes of the run on this machine.
     """
     import torch
     import torch.distributed as dist
@@ -87,8 +87,8 @@ def identity(gpu: int | None, rank: int) -> str:
     """Returns a text that names this process's machine and GPU, for `device_or_problem`.
 
     Args:
-        gpu: what `own_gpu` returned.
-        rank: the global rank, which names a GPU that has no number of its own.
+        gpu: What `own_gpu` returned.
+        rank: The global rank, which names a GPU that has no number of its own.
     """
     if gpu is None:
         return json.dumps([socket.gethostname(), ""])
@@ -105,7 +105,7 @@ def device_or_problem(identities: Sequence[str]) -> str:
     """Returns whether a run uses CPUs or GPUs, or a sentence that says why it cannot start.
 
     Args:
-        identities: what `identity` returned on each rank.
+        identities: What `identity` returned on each rank.
     """
     found = [tuple(json.loads(text)) for text in identities]
     without = [rank for rank, (_, gpu) in enumerate(found) if not gpu]

@@ -73,9 +73,9 @@ def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
     group.
 
     Args:
-        lines: disjoint lists of global ranks, each in ascending order because torch sorts the
+        lines: Disjoint lists of global ranks, each in ascending order because torch sorts the
             members of a group.
-        purpose: a name for the groups in torch's reports.
+        purpose: A name for the groups in torch's reports.
 
     Returns:
         The group, or None if no line contains this process.
@@ -102,8 +102,8 @@ def create_each(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
     are thousands of lines.
 
     Args:
-        lines: the global ranks of each group; a rank is in one of them at most.
-        purpose: a name for the groups in torch's reports.
+        lines: The global ranks of each group; a rank is in one of them at most.
+        purpose: A name for the groups in torch's reports.
 
     Returns:
         The group of this process, or None if it is in none.

@@ -80,10 +80,10 @@ def launched_place(environ: Mapping[str, str] = os.environ) -> Joined | None:
     as a launcher either.
 
     Args:
-        environ: environment variables.
+        environ: Environment variables.
 
     Raises:
-        UserError: a variable is not a number, or the variables contradict each other, or they say
+        UserError: A variable is not a number, or the variables contradict each other, or they say
             that this is one of several processes but not where these meet.
     """
     mpi = _mpi_names(environ)

@@ -49,7 +49,7 @@ class NodeBlock:
     """The part of the mesh on one node: its extent in devices along each axis.
 
     Attributes:
-        rack: the part of the mesh of nodes in one rack: its extent in nodes along each axis. None
+        rack: The part of the mesh of nodes in one rack: its extent in nodes along each axis. None
             if racks are unknown, and nodes then follow each other in plain order.
     """
 
@@ -78,7 +78,7 @@ class NodeBlock:
         """Returns `2x2 of the grid`, `dp 2 x 1x2`, or `dp 4` if the grid is one device.
 
         Args:
-            sizes: sizes of the mesh, see sizes_of.
+            sizes: Sizes of the mesh, see sizes_of.
         """
         words = [f"{name} {e}" for name, e in (("pp", self.pp), ("dp", self.dp)) if e > 1]
         grid = f"{self.row}x{self.col}"
@@ -94,11 +94,11 @@ class Candidate:
     """One way to place the mesh on nodes, and the bytes that enter a node with it.
 
     Attributes:
-        block: the block on each node. It is None for the plain order of ranks if that gives no
+        block: The block on each node. It is None for the plain order of ranks if that gives no
             block: in a 2x3 grid with 2 devices per node, the second node holds the end of one row
             and the start of the next. Such nodes differ, and the numbers are those of the busiest.
-        receivers: for each axis, the number of devices of a node that receive from another node.
-        bytes_in: for each axis, the bytes that enter the node in one optimizer step.
+        receivers: For each axis, the number of devices of a node that receive from another node.
+        bytes_in: For each axis, the bytes that enter the node in one optimizer step.
     """
 
     block: NodeBlock | None
@@ -128,8 +128,8 @@ def blocks(sizes: Sizes, devices_per_node: int) -> list[NodeBlock]:
     gridformer.parallel.validation refuses.
 
     Args:
-        sizes: sizes of the mesh, see sizes_of.
-        devices_per_node: number of devices per node, at least 1.
+        sizes: Sizes of the mesh, see sizes_of.
+        devices_per_node: Number of devices per node, at least 1.
     """
     assert devices_per_node >= 1, "0 means that the nodes are unknown and ranks are in plain order"
     if math.prod(sizes) <= devices_per_node:
@@ -143,8 +143,8 @@ def plain_block(sizes: Sizes, devices_per_node: int) -> NodeBlock | None:
     """Returns the block of each node in plain order (`col` innermost), or None if there is none.
 
     Args:
-        sizes: sizes of the mesh, see sizes_of.
-        devices_per_node: number of devices per node, at least 1.
+        sizes: Sizes of the mesh, see sizes_of.
+        devices_per_node: Number of devices per node, at least 1.
     """
     if math.prod(sizes) <= devices_per_node:
         return NodeBlock.of(sizes)
@@ -168,11 +168,11 @@ def search_blocks(
     `col`, then along `row`, `dp` and `pp`.
 
     Args:
-        sizes: sizes of the mesh, see sizes_of.
-        traffic: for each axis, the bytes that one device receives over it in one optimizer step
+        sizes: Sizes of the mesh, see sizes_of.
+        traffic: For each axis, the bytes that one device receives over it in one optimizer step
             with ring algorithms. An axis that is absent moves nothing. Messages over all devices
             ("world") enter every node equally and are left out.
-        devices_per_node: number of devices per node, at least 1. It must divide the number of
+        devices_per_node: Number of devices per node, at least 1. It must divide the number of
             devices if that is larger (see gridformer.parallel.validation.check_layout).
 
     Returns:
@@ -201,9 +201,9 @@ def search_racks(sizes: Sizes, best: Candidate, nodes_per_rack: int) -> list[Can
     along that axis. So the same search serves racks, with nodes in the place of devices.
 
     Args:
-        sizes: sizes of the mesh, see sizes_of.
-        best: how nodes are filled.
-        nodes_per_rack: number of nodes per rack, at least 1. It must divide the number of nodes if
+        sizes: Sizes of the mesh, see sizes_of.
+        best: How nodes are filled.
+        nodes_per_rack: Number of nodes per rack, at least 1. It must divide the number of nodes if
             that is larger.
 
     Returns:
@@ -218,8 +218,8 @@ def nodes_of(sizes: Sizes, block: NodeBlock) -> Sizes:
     """Returns the sizes of the mesh in nodes.
 
     Args:
-        sizes: sizes of the mesh in devices, see sizes_of.
-        block: the block on each node, whose extents divide the sizes.
+        sizes: Sizes of the mesh in devices, see sizes_of.
+        block: The block on each node, whose extents divide the sizes.
     """
     pp, dp, row, col = (size // extent for size, extent in zip(sizes, block.extents))
     return pp, dp, row, col
@@ -270,8 +270,8 @@ def rank_grid(sizes: Sizes, block: NodeBlock | None) -> Tensor:
     one node one after the other.
 
     Args:
-        sizes: sizes of the mesh, see sizes_of.
-        block: the block on each node, or None for the plain order.
+        sizes: Sizes of the mesh, see sizes_of.
+        block: The block on each node, or None for the plain order.
     """
     import torch
 
@@ -293,10 +293,10 @@ def sub_grids(pp: int, dp: int, g: int, order: Literal["topology", "contiguous"]
     (Jain et al. 2021, SUPER).
 
     Args:
-        pp: number of pipeline ranks.
-        dp: number of processes in each sub-grid.
-        g: number of sub-grids.
-        order: layout.order.
+        pp: Number of pipeline ranks.
+        dp: Number of processes in each sub-grid.
+        g: Number of sub-grids.
+        order: `layout.order`.
     """
     import torch
 
@@ -317,11 +317,11 @@ def split_messages(
     the nearest first, whatever the levels are.
 
     Args:
-        n: number of processes.
-        g: number of sub-grids.
-        units: numbers of processes in a unit of each level, the smallest first, such as in a node
+        n: Number of processes.
+        g: Number of sub-grids.
+        units: Numbers of processes in a unit of each level, the smallest first, such as in a node
             and in a rack. They need not divide n.
-        order: layout.order.
+        order: `layout.order`.
 
     Returns:
         For each level the number of messages within its units that leave those of the level

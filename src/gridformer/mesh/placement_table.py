@@ -15,13 +15,13 @@ class PlacementRow:
     """A row of the explanation.
 
     Attributes:
-        block: the block in words.
+        block: The block in words.
         mib: MiB that enter a node in one step, by axis.
-        total_mib: their sum.
-        ratio: the total divided by that of the best, infinite if the best is 0.
-        sharing: number of devices that share the node's link.
-        chosen: whether this is the best.
-        plain: whether this is the plain order.
+        total_mib: Their sum.
+        ratio: The total divided by that of the best, infinite if the best is 0.
+        sharing: Number of devices that share the node's link.
+        chosen: Whether this is the best.
+        plain: Whether this is the plain order.
     """
 
     block: str
@@ -41,10 +41,10 @@ def rows(
     Axes of size 1 are left out of `mib` because nothing moves over them.
 
     Args:
-        candidates: result of search.
-        sizes: sizes of the mesh, see sizes_of.
-        devices_per_node: number of devices per node.
-        few: number of best candidates.
+        candidates: Result of search.
+        sizes: Sizes of the mesh, see sizes_of.
+        devices_per_node: Number of devices per node.
+        few: Number of best candidates.
     """
     plain = plain_block(sizes, devices_per_node)
     best = candidates[0]
@@ -135,10 +135,10 @@ def explain_racks(
     """Returns a sentence on which nodes a rack holds, and what enters it.
 
     Args:
-        candidates: result of search_racks.
-        node: the block on each node.
-        sizes: sizes of the mesh, see sizes_of.
-        nodes_per_rack: number of nodes per rack.
+        candidates: Result of search_racks.
+        node: The block on each node.
+        sizes: Sizes of the mesh, see sizes_of.
+        nodes_per_rack: Number of nodes per rack.
     """
     best = candidates[0]
     if best.block is None:

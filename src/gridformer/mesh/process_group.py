@@ -48,10 +48,10 @@ def check_devices(
     """Checks whether `n_processes` processes can start from this process.
 
     Args:
-        device: train.device of the run.
-        n_processes: number of processes that the layout needs.
-        nproc: value of --nproc, if given.
-        elastic: whether there may be more processes than the run needs.
+        device: `train.device` of the run.
+        n_processes: Number of processes that the layout needs.
+        nproc: Value of --nproc, if given.
+        elastic: Whether there may be more processes than the run needs.
 
     Returns:
         The problems, each with its remedy.
@@ -89,15 +89,15 @@ def init_process_groups(
     with gloo if none has. A run of one process gets a device but no process group.
 
     Args:
-        device: train.device of the run.
-        n_processes: number of processes that the layout needs.
-        timeout_s: seconds after which a collective that still waits raises.
-        margin_s: seconds by which torch's own timeout is longer, so that a watch ends the wait
+        device: `train.device` of the run.
+        n_processes: Number of processes that the layout needs.
+        timeout_s: Seconds after which a collective that still waits raises.
+        margin_s: Seconds by which torch's own timeout is longer, so that a watch ends the wait
             first. NCCL counts from when a message was queued, which may be a whole step before the
             host waits, so its timeout is longer by `timeout_s` again.
 
     Raises:
-        UserError: the number of processes is wrong, `cuda` was requested and there are too few
+        UserError: The number of processes is wrong, `cuda` was requested and there are too few
             GPUs, or only some of the processes have a GPU of their own.
     """
     import torch.distributed as dist

@@ -36,7 +36,7 @@ def store_of(place: Joined) -> dist.Store:
     torchrun and srun use a TCP port, which is open on all interfaces without authentication.
 
     Args:
-        place: the place of this process in the run.
+        place: The place of this process in the run.
     """
     return _store(replace(place, size=0))  # of all that were started, however many take part
 
@@ -74,12 +74,12 @@ def of_this_attempt(store: dist.Store, rank: int, size: int) -> dist.Store:
     sends it to each process that has announced a random name, which is new in each attempt.
 
     Args:
-        store: what the processes of all attempts share.
-        rank: the rank of this process.
-        size: the number of processes of this attempt.
+        store: What the processes of all attempts share.
+        rank: The rank of this process.
+        size: The number of processes of this attempt.
 
     Raises:
-        UserError: rank 0 or another rank did not answer within ten minutes.
+        UserError: Rank 0 or another rank did not answer within ten minutes.
     """
     import torch.distributed as dist
 
@@ -115,10 +115,10 @@ def share_result(place: Joined, name: str, text: str, judge: Callable[[Sequence[
     number of ranks.
 
     Args:
-        place: the place of this process in the run.
-        name: a name in the store.
-        text: what this rank says.
-        judge: makes the result from the texts of all ranks.
+        place: The place of this process in the run.
+        name: A name in the store.
+        text: What this rank says.
+        judge: Makes the result from the texts of all ranks.
     """
     texts = collect(place, name, text)
     if place.rank == 0:
@@ -132,9 +132,9 @@ def collect(place: Joined, name: str, text: str) -> list[str]:
     """Sends a text to rank 0. All ranks call it with the same name, once.
 
     Args:
-        place: the place of this process in the run.
-        name: a name in the store, which nothing else uses.
-        text: what this rank sends.
+        place: The place of this process in the run.
+        name: A name in the store, which nothing else uses.
+        text: What this rank sends.
 
     Returns:
         The texts of all ranks on rank 0, an empty list on the others.
@@ -150,7 +150,7 @@ def gather(place: Joined, name: str, ranks: Iterable[int]) -> list[str]:
     """Returns on rank 0 the texts that some ranks have shared, each under `NAME/RANK`.
 
     Raises:
-        UserError: one did not share it within ten minutes.
+        UserError: One did not share it within ten minutes.
     """
     return [_get(place, f"{name}/{rank}", f"rank {rank}") for rank in ranks]
 
@@ -159,9 +159,9 @@ def share(place: Joined, name: str, text: str) -> None:
     """Sends a text from rank 0 to all others, each of which calls `receive` with the same name.
 
     Args:
-        place: the place of this process in the run.
-        name: a name in the store, which nothing else uses.
-        text: what rank 0 sends.
+        place: The place of this process in the run.
+        name: A name in the store, which nothing else uses.
+        text: What rank 0 sends.
     """
     store_of(place).set(name, text)
 
@@ -170,7 +170,7 @@ def receive(place: Joined, name: str) -> str:
     """Returns the text that rank 0 shares under this name.
 
     Raises:
-        UserError: rank 0 did not share it within ten minutes.
+        UserError: Rank 0 did not share it within ten minutes.
     """
     text = _get(place, name, "rank 0")
     store = store_of(place)
@@ -185,9 +185,9 @@ def wait_until_heard(place: Joined, name: str, timeout_s: float) -> None:
     Rank 0 may serve the store, which ends with it.
 
     Args:
-        place: the place of this process in the run, which is that of rank 0.
-        name: the name under which it has shared the text.
-        timeout_s: after how many seconds it gives up, without an error.
+        place: The place of this process in the run, which is that of rank 0.
+        name: The name under which it has shared the text.
+        timeout_s: After how many seconds it gives up, without an error.
     """
     with suppress(RuntimeError):  # torch's error for a timeout
         store_of(place).wait([f"{name}/heard by all"], timedelta(seconds=timeout_s))
@@ -204,13 +204,13 @@ def _poll(done: Callable[[], bool], deadline: float, source: Callable[[], str], 
     """Waits until something is done. It polls, because Ctrl-C does not interrupt torch's own wait.
 
     Args:
-        done: returns whether it is.
-        deadline: when to give up, on the clock of `time.monotonic`.
-        source: returns what is waited for.
-        rank: the rank that waits.
+        done: Returns whether it is.
+        deadline: When to give up, on the clock of `time.monotonic`.
+        source: Returns what is waited for.
+        rank: The rank that waits.
 
     Raises:
-        UserError: it was not done in time.
+        UserError: It was not done in time.
     """
     pause = 0.005
     while not done():

@@ -12,7 +12,7 @@ def expand_nodes(text: str) -> list[str]:
     """Expands `node[01-03,7],other` to `node01`, `node02`, `node03`, `node7` and `other`.
 
     Raises:
-        UserError: the brackets do not match, or a range is malformed.
+        UserError: The brackets do not match, or a range is malformed.
     """
     parts = re.split(r",(?![^\[]*\])", text)  # at commas outside brackets
     names = [name for part in parts for name in _expand_one(part)]

@@ -48,8 +48,8 @@ class MicroBatch:
     """Some rows of the global batch of a step.
 
     Attributes:
-        rows: which rows of the global batch.
-        batch: the data of these rows, on the device of the model.
+        rows: Which rows of the global batch.
+        batch: The data of these rows, on the device of the model.
     """
 
     rows: slice

@@ -23,9 +23,9 @@ class FullDiskError(OSError):
     """A file that could not be written because there is no space left for it.
 
     Args:
-        number: the number of the system's error.
-        path: the file.
-        n_bytes: how much was to be written; 0 if that is not known.
+        number: The number of the system's error.
+        path: The file.
+        n_bytes: How much was to be written; 0 if that is not known.
     """
 
     def __init__(self, number: int, path: Path, n_bytes: int = 0) -> None:
@@ -48,11 +48,11 @@ def writing(path: Path, n_bytes: int = 0) -> Iterator[None]:
     The system's own errors name no file when one that is open is written.
 
     Args:
-        path: the file that is written.
-        n_bytes: how much is to be written; 0 if that is not known.
+        path: The file that is written.
+        n_bytes: How much is to be written; 0 if that is not known.
 
     Raises:
-        FullDiskError: there is no space left.
+        FullDiskError: There is no space left.
     """
     try:
         yield

@@ -17,7 +17,7 @@ class ConfigError(UserError):
     """One or more problems in the configuration of a run.
 
     Args:
-        problems: one sentence per problem: what is wrong, where, and the nearest value that works.
+        problems: One sentence per problem: what is wrong, where, and the nearest value that works.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -36,8 +36,8 @@ class DivergedError(UserError):
     """Loss or gradients are no longer finite. Parameters are still those of the previous step.
 
     Args:
-        message: what is not finite.
-        step: the number of the step, counted from 0; -1 if only the caller knows it.
+        message: What is not finite.
+        step: The number of the step, counted from 0; -1 if only the caller knows it.
     """
 
     exit_code = 1  # found in the middle of the work
@@ -57,8 +57,8 @@ class SaveError(Exception):
     It is not a `UserError`, because it is found when work is done: the run ends with exit code 1.
 
     Args:
-        message: why it could not be written.
-        elsewhere: whether another rank says why, and this one does not know it.
+        message: Why it could not be written.
+        elsewhere: Whether another rank says why, and this one does not know it.
     """
 
     def __init__(self, message: str, elsewhere: bool = False) -> None:

@@ -16,12 +16,12 @@ def require(package: str, what: str, extra: str) -> None:
     """Checks that an optional package is installed.
 
     Args:
-        package: name of the package to import.
-        what: the option or command that needs it, for the message.
-        extra: the extra of gridformer that installs it.
+        package: Name of the package to import.
+        what: The option or command that needs it, for the message.
+        extra: The extra of gridformer that installs it.
 
     Raises:
-        UserError: the package is missing; the message says how to install it.
+        UserError: The package is missing; the message says how to install it.
     """
     if not installed(package):
         raise UserError(f"{what} needs {package}: pip install 'gridformer[{extra}]'")

@@ -24,8 +24,8 @@ class UnreadableError(UserError):
     """A file that cannot be read.
 
     Args:
-        path: the file.
-        reason: why, as a part of a sentence.
+        path: The file.
+        reason: Why, as a part of a sentence.
     """
 
     def __init__(self, path: Path, reason: str) -> None:
@@ -48,8 +48,8 @@ def meant_beside(path: Path, fits: Callable[[Path], object]) -> str:
     """Returns the path beside a missing one that is called nearly so, for the error about it.
 
     Args:
-        path: the path that is missing.
-        fits: whether what is beside it could be meant.
+        path: The path that is missing.
+        fits: Whether what is beside it could be meant.
     """
     with contextlib.suppress(OSError, ValueError):  # the folder may be missing as well
         beside = {other.stem: other for other in path.parent.iterdir() if fits(other)}

@@ -36,11 +36,11 @@ def finish_folder(writing: Path, target: Path) -> None:
     """Renames a hidden folder to its final name, replacing any folder there.
 
     Args:
-        writing: the hidden folder.
-        target: the final path.
+        writing: The hidden folder.
+        target: The final path.
 
     Raises:
-        OSError: renaming failed; a previous folder at `target` is then still there.
+        OSError: Renaming failed; a previous folder at `target` is then still there.
     """
     sync_folder(writing)
     # If a crash between the two renames leaves no folder, `remove_leftovers` puts the old one back.

@@ -40,7 +40,7 @@ def warm_up(*modules: str) -> None:
     this is optional. An early call lets more of the loading overlap with the caller's own imports.
 
     Args:
-        modules: names of modules to load besides `PRELOAD`.
+        modules: Names of modules to load besides `PRELOAD`.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *modules, "gridformer.utils.interruptible"])

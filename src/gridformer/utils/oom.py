@@ -20,9 +20,9 @@ class OomKills:
     """Counters of the out-of-memory killer.
 
     Attributes:
-        groups: the kills in each control group of this process whose counter can be read, by the
+        groups: The kills in each control group of this process whose counter can be read, by the
             folder of the group.
-        machine: the kills on this machine; None if that is not known.
+        machine: The kills on this machine; None if that is not known.
     """
 
     groups: dict[Path, int] = field(default_factory=dict)
@@ -38,7 +38,7 @@ def count(root: Path = Path("/")) -> OomKills:
     """Returns the counters as they are now.
 
     Args:
-        root: the folder with `proc` and `sys`.
+        root: The folder with `proc` and `sys`.
     """
     groups = {}
     for folder in _groups(root):

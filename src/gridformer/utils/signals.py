@@ -79,7 +79,7 @@ def install(policy: StopPolicy | None = None) -> StopRequest:
         policy: How to answer them; None means the default.
 
     Raises:
-        RuntimeError: the first call is not from the main thread.
+        RuntimeError: The first call is not from the main thread.
     """
     global _installed
     if _installed is None:

@@ -30,18 +30,18 @@ class ClusterJob:
     """A run on nodes.
 
     Attributes:
-        run: the run, with all overrides.
-        file: its file or shipped name, as the user typed it.
+        run: The run, with all overrides.
+        file: Its file or shipped name, as the user typed it.
         overrides: `key=value` texts for the command line, those of the user and then our own.
-        run_dir: the run directory.
-        nodes: number of nodes.
-        per_node: number of processes on each.
-        whole_nodes: whether these are all devices of a node.
-        gpus: whether each process needs a GPU.
+        run_dir: The run directory.
+        nodes: Number of nodes.
+        per_node: Number of processes on each.
+        whole_nodes: Whether these are all devices of a node.
+        gpus: Whether each process needs a GPU.
         cores: CPU cores for each process; 0 means that nothing is said.
-        hours: limit of the job in hours; 0 means none.
-        interface: network interface for NCCL and gloo; empty means that they find it.
-        notes: sentences for a comment at the top.
+        hours: Limit of the job in hours; 0 means none.
+        interface: Network interface for NCCL and gloo; empty means that they find it.
+        notes: Sentences for a comment at the top.
     """
 
     run: RunConfig
@@ -90,7 +90,7 @@ class ClusterJob:
         """Returns the command line that trains, after the program's name.
 
         Args:
-            file: the run file, if it is another one that has all overrides.
+            file: The run file, if it is another one that has all overrides.
         """
         what = [self.file, *self.overrides] if file is None else [file]
         return ["train", *what, "--out", str(self.run_dir)]
@@ -109,16 +109,16 @@ def make_job(
     """Divides a run over nodes.
 
     Args:
-        run: the run, with its overrides.
-        file, overrides: as the user typed them.
-        cluster: name or path of a cluster file; empty means that of the run, if it has one.
-        per_node: devices of a node; 0 means those of the cluster file, or of the run's layout.
-        run_dir: the run directory; None means `runs/NAME`.
-        hours: limit of the job; the run stops before it, unless it has a train.max_hours.
-        interface: see `ClusterJob`.
+        run: The run, with its overrides.
+        file, overrides: As the user typed them.
+        cluster: Name or path of a cluster file; empty means that of the run, if it has one.
+        per_node: Devices of a node; 0 means those of the cluster file, or of the run's layout.
+        run_dir: The run directory; None means `runs/NAME`.
+        hours: Limit of the job; the run stops before it, unless it has a train.max_hours.
+        interface: See `ClusterJob`.
 
     Raises:
-        ConfigError: the number of processes fits no number of nodes, the options contradict each
+        ConfigError: The number of processes fits no number of nodes, the options contradict each
             other, or the layout has problems.
     """
     found = load_cluster(cluster or run.layout.cluster) if cluster or run.layout.cluster else None
@@ -193,7 +193,7 @@ def one_word(option: str, text: str) -> str:
     """Returns a text that a script can contain as it is.
 
     Raises:
-        ConfigError: it has characters that names of machines, partitions and images do not have.
+        ConfigError: It has characters that names of machines, partitions and images do not have.
     """
     if text and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,:=@/+^-]*", text):
         raise ConfigError(
@@ -206,7 +206,7 @@ def sbatch_option(text: str) -> str:
     """Returns an option of sbatch that is one word.
 
     Raises:
-        ConfigError: it is not one.
+        ConfigError: It is not one.
     """
     name, _, value = text.partition("=")
     if not re.fullmatch(r"--[a-z][a-z-]*", name) or text.endswith("="):

@@ -32,11 +32,11 @@ class PodSettings:
     """Where the pods of a run get their image and files from, and what they may use.
 
     Attributes:
-        image: the container image.
-        claim: name of a PersistentVolumeClaim that all pods can write (ReadWriteMany).
-        mount: where it is mounted; relative paths of the run start there.
-        memory_gib: memory of a pod in GiB; 0 says nothing.
-        max_restarts: how many failures are met by starting all pods again.
+        image: The container image.
+        claim: Name of a PersistentVolumeClaim that all pods can write (ReadWriteMany).
+        mount: Where it is mounted; relative paths of the run start there.
+        memory_gib: Memory of a pod in GiB; 0 says nothing.
+        max_restarts: How many failures are met by starting all pods again.
     """
 
     image: str

@@ -12,8 +12,8 @@ def command(words: Sequence[str], indent: str = "    ") -> str:
     """Returns a command with quoted words: one line if it is short, else a line for each option.
 
     Args:
-        words: its words, unquoted. A `Raw` word is not quoted.
-        indent: before the second and each further line.
+        words: Its words, unquoted. A `Raw` word is not quoted.
+        indent: Before the second and each further line.
     """
     quoted = [word if isinstance(word, Raw) else shlex.quote(word) for word in words]
     line = " ".join(quoted)

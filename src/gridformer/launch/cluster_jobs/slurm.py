@@ -21,11 +21,11 @@ def sbatch_script(
     """Returns an sbatch script that starts a run and puts it into the queue again when it asks.
 
     Args:
-        job: what to start.
+        job: What to start.
         tasks: Slurm starts every process (`device`), or one task on each node that starts the
             processes there (`node`).
-        directives: further options of sbatch, each a single word such as `--partition=long`.
-        before: lines of shell that run before the run starts, such as the activation of a virtual
+        directives: Further options of sbatch, each a single word such as `--partition=long`.
+        before: Lines of shell that run before the run starts, such as the activation of a virtual
             environment. They are taken as they are.
     """
     lines = ["#!/bin/bash", *comments(["Written by `gridformer launch slurm`.", *job.notes])]

@@ -18,11 +18,11 @@ def torchrun_lines(
     """Returns a shell script, or with `static` one command for each machine.
 
     Args:
-        job: what to start.
-        rendezvous: with `c10d` the same command runs on every machine, and each gets its number
+        job: What to start.
+        rendezvous: With `c10d` the same command runs on every machine, and each gets its number
             when it arrives. With `static` each command states its machine's number.
-        master: host of the first machine; empty leaves it to the variable MASTER_ADDR.
-        max_restarts: how many failures torchrun meets by starting all processes again.
+        master: Host of the first machine; empty leaves it to the variable MASTER_ADDR.
+        max_restarts: How many failures torchrun meets by starting all processes again.
     """
     notes = comments(["Written by `gridformer launch torchrun`.", *job.notes])
     exports = [f"export {name}={value}" for name, value in job.environment.items()]
