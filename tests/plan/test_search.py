@@ -127,7 +127,7 @@ class Asked(Exception):  # noqa: N818
 
 
 @pytest.mark.parametrize(
-    ("devices", "seconds", "left"), [(8, 0.0, 5.8), (128, 0.0, 47.0), (8, 4.0, 4.0)]
+    ("devices", "seconds", "left"), [(8, 0.0, 5.5), (128, 0.0, 47.0), (8, 4.0, 4.0)]
 )
 def test_loading_counts_in_the_time_of_a_plan(
     monkeypatch: pytest.MonkeyPatch, devices: int, seconds: float, left: float

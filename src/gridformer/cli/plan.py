@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # When searching ends after the command was called, up to 64 devices and above. It begins a little
 # later than its process, and prints a little after that.
-_SOON_S, _LATE_S = 8.8, 50.0
+_SOON_S, _LATE_S = 8.5, 50.0
 _TOP = 10  # layouts that are listed unless --top says otherwise
 
 
