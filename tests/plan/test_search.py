@@ -127,10 +127,23 @@ class Asked(Exception):  # noqa: N818
 
 
 @pytest.mark.parametrize(
-    ("devices", "seconds", "left"), [(8, 0.0, 5.5), (128, 0.0, 47.0), (8, 4.0, 4.0)]
+    ("devices", "seconds", "html", "left"),
+    [
+        (8, 0.0, False, 5.5),
+        (128, 0.0, False, 47.0),
+        (8, 4.0, False, 4.0),
+        (8, 0.0, True, 22.0),
+        (128, 0.0, True, 47.0),
+        (8, 4.0, True, 4.0),
+    ],
 )
 def test_loading_counts_in_the_time_of_a_plan(
-    monkeypatch: pytest.MonkeyPatch, devices: int, seconds: float, left: float
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    devices: int,
+    seconds: float,
+    html: bool,
+    left: float,
 ) -> None:
     clock = iter([100.0, 103.0])
 
@@ -141,7 +154,13 @@ def test_loading_counts_in_the_time_of_a_plan(
     monkeypatch.setattr(plan_tracing, "Tracing", lambda *_, **__: None)
     monkeypatch.setattr(second_look, "trace_in_time", ask)
     with pytest.raises(Asked) as asked:
-        plan_command.plan("gpt2-124m", cluster="dgx-h100", devices=devices, seconds=seconds)
+        plan_command.plan(
+            "gpt2-124m",
+            cluster="dgx-h100",
+            devices=devices,
+            seconds=seconds,
+            html=tmp_path / "report.html" if html else None,
+        )
     assert asked.value.args[0] == pytest.approx(left)
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # When searching ends after the command was called, up to 64 devices and above. It begins a little
 # later than its process, and prints a little after that.
 _SOON_S, _LATE_S = 8.5, 50.0
+_REPORT_S = 25.0  # up to 64 devices for a report, which is to list several layouts
 _TOP = 10  # layouts that are listed unless --top says otherwise
 
 
@@ -58,8 +59,8 @@ def plan(
             "--seconds",
             min=0.0,
             help="Trace no layouts that would take longer than this number of seconds. With 0, "
-            "tracing stops 9 s after the command began, or 50 s for more than 64 devices, but not "
-            "before one layout is found.",
+            "tracing stops 9 s after the command began, 25 s with --html, or 50 s for more than 64 "
+            "devices, but not before one layout is found.",
         ),
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -105,7 +106,8 @@ def plan(
     console = Console(highlight=False, stderr=as_json)
     with console.status("estimating layouts") as status:
         here = time.monotonic()
-        all_s = _SOON_S if devices <= 64 else _LATE_S
+        soon_s = _SOON_S if html is None else _REPORT_S
+        all_s = soon_s if devices <= 64 else _LATE_S
         limit_s = seconds or max(1.0, all_s - (here - began))
         asked = Search(run, machine, devices, named=cluster)
         tracing = Tracing(asked, top, tell=status.update)
