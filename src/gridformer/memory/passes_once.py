@@ -41,7 +41,6 @@ from gridformer.parallel.pipeline.schedules import Action
 from gridformer.utils.batch import Batch
 
 _NAMES = ("hidden", "memory")
-_PLACEHOLDER = 8  # bytes of a tensor with one element, at most
 
 
 @dataclass
@@ -244,7 +243,6 @@ class _Passes:
         received = [leaf.grad for leaf in leaves.values()]
         made = self._shapes(received, recorded.grads, recorded.numbers, before)
         recorded.grads_of = dict(zip(leaves, made))
-        self._end_placeholders(recorded)
         self._check(recorded)
 
     def _shapes(
@@ -260,20 +258,6 @@ class _Passes:
             shapes[number] = Shape.of(x)
             found.append(number)
         return found
-
-    def _end_placeholders(self, recorded: _Recorded) -> None:
-        """Ends placeholders, which hold one element, with the backward pass.
-
-        The graph holds those of weights that are joined, and is freed a little later.
-        """
-        assert recorded.backward is not None
-        steps = (*recorded.forward, *recorded.backward)
-        ended = {step.number for step in steps if step.what in ("end", "accumulated")}
-        begun = {step.number: step for step in steps if step.what == "begin"}
-        for number, step in begun.items():
-            stays = number in recorded.made or number in recorded.grads or number in ended
-            if not stays and 0 < step.n_bytes <= _PLACEHOLDER:
-                recorded.backward.append(Step("end", number, step.n_bytes))
 
     def _check(self, recorded: _Recorded) -> None:
         """Checks that a stage has freed all that it has made and not handed out."""
