@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -78,3 +79,26 @@ def test_stamps_of_all_sites_are_made_once_per_micro_batch() -> None:
         assert whole_key(c) == rng.key(7, 1, site)
         assert [int(stamp[2]) for stamp in (a, b, c)] == [0, 2, 0]
         assert len({stamp.data_ptr() for stamp in (a, b, c)}) == 3
+
+
+def test_a_gpu_gets_stamps_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to pin what it makes from numpy's arrays, but pins copies."""
+    done: list[str] = []
+
+    def pinned(x: Tensor) -> Tensor:
+        done.append("pinned")
+        return x.clone()
+
+    def copied(x: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
+        assert device.type == "cuda"
+        assert non_blocking
+        done.append("copied")
+        return x
+
+    monkeypatch.setattr(Tensor, "pin_memory", pinned)
+    monkeypatch.setattr(Tensor, "to", copied)
+    clock = DropoutClock(seed=3, step=5)
+    clock.at(slice(4, 6))
+    stamp = clock.stamp("site", 0, torch.device("cuda"))
+    assert done == ["pinned", "copied"]
+    assert whole_key(stamp) == rng.key(3, 5, "site")

@@ -91,7 +91,9 @@ class DropoutClock:
         blocks = np.array([*sites.values()], np.int64)
         numbers[:, :2] = keys
         numbers[:, 2] = self.first_sample - blocks * self.n_samples
-        on_host = torch.tensor(numbers, pin_memory=self.device.type == "cuda")
+        on_host = torch.from_numpy(numbers)
+        if self.device.type == "cuda":
+            on_host = on_host.pin_memory()
         return dict(zip(sites, on_host.to(self.device, non_blocking=True).unbind()))
 
 
