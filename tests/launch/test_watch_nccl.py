@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from gridformer.config import parse_run
 from gridformer.launch import watch
 from gridformer.launch.watch import HangWatch
 from gridformer.launch.where import Where
-from gridformer.mesh import Axes
+from gridformer.mesh import Axes, Axis
 
 TIMEOUT_S = 0.2
 RUN: dict[str, Any] = {
@@ -35,7 +36,7 @@ def watched() -> Any:
     found: Any = object.__new__(HangWatch)
     found.timeout_s, found.nccl, found._trains = TIMEOUT_S, True, True
     found._progress = progress.start(None)
-    found._still_since, found._still = time.monotonic(), (0, 0, 0)
+    found._still_since, found._still = time.monotonic(), (0,)
     progress.at_step(1)
     yield found
     progress.stop()
@@ -56,6 +57,24 @@ def test_a_process_in_one_place_hangs(watched: Any) -> None:
     assert not looks(watched, sys._getframe()), "before the first step it may compile for long"
     watched._trains = False
     assert looks(watched, sys._getframe()), "generate and evaluate have no steps"
+
+
+@pytest.mark.parametrize("what", ["steps", "messages"])
+def test_a_process_that_goes_on_does_not_though_it_is_seen_in_one_place(
+    watched: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The host waits for a busy GPU in the same place in every step."""
+    hangs, steps = watched._hangs, itertools.count(2)
+
+    def going_on(frame: FrameType) -> bool:
+        if what == "steps":
+            progress.at_step(next(steps))
+        else:
+            watched._progress.posted("all_reduce", Axis("row"), "", 3, -1, None).end()
+        return bool(hangs(frame))
+
+    monkeypatch.setattr(watched, "_hangs", going_on, raising=False)
+    assert not looks(watched, sys._getframe())
 
 
 def test_a_process_that_waits_on_purpose_does_not(

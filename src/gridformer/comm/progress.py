@@ -194,6 +194,10 @@ class Progress:
         since = view[SINCE]
         return (monotonic_ns() - since) / 1e9 if view[LANE] else 0.0
 
+    def noted(self) -> tuple[int, ...]:
+        """Returns numbers that are others once a step or a message has begun."""
+        return self.waits, self._view[STEP], self._view[SINCE]
+
     def read(self) -> State:
         """Returns the state that the file records."""
         return state_of(self._bytes)

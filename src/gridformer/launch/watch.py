@@ -92,7 +92,8 @@ class HangWatch:
         self.where = Where()
         self._main = threading.main_thread().ident or 0
         self._ended = threading.Event()
-        self._still_since, self._still = time.monotonic(), (0, 0, 0)
+        self._still_since = time.monotonic()
+        self._still: tuple[int, ...] = (0,)
         self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
         self._thread.start()
 
@@ -147,13 +148,14 @@ class HangWatch:
 
         Over NCCL the host waits wherever it reads from the GPU, which may wait for a message. There
         a process hangs whose main thread has been in one place for that long in the middle of a
-        step.
+        step, without beginning a message. The place alone says little: a GPU that is busy is waited
+        for in the same place in every step.
         """
         if self._progress.waited_s() > self.timeout_s:
             return True
         if not self.nccl or frame is None:
             return False
-        still = (id(frame), frame.f_lasti, self._progress.waits)
+        still = (id(frame), frame.f_lasti, *self._progress.noted())
         now = time.monotonic()
         if still != self._still:
             self._still, self._still_since = still, now
