@@ -3,6 +3,10 @@
 Cells, steps and tolerances are those of tests/multirank/test_matrix.py, where gloo carries the
 messages. Each rank has a GPU, so a machine runs the cells that need no more GPUs than it has. What
 does not run is skipped with the number of cells, and tests/conftest.py prints that at the end.
+
+    NCCL_MULTI_RANK_GPU_ENABLE=1 pytest tests/gpu/test_matrix.py
+
+runs the cells on the GPUs that there are, even if there is one, with NCCL 2.30 or newer.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gridformer.mesh.gpus import gpus_are_shared
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import compare
 from tests.support.multirank.matrix import (
@@ -27,9 +32,11 @@ from tests.support.multirank.matrix import (
     refusal,
     worst_of,
 )
-from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.pool import MAX_RANKS, WorkerPool
 
 N_GPUS = torch.cuda.device_count() if dist.is_nccl_available() else 0
+if N_GPUS and gpus_are_shared():
+    N_GPUS = MAX_RANKS
 
 
 def cells(n_gpus: int) -> list[Any]:

@@ -134,3 +134,14 @@ def test_a_run_goes_on_with_fewer_and_again_with_all(
         assert other.n_processes == n
         launch_with_restarts(worker, resumed(other), policy)
     assert_same_run(whole, moved)
+
+
+def test_a_run_counts_gpus_only_if_processes_do_not_share_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = wanted({"dp": 4})
+    run = run.model_copy(update={"train": run.train.model_copy(update={"device": "auto"})})
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert elastic.processes_present(run) == 2
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert elastic.processes_present(run) == 4

@@ -366,3 +366,21 @@ def test_a_run_that_has_no_gpus_is_estimated_without_them(
     monkeypatch.setattr(fits, "estimate_ranks", estimate)
     assert fit_problems(run) == []
     assert seen == [device]
+
+
+@pytest.mark.parametrize(("shared", "processes"), [(False, 1), (True, 3)])
+def test_processes_that_share_a_gpu_share_its_memory(
+    monkeypatch: pytest.MonkeyPatch, shared: bool, processes: int
+) -> None:
+    run = a_run({"dp": 6}, {}, {"device": "cuda"})
+    monkeypatch.setattr(rooms, "gpus_here", lambda *_: [0, 1])
+    monkeypatch.setattr("gridformer.mesh.gpus.gpus_here", lambda *_: [0, 1])
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda i: SimpleNamespace(total_memory=24 * GIB)
+    )
+    if shared:
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    found = room_of(run)
+    assert found is not None
+    assert found.n_bytes == round((24 * GIB / processes - rooms.OWN_CUDA) * rooms.USABLE)
+    assert ("which 3 processes share" in found.why) == shared

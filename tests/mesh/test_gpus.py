@@ -13,6 +13,7 @@ from gridformer.mesh.gpus import (
     gpus_here,
     identity,
     own_gpu,
+    processes_on_a_gpu,
     too_few_gpus,
 )
 from gridformer.mesh.launch_env import Joined
@@ -64,6 +65,33 @@ def test_a_run_that_starts_its_own_processes(monkeypatch: pytest.MonkeyPatch) ->
     assert own_gpu(None) == 0
     assert gpus_here(None, 2) == [0, 1]
     assert gpus_here(None, 3) == []
+
+
+def test_processes_share_gpus_if_nccl_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    see(monkeypatch, 2)
+    monkeypatch.setattr("gridformer.mesh.gpus.nccl_version", lambda: (2, 30, 7))
+    assert too_few_gpus(None, 8)
+    assert processes_on_a_gpu(None, 8) == 1
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert too_few_gpus(None, 8) == []
+    assert check_devices("cuda", 8) == []
+    assert gpus_here(None, 8) == [0, 1]
+    assert processes_on_a_gpu(None, 7) == 4
+    for by in ("gridformer.launch", "torchrun"):
+        gpus = [own_gpu(place_of(by, local, 4)) for local in range(4)]
+        assert gpus == [0, 1, 0, 1]
+        assert gpus_here(place_of(by), 8) == [0, 1]
+        assert processes_on_a_gpu(place_of(by), 8) == 2
+    assert device_or_problem([on("b", "x"), on("b", "x")]) == GPU
+
+
+def test_an_nccl_that_cannot_share_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    see(monkeypatch, 1)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    monkeypatch.setattr("gridformer.mesh.gpus.nccl_version", lambda: (2, 28, 9))
+    (problem,) = too_few_gpus(None, 4)
+    assert "NCCL 2.28.9 cannot do that: install NCCL 2.30 or newer" in problem
+    assert too_few_gpus(None, 1) == []
 
 
 def test_auto_does_not_move_joined_processes_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from gridformer import __version__
+from gridformer.mesh.gpus import nccl_version
 from gridformer.utils.hardware import free_memory, n_cores
 from gridformer.utils.units import GIB
 
@@ -152,7 +153,7 @@ def check_gpus() -> Iterator[Finding]:
         name = torch.cuda.get_device_name(i)
         yield Finding("ok", f"GPU {i}: {name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free")
     if dist.is_nccl_available():
-        version = ".".join(str(part) for part in torch.cuda.nccl.version())
+        version = ".".join(str(part) for part in nccl_version() or torch.cuda.nccl.version())
         yield Finding("ok", f"NCCL {version} between GPUs")
     else:
         remedy = "install a CUDA build of torch for Linux to train on several GPUs"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gridformer.cluster import load_cluster
 from gridformer.config import LayoutConfig, RunConfig, divisors
+from gridformer.mesh.gpus import gpus_are_shared
 from gridformer.mesh.launch_env import launched_place
 from gridformer.parallel.registry import describe_layout, spec_of
 from gridformer.parallel.validation import broken_rules
@@ -71,6 +72,8 @@ def processes_present(run: RunConfig, nproc: int | None = None) -> int:
         return nproc or run.layout.n_processes
     import torch
 
+    if gpus_are_shared():
+        return run.layout.n_processes
     return min(run.layout.n_processes, torch.cuda.device_count() or run.layout.n_processes)
 
 

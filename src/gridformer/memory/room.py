@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
-from gridformer.mesh.gpus import gpus_here, n_visible_gpus
+from gridformer.mesh.gpus import gpus_here, n_visible_gpus, processes_on_a_gpu
 from gridformer.mesh.launch_env import launched_place
 from gridformer.utils.hardware import free_memory
 from gridformer.utils.units import GIB, format_bytes
@@ -77,11 +77,12 @@ def room_of(run: RunConfig) -> Room | None:
         import torch
 
         least = min(torch.cuda.get_device_properties(i).total_memory for i in gpus)
-        usable = round((least - OWN_CUDA) * USABLE)
-        return Room(
-            usable,
-            f"{format_bytes(usable)} of a GPU's {format_bytes(least)} are available to tensors",
-        )
+        n_on_it = processes_on_a_gpu(place, run.layout.n_processes)
+        usable = round((least / n_on_it - OWN_CUDA) * USABLE)
+        of = f"a GPU's {format_bytes(least)}"
+        if n_on_it > 1:
+            of += f", which {n_on_it} processes share,"
+        return Room(usable, f"{format_bytes(usable)} of {of} are available to tensors")
     free = free_memory()
     if free is None:
         return None

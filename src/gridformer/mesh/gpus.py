@@ -3,12 +3,17 @@
 A launcher either lets each process see all GPUs of its machine, or only its own (`srun
 --gpus-per-task`, --gpu-bind, CUDA_VISIBLE_DEVICES set for each task). What counts is what torch
 sees, whatever the launcher calls it: as many GPUs as processes, or a single one.
+
+NCCL 2.30 and newer let several processes use the same GPU where NCCL_MULTI_RANK_GPU_ENABLE is 1.
+Then gridformer does so too: layouts of many GPUs can be tried, with NCCL, on a machine with one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import os
 import socket
 import sys
 from collections import Counter
@@ -18,6 +23,13 @@ from importlib.metadata import PackageNotFoundError, version
 from gridformer.mesh.launch_env import Joined
 
 CPU, GPU = "cpu", "gpu"  # what `device_or_problem` returns if all is well
+SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"  # the variable of NCCL that lets processes share GPUs
+_SHARING_SINCE = (2, 30)
+
+
+def gpus_are_shared() -> bool:
+    """Returns whether several processes may use the same GPU, because `SHARING` is 1."""
+    return os.environ.get(SHARING, "").strip() not in ("", "0")
 
 
 def own_gpu(place: Joined | None) -> int | None:
@@ -30,6 +42,8 @@ def own_gpu(place: Joined | None) -> int | None:
     local_rank, local_size = (place.local_rank, place.local_size) if place else (0, 1)
     if local_size <= visible:
         return None if place and not place.knows_local and visible > 1 else local_rank
+    if visible and gpus_are_shared():
+        return local_rank % visible
     return 0 if visible == 1 and _may_be_bound(place) else None
 
 
@@ -40,12 +54,29 @@ def gpus_here(place: Joined | None, n_processes: int) -> list[int]:
         place: The place of this process in its run; None if it starts the others.
         n_processes: Number of processes of the run.
     """
+    visible = _n_visible(place, n_processes)
     if place is None:
-        return [*range(n_processes)] if n_processes <= _n_visible(None, n_processes) else []
+        enough = n_processes <= visible or gpus_are_shared()
+        return [*range(min(n_processes, visible))] if enough else []
     mine = own_gpu(place)
     if mine is None:
         return []
-    return [*range(place.local_size)] if place.local_size <= _n_visible(place) else [mine]
+    if gpus_are_shared():
+        return [*range(min(place.local_size, visible))]
+    return [*range(place.local_size)] if place.local_size <= visible else [mine]
+
+
+def processes_on_a_gpu(place: Joined | None, n_processes: int) -> int:
+    """Returns how many of the run's processes use the same GPU, at most; 1 unless GPUs are shared.
+
+    Args:
+        place: The place of this process in its run; None if it starts the others.
+        n_processes: Number of processes of the run.
+    """
+    if not gpus_are_shared():
+        return 1
+    here = place.local_size if place else n_processes
+    return -(-here // max(1, len(gpus_here(place, n_processes))))
 
 
 def too_few_gpus(place: Joined | None, n_local: int) -> list[str]:
@@ -70,7 +101,10 @@ def too_few_gpus(place: Joined | None, n_local: int) -> list[str]:
             "process's: set LOCAL_RANK and LOCAL_WORLD_SIZE, let CUDA_VISIBLE_DEVICES name one GPU "
             "for each process, or start the processes with torchrun or srun"
         ]
-    if n_local > n_gpus and not (n_gpus == 1 and _may_be_bound(place)):
+    if n_local > n_gpus and gpus_are_shared():
+        if problem := _cannot_share():
+            return [problem]
+    elif n_local > n_gpus and not (n_gpus == 1 and _may_be_bound(place)):
         return [
             f"more processes than devices: {n_local} processes on this machine and {n_gpus} "
             f"GPU{'s' * (n_gpus > 1)}: use a layout of at most {n_gpus}, or train.device=cpu"
@@ -119,7 +153,7 @@ def device_or_problem(identities: Sequence[str]) -> str:
             "at most as many processes on a machine as it has GPUs, or use train.device=cpu"
         )
     (place, times), *_ = Counter(found).most_common(1)
-    if times > 1:
+    if times > 1 and not gpus_are_shared():
         ranks = [str(rank) for rank, here in enumerate(found) if here == place]
         return (
             f"ranks {', '.join(ranks[:-1])} and {ranks[-1]} on {place[0]} all see the same single "
@@ -148,6 +182,35 @@ def _n_visible(place: Joined | None, n_processes: int = 1) -> int:
     import torch.distributed as dist
 
     return visible if dist.is_nccl_available() else 0
+
+
+def _cannot_share() -> str | None:
+    """Returns why this NCCL cannot let processes share a GPU; None if it can."""
+    found = nccl_version()
+    if found is None or found[:2] >= _SHARING_SINCE:
+        return None
+    return (
+        f"{SHARING} is set, so that processes share GPUs, but NCCL {'.'.join(map(str, found))} "
+        "cannot do that: install NCCL 2.30 or newer, or use a layout of at most one process for "
+        "each GPU"
+    )
+
+
+def nccl_version() -> tuple[int, int, int] | None:
+    """Returns the version of the NCCL library that is loaded, or None if it cannot be asked.
+
+    `torch.cuda.nccl.version()` tells which NCCL torch was built with. Another one may be loaded in
+    its place, such as by LD_PRELOAD.
+    """
+    import torch  # loads NCCL
+
+    assert torch
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # a part of torch itself, or another library
+        return None
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
 
 
 def _may_be_bound(place: Joined | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
@@ -122,6 +123,8 @@ def init_process_groups(
             wait_until_heard(place, "gpu", _HEARD_S)
         raise UserError(found)
     backend = "gloo" if gpu is None else "nccl"
+    # Messages between stages have groups of their own, as what torch would print recommends.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if backend == "nccl" and margin_s:
         timeout += timedelta(seconds=timeout_s)
     chosen = _take(gpu)

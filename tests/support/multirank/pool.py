@@ -36,6 +36,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 
+from gridformer.mesh.gpus import gpus_are_shared
 from tests.support.multirank.packing import packed
 
 Result = TypeVar("Result")
@@ -83,7 +84,9 @@ def _join_group(group: _Group, rank: int) -> None:
     store = dist.FileStore(group.store, group.size)
     gpu = None
     if group.backend == "nccl":
-        gpu = torch.device("cuda", rank)
+        if gpus_are_shared():  # else the buffers of all processes and groups would not fit
+            os.environ.update(NCCL_MAX_NCHANNELS="1", NCCL_BUFFSIZE="262144")
+        gpu = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(gpu)
     dist.init_process_group(
         group.backend, store=store, rank=rank, world_size=group.size, device_id=gpu
@@ -130,6 +133,7 @@ def _work(rank: int, pipe: Connection, stack_file: str) -> None:
     gc.set_threshold(50_000)  # collecting every 700 objects took a tenth of the tests' time
     stack = open(stack_file, "w")  # noqa: SIM115 - must stay open as long as the process lives
     faulthandler.register(signal.SIGUSR1, stack)
+    faulthandler.enable(stack)
     joined: _Group | None = None
     while True:
         try:
@@ -167,7 +171,7 @@ class WorkerPool:
 
     Args:
         timeout_s: Seconds that one call of `run` may take; see also `limit`.
-        backend: `gloo`, or `nccl`, which gives each rank a GPU of this machine.
+        backend: `gloo`, or `nccl`, which gives each rank a GPU of this machine, or shares them.
     """
 
     def __init__(self, timeout_s: float = 120.0, backend: str = "gloo") -> None:
@@ -197,6 +201,8 @@ class WorkerPool:
             raise ValueError(f"world_size={world_size}: the pool has 1 to {MAX_RANKS} ranks")
         # raises here, not in a worker, if something cannot be pickled
         body = packed((fn, args, kwargs))
+        if self.backend == "nccl" and self._group is not None and self._is_worn(world_size):
+            self.discard()  # torch 2.11 crashes where the second world of a process is split
         self._grow(world_size)
         request = pickle.dumps((sys.path, self._group_of(world_size), body))
         workers = self._workers[:world_size]
@@ -256,9 +262,13 @@ class WorkerPool:
             theirs.close()
             self._workers.append(_Worker(process, ours, stack_file))
 
-    def _group_of(self, size: int) -> _Group:
+    def _is_worn(self, size: int) -> bool:
+        """Whether a call with so many ranks needs a new group."""
         worn = self._n_served * size >= GROUP_SERVES
-        if self._group is None or self._group.size != size or worn:
+        return self._group is None or self._group.size != size or worn
+
+    def _group_of(self, size: int) -> _Group:
+        if self._group is None or self._is_worn(size):
             self._n_groups += 1
             self._n_served = 0
             store = str(self._folder / f"store{self._n_groups}")
@@ -313,7 +323,8 @@ def _died(rank: int, worker: _Worker) -> RankFailed:
     worker.process.join(1.0)
     code = worker.process.exitcode
     how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
-    return RankFailed(rank, f"rank {rank} (pid {worker.process.pid}) died: {how}")
+    stack = worker.stack_file.read_text() if worker.stack_file.exists() else ""
+    return RankFailed(rank, f"rank {rank} (pid {worker.process.pid}) died: {how}\n{stack}".rstrip())
 
 
 def _hang_report(hung: dict[int, _Worker], timeout_s: float) -> str:
