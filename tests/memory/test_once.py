@@ -105,6 +105,39 @@ def test_methods_have_the_log_of_the_complete_step(method: str) -> None:
     same_as_complete(a_run(layout, {"n_layers": n_layers}, {**BATCH, **train}))
 
 
+@pytest.mark.parametrize(
+    ("layout", "train"),
+    [
+        (MEGATRON, {}),
+        ({**MEGATRON, "dp": 2}, {"dtype": "float32"}),
+        pytest.param({**MEGATRON, "stages_per_rank": 2}, {}, marks=pytest.mark.full),
+        pytest.param({**MEGATRON, "dp": 2}, FULL, marks=pytest.mark.full),
+        pytest.param({**OPTIMUS, "schedule": "gather"}, {}, marks=pytest.mark.full),
+        pytest.param({**MEGATRON, "pipeline": "gpipe"}, {}, marks=pytest.mark.full),
+        pytest.param({"scheme": "single", "pp": 2, "micro_batches": 6}, {}, marks=pytest.mark.full),
+    ],
+)
+def test_joined_weights_have_the_log_of_the_complete_step(
+    monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any], train: dict[str, Any]
+) -> None:
+    """Placeholders of joined weights live as long as their graph, a little longer than its pass."""
+    ways: list[Any] = []
+    real = estimate._estimate
+
+    def noted(run: Any, rank: int, decisions: Any, once: Any, timeline: bool) -> Any:
+        ways.append(once)
+        return real(run, rank, decisions, once, timeline)
+
+    run = a_run(layout, {"family": "llama", "n_layers": 4}, {**BATCH, "dtype": "bfloat16", **train})
+    for rank in largest_ranks(run):
+        whole = complete(run, rank)
+        with monkeypatch.context() as patch:
+            patch.setattr(estimate, "_estimate", noted)
+            found = estimate_rank(run, rank)
+        assert found == whole
+    assert all(way is not None for way in ways), "no step had to be run as a whole"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "cell",

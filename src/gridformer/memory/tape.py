@@ -214,3 +214,9 @@ class Player:
                     entry.until_backward = flag
                 else:
                     tracker.end(entry, flag)
+
+    def end(self, numbers: Sequence[int]) -> None:
+        """Frees storages that the log has begun and not ended."""
+        for number in numbers:
+            if (entry := self._entries[number]) is not None:
+                self.tracker.end(entry)
