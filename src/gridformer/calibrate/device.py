@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -43,9 +43,16 @@ def measure_gpu(cases: Cases, limit_s: float, tell: Tell) -> Measurements:
         heat()
         torch.cuda.synchronize()
     tell("what the host adds to a kernel")
-    _measure_host(found, device, cases.dtypes[0], 10, lambda: None)
-    last = ""
-    for operation in operations(cases, few=False, gpu=True):
+    hosts: list[list[float]] = []
+
+    def host() -> None:
+        hosts.append(_host_seconds(found, device, cases.dtypes[0], 10, lambda: None))
+
+    host()
+    last, all_of_them = "", [*operations(cases, few=False, gpu=True)]
+    for number, operation in enumerate(all_of_them):
+        if number == len(all_of_them) // 2:
+            host()  # its speed varies from one second to the next where others use it, too
         if time.monotonic() - began > limit_s:
             found.failures.append(f"left out after {limit_s:.0f} s: from {operation} on")
             break
@@ -59,7 +66,20 @@ def measure_gpu(cases: Cases, limit_s: float, tell: Tell) -> Measurements:
         if seconds is not None:
             found.add(operation.table, operation.key, 1, seconds)
     torch.cuda.empty_cache()
+    host()
+    found.host = typical_host(hosts)
     return found
+
+
+def typical_host(hosts: Sequence[Sequence[float]]) -> list[float]:
+    """Returns the measurement whose time per kernel is the median; none if there are none.
+
+    Args:
+        hosts: Seconds per kernel and seconds per step, measured at several moments; empty where a
+            measurement failed.
+    """
+    measured = sorted([*host] for host in hosts if host)
+    return measured[len(measured) // 2] if measured else []
 
 
 def measure_cpu(
@@ -88,7 +108,7 @@ def measure_cpu(
             found.add(operation.table, operation.key, n_processes, seconds)
     tell("what Python adds to an operator")
     steps = 3 if cases.window_s > 0.01 else 1
-    _measure_host(found, device, cases.dtypes[0], steps, meet)
+    found.host = _host_seconds(found, device, cases.dtypes[0], steps, meet)
     return found
 
 
@@ -143,15 +163,16 @@ def _free(device: torch.device) -> float:
     return float(free + cached)
 
 
-def _measure_host(
+def _host_seconds(
     found: Measurements, device: torch.device, dtype: str, steps: int, meet: Meet
-) -> None:
+) -> list[float]:
+    """Returns seconds per kernel and per step, or nothing after noting why."""
     try:
         host = measure_host(device, dtype, steps, meet)
     except Exception as error:
         found.failures.append(f"time of the host: {type(error).__name__}: {error}")
-        return
-    found.host = [host.launch_s, host.step_s]
+        return []
+    return [host.launch_s, host.step_s]
 
 
 def _heater(device: torch.device) -> Callable[[], None]:
