@@ -113,6 +113,9 @@ def single(
     dtype: Annotated[DTypeName, typer.Option(help="The type of the computation.")] = (
         DTypeName.bfloat16
     ),
+    dropout: Annotated[
+        float, typer.Option(min=0, max=0.9, help="Dropout, also of attention's weights.")
+    ] = 0.0,
     modes: Annotated[Modes, typer.Option(help="Run compiled, eager, or both.")] = Modes.both,
     hf_compile: Annotated[
         HFCompileName,
@@ -140,6 +143,8 @@ def single(
         if layers:
             name = f"{config.name} with {layers} layers"
             config = config.model_copy(update={"n_layers": layers, "name": name})
+        drops = {"dropout": dropout, "attention_dropout": dropout}
+        config = ModelConfig(**{**config.model_dump(), **drops})
         settings = step.Settings(
             config,
             batches=(batch,) if batch else ((4, 2) if quick else BATCHES),

@@ -222,11 +222,11 @@ def hugging_face_state(model: nn.Module, config: ModelConfig) -> dict[str, Tenso
 
 
 def causal_model(config: ModelConfig) -> Any:
-    """Return transformers' new model of a config of ours, without dropout, with fused attention."""
+    """Return transformers' new model of a config of ours, with fused attention."""
     import transformers
 
     kind = next(kind for kind in kinds_of(config) if isinstance(kind.write_config(config), dict))
-    keys = kind.write_config(config.model_copy(update={"dropout": 0.0, "attention_dropout": 0.0}))
+    keys = kind.write_config(config)
     assert isinstance(keys, dict)
     more = {"use_cache": False, "bos_token_id": None, "eos_token_id": None}
     their_config = transformers.AutoConfig.for_model(

@@ -62,8 +62,8 @@ def write(comparison: Comparison, ceiling_tflops: float, report: Report) -> None
     half = "bfloat16, " if settings.dtype == "bfloat16" else ""
     report.write(
         f"\nb={comparison.b}, s={settings.s}, T={comparison.tokens:,} tokens per step; {half}"
-        f"float32 parameters, fused AdamW, clipping at 1, no dropout, no recomputation. Model "
-        f"FLOPs per step: 6PT + 12NhsT = {flops / 1e12:,.3g} T with P = "
+        f"float32 parameters, fused AdamW, clipping at 1, {_dropout(config)}, no recomputation. "
+        f"Model FLOPs per step: 6PT + 12NhsT = {flops / 1e12:,.3g} T with P = "
         f"{matrix_parameters(config):,} (Narayanan et al. 2021, equation 3, without "
         f"recomputation); {100 * share:.0f} % of them "
         f"are attention's, which counts the full s x s scores. Ceiling: {ceiling_tflops:,.3g} "
@@ -76,8 +76,14 @@ def write(comparison: Comparison, ceiling_tflops: float, report: Report) -> None
         report.write(f"- {line}")
 
 
+def _dropout(config: ModelConfig) -> str:
+    return f"dropout {config.dropout:g}" if config.dropout else "no dropout"
+
+
 def agreement(comparison: Comparison) -> list[str]:
     """Report whether all sides had the same losses, from the same weights on the same batches."""
+    if comparison.settings.config.dropout:
+        return ["each side drops other elements: losses are not compared"]
     others = [name for name, losses in comparison.losses.items() if losses]
     if Gridformer.name not in others or len(others) < 2:
         return ["one side did not run: there is nothing to compare with"]

@@ -262,6 +262,21 @@ def test_targets_are_held_against_the_fastest_of_hugging_face() -> None:
     assert "not met" in ratio
 
 
+def test_losses_with_dropout_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each side draws its own masks. Both have dropout, whose rate the table names."""
+    pytest.importorskip("transformers")
+    config = gpu.TINY.model_copy(update={"dropout": 0.5, "attention_dropout": 0.5})
+    theirs = sides.causal_model(config)
+    assert {m.p for m in theirs.modules() if isinstance(m, torch.nn.Dropout)} == {0.5}
+    report = gpu_report.Report()
+    comparison, _ = gpu_step.compare(settings(config=config), CPU, report)
+    assert len({losses[0] for losses in comparison.losses.values()}) == 2
+    step_report.write(comparison, 1.0, report)
+    out = capsys.readouterr().out
+    assert "dropout 0.5, no recomputation" in out
+    assert "losses are not compared" in out
+
+
 def test_disagreement_is_reported_loudly() -> None:
     assert "they agree" in step_report.agreement(comparison_of(1, 1, 4.0))[0]
     assert "THEY DISAGREE" in step_report.agreement(comparison_of(1, 1, 5.0))[0]
