@@ -42,6 +42,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fewer micro-batches than stages": MEGATRON | {"micro_batches": 12},
     "gpipe": MEGATRON | {"pipeline": "gpipe"},
     "two stages a rank": MEGATRON | {"stages_per_rank": 2},
+    "two stages a rank, a round of 17": MEGATRON | {"stages_per_rank": 2, "micro_batches": 17},
+    "two stages a rank, a round of 25": MEGATRON | {"stages_per_rank": 2, "micro_batches": 25},
+    "two stages a rank, a round of 31": MEGATRON | {"stages_per_rank": 2, "micro_batches": 31},
+    "two stages a rank, rounds of 18": MEGATRON | {"stages_per_rank": 2, "micro_batches": 36},
+    "three stages a rank, rounds of 18": MEGATRON | {"stages_per_rank": 3, "micro_batches": 54},
     "many rounds": MEGATRON | {"micro_batches": 96},
     "many rounds and some more": MEGATRON | {"micro_batches": 99},
     "grids": {"scheme": "optimus", "rows": 2, "cols": 4, "pp": 16, "micro_batches": 32},
@@ -55,10 +60,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two lengths, two in a node": MEGATRON | {"cols": 4, "pp": 44, "micro_batches": 88},
 }  # fmt: skip
 CASES = [(name, racks) for name in LAYOUTS for racks in (False, True)]
-QUICK = [("1f1b", False), ("two stages a rank", True)]
+QUICK = [("1f1b", False), ("two stages a rank", True), ("two stages a rank, a round of 25", False)]
 LAYERS = {  # others have 32
     "stages of two lengths": 52,
     "two lengths, two in a node": 64,
+    "three stages a rank, rounds of 18": 48,
     "sub-graphs": 64,
     "common layers on the first": 64,
 }

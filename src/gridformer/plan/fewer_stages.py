@@ -7,13 +7,14 @@ of these samples. The third must lie on that line; if it does not, all stages ar
 
 If stages have different numbers of layers, some stages of each kind are left out. If the nodes and
 racks of the machine hold several stages, stages are left out in numbers that fill these, so that
-messages between stages take the same links.
+messages between stages take the same links. With several stages a rank, rounds may have more
+micro-batches than there are ranks. These get more with the number of ranks, too.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -113,7 +114,7 @@ def fewer_stages(run: RunConfig, decisions: Decisions, cluster: Cluster) -> Fewe
     layout, model = run.layout, run.model
     rounds, rest = divmod(layout.micro_batches, layout.pp)
     passes = layout.pp * layout.stages_per_rank * min(layout.micro_batches, MOST * layout.pp)
-    if passes < PASSES or model.two_stacks or (rest and layout.stages_per_rank > 1):
+    if passes < PASSES or model.two_stacks:
         return None
     if not rounds and layout.pipeline_order != "gpipe":
         return None  # shorter pipelines come to alternate between forward and backward passes
@@ -125,17 +126,24 @@ def fewer_stages(run: RunConfig, decisions: Decisions, cluster: Cluster) -> Fewe
         return None
     stages = stages_of(model, layout.n_stages, decisions.choices.work)
     lengths = _segments(run, stages)
-    best = _best_step(lengths, period)
+
+    def rests_of(depths: Sequence[int], times: int) -> list[int]:
+        if rest and layout.stages_per_rank > 1:
+            return _rests(rest, rounds, layout.pp, depths, times)
+        return [rest] * SAMPLES
+
+    best = _best_step(lengths, period, rests_of)
     if best is None:
         return None
     kept, step, times = best
-    depths = [sum(kept) + number * sum(step) for number in range(SAMPLES)]
+    depths = _depths(kept, step)
     if not _same_places(run, decisions, mesh, depths):
         return None
-    pipelines = []
+    rests, pipelines = rests_of(depths, times), []
     for number in range(SAMPLES):
         longer = [most - (times - number) * less for most, less in zip(lengths, step)]
-        pipelines.append(_shorter(run, stages, _ends_of(lengths, longer, kept)))
+        places = _ends_of(lengths, longer, kept)
+        pipelines.append(_shorter(run, stages, places, rounds * len(places) + rests[number]))
     return FewerStages(tuple(pipelines), kept, step, times - 1)
 
 
@@ -149,14 +157,23 @@ def _segments(run: RunConfig, stages: Sequence[range]) -> list[int]:
     return [len([*same]) for _, same in itertools.groupby(held)]
 
 
+def _depths(kept: Sequence[int], step: Sequence[int]) -> list[int]:
+    """Returns the ranks along pp of each sample."""
+    return [sum(kept) + number * sum(step) for number in range(SAMPLES)]
+
+
 def _best_step(
-    lengths: Sequence[int], period: int
+    lengths: Sequence[int],
+    period: int,
+    rests_of: Callable[[Sequence[int], int], list[int]],
 ) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
     """Chooses how many ranks of each segment are left out.
 
     Args:
         lengths: The ranks of each segment.
         period: The ranks of a segment are left out in multiples of this.
+        rests_of: Returns the micro-batches beyond whole rounds of each sample, from their ranks and
+            from how many times `step` is left out; none if there are no such samples.
 
     Returns:
         `FewerStages.kept` and `step`, and how many times `step` is left out of the deep pipeline to
@@ -170,12 +187,40 @@ def _best_step(
         step = [0] * len(lengths)
         for i, times in zip(long, times_each):
             step[i] = times * period
-        times = min((lengths[i] - shortest) // step[i] for i in long)
-        kept = [most - times * less for most, less in zip(lengths, step)]
-        work = sum((sum(kept) + number * sum(step)) ** 2 for number in range(SAMPLES))
-        if times >= SAMPLES and work <= least:
-            best, least = (tuple(kept), tuple(step), times), work
+        for times in range(min((lengths[i] - shortest) // step[i] for i in long), SAMPLES - 1, -1):
+            kept = [most - times * less for most, less in zip(lengths, step)]
+            depths = _depths(kept, step)
+            work = sum(depth**2 for depth in depths)
+            if work > least:
+                break
+            if rests_of(depths, times):
+                best, least = (tuple(kept), tuple(step), times), work
+                break
     return best
+
+
+def _rests(rest: int, rounds: int, pp: int, depths: Sequence[int], times: int) -> list[int]:
+    """Returns by how many micro-batches the rounds of each sample are longer than its ranks.
+
+    A step is linear in these and in the ranks as long as there are no more rounds.
+
+    Args:
+        rest: Those of all rounds of the deep pipeline.
+        rounds: Its rounds, which are equally long.
+        pp: Its ranks along pp.
+        depths: The ranks along pp of each sample.
+        times: The deep pipeline has this many times the difference of two samples more than the
+            first one.
+
+    Returns:
+        Those of all rounds of each sample; none if there are no such samples.
+    """
+    share = (depths[1] - depths[0]) * rest / pp
+    for more in sorted(range(0, rest // times + 1, rounds), key=lambda more: abs(more - share)):
+        rests = [rest - (times - number) * more for number in range(SAMPLES)]
+        if all(0 < some < depth for some, depth in zip(rests, depths)):
+            return rests
+    return []
 
 
 def _ends_of(
@@ -221,8 +266,10 @@ def _same_places(run: RunConfig, decisions: Decisions, mesh: Tensor, depths: Seq
     return True
 
 
-def _shorter(run: RunConfig, stages: Sequence[range], places: Sequence[int]) -> ShorterPipeline:
-    """Returns the pipeline that has only the ranks at some places along pp."""
+def _shorter(
+    run: RunConfig, stages: Sequence[range], places: Sequence[int], m: int
+) -> ShorterPipeline:
+    """Returns the pipeline of m micro-batches that has only the ranks at some places along pp."""
     layout, model, train = run.layout, run.model, run.train
     lengths = [
         len(stages[chunk * layout.pp + place])
@@ -231,8 +278,6 @@ def _shorter(run: RunConfig, stages: Sequence[range], places: Sequence[int]) -> 
     ]
     ends = [0, *itertools.accumulate(lengths)]
     layers = model.n_layers - (sum(len(stage) for stage in stages) - ends[-1])
-    rounds, rest = divmod(layout.micro_batches, layout.pp)
-    m = rounds * len(places) + rest
     order = {"pp": len(places), "micro_batches": m, "pipeline": layout.pipeline_order}
     changed = run.model_copy(
         update={
