@@ -16,7 +16,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import (
     DTensor,
     Placement,
@@ -72,12 +71,7 @@ def on_layout(
         _add_part(model, axes)
     of_axis = {name: _mesh_of(axes[name]) for name in {s.replicas or "" for s in shards.values()}}
 
-    infos = {name: FSDPMeshInfo(mesh, shard_mesh_dim=0) for name, mesh in of_axis.items()}
-
-    def place(parameter: nn.Parameter) -> ShardPlacementResult:
-        return ShardPlacementResult(None, infos[shard_of(parameter).replicas or ""])
-
-    several = {"shard_placement_fn": place} if len(of_axis) > 1 else {}
+    several = {"shard_placement_fn": _places(of_axis)} if len(of_axis) > 1 else {}
     _fully_shard(model, of_axis["dp"], method, "part" if pipeline else "losses", **several)
     if pipeline or axes.world.size > axes.dp.size:
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -88,6 +82,25 @@ def on_layout(
 
         return (Pipelined if pipeline else Trained)(model, axes, method, shards, once)
     return Trained(model, axes, method)
+
+
+def _places(of_axis: dict[str, DeviceMesh]) -> Callable[[nn.Parameter], Any]:
+    """Returns a function that tells torch over which mesh a parameter is sharded.
+
+    Raises:
+        ImportError: This version of torch has one mesh for all parameters of a module, as 2.11 has.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
+
+    infos = {name: fsdp.FSDPMeshInfo(mesh, shard_mesh_dim=0) for name, mesh in of_axis.items()}
+    placement = getattr(fsdp, "ShardPlacementResult", None)
+    if placement is None:
+        raise ImportError(f"torch {torch.__version__} has one mesh for all parameters of a module")
+
+    def place(parameter: nn.Parameter) -> Any:
+        return placement(None, infos[shard_of(parameter).replicas or ""])
+
+    return place
 
 
 def _mesh_of(axis: Axis) -> DeviceMesh:
