@@ -12,6 +12,7 @@ from gridformer.memory import estimate
 from gridformer.memory.breakdown import MemoryBreakdown
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.fewer_chunks import fewer_chunks
+from gridformer.memory.once import within_passes
 from gridformer.memory.ranks import largest_ranks
 from gridformer.memory.tape import NotRepeatableError
 from gridformer.memory.tracker import MemoryTracker
@@ -121,6 +122,30 @@ def test_joined_weights_have_the_log_of_the_complete_step(
     monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any], train: dict[str, Any]
 ) -> None:
     """Placeholders of joined weights live as long as their graph, a little longer than its pass."""
+    passes_are_played(monkeypatch, layout, {"family": "llama"}, train)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {**MEGATRON, "pp": 4},
+        pytest.param({**MEGATRON, "stages_per_rank": 2}, marks=pytest.mark.full),
+        pytest.param({**OPTIMUS, "schedule": "gather", "pp": 4}, marks=pytest.mark.full),
+    ],
+)
+def test_an_encoders_output_passes_through_stages_of_the_decoder(
+    monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any]
+) -> None:
+    passes_are_played(monkeypatch, layout, {"family": "t5", "n_decoder_layers": 4}, {})
+
+
+def passes_are_played(
+    monkeypatch: pytest.MonkeyPatch,
+    layout: dict[str, Any],
+    model: dict[str, Any],
+    train: dict[str, Any],
+) -> None:
+    """Check that passes are played for ranks of a run, with the log of the complete step."""
     ways: list[Any] = []
     real = estimate._estimate
 
@@ -128,14 +153,14 @@ def test_joined_weights_have_the_log_of_the_complete_step(
         ways.append(once)
         return real(run, rank, decisions, once, timeline)
 
-    run = a_run(layout, {"family": "llama", "n_layers": 4}, {**BATCH, "dtype": "bfloat16", **train})
+    run = a_run(layout, {"n_layers": 4, **model}, {**BATCH, "dtype": "bfloat16", **train})
     for rank in largest_ranks(run):
         whole = complete(run, rank)
         with monkeypatch.context() as patch:
             patch.setattr(estimate, "_estimate", noted)
             found = estimate_rank(run, rank)
         assert found == whole
-    assert all(way is not None for way in ways), "no step had to be run as a whole"
+    assert not {None, within_passes} & {*ways}, "some passes were played"
 
 
 @pytest.mark.full

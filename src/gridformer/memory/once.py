@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 from gridformer.config import RunConfig
@@ -24,24 +24,32 @@ def ways_of(run: RunConfig) -> list[Once]:
     at last the complete step.
     """
     layout = run.layout
+    if layout.pp == 1:
+        return [within_passes]
     if layout.stages_per_rank > 1 and (layout.rows > 1 or layout.dp_mode == "fsdp"):
-        return []  # a stage gathers weights for another stage of its rank
+        return [within_passes]  # a stage gathers weights for another stage of its rank
     last_runs = run.train.update == "in_backward"  # layers are updated in its backward pass
     by_second = partial(_repeated, by_first=False, last_runs=True)
     if layout.dp_mode == "fsdp":  # hooks of parameters free them
-        return [by_second]
-    return [partial(_repeated, by_first=True, last_runs=last_runs), by_second]
+        return [by_second, within_passes]
+    return [partial(_repeated, by_first=True, last_runs=last_runs), by_second, within_passes]
+
+
+@contextmanager
+def within_passes(stepper: Stepper, tracker: MemoryTracker) -> Iterator[None]:
+    """Runs all passes, but what one pass repeats only once."""
+    with blocks_once(), fewer_chunks(), products_once(stepper.model, tracker):
+        yield
 
 
 @contextmanager
 def _repeated(
     stepper: Stepper, tracker: MemoryTracker, by_first: bool, last_runs: bool
 ) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(blocks_once())
-        stack.enter_context(fewer_chunks())
-        stack.enter_context(products_once(stepper.model, tracker))
-        if isinstance(stepper.passes, Pipeline):
-            executor, n = stepper.passes.executor, stepper.micro_batches
-            stack.enter_context(passes_once(executor, tracker, n, by_first, last_runs))
+    assert isinstance(stepper.passes, Pipeline)
+    executor, n = stepper.passes.executor, stepper.micro_batches
+    with (
+        within_passes(stepper, tracker),
+        passes_once(executor, tracker, n, by_first, last_runs),
+    ):
         yield

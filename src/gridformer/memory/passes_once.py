@@ -61,7 +61,7 @@ class _Recorded:
         grads_of: Their numbers, by name.
         copies: The numbers of storages that are made to copy weights; other micro-batches find
             these copies.
-        placeholders: The numbers of what is freed with the graph, after the backward pass.
+        with_graph: The numbers of what is freed with the graph, after the backward pass.
     """
 
     entering: list[str]
@@ -74,7 +74,7 @@ class _Recorded:
     grads: dict[int, Shape] = field(default_factory=dict)
     grads_of: dict[str, int] = field(default_factory=dict)
     copies: set[int] = field(default_factory=set)
-    placeholders: list[int] = field(default_factory=list)
+    with_graph: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -113,6 +113,7 @@ class _Passes:
         self._parameters = [*executor.model.parameters()]
         self._recorded: dict[int, _Recorded] = {}
         self._recording = False
+        self._with_graph: list[Entry] = []
         self._made: list[tuple[int, int]] = []
         self._sums: list[Entry] = []
         self._arriving: Entry | None = None
@@ -163,6 +164,7 @@ class _Passes:
         self, action: Action, batch: Batch, entering: Activations, finish: Finish
     ) -> tuple[Activations, list[Any]]:
         """See `Executor.forward`."""
+        self._check_graph()
         if action.micro in self._played.get(action.stage, ()):
             return self._play_forward(self._recorded[action.stage], entering)
         if action.micro != self._model.get(action.stage):
@@ -177,7 +179,7 @@ class _Passes:
         out = [getattr(leaving, name) for name in left]
         out += [root for root in roots if isinstance(root, Tensor)]
         found = _Recorded(names, left, numbers, steps, {}, [])
-        found.numbers_of = self._shapes(out, found.made, numbers, len(given))
+        found.numbers_of = self._shapes(out, found.made, numbers, len(given), passing=True)
         if self.by_first:  # the copies of weights that it makes are there for the others
             made = [change for a, b in self._made for change in self.tracker.changes[a:b]]
             entries = [one.entry for one in made if one.what == "begin" and one.entry is not None]
@@ -230,6 +232,7 @@ class _Passes:
         grads: list[Tensor] | None,
     ) -> None:
         """See `Executor.backward`."""
+        self._check_graph()
         played = roots[-1]
         if isinstance(played, _Played):
             last = action.micro == self._last[action.stage]
@@ -253,28 +256,45 @@ class _Passes:
         self._check(recorded)
 
     def _shapes(
-        self, out: list[Tensor | None], shapes: dict[int, Shape], numbers: Numbers, first: int
+        self,
+        out: list[Tensor | None],
+        shapes: dict[int, Shape],
+        numbers: Numbers,
+        first: int,
+        passing: bool = False,
     ) -> list[int]:
-        """Notes the shapes of tensors that are handed out, and returns their numbers."""
+        """Notes the shapes of tensors that are handed out, and returns their numbers.
+
+        Args:
+            out: The tensors.
+            shapes: Where their shapes are noted.
+            numbers: The numbers of all storages.
+            first: The number of the first storage that was made here.
+            passing: Whether a tensor may pass through, as the encoder's output does in stages of a
+                decoder.
+        """
         found = []
         for x in out:
             entry = None if x is None else self.tracker.entry_of(x)
             number = None if entry is None else numbers[entry]
-            if x is None or number is None or number < first or number in shapes:
+            if x is None or number is None or number in found:
                 raise NotRepeatableError("what is handed out was not made here")
-            shapes[number] = Shape.of(x)
+            if number >= first:
+                shapes[number] = Shape.of(x)
+            elif not passing:
+                raise NotRepeatableError("what is handed out was not made here")
             found.append(number)
         return found
 
     def _check(self, recorded: _Recorded) -> None:
         """Checks that a stage has freed all that it has made and not handed out.
 
-        The graph may hold placeholders of joined weights, which have one element: it is freed a
-        little later. Gradients of joined weights that need no cast are parts of one tensor, which
-        torch frees before or after it calls hooks, depending on whether it adds or copies them. So
-        in the last micro-batch, which has hooks, those cannot be played by the first one.
+        The graph may hold what is left, such as masks and placeholders of joined weights, which
+        have one element: it is freed a little later. Gradients of joined weights that need no cast
+        are parts of one tensor, which torch frees before or after it calls hooks, depending on
+        whether it adds or copies them. So in the last micro-batch, which has hooks, these cannot be
+        played by the first one.
         """
-        most = _PLACEHOLDER if self.last_runs else _HALF
         assert recorded.backward is not None
         steps = (*recorded.forward, *recorded.backward)
         freed = {step.number for step in recorded.backward if step.what == "end"}
@@ -285,9 +305,17 @@ class _Passes:
                 if number in freed:
                     raise NotRepeatableError(f"{entry} does not stay")
             elif number not in ended and not handed_out and entry is not None and entry.n_bytes:
-                if entry.n_bytes > most:
-                    raise NotRepeatableError(f"{entry} stays")
-                recorded.placeholders.append(number)
+                if _HALF < entry.n_bytes <= _PLACEHOLDER and not self.last_runs:
+                    raise NotRepeatableError(f"{entry} may stand for joined weights")
+                recorded.with_graph.append(number)
+                self._with_graph.append(entry)
+
+    def _check_graph(self) -> None:
+        """Checks that what was left after a backward pass was freed with its graph."""
+        for entry in self._with_graph:
+            if entry.died is None:
+                raise NotRepeatableError(f"{entry} stays")
+        self._with_graph.clear()
 
     # ------------------------------------------------------------------ playing
 
@@ -332,8 +360,8 @@ class _Passes:
         assert recorded.backward is not None, "the model of others comes first"
         hooks = self._call_hooks if last else None
         played.player.play(recorded.backward, recorded.grads, hooks)
-        if recorded.placeholders:
-            weakref.finalize(played, played.player.end, recorded.placeholders)
+        if recorded.with_graph:
+            weakref.finalize(played, played.player.end, recorded.with_graph)
         for name, number in recorded.grads_of.items():
             leaves[name].grad = played.player.held.pop(number)
 
