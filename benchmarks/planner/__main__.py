@@ -6,6 +6,7 @@
     python -m benchmarks.planner held-out
     python -m benchmarks.planner map --plot docs/results/planner-map.png
     python -m benchmarks.planner speed          # docs/results/planner-speed.md
+    python -m benchmarks.planner any-layout     # predict for layouts drawn at random
 
 The numbers of the shipped cluster files are used; python -m benchmarks.planner.fit fits them.
 """
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.planner.any_layout import main as measure_any
 from benchmarks.planner.apart import apart_lines
 from benchmarks.planner.fit import fit_rows
 from benchmarks.planner.held_out import held_out
@@ -40,6 +42,13 @@ def main(arguments: Sequence[str]) -> None:
         parser = ArgumentParser("benchmarks.planner speed", description="Times of the commands.")
         parser.add_argument("words", nargs="*", help="only commands that contain all of them")
         measure_speed(parser.parse_args(arguments[1:]).words)
+        return
+    if arguments and arguments[0] == "any-layout":
+        parser = ArgumentParser("benchmarks.planner any-layout", description="Times of predict.")
+        parser.add_argument("--number", type=int, default=60, help="how many layouts")
+        parser.add_argument("--seed", type=int, default=1, help="draws other ones")
+        asked = parser.parse_args(arguments[1:])
+        measure_any(asked.number, asked.seed)
         return
     parser = ArgumentParser(
         "benchmarks.planner", description=__doc__, formatter_class=RawDescriptionHelpFormatter

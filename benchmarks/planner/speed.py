@@ -54,6 +54,10 @@ _INTERLEAVED = (
     "gpt-175b layout.scheme=megatron layout.cols=8 layout.pp=8 layout.stages_per_rank=3 "
     "layout.micro_batches=192 layout.sequence_parallel=true train.global_batch=192"
 )
+_LONG_ROUND = (
+    "gpt-1t layout.scheme=megatron layout.cols=8 layout.pp=64 layout.stages_per_rank=2 "
+    "layout.micro_batches=100 train.global_batch=100 train.dtype=bfloat16"
+)
 # Long sequences, and joined weights.
 _LLAMA = (
     "llama-3.1-70b layout.scheme=megatron layout.cols=8 layout.pp=8 layout.dp=4 "
@@ -100,6 +104,7 @@ CASES = [
     Case(4096, f"predict {_DEEPEST}{_ON}", 5),
     Case(3840, f"predict {_UNEVEN}{_ON}", 5),
     Case(4096, f"predict {_TWICE}{_ON}", 5),
+    Case(512, f"predict {_LONG_ROUND}{_ON}", 5),
     Case(4096, f"plan gpt-175b --devices 4096 --batch 1536{_ON}", 60),
 ]
 

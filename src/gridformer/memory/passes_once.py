@@ -13,7 +13,7 @@ others. The last one runs as well if more than the hooks of parameters makes it 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -179,7 +179,8 @@ class _Passes:
         out = [getattr(leaving, name) for name in left]
         out += [root for root in roots if isinstance(root, Tensor)]
         found = _Recorded(names, left, numbers, steps, {}, [])
-        found.numbers_of = self._shapes(out, found.made, numbers, len(given), passing=True)
+        passing = {names.index(name) for name in ("memory",) if name in names and name in left}
+        found.numbers_of = self._shapes(out, found.made, numbers, len(given), passing)
         if self.by_first:  # the copies of weights that it makes are there for the others
             made = [change for a, b in self._made for change in self.tracker.changes[a:b]]
             entries = [one.entry for one in made if one.what == "begin" and one.entry is not None]
@@ -261,7 +262,7 @@ class _Passes:
         shapes: dict[int, Shape],
         numbers: Numbers,
         first: int,
-        passing: bool = False,
+        passing: Collection[int] = (),
     ) -> list[int]:
         """Notes the shapes of tensors that are handed out, and returns their numbers.
 
@@ -270,8 +271,8 @@ class _Passes:
             shapes: Where their shapes are noted.
             numbers: The numbers of all storages.
             first: The number of the first storage that was made here.
-            passing: Whether a tensor may pass through, as the encoder's output does in stages of a
-                decoder.
+            passing: The numbers of tensors that may pass through, as the encoder's output does in
+                stages of the decoder.
         """
         found = []
         for x in out:
@@ -281,7 +282,7 @@ class _Passes:
                 raise NotRepeatableError("what is handed out was not made here")
             if number >= first:
                 shapes[number] = Shape.of(x)
-            elif not passing:
+            elif number not in passing:
                 raise NotRepeatableError("what is handed out was not made here")
             found.append(number)
         return found
