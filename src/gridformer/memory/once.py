@@ -26,8 +26,6 @@ def ways_of(run: RunConfig) -> list[Once]:
     layout = run.layout
     if layout.pp == 1:
         return [within_passes]
-    if layout.stages_per_rank > 1 and (layout.rows > 1 or layout.dp_mode == "fsdp"):
-        return [within_passes]  # a stage gathers weights for another stage of its rank
     last_runs = run.train.update == "in_backward"  # layers are updated in its backward pass
     by_second = partial(_repeated, by_first=False, last_runs=True)
     if layout.dp_mode == "fsdp":  # hooks of parameters free them

@@ -110,4 +110,6 @@ def build_parallel(
     model.compute_dtype = getattr(torch, dtype)
     if layout.dp_mode == "fsdp":
         fsdp.install_gathering(model, axes, reshards=choices.reshard == "layer")
+    if layout.stages_per_rank > 1:
+        pipeline.prefetch_within_stages(model)
     return model

@@ -4,12 +4,14 @@ partition     splits a model into stages
 stage_params  which parameters a rank holds, and which are shared by several ranks
 schedules     the order of forward and backward passes, and the messages between ranks
 stage_io      the tensors that are sent from stage to stage
+prefetching   which weights a pass gathers early
 executor      runs a schedule
 timeline      measures it
 """
 
 from gridformer.parallel.pipeline.executor import LOADING_RUNS, AtBorder, Executor
 from gridformer.parallel.pipeline.partition import stages_of
+from gridformer.parallel.pipeline.prefetching import prefetch_within_stages
 from gridformer.parallel.pipeline.stage_params import keep_stages, mark_shared, modules_of
 from gridformer.parallel.pipeline.timeline import Clock, Event, OnAction, idle_fraction, timed
 
@@ -24,6 +26,7 @@ __all__ = [
     "keep_stages",
     "mark_shared",
     "modules_of",
+    "prefetch_within_stages",
     "stages_of",
     "timed",
 ]

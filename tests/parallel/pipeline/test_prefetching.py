@@ -1,0 +1,62 @@
+"""A pass gathers weights early for its own stage only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gridformer.memory.estimate import DEVICE, playing
+from gridformer.memory.fake import fake_tensors
+from gridformer.models.blocks import Layer
+from gridformer.parallel import build_parallel
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.parallel.axes import build_axes
+from gridformer.parallel.data.fsdp import Gathering
+from gridformer.parallel.tensor.summa import KeepGathered, WeightPrefetcher
+from tests.support.multirank.memory import a_run
+
+N_LAYERS = 8
+FSDP = {"dp": 2, "dp_mode": "fsdp", "pp": 2, "micro_batches": 2}
+GATHER = {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "gather"}
+OPTIMUS = {**GATHER, "pp": 2, "micro_batches": 2}
+
+
+def chains(layout: dict[str, Any]) -> list[list[int]]:
+    """Return the layers of each chain of links of rank 0, the head and the table left out."""
+    run = a_run(layout, {"n_layers": N_LAYERS}, {"global_batch": 8})
+    decisions = decide_run(run)
+    with playing(0, run.layout.n_processes):
+        axes = build_axes(run.layout, DEVICE.type, decisions.block)
+        with fake_tensors():
+            how = run.train.seed, DEVICE, run.train.dtype, decisions.choices, False
+            model = build_parallel(run.model, run.layout, axes, *how)
+        layer_of: dict[Any, int] = {}
+        gathering = getattr(model, "gathering", None)
+        for name, layer in model.named_modules():
+            if isinstance(layer, Layer):
+                number = int(name.rpartition(".")[2])
+                if isinstance(gathering, Gathering):
+                    layer_of[gathering.layers[len(layer_of)]] = number
+                keeps = [vars(module).get("keep") for module in layer.modules()]
+                for keep in keeps:
+                    if isinstance(keep, KeepGathered) and isinstance(keep.weight, WeightPrefetcher):
+                        layer_of[keep.weight] = number
+    found = []
+    for link in layer_of:
+        if link.before not in layer_of:
+            found.append([layer_of[link]])
+            while link.after in layer_of:
+                assert link.after.before is link
+                link = link.after
+                found[-1].append(layer_of[link])
+    return found
+
+
+@pytest.mark.parametrize(("layout", "n_weights"), [(FSDP, 1), (OPTIMUS, 4)])
+def test_weights_of_different_stages_are_not_linked(layout: dict[str, Any], n_weights: int) -> None:
+    def times(layers: list[int]) -> list[int]:
+        return [layer for layer in layers for _ in range(n_weights)]
+
+    assert chains(layout) == [times([0, 1, 2, 3])]
+    assert chains({**layout, "stages_per_rank": 2}) == [times([0, 1]), times([4, 5])]
