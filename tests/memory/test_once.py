@@ -50,6 +50,14 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**MEGATRON, "dp": 2, "dp_mode": "fsdp", "stages_per_rank": 2},
         {},
     ),
+    "zero1 on a grid, interleaved": (
+        {**OPTIMUS, "schedule": "gather", "dp": 2, "dp_mode": "zero1", "stages_per_rank": 2},
+        {"dtype": "bfloat16", **FULL},
+    ),
+    "fsdp, interleaved, bfloat16": (
+        {**MEGATRON, "dp": 2, "dp_mode": "fsdp", "stages_per_rank": 2, "sequence_parallel": True},
+        {"dtype": "bfloat16", "recompute": "selective"},
+    ),
     "sequence parallel": ({**MEGATRON, "sequence_parallel": True}, FULL),
     "no pipeline": ({"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "broadcast"}, {}),
 }

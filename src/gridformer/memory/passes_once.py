@@ -306,6 +306,8 @@ class _Passes:
                 if number in freed:
                     raise NotRepeatableError(f"{entry} does not stay")
             elif number not in ended and not handed_out and entry is not None and entry.n_bytes:
+                if number < len(recorded.entering):
+                    raise NotRepeatableError(f"{entry}, which was handed in, stays")
                 if _HALF < entry.n_bytes <= _PLACEHOLDER and not self.last_runs:
                     raise NotRepeatableError(f"{entry} may stand for joined weights")
                 recorded.with_graph.append(number)
