@@ -5,12 +5,16 @@ pytest tests/benchmarks/test_planner.py -m '' -s      # prints the table of ever
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 import pytest
+from benchmarks.planner import any_layout
 from benchmarks.planner.fitting import fit
 from benchmarks.planner.rows import FITS, FRONTERA, H100, SELENE, calibration_rows
 
 from gridformer.cluster import load_cluster
+from gridformer.launch.plan import read_run_without_data
 from tests.support.planner import in_own_process, table_of, two_rows_of_frontera
 
 OUTLIERS = {"optimus / 16", "optimus / 36"}  # 20% off for every model that was tried
@@ -65,3 +69,17 @@ def test_published_steps_on_a100_and_h100_are_within_their_bar() -> None:
         print(table.text)
         errors += [*np.abs(table.errors)]
     assert np.mean(errors) < 0.08
+
+
+def test_layouts_drawn_at_random_are_valid_and_the_same_for_a_seed() -> None:
+    one, again, other = ([*islice(any_layout.layouts(seed), 5)] for seed in (1, 1, 2))
+    assert one == again
+    assert one != other
+    for n, words in one:
+        run = read_run_without_data(*_split(words))
+        assert run.layout.n_processes == n <= any_layout.MOST_DEVICES
+
+
+def _split(words: str) -> tuple[str, list[str]]:
+    model, *overrides = words.split()
+    return model, overrides
