@@ -49,6 +49,8 @@ QUICK: list[Case] = [
     (pipe(2, 3, pipeline="gpipe"), "transformer"),
     (pipe(2, 1, scheme="megatron", cols=2), "bert"),
     (pipe(2, 4, 2, **SEQUENCE), "gpt2"),
+    (pipe(2, 4, 2, dp=2, dp_mode="fsdp"), "gpt2"),
+    (pipe(2, 4, 2, scheme="optimus", rows=2, schedule="gather"), "gpt2"),
     (pipe(2, 3, **FIRST), "bert"),
 ]
 ALSO: list[Case] = [
