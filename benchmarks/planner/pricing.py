@@ -10,7 +10,6 @@ from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check_layout
 from gridformer.plan import price as pricing
 from gridformer.plan import recorded as recording
-from gridformer.plan.fewer_layers import KEPT
 from gridformer.plan.prediction import Prediction
 
 _ENOUGH = 12  # layers
@@ -40,8 +39,8 @@ def record(row: Row, training: bool = True) -> RecordedRow:
             if candidate.block and (candidate.block.row, candidate.block.col) == row.node_block
         ]
         decisions = replace(decisions, candidates=same)
-    # A few layers may not hide the first gradients, see gridformer.plan.fewer_layers.
-    kept = _ENOUGH if row.run.layout.pp == 1 and row.run.layout.dp > 1 else KEPT
+    # A few layers may not hide the first gradients, see gridformer.trace.fewer_layers.
+    kept = _ENOUGH if row.run.layout.pp == 1 and row.run.layout.dp > 1 else recording.KEPT
     recorded = recording.record_run(row.run, "cuda", decisions, training, kept=kept)
     return RecordedRow(row, recorded)
 

@@ -167,17 +167,17 @@ def passes_are_played(
 ) -> None:
     """Check that passes are played for ranks of a run, with the log of the complete step."""
     ways: list[Any] = []
-    real = estimate._estimate
+    real = estimate._log
 
-    def noted(run: Any, rank: int, decisions: Any, once: Any, timeline: bool) -> Any:
+    def noted(run: Any, rank: int, decisions: Any, once: Any) -> Any:
         ways.append(once)
-        return real(run, rank, decisions, once, timeline)
+        return real(run, rank, decisions, once)
 
     run = a_run(layout, {"n_layers": 4, **model}, {**BATCH, "dtype": "bfloat16", **train})
     for rank in largest_ranks(run):
         whole = complete(run, rank)
         with monkeypatch.context() as patch:
-            patch.setattr(estimate, "_estimate", noted)
+            patch.setattr(estimate, "_log", noted)
             found = estimate_rank(run, rank)
         assert found == whole
     assert not {None, within_passes} & {*ways}, "some passes were played"

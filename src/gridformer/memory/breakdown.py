@@ -25,6 +25,7 @@ from gridformer.memory.tracker import Entry, MemoryTracker
 from gridformer.models import blocks
 from gridformer.models.blocks.cast import CastCopy
 from gridformer.models.blocks.recompute import in_backward
+from gridformer.parallel.data.buckets import n_bytes
 from gridformer.parallel.data.zero import replica_part
 from gridformer.parallel.pipeline import Event
 from gridformer.parallel.tensor import norm as grid_norms
@@ -106,26 +107,47 @@ class MemoryBreakdown:
         return sum(self.by_kind.get(kind, 0) for kind in ACTIVATIONS)
 
 
-def take_breakdown(
+@dataclass(frozen=True)
+class StepLog:
+    """The log of one optimizer step of a rank.
+
+    Attributes:
+        tracker: Keeps the log.
+        phases: (time of its end, name) for each phase of the step.
+        between: The bytes held between steps.
+        start: The time at which the step begins.
+        host: The bytes that lie in host memory.
+        alone: The bytes of the largest parameter of the layer in which this is smallest.
+        saved: See `MemoryBreakdown`.
+        saved_beside: See `MemoryBreakdown`.
+    """
+
+    tracker: MemoryTracker
+    phases: list[tuple[int, str]]
+    between: int
+    start: int
+    host: int
+    alone: int
+    saved: int = 0
+    saved_beside: bool = False
+
+
+def log_step(
     stepper: Stepper,
-    rank: int,
     step: Callable[[], object],
     host: Sequence[Tensor] = (),
     once: Once | None = None,
     remembered: Callable[..., Any] | None = None,
-    timeline: bool = True,
-) -> MemoryBreakdown:
-    """Runs one optimizer step and returns its breakdown.
+) -> StepLog:
+    """Runs one optimizer step and returns its log.
 
     Args:
         stepper: The stepper, whose optimizer state must already be allocated.
-        rank: The rank, for the result.
         step: Runs the step.
         host: The tensors of the optimizer state that lie in host memory in a real run.
         once: Makes the step run its repeated parts only once; None runs the complete step. With it
             the step computes no values, so it is for tensors without memory.
         remembered: See `MemoryTracker`.
-        timeline: Whether the breakdown has its timeline.
 
     Raises:
         NotRepeatableError: With `once`, something cannot be repeated in the log.
@@ -146,6 +168,20 @@ def take_breakdown(
             stack.enter_context(once(stepper, tracker))
         stack.enter_context(tracker)
         step()
+    layers = [module for module in model.modules() if isinstance(module, blocks.Layer)]
+    alone = min((max(map(n_bytes, layer.parameters()), default=0) for layer in layers), default=0)
+    return StepLog(tracker, done, between, start, in_host, alone)
+
+
+def breakdown_of(log: StepLog, rank: int, timeline: bool = True) -> MemoryBreakdown:
+    """Returns the breakdown of a step.
+
+    Args:
+        log: The log of the step.
+        rank: The rank, for the result.
+        timeline: Whether the breakdown has its timeline, which takes time to make.
+    """
+    tracker = log.tracker
     when, peak = tracker.peak()
     by_kind = Counter[str]()
     for entry in tracker.alive_at(when):
@@ -153,11 +189,13 @@ def take_breakdown(
     return MemoryBreakdown(
         rank,
         peak,
-        _moment(tracker, when, done),
+        _moment(tracker, when, log.phases),
         {kind: by_kind[kind] for kind in KINDS if by_kind[kind]},
-        between,
-        in_host,
-        _timeline(tracker, start, done) if timeline else Timeline([], {}, []),
+        log.between,
+        log.host,
+        _timeline(tracker, log.start, log.phases) if timeline else Timeline([], {}, []),
+        log.saved,
+        log.saved_beside,
     )
 
 

@@ -25,7 +25,13 @@ from gridformer.checkpoint.block import written_here
 from gridformer.checkpoint.checkpoint import shards_of
 from gridformer.checkpoint.snapshot import bytes_of
 from gridformer.config import RunConfig
-from gridformer.memory.breakdown import MemoryBreakdown, Once, take_breakdown
+from gridformer.memory.breakdown import (
+    MemoryBreakdown,
+    Once,
+    StepLog,
+    breakdown_of,
+    log_step,
+)
 from gridformer.memory.fake import fake_tensors, skip_middle_chunks
 from gridformer.memory.once import ways_of
 from gridformer.memory.room import on_gpu
@@ -82,17 +88,20 @@ def estimate_rank(
     """
     # Decide before the step is shortened, because decisions depend on its length.
     decisions = decisions or decide_run(run)
+    return breakdown_of(log_of_rank(run, rank, decisions, once), rank, timeline)
+
+
+def log_of_rank(run: RunConfig, rank: int, decisions: Decisions, once: bool = True) -> StepLog:
+    """Returns the log of one rank over one optimizer step; see `estimate_rank`."""
     for way in (*ways_of(run), None) if once else (None,):
         try:
-            return _estimate(run, rank, decisions, way, timeline)
+            return _log(run, rank, decisions, way)
         except NotRepeatableError:
             pass
     raise AssertionError("a complete step repeats nothing")
 
 
-def _estimate(
-    run: RunConfig, rank: int, decisions: Decisions, once: Once | None, timeline: bool
-) -> MemoryBreakdown:
+def _log(run: RunConfig, rank: int, decisions: Decisions, once: Once | None) -> StepLog:
     rows = run.train.global_batch // run.layout.dp
     run = fewer_micro_batches(run)
     layout, train = run.layout, run.train
@@ -126,7 +135,7 @@ def _estimate(
             host: list[Tensor] = []
             if train.offload == "optimizer" and on_gpu(run):
                 host = [t for state in stepper.updates.state.values() for t in state.values()]
-            found = take_breakdown(stepper, rank, step, host, once, fake.remembered, timeline)
+            found = log_step(stepper, step, host, once, fake.remembered)
             saved = 0
             if train.saves_meanwhile:
                 shards = shards_of(model, stepper.updates)

@@ -2,7 +2,7 @@
 
 A pipeline that is full takes the same time for each further round of pp micro-batches. So a step
 with many of them is traced twice, with two and with three rounds, and its times are extended along
-a line, as those of models with many layers are (gridformer.plan.fewer_layers).
+a line, as those of models with many layers are (gridformer.trace.fewer_layers).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.pipeline.partition import link_names, stages_of, with_stages
-from gridformer.plan.fewer_layers import extended
+from gridformer.plan.extended import extended
 from gridformer.plan.fewer_rounds import KEPT
 from gridformer.plan.program import Spent
 

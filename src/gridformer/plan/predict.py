@@ -9,16 +9,15 @@ from typing import Any, NamedTuple
 
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
-from gridformer.memory.estimate import estimate_rank
+from gridformer.memory.fewer_layers import peak_of_rank
 from gridformer.memory.ranks import largest_ranks
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import mesh_ranks
-from gridformer.plan.fewer_layers import KEPT
 from gridformer.plan.fewer_stages import FewerStages, ShorterPipeline, fewer_stages
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.price import Prices, warnings_of
 from gridformer.plan.program import Spent
-from gridformer.plan.recorded import Shortened, joined, on_device_type, unfused
+from gridformer.plan.recorded import KEPT, Shortened, joined, on_device_type, unfused
 from gridformer.trace.events import Trace
 from gridformer.utils.beside import shared, started
 from gridformer.utils.units import GIB
@@ -191,7 +190,4 @@ def _layers_to_keep(run: RunConfig, samples: Sequence[_Sample]) -> int:
 def _held(run: RunConfig, decisions: Decisions) -> list[Callable[[], int]]:
     """Returns what estimates the peaks of the ranks with the most memory, in bytes."""
 
-    def peak(rank: int) -> int:
-        return estimate_rank(run, rank, decisions, timeline=False).needed
-
-    return [partial(peak, rank) for rank in largest_ranks(run, decisions)]
+    return [partial(peak_of_rank, run, rank, decisions) for rank in largest_ranks(run, decisions)]

@@ -11,7 +11,7 @@ from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.plan.blocks import Programs
 from gridformer.plan.costs import Costs, dtypes_without_peak
-from gridformer.plan.fewer_layers import extended
+from gridformer.plan.extended import extended
 from gridformer.plan.prediction import Parts, Prediction
 from gridformer.plan.program import Program, Spent
 from gridformer.plan.recorded import Recorded

@@ -13,16 +13,17 @@ from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.registry import spec_of
-from gridformer.plan.fewer_layers import KEPT, removable, without_layers
 from gridformer.plan.fewer_rounds import removable_rounds, without_rounds
 from gridformer.trace.alike import trace_runs
 from gridformer.trace.device import Backend
 from gridformer.trace.events import Trace
+from gridformer.trace.fewer_layers import removable, without_layers
 from gridformer.trace.rank import trace_rank
 from gridformer.utils.errors import UserError
 from gridformer.utils.garbage import no_garbage_collection
 
 Kind = Literal["cuda", "cpu"]
+KEPT = 2  # layers of the shortest stage of the shorter sample; the other one has one more
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def record_run(
         decisions: What `decide_run(run)` returns, or others, such as another block of a node.
         training: Whether it is an optimizer step; otherwise the forward passes of a batch.
         whole: Whether all layers and micro-batches are traced; otherwise see
-            `gridformer.plan.fewer_layers` and `fewer_rounds`.
+            `gridformer.trace.fewer_layers` and `gridformer.plan.fewer_rounds`.
         kept: How many layers the shortest stage keeps in the shortest sample.
 
     Raises:

@@ -42,6 +42,7 @@ class Places:
         self._nodes: list[int] = []
         self._ran: list[str] = []
         self._last = ""
+        self._given: Place | None = None
 
     def name(self, model: nn.Module) -> None:
         """Sets the model whose modules are named in places."""
@@ -72,6 +73,8 @@ class Places:
         tells which module was running then. The node that adds up a gradient has no number of its
         own.
         """
+        if self._given is not None:
+            return self._given
         node = _running_node()
         if node is None:
             return self._of_module(self._running[-1] if self._running else "", False)
@@ -82,6 +85,15 @@ class Places:
             at = bisect_right(self._nodes, number) - 1
             self._last = self._ran[at] if at >= 0 else ""
         return self._of_module(self._last, True)
+
+    @contextmanager
+    def at(self, place: Place) -> Iterator[None]:
+        """Makes this the place of kernels that are launched inside the context."""
+        self._given = place
+        try:
+            yield
+        finally:
+            self._given = None
 
     def _of_module(self, module: str, backward: bool) -> Place:
         known = self._of_modules.get((module, backward))

@@ -1,9 +1,9 @@
 """Traces equal micro-batches of a pipeline once, and repeats what was recorded for the others.
 
-Most micro-batches do in a stage what the second one does: in the first one weights are gathered
-that stay, and in the last one sums of gradients begin. So these three are run. For the others the
-messages of the second one are repeated, and the results are empty tensors with the right shapes.
-The pipeline's own code sends the messages between stages (gridformer.trace.stage_messages).
+What differs is run once: in a stage the first and the second micro-batch, and sometimes the last
+one (gridformer.trace.which_passes). For the others what was recorded is repeated, and the results
+are empty tensors with the right shapes. The pipeline's own code sends the messages between stages
+(gridformer.trace.stage_messages).
 
 Ranks whose stages have equal layers differ only in the order of their passes, so their traces can
 be made from the passes of one of them (gridformer.trace.alike).
@@ -13,35 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gridformer.models import Activations, Model
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.pipeline.schedules import Action
-from gridformer.trace.events import Event, Kernel, Passed, Read, Start, Wait
+from gridformer.trace.events import Event, Kernel, Passed, Place, Read, Start, Wait
 from gridformer.trace.group import Log
 from gridformer.trace.stage_messages import StageMessages
+from gridformer.trace.which_passes import PassKind, WhichPasses
 from gridformer.utils.batch import MicroBatch
 
 _NOTHING = nullcontext()
-
-
-class _Kind(NamedTuple):
-    """The properties of a pass that decide what it does.
-
-    Attributes:
-        kind: `forward` or `backward`.
-        stage: The number of its stage among those of this rank.
-        which: `first` micro-batch, `last` if it completes gradients, else empty.
-    """
-
-    kind: str
-    stage: int
-    which: str
 
 
 @dataclass(frozen=True)
@@ -60,6 +48,26 @@ class _Shape:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
+class _Memory(NamedTuple):
+    """The properties from which a tensor with the same place in its memory is made."""
+
+    elements: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(x: Tensor) -> _Memory:
+        elements = x.untyped_storage().nbytes() // x.element_size()
+        return _Memory(elements, x.shape, x.stride(), int(x.storage_offset()), x.dtype, x.device)
+
+    def empty(self) -> Tensor:
+        flat = torch.empty(self.elements, dtype=self.dtype, device=self.device)
+        return flat.as_strided(self.shape, self.stride, self.offset)
+
+
 @dataclass
 class RecordedPass:
     """The record of a pass.
@@ -68,11 +76,14 @@ class RecordedPass:
         events: Its messages and waits.
         products: How many matrix products it launched.
         out: For a forward pass, the shapes of its results by name.
+        gradients: For a backward pass, how many events there are before the gradient of a
+            parameter is complete, the number of the parameter in its stage, and the place.
     """
 
     events: Sequence[Event]
     products: int = 0
     out: dict[str, _Shape] | None = None
+    gradients: list[tuple[int, int, Place]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -142,13 +153,16 @@ class Repeats:
         executor: Executor,
         log: Log,
         count: Callable[[int], int],
-        recorded: Mapping[_Kind, RecordedPass] | None = None,
+        recorded: Mapping[PassKind, RecordedPass] | None = None,
     ) -> None:
         self.log, self.count = log, count
-        itinerary, complete = executor.itinerary(executor.layout.micro_batches, training=True)
-        self._kinds = _kinds(itinerary.actions, complete, executor.layout.pp)
-        self._run = _to_run(itinerary.actions, self._kinds) if recorded is None else set()
-        self.recorded: dict[_Kind, RecordedPass] = dict(recorded or {})
+        self._passes = WhichPasses.of(executor, few=recorded is None and log.kernels)
+        self._kinds = self._passes.kinds
+        self._run = self._passes.actions() if recorded is None else set()
+        self.recorded: dict[PassKind, RecordedPass] = dict(recorded or {})
+        self._begun: dict[int, list[_Memory | None]] = {}  # the first gradients of each stage
+        self._noted: PassKind | None = None
+        self._hooks = self._noting() if self._passes.completing else []
         self.span = 0, 0
         self._now = RecordedPass([])
         self._repeating = False
@@ -179,6 +193,8 @@ class Repeats:
         """Gives the model and the executor their own functions back."""
         for owner, name in self._replaced:
             vars(owner).pop(name, None)
+        for hook in self._hooks:
+            hook.remove()
 
     @property
     def missing(self) -> bool:
@@ -231,7 +247,7 @@ class Repeats:
         """Takes the place of `Executor.timed`, which surrounds passes and messages."""
         if kind not in ("forward", "backward"):
             return _NOTHING
-        if (action.stage, action.micro) in self._run:
+        if action in self._run:
             return self._recorded_pass(kind, action)
         return _Repeated(self, action)
 
@@ -240,22 +256,72 @@ class Repeats:
         """Surrounds a pass that is run."""
         with self._real_timed(kind, action):
             start, products = len(self.log.trace.events), self.count(0)
-            self._now = RecordedPass([])
+            self._now, self._noted = RecordedPass([]), self._kinds[action]
+            self._start = start
             yield
+            self._noted = None
             self._now.events = tuple(self.log.trace.events[start:])
             self._fold(start)
             self._now.products = self.count(0) - products
             self.recorded.setdefault(self._kinds[action], self._now)
+        if kind == "backward" and self._kinds[action].which == "first":
+            stage = self._kinds[action].stage
+            grads = [parameter.grad for parameter in self._passes.parameters[stage]]
+            self._begun[stage] = [None if x is None else _Memory.of(x) for x in grads]
+
+    def _noting(self) -> list[Any]:
+        """Lets parameters note when their gradients are complete in a pass that is recorded."""
+
+        def note(stage: int, number: int, _: nn.Parameter) -> None:
+            if self._noted is not None and self._noted.stage == stage:
+                events = len(self.log.trace.events) - self._start
+                self._now.gradients.append((events, number, self.log.places.of_kernel()))
+
+        return [
+            parameter.register_post_accumulate_grad_hook(partial(note, stage, number))
+            for stage, parameters in enumerate(self._passes.parameters)
+            for number, parameter in enumerate(parameters)
+        ]
 
     def begin_repeated(self, action: Action) -> None:
         """Repeats what was recorded of a pass; until `end_repeated` nothing else is recorded."""
-        self._now, self._repeating = self.recorded[self._kinds[action]], True
-        self._pass(self._now.events)
+        kind = self._kinds[action]
+        self._now, self._repeating = self.recorded[self._passes.source(kind)], True
         self.count(self._now.products)
         self.log.muted = True
+        if kind.kind == "backward" and self._run:
+            self._begin_gradients(kind)
+            if kind.which == "last":  # its sums begin in `_backward`
+                return
+        self.recorded[kind] = self._now
+        self._pass(self._now.events)
 
     def end_repeated(self) -> None:
         self._repeating = self.log.muted = False
+
+    def _begin_gradients(self, kind: PassKind) -> None:
+        """Gives parameters the gradients that the first backward pass of their stage makes."""
+        like = self._passes.source(kind).stage
+        if kind.which == "first" and like != kind.stage:
+            for parameter, memory in zip(self._passes.parameters[kind.stage], self._begun[like]):
+                parameter.grad = None if memory is None else memory.empty()
+
+    def _complete_gradients(self, kind: PassKind) -> None:
+        """Repeats a backward pass, and calls the hooks of parameters as it completes gradients."""
+        log, parameters = self.log, self._passes.parameters[kind.stage]
+        begin, place = len(log.trace.events), 0
+        for until, number, where in self._now.gradients:
+            log.repeat(self._now.events[place:until], self._renumbered)
+            place, log.muted = until, False
+            hooks = parameters[number]._post_accumulate_grad_hooks or {}
+            with log.places.at(where):
+                for hook in [*hooks.values()]:
+                    hook(parameters[number])
+            log.muted = True
+        log.repeat(self._now.events[place:], self._renumbered)
+        events = tuple(log.trace.events[begin:])
+        self._now = self.recorded[kind] = RecordedPass(events, self._now.products)
+        self._fold(begin)
 
     def _fold(self, start: int) -> None:
         """Makes one event of what a pass has done, where kernels are recorded."""
@@ -302,6 +368,8 @@ class Repeats:
         if not self._repeating:
             self._real_backward(action, leaves, roots, grads)
             return
+        if self._run and self._kinds[action].which == "last":
+            self._complete_gradients(self._kinds[action])
         for leaf in leaves.values():
             if leaf.grad is None:
                 leaf.grad = _Shape.of(leaf).empty()
@@ -326,26 +394,3 @@ def plain(events: Sequence[Event]) -> tuple[Start | Wait | Kernel | Read, ...]:
     """Returns events among which there is no pass."""
     assert isinstance(events, tuple)
     return events
-
-
-def _kinds(
-    actions: Sequence[Action], complete: Mapping[Action, object], pp: int
-) -> dict[Action, _Kind]:
-    found = {}
-    for action in actions:
-        last = action._replace(kind="backward") in complete
-        which = "last" if last else "first" if action.micro == 0 else ""
-        found[action] = _Kind(action.kind, action.stage // pp, which)
-    return found
-
-
-def _to_run(actions: Sequence[Action], kinds: Mapping[Action, _Kind]) -> set[tuple[int, int]]:
-    """Returns the stages and micro-batches whose forward and backward passes are run."""
-    found: set[tuple[int, int]] = set()
-    seen: set[_Kind] = set()
-    for action in actions:
-        mine = {kinds[action], kinds[action._replace(kind="backward")]}
-        if action.kind == "forward" and (kinds[action].which or not mine <= seen):
-            found.add((action.stage, action.micro))
-            seen |= mine
-    return found

@@ -1,0 +1,248 @@
+"""The peak of a rank with many layers, from the logs of two models with few layers.
+
+The longer of these models has one layer more in each stage than the shorter one. In each phase of a
+step its log must be that of the shorter one with something inserted, and what is inserted must be
+what stands before it, because the layer before did the same. Then each further layer inserts it
+once more. Single sizes may differ as well, such as that of a list of norms; they grow along a line.
+If the logs differ in any other way, all layers are run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gridformer.config import RunConfig
+from gridformer.memory.breakdown import StepLog
+from gridformer.memory.estimate import estimate_rank, log_of_rank
+from gridformer.memory.tape import NotRepeatableError
+from gridformer.parallel.auto.decisions import Decisions
+from gridformer.parallel.data.buckets import BUCKET_BYTES
+from gridformer.trace.fewer_layers import removable, without_layers
+
+KEPT = 4  # layers of the shortest stage of the shorter model
+_WORTH = 14  # layers, see `removable`
+# Bytes of a tensor that stands for joined weights, at most. Torch does not always free these in the
+# same order.
+_PLACEHOLDER = 8
+# Bytes of vectors, which may be summed in buckets that do not end with a layer.
+_SMALL = 1 << 20
+_NOTICEABLE = 1e-3  # of the peak
+_MOST_INSERTED = 12  # places of a phase, such as loops over parameters
+
+Changes = NDArray[np.int64]
+
+
+def peak_of_rank(run: RunConfig, rank: int, decisions: Decisions) -> int:
+    """Returns the bytes that the device of a rank must have, as `estimate_rank` estimates them.
+
+    It may be more, by the small storages that are not there at the peak: at most 0.1%.
+
+    Args:
+        run: The checked run.
+        rank: The rank.
+        decisions: The result of `decide_run(run)`.
+    """
+    more = removable(run, decisions, KEPT, _WORTH)
+
+    def log(fewer: int) -> StepLog:
+        with without_layers(run, decisions, fewer) as part:
+            return log_of_rank(part, rank, decisions)
+
+    if more:
+        shorter = log(more)
+        # In smaller buckets lie gradients of several layers, and how they are divided does not
+        # repeat from layer to layer.
+        if run.layout.dp == 1 or shorter.alone > BUCKET_BYTES:
+            longer = log(more - 1)
+            for small in (_PLACEHOLDER, _SMALL):
+                with suppress(NotRepeatableError):
+                    return _extended(shorter, longer, more - 1, small)
+    return estimate_rank(run, rank, decisions, timeline=False).needed
+
+
+def _extended(shorter: StepLog, longer: StepLog, more: int, small: int) -> int:
+    """Returns the bytes that a rank needs with more layers than those of two logs.
+
+    Args:
+        shorter: The log with the fewest layers.
+        longer: The log with one layer more in each stage.
+        more: How many layers each stage has besides those of the longer log.
+        small: Storages of at most so many bytes are not compared during the step. The result
+            contains the most bytes that they have together.
+
+    Raises:
+        NotRepeatableError: It does not follow from these logs.
+    """
+    if [name for _, name in shorter.phases] != [name for _, name in longer.phases]:
+        raise NotRepeatableError("the phases of the step depend on the number of layers")
+    known: dict[tuple[bytes, bytes], list[_Part]] = {}
+    total = peak = bound = 0
+    together = _most_of_small(longer, small)
+    together += more * max(0, together - _most_of_small(shorter, small))
+    for one, other in zip(_phases(shorter, small), _phases(longer, small)):
+        key = one.tobytes(), other.tobytes()
+        if key not in known:
+            known[key] = _parts(one, other)
+        most = 0
+        for part in known[key]:
+            total, most = part.after(total, most, more)
+        grown = [place for part in known[key] for place in part.grown(more)]
+        if not any(abs(size) > BUCKET_BYTES for size, _ in grown):
+            peak = max(peak, most)
+        elif sum(by for _, by in grown):
+            raise NotRepeatableError("more than one bucket of small tensors stays")
+        else:  # these do not exist at the same time
+            bound = max(bound, most)
+    if bound > peak:
+        raise NotRepeatableError("several buckets of small tensors may make the peak")
+    if together > _NOTICEABLE * peak:
+        raise NotRepeatableError("small tensors are not few")
+    saved = longer.saved + more * (longer.saved - shorter.saved)
+    return peak + together + (saved if longer.saved_beside else 0)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a phase.
+
+    Attributes:
+        changes: How its bytes change.
+        repeated: Whether each further layer repeats it.
+        grows: The places of changes that grow with the layers, and by how much.
+    """
+
+    changes: Changes
+    repeated: bool = False
+    grows: dict[int, int] = field(default_factory=dict)
+
+    def after(self, total: int, peak: int, more: int) -> tuple[int, int]:
+        """Returns the bytes after this part, and the most of them until then.
+
+        Args:
+            total: The bytes before it.
+            peak: The most bytes until then.
+            more: How many further layers there are.
+        """
+        changes, times = self.changes, more if self.repeated else 1
+        if self.grows:
+            changes = changes.copy()
+            changes[[*self.grows]] = [size for size, _ in self.grown(more)]
+        if not len(changes) or not times:
+            return total, peak
+        curve = changes.cumsum()
+        each, most = int(curve[-1]), int(curve.max())
+        highest = total + max(0, (times - 1) * each) + most  # that of the first or the last layer
+        return total + times * each, max(peak, highest)
+
+    def grown(self, more: int) -> list[tuple[int, int]]:
+        """Returns the changes that grow, each with by how much it does with a layer."""
+        return [(int(self.changes[place]) + more * by, by) for place, by in self.grows.items()]
+
+
+def _phases(log: StepLog, small: int) -> Iterator[Changes]:
+    """Yields how the bytes change in each phase of a step, first of all before it.
+
+    Args:
+        log: The log of the step.
+        small: Storages of at most so many bytes are left out after the step has begun.
+    """
+    changes = _changes(log)
+    # What is freed after the last phase was there before.
+    yield changes[: log.start + 1]
+    for begin, end in itertools.pairwise([log.start, *(end for end, _ in log.phases)]):
+        phase = changes[begin + 1 : end + 1]
+        yield phase[abs(phase) > small]
+
+
+def _most_of_small(log: StepLog, small: int) -> int:
+    """Returns the most bytes of small storages that a step has at a time."""
+    changes = _changes(log)[log.start + 1 :]
+    return max(0, int(changes[abs(changes) <= small].cumsum().max(initial=0)))
+
+
+def _changes(log: StepLog) -> Changes:
+    """Returns how the bytes change at each time of a log."""
+    changes = np.zeros(log.tracker.now + 1, dtype=np.int64)
+    for entry in log.tracker.entries:
+        changes[entry.born] += entry.n_bytes
+        if entry.died is not None:
+            changes[entry.died] -= entry.n_bytes
+    return changes
+
+
+def _parts(shorter: Changes, longer: Changes) -> list[_Part]:
+    """Divides a phase into parts that each further layer repeats and parts that it does not.
+
+    Args:
+        shorter: The changes of the phase.
+        longer: Those with a layer more.
+
+    Returns:
+        The parts of the longer one, and after each insertion what repeats it.
+
+    Raises:
+        NotRepeatableError: The longer one is not the shorter one with insertions.
+    """
+    found: list[_Part] = []
+    grows: dict[int, int] = {}
+    begin = 0
+    for at, inserted in _insertions(shorter, longer):
+        if inserted:
+            end = at + inserted
+            found.append(_Part(longer[begin:end], False, grows))
+            found.append(_Part(longer[at:end], True))
+            begin, grows = end, {}
+        else:
+            behind = sum(len(part.changes) for part in found if part.repeated)
+            grows[at - begin] = int(longer[at] - shorter[at - behind])
+    found.append(_Part(longer[begin:], False, grows))
+    return found
+
+
+def _insertions(shorter: Changes, longer: Changes) -> list[tuple[int, int]]:
+    """Finds where a longer phase has more than the shorter one.
+
+    Returns:
+        Places in the longer one, in order, and how many changes are inserted there; 0 if a single
+        change has another size.
+
+    Raises:
+        NotRepeatableError: There is no such list of places.
+    """
+    found = _search(shorter, longer, 0, 0, _MOST_INSERTED)
+    if found is None:
+        raise NotRepeatableError("more layers do not repeat what the last one did")
+    return found
+
+
+def _search(
+    shorter: Changes, longer: Changes, i: int, j: int, depth: int
+) -> list[tuple[int, int]] | None:
+    """Compares from the places i and j on; see `_insertions`."""
+    same = min(len(shorter) - i, len(longer) - j)
+    differ = np.flatnonzero(shorter[i : i + same] != longer[j : j + same])
+    step = int(differ[0]) if len(differ) else same
+    i, j = i + step, j + step
+    excess = (len(longer) - j) - (len(shorter) - i)
+    if i == len(shorter) and not excess:
+        return []
+    if depth == 0 or excess < 0:
+        return None
+    for n in range(min(excess, j), 0, -1):
+        if longer[j - 1] != longer[j + n - 1] or longer[j - n] != longer[j]:
+            continue
+        if np.array_equal(longer[j - n : j], longer[j : j + n]):
+            rest = _search(shorter, longer, i, j + n, depth - 1)
+            if rest is not None:
+                return [(j, n), *rest]
+    if i < len(shorter) and j < len(longer) and np.sign(shorter[i]) == np.sign(longer[j]):
+        rest = _search(shorter, longer, i + 1, j + 1, depth - 1)
+        if rest is not None:
+            return [(j, 0), *rest]
+    return None

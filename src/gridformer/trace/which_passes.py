@@ -1,0 +1,168 @@
+"""Which passes of a pipeline a trace runs, and of which ones it repeats the others.
+
+Most micro-batches do in a stage what the second one does: in the first one weights are cast or
+gathered that stay. Several stages of a rank with equal layers do the same, too. And the last
+micro-batch does what the second one does, but the hooks of its parameters begin sums of gradients;
+unless layers are updated in the backward pass or FSDP frees their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import nn
+
+from gridformer.parallel.pipeline import Executor
+from gridformer.parallel.pipeline.schedules import Action
+from gridformer.parallel.pipeline.stage_params import parameters_under
+
+
+class PassKind(NamedTuple):
+    """The properties of a pass that decide what it does.
+
+    Attributes:
+        kind: `forward` or `backward`.
+        stage: The number of its stage among those of this rank.
+        which: `first` micro-batch, `last` if it completes gradients, else empty.
+    """
+
+    kind: str
+    stage: int
+    which: str
+
+
+@dataclass
+class WhichPasses:
+    """Which passes of a rank are run.
+
+    Attributes:
+        kinds: The kind of each action.
+        parameters: The parameters of each stage of the rank, in order.
+        run: The kinds that are run once.
+        like: The kinds that do what another kind does, and that one.
+        completing: The stages whose last backward pass does what an earlier one does, and then
+            calls the hooks of parameters.
+    """
+
+    kinds: dict[Action, PassKind]
+    parameters: list[list[nn.Parameter]]
+    run: set[PassKind]
+    like: dict[PassKind, PassKind] = field(default_factory=dict)
+    completing: set[int] = field(default_factory=set)
+
+    @staticmethod
+    def of(executor: Executor, few: bool) -> WhichPasses:
+        """Returns the passes that are run.
+
+        Args:
+            executor: Runs the passes.
+            few: Whether stages with equal layers and last micro-batches may follow from others.
+        """
+        pp, layout = executor.pp, executor.layout
+        itinerary, complete = executor.itinerary(layout.micro_batches, training=True)
+        kinds: dict[Action, PassKind] = {}
+        for action in itinerary.actions:
+            last = action._replace(kind="backward") in complete
+            which = "last" if last else "first" if action.micro == 0 else ""
+            kinds[action] = PassKind(action.kind, action.stage // pp.size, which)
+        stages = range(pp.index, layout.n_stages, pp.size)
+        found = WhichPasses(
+            kinds, [_parameters(executor, stage) for stage in stages], set(kinds.values())
+        )
+        # FSDP frees gradients in hooks, and updates in the backward pass are more than hooks do.
+        if few and layout.dp_mode != "fsdp" and executor.sums.around_last is nullcontext:
+            found._complete()
+            found._share([_content(executor, stage) for stage in stages])
+        return found
+
+    def _complete(self) -> None:
+        """Lets last micro-batches follow from earlier ones, if these come first in each way."""
+        order = [*self.kinds.values()]
+        for stage in {kind.stage for kind in order}:
+            numbers = {
+                (kind, which): order.index(one)
+                for kind in ("forward", "backward")
+                for which in ("first", "", "last")
+                if (one := PassKind(kind, stage, which)) in self.run
+            }
+            if len(numbers) == 6 and all(
+                numbers[kind, "first"] < numbers[kind, ""] < numbers[kind, "last"]
+                for kind in ("forward", "backward")
+            ):
+                self.completing.add(stage)
+                for kind in ("forward", "backward"):
+                    last = PassKind(kind, stage, "last")
+                    self.like[last] = last._replace(which="")
+                    self.run.remove(last)
+
+    def _share(self, contents: Sequence[object]) -> None:
+        """Lets stages with equal layers follow from one of them.
+
+        Forward passes come to the first of them first, and backward passes to the last. So the
+        first one runs forward, and the last one both ways.
+
+        Args:
+            contents: Equal for stages with equal layers.
+        """
+        alike: dict[object, list[int]] = {}
+        for stage, content in enumerate(contents):
+            if stage in self.completing:
+                alike.setdefault(content, []).append(stage)
+        for first, *others in alike.values():
+            if not others:
+                continue
+            last = others[-1]
+            for which in ("first", ""):
+                for stage in others[:-1]:
+                    self._follows(PassKind("forward", stage, which), first)
+                for stage in (first, *others[:-1]):
+                    self._follows(PassKind("backward", stage, which), last)
+
+    def _follows(self, kind: PassKind, stage: int) -> None:
+        self.run.remove(kind)
+        self.like[kind] = kind._replace(stage=stage)
+
+    def source(self, kind: PassKind) -> PassKind:
+        """Returns the kind that is run, of which a kind does the same."""
+        while kind in self.like:
+            kind = self.like[kind]
+        return kind
+
+    def actions(self) -> set[Action]:
+        """Returns the passes that are run: those of each kind with the first micro-batch of it."""
+        found: set[Action] = set()
+        seen: set[PassKind] = set()
+        for action in self.kinds:
+            back = action._replace(kind="backward")
+            mine = {self.kinds[action], self.kinds[back]} & self.run
+            if action.kind == "forward" and not mine <= seen:
+                found.add(action)
+                if self.kinds[back] in mine:
+                    found.add(back)
+                seen |= mine
+        return found
+
+
+def _parameters(executor: Executor, stage: int) -> list[nn.Parameter]:
+    """Returns the parameters of a stage, in the order of its links."""
+    model, links = executor.model, executor.links
+    found = [
+        parameter
+        for i in model.stages[stage]
+        for path in links[i].modules
+        for parameter in parameters_under(model, path)
+    ]
+    return [*dict.fromkeys(found)]
+
+
+def _content(executor: Executor, stage: int) -> object:
+    """Returns what is equal for stages that do the same."""
+    names = tuple(executor.links[i].name.rstrip("0123456789") for i in executor.model.stages[stage])
+    shapes = tuple((p.shape, p.stride(), p.dtype) for p in _parameters(executor, stage))
+    last = stage == executor.layout.n_stages - 1
+    leaving = () if last else tuple(executor.stage_io.names(stage + 1))
+    entering = tuple(executor.stage_io.names(stage)) if stage else ()
+    return names, shapes, entering, leaving, last
