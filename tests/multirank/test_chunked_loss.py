@@ -56,7 +56,7 @@ def loss(layout: Layout, tokens: int) -> tuple[int, int, Counter[tuple[str, str]
     for r in recorder.records[sent:]:
         moved[r.axis, r.op] += int(r.moved)
     largest = max(e.n_bytes for e in tracker.entries if e.born > start)
-    peak = max(n_bytes for when, n_bytes in tracker.curve() if when > start)
+    peak = int(tracker.curve()[start + 1 :].max())
     return largest, peak - before, moved
 
 

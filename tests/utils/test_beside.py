@@ -110,7 +110,7 @@ def test_work_is_begun_beside_this_process_which_helps_in_the_end(tmp_path: Path
         goes_on.touch()
         return os.getpid()
 
-    results = beside.started([first, second])
+    results, _ = beside.started([first, second])
     while not begun.exists():
         time.sleep(0.01)
     there, here = results()

@@ -72,10 +72,15 @@ def quick_estimate(run: RunConfig) -> float:
 
 def quick_peak(run: RunConfig, choices: Choices) -> float:
     """Returns `quick_estimate`, in bytes, for a caller that has the run's choices."""
+    return max(quick_peaks(run, choices))
+
+
+def quick_peaks(run: RunConfig, choices: Choices) -> list[float]:
+    """Returns the approximate peak of the fullest device of each place along pp, in bytes."""
     run = resolved(run, choices)
     made = _Made.of(run, choices)
     ranks = enumerate(shares_of_ranks(run))
-    return max(_peak_of_rank(run, choices, made, rank, part) for rank, part in ranks)
+    return [_peak_of_rank(run, choices, made, rank, part) for rank, part in ranks]
 
 
 @dataclass(frozen=True)

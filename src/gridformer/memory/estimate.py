@@ -88,7 +88,9 @@ def estimate_rank(
     """
     # Decide before the step is shortened, because decisions depend on its length.
     decisions = decisions or decide_run(run)
-    return breakdown_of(log_of_rank(run, rank, decisions, once), rank, timeline)
+    log = log_of_rank(run, rank, decisions, once)
+    with no_garbage_collection():
+        return breakdown_of(log, rank, timeline)
 
 
 def log_of_rank(run: RunConfig, rank: int, decisions: Decisions, once: bool = True) -> StepLog:

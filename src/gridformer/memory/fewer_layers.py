@@ -92,17 +92,14 @@ def _extended(shorter: StepLog, longer: StepLog, more: int, small: int) -> int:
         most = 0
         for part in known[key]:
             total, most = part.after(total, most, more)
-        grown = [place for part in known[key] for place in part.grown(more)]
-        if not any(abs(size) > BUCKET_BYTES for size, _ in grown):
+        grown = [size for part in known[key] for size in part.grown(more)]
+        if any(abs(size) > BUCKET_BYTES for size in grown):
+            bound = max(bound, most)  # it is several buckets, perhaps one after the other
+        else:
             peak = max(peak, most)
-        elif sum(by for _, by in grown):
-            raise NotRepeatableError("more than one bucket of small tensors stays")
-        else:  # these do not exist at the same time
-            bound = max(bound, most)
-    if bound > peak:
-        raise NotRepeatableError("several buckets of small tensors may make the peak")
-    if together > _NOTICEABLE * peak:
-        raise NotRepeatableError("small tensors are not few")
+    if max(0, bound - peak) + together > _NOTICEABLE * peak:
+        raise NotRepeatableError("buckets of small tensors take much memory")
+    peak = max(peak, bound)
     saved = longer.saved + more * (longer.saved - shorter.saved)
     return peak + together + (saved if longer.saved_beside else 0)
 
@@ -132,7 +129,7 @@ class _Part:
         changes, times = self.changes, more if self.repeated else 1
         if self.grows:
             changes = changes.copy()
-            changes[[*self.grows]] = [size for size, _ in self.grown(more)]
+            changes[[*self.grows]] = self.grown(more)
         if not len(changes) or not times:
             return total, peak
         curve = changes.cumsum()
@@ -140,9 +137,9 @@ class _Part:
         highest = total + max(0, (times - 1) * each) + most  # that of the first or the last layer
         return total + times * each, max(peak, highest)
 
-    def grown(self, more: int) -> list[tuple[int, int]]:
-        """Returns the changes that grow, each with by how much it does with a layer."""
-        return [(int(self.changes[place]) + more * by, by) for place, by in self.grows.items()]
+    def grown(self, more: int) -> list[int]:
+        """Returns the changes that grow, with so many further layers."""
+        return [int(self.changes[place]) + more * by for place, by in self.grows.items()]
 
 
 def _phases(log: StepLog, small: int) -> Iterator[Changes]:
@@ -152,7 +149,7 @@ def _phases(log: StepLog, small: int) -> Iterator[Changes]:
         log: The log of the step.
         small: Storages of at most so many bytes are left out after the step has begun.
     """
-    changes = _changes(log)
+    changes = log.tracker.differences()
     # What is freed after the last phase was there before.
     yield changes[: log.start + 1]
     for begin, end in itertools.pairwise([log.start, *(end for end, _ in log.phases)]):
@@ -162,18 +159,8 @@ def _phases(log: StepLog, small: int) -> Iterator[Changes]:
 
 def _most_of_small(log: StepLog, small: int) -> int:
     """Returns the most bytes of small storages that a step has at a time."""
-    changes = _changes(log)[log.start + 1 :]
+    changes = log.tracker.differences()[log.start + 1 :]
     return max(0, int(changes[abs(changes) <= small].cumsum().max(initial=0)))
-
-
-def _changes(log: StepLog) -> Changes:
-    """Returns how the bytes change at each time of a log."""
-    changes = np.zeros(log.tracker.now + 1, dtype=np.int64)
-    for entry in log.tracker.entries:
-        changes[entry.born] += entry.n_bytes
-        if entry.died is not None:
-            changes[entry.died] -= entry.n_bytes
-    return changes
 
 
 def _parts(shorter: Changes, longer: Changes) -> list[_Part]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import torch
+
 from gridformer.config import RunConfig
 from gridformer.memory.blocks_once import blocks_once
 from gridformer.memory.breakdown import Once
@@ -13,6 +15,8 @@ from gridformer.memory.fewer_chunks import fewer_chunks
 from gridformer.memory.passes_once import passes_once
 from gridformer.memory.products_once import products_once
 from gridformer.memory.tracker import MemoryTracker
+from gridformer.models import Model
+from gridformer.models.blocks import JoinedParts
 from gridformer.train.forward_backward import Pipeline
 from gridformer.train.step import Stepper
 
@@ -40,12 +44,24 @@ def within_passes(stepper: Stepper, tracker: MemoryTracker) -> Iterator[None]:
         yield
 
 
+def _joins_weights(model: Model) -> bool:
+    """Whether a model joins weights for its products in each pass.
+
+    Torch frees parts of the gradient of joined weights before or after it calls hooks of
+    parameters, depending on whether it adds or copies them. So a micro-batch that has hooks does
+    not do what the first one does.
+    """
+    parameters = any(isinstance(module, JoinedParts) for module in model.modules())
+    return parameters and model.compute_dtype in (torch.float32, torch.float64)
+
+
 @contextmanager
 def _repeated(
     stepper: Stepper, tracker: MemoryTracker, by_first: bool, last_runs: bool
 ) -> Iterator[None]:
     assert isinstance(stepper.passes, Pipeline)
     executor, n = stepper.passes.executor, stepper.micro_batches
+    last_runs = last_runs or _joins_weights(stepper.model)
     with (
         within_passes(stepper, tracker),
         passes_once(executor, tracker, n, by_first, last_runs),

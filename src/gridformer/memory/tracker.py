@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -248,22 +250,24 @@ class MemoryTracker(TorchDispatchMode):
         """Returns the bytes held now."""
         return sum(entry.n_bytes for entry in self.entries if entry.died is None)
 
-    def curve(self) -> list[tuple[int, int]]:
-        """Returns (time, bytes from then on) for every change."""
-        changes: dict[int, int] = {}
+    def differences(self) -> NDArray[np.int64]:
+        """Returns by how many bytes each time differs from the one before: [times]."""
+        found = np.zeros(self.now + 1, dtype=np.int64)
         for entry in self.entries:
-            changes[entry.born] = changes.get(entry.born, 0) + entry.n_bytes
+            found[entry.born] += entry.n_bytes
             if entry.died is not None:
-                changes[entry.died] = changes.get(entry.died, 0) - entry.n_bytes
-        total, found = 0, []
-        for when in sorted(changes):
-            total += changes[when]
-            found.append((when, total))
+                found[entry.died] -= entry.n_bytes
         return found
+
+    def curve(self) -> NDArray[np.int64]:
+        """Returns the bytes at each time: [times]."""
+        return self.differences().cumsum()
 
     def peak(self) -> tuple[int, int]:
         """Returns (time, bytes) of the moment with the most bytes."""
-        return max(self.curve(), key=lambda point: point[1], default=(0, 0))
+        curve = self.curve()
+        when = int(curve.argmax())
+        return when, int(curve[when])
 
     def alive_at(self, when: int) -> list[Entry]:
         """Returns the storages that exist at a time."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
 from gridformer.memory.fewer_layers import peak_of_rank
-from gridformer.memory.ranks import largest_ranks
+from gridformer.memory.ranks import fullest_ranks
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.plan.fewer_stages import FewerStages, ShorterPipeline, fewer_stages
@@ -99,13 +99,12 @@ def predict(
         peaks = [one for one in found if isinstance(one, int)]
     else:
         # The one sample takes longer than all the rest, and its traces are too large to come from
-        # a copy, except for those of stages that are like no others.
+        # a copy, except for those of stages that are like no others. Peaks can wait.
         longest, *others = shortened.lines(kind, 0)
-        rest: Callable[[], list[Any]] = started([*held, *others])
+        rest, peaks_of = started(others, then=held)
         traces = longest()
-        found = rest()
-        peaks = found[: len(held)]
-        samples = [timed(0, joined([traces, *found[len(held) :]]))]
+        samples = [timed(0, joined([traces, *rest()]))]
+        peaks = peaks_of()
     if kept := _layers_to_keep(run, samples):
         shortened = Shortened.of(run, decisions, training, kept=kept)
         numbers = range(len(shortened.layers))
@@ -190,4 +189,4 @@ def _layers_to_keep(run: RunConfig, samples: Sequence[_Sample]) -> int:
 def _held(run: RunConfig, decisions: Decisions) -> list[Callable[[], int]]:
     """Returns what estimates the peaks of the ranks with the most memory, in bytes."""
 
-    return [partial(peak_of_rank, run, rank, decisions) for rank in largest_ranks(run, decisions)]
+    return [partial(peak_of_rank, run, rank, decisions) for rank in fullest_ranks(run, decisions)]

@@ -161,41 +161,54 @@ def shared(work: Sequence[Callable[[], T]]) -> list[T]:
     return _in_copies(work, n_cores(), helps=False)()
 
 
-def started(work: Sequence[Callable[[], T]]) -> Callable[[], list[T]]:
+def started(
+    work: Sequence[Callable[[], T]], then: Sequence[Callable[[], R]] = ()
+) -> tuple[Callable[[], list[T]], Callable[[], list[R]]]:
     """Begins some work in copies of this process, one on each core but that of this process.
 
     Args:
         work: See `shared`.
+        then: Other work that copies begin when all of this is done.
 
     Returns:
-        A function that does the pieces that no copy has begun, waits for the others, and returns
-        the same results as `shared`.
+        A function for each kind of work. It does the pieces that no copy has begun, waits for the
+        others, and returns the same results as `shared`.
     """
-    return _in_copies(work, n_cores() - 1, helps=True)
+    n, held = n_cores() - 1, os.pipe()
+    first = _in_copies(work, n, helps=True)
+    os.close(held[1])  # so only the copies hold it, until they end
+    second = _in_copies(then, n, helps=True, after=held[0])
+    os.close(held[0])
+    return first, second
 
 
-def _in_copies(work: Sequence[Callable[[], T]], n: int, helps: bool) -> Callable[[], list[T]]:
+def _in_copies(
+    work: Sequence[Callable[[], T]], n: int, helps: bool, after: int | None = None
+) -> Callable[[], list[T]]:
     """Begins some work in n copies of this process; the function that it returns waits for results.
 
     Args:
         work: The pieces.
         n: The number of copies.
         helps: Whether this process does pieces itself when it is asked for the results.
+        after: A pipe that ends when the copies may begin.
     """
-    if not can_copy():
+    if not can_copy() or not work:
         return lambda: [piece() for piece in work]
     left, writer = os.pipe()
     os.write(writer, b"".join(n.to_bytes(2) for n in range(len(work))))
     os.close(writer)
 
-    def some() -> dict[int, T]:
+    def some(after: int | None = None) -> dict[int, T]:
+        if after is not None:
+            os.read(after, 1)
         found = {}
         while taken := os.read(left, 2):
             n = int.from_bytes(taken)
             found[n] = work[n]()
         return found
 
-    copies = [_Child[dict[int, T]](some, dict) for _ in range(min(n, len(work)))]
+    copies = [_Child[dict[int, T]](partial(some, after), dict) for _ in range(min(n, len(work)))]
     if not helps:
         os.close(left)
 
