@@ -220,7 +220,7 @@ def test_what_cannot_be_repeated_runs_completely(monkeypatch: pytest.MonkeyPatch
 
     run = a_run(MEGATRON, {"n_layers": 2}, BATCH)
     expected = estimate_rank(run, 0)
-    monkeypatch.setattr(estimate, "ways_of", lambda _: [refuses])
+    monkeypatch.setattr(estimate, "ways_of", lambda *_: [refuses])
     assert estimate_rank(run, 0) == expected
 
 

@@ -95,7 +95,7 @@ def estimate_rank(
 
 def log_of_rank(run: RunConfig, rank: int, decisions: Decisions, once: bool = True) -> StepLog:
     """Returns the log of one rank over one optimizer step; see `estimate_rank`."""
-    for way in (*ways_of(run), None) if once else (None,):
+    for way in (*ways_of(run, decisions.choices), None) if once else (None,):
         try:
             return _log(run, rank, decisions, way)
         except NotRepeatableError:

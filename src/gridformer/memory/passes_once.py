@@ -302,6 +302,9 @@ class _Passes:
         ended = {step.number for step in steps if step.what in ("end", "accumulated")}
         for number, entry in enumerate(recorded.numbers.entries):
             handed_out = number in recorded.made or number in recorded.grads
+            # What only passes through may be freed between the two passes, when it has been sent.
+            sent = number in recorded.numbers_of and entry is not None and entry.died is not None
+            handed_out = handed_out or sent
             if number in recorded.copies:
                 if number in freed:
                     raise NotRepeatableError(f"{entry} does not stay")

@@ -88,6 +88,8 @@ class Shortened:
         if whole:
             return Shortened(run, decisions, training)
         n, m = removable(run, decisions, kept), removable_rounds(run)
+        if run.layout.pp > 1 and run.model.two_stacks:
+            n = 0  # with as many layers fewer in each stage, other stages would be the slowest
         layers, rounds = ((k - 1, k) if k else (0,) for k in (n, m))
         return Shortened(run, decisions, training, layers, rounds)
 

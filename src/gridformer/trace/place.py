@@ -88,7 +88,11 @@ class Places:
 
     @contextmanager
     def at(self, place: Place) -> Iterator[None]:
-        """Makes this the place of kernels that are launched inside the context."""
+        """Makes this the place of kernels that are launched inside the context.
+
+        Args:
+            place: A place in a module and in one direction, as `of_kernel` returns it.
+        """
         self._given = place
         try:
             yield
@@ -118,7 +122,8 @@ class Places:
         if not module:
             noted: Place | None = getattr(node, _NOTE, None)
             module = noted.module if noted is not None else ""
-        return self._one(Place(file, frame.f_lineno, function, module, node is not None))
+        backward = node is not None or (self._given is not None and self._given.backward)
+        return self._one(Place(file, frame.f_lineno, function, module, backward))
 
     def _one(self, place: Place) -> Place:
         return self._known.setdefault(place, place)

@@ -155,7 +155,7 @@ class Repeats:
         count: Callable[[int], int],
         recorded: Mapping[PassKind, RecordedPass] | None = None,
     ) -> None:
-        self.log, self.count = log, count
+        self.log, self.count, self._sums = log, count, executor.sums
         self._passes = WhichPasses.of(executor, few=recorded is None and log.kernels)
         self._kinds = self._passes.kinds
         self._run = self._passes.actions() if recorded is None else set()
@@ -307,7 +307,7 @@ class Repeats:
                 parameter.grad = None if memory is None else memory.empty()
 
     def _complete_gradients(self, kind: PassKind) -> None:
-        """Repeats a backward pass, and calls the hooks of parameters as it completes gradients."""
+        """Repeats a backward pass, and begins sums of gradients as it completes these."""
         log, parameters = self.log, self._passes.parameters[kind.stage]
         begin, place = len(log.trace.events), 0
         for until, number, where in self._now.gradients:
@@ -315,8 +315,9 @@ class Repeats:
             place, log.muted = until, False
             hooks = parameters[number]._post_accumulate_grad_hooks or {}
             with log.places.at(where):
-                for hook in [*hooks.values()]:
-                    hook(parameters[number])
+                for hook in hooks.values():
+                    if getattr(hook, "__self__", None) is self._sums:
+                        hook(parameters[number])
             log.muted = True
         log.repeat(self._now.events[place:], self._renumbered)
         events = tuple(log.trace.events[begin:])

@@ -3,7 +3,7 @@
 Most micro-batches do in a stage what the second one does: in the first one weights are cast or
 gathered that stay. Several stages of a rank with equal layers do the same, too. And the last
 micro-batch does what the second one does, but the hooks of its parameters begin sums of gradients;
-unless layers are updated in the backward pass or FSDP frees their gradients.
+unless layers are updated in the backward pass.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class WhichPasses:
         parameters: The parameters of each stage of the rank, in order.
         run: The kinds that are run once.
         like: The kinds that do what another kind does, and that one.
-        completing: The stages whose last backward pass does what an earlier one does, and then
-            calls the hooks of parameters.
+        completing: The stages whose last backward pass does what an earlier one does, and begins
+            sums of gradients.
     """
 
     kinds: dict[Action, PassKind]
@@ -72,10 +72,10 @@ class WhichPasses:
         found = WhichPasses(
             kinds, [_parameters(executor, stage) for stage in stages], set(kinds.values())
         )
-        # FSDP frees gradients in hooks, and updates in the backward pass are more than hooks do.
-        if few and layout.dp_mode != "fsdp" and executor.sums.around_last is nullcontext:
+        if few and executor.sums.around_last is nullcontext:  # no updates in the backward pass
             found._complete()
-            found._share([_content(executor, stage) for stage in stages])
+            contents = [_content(executor, stage) for stage in stages]
+            found._share(contents, firsts=layout.dp_mode != "fsdp")
         return found
 
     def _complete(self) -> None:
@@ -98,7 +98,7 @@ class WhichPasses:
                     self.like[last] = last._replace(which="")
                     self.run.remove(last)
 
-    def _share(self, contents: Sequence[object]) -> None:
+    def _share(self, contents: Sequence[object], firsts: bool) -> None:
         """Lets stages with equal layers follow from one of them.
 
         Forward passes come to the first of them first, and backward passes to the last. So the
@@ -106,6 +106,8 @@ class WhichPasses:
 
         Args:
             contents: Equal for stages with equal layers.
+            firsts: Whether the first forward pass of a stage is like that of another one. With FSDP
+                the first layer of all is gathered before its pass.
         """
         alike: dict[object, list[int]] = {}
         for stage, content in enumerate(contents):
@@ -116,7 +118,7 @@ class WhichPasses:
                 continue
             last = others[-1]
             for which in ("first", ""):
-                for stage in others[:-1]:
+                for stage in others[:-1] if firsts or not which else ():
                     self._follows(PassKind("forward", stage, which), first)
                 for stage in (first, *others[:-1]):
                     self._follows(PassKind("backward", stage, which), last)
