@@ -151,6 +151,8 @@ def test_joined_weights_have_the_log_of_the_complete_step(
         {**MEGATRON, "pp": 4},
         pytest.param({**MEGATRON, "stages_per_rank": 2}, marks=pytest.mark.full),
         pytest.param({**OPTIMUS, "schedule": "gather", "pp": 4}, marks=pytest.mark.full),
+        # Branches keep other tensors, so that the output is freed as soon as it has been sent.
+        {"scheme": "subgraph", "branches": 2, "pp": 2, "stages_per_rank": 2, "micro_batches": 6},
     ],
 )
 def test_an_encoders_output_passes_through_stages_of_the_decoder(
