@@ -12,6 +12,7 @@ from gridformer.config import RunConfig
 from gridformer.memory.blocks_once import blocks_once
 from gridformer.memory.breakdown import Once
 from gridformer.memory.fewer_chunks import fewer_chunks
+from gridformer.memory.fills_once import fills_once
 from gridformer.memory.passes_once import passes_once
 from gridformer.memory.products_once import products_once
 from gridformer.memory.tracker import MemoryTracker
@@ -71,6 +72,7 @@ def _repeated(
     last_runs = last_runs or _joins_weights(stepper.model)
     with (
         within_passes(stepper, tracker),
+        fills_once(executor.stage_io, tracker),
         passes_once(executor, tracker, n, by_first, last_runs),
     ):
         yield
