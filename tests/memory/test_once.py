@@ -171,9 +171,9 @@ def passes_are_played(
     ways: list[Any] = []
     real = estimate._log
 
-    def noted(run: Any, rank: int, decisions: Any, once: Any) -> Any:
+    def noted(run: Any, rank: int, decisions: Any, once: Any, read: Any) -> Any:
         ways.append(once)
-        return real(run, rank, decisions, once)
+        return real(run, rank, decisions, once, read)
 
     run = a_run(layout, {"n_layers": 4, **model}, {**BATCH, "dtype": "bfloat16", **train})
     for rank in largest_ranks(run):
@@ -222,7 +222,7 @@ def test_what_cannot_be_repeated_runs_completely(monkeypatch: pytest.MonkeyPatch
 
     run = a_run(MEGATRON, {"n_layers": 2}, BATCH)
     expected = estimate_rank(run, 0)
-    monkeypatch.setattr(estimate, "ways_of", lambda *_: [refuses])
+    monkeypatch.setattr(estimate, "ways_of", lambda _: [refuses])
     assert estimate_rank(run, 0) == expected
 
 

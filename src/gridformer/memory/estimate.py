@@ -11,10 +11,11 @@ and the messages of NCCL.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 from unittest.mock import patch
 
 import torch
@@ -48,6 +49,8 @@ from gridformer.utils.beside import on_all_cores
 from gridformer.utils.garbage import no_garbage_collection
 
 DEVICE = torch.device("cpu")
+
+T = TypeVar("T")
 
 
 def estimate_ranks(
@@ -88,22 +91,38 @@ def estimate_rank(
     """
     # Decide before the step is shortened, because decisions depend on its length.
     decisions = decisions or decide_run(run)
-    log = log_of_rank(run, rank, decisions, once)
-    with no_garbage_collection():
-        return breakdown_of(log, rank, timeline)
+    read = partial(breakdown_of, rank=rank, timeline=timeline)
+    return read_log(run, rank, decisions, read, once)
 
 
-def log_of_rank(run: RunConfig, rank: int, decisions: Decisions, once: bool = True) -> StepLog:
-    """Returns the log of one rank over one optimizer step; see `estimate_rank`."""
-    for way in (*ways_of(run, decisions.choices), None) if once else (None,):
+def read_log(
+    run: RunConfig,
+    rank: int,
+    decisions: Decisions,
+    read: Callable[[StepLog], T],
+    once: bool = True,
+) -> T:
+    """Runs one optimizer step of a rank, and returns what its log shows.
+
+    Args:
+        run, rank, decisions, once: See `estimate_rank`.
+        read: Reads the log. When it is called, nothing has been freed since the step.
+    """
+    for way in (*ways_of(run), None) if once else (None,):
         try:
-            return _log(run, rank, decisions, way)
+            return _log(run, rank, decisions, way, read)
         except NotRepeatableError:
             pass
     raise AssertionError("a complete step repeats nothing")
 
 
-def _log(run: RunConfig, rank: int, decisions: Decisions, once: Once | None) -> StepLog:
+def _log(
+    run: RunConfig,
+    rank: int,
+    decisions: Decisions,
+    once: Once | None,
+    read: Callable[[StepLog], T],
+) -> T:
     rows = run.train.global_batch // run.layout.dp
     run = fewer_micro_batches(run)
     layout, train = run.layout, run.train
@@ -142,7 +161,7 @@ def _log(run: RunConfig, rank: int, decisions: Decisions, once: Once | None) -> 
             if train.saves_meanwhile:
                 shards = shards_of(model, stepper.updates)
                 saved = bytes_of(written_here(shards, axes))
-            return replace(found, saved=saved, saved_beside=not on_gpu(run))
+            return read(replace(found, saved=saved, saved_beside=not on_gpu(run)))
 
 
 @contextmanager

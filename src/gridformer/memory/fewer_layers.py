@@ -10,7 +10,6 @@ If the logs differ in any other way, all layers are run.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from gridformer.config import RunConfig
 from gridformer.memory.breakdown import StepLog
-from gridformer.memory.estimate import estimate_rank, log_of_rank
+from gridformer.memory.estimate import estimate_rank, read_log
 from gridformer.memory.tape import NotRepeatableError
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.data.buckets import BUCKET_BYTES
@@ -50,9 +49,9 @@ def peak_of_rank(run: RunConfig, rank: int, decisions: Decisions) -> int:
     """
     more = removable(run, decisions, KEPT, _WORTH)
 
-    def log(fewer: int) -> StepLog:
+    def log(fewer: int) -> _Log:
         with without_layers(run, decisions, fewer) as part:
-            return log_of_rank(part, rank, decisions)
+            return read_log(part, rank, decisions, _Log.of)
 
     if more:
         shorter = log(more)
@@ -66,7 +65,48 @@ def peak_of_rank(run: RunConfig, rank: int, decisions: Decisions) -> int:
     return estimate_rank(run, rank, decisions, timeline=False).needed
 
 
-def _extended(shorter: StepLog, longer: StepLog, more: int, small: int) -> int:
+@dataclass(frozen=True)
+class _Log:
+    """The log of a step.
+
+    Attributes:
+        before: How the bytes change before the step.
+        phases: How they change in each phase of the step.
+        names: The names of the phases.
+        alone: See `StepLog`.
+        saved: The bytes of copies for a checkpoint that lie in the memory of the device.
+    """
+
+    before: Changes
+    phases: list[Changes]
+    names: list[str]
+    alone: int
+    saved: int
+
+    @staticmethod
+    def of(log: StepLog) -> _Log:
+        """Reads the log of a step."""
+        changes = log.tracker.differences()
+        ends = [log.start, *(end for end, _ in log.phases)]
+        return _Log(
+            changes[: log.start + 1],
+            [changes[begin + 1 : end + 1] for begin, end in itertools.pairwise(ends)],
+            [name for _, name in log.phases],
+            log.alone,
+            log.saved if log.saved_beside else 0,
+        )
+
+    def without(self, small: int) -> list[Changes]:
+        """Returns the changes before the step, and those of each phase without small storages."""
+        return [self.before, *(phase[abs(phase) > small] for phase in self.phases)]
+
+    def together(self, small: int) -> int:
+        """Returns the most bytes of small storages that the step has at a time."""
+        changes = np.concatenate([*self.phases, np.zeros(1, dtype=np.int64)])
+        return max(0, int(changes[abs(changes) <= small].cumsum().max()))
+
+
+def _extended(shorter: _Log, longer: _Log, more: int, small: int) -> int:
     """Returns the bytes that a rank needs with more layers than those of two logs.
 
     Args:
@@ -79,13 +119,13 @@ def _extended(shorter: StepLog, longer: StepLog, more: int, small: int) -> int:
     Raises:
         NotRepeatableError: It does not follow from these logs.
     """
-    if [name for _, name in shorter.phases] != [name for _, name in longer.phases]:
+    if shorter.names != longer.names:
         raise NotRepeatableError("the phases of the step depend on the number of layers")
     known: dict[tuple[bytes, bytes], list[_Part]] = {}
     total = peak = bound = 0
-    together = _most_of_small(longer, small)
-    together += more * max(0, together - _most_of_small(shorter, small))
-    for one, other in zip(_phases(shorter, small), _phases(longer, small)):
+    together = longer.together(small)
+    together += more * max(0, together - shorter.together(small))
+    for one, other in zip(shorter.without(small), longer.without(small)):
         key = one.tobytes(), other.tobytes()
         if key not in known:
             known[key] = _parts(one, other)
@@ -100,8 +140,7 @@ def _extended(shorter: StepLog, longer: StepLog, more: int, small: int) -> int:
     if max(0, bound - peak) + together > _NOTICEABLE * peak:
         raise NotRepeatableError("buckets of small tensors take much memory")
     peak = max(peak, bound)
-    saved = longer.saved + more * (longer.saved - shorter.saved)
-    return peak + together + (saved if longer.saved_beside else 0)
+    return peak + together + longer.saved + more * (longer.saved - shorter.saved)
 
 
 @dataclass(frozen=True)
@@ -140,27 +179,6 @@ class _Part:
     def grown(self, more: int) -> list[int]:
         """Returns the changes that grow, with so many further layers."""
         return [int(self.changes[place]) + more * by for place, by in self.grows.items()]
-
-
-def _phases(log: StepLog, small: int) -> Iterator[Changes]:
-    """Yields how the bytes change in each phase of a step, first of all before it.
-
-    Args:
-        log: The log of the step.
-        small: Storages of at most so many bytes are left out after the step has begun.
-    """
-    changes = log.tracker.differences()
-    # What is freed after the last phase was there before.
-    yield changes[: log.start + 1]
-    for begin, end in itertools.pairwise([log.start, *(end for end, _ in log.phases)]):
-        phase = changes[begin + 1 : end + 1]
-        yield phase[abs(phase) > small]
-
-
-def _most_of_small(log: StepLog, small: int) -> int:
-    """Returns the most bytes of small storages that a step has at a time."""
-    changes = log.tracker.differences()[log.start + 1 :]
-    return max(0, int(changes[abs(changes) <= small].cumsum().max(initial=0)))
 
 
 def _parts(shorter: Changes, longer: Changes) -> list[_Part]:

@@ -18,29 +18,22 @@ from gridformer.memory.products_once import products_once
 from gridformer.memory.tracker import MemoryTracker
 from gridformer.models import Model
 from gridformer.models.blocks import JoinedParts
-from gridformer.parallel.auto.cost import Choices
 from gridformer.train.forward_backward import Pipeline
 from gridformer.train.step import Stepper
 
 
-def ways_of(run: RunConfig, choices: Choices) -> list[Once]:
+def ways_of(run: RunConfig) -> list[Once]:
     """Returns ways to repeat parts of a step in the log, the fastest first.
 
     A way that does not fit a run raises NotRepeatableError. Then the next one is to be tried, and
     at last the complete step.
-
-    Args:
-        run: The run.
-        choices: How each product is carried out.
     """
     layout = run.layout
     if layout.pp == 1:
         return [within_passes]
     last_runs = run.train.update == "in_backward"  # layers are updated in its backward pass
     by_second = partial(_repeated, by_first=False, last_runs=True)
-    keeps = any(choice.keep_weight for choice in choices.products.values())
-    # Hooks of parameters free gathered ones, and the first micro-batch gathers weights that stay.
-    if layout.dp_mode == "fsdp" or keeps:
+    if layout.dp_mode == "fsdp":  # hooks of parameters free them
         return [by_second, within_passes]
     return [partial(_repeated, by_first=True, last_runs=last_runs), by_second, within_passes]
 

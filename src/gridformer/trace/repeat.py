@@ -264,8 +264,9 @@ class Repeats:
             self._fold(start)
             self._now.products = self.count(0) - products
             self.recorded.setdefault(self._kinds[action], self._now)
-        if kind == "backward" and self._kinds[action].which == "first":
-            stage = self._kinds[action].stage
+        stage = self._kinds[action].stage
+        first = kind == "backward" and self._kinds[action].which == "first"
+        if first and stage in self._passes.completing:
             grads = [parameter.grad for parameter in self._passes.parameters[stage]]
             self._begun[stage] = [None if x is None else _Memory.of(x) for x in grads]
 

@@ -40,16 +40,16 @@ class WhichPasses:
 
     Attributes:
         kinds: The kind of each action.
-        parameters: The parameters of each stage of the rank, in order.
         run: The kinds that are run once.
+        parameters: The parameters of each stage of the rank, in order, if some follow from others.
         like: The kinds that do what another kind does, and that one.
         completing: The stages whose last backward pass does what an earlier one does, and begins
             sums of gradients.
     """
 
     kinds: dict[Action, PassKind]
-    parameters: list[list[nn.Parameter]]
     run: set[PassKind]
+    parameters: list[list[nn.Parameter]] = field(default_factory=list)
     like: dict[PassKind, PassKind] = field(default_factory=dict)
     completing: set[int] = field(default_factory=set)
 
@@ -68,11 +68,10 @@ class WhichPasses:
             last = action._replace(kind="backward") in complete
             which = "last" if last else "first" if action.micro == 0 else ""
             kinds[action] = PassKind(action.kind, action.stage // pp.size, which)
-        stages = range(pp.index, layout.n_stages, pp.size)
-        found = WhichPasses(
-            kinds, [_parameters(executor, stage) for stage in stages], set(kinds.values())
-        )
+        found = WhichPasses(kinds, set(kinds.values()))
         if few and executor.sums.around_last is nullcontext:  # no updates in the backward pass
+            stages = range(pp.index, layout.n_stages, pp.size)
+            found.parameters = [_parameters(executor, stage) for stage in stages]
             found._complete()
             contents = [_content(executor, stage) for stage in stages]
             found._share(contents, firsts=layout.dp_mode != "fsdp")
