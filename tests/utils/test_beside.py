@@ -116,3 +116,25 @@ def test_work_is_begun_beside_this_process_which_helps_in_the_end(tmp_path: Path
     there, here = results()
     assert there != os.getpid()
     assert here == os.getpid(), "the copy was busy"
+
+
+def test_other_work_begins_beside_this_process_when_the_first_is_done(tmp_path: Path) -> None:
+    ends, ended = tmp_path / "ends", tmp_path / "ended"
+
+    def first() -> int:
+        while not ends.exists():
+            time.sleep(0.01)
+        ended.touch()
+        return 1
+
+    def later() -> bool:
+        return ended.exists()
+
+    results, results_of_later = beside.started([first], then=[later])
+    time.sleep(0.1)
+    ends.touch()
+    while not ended.exists():
+        time.sleep(0.01)
+    time.sleep(0.3)  # for the copy to take it before this process does
+    assert results() == [1]
+    assert results_of_later() == [True], "it waited for the first"
