@@ -191,6 +191,7 @@ def grad_bytes(parameter: nn.Parameter) -> int:
 def peak(entries: list[Entry]) -> int:
     log = MemoryTracker()
     log.entries = entries
+    log.now = max(when for entry in entries for when in (entry.born, entry.died or 0))
     return log.peak()[1]
 
 
