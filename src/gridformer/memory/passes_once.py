@@ -27,7 +27,6 @@ from gridformer.memory.tape import (
     NotRepeatableError,
     Numbers,
     Player,
-    Shape,
     Step,
     steps_of,
     without_entries,
@@ -39,6 +38,7 @@ from gridformer.models.blocks.gradient_sum import ContinuedGradient
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.pipeline.executor import Finish
 from gridformer.parallel.pipeline.schedules import Action
+from gridformer.trace.shape import Shape
 from gridformer.utils.batch import Batch
 
 _NAMES = ("hidden", "memory")

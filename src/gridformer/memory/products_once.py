@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from gridformer.comm import Pending
-from gridformer.memory.tape import NotRepeatableError, Numbers, Shape, Step, steps_of
+from gridformer.memory.tape import NotRepeatableError, Numbers, Step, steps_of
 from gridformer.memory.tracker import Entry, MemoryTracker
 from gridformer.models.blocks.gradient_sum import ContinuedGradient
 from gridformer.parallel.tensor.summa import Broadcast
 from gridformer.parallel.tensor.summa.operands import Operand
+from gridformer.trace.shape import Shape
 
 Product = Callable[[Operand, Operand], Pending]
 _Recorded = tuple[list[Step], int, Shape]  # its log, and the number and shape of its result

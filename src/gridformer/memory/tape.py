@@ -7,13 +7,12 @@ itself or was handed in, and it hands out everything that it makes and does not 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from gridformer.memory.tracker import Entry, MemoryChange, MemoryTracker
+from gridformer.trace.shape import Shape
 
 
 class NotRepeatableError(Exception):
@@ -37,41 +36,6 @@ class Step(NamedTuple):
     n_bytes: int = 0
     text: str = ""
     flag: bool = False
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The properties of a tensor from which another one like it can be made.
-
-    Attributes:
-        n_bytes: The bytes of its storage.
-        size: Its shape.
-        stride: Its strides.
-        offset: Where it begins in its storage.
-        dtype: Its dtype.
-        device: Its device.
-    """
-
-    n_bytes: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(x: Tensor) -> Shape:
-        """Returns the shape of a tensor."""
-        n_bytes = x.untyped_storage().nbytes()
-        offset = int(x.storage_offset())
-        return Shape(n_bytes, x.shape, x.stride(), offset, x.dtype, x.device)
-
-    def make(self) -> Tensor:
-        """Makes such a tensor, uninitialized."""
-        with torch.no_grad():
-            n = self.n_bytes // self.dtype.itemsize
-            flat = torch.empty(n, dtype=self.dtype, device=self.device)
-            return flat.as_strided(self.size, self.stride, self.offset)
 
 
 class Numbers:

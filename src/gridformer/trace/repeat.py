@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.pipeline.schedules import Action
 from gridformer.trace.events import Event, Kernel, Passed, Place, Read, Start, Wait
 from gridformer.trace.group import Log
+from gridformer.trace.shape import Shape
 from gridformer.trace.stage_messages import StageMessages
 from gridformer.trace.which_passes import PassKind, WhichPasses
 from gridformer.utils.batch import MicroBatch
@@ -46,26 +47,6 @@ class _Shape:
 
     def empty(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-
-class _Memory(NamedTuple):
-    """The properties from which a tensor with the same place in its memory is made."""
-
-    elements: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(x: Tensor) -> _Memory:
-        elements = x.untyped_storage().nbytes() // x.element_size()
-        return _Memory(elements, x.shape, x.stride(), int(x.storage_offset()), x.dtype, x.device)
-
-    def empty(self) -> Tensor:
-        flat = torch.empty(self.elements, dtype=self.dtype, device=self.device)
-        return flat.as_strided(self.shape, self.stride, self.offset)
 
 
 @dataclass
@@ -160,7 +141,7 @@ class Repeats:
         self._kinds = self._passes.kinds
         self._run = self._passes.actions() if recorded is None else set()
         self.recorded: dict[PassKind, RecordedPass] = dict(recorded or {})
-        self._begun: dict[int, list[_Memory | None]] = {}  # the first gradients of each stage
+        self._begun: dict[int, list[Shape | None]] = {}  # the first gradients of each stage
         self._noted: PassKind | None = None
         self._hooks = self._noting() if self._passes.completing else []
         self.span = 0, 0
@@ -268,7 +249,7 @@ class Repeats:
         first = kind == "backward" and self._kinds[action].which == "first"
         if first and stage in self._passes.completing:
             grads = [parameter.grad for parameter in self._passes.parameters[stage]]
-            self._begun[stage] = [None if x is None else _Memory.of(x) for x in grads]
+            self._begun[stage] = [None if x is None else Shape.of(x) for x in grads]
 
     def _noting(self) -> list[Any]:
         """Lets parameters note when their gradients are complete in a pass that is recorded."""
@@ -305,7 +286,7 @@ class Repeats:
         like = self._passes.source(kind).stage
         if kind.which == "first" and like != kind.stage:
             for parameter, memory in zip(self._passes.parameters[kind.stage], self._begun[like]):
-                parameter.grad = None if memory is None else memory.empty()
+                parameter.grad = None if memory is None else memory.make()
 
     def _complete_gradients(self, kind: PassKind) -> None:
         """Repeats a backward pass, and begins sums of gradients as it completes these."""
