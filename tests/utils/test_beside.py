@@ -118,6 +118,7 @@ def test_work_is_begun_beside_this_process_which_helps_in_the_end(tmp_path: Path
     assert here == os.getpid(), "the copy was busy"
 
 
+@pytest.mark.usefixtures("two_cores")
 def test_other_work_begins_beside_this_process_when_the_first_is_done(tmp_path: Path) -> None:
     ends, ended = tmp_path / "ends", tmp_path / "ended"
 
