@@ -1,12 +1,16 @@
-"""Traces in copies of a process load neither sympy nor DTensors."""
+"""Traces in processes that end with them load neither sympy nor DTensors."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
+
+import pytest
 
 from gridformer.launch.plan import read_run_without_data
 from gridformer.plan.recorded import record_run
 from gridformer.utils.beside import beside, is_copy
+from gridformer.utils.short_lived import ends_with_its_work, last_work
 from tests.support.fake_gpu import own_process
 
 SLOW = ("sympy.core", "torch._dynamo.eval_frame", "torch.distributed.tensor._api")
@@ -26,3 +30,27 @@ def loaded_by_a_trace() -> tuple[bool, list[str]]:
 def test_traces_in_copies_load_neither_sympy_nor_dtensors() -> None:
     with own_process(imports_nothing=True) as call:
         assert call(loaded_by_a_trace) == (True, [])
+
+
+@pytest.mark.parametrize("command", ["check", "predict"])
+def test_neither_do_commands_that_trace_in_their_own_process(command: str) -> None:
+    words = ["bert-base", "layout.pp=2", "layout.micro_batches=2", "train.global_batch=4"]
+    words += ["model.n_layers=2", "layout.dp=2", "layout.dp_mode=fsdp"]
+    words += ["--cluster", "dgx-h100"] * (command == "predict")
+    program = f"""if True:
+        import sys
+        from gridformer.cli.app import main
+        sys.argv = {["gridformer", command, *words]}
+        try:
+            main()
+        except SystemExit as ended:
+            loaded = [name for name in {SLOW} if name in sys.modules]
+            sys.exit(ended.code or ", ".join(loaded))
+    """
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_commands_inside_another_process_leave_dtensors_to_it() -> None:
+    assert not ends_with_its_work()
+    with last_work():
+        assert not ends_with_its_work()

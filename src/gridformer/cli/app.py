@@ -31,6 +31,7 @@ from gridformer.cli.report import report
 from gridformer.cli.train import train
 from gridformer.cli.verify import verify
 from gridformer.utils.allocator import use_expandable_segments
+from gridformer.utils.short_lived import is_command
 from gridformer.utils.threads import let_threads_sleep
 
 
@@ -110,6 +111,7 @@ def main() -> None:
     # Both work only before torch is imported or initializes CUDA, and no command has done so yet.
     let_threads_sleep()
     use_expandable_segments()
+    is_command()
     with door():
         app()
 

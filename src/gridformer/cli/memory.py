@@ -9,10 +9,10 @@ import typer
 
 from gridformer.cli.patience import Seconds, time_limit
 from gridformer.cli.run_argument import Overrides, RunFile
-from gridformer.utils.garbage import no_garbage_collection
+from gridformer.utils.short_lived import last_work
 
 
-@no_garbage_collection(ends=True)  # there is hardly any, but millions of objects of torch
+@last_work()
 def memory(
     run: RunFile,
     overrides: Overrides = None,

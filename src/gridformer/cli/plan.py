@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gridformer.utils.garbage import no_garbage_collection
+from gridformer.utils.short_lived import last_work
 
 if TYPE_CHECKING:
     from gridformer.cluster import Cluster
@@ -22,7 +22,7 @@ _REPORT_S = 25.0  # up to 64 devices for a report, which is to list several layo
 _TOP = 10  # layouts that are listed unless --top says otherwise
 
 
-@no_garbage_collection(ends=True)  # there is hardly any, but millions of objects of torch
+@last_work()
 def plan(
     model: Annotated[
         str, typer.Argument(metavar="MODEL|RUN", help="The name of a shipped model, or a run file.")
