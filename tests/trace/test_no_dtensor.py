@@ -45,7 +45,7 @@ def test_neither_do_commands_that_trace_in_their_own_process(command: str) -> No
             main()
         except SystemExit as ended:
             loaded = [name for name in {SLOW} if name in sys.modules]
-            sys.exit(ended.code or ", ".join(loaded))
+            sys.exit(ended.code or ", ".join(loaded) or None)
     """
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
 
