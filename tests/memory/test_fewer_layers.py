@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gridformer.config import RunConfig
-from gridformer.memory import fewer_layers, ranks
+from gridformer.memory import fewer_layers, layers_per_cycle, ranks
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.fewer_layers import peak_of_rank
 from gridformer.memory.ranks import fullest_ranks, largest_ranks
@@ -56,7 +56,8 @@ def test_peaks_are_those_of_all_layers(
     decisions = decide_run(run)
     # In buckets of one byte each gradient travels alone, as that of a large layer does.
     alone = patch.multiple("gridformer.parallel.data.buckets", BUCKET_BYTES=1)
-    with alone, patch.object(fewer_layers, "_SMALL", fewer_layers._PLACEHOLDER):
+    always = patch.object(layers_per_cycle, "_WORTH", 1.0)
+    with alone, always, patch.object(fewer_layers, "_SMALL", fewer_layers._PLACEHOLDER):
         for rank in largest_ranks(run, decisions):
             whole = estimate_rank(run, rank, decisions, timeline=False).needed
             with (

@@ -171,9 +171,9 @@ def passes_are_played(
     ways: list[Any] = []
     real = estimate._log
 
-    def noted(run: Any, rank: int, decisions: Any, once: Any, read: Any) -> Any:
+    def noted(run: Any, rank: int, decisions: Any, once: Any, *others: Any) -> Any:
         ways.append(once)
-        return real(run, rank, decisions, once, read)
+        return real(run, rank, decisions, once, *others)
 
     run = a_run(layout, {"n_layers": 4, **model}, {**BATCH, "dtype": "bfloat16", **train})
     for rank in largest_ranks(run):

@@ -25,7 +25,6 @@ from gridformer.memory.tracker import Entry, MemoryTracker
 from gridformer.models import blocks
 from gridformer.models.blocks.cast import CastCopy
 from gridformer.models.blocks.recompute import in_backward
-from gridformer.parallel.data.buckets import n_bytes
 from gridformer.parallel.data.zero import replica_part
 from gridformer.parallel.pipeline import Event
 from gridformer.parallel.tensor import norm as grid_norms
@@ -117,7 +116,6 @@ class StepLog:
         between: The bytes held between steps.
         start: The time at which the step begins.
         host: The bytes that lie in host memory.
-        alone: The bytes of the largest parameter of the layer in which this is smallest.
         saved: See `MemoryBreakdown`.
         saved_beside: See `MemoryBreakdown`.
     """
@@ -127,7 +125,6 @@ class StepLog:
     between: int
     start: int
     host: int
-    alone: int
     saved: int = 0
     saved_beside: bool = False
 
@@ -168,9 +165,7 @@ def log_step(
             stack.enter_context(once(stepper, tracker))
         stack.enter_context(tracker)
         step()
-    layers = [module for module in model.modules() if isinstance(module, blocks.Layer)]
-    alone = min((max(map(n_bytes, layer.parameters()), default=0) for layer in layers), default=0)
-    return StepLog(tracker, done, between, start, in_host, alone)
+    return StepLog(tracker, done, between, start, in_host)
 
 
 def breakdown_of(log: StepLog, rank: int, timeline: bool = True) -> MemoryBreakdown:

@@ -101,16 +101,18 @@ def read_log(
     decisions: Decisions,
     read: Callable[[StepLog], T],
     once: bool = True,
+    before: Callable[[Stepper], object] | None = None,
 ) -> T:
     """Runs one optimizer step of a rank, and returns what its log shows.
 
     Args:
         run, rank, decisions, once: See `estimate_rank`.
         read: Reads the log. When it is called, nothing has been freed since the step.
+        before: Is called before the step, and may raise an error of its own.
     """
     for way in (*ways_of(run), None) if once else (None,):
         try:
-            return _log(run, rank, decisions, way, read)
+            return _log(run, rank, decisions, way, read, before)
         except NotRepeatableError:
             pass
     raise AssertionError("a complete step repeats nothing")
@@ -122,6 +124,7 @@ def _log(
     decisions: Decisions,
     once: Once | None,
     read: Callable[[StepLog], T],
+    before: Callable[[Stepper], object] | None,
 ) -> T:
     rows = run.train.global_batch // run.layout.dp
     run = fewer_micro_batches(run)
@@ -146,6 +149,8 @@ def _log(
             stepper = Stepper(model, train, axes, layout)
             if isinstance(stepper.passes, Pipeline):
                 stepper.passes.executor.has_loaded()  # the estimate is for a later step
+            if before is not None:
+                before(stepper)
             stepper.updates.allocate(0)
 
             def step() -> None:

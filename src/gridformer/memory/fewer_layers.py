@@ -1,6 +1,7 @@
 """The peak of a rank with many layers, from the logs of two models with few layers.
 
-The longer of these models has one layer more in each stage than the shorter one. In each phase of a
+The longer of these models has one layer more in each stage than the shorter one, or a few if
+gradients of several layers travel together (gridformer.memory.layers_per_cycle). In each phase of a
 step its log must be that of the shorter one with something inserted, and what is inserted must be
 what stands before it, because the layer before did the same. Then each further layer inserts it
 once more. Single sizes may differ as well, such as that of a list of norms; they grow along a line.
@@ -10,6 +11,7 @@ If the logs differ in any other way, all layers are run.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -19,10 +21,18 @@ from numpy.typing import NDArray
 from gridformer.config import RunConfig
 from gridformer.memory.breakdown import StepLog
 from gridformer.memory.estimate import estimate_rank, read_log
+from gridformer.memory.layers_per_cycle import (
+    LeftOut,
+    gradients_of,
+    layer_bytes,
+    layers_left_out,
+    stacks_of,
+)
 from gridformer.memory.tape import NotRepeatableError
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.data.buckets import BUCKET_BYTES
 from gridformer.trace.fewer_layers import removable, without_layers
+from gridformer.train.step import Stepper
 
 KEPT = 4  # layers of the shortest stage of the shorter model
 _WORTH = 14  # layers, see `removable`
@@ -47,22 +57,58 @@ def peak_of_rank(run: RunConfig, rank: int, decisions: Decisions) -> int:
         rank: The rank.
         decisions: The result of `decide_run(run)`.
     """
-    more = removable(run, decisions, KEPT, _WORTH)
-
-    def log(fewer: int) -> _Log:
-        with without_layers(run, decisions, fewer) as part:
-            return read_log(part, rank, decisions, _Log.of)
-
-    if more:
-        shorter = log(more)
-        # In smaller buckets lie gradients of several layers, and how they are divided does not
-        # repeat from layer to layer.
-        if run.layout.dp == 1 or shorter.alone > BUCKET_BYTES:
-            longer = log(more - 1)
-            for small in (_PLACEHOLDER, _SMALL):
-                with suppress(NotRepeatableError):
-                    return _extended(shorter, longer, more - 1, small)
+    if fewer := removable(run, decisions, KEPT, _WORTH):
+        with suppress(NotRepeatableError):
+            return _from_few_layers(run, rank, decisions, fewer)
     return estimate_rank(run, rank, decisions, timeline=False).needed
+
+
+class _OtherLayers(Exception):  # noqa: N818
+    """Another number of layers is to be left out."""
+
+    def __init__(self, found: LeftOut) -> None:
+        super().__init__()
+        self.found = found
+
+
+def _from_few_layers(run: RunConfig, rank: int, decisions: Decisions, most: int) -> int:
+    """Does what `peak_of_rank` does, from two models with few layers.
+
+    Args:
+        run, rank, decisions: See `peak_of_rank`.
+        most: How many layers may be left out of each stage.
+
+    Raises:
+        NotRepeatableError: All layers must be run.
+    """
+    with without_layers(run, decisions, most) as part:
+        few = stacks_of(part, rank, decisions)
+    whole, left_out = stacks_of(run, rank, decisions), LeftOut(most, 1)
+
+    def choose(stepper: Stepper) -> None:
+        negligible = _NOTICEABLE * layer_bytes(stepper) / sum(few.values()) * sum(whole.values())
+        both_ways = run.layout.dp_mode == "zero1"
+        gradients = gradients_of(stepper)
+        found = layers_left_out(gradients, few, whole, KEPT, both_ways, int(negligible))
+        if found != left_out:
+            raise _OtherLayers(found)
+
+    def log(fewer: int, before: Callable[[Stepper], object] | None = None) -> _Log:
+        with without_layers(run, decisions, fewer) as part:
+            return read_log(part, rank, decisions, _Log.of, before=before)
+
+    try:
+        shorter = log(most, choose)
+    except _OtherLayers as other:
+        left_out = other.found
+        if not left_out.layers:
+            raise NotRepeatableError("buckets do not repeat after few layers") from None
+        shorter = log(left_out.layers)
+    longer = log(left_out.layers - left_out.cycle)
+    more = left_out.layers // left_out.cycle - 1
+    with suppress(NotRepeatableError):
+        return _extended(shorter, longer, more, _PLACEHOLDER)
+    return _extended(shorter, longer, more, _SMALL)
 
 
 @dataclass(frozen=True)
@@ -73,14 +119,12 @@ class _Log:
         before: How the bytes change before the step.
         phases: How they change in each phase of the step.
         names: The names of the phases.
-        alone: See `StepLog`.
         saved: The bytes of copies for a checkpoint that lie in the memory of the device.
     """
 
     before: Changes
     phases: list[Changes]
     names: list[str]
-    alone: int
     saved: int
 
     @staticmethod
@@ -92,7 +136,6 @@ class _Log:
             changes[: log.start + 1],
             [changes[begin + 1 : end + 1] for begin, end in itertools.pairwise(ends)],
             [name for _, name in log.phases],
-            log.alone,
             log.saved if log.saved_beside else 0,
         )
 
@@ -129,14 +172,12 @@ def _extended(shorter: _Log, longer: _Log, more: int, small: int) -> int:
         key = one.tobytes(), other.tobytes()
         if key not in known:
             known[key] = _parts(one, other)
-        most = 0
+        most, less, least = 0, total, 0
         for part in known[key]:
+            less, least = part.after(less, least, more, BUCKET_BYTES)
             total, most = part.after(total, most, more)
-        grown = [size for part in known[key] for size in part.grown(more)]
-        if any(abs(size) > BUCKET_BYTES for size in grown):
-            bound = max(bound, most)  # it is several buckets, perhaps one after the other
-        else:
-            peak = max(peak, most)
+        # What grows above the size of a bucket is several ones, perhaps one after the other.
+        peak, bound = max(peak, least), max(bound, most)
     if max(0, bound - peak) + together > _NOTICEABLE * peak:
         raise NotRepeatableError("buckets of small tensors take much memory")
     peak = max(peak, bound)
@@ -157,18 +198,22 @@ class _Part:
     repeated: bool = False
     grows: dict[int, int] = field(default_factory=dict)
 
-    def after(self, total: int, peak: int, more: int) -> tuple[int, int]:
+    def after(
+        self, total: int, peak: int, more: int, largest: int | None = None
+    ) -> tuple[int, int]:
         """Returns the bytes after this part, and the most of them until then.
 
         Args:
             total: The bytes before it.
             peak: The most bytes until then.
-            more: How many further layers there are.
+            more: How many further layers or cycles there are.
+            largest: The size to which single changes may grow; None for any.
         """
         changes, times = self.changes, more if self.repeated else 1
         if self.grows:
             changes = changes.copy()
-            changes[[*self.grows]] = self.grown(more)
+            grown = np.array(self.grown(more))
+            changes[[*self.grows]] = grown if largest is None else grown.clip(-largest, largest)
         if not len(changes) or not times:
             return total, peak
         curve = changes.cumsum()

@@ -32,7 +32,7 @@ def ways_of(run: RunConfig) -> list[Once]:
     if layout.pp == 1:
         return [within_passes]
     last_runs = run.train.update == "in_backward"  # layers are updated in its backward pass
-    by_second = partial(_repeated, by_first=False, last_runs=True)
+    by_second = partial(_repeated, by_first=False, last_runs=last_runs)
     if layout.dp_mode == "fsdp":  # hooks of parameters free them
         return [by_second, within_passes]
     return [partial(_repeated, by_first=True, last_runs=last_runs), by_second, within_passes]
@@ -62,7 +62,7 @@ def _repeated(
 ) -> Iterator[None]:
     assert isinstance(stepper.passes, Pipeline)
     executor, n = stepper.passes.executor, stepper.micro_batches
-    last_runs = last_runs or _joins_weights(stepper.model)
+    last_runs = last_runs or (by_first and _joins_weights(stepper.model))
     with (
         within_passes(stepper, tracker),
         fills_once(executor.stage_io, tracker),

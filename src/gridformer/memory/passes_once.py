@@ -6,8 +6,9 @@ they multiply. The first one also keeps the copies of weights in the type of the
 sums over replicas begin in the last one, in hooks of parameters. So the first one runs, and its log
 is played again for the others. Messages between stages are real for all.
 
-If the first one also allocates what stays, such as workspaces, the second one is the model of the
-others. The last one runs as well if more than the hooks of parameters makes it differ.
+If the first one also allocates what stays, such as workspaces, or if hooks of parameters free these
+(FSDP), the second one is the model of the others. The last one runs as well if more than its sums
+over replicas makes it differ.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from gridformer.memory.tracker import Entry, MemoryChange, MemoryTracker
 from gridformer.models import Activations
 from gridformer.models.blocks.cast import CastCopy
 from gridformer.models.blocks.gradient_sum import ContinuedGradient
+from gridformer.parallel.data.fsdp import FSDPUnit
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.pipeline.executor import Finish
 from gridformer.parallel.pipeline.schedules import Action
@@ -96,7 +98,7 @@ class _Passes:
         n_micro: The number of micro-batches of a step.
         by_first: Whether the first micro-batch is the model of the others, not the second.
         last_runs: Whether the last micro-batch runs because its backward pass does more than
-            call the hooks of parameters.
+            begin sums over replicas.
     """
 
     def __init__(
@@ -133,13 +135,13 @@ class _Passes:
         """Notes in the log when the backward pass that is recorded makes gradients."""
         handles: list[Any] = []
         nodes: list[Any] = []  # torch makes other ones if nobody holds them
-        if self.by_first:
-            for number, parameter in enumerate(self._parameters):
+        for number, parameter in enumerate(self._parameters):
+            if self.by_first:
                 node: Any = get_gradient_edge(parameter).node
                 nodes.append(node)
                 handles.append(node.register_prehook(self._arrives))
-                done = partial(self._accumulated, number)
-                handles.append(parameter.register_post_accumulate_grad_hook(done))
+            done = partial(self._accumulated, number)
+            handles.append(parameter.register_post_accumulate_grad_hook(done))
         try:
             yield
         finally:
@@ -153,6 +155,9 @@ class _Passes:
 
     def _accumulated(self, number: int, parameter: nn.Parameter) -> None:
         if not self._recording:
+            return
+        if not self.by_first:  # it was added to that of the first micro-batch
+            self.tracker.changes.append(MemoryChange("accumulated", None, str(number)))
             return
         assert parameter.grad is not None
         entry = self.tracker.entry_of(parameter.grad)
@@ -311,7 +316,7 @@ class _Passes:
             elif number not in ended and not handed_out and entry is not None and entry.n_bytes:
                 if number < len(recorded.entering):
                     raise NotRepeatableError(f"{entry}, which was handed in, stays")
-                if _HALF < entry.n_bytes <= _PLACEHOLDER and not self.last_runs:
+                if _HALF < entry.n_bytes <= _PLACEHOLDER and self.by_first and not self.last_runs:
                     raise NotRepeatableError(f"{entry} may stand for joined weights")
                 recorded.with_graph.append(number)
                 self._with_graph.append(entry)
@@ -372,11 +377,15 @@ class _Passes:
             leaves[name].grad = played.player.held.pop(number)
 
     def _call_hooks(self, number: int) -> None:
-        """Does what torch does when the gradient of a parameter is complete."""
+        """Does what torch does when the gradient of a parameter is complete.
+
+        What a hook of FSDP frees is in the log already.
+        """
         parameter = self._parameters[number]
         with self.tracker.playing_backward():
             for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-                hook(parameter)
+                if not isinstance(getattr(hook, "__self__", None), FSDPUnit):
+                    hook(parameter)
 
 
 @contextmanager

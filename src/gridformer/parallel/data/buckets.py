@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 BUCKET_BYTES = 25 << 20  # the size of a message; one larger tensor travels alone
-AnyTensor = TypeVar("AnyTensor", bound=Tensor)  # Tensor or nn.Parameter
 
 
-def n_bytes(tensor: Tensor) -> int:
+class Sized(Protocol):
+    """A tensor, or something with a size that stands for one."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its elements."""
+
+    def numel(self) -> int:
+        """Returns the number of its elements."""
+
+    def element_size(self) -> int:
+        """Returns the bytes of an element."""
+
+
+AnyTensor = TypeVar("AnyTensor", bound=Sized)
+
+
+def n_bytes(tensor: Sized) -> int:
     """Returns the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
