@@ -56,7 +56,7 @@ def test_peaks_are_those_of_all_layers(
     decisions = decide_run(run)
     # In buckets of one byte each gradient travels alone, as that of a large layer does.
     alone = patch.multiple("gridformer.parallel.data.buckets", BUCKET_BYTES=1)
-    always = patch.object(layers_per_cycle, "_WORTH", 1.0)
+    always = patch.object(layers_per_cycle, "_WORTH", 2.0)
     with alone, always, patch.object(fewer_layers, "_SMALL", fewer_layers._PLACEHOLDER):
         for rank in largest_ranks(run, decisions):
             whole = estimate_rank(run, rank, decisions, timeline=False).needed

@@ -24,6 +24,7 @@ from gridformer.memory.estimate import estimate_rank, read_log
 from gridformer.memory.layers_per_cycle import (
     LeftOut,
     gradients_of,
+    is_worth_it,
     layer_bytes,
     layers_left_out,
     stacks_of,
@@ -34,8 +35,8 @@ from gridformer.parallel.data.buckets import BUCKET_BYTES
 from gridformer.trace.fewer_layers import removable, without_layers
 from gridformer.train.step import Stepper
 
-KEPT = 4  # layers of the shortest stage of the shorter model
-_WORTH = 14  # layers, see `removable`
+KEPT = 3  # layers of the shortest stage of the shorter model
+_WORTH = 10  # layers, see `removable`
 # Bytes of a tensor that stands for joined weights, at most. Torch does not always free these in the
 # same order.
 _PLACEHOLDER = 8
@@ -84,6 +85,8 @@ def _from_few_layers(run: RunConfig, rank: int, decisions: Decisions, most: int)
     with without_layers(run, decisions, most) as part:
         few = stacks_of(part, rank, decisions)
     whole, left_out = stacks_of(run, rank, decisions), LeftOut(most, 1)
+    if not is_worth_it(most, few, whole):
+        raise NotRepeatableError("only few layers can be left out")
 
     def choose(stepper: Stepper) -> None:
         negligible = _NOTICEABLE * layer_bytes(stepper) / sum(few.values()) * sum(whole.values())

@@ -119,25 +119,50 @@ def layers_left_out(
         negligible: Bytes that make no difference. An axis with fewer of them in layers, which are
             vectors then, has no cycles.
     """
-    longer = [stack for stack in whole if few[stack] < whole[stack]]
+    longer = _longer(few, whole)
     every = _with_all_layers(gradients, few, whole, negligible)
     ways = [_starts(reversed(every), quarter=True)]
     if both_ways:
         ways.append(_starts(every, quarter=False))
-    n = sum(whole.values())
-    best, least = LeftOut(0, 1), _WORTH * n
     possible = min(whole[stack] - few[stack] for stack in longer)
     possible = min(possible, _with_same_limits(every, longer))
+    best, least = LeftOut(0, 1), _WORTH
     for cycle in range(1, _MOST + 1):
         most = possible
         for stack in longer:
             settled = max(_settled(way, stack, whole[stack], cycle) for way in ways)
-            most = min(most, whole[stack] - max(kept, settled + 2 * cycle + _IN_FLIGHT))
-        left_out = most // cycle * cycle
-        work = 2 * (n - left_out * len(longer)) + cycle * len(longer)
-        if left_out > cycle and work < least:
-            best, least = LeftOut(left_out, cycle), work
+            settled += cycle + _IN_FLIGHT if cycle > 1 else 0
+            most = min(most, whole[stack] - max(kept, settled + cycle))
+        found = LeftOut(most // cycle * cycle, cycle)
+        if found.layers > cycle and (work := work_of(found, few, whole)) < least:
+            best, least = found, work
     return best
+
+
+def work_of(left_out: LeftOut, few: Mapping[Stack, int], whole: Mapping[Stack, int]) -> float:
+    """Returns how much of the work for all layers the two models with few layers are.
+
+    Args:
+        left_out: The layers that are left out of them.
+        few, whole: See `layers_left_out`.
+    """
+    n, longer = sum(whole.values()), len(_longer(few, whole))
+    return (2 * (n - left_out.layers * longer) + left_out.cycle * longer) / n
+
+
+def is_worth_it(most: int, few: Mapping[Stack, int], whole: Mapping[Stack, int]) -> bool:
+    """Whether it may be worth it to leave layers out; see `layers_left_out`.
+
+    Args:
+        most: The most layers that can be left out.
+        few, whole: See `layers_left_out`.
+    """
+    return work_of(LeftOut(most, 1), few, whole) < _WORTH
+
+
+def _longer(few: Mapping[Stack, int], whole: Mapping[Stack, int]) -> list[Stack]:
+    """Returns the stacks of which the model with all layers has more."""
+    return [stack for stack in whole if few[stack] < whole[stack]]
 
 
 class _Placed(NamedTuple):

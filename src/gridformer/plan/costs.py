@@ -55,6 +55,8 @@ class Costs:
         # By the id of a kernel, which is kept, and whether all passes are over.
         self._runs: dict[tuple[int, bool], tuple[Run, Kernel]] = {}
         self._messages: dict[Any, tuple[float, float | None]] = {}
+        # The same by the ids of a message's parts and pieces, which are kept in the message.
+        self._starts: dict[Any, tuple[tuple[float, float | None], Start]] = {}
         self._groups: dict[tuple[int, ...], _Places] = {}  # by ranks
         self._alike: dict[_Along, _Places] = {}  # of all groups that are alike
 
@@ -118,6 +120,11 @@ class Costs:
             start: The message.
             rank: The rank that starts it.
         """
+        same = id(start.parts), id(start.pieces), start.op, start.group, start.size, start.dtype
+        again = *same, rank
+        known = self._starts.get(again)
+        if known is not None:
+            return known[0]
         parts = tuple((part.what, part.peer, part.size, part.dtype) for part in start.parts)
         sender = rank if parts else None  # which link a part takes depends on both of its ends
         key = start.op, start.group, start.size, start.dtype, parts, start.pieces, sender
@@ -125,6 +132,7 @@ class Costs:
             found = self._start_s(start, rank, message_s)
             cpu = self._start_s(start, rank, message_cpu_s) if self.on_cpu else found
             self._messages[key] = found, cpu if cpu < found else None
+        self._starts[again] = self._messages[key], start
         return self._messages[key]
 
     def _start_s(self, start: Start, rank: int, seconds_of: _SecondsOf) -> float:
