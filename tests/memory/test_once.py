@@ -197,9 +197,16 @@ def test_cells_have_the_log_of_the_complete_step(cell: Cell) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("more", [{"dp": 2}, {"stages_per_rank": 2, "micro_batches": 4}])
-def test_only_one_micro_batch_of_a_stage_runs(
-    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], rank: int
+@pytest.mark.parametrize(
+    ("more", "n"),
+    [
+        ({"dp": 2}, 1),
+        ({"stages_per_rank": 2, "micro_batches": 4}, 1),
+        ({"dp": 2, "dp_mode": "fsdp"}, 2),  # the first one finds its first layer gathered
+    ],
+)
+def test_only_one_or_two_micro_batches_of_a_stage_run(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], n: int, rank: int
 ) -> None:
     """Whether or not a message came before it, after which weights are already copied."""
     ran: list[Any] = []
@@ -213,7 +220,7 @@ def test_only_one_micro_batch_of_a_stage_runs(
     run = a_run({**MEGATRON, **more}, {"n_layers": 4}, {**BATCH, "dtype": "bfloat16"})
     estimate_rank(run, rank * (run.layout.n_processes // 2))
     stages = run.layout.stages_per_rank
-    assert [action.micro for action in ran] == [0] * stages
+    assert [action.micro for action in ran] == [*range(n)] * stages
 
 
 def test_what_cannot_be_repeated_runs_completely(monkeypatch: pytest.MonkeyPatch) -> None:
