@@ -112,6 +112,41 @@ def test_a_single_change_grows_along_a_line() -> None:
     assert part.after(0, 0, 6) == (0, 45)
 
 
+MIB = 1 << 20
+
+
+def log_of(n: int, held: int) -> fewer_layers._Log:
+    """Return a log with n layers, which join 8 MiB each, while the first phase holds some bytes."""
+    bucket = 8 * MIB * n
+    before = np.array([held], dtype=np.int64)
+    phases = [
+        np.array([5 * MIB, bucket, -bucket, -5 * MIB], dtype=np.int64),
+        np.array([7 * MIB, -7 * MIB], dtype=np.int64),
+    ]
+    return fewer_layers._Log(before, phases, ["sums", "update"], 0)
+
+
+def test_buckets_that_may_come_one_after_the_other_count_as_one() -> None:
+    held = 1000 * 1024 * MIB
+    found = fewer_layers._extended(log_of(3, held), log_of(4, held), 96, 8)
+    assert found == held + 5 * MIB + 800 * MIB
+    assert found < held * 1.001
+
+
+def test_buckets_that_take_a_noticeable_part_are_refused() -> None:
+    held = 10 * 1024 * MIB
+    with pytest.raises(NotRepeatableError, match="buckets"):
+        fewer_layers._extended(log_of(3, held), log_of(4, held), 96, 8)
+
+
+def test_a_bucket_that_is_freed_is_freed_as_a_whole() -> None:
+    """What a phase frees may be large, and then the phase is not the fullest one."""
+    frees = np.array([-100 * MIB, 30 * MIB], dtype=np.int64)
+    part = fewer_layers._Part(frees, grows={0: -50 * MIB, 1: 20 * MIB})
+    assert part.after(0, 0, 2) == (-130 * MIB, 0)
+    assert part.after(0, 0, 2, 25 * MIB) == (-175 * MIB, 0)
+
+
 @pytest.mark.parametrize(
     "layout",
     [

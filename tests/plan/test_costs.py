@@ -66,3 +66,15 @@ def test_messages_to_one_rank_take_the_time_of_their_own_links() -> None:
     for ranks in (0, 8), (8, 0):
         costs = costs_of(run)
         assert {rank: seconds(costs, rank) for rank in ranks} == alone
+
+
+def test_messages_of_other_sizes_take_another_time() -> None:
+    run = run_of("devices_per_node=8", "scheme=megatron", "cols=4", "pp=4", "micro_batches=4")
+    costs, place = costs_of(run), Place("", 0, "")
+
+    def seconds(size: int) -> float:
+        parts = (Part("send", 4, size, "bfloat16"),)
+        return costs.start_s(Start(1, "p2p", "pp", (0, 4, 8, 12), place, parts=parts), 0)[0]
+
+    found = [seconds(size) for size in (1 << 20, 1 << 24, 1 << 20)]
+    assert found[0] == found[2] < found[1]

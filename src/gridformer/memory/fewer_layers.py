@@ -179,7 +179,8 @@ def _extended(shorter: _Log, longer: _Log, more: int, small: int) -> int:
         for part in known[key]:
             less, least = part.after(less, least, more, BUCKET_BYTES)
             total, most = part.after(total, most, more)
-        # What grows above the size of a bucket is several ones, perhaps one after the other.
+        # What grows above the size of a bucket is several ones, perhaps one after the other. So the
+        # peak lies between these two.
         peak, bound = max(peak, least), max(bound, most)
     if max(0, bound - peak) + together > _NOTICEABLE * peak:
         raise NotRepeatableError("buckets of small tensors take much memory")
@@ -210,13 +211,13 @@ class _Part:
             total: The bytes before it.
             peak: The most bytes until then.
             more: How many further layers or cycles there are.
-            largest: The size to which single changes may grow; None for any.
+            largest: The size to which single storages may grow; None for any.
         """
         changes, times = self.changes, more if self.repeated else 1
         if self.grows:
             changes = changes.copy()
             grown = np.array(self.grown(more))
-            changes[[*self.grows]] = grown if largest is None else grown.clip(-largest, largest)
+            changes[[*self.grows]] = grown if largest is None else grown.clip(max=largest)
         if not len(changes) or not times:
             return total, peak
         curve = changes.cumsum()

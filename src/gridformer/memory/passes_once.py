@@ -36,7 +36,6 @@ from gridformer.memory.tracker import Entry, MemoryChange, MemoryTracker
 from gridformer.models import Activations
 from gridformer.models.blocks.cast import CastCopy
 from gridformer.models.blocks.gradient_sum import ContinuedGradient
-from gridformer.parallel.data.fsdp import FSDPUnit
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.pipeline.executor import Finish
 from gridformer.parallel.pipeline.schedules import Action
@@ -377,15 +376,11 @@ class _Passes:
             leaves[name].grad = played.player.held.pop(number)
 
     def _call_hooks(self, number: int) -> None:
-        """Does what torch does when the gradient of a parameter is complete.
-
-        What a hook of FSDP frees is in the log already.
-        """
+        """Does what torch does when the gradient of a parameter is complete."""
         parameter = self._parameters[number]
         with self.tracker.playing_backward():
             for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-                if not isinstance(getattr(hook, "__self__", None), FSDPUnit):
-                    hook(parameter)
+                hook(parameter)  # those of FSDP free nothing outside backward passes
 
 
 @contextmanager
