@@ -54,7 +54,8 @@ fmt: $(VENV)/.ready
 
 # torch first and pinned: a looser requirement, met with no torch installed, would pull another build.
 # Triton exists for Linux. CUDA builds of torch bring the version that they need; for CPU builds it is
-# installed here, for the tests of the kernels.
+# installed here, for the tests of the kernels. pip compiles what it installs, but not what is editable;
+# where Python may not do that either (see above), commands would start half a second later.
 $(VENV)/.ready: pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "gridformer needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
@@ -65,6 +66,7 @@ $(VENV)/.ready: pyproject.toml requirements.lock
 	@$(BIN)/python -c "import triton" 2> /dev/null || test $$(uname) != Linux || \
 	  $(BIN)/python -m pip install -qq --no-deps triton==$(TRITON)
 	@$(BIN)/python -m pip install -qq --no-deps --editable .
+	@$(BIN)/python -m compileall -q src
 	@touch $@
 
 # Upgrade everything pyproject.toml allows, then pin what was installed. torch has its own line above.
