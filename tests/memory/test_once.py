@@ -17,7 +17,9 @@ from gridformer.memory.ranks import largest_ranks
 from gridformer.memory.tape import NotRepeatableError
 from gridformer.memory.tracker import MemoryTracker
 from gridformer.models.blocks import dropout
+from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.pipeline import Executor
+from gridformer.parallel.pipeline.partition import link_names, stages_of
 from gridformer.trace import fast_fake
 from tests.support.marks import full_unless
 from tests.support.multirank.matrix import CELLS, QUICK, Cell
@@ -185,6 +187,50 @@ def passes_are_played(
     assert not {None, within_passes} & {*ways}, "some passes were played"
 
 
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        (MEGATRON, {}),
+        ({**MEGATRON, "dp": 2, "dp_mode": "fsdp"}, {}),
+        pytest.param(
+            MEGATRON, {"family": "transformer", "n_decoder_layers": 2}, marks=pytest.mark.full
+        ),
+        pytest.param({**OPTIMUS, "dp": 2, "dp_mode": "zero1"}, {}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_hidden_states_pass_through_a_stage_that_has_only_the_head(
+    monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any], model: dict[str, Any]
+) -> None:
+    model = {"n_layers": 2, "vocab_size": 8192, **model}
+    run = a_run(layout, model, BATCH)
+    *_, last = stages_of(run.model, 2, decide_run(run).choices.work)
+    assert [link_names(run.model)[i] for i in last] == ["head"]
+    passes_are_played(monkeypatch, layout, model, {"dtype": "float32"})
+
+
+def test_kept_weights_are_gathered_by_the_first_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So the second one is the model of the others, and no other way is tried."""
+    run = a_run(
+        {**OPTIMUS, "schedule": "gather", "keep_gathered": "weights"}, {"n_layers": 4}, BATCH
+    )
+    kept = (choice.keep_weight for choice in decide_run(run).choices.products.values())
+    assert any(kept)
+    ways: list[Any] = []
+    real = estimate._log
+
+    def noted(run: Any, rank: int, decisions: Any, once: Any, *others: Any) -> Any:
+        ways.append(once)
+        return real(run, rank, decisions, once, *others)
+
+    monkeypatch.setattr(estimate, "_log", noted)
+    for rank in largest_ranks(run):
+        estimate_rank(run, rank)
+    assert [way.keywords["by_first"] for way in ways] == [False] * len(largest_ranks(run))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "cell",
@@ -229,7 +275,7 @@ def test_what_cannot_be_repeated_runs_completely(monkeypatch: pytest.MonkeyPatch
 
     run = a_run(MEGATRON, {"n_layers": 2}, BATCH)
     expected = estimate_rank(run, 0)
-    monkeypatch.setattr(estimate, "ways_of", lambda _: [refuses])
+    monkeypatch.setattr(estimate, "ways_of", lambda *_: [refuses])
     assert estimate_rank(run, 0) == expected
 
 

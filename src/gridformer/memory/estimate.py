@@ -110,7 +110,7 @@ def read_log(
         read: Reads the log. When it is called, nothing has been freed since the step.
         before: Is called before the step, and may raise an error of its own.
     """
-    for way in (*ways_of(run), None) if once else (None,):
+    for way in (*ways_of(run, decisions), None) if once else (None,):
         try:
             return _log(run, rank, decisions, way, read, before)
         except NotRepeatableError:

@@ -18,22 +18,29 @@ from gridformer.memory.products_once import products_once
 from gridformer.memory.tracker import MemoryTracker
 from gridformer.models import Model
 from gridformer.models.blocks import JoinedParts
+from gridformer.parallel.auto.decisions import Decisions
 from gridformer.train.forward_backward import Pipeline
 from gridformer.train.step import Stepper
 
 
-def ways_of(run: RunConfig) -> list[Once]:
+def ways_of(run: RunConfig, decisions: Decisions) -> list[Once]:
     """Returns ways to repeat parts of a step in the log, the fastest first.
 
     A way that does not fit a run raises NotRepeatableError. Then the next one is to be tried, and
     at last the complete step.
+
+    Args:
+        run: The run.
+        decisions: The result of `decide_run(run)`.
     """
     layout = run.layout
     if layout.pp == 1:
         return [within_passes]
     last_runs = run.train.update == "in_backward"  # layers are updated in its backward pass
     by_second = partial(_repeated, by_first=False, last_runs=last_runs)
-    if layout.dp_mode == "fsdp":  # hooks of parameters free them
+    # The first micro-batch gathers weights that are kept, and under FSDP it finds some gathered.
+    keeps = any(choice.keep_weight for choice in decisions.choices.products.values())
+    if layout.dp_mode == "fsdp" or (keeps and layout.rows > 1):
         return [by_second, within_passes]
     return [partial(_repeated, by_first=True, last_runs=last_runs), by_second, within_passes]
 

@@ -183,7 +183,7 @@ class _Passes:
         out = [getattr(leaving, name) for name in left]
         out += [root for root in roots if isinstance(root, Tensor)]
         found = _Recorded(names, left, numbers, steps, {}, [])
-        passing = {names.index(name) for name in ("memory",) if name in names and name in left}
+        passing = {number for number, name in enumerate(names) if name in left}
         found.numbers_of = self._shapes(out, found.made, numbers, len(given), passing)
         if self.by_first:  # the copies of weights that it makes are there for the others
             made = [change for a, b in self._made for change in self.tracker.changes[a:b]]
@@ -256,8 +256,12 @@ class _Passes:
         sums = {n for entry in self._sums if (n := recorded.numbers[entry]) is not None}
         recorded.backward = without_entries(steps, sums) if self.by_first else steps
         received = [leaf.grad for leaf in leaves.values()]
-        made = self._shapes(received, recorded.grads, recorded.numbers, before)
+        in_forward = range(len(recorded.entering), before)  # where a loss makes its gradient
+        made = self._shapes(received, recorded.grads, recorded.numbers, before, in_forward)
         recorded.grads_of = dict(zip(leaves, made))
+        for number, x in zip(made, received):
+            if number in in_forward and x is not None:
+                recorded.made[number] = Shape.of(x)
         self._check(recorded)
 
     def _shapes(
@@ -276,7 +280,7 @@ class _Passes:
             numbers: The numbers of all storages.
             first: The number of the first storage that was made here.
             passing: The numbers of tensors that may pass through, as the encoder's output does in
-                stages of the decoder.
+                stages of the decoder, and hidden states in a stage that has no layer.
         """
         found = []
         for x in out:
@@ -373,6 +377,8 @@ class _Passes:
         if recorded.with_graph:
             weakref.finalize(played, played.player.end, recorded.with_graph)
         for name, number in recorded.grads_of.items():
+            if number not in played.player.held:
+                raise NotRepeatableError("its forward pass was played before this was known")
             leaves[name].grad = played.player.held.pop(number)
 
     def _call_hooks(self, number: int) -> None:
