@@ -14,7 +14,7 @@ from gridformer.utils.garbage import no_garbage_collection
 _is_command = _ends = False
 
 
-def is_command() -> None:
+def begin_command() -> None:
     """Notes that this process does nothing but run a command."""
     global _is_command
     _is_command = True
