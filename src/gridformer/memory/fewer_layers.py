@@ -35,7 +35,9 @@ from gridformer.parallel.data.buckets import BUCKET_BYTES
 from gridformer.trace.fewer_layers import removable, without_layers
 from gridformer.train.step import Stepper
 
-KEPT = 3  # layers of the shortest stage of the shorter model
+# Layers of the shortest stage of the shorter model, and with sums of gradients over replicas, which
+# may wait for that of a large table.
+KEPT, _WITH_SUMS = 3, 4
 _WORTH = 10  # layers, see `removable`
 # Bytes of a tensor that stands for joined weights, at most. Torch does not always free these in the
 # same order.
@@ -58,10 +60,14 @@ def peak_of_rank(run: RunConfig, rank: int, decisions: Decisions) -> int:
         rank: The rank.
         decisions: The result of `decide_run(run)`.
     """
-    if fewer := removable(run, decisions, KEPT, _WORTH):
+    if fewer := removable(run, decisions, _kept(run), _WORTH):
         with suppress(NotRepeatableError):
             return _from_few_layers(run, rank, decisions, fewer)
     return estimate_rank(run, rank, decisions, timeline=False).needed
+
+
+def _kept(run: RunConfig) -> int:
+    return _WITH_SUMS if run.layout.dp > 1 else KEPT
 
 
 class _OtherLayers(Exception):  # noqa: N818
@@ -92,7 +98,7 @@ def _from_few_layers(run: RunConfig, rank: int, decisions: Decisions, most: int)
         negligible = _NOTICEABLE * layer_bytes(stepper) / sum(few.values()) * sum(whole.values())
         both_ways = run.layout.dp_mode == "zero1"
         gradients = gradients_of(stepper)
-        found = layers_left_out(gradients, few, whole, KEPT, both_ways, int(negligible))
+        found = layers_left_out(gradients, few, whole, _kept(run), both_ways, int(negligible))
         if found != left_out:
             raise _OtherLayers(found)
 

@@ -131,7 +131,7 @@ def layers_left_out(
         most = possible
         for stack in longer:
             settled = max(_settled(way, stack, whole[stack], cycle) for way in ways)
-            settled += cycle + _IN_FLIGHT if cycle > 1 else 0
+            settled += cycle + _IN_FLIGHT if every else 0
             most = min(most, whole[stack] - max(kept, settled + cycle))
         found = LeftOut(most // cycle * cycle, cycle)
         if found.layers > cycle and (work := work_of(found, few, whole)) < least:
