@@ -39,6 +39,12 @@ def test_a_gradient_that_travels_alone_makes_each_layer_a_cycle() -> None:
     assert left_out([MIB, 30 * MIB]) == (92, 1)
 
 
+def test_layers_whose_sums_may_wait_for_others_are_not_left_out() -> None:
+    few, whole = {LAYERS: 1}, {LAYERS: 96}
+    assert layers_left_out([], few, whole, 1) == (95, 1)
+    assert layers_left_out(model(1, [MIB, 30 * MIB]), few, whole, 1) == (92, 1)
+
+
 def test_two_layers_that_fill_a_bucket_are_a_cycle() -> None:
     layers, cycle = left_out([4 * MIB, 8 * MIB])
     assert cycle == 2
