@@ -39,7 +39,7 @@ def test_neither_do_commands_that_trace_in_their_own_process(command: str) -> No
     words += ["--cluster", "dgx-h100"] * (command == "predict")
     program = f"""if True:
         import sys
-        from gridformer.cli.app import main
+        from gridformer.__main__ import main
         sys.argv = {["gridformer", command, *words]}
         try:
             main()

@@ -31,7 +31,6 @@ from gridformer.cli.report import report
 from gridformer.cli.train import train
 from gridformer.cli.verify import verify
 from gridformer.utils.allocator import use_expandable_segments
-from gridformer.utils.short_lived import begin_command
 from gridformer.utils.threads import let_threads_sleep
 
 
@@ -108,7 +107,6 @@ def _options(
 
 def main() -> None:
     """Runs the command. See `gridformer.cli.door` for what becomes of errors."""
-    begin_command()
     # Both work only before torch is imported or initializes CUDA, and no command has done so yet.
     let_threads_sleep()
     use_expandable_segments()

@@ -29,7 +29,10 @@ def last_work() -> Iterator[None]:
     global _ends
     with no_garbage_collection(ends=True):
         _ends = _is_command
-        yield
+        try:
+            yield
+        finally:
+            _ends = False
 
 
 def ends_with_its_work() -> bool:
