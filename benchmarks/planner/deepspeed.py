@@ -131,7 +131,7 @@ def of_deepspeed(trace: Trace, hidden: int, rates: Rates) -> Trace:
         earlier = event.size if event.op == "reduce_scatter" else earlier
     if gather is not None:
         place = events[-1].place if isinstance(events[-1], Kernel | Start | Wait) else gather.place
-        _append(events, _gather_small(replace(gather, place=place), hidden, layers, rates), fresh)
+        _append(events, _gather_small(gather._replace(place=place), hidden, layers, rates), fresh)
     return replace(trace, events=events, update=update)
 
 
@@ -148,7 +148,7 @@ def _append(events: list[Event], parts: Iterator[Start | Kernel], fresh: int) ->
     """
     for part in parts:
         if isinstance(part, Start):
-            events += [replace(part, number=fresh), Wait(fresh, part.place)]
+            events += [part._replace(number=fresh), Wait(fresh, part.place)]
             fresh += 1
         else:
             events.append(part)
@@ -194,7 +194,7 @@ def _instead(start: Start, hidden: int, earlier: int, rates: Rates) -> Iterator[
             yield rates.moved("div", 2 * size, start.place)
             yield rates.kernel("views", n * VIEW_S[start.op], start.place)
             yield rates.copies(n, size, start.place)
-            yield replace(start, dtype="float16", size=-(-size // n) * n)
+            yield start._replace(dtype="float16", size=-(-size // n) * n)
     elif start.op == "all_gather" and start.label == "parameters":
         if not _is_layer(start, hidden):
             yield from _gather(start, [start.size * n], rates)
@@ -217,7 +217,7 @@ def _gather(start: Start, sizes: list[int], rates: Rates) -> Iterator[Start | Ke
         share = -(-size // n)
         yield rates.moved("zeros", size, start.place)
         yield rates.kernel("views", n * VIEW_S[start.op], start.place)
-        yield replace(start, size=share)
+        yield start._replace(size=share)
         yield rates.copies(n, size, start.place)
     for size in sizes:
         yield rates.moved("norm", size, start.place)
@@ -232,6 +232,6 @@ def _gather_small(
     shares = [-(-size // n) for size in small]
     rounds = sum(-(-size // share) for size, share in zip(small, shares, strict=True))
     yield rates.kernel("views", n * VIEW_S[gather.op], gather.place)
-    yield replace(gather, size=layers * sum(shares))
+    yield gather._replace(size=layers * sum(shares))
     yield rates.copies(n, layers * sum(small), gather.place)
     yield rates.kernel("rounds", layers * rounds * (ROUND_S + COPY_S), gather.place)

@@ -105,8 +105,8 @@ def _backward(
 
 def _product(whole: Kernel, batch: int, m: int, n: int, k: int) -> Kernel:
     moved = _SIZES.get(whole.dtype, 4) * batch * (m * k + k * n + m * n)
-    return replace(
-        whole, op="bmm", kind="product", shape=(batch, m, n, k), flop=2 * batch * m * n * k,
+    return whole._replace(
+        op="bmm", kind="product", shape=(batch, m, n, k), flop=2 * batch * m * n * k,
         bytes=moved,
     )  # fmt: skip
 
@@ -114,4 +114,4 @@ def _product(whole: Kernel, batch: int, m: int, n: int, k: int) -> Kernel:
 def _pass(op: str, n_elements: int, whole: Kernel) -> Kernel:
     """Returns a memory-bound kernel that reads and writes this many elements in all."""
     moved = _SIZES.get(whole.dtype, 4) * n_elements
-    return replace(whole, op=op, kind="memory", shape=(), flop=0, bytes=moved)
+    return whole._replace(op=op, kind="memory", shape=(), flop=0, bytes=moved)

@@ -65,9 +65,9 @@ def _trace(backward: bool = False, padding: int = 0, n: int = 2) -> Trace:
     events: list[Event] = [gather, kernel, Wait(1, place)]
     last = PLACE._replace(backward=True)
     for number, size in enumerate(SUMS, 2):
-        sums = replace(gather, number=number, op="reduce_scatter", label="gradients", place=last)
-        events += [replace(sums, size=size, dtype="float32"), kernel, Wait(number, last)]
-    other = replace(gather, number=99, op="all_reduce", axis="world", label="metrics", size=3)
+        sums = gather._replace(number=number, op="reduce_scatter", label="gradients", place=last)
+        events += [sums._replace(size=size, dtype="float32"), kernel, Wait(number, last)]
+    other = gather._replace(number=99, op="all_reduce", axis="world", label="metrics", size=3)
     return Trace(0, events=[*events, other, Wait(99, place)], update=len(events))
 
 
@@ -109,7 +109,7 @@ def test_deepspeed_of_2021_gathers_small_parameters_behind_the_update(layers: in
     n = 16
     first = _trace(n=n)
     forward = [
-        replace(one, number=1000 + layer) if isinstance(one, Start) else Wait(1000 + layer, PLACE)
+        one._replace(number=1000 + layer) if isinstance(one, Start) else Wait(1000 + layer, PLACE)
         for layer in range(layers - 1)
         for one in (first.events[0], first.events[2])
     ]

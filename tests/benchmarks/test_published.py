@@ -118,7 +118,7 @@ def test_the_runs_of_the_papers_are_valid() -> None:
 def test_forward_kernels_of_super_are_those_of_lbann(op: str, hides: int, launches: int) -> None:
     """Two products a head, two kernels for the scale and for the mask, and five for the softmax."""
     whole = attention(op, samples=2, heads=4, keys=512, hides=hides)
-    other = replace(whole, kind="product", op="mm", shape=(1, 8, 24, 32))
+    other = whole._replace(kind="product", op="mm", shape=(1, 8, 24, 32))
     found = of_lbann(Trace(rank=0, events=[whole, other], update=1))
     kernels = [event for event in found.events if isinstance(event, Kernel)]
     assert len(kernels) == 4 + 4 * launches + 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from hypothesis import assume, given, settings
@@ -58,12 +57,11 @@ def calls_of(step: Step, number: int) -> dict[int, Start]:
     call = Start(number, step.op, step.group, members, HERE, size=step.size, dtype="float32")
     if step.op in ("all_reduce", "broadcast"):
         return dict.fromkeys(members, call)
-    call = replace(call, op="p2p", size=0)
+    call = call._replace(op="p2p", size=0)
     n = len(members)
     if step.op == "ring":  # every member sends to the next, and posts both messages together
         return {
-            rank: replace(
-                call,
+            rank: call._replace(
                 parts=(
                     Part("send", members[(i + 1) % n], step.size, "float32"),
                     Part("recv", members[(i - 1) % n], step.size, "float32"),
@@ -73,8 +71,8 @@ def calls_of(step: Step, number: int) -> dict[int, Start]:
         }
     source, to = (members[i] for i in step.pair)
     return {
-        source: replace(call, parts=(Part("send", to, step.size, "float32"),)),
-        to: replace(call, parts=(Part("recv", source, step.size, "float32"),)),
+        source: call._replace(parts=(Part("send", to, step.size, "float32"),)),
+        to: call._replace(parts=(Part("recv", source, step.size, "float32"),)),
     }
 
 
@@ -115,8 +113,8 @@ def test_messages_that_one_rank_swaps_are_found(steps: list[Step], data: st.Data
     rank, i, j = data.draw(st.sampled_from(pairs))
     events = programs[rank]
     events[i], events[j] = (
-        replace(events[j], number=events[i].number),
-        replace(events[i], number=events[j].number),
+        events[j]._replace(number=events[i].number),
+        events[i]._replace(number=events[j].number),
     )
     assert not fits(simulate(programs))
 
@@ -185,8 +183,8 @@ def test_one_queue_for_a_group() -> None:
         for rank in (0, 1):
             part = Part("recv", 1 - rank, 4, "float32")
             early = Start(0, "p2p", one if rank else other, (0, 1), HERE, parts=(part,))
-            late = replace(
-                early, number=1, group=other if rank else one, parts=(part._replace(what="send"),)
+            late = early._replace(
+                number=1, group=other if rank else one, parts=(part._replace(what="send"),)
             )
             found[rank] = [early, late, Wait(0, HERE), Wait(1, HERE)]
         return found

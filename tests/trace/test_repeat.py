@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -96,7 +95,7 @@ def numbered(trace: Trace) -> list[Single]:
         if isinstance(event, Start):
             numbers[event.number] = len(numbers)
     return [
-        replace(event, number=numbers[event.number]) if isinstance(event, Start | Wait) else event
+        event._replace(number=numbers[event.number]) if isinstance(event, Start | Wait) else event
         for event in trace.unfolded()
     ]
 
@@ -199,12 +198,12 @@ def test_a_step_with_fewer_micro_batches_has_the_same_passes(gpu: InProcess, cas
 
 def without_counts(events: list[Single]) -> list[Single]:
     """Return the events without how many products were launched before the host reads."""
-    return [replace(event, products=0) if isinstance(event, Read) else event for event in events]
+    return [event._replace(products=0) if isinstance(event, Read) else event for event in events]
 
 
 def without_modules(events: list[Single]) -> list[Single]:
     """Return the events without the names of modules, whose layers have other numbers elsewhere."""
-    return [replace(event, place=event.place._replace(module="")) for event in events]
+    return [event._replace(place=event.place._replace(module="")) for event in events]
 
 
 def of_chunks(layout: dict[str, Any], tokens: int) -> tuple[list[Single], list[Single], int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions
@@ -103,8 +102,7 @@ def _among(event: Event, known: set[int]) -> Event:
     if pieces is not None:
         sent, received = (tuple(sizes[i] for i in at) for sizes in pieces)
         pieces = sent, received
-    return replace(
-        event,
+    return event._replace(
         ranks=tuple(event.ranks[i] for i in at),
         parts=tuple(part for part in event.parts if part.peer in known),
         pieces=pieces,

@@ -8,7 +8,7 @@ passes, is that of the rank that was run, in the groups of the rank that is trac
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -23,14 +23,14 @@ from gridformer.parallel.pipeline import Executor, stages_of
 from gridformer.parallel.pipeline.partition import model_outline
 from gridformer.trace.batch import rows_like
 from gridformer.trace.device import Backend
-from gridformer.trace.events import Event, Member, Start, Trace
+from gridformer.trace.events import Event, Start, Trace
 from gridformer.trace.fake import Watch, watched_fakes
 from gridformer.trace.group import Log
+from gridformer.trace.known_stages import KnownStages
 from gridformer.trace.rank import Played, on_devices, play
 from gridformer.trace.repeat import Repeats
+from gridformer.trace.translation import translation
 from gridformer.utils.batch import Batch, MicroBatch
-
-Translation = Callable[[Sequence[Event]], tuple[Event, ...]]
 
 
 def trace_alike(
@@ -58,37 +58,45 @@ def trace_runs(
     decisions: Decisions,
     kernels: bool = False,
     backend: Backend = "nccl",
+    known: KnownStages | None = None,
 ) -> list[list[Trace]]:
     """Does what `trace_alike` does, for a run and the same one with fewer micro-batches.
 
     Args:
         runs: The run, and that with fewer micro-batches of the same size if it is asked for.
         ranks, decisions, kernels, backend: See `trace_alike`.
+        known: The stages that ranks of other calls have recorded. Those of these ranks are added.
 
     Returns:
         The traces of each run.
     """
-    first = _run(runs, ranks[0], decisions, kernels, backend)
+    first = _run(runs, ranks[0], decisions, kernels, backend, known)
     found = [[one.trace] for one in first]
     for rank in ranks[1:]:
         traces = _following(runs, rank, first, decisions, kernels, backend)
         if traces is None:
-            traces = [one.trace for one in _run(runs, rank, decisions, kernels, backend)]
+            traces = [one.trace for one in _run(runs, rank, decisions, kernels, backend, known)]
         for mine, trace in zip(found, traces):
             mine.append(trace)
     return found
 
 
 def _run(
-    runs: Sequence[RunConfig], rank: int, decisions: Decisions, kernels: bool, backend: Backend
+    runs: Sequence[RunConfig],
+    rank: int,
+    decisions: Decisions,
+    kernels: bool,
+    backend: Backend,
+    known: KnownStages | None,
 ) -> list[Played]:
     """Runs a rank, once for all runs if the passes of the first are those of the others."""
     run, *others = runs
     also = others[0] if others else None
-    found = play(run, rank, decisions, True, kernels, backend, also=also)
+    found = play(run, rank, decisions, True, kernels, backend, also=also, known=known)
     if also is None:
         return [found]
-    return [found, found.fewer or play(also, rank, decisions, True, kernels, backend)]
+    fewer = found.fewer or play(also, rank, decisions, True, kernels, backend, known=known)
+    return [found, fewer]
 
 
 def _following(
@@ -145,16 +153,19 @@ def _follows(
         return None
     events, (start, stop) = first.trace.events, first.repeats.span
     inside = [event for one in first.repeats.recorded.values() for event in one.events]
-    translated = _translation(first.trace, log.trace, [*events[:start], *inside, *events[stop:]])
+    translated = translation(first.trace, log.trace, [*events[:start], *inside, *events[stop:]])
     if translated is None:
         return None
     recorded = {}
     for kind, one in first.repeats.recorded.items():
         if id(one.events) not in passes:
             passes[id(one.events)] = translated(one.events)
-        recorded[kind] = replace(one, events=passes[id(one.events)])
+        theirs = zip(one.left, translated([*one.left.values()]))
+        left = {number: start for number, start in theirs if isinstance(start, Start)}
+        recorded[kind] = replace(one, events=passes[id(one.events)], left=left)
     layout = executor.layout = run.layout
-    repeats = Repeats(executor.model, executor, log, watch.count, recorded)
+    stamps = first.repeats.stamps
+    repeats = Repeats(executor.model, executor, log, watch.count, recorded, stamps=stamps)
     if repeats.missing:
         return None
     n_rows = run.train.global_batch // (layout.dp * layout.micro_batches * axes.batch.size)
@@ -176,44 +187,3 @@ def _follows(
     log.trace.reads, log.trace.troubles = first.trace.reads, first.trace.troubles
     log.trace.complete = True
     return log.trace
-
-
-def _translation(one: Trace, other: Trace, events: Sequence[Event]) -> Translation | None:
-    """Returns a function that puts events of one rank into the groups of the other, if it has them.
-
-    Args:
-        one: The trace of the rank whose events they are.
-        other: The trace of the other rank.
-        events: Some of the events.
-    """
-    theirs = {place: member for member, place in _places_of(other).items()}
-    groups = {
-        member.name: (member.ranks, theirs[place])
-        for member, place in _places_of(one).items()
-        if place in theirs
-    }
-    if any(isinstance(event, Start) and event.group not in groups for event in events):
-        return None
-
-    def translated(event: Event) -> Event:
-        if not isinstance(event, Start) or event.group not in groups:
-            return event
-        before, group = groups[event.group]
-        parts = tuple(
-            part._replace(peer=group.ranks[before.index(part.peer)]) for part in event.parts
-        )
-        return replace(event, group=group.name, ranks=group.ranks, parts=parts)
-
-    return lambda found: tuple(translated(event) for event in found)
-
-
-def _places_of(trace: Trace) -> dict[Member, tuple[str, int, int]]:
-    """Returns for each group of a rank what it shares with the corresponding group of another rank.
-
-    This is its purpose, its size, and its number among such groups.
-    """
-    found: dict[Member, tuple[str, int, int]] = {}
-    for member in trace.own:
-        key = member.purpose, len(member.ranks)
-        found[member] = (*key, sum(place[:2] == key for place in found.values()))
-    return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TypeVar
 from unittest.mock import patch
 
@@ -62,7 +61,7 @@ def _again(events: Sequence[Event], log: Log) -> Iterator[Event]:
     for event in events:
         if isinstance(event, Start):
             numbers[event.number] = log.next_number()
-            yield replace(event, number=numbers[event.number])
+            yield event._replace(number=numbers[event.number])
         elif isinstance(event, Wait):
             yield Wait(numbers[event.number], event.place)
         else:

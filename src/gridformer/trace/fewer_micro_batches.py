@@ -62,7 +62,8 @@ def trace_again(
     if before:
         log.number_from(before[0])
     log.trace = replace(trace, events=[], reads=[], troubles=[], complete=False, update=0)
-    again = Repeats(stepper.model, executor, log, watch.count, repeats.recorded)
+    recorded, stamps = repeats.recorded, repeats.stamps
+    again = Repeats(stepper.model, executor, log, watch.count, recorded, stamps=stamps)
     if again.missing:
         return None
     repeated = executor.train

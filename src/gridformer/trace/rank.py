@@ -23,6 +23,7 @@ from gridformer.trace.events import Trace, Trouble
 from gridformer.trace.fake import watched_fakes
 from gridformer.trace.fewer_micro_batches import trace_again
 from gridformer.trace.group import Log, recording
+from gridformer.trace.known_stages import KnownStages
 from gridformer.trace.micro_batches import MicroBatches, fewer
 from gridformer.trace.place import Places
 from gridformer.trace.repeat import Repeats
@@ -97,12 +98,14 @@ def play(
     backend: Backend = "nccl",
     training: bool = True,
     also: RunConfig | None = None,
+    known: KnownStages | None = None,
 ) -> Played:
     """Traces a rank; see `trace_rank`.
 
     Args:
         run, rank, decisions, repeat, kernels, backend, training: See `trace_rank`.
         also: The run with fewer micro-batches, whose step is traced, too.
+        known: The stages that other ranks have recorded. Those of this rank are added.
     """
     more = run.layout.micro_batches
     if repeat and kernels and training:
@@ -126,6 +129,7 @@ def play(
                 filled=False,
             )
             log.places.name(model)
+            model.clock.device = log.device  # where all steps but the first find it
             stepper = Stepper(model, train, axes, layout)
             if isinstance(stepper.passes, Pipeline):
                 stepper.passes.executor.has_loaded()  # a trace is that of a later step
@@ -133,7 +137,7 @@ def play(
                 stack.enter_context(trace_chunks_once(log, watch.count))
             if repeat and training and isinstance(stepper.passes, Pipeline):
                 executor = stepper.passes.executor
-                played.repeats = Repeats(model, executor, log, watch.count)
+                played.repeats = Repeats(model, executor, log, watch.count, known=known)
             _mark_update(stepper, log)
             if kernels:  # those of a step alone
                 stepper.updates.allocate(0)
@@ -150,6 +154,8 @@ def play(
             if whole is not None:
                 whole.repeat(more)
             log.trace.complete = True
+            if played.repeats is not None:
+                played.repeats.add_to_known()
             if also is not None and played.repeats is not None:
                 assert isinstance(stepper.passes, Pipeline)
                 executor = stepper.passes.executor

@@ -11,106 +11,33 @@ be made from the passes of one of them (gridformer.trace.alike).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gridformer.models import Activations, Model
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.pipeline.schedules import Action
-from gridformer.trace.events import Event, Kernel, Passed, Place, Read, Start, Wait
+from gridformer.trace.events import Event, Passed, Start, Wait
 from gridformer.trace.group import Log
+from gridformer.trace.known_stages import KnownStage, KnownStages
+from gridformer.trace.recorded_pass import (
+    EmptyLike,
+    PassMessages,
+    PassNumbers,
+    RecordedPass,
+    plain,
+)
 from gridformer.trace.shape import Shape
 from gridformer.trace.stage_messages import StageMessages
 from gridformer.trace.which_passes import PassKind, WhichPasses
 from gridformer.utils.batch import MicroBatch
 
 _NOTHING = nullcontext()
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """The properties from which a tensor like another one is made."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(x: Tensor) -> _Shape:
-        return _Shape(x.shape, x.dtype, x.device)
-
-    def empty(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-
-@dataclass
-class RecordedPass:
-    """The record of a pass.
-
-    Attributes:
-        events: Its messages and waits.
-        products: How many matrix products it launched.
-        out: For a forward pass, the shapes of its results by name.
-        gradients: For a backward pass, how many events there are before the gradient of a
-            parameter is complete, the number of the parameter in its stage, and the place.
-    """
-
-    events: Sequence[Event]
-    products: int = 0
-    out: dict[str, _Shape] | None = None
-    gradients: list[tuple[int, int, Place]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Messages:
-    """The messages of a pass, by their numbers when it was recorded.
-
-    Attributes:
-        events: What the pass does.
-        offsets: The messages that it starts, in their order, with their places in it.
-        before: Those that it waits for and has not started.
-        after: Those that it starts and does not wait for.
-    """
-
-    events: tuple[Start | Wait | Kernel | Read, ...]
-    offsets: dict[int, int]
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-
-    @staticmethod
-    def of(events: tuple[Start | Wait | Kernel | Read, ...]) -> _Messages:
-        starts = [event.number for event in events if isinstance(event, Start)]
-        waits = [event.number for event in events if isinstance(event, Wait)]
-        offsets = {number: offset for offset, number in enumerate(starts)}
-        before = tuple(number for number in waits if number not in offsets)
-        return _Messages(events, offsets, before, tuple({*starts} - {*waits}))
-
-
-class _Numbers(Mapping[int, int]):
-    """The numbers of a repeated pass's messages: those that it starts have consecutive ones."""
-
-    __slots__ = ("before", "first", "offsets")
-
-    def __init__(self, offsets: Mapping[int, int], first: int, before: Mapping[int, int]) -> None:
-        self.offsets, self.first, self.before = offsets, first, before
-
-    def __getitem__(self, number: int) -> int:
-        if number in self.offsets:
-            return self.first + self.offsets[number]
-        return self.before[number]
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self.offsets
-        yield from self.before
-
-    def __len__(self) -> int:
-        return len(self.offsets) + len(self.before)
 
 
 class Repeats:
@@ -122,10 +49,14 @@ class Repeats:
         log: The log of the rank.
         count: Adds to the number of matrix products so far, and returns it.
         recorded: Passes that are repeated for all actions, or None to record passes here.
+        known: Stages that other ranks have recorded, which need not be run here.
+        stamps: What copies the stamps of dropout to the device, if no pass runs here.
 
     Attributes:
         recorded: The passes, by what they depend on.
         span: The positions in the trace between which the passes are.
+        stamps: What copies the stamps of dropout for a micro-batch to the device, before the first
+            of its passes; see `gridformer.models.blocks.clock`.
     """
 
     def __init__(
@@ -135,22 +66,30 @@ class Repeats:
         log: Log,
         count: Callable[[int], int],
         recorded: Mapping[PassKind, RecordedPass] | None = None,
+        known: KnownStages | None = None,
+        stamps: tuple[Event, ...] = (),
     ) -> None:
         self.log, self.count, self._sums = log, count, executor.sums
-        self._passes = WhichPasses.of(executor, few=recorded is None and log.kernels)
-        self._kinds = self._passes.kinds
-        self._run = self._passes.actions() if recorded is None else set()
         self.recorded: dict[PassKind, RecordedPass] = dict(recorded or {})
-        self._begun: dict[int, list[Shape | None]] = {}  # the first gradients of each stage
+        self._begun: dict[int, Sequence[Shape | None]] = {}  # the first gradients of each stage
+        self._known, self._follows = known, recorded is not None
+        self._passes = WhichPasses.of(executor, not self._follows and log.kernels, self._take)
+        self._kinds = self._passes.kinds
+        self._run = set() if self._follows else self._passes.actions()
+        self.stamps, self._clock = stamps, model.clock
+        self._stamped: set[int] = set()  # micro-batches
+        self._work: Sequence[MicroBatch] = ()
         self._noted: PassKind | None = None
         self._hooks = self._noting() if self._passes.completing else []
         self.span = 0, 0
         self._now = RecordedPass([])
         self._repeating = False
         self._renumbered: dict[int, int] = {}
-        self._messages: dict[int, _Messages] = {}  # of passes, by the id of their events
-        self._leaves: dict[_Shape, Tensor] = {}
-        self._results: dict[_Shape, Tensor] = {}
+        # Messages that passes have left on their way, by number, and those of each kind for which
+        # nobody has waited yet.
+        self._left: dict[int, Start] = {}
+        self._open: dict[Start, list[int]] = defaultdict(list)
+        self._messages: dict[int, PassMessages] = {}  # of passes, by the id of their events
         self._real_run = model.run
         self._real_train, self._real_timed = executor.train, executor.timed
         self._real_forward, self._real_backward = executor.forward, executor.backward
@@ -161,11 +100,8 @@ class Repeats:
             (executor, "forward", self._forward),
             (executor, "backward", self._backward),
         ]
-        messages = StageMessages(executor, log)
-        replaced += messages.filling
-        if recorded is not None:  # no pass runs, so none needs autograd
-            replaced.append((executor, "enter", self._enter))
-            replaced += messages.sending
+        self._between = StageMessages(executor, log, self._run)
+        replaced += self._between.replaced
         self._replaced = [(owner, name) for owner, name, _ in replaced]
         for owner, name, function in replaced:
             object.__setattr__(owner, name, function)
@@ -180,7 +116,30 @@ class Repeats:
     @property
     def missing(self) -> bool:
         """Whether a pass can neither be run nor repeated."""
-        return not self._run and not set(self._kinds.values()) <= set(self.recorded)
+        return self._follows and not set(self._kinds.values()) <= set(self.recorded)
+
+    def _take(self, stage: int, content: Hashable) -> bool:
+        """Takes the passes of a stage of this rank from those that are known, if they are there."""
+        found = self._known.on(content, self.log.trace) if self._known is not None else None
+        if found is None:
+            return False
+        for (kind, which), one in found.passes.items():
+            self.recorded[PassKind(kind, stage, which)] = one
+        self._begun[stage] = found.begun
+        return True
+
+    def add_to_known(self) -> None:
+        """Adds the stages that were recorded here to those that other ranks know."""
+        if self._known is None:
+            return
+        for stage in self._passes.completing - self._passes.known:
+            source = self._passes.source(PassKind("backward", stage, "first")).stage
+            passes = {
+                (kind, which): self.recorded[PassKind(kind, stage, which)]
+                for kind, which in self._passes.repeated
+            }
+            known = KnownStage(self.log.trace, passes, self._begun[source])
+            self._known.add(self._passes.contents[stage], known)
 
     def repeat(self, events: Sequence[Event]) -> None:
         """Adds copies of events to the trace. A wait may be for a message of earlier ones."""
@@ -204,23 +163,51 @@ class Repeats:
                     self._renumbered[number] = self._renumbered[recorded]
                     left.remove(number)
 
-    def _pass(self, events: Sequence[Event]) -> None:
+    def _pass(self, recorded: RecordedPass) -> None:
         """Adds a pass, as one event where kernels are recorded."""
         if not self.log.kernels:
-            self.repeat(events)
+            self.repeat(recorded.events)
             return
-        messages = self._messages.get(id(events))
-        if messages is None:
-            messages = self._messages[id(events)] = _Messages.of(plain(events))
+        messages = self._messages_of(recorded)
         first = self.log.next_numbers(len(messages.offsets)).start
-        before = {n: self._renumbered[n] for n in messages.before if n in self._renumbered}
-        for number in messages.after:
-            self._renumbered[number] = first + messages.offsets[number]
-        numbers = _Numbers(messages.offsets, first, before)
+        before = self._before(recorded, messages)
+        for number, start in messages.after.items():
+            self._renumbered[number] = mine = first + messages.offsets[number]
+            self._leave(mine, start)
+        numbers = PassNumbers(messages.offsets, first, before)
         self.log.trace.events.append(Passed(messages.events, numbers))
 
+    def _messages_of(self, recorded: RecordedPass) -> PassMessages:
+        key = id(recorded.events)
+        if key not in self._messages:
+            self._messages[key] = PassMessages.of(plain(recorded.events))
+        return self._messages[key]
+
+    def _before(self, recorded: RecordedPass, messages: PassMessages) -> dict[int, int]:
+        """Returns the numbers of the messages that a pass waits for and has not started.
+
+        One that an earlier pass has left is that of the same pass, if nobody has waited for it, or
+        else the latest of its kind. There is none if the passes of this rank come in another order
+        than those of the rank that was run.
+        """
+        found: dict[int, int] = {}
+        for number in messages.before:
+            mine, start = self._renumbered.get(number, number), recorded.left.get(number)
+            if start is not None:
+                still = self._open[start]
+                if not still:
+                    continue
+                mine = mine if mine in still else still[-1]
+                still.remove(mine)
+            found[number] = mine
+        return found
+
+    def _leave(self, number: int, start: Start) -> None:
+        self._left[number] = start
+        self._open[start].append(number)
+
     def _train(self, work: Sequence[MicroBatch], finish: Any) -> None:
-        start = len(self.log.trace.events)
+        start, self._work = len(self.log.trace.events), work
         self._real_train(work, finish)
         self.span = start, len(self.log.trace.events)
 
@@ -228,9 +215,22 @@ class Repeats:
         """Takes the place of `Executor.timed`, which surrounds passes and messages."""
         if kind not in ("forward", "backward"):
             return _NOTHING
+        if action.micro not in self._stamped:
+            self._stamp(action.micro)
         if action in self._run:
             return self._recorded_pass(kind, action)
         return _Repeated(self, action)
+
+    def _stamp(self, micro: int) -> None:
+        """Does what the first pass of a micro-batch begins with, whichever stage it is."""
+        self._stamped.add(micro)
+        events = self.log.trace.events
+        if self._follows:
+            events += self.stamps
+            return
+        begin = len(events)
+        self._clock.at(self._work[micro].rows)
+        self.stamps = tuple(events[begin:])
 
     @contextmanager
     def _recorded_pass(self, kind: str, action: Action) -> Iterator[None]:
@@ -242,7 +242,7 @@ class Repeats:
             yield
             self._noted = None
             self._now.events = tuple(self.log.trace.events[start:])
-            self._fold(start)
+            self._end(start)
             self._now.products = self.count(0) - products
             self.recorded.setdefault(self._kinds[action], self._now)
         stage = self._kinds[action].stage
@@ -271,12 +271,12 @@ class Repeats:
         self._now, self._repeating = self.recorded[self._passes.source(kind)], True
         self.count(self._now.products)
         self.log.muted = True
-        if kind.kind == "backward" and self._run:
+        if kind.kind == "backward" and not self._follows:
             self._begin_gradients(kind)
             if kind.which == "last":  # its sums begin in `_backward`
                 return
         self.recorded[kind] = self._now
-        self._pass(self._now.events)
+        self._pass(self._now)
 
     def end_repeated(self) -> None:
         self._repeating = self.log.muted = False
@@ -284,7 +284,7 @@ class Repeats:
     def _begin_gradients(self, kind: PassKind) -> None:
         """Gives parameters the gradients that the first backward pass of their stage makes."""
         like = self._passes.source(kind).stage
-        if kind.which == "first" and like != kind.stage:
+        if kind.which == "first" and (like != kind.stage or like in self._passes.known):
             for parameter, memory in zip(self._passes.parameters[kind.stage], self._begun[like]):
                 parameter.grad = None if memory is None else memory.make()
 
@@ -292,8 +292,9 @@ class Repeats:
         """Repeats a backward pass, and begins sums of gradients as it completes these."""
         log, parameters = self.log, self._passes.parameters[kind.stage]
         begin, place = len(log.trace.events), 0
+        numbers = self._before(self._now, self._messages_of(self._now))
         for until, number, where in self._now.gradients:
-            log.repeat(self._now.events[place:until], self._renumbered)
+            log.repeat(self._now.events[place:until], numbers)
             place, log.muted = until, False
             hooks = parameters[number]._post_accumulate_grad_hooks or {}
             with log.places.at(where):
@@ -301,30 +302,36 @@ class Repeats:
                     if getattr(hook, "__self__", None) is self._sums:
                         hook(parameters[number])
             log.muted = True
-        log.repeat(self._now.events[place:], self._renumbered)
+        log.repeat(self._now.events[place:], numbers)
         events = tuple(log.trace.events[begin:])
         self._now = self.recorded[kind] = RecordedPass(events, self._now.products)
-        self._fold(begin)
+        self._end(begin)
 
-    def _fold(self, start: int) -> None:
-        """Makes one event of what a pass has done, where kernels are recorded."""
-        if self.log.kernels:
-            events = plain(self._now.events)
-            numbers = {e.number: e.number for e in events if isinstance(e, Start)}
-            self.log.trace.events[start:] = [Passed(events, numbers)]
+    def _end(self, begin: int) -> None:
+        """Makes one event of what a pass has done, where kernels are recorded.
+
+        Args:
+            begin: The position in the trace at which the pass begins.
+        """
+        if not self.log.kernels:
+            return
+        messages = self._messages_of(self._now)
+        self._now.left = {n: self._left[n] for n in messages.before if n in self._left}
+        for number, start in self._now.left.items():
+            if number in self._open[start]:  # it is not if it was repeated
+                self._open[start].remove(number)
+        for number, start in messages.after.items():
+            self._leave(number, start)
+        numbers = {n: n for n in (*messages.offsets, *messages.before)}
+        self.log.trace.events[begin:] = [Passed(messages.events, numbers)]
 
     def _stage(self, batch: Any, entering: Activations | None, links: Any) -> Activations:
         """Takes the place of `Model.run`, and notes the shapes of its results."""
         found = self._real_run(batch, entering, links)
         self._now.out = {
-            name: _Shape.of(x) for name, x in vars(found).items() if isinstance(x, Tensor)
+            name: EmptyLike.of(x) for name, x in vars(found).items() if isinstance(x, Tensor)
         }
         return found
-
-    def _enter(self, entered: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Takes the place of `Executor.enter`: all micro-batches have the same leaves."""
-        leaves = {name: self._leaves.setdefault(_Shape.of(x), x) for name, x in entered.items()}
-        return leaves, entered
 
     def _forward(
         self, action: Action, batch: Any, entering: Activations, finish: Any
@@ -333,16 +340,8 @@ class Repeats:
         if not self._repeating:
             return self._real_forward(action, batch, entering, finish)
         assert self._now.out is not None
-        out = {name: self._made(shape) for name, shape in self._now.out.items()}
+        out = {name: self._between.empty(shape) for name, shape in self._now.out.items()}
         return Activations(**out), []
-
-    def _made(self, shape: _Shape) -> Tensor:
-        """Returns an empty tensor, which is the same for all micro-batches if no pass runs."""
-        if self._run:
-            return shape.empty()
-        if shape not in self._results:
-            self._results[shape] = shape.empty()
-        return self._results[shape]
 
     def _backward(
         self, action: Action, leaves: Mapping[str, Tensor], roots: list[Any], grads: Any
@@ -351,11 +350,11 @@ class Repeats:
         if not self._repeating:
             self._real_backward(action, leaves, roots, grads)
             return
-        if self._run and self._kinds[action].which == "last":
+        if not self._follows and self._kinds[action].which == "last":
             self._complete_gradients(self._kinds[action])
         for leaf in leaves.values():
             if leaf.grad is None:
-                leaf.grad = _Shape.of(leaf).empty()
+                leaf.grad = self._between.empty(EmptyLike.of(leaf))
 
 
 class _Repeated(AbstractContextManager[None]):
@@ -371,9 +370,3 @@ class _Repeated(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         self.repeats.end_repeated()
-
-
-def plain(events: Sequence[Event]) -> tuple[Start | Wait | Kernel | Read, ...]:
-    """Returns events among which there is no pass."""
-    assert isinstance(events, tuple)
-    return events

@@ -1,53 +1,63 @@
-"""Repeats the messages between the stages of a pipeline, most of them only where no pass runs.
+"""Repeats the messages between the stages of a pipeline where a pass does not run.
 
 The pipeline's own code still says when which rank sends what. But equal messages leave equal
-records, so the code that sends one runs once for each kind, and the tensors are the same ones each
-time: they have no memory anyway.
+records, so the code that sends one runs once for each kind. And passes that do not run share their
+tensors, which have no memory anyway; those of passes that run are their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
 
 from gridformer.comm.collectives import Pending
 from gridformer.parallel.pipeline import Executor
+from gridformer.parallel.pipeline.schedules import Action
 from gridformer.trace.events import Event, Place, Start, Wait
 from gridformer.trace.group import Log
+from gridformer.trace.recorded_pass import EmptyLike
 from gridformer.utils.batch import Batch
 
 
 class StageMessages:
-    """Takes the place of some functions of an executor's channel and of its stage inputs.
+    """Takes the place of some functions of an executor, of its channel and of its stage inputs.
 
     Args:
         executor: The executor.
         log: The log of the rank.
+        run: The actions whose passes run.
 
     Attributes:
-        sending: What can be replaced where no pass runs: the owners of functions, their names, and
-            what takes their place.
-        filling: What can be replaced where passes run, too.
+        replaced: The owners of these functions, their names, and what takes their place.
     """
 
-    def __init__(self, executor: Executor, log: Log) -> None:
-        self.log, self.stage_io = log, executor.stage_io
+    def __init__(self, executor: Executor, log: Log, run: Collection[Action]) -> None:
+        self.log, self.stage_io, self._run = log, executor.stage_io, run
         self._send, self._receive = executor.channel.send, executor.channel.receive
-        self._real_entering = executor.stage_io.entering
+        self._real_inputs, self._real_enter = executor.empty_inputs, executor.enter
         self._real_slice, self._real_buffer = self.stage_io.slice, self.stage_io.receive_buffer
         self._real_fill = self.stage_io.fill
         self._known: dict[Any, _Known | None] = {}
         self._filled: dict[Any, tuple[Event, ...]] = {}
         self._tensors: dict[Any, Any] = {}
-        self.sending: list[tuple[Any, str, Any]] = [
+        self._inputs: dict[Any, dict[str, Tensor]] = {}
+        self._leaves: dict[EmptyLike, Tensor] = {}
+        self._shared: dict[int, Tensor] = {}  # tensors of passes that do not run, by their ids
+        self.replaced: list[tuple[Any, str, Any]] = [
+            (executor, "empty_inputs", self.empty_inputs),
+            (executor, "enter", self.enter),
             (executor.channel, "send", self.send),
             (executor.channel, "receive", self.receive),
-            (self.stage_io, "entering", self.entering),
             (self.stage_io, "slice", self.slice),
             (self.stage_io, "receive_buffer", self.receive_buffer),
+            (self.stage_io, "fill", self.fill),
         ]
-        self.filling: list[tuple[Any, str, Any]] = [(self.stage_io, "fill", self.fill)]
+
+    def empty(self, like: EmptyLike) -> Tensor:
+        """Returns the result of a pass that does not run."""
+        return self._made(EmptyLike.empty, like, like)
 
     def send(self, x: Tensor, to: int, label: str = "") -> Any:
         """Takes the place of `P2PChannel.send`."""
@@ -58,6 +68,8 @@ class StageMessages:
         return self._message(self._receive, out, source, label)
 
     def _message(self, real: Any, x: Tensor, peer: int, label: str) -> Any:
+        if id(x) not in self._shared:
+            return real(x, peer, label)
         key = real.__name__, peer, label, x.shape, x.dtype
         events = self.log.trace.events
         if key not in self._known:
@@ -71,23 +83,33 @@ class StageMessages:
         if known is None:
             return real(x, peer, label)
         number = self.log.next_number()
-        events.append(known.start.numbered(number))
+        events.append(known.start._replace(number=number))
         return _Again(self.log, number, known, x)
 
-    def entering(self, stage: int, batch: Batch) -> dict[str, Tensor]:
-        """Takes the place of `StageIO.entering`."""
-        key = stage, *(x.shape for x in batch.values())
-        if key not in self._tensors:
-            self._tensors[key] = self._real_entering(stage, batch)
-        return dict(self._tensors[key])
+    def empty_inputs(self, action: Action, batch: Batch) -> dict[str, Tensor]:
+        """Takes the place of `Executor.empty_inputs`."""
+        if action in self._run:
+            return self._real_inputs(action, batch)
+        key = action.kind, action.stage, *(x.shape for x in batch.values())
+        if key not in self._inputs:
+            self._inputs[key] = self._real_inputs(action, batch)
+            self._shared |= {id(x): x for x in self._inputs[key].values()}
+        return dict(self._inputs[key])
+
+    def enter(self, entered: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Takes the place of `Executor.enter`."""
+        if not all(id(x) in self._shared for x in entered.values()):
+            return self._real_enter(entered)
+        leaves = {name: self._leaves.setdefault(EmptyLike.of(x), x) for name, x in entered.items()}
+        return leaves, entered
 
     def slice(self, x: Tensor) -> Tensor:
         """Takes the place of `StageIO.slice`."""
-        return self._made(self._real_slice, x)
+        return self._part(self._real_slice, x)
 
     def receive_buffer(self, x: Tensor) -> Tensor:
         """Takes the place of `StageIO.receive_buffer`."""
-        return self._made(self._real_buffer, x)
+        return self._part(self._real_buffer, x)
 
     def fill(self, x: Tensor, received: Tensor) -> None:
         """Takes the place of `StageIO.fill`, which may gather slices and copy them."""
@@ -100,10 +122,18 @@ class StageMessages:
             return
         self.log.repeat(self._filled[key], {})
 
-    def _made(self, real: Any, x: Tensor) -> Tensor:
-        key = real.__name__, x.shape, x.dtype, x.device
+    def _part(self, real: Any, x: Tensor) -> Tensor:
+        if id(x) not in self._shared:
+            found: Tensor = real(x)
+            return found
+        return self._made(real, EmptyLike.of(x), x)
+
+    def _made(self, real: Any, like: EmptyLike, given: Any) -> Tensor:
+        """Returns a shared tensor, which a function makes once for each kind."""
+        key = real.__name__, like
         if key not in self._tensors:
-            self._tensors[key] = real(x)
+            made = self._tensors[key] = real(given)
+            self._shared[id(made)] = made
         found: Tensor = self._tensors[key]
         return found
 

@@ -8,7 +8,7 @@ unless layers are updated in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,6 +18,8 @@ from torch import nn
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.pipeline.schedules import Action
 from gridformer.parallel.pipeline.stage_params import parameters_under
+
+_REPEATED = ("forward", ""), ("backward", "first"), ("backward", "")
 
 
 class PassKind(NamedTuple):
@@ -45,6 +47,11 @@ class WhichPasses:
         like: The kinds that do what another kind does, and that one.
         completing: The stages whose last backward pass does what an earlier one does, and begins
             sums of gradients.
+        contents: The content of each stage of the rank, equal for stages that do the same; empty if
+            no stage follows from another.
+        known: The stages whose passes are known beforehand.
+        repeated: The passes that do the same in all stages with equal layers: their direction and
+            `PassKind.which`.
     """
 
     kinds: dict[Action, PassKind]
@@ -52,14 +59,21 @@ class WhichPasses:
     parameters: list[list[nn.Parameter]] = field(default_factory=list)
     like: dict[PassKind, PassKind] = field(default_factory=dict)
     completing: set[int] = field(default_factory=set)
+    contents: list[Hashable] = field(default_factory=list)
+    known: set[int] = field(default_factory=set)
+    repeated: tuple[tuple[str, str], ...] = _REPEATED
 
     @staticmethod
-    def of(executor: Executor, few: bool) -> WhichPasses:
+    def of(
+        executor: Executor, few: bool, known: Callable[[int, Hashable], bool] | None = None
+    ) -> WhichPasses:
         """Returns the passes that are run.
 
         Args:
             executor: Runs the passes.
             few: Whether stages with equal layers and last micro-batches may follow from others.
+            known: Returns for the number of a stage among those of this rank, and its content,
+                whether its passes are known beforehand.
         """
         pp, layout = executor.pp, executor.layout
         itinerary, complete = executor.itinerary(layout.micro_batches, training=True)
@@ -73,8 +87,17 @@ class WhichPasses:
             stages = range(pp.index, layout.n_stages, pp.size)
             found.parameters = [_parameters(executor, stage) for stage in stages]
             found._complete()
-            contents = [_content(executor, stage) for stage in stages]
-            found._share(contents, firsts=layout.dp_mode != "fsdp")
+            later: set[nn.Parameter] = set()
+            for stage, parameters in reversed([*zip(stages, found.parameters)]):
+                found.contents.insert(0, _content(executor, stage, parameters, later))
+                later |= {*parameters}
+            if known is not None:
+                found.known = {
+                    stage for stage in found.completing if known(stage, found.contents[stage])
+                }
+            if layout.dp_mode != "fsdp":  # which gathers the first layer of all before its pass
+                found.repeated += (("forward", "first"),)
+            found._share()
         return found
 
     def _complete(self) -> None:
@@ -97,30 +120,26 @@ class WhichPasses:
                     self.like[last] = last._replace(which="")
                     self.run.remove(last)
 
-    def _share(self, contents: Sequence[object], firsts: bool) -> None:
-        """Lets stages with equal layers follow from one of them.
+    def _share(self) -> None:
+        """Lets stages with equal layers follow from one of them, or from what is known of them.
 
         Forward passes come to the first of them first, and backward passes to the last. So the
         first one runs forward, and the last one both ways.
-
-        Args:
-            contents: Equal for stages with equal layers.
-            firsts: Whether the first forward pass of a stage is like that of another one. With FSDP
-                the first layer of all is gathered before its pass.
         """
-        alike: dict[object, list[int]] = {}
-        for stage, content in enumerate(contents):
-            if stage in self.completing:
+        alike: dict[Hashable, list[int]] = {}
+        for stage, content in enumerate(self.contents):
+            if stage in self.known:
+                self.run -= {PassKind(kind, stage, which) for kind, which in self.repeated}
+            elif stage in self.completing:
                 alike.setdefault(content, []).append(stage)
         for first, *others in alike.values():
             if not others:
                 continue
             last = others[-1]
-            for which in ("first", ""):
-                for stage in others[:-1] if firsts or not which else ():
-                    self._follows(PassKind("forward", stage, which), first)
-                for stage in (first, *others[:-1]):
-                    self._follows(PassKind("backward", stage, which), last)
+            for kind, which in self.repeated:
+                forward = kind == "forward"
+                for stage in others[:-1] if forward else (first, *others[:-1]):
+                    self._follows(PassKind(kind, stage, which), first if forward else last)
 
     def _follows(self, kind: PassKind, stage: int) -> None:
         self.run.remove(kind)
@@ -159,10 +178,20 @@ def _parameters(executor: Executor, stage: int) -> list[nn.Parameter]:
     return [*dict.fromkeys(found)]
 
 
-def _content(executor: Executor, stage: int) -> object:
-    """Returns what is equal for stages that do the same."""
+def _content(
+    executor: Executor, stage: int, parameters: list[nn.Parameter], later: set[nn.Parameter]
+) -> Hashable:
+    """Returns what is equal for stages that do the same.
+
+    Args:
+        executor: Runs the passes.
+        stage: The stage.
+        parameters: Its parameters.
+        later: Those of later stages of this rank, which run backward before. Where a parameter is
+            among them, its gradient is there already.
+    """
     names = tuple(executor.links[i].name.rstrip("0123456789") for i in executor.model.stages[stage])
-    shapes = tuple((p.shape, p.stride(), p.dtype) for p in _parameters(executor, stage))
+    shapes = tuple((p.shape, p.stride(), p.dtype, p in later) for p in parameters)
     last = stage == executor.layout.n_stages - 1
     leaving = () if last else tuple(executor.stage_io.names(stage + 1))
     entering = tuple(executor.stage_io.names(stage)) if stage else ()

@@ -172,6 +172,19 @@ class Executor:
                 left -= found[action]
         return found
 
+    def empty_inputs(self, action: Action, batch: Batch) -> dict[str, Tensor]:
+        """Allocates the inputs of a forward pass, or the output gradients of a backward pass.
+
+        Args:
+            action: The action.
+            batch: Its micro-batch.
+
+        Returns:
+            The tensors by their names in `Activations`.
+        """
+        stage = action.stage + (action.kind == "backward")
+        return self.stage_io.entering(stage, batch)
+
     def enter(self, entered: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Puts autograd leaves in front of what has entered a stage.
 
@@ -366,11 +379,7 @@ class _Run:
         self._coming[action] = entering, pending
 
     def _empty_inputs(self, action: Action) -> dict[str, Tensor]:
-        """Allocates the inputs of a forward pass, or the output gradients of a backward pass."""
-        forward = action.kind == "forward"
-        stage = action.stage if forward else action.stage + 1
-        batch = self.work[action.micro].batch
-        return self.stage_io.entering(stage, batch)
+        return self.executor.empty_inputs(action, self.work[action.micro].batch)
 
     def _finish_send(self, message: Action) -> None:
         """Waits for a message that its reader has received, and frees its memory."""
