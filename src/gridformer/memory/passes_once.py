@@ -88,6 +88,20 @@ class _Played:
     player: Player
 
 
+class _Leaf:
+    """Takes the place of an autograd leaf: nothing is computed behind it.
+
+    Args:
+        x: What has entered the stage.
+    """
+
+    __slots__ = ("element", "grad")
+
+    def __init__(self, x: Tensor) -> None:
+        self.element = x.new_empty(())  # the memory of the leaf
+        self.grad: Tensor | None = None
+
+
 class _Passes:
     """Runs some passes and plays the others; its methods replace those of the executor.
 
@@ -110,6 +124,7 @@ class _Passes:
     ) -> None:
         self.executor, self.tracker = executor, tracker
         self._forward, self._backward = executor.forward, executor.backward
+        self._enter, self._buffer = executor.enter, executor.stage_io.receive_buffer
         self.by_first, self.last_runs = by_first, last_runs
         self._parameters = [*executor.model.parameters()]
         self._recorded: dict[int, _Recorded] = {}
@@ -163,6 +178,22 @@ class _Passes:
         # Torch copies a gradient that is a part of another tensor, or that others hold.
         kept = entry if entry is self._arriving else None
         self.tracker.changes.append(MemoryChange("accumulated", kept, str(number)))
+
+    def slice(self, x: Tensor) -> Tensor:
+        """See `StageIO.slice`. Slices have the memory of the whole, and nothing is sent."""
+        return x
+
+    def receive_buffer(self, x: Tensor) -> Tensor:
+        """See `StageIO.receive_buffer`."""
+        return self._buffer(x) if self.executor.stage_io.scattered(x) else x
+
+    def enter(
+        self, action: Action, entered: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """See `Executor.enter`."""
+        if action.micro not in self._played.get(action.stage, ()):
+            return self._enter(action, entered)
+        return {name: _Leaf(x) for name, x in entered.items()}, entered
 
     def forward(
         self, action: Action, batch: Batch, entering: Activations, finish: Finish
@@ -406,9 +437,11 @@ def passes_once(
         yield
         return
     passes = _Passes(executor, tracker, n_micro, by_first, last_runs)
-    replaced = patch.multiple(executor, forward=passes.forward, backward=passes.backward)
     with (
-        replaced,
+        patch.multiple(
+            executor, enter=passes.enter, forward=passes.forward, backward=passes.backward
+        ),
+        patch.multiple(executor.stage_io, slice=passes.slice, receive_buffer=passes.receive_buffer),
         passes.watching_gradients(),
         passes.watching_sums(),
         passes.watching_copies(),

@@ -96,10 +96,12 @@ class StageMessages:
             self._shared |= {id(x): x for x in self._inputs[key].values()}
         return dict(self._inputs[key])
 
-    def enter(self, entered: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def enter(
+        self, action: Action, entered: dict[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Takes the place of `Executor.enter`."""
-        if not all(id(x) in self._shared for x in entered.values()):
-            return self._real_enter(entered)
+        if action in self._run:
+            return self._real_enter(action, entered)
         leaves = {name: self._leaves.setdefault(EmptyLike.of(x), x) for name, x in entered.items()}
         return leaves, entered
 

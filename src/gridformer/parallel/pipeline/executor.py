@@ -185,10 +185,13 @@ class Executor:
         stage = action.stage + (action.kind == "backward")
         return self.stage_io.entering(stage, batch)
 
-    def enter(self, entered: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def enter(
+        self, action: Action, entered: dict[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Puts autograd leaves in front of what has entered a stage.
 
         Args:
+            action: The forward pass.
             entered: The tensors by name.
 
         Returns:
@@ -307,7 +310,7 @@ class _Run:
             return
         leaves: dict[str, Tensor] = {}
         if self.training:
-            leaves, entered = self.executor.enter(entered)
+            leaves, entered = self.executor.enter(action, entered)
         with self.executor.timed("forward", action):
             self.model.clock.at(micro.rows)
             entering = Activations(**entered)

@@ -85,7 +85,7 @@ class StageIO:
         """Returns the part of a tensor that this device sends, flattened to one dimension."""
         assert (x.dtype, x.shape[-1]) == (self.dtype, self.width), "wrong dtype or width"
         flat = x.detach().reshape(-1)
-        if not self._scattered(x):
+        if not self.scattered(x):
             return flat
         return flat.chunk(self.replicated_over.size)[self.replicated_over.index]
 
@@ -93,18 +93,16 @@ class StageIO:
         """Returns the buffer for the message that fills x: memory of x unless it is sliced."""
         flat = x.detach().view(-1)
         return (
-            flat.new_empty(flat.numel() // self.replicated_over.size)
-            if self._scattered(x)
-            else flat
+            flat.new_empty(flat.numel() // self.replicated_over.size) if self.scattered(x) else flat
         )
 
     def fill(self, x: Tensor, received: Tensor) -> None:
         """Completes `x` from the received message; slices are all-gathered over their axis."""
-        if self._scattered(x):
+        if self.scattered(x):
             whole = comm.all_gather(received, self.replicated_over, 0, LABEL)
             x.detach().view(-1).copy_(whole)
 
-    def _scattered(self, x: Tensor) -> bool:
+    def scattered(self, x: Tensor) -> bool:
         """Whether each device sends a slice. If x does not divide, each sends all of it."""
         return self.replicated_over.size > 1 and x.numel() % self.replicated_over.size == 0
 
