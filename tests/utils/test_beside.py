@@ -139,3 +139,39 @@ def test_other_work_begins_beside_this_process_when_the_first_is_done(tmp_path: 
     time.sleep(0.3)  # for the copy to take it before this process does
     assert results() == [1]
     assert results_of_later() == [True], "it waited for the first"
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_this_process_does_other_work_while_copies_are_busy(tmp_path: Path) -> None:
+    begun, goes_on = tmp_path / "begun", tmp_path / "goes on"
+
+    def first() -> int:
+        begun.touch()
+        while not goes_on.exists():
+            time.sleep(0.01)
+        return os.getpid()
+
+    def later() -> int:
+        goes_on.touch()  # before this, the copy does not end
+        return os.getpid()
+
+    results, results_of_later = beside.started([first], then=[later])
+    while not begun.exists():
+        time.sleep(0.01)
+    assert results()[0] != os.getpid()
+    assert results_of_later() == [os.getpid()]
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_copy_ends_before_anybody_reads_its_large_result(tmp_path: Path) -> None:
+    ended = tmp_path / "ended"
+
+    def later() -> int:
+        ended.touch()
+        return os.getpid()
+
+    results, results_of_later = beside.started([lambda: b"x" * 10_000_000], then=[later])
+    while not ended.exists():
+        time.sleep(0.01)
+    assert results() == [b"x" * 10_000_000]
+    assert results_of_later() != [os.getpid()]

@@ -43,47 +43,57 @@ class _Child(Generic[T]):
         self.instead = instead or function
         sys.stdout.flush()
         sys.stderr.flush()
-        self.reader, writer = os.pipe()
+        # Results are in memory, not in a pipe, which the copy could not fill before it is read.
+        self.memory = os.memfd_create("result")
+        self.reader, writer = os.pipe()  # ends with the copy
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self.reader)
-            _compute(function, writer)
+            _compute(function, self.memory)
         os.close(writer)
         atexit.register(self.stop)
 
     def result(self) -> T:
         """Returns its result, or computes it in this process if the copy failed."""
         with open(self.reader, "rb") as stream:
-            text = stream.read()
-        self.wait()
-        if not text:
-            return self.instead()
-        found: T = pickle.loads(text)  # written by a copy of this process
+            stream.read()
+        done = self.wait() == 0
+        with open(self.memory, "rb") as memory:
+            if not done:
+                return self.instead()
+            memory.seek(0)
+            found: T = pickle.load(memory)  # written by a copy of this process
         return found
 
-    def wait(self) -> None:
-        """Waits for its end."""
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return bool(select.select([self.reader], [], [], 0)[0])
+
+    def wait(self) -> int:
+        """Waits for its end, and returns its exit code."""
         atexit.unregister(self.stop)
-        with suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+        try:
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:  # somebody else has waited for it
+            return 1
 
     def stop(self) -> None:
         """Ends it, because nobody will ask for its result."""
-        with suppress(OSError):
-            os.close(self.reader)
+        for end in (self.reader, self.memory):
+            with suppress(OSError):
+                os.close(end)
         with suppress(ProcessLookupError):
             os.kill(self.pid, SIGKILL)
         self.wait()
 
 
-def _compute(function: Callable[[], T], writer: int) -> None:
-    """Writes what a function returns, or nothing if it fails, and ends this process."""
+def _compute(function: Callable[[], T], memory: int) -> None:
+    """Writes what a function returns and ends this process, with code 1 if the function fails."""
     global _is_copy
     _is_copy = True
     try:
-        text = pickle.dumps(function())
-        with open(writer, "wb") as stream:
-            stream.write(text)
+        with open(memory, "wb") as stream:
+            pickle.dump(function(), stream, pickle.HIGHEST_PROTOCOL)
     except BaseException:  # the other process will find the same, and say so
         os._exit(1)
     os._exit(0)
@@ -158,7 +168,7 @@ def shared(work: Sequence[Callable[[], T]]) -> list[T]:
         The results, in the order of the pieces. Pieces that fail are done again in this process,
         which raises their errors.
     """
-    return _in_copies(work, n_cores(), helps=False)()
+    return _Pieces(work, n_cores()).results()
 
 
 def started(
@@ -171,57 +181,78 @@ def started(
         then: Other work that copies begin when all of this is done.
 
     Returns:
-        A function for each kind of work. It does the pieces that no copy has begun, waits for the
-        others, and returns the same results as `shared`.
+        A function for each kind of work, the first to be called first. It returns the same results
+        as `shared`. It does the pieces that no copy has begun, and while copies are busy with the
+        first kind of work, those of the second kind.
     """
     n, held = n_cores() - 1, os.pipe()
-    first = _in_copies(work, n, helps=True)
+    first = _Pieces(work, n)
     os.close(held[1])  # so only the copies hold it, until they end
-    second = _in_copies(then, n, helps=True, after=held[0])
+    second = _Pieces(then, n, after=held[0])
     os.close(held[0])
-    return first, second
+
+    def results() -> list[T]:
+        while first.help() or (not first.are_over() and second.help()):
+            pass
+        return first.results()
+
+    def results_of_second() -> list[R]:
+        while second.help():
+            pass
+        return second.results()
+
+    return results, results_of_second
 
 
-def _in_copies(
-    work: Sequence[Callable[[], T]], n: int, helps: bool, after: int | None = None
-) -> Callable[[], list[T]]:
-    """Begins some work in n copies of this process; the function that it returns waits for results.
+class _Pieces(Generic[T]):
+    """Work that copies of this process do.
 
     Args:
         work: The pieces.
         n: The number of copies.
-        helps: Whether this process does pieces itself when it is asked for the results.
         after: A pipe that ends when the copies may begin.
     """
-    if not can_copy() or not work:
-        return lambda: [piece() for piece in work]
-    left, writer = os.pipe()
-    os.write(writer, b"".join(n.to_bytes(2) for n in range(len(work))))
-    os.close(writer)
 
-    def some(after: int | None = None) -> dict[int, T]:
+    def __init__(self, work: Sequence[Callable[[], T]], n: int, after: int | None = None) -> None:
+        self._work = work
+        self._here: dict[int, T] = {}
+        self._copies: list[_Child[dict[int, T]]] = []
+        self._left, writer = os.pipe()  # the numbers of the pieces that nobody has begun
+        os.write(writer, b"".join(n.to_bytes(2) for n in range(len(work))))
+        os.close(writer)
+        if can_copy():
+            there = partial(self._there, after)
+            self._copies = [_Child(there, dict) for _ in range(min(n, len(work)))]
+
+    def _there(self, after: int | None) -> dict[int, T]:
+        """Does pieces in a copy, until none is left."""
         if after is not None:
             os.read(after, 1)
-        found = {}
-        while taken := os.read(left, 2):
-            n = int.from_bytes(taken)
-            found[n] = work[n]()
-        return found
+        while self.help():
+            pass
+        return self._here
 
-    copies = [_Child[dict[int, T]](partial(some, after), dict) for _ in range(min(n, len(work)))]
-    if not helps:
-        os.close(left)
+    def help(self) -> bool:
+        """Does the next piece in this process; returns False if all have begun."""
+        taken = os.read(self._left, 2)
+        if taken:
+            number = int.from_bytes(taken)
+            self._here[number] = self._work[number]()
+        return bool(taken)
 
-    def results() -> list[T]:
-        done: dict[int, T] = {}
-        if helps:
-            done |= some()
-            os.close(left)
-        for copy in copies:
-            done |= copy.result()
-        return [done[n] if n in done else piece() for n, piece in enumerate(work)]
+    def are_over(self) -> bool:
+        """Whether all copies have ended."""
+        return all(copy.is_over() for copy in self._copies)
 
-    return results
+    def results(self) -> list[T]:
+        """Waits for the copies, and does what they have not done."""
+        for copy in self._copies:
+            self._here |= copy.result()
+        os.close(self._left)
+        return [
+            self._here[number] if number in self._here else piece()
+            for number, piece in enumerate(self._work)
+        ]
 
 
 def on_all_cores(function: Callable[[Sequence[T]], list[R]], work: Sequence[T]) -> list[R]:
