@@ -66,9 +66,10 @@ QUICK = CASES[2]
 Single = Start | Wait | Kernel | Read
 
 
-def run_of(layout: dict[str, Any], train: dict[str, Any]) -> RunConfig:
+def run_of(layout: dict[str, Any], train: dict[str, Any], **model: Any) -> RunConfig:
     n_rows = layout["micro_batches"] * layout.get("dp", 1) * layout.get("rows", 1) * 2
-    model = {"n_layers": 2 * layout["pp"] * layout.get("stages_per_rank", 1), "max_seq_len": 8}
+    n_layers = 2 * layout["pp"] * layout.get("stages_per_rank", 1)
+    model = {"n_layers": n_layers, "max_seq_len": 8, **model}
     run = a_run(layout, model, {"global_batch": n_rows, "loss_chunk_tokens": 0, **train})
     check_layout(run)
     return run
@@ -150,10 +151,10 @@ def calls(run: RunConfig, owner: type, name: str, ranks: list[int]) -> list[int]
     return found
 
 
-def test_equal_messages_of_ranks_that_are_not_run_are_sent_once(gpu: InProcess) -> None:
+def test_equal_messages_of_passes_that_are_not_run_are_sent_once(gpu: InProcess) -> None:
     run = run_of({"pp": 5, "micro_batches": 8}, {})
     one, three = gpu(calls, run, P2PChannel, "send", [1, 2, 3])
-    assert one == 16, "the rank that is run sends every micro-batch and its gradient"
+    assert one == 4 + 2, "the rank that is run sends two micro-batches, and one for the others"
     assert three - one == 4, "each other rank sends one of either kind"
 
 
@@ -194,6 +195,17 @@ def test_a_step_with_fewer_micro_batches_has_the_same_passes(gpu: InProcess, cas
     layout, train, ranks = case
     for whole, repeated in gpu(with_fewer, run_of(layout, train), ranks):
         assert without_counts(whole) == without_counts(repeated)
+
+
+def test_a_pass_waits_for_what_the_last_one_has_gathered_in_advance(gpu: InProcess) -> None:
+    """The last pass of each kind has begun to gather the first weights of the next one."""
+    layout = {"scheme": "optimus", "rows": 2, "cols": 2, "pp": 2, "micro_batches": 12}
+    run = run_of({**layout, "dp": 2, "dp_mode": "zero1"}, {}, family="bert")
+    ((whole, repeated),) = gpu(compared, run, [8], True)
+    assert any(event.label == "product" for event in whole if isinstance(event, Start))
+    assert without_modules(whole) == without_modules(repeated)
+    ((whole, repeated),) = gpu(with_fewer, run, [8])
+    assert without_counts(whole) == without_counts(repeated)
 
 
 def without_counts(events: list[Single]) -> list[Single]:

@@ -38,7 +38,7 @@ from gridformer.train.step import Stepper
 # Layers of the shortest stage of the shorter model, and with sums of gradients over replicas, which
 # may wait for that of a large table.
 KEPT, _WITH_SUMS = 3, 4
-_WORTH = 10  # layers, see `removable`
+_WORTH = 7  # layers, see `removable`
 # Bytes of a tensor that stands for joined weights, at most. Torch does not always free these in the
 # same order.
 _PLACEHOLDER = 8

@@ -27,7 +27,7 @@ from gridformer.train.step import Stepper
 
 _MOST = 16  # layers of a cycle
 _IN_FLIGHT = 2  # layers whose sums wait for those of others, such as a large table's
-_WORTH = 0.55  # of the layers: if the models with few layers have more together, all are run
+_WORTH = 0.75  # of the layers: if the models with few layers have more together, all are run
 
 Stack = tuple[int, str]  # the number of a stage, and the layers in it, such as `decoder.layers.`
 
