@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
@@ -168,6 +169,28 @@ def test_ranks_that_hold_far_less_are_left_out() -> None:
     run = run_of({"pp": 8, "micro_batches": 16}, {}, {})
     decisions = decide_run(run)
     assert [*largest_ranks(run, decisions)] == [0, 1, 7]
-    assert fullest_ranks(run, decisions) == [0, 1]
+    with patch.object(ranks, "_CLEARLY", 100.0):
+        assert fullest_ranks(run, decisions) == [0, 1]
+        with patch.object(ranks, "_CLOSE", 0.0):
+            assert fullest_ranks(run, decisions) == [0, 1, 7]
+
+
+def test_a_rank_with_less_in_each_stage_than_an_earlier_one_is_left_out() -> None:
+    """The first rank has as many layers as the second, a table, and one micro-batch more."""
+    run = run_of({"pp": 8, "micro_batches": 16}, {}, {})
+    decisions = decide_run(run)
     with patch.object(ranks, "_CLOSE", 0.0):
-        assert fullest_ranks(run, decisions) == [*largest_ranks(run, decisions)]
+        assert fullest_ranks(run, decisions) == [0, 7], "only the last one has the head"
+    assert estimate_rank(run, 0).needed > estimate_rank(run, 1).needed
+
+
+def test_a_rank_with_more_in_one_stage_is_not_left_out() -> None:
+    run = run_of({"pp": 8, "micro_batches": 16}, {}, {})
+    held = {0: [Counter(layers=9), Counter(layers=1)], 1: [Counter(layers=2), Counter(layers=2)]}
+    held[7] = [Counter(layers=2), Counter(layers=2)]
+    with (
+        patch.object(ranks, "quick_peaks", lambda *_: [100.0, 50.0, *[0.0] * 5, 40.0]),
+        patch.object(ranks, "_held", lambda run, decisions, pp: held[pp]),
+        patch.object(ranks, "_CLOSE", 0.0),
+    ):
+        assert fullest_ranks(run, decide_run(run)) == [0, 1], "the last one is like the second"

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gridformer.comm import P2PChannel, Pending
+from gridformer.comm import P2PChannel, Pending, p2p
 from gridformer.config import LayoutConfig
 from gridformer.parallel.pipeline import LOADING_RUNS, Executor
 from gridformer.utils.batch import Batch
@@ -78,7 +78,7 @@ def sent_with_gaps() -> Tensor:
     ahead, back = torch.empty(4), torch.empty(4)
     coming = [channel.receive(ahead, (here - 1) % n), channel.receive(back, (here + 1) % n)]
     wide = (torch.arange(8.0) + 10 * here).view(4, 2)
-    with patch.object(dist, "isend", wraps=dist.isend) as isend:
+    with patch.object(p2p, "isend", wraps=dist.isend) as isend:
         going = [channel.send(wide[:, 1], (here + 1) % n)]
         going.append(channel.send((-wide)[:, 1], (here - 1) % n))
     assert all(call.args[0].is_contiguous() for call in isend.call_args_list), "NCCL refuses gaps"
@@ -117,7 +117,7 @@ def ways(layout: Layout) -> list[tuple[str, set[bool]]]:
         return {key: x[:, : LENGTH // 2] for key, x in words(rows).items()}
 
     isend = dist.isend
-    with patch.object(dist, "isend", noted):
+    with patch.object(p2p, "isend", noted):
         for step in range(4):
             found.append(("train", set()))
             stepper(step, words)

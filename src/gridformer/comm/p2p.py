@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import irecv, isend
 
 from gridformer.comm.collectives import Pending
 from gridformer.comm.recorder import note
@@ -87,7 +87,7 @@ class P2PChannel:
         timing = note("send", self.axis, n, x.element_size(), label, (to,), n, to)
         group = self._group(self.axis.index, to)
         x = x.cpu() if groups.through_host(x, group) else x.contiguous()
-        work = dist.isend(x, self._ranks[to], group=group)
+        work = isend(x, self._ranks[to], group=group)
         return Pending(x, work, x).timed(timing)
 
     def receive(self, out: Tensor, source: int, label: str = "") -> Pending:
@@ -102,7 +102,7 @@ class P2PChannel:
         room = out
         if groups.through_host(out, group):
             room = torch.empty_like(out, device="cpu")
-        work = dist.irecv(room, self._ranks[source], group=group)
+        work = irecv(room, self._ranks[source], group=group)
         pending = Pending(room, work, room).timed(timing)
         return pending if room is out else pending.then(out.copy_)
 
