@@ -61,7 +61,7 @@ def _again(events: Sequence[Event], log: Log) -> Iterator[Event]:
     for event in events:
         if isinstance(event, Start):
             numbers[event.number] = log.next_number()
-            yield event._replace(number=numbers[event.number])
+            yield event.numbered(numbers[event.number])
         elif isinstance(event, Wait):
             yield Wait(numbers[event.number], event.place)
         else:

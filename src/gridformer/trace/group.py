@@ -201,7 +201,7 @@ class Log:
         for event in events:
             if isinstance(event, Start):
                 numbers[event.number] = number = self.next_number()
-                event = event._replace(number=number)
+                event = event.numbered(number)
             elif isinstance(event, Wait):
                 event = Wait(numbers.get(event.number, event.number), event.place)
             self.trace.events.append(event)

@@ -7,7 +7,7 @@ tensors, which have no memory anyway; those of passes that run are their own.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor
@@ -41,9 +41,9 @@ class StageMessages:
         self._real_fill = self.stage_io.fill
         self._known: dict[Any, _Known | None] = {}
         self._filled: dict[Any, tuple[Event, ...]] = {}
-        self._tensors: dict[Any, Any] = {}
+        self._empty: dict[EmptyLike, Tensor] = {}
+        self._parts: dict[tuple[str, int], Tensor] = {}  # of shared tensors, by their ids
         self._inputs: dict[Any, dict[str, Tensor]] = {}
-        self._leaves: dict[EmptyLike, Tensor] = {}
         self._shared: dict[int, Tensor] = {}  # tensors of passes that do not run, by their ids
         self.replaced: list[tuple[Any, str, Any]] = [
             (executor, "empty_inputs", self.empty_inputs),
@@ -57,7 +57,10 @@ class StageMessages:
 
     def empty(self, like: EmptyLike) -> Tensor:
         """Returns the result of a pass that does not run."""
-        return self._made(EmptyLike.empty, like, like)
+        if like not in self._empty:
+            self._empty[like] = made = like.empty()
+            self._shared[id(made)] = made
+        return self._empty[like]
 
     def send(self, x: Tensor, to: int, label: str = "") -> Any:
         """Takes the place of `P2PChannel.send`."""
@@ -83,7 +86,7 @@ class StageMessages:
         if known is None:
             return real(x, peer, label)
         number = self.log.next_number()
-        events.append(known.start._replace(number=number))
+        events.append(known.start.numbered(number))
         return _Again(self.log, number, known, x)
 
     def empty_inputs(self, action: Action, batch: Batch) -> dict[str, Tensor]:
@@ -102,8 +105,7 @@ class StageMessages:
         """Takes the place of `Executor.enter`."""
         if action in self._run:
             return self._real_enter(action, entered)
-        leaves = {name: self._leaves.setdefault(EmptyLike.of(x), x) for name, x in entered.items()}
-        return leaves, entered
+        return dict(entered), entered
 
     def slice(self, x: Tensor) -> Tensor:
         """Takes the place of `StageIO.slice`."""
@@ -124,20 +126,15 @@ class StageMessages:
             return
         self.log.repeat(self._filled[key], {})
 
-    def _part(self, real: Any, x: Tensor) -> Tensor:
+    def _part(self, real: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Returns a part of a tensor; that of a shared tensor is made once."""
         if id(x) not in self._shared:
-            found: Tensor = real(x)
-            return found
-        return self._made(real, EmptyLike.of(x), x)
-
-    def _made(self, real: Any, like: EmptyLike, given: Any) -> Tensor:
-        """Returns a shared tensor, which a function makes once for each kind."""
-        key = real.__name__, like
-        if key not in self._tensors:
-            made = self._tensors[key] = real(given)
+            return real(x)
+        key = real.__name__, id(x)
+        if key not in self._parts:
+            self._parts[key] = made = real(x)
             self._shared[id(made)] = made
-        found: Tensor = self._tensors[key]
-        return found
+        return self._parts[key]
 
 
 class _Known:
