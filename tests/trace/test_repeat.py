@@ -109,6 +109,45 @@ def test_repeated_passes_are_those_that_are_run(gpu: InProcess, case: Any, kerne
         assert without_modules(whole) == without_modules(repeated)
 
 
+def evaluated(run: RunConfig, ranks: list[int]) -> list[tuple[list[Single], list[Single]]]:
+    """Return what `compared` does, for the forward passes of a batch."""
+    torch.set_num_threads(1)
+    decisions = decide_run(run)
+    with patch.object(alike, "play", wraps=alike.play) as play:
+        (repeated,) = alike.trace_runs([run], ranks, decisions, True, training=False)
+    assert play.call_count == 1, "only the first rank is run"
+    whole = [trace_rank(run, rank, decisions, kernels=True, training=False) for rank in ranks]
+    return [
+        (without_modules(numbered(one)), without_modules(numbered(other)))
+        for one, other in zip(whole, repeated)
+    ]
+
+
+@pytest.mark.parametrize(
+    "case", full_unless(lambda case: case in (QUICK, CASES[9]), CASES), ids=str
+)
+def test_forward_passes_of_an_evaluation_are_repeated(gpu: InProcess, case: Any) -> None:
+    layout, train, ranks = case
+    for whole, repeated in gpu(evaluated, run_of(layout, train), ranks):
+        assert without_counts(whole) == without_counts(repeated)
+
+
+def test_the_last_stage_of_an_evaluation_repeats_chunks_of_the_loss(gpu: InProcess) -> None:
+    run = run_of({"pp": 2, "micro_batches": 4}, {"loss_chunk_tokens": 4}, max_seq_len=16)
+    ((whole, repeated),) = gpu(evaluated, run, [1])
+    assert without_counts(whole) == without_counts(repeated)
+    again = gpu(chunks_repeated, run)
+    assert again > 1, "there are equal chunks"
+
+
+def chunks_repeated(run: RunConfig) -> int:
+    """Return how often the last rank repeats a chunk in an evaluation."""
+    torch.set_num_threads(1)
+    with patch.object(chunks, "_again", wraps=chunks._again) as again:
+        alike.trace_runs([run], [1], decide_run(run), True, training=False)
+    return again.call_count
+
+
 def passes_run(run: RunConfig, rank: int) -> list[tuple[str, int, int]]:
     """Return the passes of a rank that run: their direction, stage and micro-batch."""
     torch.set_num_threads(1)

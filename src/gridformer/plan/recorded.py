@@ -227,11 +227,11 @@ def _traces_of(
         UserError: A trace does not come to its end.
     """
     backend: Backend = "nccl" if kind == "cuda" else "gloo"
-    if training and runs[0].layout.pp > 1:
-        found = trace_runs(runs, ranks, decisions, True, backend, known)
+    if runs[0].layout.pp > 1:
+        found = trace_runs(runs, ranks, decisions, True, backend, known, training)
     else:
         found = [
-            [trace_rank(run, rank, decisions, training, True, backend, training) for rank in ranks]
+            [trace_rank(run, rank, decisions, True, True, backend, training) for rank in ranks]
             for run in runs
         ]
     for trace in (trace for traces in found for trace in traces):

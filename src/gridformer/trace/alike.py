@@ -59,6 +59,7 @@ def trace_runs(
     kernels: bool = False,
     backend: Backend = "nccl",
     known: KnownStages | None = None,
+    training: bool = True,
 ) -> list[list[Trace]]:
     """Does what `trace_alike` does, for a run and the same one with fewer micro-batches.
 
@@ -66,16 +67,18 @@ def trace_runs(
         runs: The run, and that with fewer micro-batches of the same size if it is asked for.
         ranks, decisions, kernels, backend: See `trace_alike`.
         known: The stages that ranks of other calls have recorded. Those of these ranks are added.
+        training: See `trace_rank`.
 
     Returns:
         The traces of each run.
     """
-    first = _run(runs, ranks[0], decisions, kernels, backend, known)
+    how = decisions, kernels, backend, training
+    first = _run(runs, ranks[0], *how, known)
     found = [[one.trace] for one in first]
     for rank in ranks[1:]:
-        traces = _following(runs, rank, first, decisions, kernels, backend)
+        traces = _following(runs, rank, first, *how)
         if traces is None:
-            traces = [one.trace for one in _run(runs, rank, decisions, kernels, backend, known)]
+            traces = [one.trace for one in _run(runs, rank, *how, known)]
         for mine, trace in zip(found, traces):
             mine.append(trace)
     return found
@@ -87,15 +90,17 @@ def _run(
     decisions: Decisions,
     kernels: bool,
     backend: Backend,
+    training: bool,
     known: KnownStages | None,
 ) -> list[Played]:
     """Runs a rank, once for all runs if the passes of the first are those of the others."""
     run, *others = runs
     also = others[0] if others else None
-    found = play(run, rank, decisions, True, kernels, backend, also=also, known=known)
+    how = decisions, True, kernels, backend, training
+    found = play(run, rank, *how, also=also, known=known)
     if also is None:
         return [found]
-    fewer = found.fewer or play(also, rank, decisions, True, kernels, backend, known=known)
+    fewer = found.fewer or play(also, rank, *how, known=known)
     return [found, fewer]
 
 
@@ -106,6 +111,7 @@ def _following(
     decisions: Decisions,
     kernels: bool,
     backend: Backend,
+    training: bool,
 ) -> list[Trace] | None:
     """Returns the traces of a rank that follow from those of another one, if they do."""
     run = runs[0]
@@ -123,7 +129,7 @@ def _following(
             for one, like in zip(runs, first):
                 if found:
                     log.trace = replace(log.trace, events=[], complete=False)
-                trace = _follows(one, like, executor, axes, log, watch, passes)
+                trace = _follows(one, like, executor, axes, log, watch, training, passes)
                 if trace is None:
                     return None
                 found.append(trace)
@@ -137,6 +143,7 @@ def _follows(
     axes: Axes,
     log: Log,
     watch: Watch,
+    training: bool,
     passes: dict[int, tuple[Event, ...]],
 ) -> Trace | None:
     """Returns the trace of the log's rank that follows from that of another one, if it does.
@@ -146,6 +153,7 @@ def _follows(
         first: The other rank.
         executor, axes: Those of the log's rank.
         log, watch: The log and its watch.
+        training: See `trace_rank`.
         passes: Events of passes in the groups of the log's rank, by the id of those of the other
             rank. It is filled here, for the same passes of the next run.
     """
@@ -165,7 +173,9 @@ def _follows(
         recorded[kind] = replace(one, events=passes[id(one.events)], left=left)
     layout = executor.layout = run.layout
     stamps = first.repeats.stamps
-    repeats = Repeats(executor.model, executor, log, watch.count, recorded, stamps=stamps)
+    repeats = Repeats(
+        executor.model, executor, log, watch.count, recorded, stamps=stamps, training=training
+    )
     if repeats.missing:
         return None
     n_rows = run.train.global_batch // (layout.dp * layout.micro_batches * axes.batch.size)
@@ -179,8 +189,11 @@ def _follows(
     if log.kernels:  # those of a step alone
         log.trace.events.clear()
     repeats.repeat(translated(events[:start]))
-    executor.train(work, finish)
-    log.trace.update = len(log.trace.events)
+    if training:
+        executor.train(work, finish)
+        log.trace.update = len(log.trace.events)
+    else:
+        executor.evaluate(work, finish)
     repeats.also_numbered(events[start:stop], events[stop:])
     repeats.repeat(translated(events[stop:]))
     repeats.undo()

@@ -133,11 +133,13 @@ def play(
             stepper = Stepper(model, train, axes, layout)
             if isinstance(stepper.passes, Pipeline):
                 stepper.passes.executor.has_loaded()  # a trace is that of a later step
-            if repeat and training:
+            if repeat:
                 stack.enter_context(trace_chunks_once(log, watch.count))
-            if repeat and training and isinstance(stepper.passes, Pipeline):
+            if repeat and isinstance(stepper.passes, Pipeline):
                 executor = stepper.passes.executor
-                played.repeats = Repeats(model, executor, log, watch.count, known=known)
+                played.repeats = Repeats(
+                    model, executor, log, watch.count, known=known, training=training
+                )
             _mark_update(stepper, log)
             if kernels:  # those of a step alone
                 stepper.updates.allocate(0)
@@ -156,7 +158,7 @@ def play(
             log.trace.complete = True
             if played.repeats is not None:
                 played.repeats.add_to_known()
-            if also is not None and played.repeats is not None:
+            if also is not None and training and played.repeats is not None:
                 assert isinstance(stepper.passes, Pipeline)
                 executor = stepper.passes.executor
                 again = trace_again(

@@ -51,6 +51,7 @@ class Repeats:
         recorded: Passes that are repeated for all actions, or None to record passes here.
         known: Stages that other ranks have recorded, which need not be run here.
         stamps: What copies the stamps of dropout to the device, if no pass runs here.
+        training: Whether it is an optimizer step; otherwise there are forward passes alone.
 
     Attributes:
         recorded: The passes, by what they depend on.
@@ -68,12 +69,14 @@ class Repeats:
         recorded: Mapping[PassKind, RecordedPass] | None = None,
         known: KnownStages | None = None,
         stamps: tuple[Event, ...] = (),
+        training: bool = True,
     ) -> None:
         self.log, self.count, self._sums = log, count, executor.sums
         self.recorded: dict[PassKind, RecordedPass] = dict(recorded or {})
         self._begun: dict[int, Sequence[Shape | None]] = {}  # the first gradients of each stage
         self._known, self._follows = known, recorded is not None
-        self._passes = WhichPasses.of(executor, not self._follows and log.kernels, self._take)
+        few = not self._follows and log.kernels
+        self._passes = WhichPasses.of(executor, few, self._take, training)
         self._kinds = self._passes.kinds
         self._run = set() if self._follows else self._passes.actions()
         self.stamps, self._clock = stamps, model.clock
@@ -91,11 +94,12 @@ class Repeats:
         self._open: dict[Start, list[int]] = defaultdict(list)
         self._messages: dict[int, PassMessages] = {}  # of passes, by the id of their events
         self._real_run = model.run
-        self._real_train, self._real_timed = executor.train, executor.timed
+        name = "train" if training else "evaluate"
+        self._real_go, self._real_timed = getattr(executor, name), executor.timed
         self._real_forward, self._real_backward = executor.forward, executor.backward
         replaced: list[tuple[Any, str, Any]] = [
             (model, "run", self._stage),
-            (executor, "train", self._train),
+            (executor, name, self._go),
             (executor, "timed", self._timed),
             (executor, "forward", self._forward),
             (executor, "backward", self._backward),
@@ -206,9 +210,10 @@ class Repeats:
         self._left[number] = start
         self._open[start].append(number)
 
-    def _train(self, work: Sequence[MicroBatch], finish: Any) -> None:
+    def _go(self, work: Sequence[MicroBatch], finish: Any) -> None:
+        """Takes the place of `Executor.train`, or of `Executor.evaluate`."""
         start, self._work = len(self.log.trace.events), work
-        self._real_train(work, finish)
+        self._real_go(work, finish)
         self.span = start, len(self.log.trace.events)
 
     def _timed(self, kind: str, action: Action) -> AbstractContextManager[None]:

@@ -65,7 +65,10 @@ class WhichPasses:
 
     @staticmethod
     def of(
-        executor: Executor, few: bool, known: Callable[[int, Hashable], bool] | None = None
+        executor: Executor,
+        few: bool,
+        known: Callable[[int, Hashable], bool] | None = None,
+        training: bool = True,
     ) -> WhichPasses:
         """Returns the passes that are run.
 
@@ -74,16 +77,18 @@ class WhichPasses:
             few: Whether stages with equal layers and last micro-batches may follow from others.
             known: Returns for the number of a stage among those of this rank, and its content,
                 whether its passes are known beforehand.
+            training: Whether there are backward passes; otherwise no stage follows from another.
         """
         pp, layout = executor.pp, executor.layout
-        itinerary, complete = executor.itinerary(layout.micro_batches, training=True)
+        itinerary, complete = executor.itinerary(layout.micro_batches, training)
         kinds: dict[Action, PassKind] = {}
         for action in itinerary.actions:
             last = action._replace(kind="backward") in complete
             which = "last" if last else "first" if action.micro == 0 else ""
             kinds[action] = PassKind(action.kind, action.stage // pp.size, which)
         found = WhichPasses(kinds, set(kinds.values()))
-        if few and executor.sums.around_last is nullcontext:  # no updates in the backward pass
+        # Where layers are updated in the backward pass, stages and micro-batches do other things.
+        if few and training and executor.sums.around_last is nullcontext:
             stages = range(pp.index, layout.n_stages, pp.size)
             found.parameters = [_parameters(executor, stage) for stage in stages]
             found._complete()
@@ -157,10 +162,10 @@ class WhichPasses:
         seen: set[PassKind] = set()
         for action in self.kinds:
             back = action._replace(kind="backward")
-            mine = {self.kinds[action], self.kinds[back]} & self.run
+            mine = {self.kinds[one] for one in (action, back) if one in self.kinds} & self.run
             if action.kind == "forward" and not mine <= seen:
                 found.add(action)
-                if self.kinds[back] in mine:
+                if self.kinds.get(back) in mine:
                     found.add(back)
                 seen |= mine
         return found

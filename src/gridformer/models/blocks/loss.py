@@ -149,10 +149,14 @@ def chunked_loss(
         for start in range(0, s, places)
     ]
     if torch.is_grad_enabled():
-        total: Tensor = _ChunkedLoss.apply(hidden_BSH, chunks, head, loss, *parameters)
-        return total
-    sums = [loss(head(hidden_BSH[:, chunk]), wanted) for chunk, wanted in chunks]
-    return torch.stack(sums).sum()
+        found: Tensor = _ChunkedLoss.apply(hidden_BSH, chunks, head, loss, *parameters)
+        return found
+    total: Tensor | None = None
+    for chunk, wanted in each_chunk(chunks):
+        part = loss(head(hidden_BSH[:, chunk]), wanted)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
 
 
 def each_chunk(chunks: Sequence[Chunk]) -> Iterable[Chunk]:
