@@ -236,6 +236,19 @@ def test_a_step_with_fewer_micro_batches_has_the_same_passes(gpu: InProcess, cas
         assert without_counts(whole) == without_counts(repeated)
 
 
+def test_the_stamps_of_dropout_are_copied_before_the_first_pass_of_a_micro_batch(
+    gpu: InProcess,
+) -> None:
+    layout = {"pp": 4, "micro_batches": 12, "stages_per_rank": 2}
+    run = run_of(layout, {}, dropout=0.1)
+    for whole, repeated in gpu(compared, run, [1, 2], True):
+        copies = [event for event in whole if isinstance(event, Kernel) and event.kind == "copy"]
+        assert len(copies) >= 12
+        assert without_modules(whole) == without_modules(repeated)
+    for whole, repeated in gpu(with_fewer, run, [1, 2]):
+        assert without_counts(whole) == without_counts(repeated)
+
+
 def test_a_pass_waits_for_what_the_last_one_has_gathered_in_advance(gpu: InProcess) -> None:
     """The last pass of each kind has begun to gather the first weights of the next one."""
     layout = {"scheme": "optimus", "rows": 2, "cols": 2, "pp": 2, "micro_batches": 12}

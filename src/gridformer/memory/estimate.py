@@ -181,8 +181,8 @@ def nccl_messages() -> Iterator[None]:
 def playing(rank: int, n_processes: int) -> Iterator[None]:
     """Makes this process one rank of a process group that sends nothing, inside the context.
 
-    Messages to and from one other rank are over as soon as they are started, without the 100
-    microseconds that torch takes for each.
+    Messages to and from one other rank are over as soon as they are started, without the work that
+    torch has with each.
 
     Args:
         rank: The rank that it is.

@@ -129,7 +129,6 @@ def play(
                 filled=False,
             )
             log.places.name(model)
-            model.clock.device = log.device  # where all steps but the first find it
             stepper = Stepper(model, train, axes, layout)
             if isinstance(stepper.passes, Pipeline):
                 stepper.passes.executor.has_loaded()  # a trace is that of a later step
