@@ -96,15 +96,18 @@ def test_copies_share_more_pieces_than_a_byte_counts() -> None:
     ]
 
 
+def busy(begun: Path, goes_on: Path) -> int:
+    """Create a file, wait for another one, and return the number of this process."""
+    begun.touch()
+    while not goes_on.exists():
+        time.sleep(0.01)
+    return os.getpid()
+
+
 @pytest.mark.usefixtures("two_cores")
 def test_work_is_begun_beside_this_process_which_helps_in_the_end(tmp_path: Path) -> None:
     begun, goes_on = tmp_path / "begun", tmp_path / "goes on"
-
-    def first() -> int:
-        begun.touch()
-        while not goes_on.exists():
-            time.sleep(0.01)
-        return os.getpid()
+    first = partial(busy, begun, goes_on)
 
     def second() -> int:
         goes_on.touch()
@@ -144,12 +147,7 @@ def test_other_work_begins_beside_this_process_when_the_first_is_done(tmp_path: 
 @pytest.mark.usefixtures("two_cores")
 def test_this_process_does_other_work_while_copies_are_busy(tmp_path: Path) -> None:
     begun, goes_on = tmp_path / "begun", tmp_path / "goes on"
-
-    def first() -> int:
-        begun.touch()
-        while not goes_on.exists():
-            time.sleep(0.01)
-        return os.getpid()
+    first = partial(busy, begun, goes_on)
 
     def later() -> int:
         goes_on.touch()  # before this, the copy does not end
