@@ -107,7 +107,9 @@ def busy(begun: Path, goes_on: Path) -> int:
 @pytest.mark.usefixtures("two_cores")
 def test_work_is_begun_beside_this_process_which_helps_in_the_end(tmp_path: Path) -> None:
     begun, goes_on = tmp_path / "begun", tmp_path / "goes on"
-    first = partial(busy, begun, goes_on)
+
+    def first() -> int:
+        return busy(begun, goes_on)
 
     def second() -> int:
         goes_on.touch()
@@ -147,7 +149,9 @@ def test_other_work_begins_beside_this_process_when_the_first_is_done(tmp_path: 
 @pytest.mark.usefixtures("two_cores")
 def test_this_process_does_other_work_while_copies_are_busy(tmp_path: Path) -> None:
     begun, goes_on = tmp_path / "begun", tmp_path / "goes on"
-    first = partial(busy, begun, goes_on)
+
+    def first() -> int:
+        return busy(begun, goes_on)
 
     def later() -> int:
         goes_on.touch()  # before this, the copy does not end
