@@ -18,7 +18,7 @@ from gridformer.trace.known_stages import KnownStage, KnownStages
 from gridformer.trace.recorded_pass import RecordedPass
 from tests.support.fake_gpu import InProcess
 from tests.support.marks import full_unless
-from tests.trace.test_repeat import MEGATRON, OPTIMUS, Single, numbered, run_of, without_modules
+from tests.support.traces import MEGATRON, OPTIMUS, Single, numbered, run_of, without_modules
 
 PIPELINE = {"pp": 4, "micro_batches": 8, "stages_per_rank": 2}
 FSDP = {"dp": 2, "dp_mode": "fsdp"}

@@ -15,14 +15,13 @@ from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.pipeline.stage_io import StageIO
 from gridformer.parallel.validation import check_layout
 from gridformer.plan.fewer_rounds import without_rounds
-from gridformer.trace import Start, Trace, Wait, alike, chunks, trace_rank
+from gridformer.trace import Start, alike, chunks, trace_rank
 from gridformer.trace.events import Kernel, Read
 from tests.support.fake_gpu import InProcess
 from tests.support.marks import full_unless
 from tests.support.multirank.memory import a_run
+from tests.support.traces import MEGATRON, OPTIMUS, Single, numbered, run_of, without_modules
 
-MEGATRON = {"scheme": "megatron", "cols": 2}
-OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 1}
 IN_BACKWARD = {"update": "in_backward", "clip_by": "layer", "recompute": "full"}
 # A layout, training settings, and ranks whose stages have equal layers.
 CASES: list[tuple[dict[str, Any], dict[str, Any], list[int]]] = [
@@ -63,16 +62,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], list[int]]] = [
     ),
 ]
 QUICK = CASES[2]
-Single = Start | Wait | Kernel | Read
-
-
-def run_of(layout: dict[str, Any], train: dict[str, Any], **model: Any) -> RunConfig:
-    n_rows = layout["micro_batches"] * layout.get("dp", 1) * layout.get("rows", 1) * 2
-    n_layers = 2 * layout["pp"] * layout.get("stages_per_rank", 1)
-    model = {"n_layers": n_layers, "max_seq_len": 8, **model}
-    run = a_run(layout, model, {"global_batch": n_rows, "loss_chunk_tokens": 0, **train})
-    check_layout(run)
-    return run
 
 
 def compared(
@@ -86,19 +75,6 @@ def compared(
     assert play.call_count == 1, "only the first rank is run"
     whole = [trace_rank(run, rank, decisions, kernels=kernels) for rank in ranks]
     return [(numbered(one), numbered(other)) for one, other in zip(whole, repeated)]
-
-
-def numbered(trace: Trace) -> list[Single]:
-    """Return the events with messages numbered in their order."""
-    assert trace.complete, trace.troubles
-    numbers: dict[int, int] = {}
-    for event in trace.unfolded():
-        if isinstance(event, Start):
-            numbers[event.number] = len(numbers)
-    return [
-        event._replace(number=numbers[event.number]) if isinstance(event, Start | Wait) else event
-        for event in trace.unfolded()
-    ]
 
 
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, id="with kernels")])
@@ -263,11 +239,6 @@ def test_a_pass_waits_for_what_the_last_one_has_gathered_in_advance(gpu: InProce
 def without_counts(events: list[Single]) -> list[Single]:
     """Return the events without how many products were launched before the host reads."""
     return [event._replace(products=0) if isinstance(event, Read) else event for event in events]
-
-
-def without_modules(events: list[Single]) -> list[Single]:
-    """Return the events without the names of modules, whose layers have other numbers elsewhere."""
-    return [event._replace(place=event.place._replace(module="")) for event in events]
 
 
 def of_chunks(layout: dict[str, Any], tokens: int) -> tuple[list[Single], list[Single], int]:
