@@ -17,8 +17,8 @@ from gridformer.memory import fewer_layers, layers_per_cycle, ranks
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.fewer_layers import peak_of_rank
 from gridformer.memory.ranks import fullest_ranks, largest_ranks
-from gridformer.memory.tape import NotRepeatableError
 from gridformer.parallel.auto.decisions import decide_run
+from gridformer.trace.repeated_products import NotRepeatableError
 from tests.support.marks import full_unless
 from tests.support.multirank.memory import a_run
 

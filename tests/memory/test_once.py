@@ -14,13 +14,13 @@ from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.fewer_chunks import fewer_chunks
 from gridformer.memory.once import within_passes
 from gridformer.memory.ranks import largest_ranks
-from gridformer.memory.tape import NotRepeatableError
 from gridformer.memory.tracker import MemoryTracker
 from gridformer.models.blocks import dropout
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.pipeline.partition import link_names, stages_of
 from gridformer.trace import fast_fake
+from gridformer.trace.repeated_products import NotRepeatableError
 from tests.support.marks import full_unless
 from tests.support.multirank.matrix import CELLS, QUICK, Cell
 from tests.support.multirank.memory import a_run

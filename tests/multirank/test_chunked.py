@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +25,7 @@ from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import Work
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.linear import GridLinear, weights_kept
+from tests.support.chunks import in_three
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare, tiny
 from tests.support.multirank.matrix import MODELS, SETTINGS
@@ -43,21 +43,6 @@ from tests.support.multirank.volumes import (
 )
 
 STEPS = 2
-
-
-@contextmanager
-def in_three() -> Iterator[None]:
-    """Everything that travels whole travels in three chunks."""
-
-    def cut(found: Choices, _: LayoutConfig) -> Choices:
-        three = {
-            name: replace(choice, n_chunks=3) if found.activation_bytes(choice) else choice
-            for name, choice in found.products.items()
-        }
-        return replace(found, products=three)
-
-    with patch.object(rules, "_chunked", cut):
-        yield
 
 
 @contextmanager

@@ -37,13 +37,13 @@ from gridformer.memory.breakdown import (
 from gridformer.memory.fake import fake_tensors, skip_middle_chunks
 from gridformer.memory.once import ways_of
 from gridformer.memory.room import on_gpu
-from gridformer.memory.tape import NotRepeatableError
 from gridformer.mesh import groups
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.trace.batch import rows_like
 from gridformer.trace.device import gpu_kernels
+from gridformer.trace.repeated_products import NotRepeatableError
 from gridformer.train.forward_backward import Pipeline
 from gridformer.train.step import Stepper
 from gridformer.utils.beside import on_all_cores

@@ -29,10 +29,10 @@ from gridformer.memory.layers_per_cycle import (
     layers_left_out,
     stacks_of,
 )
-from gridformer.memory.tape import NotRepeatableError
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.data.buckets import BUCKET_BYTES
 from gridformer.trace.fewer_layers import removable, without_layers
+from gridformer.trace.repeated_products import NotRepeatableError
 from gridformer.train.step import Stepper
 
 # Layers of the shortest stage of the shorter model, and with sums of gradients over replicas, which

@@ -13,9 +13,10 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from gridformer.memory.tape import NotRepeatableError, Numbers, Player, Step, steps_of
+from gridformer.memory.tape import Numbers, Player, Step, steps_of
 from gridformer.memory.tracker import MemoryTracker
 from gridformer.parallel.pipeline.stage_io import StageIO
+from gridformer.trace.repeated_products import NotRepeatableError
 
 
 class _Fill:

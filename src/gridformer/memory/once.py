@@ -48,7 +48,7 @@ def ways_of(run: RunConfig, decisions: Decisions) -> list[Once]:
 @contextmanager
 def within_passes(stepper: Stepper, tracker: MemoryTracker) -> Iterator[None]:
     """Runs all passes, but what one pass repeats only once."""
-    with blocks_once(), fewer_chunks(), products_once(stepper.model, tracker):
+    with blocks_once(), fewer_chunks(), products_once(tracker):
         yield
 
 

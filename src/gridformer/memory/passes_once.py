@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gridformer.memory.tape import (
-    NotRepeatableError,
     Numbers,
     Player,
     Step,
@@ -35,10 +34,11 @@ from gridformer.memory.tape import (
 from gridformer.memory.tracker import Entry, MemoryChange, MemoryTracker
 from gridformer.models import Activations
 from gridformer.models.blocks.cast import CastCopy
-from gridformer.models.blocks.gradient_sum import ContinuedGradient
+from gridformer.models.blocks.gradient_sum import ContinuedGradient, GradientSum
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.pipeline.executor import Finish
 from gridformer.parallel.pipeline.schedules import Action
+from gridformer.trace.repeated_products import NotRepeatableError
 from gridformer.trace.shape import Shape
 from gridformer.utils.batch import Batch
 
@@ -239,9 +239,17 @@ class _Passes:
 
             return add
 
+        def begin(total: GradientSum, memory: Tensor) -> None:
+            begin_sum(total, memory)
+            entry = self.tracker.entry_of(memory)
+            assert entry is not None, "a repeated product has made it"
+            self._sums.append(entry)
+
+        begin_sum = GradientSum.begin
         with (
             patch.object(ContinuedGradient, "add", noting(ContinuedGradient.add)),
             patch.object(ContinuedGradient, "add_product", noting(ContinuedGradient.add_product)),
+            patch.object(GradientSum, "begin", begin),
         ):
             yield
 

@@ -1,109 +1,90 @@
-"""Repeats the panels of a grid's products in the log of memory, without moving them again.
+"""Repeats the products over chunks or panels in the log of memory, without moving them again.
 
-A product that goes panel by panel does the same each time that it has operands of the same shapes.
-It runs once for each shape (and once more if it allocates a workspace that stays), and its log is
-played again after that.
+Such a product runs once for each shape of its operands (and once more if it allocates a workspace
+that stays), and its log is played again after that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
-from unittest.mock import patch
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gridformer.comm import Pending
-from gridformer.memory.tape import NotRepeatableError, Numbers, Step, steps_of
+from gridformer.memory.tape import Numbers, Step, steps_of
 from gridformer.memory.tracker import Entry, MemoryTracker
-from gridformer.models.blocks.gradient_sum import ContinuedGradient
-from gridformer.parallel.tensor.summa import Broadcast
-from gridformer.parallel.tensor.summa.operands import Operand
+from gridformer.trace.repeated_products import (
+    Made,
+    NotRepeatableError,
+    Playing,
+    Recording,
+    RepeatedProducts,
+)
 from gridformer.trace.shape import Shape
 
-Product = Callable[[Operand, Operand], Pending]
-_Recorded = tuple[list[Step], int, Shape]  # its log, and the number and shape of its result
+_Part = Sequence[Step]
 
 
-class _Product:
-    """Runs a product once for each shape of its operands."""
+class _Recording(Recording[_Part]):
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self._tracker, self._numbers = tracker, Numbers()
+        self._begin = 0
+        self._ended: set[int] = set()
 
-    def __init__(self, product: Product, tracker: MemoryTracker) -> None:
-        self.product, self.tracker = product, tracker
-        self._recorded: dict[Any, _Recorded] = {}
+    def begin(self) -> None:
+        self._begin = len(self._tracker.changes)
 
-    def __call__(self, a: Operand, b: Operand, _: ContinuedGradient | None = None) -> Pending:
-        # Panel by panel no product adds to a gradient itself.
-        if not (isinstance(a.local, Tensor) and isinstance(b.local, Tensor)):
-            return self.product(a, b)  # one-hot matrices
-        key = _key(a.local), _key(b.local)
-        if key in self._recorded:
-            return Pending(self._play(*self._recorded[key]))
-        begins = len(self.tracker.changes)
-        out = self.product(a, b)
-        with suppress(NotRepeatableError):  # if a workspace grows; it fits the next time
-            self._recorded[key] = self._record(begins, out.wait())
-        return out
+    def end(self) -> _Part:
+        steps = steps_of(self._tracker.changes[self._begin :], self._numbers)
+        if any(step.what in ("at", "tick") for step in steps):
+            raise NotRepeatableError("a place begins, or something of other code ends")
+        self._ended |= {step.number for step in steps if step.what == "end"}
+        return steps
 
-    def _record(self, begins: int, out: Tensor) -> _Recorded:
-        numbers = Numbers()
-        steps = steps_of(self.tracker.changes[begins:], numbers)
-        entry = self.tracker.entry_of(out)
-        number = None if entry is None else numbers[entry]
-        shape = Shape.of(out)
-        like = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
-        if number is None or like.untyped_storage().nbytes() != shape.n_bytes:
-            raise NotRepeatableError("the result is a part of something else")
-        kept = {number} | {step.number for step in steps if step.what == "end"}
-        if len(kept) < len(numbers.entries) or any(step.what in ("at", "tick") for step in steps):
-            raise NotRepeatableError("something besides the result stays")
-        return steps, number, shape
+    def made(self, x: Tensor) -> Made:
+        entry = self._tracker.entry_of(x)
+        number = None if entry is None else self._numbers[entry]
+        if number is None or number in self._ended:
+            raise NotRepeatableError("the result was not made here")
+        return Made(number, Shape.of(x))
 
-    def _play(self, steps: list[Step], result: int, shape: Shape) -> Tensor:
-        tracker, entries = self.tracker, list[Entry]()
-        out: Tensor | None = None
-        for what, number, n_bytes, text, _ in steps:
-            if what == "begin" and number == result:
-                out = torch.empty_strided(
-                    shape.size, shape.stride, dtype=shape.dtype, device=shape.device
-                )
-                entry = tracker.entry_of(out)
+    def complete(self, handed_out: Sequence[Made]) -> None:
+        kept = {made.number for made in handed_out}
+        if len(kept) < len(handed_out) or len(self._ended | kept) < len(self._numbers.entries):
+            raise NotRepeatableError("something besides the results stays")
+
+
+class _Playing(Playing[_Part]):
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self._tracker = tracker
+        self._entries: list[Entry] = []
+        self._held: dict[int, Tensor] = {}
+
+    def play(self, part: _Part, made: Collection[Made]) -> None:
+        tracker, shapes = self._tracker, {one.number: one.shape for one in made}
+        for what, number, n_bytes, text, _ in part:
+            if what == "begin" and number in shapes:
+                self._held[number] = x = shapes[number].make()
+                entry = tracker.entry_of(x)
                 assert entry is not None
-                entries.append(entry)
+                self._entries.append(entry)
             elif what == "begin":
-                entries.append(tracker.begin(n_bytes, text))
+                self._entries.append(tracker.begin(n_bytes, text))
             elif what == "end":
-                tracker.end(entries[number])
+                tracker.end(self._entries[number])
             else:
-                tracker.become(entries[number], text)
-        assert out is not None
-        return out
+                tracker.become(self._entries[number], text)
 
-
-def _key(x: Tensor) -> tuple[Any, ...]:
-    return x.shape, x.stride(), x.storage_offset(), x.dtype
+    def take(self, made: Made) -> Tensor:
+        return self._held.pop(made.number)
 
 
 @contextmanager
-def products_once(model: nn.Module, tracker: MemoryTracker) -> Iterator[None]:
-    """Lets products that go panel by panel run once for each shape, inside the context.
+def products_once(tracker: MemoryTracker) -> Iterator[None]:
+    """Lets products run once for each shape of their operands, inside the context.
 
     Args:
-        model: The model of a rank.
         tracker: Keeps the log, in which all products appear.
     """
-    found = {
-        id(schedule): schedule
-        for module in model.modules()
-        for schedule in vars(module).values()
-        if isinstance(schedule, Broadcast)
-    }
-    with ExitStack() as stack:
-        for schedule in found.values():
-            names = ("ab", "abt", "atb")
-            for name in names:
-                once = _Product(getattr(schedule, name), tracker)
-                stack.enter_context(patch.object(schedule, name, once))
+    with RepeatedProducts(lambda: _Recording(tracker), lambda: _Playing(tracker))():
         yield

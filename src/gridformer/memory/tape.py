@@ -12,11 +12,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gridformer.memory.tracker import Entry, MemoryChange, MemoryTracker
+from gridformer.trace.repeated_products import NotRepeatableError
 from gridformer.trace.shape import Shape
-
-
-class NotRepeatableError(Exception):
-    """A part of a step does something that repeating it in the log would not do."""
 
 
 class Step(NamedTuple):

@@ -26,6 +26,7 @@ from gridformer.trace.group import Log, recording
 from gridformer.trace.known_stages import KnownStages
 from gridformer.trace.micro_batches import MicroBatches, fewer
 from gridformer.trace.place import Places
+from gridformer.trace.products_once import products_once
 from gridformer.trace.repeat import Repeats
 from gridformer.train.forward_backward import Pipeline, WholeModel
 from gridformer.train.step import Stepper
@@ -134,6 +135,7 @@ def play(
                 stepper.passes.executor.has_loaded()  # a trace is that of a later step
             if repeat:
                 stack.enter_context(trace_chunks_once(log, watch.count))
+                stack.enter_context(products_once(log, watch.count))
             if repeat and isinstance(stepper.passes, Pipeline):
                 executor = stepper.passes.executor
                 played.repeats = Repeats(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,22 @@ class GradientSum:
         self.shape, self.dtype = torch.Size(shape), torch.promote_types(dtype, torch.float32)
         self._sum = begin
         self._elements = elements if elements > self.shape.numel() else 0
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What decides how something is added, besides what is added."""
+        begun = self._sum
+        place = None if begun is None else (begun.shape, begun.stride(), begun.dtype)
+        return self.shape, self.dtype, self._elements, place
+
+    @property
+    def memory(self) -> Tensor | None:
+        """The tensor of the sum, which may have additional rows; None if nothing was added."""
+        return self._sum
+
+    def begin(self, memory: Tensor) -> None:
+        """Takes a tensor as the sum, which other code has computed."""
+        self._sum = memory
 
     @property
     def value(self) -> Tensor:
@@ -128,28 +145,37 @@ class ContinuedGradient:
     Args:
         total: The sum, in the order of the parameter's memory.
         turned: Whether that is the order of the weight's transpose.
+
+    Attributes:
+        total: The sum.
+        begun: Whether something was added in this pass.
     """
 
     def __init__(self, total: GradientSum, turned: bool) -> None:
-        self._sum, self._turned = total, turned
+        self.total, self._turned = total, turned
         self.begun = False
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What decides how something is added, besides what is added."""
+        return self._turned, *self.total.kind
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the gradient a @ b, given its factors [m, k] and [k, n]."""
         self.begun = True
         if self._turned:
-            self._sum.add_product(b.t(), a.t())
+            self.total.add_product(b.t(), a.t())
         else:
-            self._sum.add_product(a, b)
+            self.total.add_product(a, b)
 
     def add(self, gradient: Tensor) -> None:
         """Adds a gradient [m, n]."""
         self.begun = True
-        self._sum.add(gradient.t() if self._turned else gradient)
+        self.total.add(gradient.t() if self._turned else gradient)
 
     def result(self) -> Tensor:
         """Returns the sum [m, n]."""
-        return self._sum.value.t() if self._turned else self._sum.value
+        return self.total.value.t() if self._turned else self.total.value
 
 
 def gradient_place(parameter: Tensor) -> GradientPlace | None:

@@ -21,7 +21,7 @@ from gridformer.parallel.tensor.summa.chunks import (
     WeightGradient,
     even_chunks,
 )
-from gridformer.parallel.tensor.summa.gather import Gather
+from gridformer.parallel.tensor.summa.gather import Gather, unchanged
 from gridformer.parallel.tensor.summa.operands import (
     Matrix,
     OneHot,
@@ -50,44 +50,67 @@ class ChunkedGather(Gather):
         self.split: Callable[[int, int], list[slice]] = even_chunks
 
     def ab(
-        self, a: Operand, b: Operand, transform: Callable[[Tensor], Tensor] = lambda whole: whole
+        self, a: Operand, b: Operand, transform: Callable[[Tensor], Tensor] = unchanged
     ) -> Pending:
         if isinstance(a, OneHotOperand) or self._at_once(a):
             return super().ab(a, b, transform)
-        weight = self.whole_column(b)
-        result = self._result(a, weight.shape[1])
-        for chunk, arriving in self.arriving(a):
-            result.multiply(chunk, transform(arriving.wait()), weight)
-            del arriving
-        return Pending(result.all())
+        return self.ab_by_chunks(tensor_of(a), self.whole_column(b), transform)
 
     def abt(self, a: Operand, b: Operand) -> Pending:
         weight = self.whole_column(b).t()
-        shape = torch.Size((*a.local.shape[:-1], weight.shape[1]))
-        chunks = self.chunks(shape)
-        if len(chunks) == 1:
+        if len(self.chunks(self._shape_of_abt(a.local, weight))) == 1:
             return super().abt(a, b)
-        sums = self.sum_of(shape, weight)
-        for chunk in chunks:
-            sums.start(chunk, times(self._chunk_of(a.local, chunk), weight))
-        return sums.pending()
+        return self.abt_by_chunks(a.local, weight)
 
     def atb(self, a: Operand, b: Operand, into: ContinuedGradient | None = None) -> Pending:
         if isinstance(a, OneHotOperand) or self._at_once(a):
             return super().atb(a, b, into)
-        terms = self.weight_gradient(a, into)
-        for chunk, arriving in self.arriving(a):
-            terms.add(arriving.wait(), self._chunk_of(b.local, chunk))
-            del arriving
-        return terms.pending()
+        return self.atb_by_chunks(tensor_of(a), b.local, into)
 
     def ab_and_atb(
         self, a: Operand, b: Operand, c: Tensor, into: ContinuedGradient | None = None
     ) -> tuple[Pending, Pending]:
         if self._at_once(a):
             return super().ab_and_atb(a, b, c, into)
-        result, terms = self._result(a, tensor_of(b).shape[1]), self.weight_gradient(a, into)
-        for chunk, arriving in self.arriving(a):
+        return self.ab_and_atb_by_chunks(tensor_of(a), b, c, into)
+
+    # The loops over chunks. Each depends on nothing but the shapes of its operands, so traces and
+    # estimates of memory run it once for each shape.
+
+    def ab_by_chunks(
+        self, a: Tensor, weight: Tensor, transform: Callable[[Tensor], Tensor]
+    ) -> Pending:
+        """Computes A B, given the gathered weight."""
+        result = self._result(a, weight.shape[1])
+        for chunk, arriving in self.arriving(Operand(a)):
+            result.multiply(chunk, transform(arriving.wait()), weight)
+            del arriving
+        return Pending(result.all())
+
+    def abt_by_chunks(self, a: Matrix, weight: Tensor) -> Pending:
+        """Computes A Bᵀ, given the transpose of the gathered weight."""
+        shape = self._shape_of_abt(a, weight)
+        sums = self.sum_of(shape, weight)
+        for chunk in self.chunks(shape):
+            sums.start(chunk, times(self._chunk_of(a, chunk), weight))
+        return sums.pending()
+
+    def atb_by_chunks(self, a: Tensor, b: Matrix, into: ContinuedGradient | None) -> Pending:
+        """Computes Aᵀ B."""
+        operand = Operand(a)
+        terms = self.weight_gradient(operand, into)
+        for chunk, arriving in self.arriving(operand):
+            terms.add(arriving.wait(), self._chunk_of(b, chunk))
+            del arriving
+        return terms.pending()
+
+    def ab_and_atb_by_chunks(
+        self, a: Tensor, b: Operand, c: Tensor, into: ContinuedGradient | None
+    ) -> tuple[Pending, Pending]:
+        """Computes A B and Aᵀ C. The weight B may still be in flight."""
+        operand = Operand(a)
+        result, terms = self._result(a, tensor_of(b).shape[1]), self.weight_gradient(operand, into)
+        for chunk, arriving in self.arriving(operand):
             whole = arriving.wait()
             del arriving
             terms.add(whole, self._chunk_of(c, chunk))
@@ -130,10 +153,12 @@ class ChunkedGather(Gather):
         """Whether `a` is gathered already (kept for the backward pass) or consists of one chunk."""
         return a.whole is not None or len(self.chunks(a.local.shape)) == 1
 
-    def _result(self, a: Operand, width: int) -> ChunkedResult:
-        return ChunkedResult(
-            self.boundary, self.boundary.empty_gathered_like(tensor_of(a), width).shape
-        )
+    def _result(self, a: Tensor, width: int) -> ChunkedResult:
+        return ChunkedResult(self.boundary, self.boundary.empty_gathered_like(a, width).shape)
+
+    @staticmethod
+    def _shape_of_abt(a: Matrix, weight: Tensor) -> torch.Size:
+        return torch.Size((*a.shape[:-1], weight.shape[1]))
 
     def _chunk_of(self, x: Matrix, chunk: slice) -> Matrix:
         """Returns a chunk of an activation, whether sharded or gathered."""

@@ -38,6 +38,10 @@ class Norm:
     bias: Tensor | None
     eps: float
 
+    def __call__(self, whole: Tensor) -> Tensor:
+        """Normalizes whole rows [.., h]."""
+        return normalize(whole, self.weight, self.bias, self.eps)[0]
+
 
 @dataclass
 class Normed:
@@ -99,9 +103,7 @@ class _NormedAB(torch.autograd.Function):
         schedule.prefetch(operand, weight)
         keep.prefetch_next(x.dtype)
 
-        def normed(whole: Tensor) -> Tensor:
-            return normalize(whole, norm_weight, norm_bias, eps)[0]
-
+        normed = Norm(norm_weight, norm_bias, eps)
         kept = schedule.whole_row(operand) if keep.input else x
         c = add_bias(schedule.ab(operand, weight, normed).wait(), bias)
         ctx.save_for_backward(kept, norm_weight, norm_bias, b)

@@ -38,6 +38,11 @@ from gridformer.parallel.tensor.summa.operands import (
 )
 
 
+def unchanged(whole: Tensor) -> Tensor:
+    """Returns its argument."""
+    return whole
+
+
 class Gather:
     """Gathers all panels at once, so that each product is one multiplication and one sum.
 
@@ -52,7 +57,7 @@ class Gather:
     # ------------------------------------------------------------------ the products
 
     def ab(
-        self, a: Operand, b: Operand, transform: Callable[[Tensor], Tensor] = lambda whole: whole
+        self, a: Operand, b: Operand, transform: Callable[[Tensor], Tensor] = unchanged
     ) -> Pending:
         """Computes C = A B. a [.., K/c], b [K/r, N/c], result [.., N/c].
 

@@ -1,0 +1,266 @@
+"""Runs the products over chunks or panels once for each shape of their operands.
+
+Such a product sends, waits and multiplies many times, and does the same each time that it has
+operands of the same shapes. What its first call has logged is repeated for the later ones. What
+waiting for a result logs is a part of its own, because a caller does other things in between.
+
+A trace (gridformer.trace.products_once) and the log of memory (gridformer.memory.products_once)
+record different things of a product; this module has what they share.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar
+from unittest.mock import patch
+
+from torch import Tensor
+
+from gridformer.comm import Pending
+from gridformer.models.blocks.gradient_sum import ContinuedGradient
+from gridformer.parallel.tensor.summa import Broadcast, ChunkedGather
+from gridformer.parallel.tensor.summa.fused_norm import Norm
+from gridformer.parallel.tensor.summa.gather import unchanged
+from gridformer.parallel.tensor.summa.operands import Operand
+from gridformer.trace.shape import Shape
+
+_PRODUCTS: dict[type, tuple[str, ...]] = {
+    ChunkedGather: ("ab_by_chunks", "abt_by_chunks", "atb_by_chunks", "ab_and_atb_by_chunks"),
+    Broadcast: ("ab", "abt", "atb"),
+}
+_NO_TENSOR: Any = None  # of a `Pending` whose result comes from its steps
+
+Part = TypeVar("Part")
+Product = Callable[..., Pending | tuple[Pending, ...]]
+
+
+class NotRepeatableError(Exception):
+    """A part of a step does something that repeating it in the log would not do."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that a product has made and handed out.
+
+    Attributes:
+        number: The number of its storage in the log, where the log has such numbers.
+        shape: Its shape.
+    """
+
+    number: int
+    shape: Shape
+
+
+class Recording(ABC, Generic[Part]):
+    """Records what a product and the waits for its results log."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begins a part."""
+
+    @abstractmethod
+    def end(self) -> Part:
+        """Ends the part and returns it.
+
+        Raises:
+            NotRepeatableError: The part depends on something outside it.
+        """
+
+    @abstractmethod
+    def made(self, x: Tensor) -> Made:
+        """Returns what is needed to make a tensor that the parts so far have made.
+
+        Raises:
+            NotRepeatableError: They have not made it.
+        """
+
+    @abstractmethod
+    def complete(self, handed_out: Sequence[Made]) -> None:
+        """Checks that the parts have ended all that they have begun, but what they hand out.
+
+        Raises:
+            NotRepeatableError: They have not.
+        """
+
+
+class Playing(ABC, Generic[Part]):
+    """Repeats the parts of a product in the log."""
+
+    @abstractmethod
+    def play(self, part: Part, made: Sequence[Made]) -> None:
+        """Adds a part to the log.
+
+        Args:
+            part: The part.
+            made: What the product hands out.
+        """
+
+    @abstractmethod
+    def take(self, made: Made) -> Tensor:
+        """Returns a tensor that the parts so far have made. The caller holds it from now on."""
+
+
+@dataclass
+class _Recorded(Generic[Part]):
+    """The record of a product.
+
+    Attributes:
+        call: What the product itself logs; None until it has run, or if it cannot be repeated.
+        waits: What waiting for each result logs, by the number of the result.
+        results: The results by number. None stands for the sum of gradients to which the product
+            has added.
+        adds: Whether it adds to a sum of gradients.
+        begun: The sum that it begins.
+        complete: Whether it can be repeated.
+    """
+
+    call: Part | None = None
+    waits: dict[int, Part] = field(default_factory=dict)
+    results: dict[int, Made | None] = field(default_factory=dict)
+    adds: bool = False
+    begun: Made | None = None
+    complete: bool = False
+
+    @property
+    def handed_out(self) -> list[Made]:
+        return [made for made in (self.begun, *self.results.values()) if made is not None]
+
+
+class RepeatedProducts(Generic[Part]):
+    """Runs a product once for each shape of its operands, and repeats it after that.
+
+    Args:
+        recording: Returns an object that records a product.
+        playing: Returns an object that repeats a product.
+    """
+
+    def __init__(
+        self,
+        recording: Callable[[], Recording[Part]],
+        playing: Callable[[], Playing[Part]],
+    ) -> None:
+        self._recording, self._playing = recording, playing
+        self._known: dict[Any, _Recorded[Part]] = {}
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Repeats products inside the context."""
+        with ExitStack() as stack:
+            for kind, names in _PRODUCTS.items():
+                for name in names:
+                    once = self._once(name, getattr(kind, name))
+                    stack.enter_context(patch.object(kind, name, once))
+            yield
+
+    def _once(self, name: str, product: Product) -> Product:
+        def once(schedule: Any, *args: Any) -> Pending | tuple[Pending, ...]:
+            key = _key_of(schedule, args)
+            if key is None:
+                return product(schedule, *args)
+            key = name, id(schedule), key
+            into = next((arg for arg in args if isinstance(arg, ContinuedGradient)), None)
+            recorded = self._known.get(key)
+            if recorded is None:  # one that began and cannot be repeated is never complete
+                recorded = self._known[key] = _Recorded()
+                return self._record(recorded, partial(product, schedule, *args), into)
+            if not recorded.complete:
+                return product(schedule, *args)
+            return self._repeat(recorded, into)
+
+        return once
+
+    def _record(
+        self, recorded: _Recorded[Part], product: Product, into: ContinuedGradient | None
+    ) -> Pending | tuple[Pending, ...]:
+        recording = self._recording()
+        begun = into is not None and into.total.memory is not None
+        recording.begin()
+        found = product()
+        several = isinstance(found, tuple)
+        pending = [*found] if isinstance(found, tuple) else [found]
+        del found
+        try:
+            recorded.call = recording.end()
+            if into is not None and into.begun:
+                recorded.adds = True
+                if not begun and into.total.memory is not None:
+                    recorded.begun = recording.made(into.total.memory)
+        except NotRepeatableError:
+            return tuple(pending) if several else pending[0]
+
+        def wait(number: int, one: Pending, _: Tensor) -> Tensor:
+            recording.begin()
+            x = one.wait()
+            try:
+                recorded.waits[number] = recording.end()
+                added = recorded.adds and _is_sum(x, into)
+                recorded.results[number] = None if added else recording.made(x)
+                if len(recorded.waits) == n:
+                    recording.complete(recorded.handed_out)
+                    recorded.complete = True
+            except NotRepeatableError:
+                recorded.complete = False
+            return x
+
+        n = len(pending)
+        later = [Pending(_NO_TENSOR).then(partial(wait, i, x)) for i, x in enumerate(pending)]
+        return tuple(later) if several else later[0]
+
+    def _repeat(
+        self, recorded: _Recorded[Part], into: ContinuedGradient | None
+    ) -> Pending | tuple[Pending, ...]:
+        playing, handed_out = self._playing(), recorded.handed_out
+        assert recorded.call is not None
+        playing.play(recorded.call, handed_out)
+        if recorded.adds:
+            assert into is not None
+            into.begun = True
+            if recorded.begun is not None:
+                into.total.begin(playing.take(recorded.begun))
+
+        def wait(number: int, _: Tensor) -> Tensor:
+            playing.play(recorded.waits[number], handed_out)
+            made = recorded.results[number]
+            if made is not None:
+                return playing.take(made)
+            assert into is not None
+            return into.result()
+
+        n = len(recorded.waits)
+        later = [Pending(_NO_TENSOR).then(partial(wait, number)) for number in range(n)]
+        return tuple(later) if len(later) > 1 else later[0]
+
+
+def _key_of(schedule: Any, args: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Returns what a product depends on; None if it cannot be repeated."""
+    found: list[Any] = []
+    for arg in args:
+        if isinstance(arg, Operand):
+            if isinstance(schedule, ChunkedGather) and schedule.row.size > 1:
+                return None  # it may be in flight
+            arg = arg.local
+        if isinstance(arg, Tensor):
+            found += _key_of_tensor(arg)
+        elif isinstance(arg, Norm):
+            found += (*_key_of_tensor(arg.weight), arg.bias is None, arg.eps)
+        elif isinstance(arg, ContinuedGradient):
+            found.append(arg.kind)
+        elif arg is None or arg is unchanged:
+            found.append(arg)
+        else:  # a one-hot matrix
+            return None
+    return tuple(found)
+
+
+def _key_of_tensor(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def _is_sum(x: Tensor, into: ContinuedGradient | None) -> bool:
+    """Whether a result is the sum of gradients to which its product has added."""
+    total = None if into is None else into.total.memory
+    return total is not None and x.untyped_storage()._cdata == total.untyped_storage()._cdata
