@@ -25,7 +25,7 @@ from torch import Tensor
 from gridformer.checkpoint.block import written_here
 from gridformer.checkpoint.checkpoint import shards_of
 from gridformer.checkpoint.snapshot import bytes_of
-from gridformer.comm import p2p
+from gridformer.comm import collectives, p2p
 from gridformer.config import RunConfig
 from gridformer.memory.breakdown import (
     MemoryBreakdown,
@@ -41,6 +41,7 @@ from gridformer.mesh import groups
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import build_axes
+from gridformer.parallel.data import gradients
 from gridformer.trace.batch import rows_like
 from gridformer.trace.device import gpu_kernels
 from gridformer.trace.repeated_products import NotRepeatableError
@@ -50,6 +51,7 @@ from gridformer.utils.beside import on_all_cores
 from gridformer.utils.garbage import no_garbage_collection
 
 DEVICE = torch.device("cpu")
+_COLLECTIVES = "all_reduce", "all_to_all_single", "barrier", "broadcast", "reduce"
 
 T = TypeVar("T")
 
@@ -131,11 +133,10 @@ def _log(
     run = fewer_micro_batches(run)
     layout, train = run.layout, run.train
     left_out = rows - train.global_batch // layout.dp
-    messages = nccl_messages() if on_gpu(run) else nullcontext()
-    with playing(rank, layout.n_processes), no_garbage_collection(), messages:
+    gpu = as_on_gpu() if on_gpu(run) else nullcontext()
+    with playing(rank, layout.n_processes), no_garbage_collection(), gpu:
         axes = build_axes(layout, DEVICE.type, decisions.block)
-        kernels = gpu_kernels(DEVICE.type) if on_gpu(run) else nullcontext()
-        with fake_tensors() as fake, kernels:
+        with fake_tensors() as fake:
             model = build_parallel(
                 run.model,
                 layout,
@@ -171,9 +172,13 @@ def _log(
 
 
 @contextmanager
-def nccl_messages() -> Iterator[None]:
-    """Makes messages inside take the paths of NCCL, which need other memory than those of gloo."""
-    with patch.object(groups, "over_nccl", lambda _: True):
+def as_on_gpu() -> Iterator[None]:
+    """Makes a step inside take the paths of a GPU and of NCCL, which need other memory."""
+    with (
+        patch.object(groups, "over_nccl", lambda _: True),
+        patch.object(gradients, "norms_at_once", lambda _: True),
+        gpu_kernels(DEVICE.type),
+    ):
         yield
 
 
@@ -181,8 +186,7 @@ def nccl_messages() -> Iterator[None]:
 def playing(rank: int, n_processes: int) -> Iterator[None]:
     """Makes this process one rank of a process group that sends nothing, inside the context.
 
-    Messages to and from one other rank are over as soon as they are started, without the work that
-    torch has with each.
+    Messages are over as soon as they are started, without the work that torch has with each.
 
     Args:
         rank: The rank that it is.
@@ -196,7 +200,11 @@ def playing(rank: int, n_processes: int) -> Iterator[None]:
     hook = sys.excepthook  # torch replaces it by one that prints the rank
     dist.init_process_group("fake", rank=rank, world_size=n_processes, store=FakeStore())
     try:
-        with patch.multiple(p2p, isend=_over, irecv=_over):
+        with (
+            patch.multiple(p2p, isend=_over, irecv=_over),
+            patch.multiple(collectives, _all_gather=_over, _reduce_scatter=_over),
+            patch.multiple(dist, **dict.fromkeys(_COLLECTIVES, _over)),
+        ):
             yield
     finally:
         dist.destroy_process_group()

@@ -222,8 +222,11 @@ class _Part:
         changes, times = self.changes, more if self.repeated else 1
         if self.grows:
             changes = changes.copy()
-            grown = np.array(self.grown(more))
-            changes[[*self.grows]] = grown if largest is None else grown.clip(max=largest)
+            places, grown = [*self.grows], np.array(self.grown(more))
+            if largest is not None:  # what is larger already holds a large table, and does not grow
+                limits = np.maximum(abs(changes[places]), largest)
+                grown = grown.clip(-limits, limits)
+            changes[places] = grown
         if not len(changes) or not times:
             return total, peak
         curve = changes.cumsum()

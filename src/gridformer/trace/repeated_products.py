@@ -1,4 +1,4 @@
-"""Runs the products over chunks or panels once for each shape of their operands.
+"""Runs the products over chunks, blocks or panels once for each shape of their operands.
 
 Such a product sends, waits and multiplies many times, and does the same each time that it has
 operands of the same shapes. What its first call has logged is repeated for the later ones. What
@@ -24,11 +24,12 @@ from gridformer.comm import Pending
 from gridformer.models.blocks.gradient_sum import ContinuedGradient
 from gridformer.parallel.tensor.summa import Broadcast, ChunkedGather
 from gridformer.parallel.tensor.summa.fused_norm import Norm
-from gridformer.parallel.tensor.summa.gather import unchanged
+from gridformer.parallel.tensor.summa.gather import Gather, unchanged
 from gridformer.parallel.tensor.summa.operands import Operand
 from gridformer.trace.shape import Shape
 
 _PRODUCTS: dict[type, tuple[str, ...]] = {
+    Gather: ("sum_of_blocks",),
     ChunkedGather: ("ab_by_chunks", "abt_by_chunks", "atb_by_chunks", "ab_and_atb_by_chunks"),
     Broadcast: ("ab", "abt", "atb"),
 }
@@ -158,10 +159,10 @@ class RepeatedProducts(Generic[Part]):
 
     def _once(self, name: str, product: Product) -> Product:
         def once(schedule: Any, *args: Any) -> Pending | tuple[Pending, ...]:
-            key = _key_of(schedule, args)
+            key = _key_of(name, schedule, args)
             if key is None:
                 return product(schedule, *args)
-            key = name, id(schedule), key
+            key = id(schedule), key
             into = next((arg for arg in args if isinstance(arg, ContinuedGradient)), None)
             recorded = self._known.get(key)
             if recorded is None:  # one that began and cannot be repeated is never complete
@@ -235,9 +236,11 @@ class RepeatedProducts(Generic[Part]):
         return tuple(later) if len(later) > 1 else later[0]
 
 
-def _key_of(schedule: Any, args: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Returns what a product depends on; None if it cannot be repeated."""
-    found: list[Any] = []
+def _key_of(name: str, schedule: Any, args: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Returns what a product depends on; None if it cannot be repeated, or is not worth it."""
+    if name == "sum_of_blocks" and schedule.row.size == 1:
+        return None  # a single block
+    found: list[Any] = [name]
     for arg in args:
         if isinstance(arg, Operand):
             if isinstance(schedule, ChunkedGather) and schedule.row.size > 1:

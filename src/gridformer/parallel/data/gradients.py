@@ -359,9 +359,14 @@ def counted_square(parameters: Iterable[nn.Parameter], axes: Axes) -> Tensor:
     grads = [p.grad for p in mine if p.grad is not None]
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=axes.device_type)
-    if grads[0].device.type != "cpu":  # few kernels for many gradients
+    if norms_at_once(grads[0].device):
         return torch.stack(torch._foreach_norm(grads)).double().square().sum()
     return torch.stack([_square_on_cpu(grad) for grad in grads]).double().sum()
+
+
+def norms_at_once(device: torch.device) -> bool:
+    """Whether one operation computes the norms of many gradients, as few kernels do on a GPU."""
+    return device.type != "cpu"
 
 
 def _square_on_cpu(grad: Tensor) -> Tensor:

@@ -174,16 +174,14 @@ class FlatBucket:
 
         Each has the shape and memory order of this replica's part of the parameter.
         """
-        found = []
+        found, begins = [], share.storage_offset()
         for i, parameter in enumerate(self.parameters):
-            (_, width), start = self._shapes[i], self._starts[i]
-            part = self._part(parameter)
-            rows = share[start : start + part.numel()]
-            if part.dim() == 1:
-                found.append(rows)
-            else:
-                rows = rows.view(-1, width)
-                found.append(rows.t() if shard_of(parameter).transposed else rows)
+            part = replica_part(parameter)
+            assert part is not None
+            (_, width), strides = self._shapes[i], (1,)
+            if part.dim() > 1:
+                strides = (1, width) if shard_of(parameter).transposed else (width, 1)
+            found.append(share.as_strided(part.shape, strides, begins + self._starts[i]))
         return found
 
     def _room(
@@ -201,16 +199,17 @@ class FlatBucket:
         """
         begins = flat.storage_offset()
         for i, (parameter, tensor) in enumerate(zip(self.parameters, tensors)):
+            tensor = tensor.detach() if tensor.requires_grad else tensor
             (n, width), each, start = self._shapes[i], self._each[i], begins + self._starts[i]
-            rows = _rows_of(tensor, parameter)
             full, rest = divmod(n, each)
-            down, along = rows.stride()
-            shape, first = (full, each, width), rows.storage_offset()
+            down, along = _row_strides(tensor, parameter)
+            shape, first = (full, each, width), tensor.storage_offset()
             in_full = flat.as_strided(shape, (flat.stride(0), width, 1), start)
-            yield in_full, rows.as_strided(shape, (each * down, down, along), first)
+            yield in_full, tensor.as_strided(shape, (each * down, down, along), first)
             if rest:
                 last = flat.as_strided((rest, width), (width, 1), start + full * flat.stride(0))
-                yield last, rows[full * each :]
+                first += full * each * down
+                yield last, tensor.as_strided((rest, width), (down, along), first)
 
     @staticmethod
     def _part(parameter: nn.Parameter) -> Tensor:
@@ -225,6 +224,14 @@ def _shape_in_rows(parameter: nn.Parameter) -> tuple[int, int]:
         return len(parameter), 1
     rows, width = parameter.shape
     return (width, rows) if shard_of(parameter).transposed else (rows, width)
+
+
+def _row_strides(tensor: Tensor, parameter: nn.Parameter) -> tuple[int, int]:
+    """Returns the strides of `_rows_of(tensor, parameter)`."""
+    if tensor.dim() == 1:
+        return tensor.stride(0), 1
+    down, along = tensor.stride()
+    return (along, down) if shard_of(parameter).transposed else (down, along)
 
 
 def _rows_of(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
