@@ -12,7 +12,6 @@ import torch
 
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.parallel.tensor.summa import Broadcast, ChunkedGather
 from gridformer.trace import repeated_products, trace_rank
 from tests.support.chunks import in_three
 from tests.support.fake_gpu import InProcess
