@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from gridformer.check import Report, report
-from gridformer.check.sample import among, sample_ranks, shorter
+from gridformer.check.sample import alike_stages, among, sample_ranks, shorter
 from gridformer.comm import Pending, collectives
 from gridformer.mesh import Axis
 from gridformer.parallel.auto.decisions import decide_run
+from gridformer.parallel.pipeline import stages_of
 from gridformer.trace import Part, Place, Start, Wait
 from gridformer.trace.events import Event
 from tests.support.checking import traced_here
@@ -33,6 +34,16 @@ def test_few_of_4096_ranks_stand_for_all() -> None:
     assert others[3:] == [[3847], [3896], [4032]]
     assert (part.model.n_layers, part.layout.micro_batches) == (32, 18)
     assert part.train.global_batch // 18 == run.train.global_batch // 64
+
+
+def test_a_stage_before_the_last_reader_of_memory_is_not_like_others() -> None:
+    """The head alone is the last stage. So the stage before it sends no encoder's output on."""
+    model = {"family": "t5", "n_layers": 3, "n_decoder_layers": 4, "vocab_size": 4096}
+    run = a_run({"pp": 8, "micro_batches": 8}, model, {"loss_chunk_tokens": 0})
+    decisions = decide_run(run)
+    stages = stages_of(run.model, 8, decisions.choices.work)
+    assert [[*stage] for stage in stages[-3:]] == [[7], [8], [9]], "a layer, a layer, the head"
+    assert alike_stages(run, decisions) == [[0], [1, 2], [3], [4, 5], [6], [7]]
 
 
 def test_up_to_64_ranks_are_traced_one_by_one() -> None:

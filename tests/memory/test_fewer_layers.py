@@ -145,7 +145,25 @@ def test_a_bucket_that_is_freed_is_freed_as_a_whole() -> None:
     frees = np.array([-100 * MIB, 30 * MIB], dtype=np.int64)
     part = fewer_layers._Part(frees, grows={0: -50 * MIB, 1: 20 * MIB})
     assert part.after(0, 0, 2) == (-130 * MIB, 0)
-    assert part.after(0, 0, 2, 25 * MIB) == (-175 * MIB, 0)
+    assert part.after(0, 0, 2, 40 * MIB) == (-160 * MIB, 0)
+
+
+def test_a_model_with_a_large_table_follows_from_few_layers_under_fsdp() -> None:
+    """The table travels with what is not in layers, and vectors of all layers."""
+    wide = {"vocab_size": 50_304, "hidden_size": 1600, "n_heads": 25}
+    run = run_of({**REPLICAS, "dp_mode": "fsdp"}, wide, {"dtype": "bfloat16", "device": "cuda"})
+    decisions = decide_run(run)
+    whole = estimate_rank(run, 0, decisions, timeline=False).needed
+    with patch.object(fewer_layers, "estimate_rank", side_effect=AssertionError):
+        assert whole <= peak_of_rank(run, 0, decisions) <= whole * 1.001
+
+
+def test_a_bucket_with_a_large_table_stays_as_large_as_it_is() -> None:
+    """It is larger than a bucket may be, and what further layers add to it may go elsewhere."""
+    begins = np.array([100 * MIB, 30 * MIB, -130 * MIB], dtype=np.int64)
+    part = fewer_layers._Part(begins, grows={0: 50 * MIB, 1: 20 * MIB})
+    assert part.after(0, 0, 2)[1] == 270 * MIB
+    assert part.after(0, 0, 2, 40 * MIB)[1] == 140 * MIB
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({**OPTIMUS, "cols": 2, **PIPELINE}, {}, {"family": "llama"}),
     ({"scheme": "subgraph", "branches": 2, **PIPELINE}, {}, {}),
     ({**PIPELINE, "dp": 2, "dp_mode": "zero1"}, {"recompute": "selective"}, {}),
+    ({**PIPELINE, "dp": 2, "micro_batches": 1}, {"dtype": "bfloat16"}, {"dropout": 0.1}),
+    ({**PIPELINE, "dp": 2, "dp_mode": "zero1", "micro_batches": 1}, {}, {"family": "llama"}),
 ]
 
 Passes = list[tuple[str, int, int]]

@@ -50,6 +50,27 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], list[int]]] = [
         {},
         [2, 4],
     ),
+    # A single micro-batch is the first and the last one.
+    (
+        {**MEGATRON, "pp": 4, "micro_batches": 1, "stages_per_rank": 3, "dp": 2},
+        {"dtype": "bfloat16"},
+        [4, 8],
+    ),
+    (
+        {"pp": 4, "micro_batches": 1, "stages_per_rank": 3, "dp": 2, "dp_mode": "fsdp"},
+        {"dtype": "bfloat16", "recompute": "full"},
+        [2, 4],
+    ),
+    (
+        {"pp": 4, "micro_batches": 1, "stages_per_rank": 3, "dp": 2, "dp_mode": "zero1"},
+        {},
+        [2, 4],
+    ),
+    (
+        {**OPTIMUS, "cols": 2, "pp": 4, "micro_batches": 1, "stages_per_rank": 2},
+        {"recompute": "selective"},
+        [4, 8],
+    ),
     (
         {**MEGATRON, "sequence_parallel": True, "pp": 4, "micro_batches": 8},
         {**IN_BACKWARD},
@@ -153,6 +174,13 @@ def test_of_equal_stages_and_micro_batches_few_are_run(gpu: InProcess) -> None:
         *(("backward", *one) for one in both),
         *(("forward", *one) for one in [(1, 0), (1, 1), *both]),
     ]
+
+
+def test_of_equal_stages_with_a_single_micro_batch_few_are_run(gpu: InProcess) -> None:
+    """The first one runs forward, and the last one both ways; their sums begin all the same."""
+    run = run_of({"pp": 3, "micro_batches": 1, "stages_per_rank": 3, "dp": 2}, {})
+    found = sorted(gpu(passes_run, run, 2))
+    assert found == [("backward", 7, 0), ("forward", 1, 0), ("forward", 7, 0)]
 
 
 def calls(run: RunConfig, owner: type, name: str, ranks: list[int]) -> list[int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import mesh_ranks
-from gridformer.parallel.pipeline.partition import link_names, stages_of
+from gridformer.parallel.pipeline.partition import model_outline, stages_of
+from gridformer.parallel.pipeline.stage_io import inputs_of
 from gridformer.trace.events import Event, Start
 
 MOST = 64  # with more ranks, equal ones are traced once
@@ -69,15 +70,25 @@ def sample_ranks(run: RunConfig, decisions: Decisions, most: int = MOST) -> list
 
 
 def alike_stages(run: RunConfig, decisions: Decisions) -> list[list[int]]:
-    """Returns the places along pp, in one list for all places whose stages have equal layers."""
+    """Returns the places along pp, in one list for all places whose stages do the same.
+
+    They have equal layers and equal inputs, and so have the stages after them.
+    """
     layout = run.layout
     if layout.pp == 1:
         return [[0]]
     stages = stages_of(run.model, layout.n_stages, decisions.choices.work)
-    names = [name.rstrip("0123456789") for name in link_names(run.model)]
-    found: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+    links = model_outline(run.model).links()
+    names = [link.name.rstrip("0123456789") for link in links]
+    found: dict[Hashable, list[int]] = {}
     for place in range(layout.pp):
-        held = tuple(tuple(names[i] for i in stage) for stage in stages[place :: layout.pp])
+        held = tuple(
+            (
+                tuple(names[i] for i in stage),
+                *(tuple(inputs_of(links, at)) for at in (stage.start, stage.stop)),
+            )
+            for stage in stages[place :: layout.pp]
+        )
         found.setdefault(held, []).append(place)
     return [*found.values()]
 

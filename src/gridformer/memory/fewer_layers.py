@@ -224,8 +224,7 @@ class _Part:
             changes = changes.copy()
             places, grown = [*self.grows], np.array(self.grown(more))
             if largest is not None:  # what is larger already holds a large table, and does not grow
-                limits = np.maximum(abs(changes[places]), largest)
-                grown = grown.clip(-limits, limits)
+                grown = np.minimum(grown, np.maximum(changes[places], largest))
             changes[places] = grown
         if not len(changes) or not times:
             return total, peak

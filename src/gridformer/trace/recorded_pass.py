@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gridformer.trace.events import Event, Kernel, Place, Read, Start, Wait
+from gridformer.trace.shape import Shape
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,53 @@ class RecordedPass:
     out: dict[str, EmptyLike] | None = None
     gradients: list[tuple[int, int, Place]] = field(default_factory=list)
     left: dict[int, Start] = field(default_factory=dict)
+
+
+class SumsApart:
+    """Tells sums of gradients from the rest of the pass that begins them.
+
+    Args:
+        events: The events of the trace.
+        start: The number of events before the pass.
+
+    Attributes:
+        begun: The shapes of gradients before their sums begin, by the number of the parameter.
+    """
+
+    def __init__(self, events: Sequence[Event], start: int) -> None:
+        self._events, self._start = events, start
+        self._spans: list[tuple[int, int]] = []  # in the pass
+        self.begun: dict[int, Shape] = {}
+
+    def call(
+        self, hook: Callable[[nn.Parameter], None], number: int, parameter: nn.Parameter
+    ) -> None:
+        """Calls the hook that begins the sum of a gradient, and notes what it does.
+
+        Args:
+            hook: The hook.
+            number: The number of the parameter in its stage.
+            parameter: The parameter.
+        """
+        assert parameter.grad is not None
+        self.begun[number] = Shape.of(parameter.grad)
+        begin = len(self._events)
+        hook(parameter)
+        self._spans.append((begin - self._start, len(self._events) - self._start))
+
+    def taken_from(self, recorded: RecordedPass) -> RecordedPass:
+        """Returns the pass without the sums."""
+        events: list[Event] = []
+        place = 0
+        for begin, end in self._spans:
+            events += recorded.events[place:begin]
+            place = end
+        events += recorded.events[place:]
+        gradients = [
+            (until - sum(end - begin for begin, end in self._spans if end <= until), number, where)
+            for until, number, where in recorded.gradients
+        ]
+        return replace(recorded, events=tuple(events), gradients=gradients)
 
 
 @dataclass(frozen=True)

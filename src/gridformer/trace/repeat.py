@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, nn
 
@@ -30,6 +31,7 @@ from gridformer.trace.recorded_pass import (
     PassMessages,
     PassNumbers,
     RecordedPass,
+    SumsApart,
     plain,
 )
 from gridformer.trace.shape import Shape
@@ -137,11 +139,12 @@ class Repeats:
         if self._known is None:
             return
         for stage in self._passes.completing - self._passes.known:
-            source = self._passes.source(PassKind("backward", stage, "first")).stage
-            passes = {
-                (kind, which): self.recorded[PassKind(kind, stage, which)]
-                for kind, which in self._passes.repeated
+            sources = {
+                one: self._passes.source(PassKind(one[0], stage, one[1]))
+                for one in self._passes.repeated
             }
+            passes = {one: self.recorded[source] for one, source in sources.items()}
+            source = sources["backward", "alone" if self._passes.single else "first"].stage
             known = KnownStage(self.log.trace, passes, self._begun[source])
             self._known.add(self._passes.contents[stage], known)
 
@@ -244,17 +247,44 @@ class Repeats:
             start, products = len(self.log.trace.events), self.count(0)
             self._now, self._noted = RecordedPass([]), self._kinds[action]
             self._start = start
-            yield
+            with self._sums_apart() if self._alone(self._noted) else _NOTHING as sums:
+                yield
             self._noted = None
             self._now.events = tuple(self.log.trace.events[start:])
             self._end(start)
             self._now.products = self.count(0) - products
             self.recorded.setdefault(self._kinds[action], self._now)
         stage = self._kinds[action].stage
-        first = kind == "backward" and self._kinds[action].which == "first"
-        if first and stage in self._passes.completing:
+        begins = kind == "backward" and (
+            self._passes.single or self._kinds[action].which == "first"
+        )
+        if begins and stage in self._passes.completing:
             grads = [parameter.grad for parameter in self._passes.parameters[stage]]
-            self._begun[stage] = [None if x is None else Shape.of(x) for x in grads]
+            begun = [None if x is None else Shape.of(x) for x in grads]
+            if sums is not None:
+                begun = [sums.begun.get(number, shape) for number, shape in enumerate(begun)]
+                alone = sums.taken_from(self._now)
+                self.recorded[PassKind(kind, stage, "alone")] = alone
+            self._begun[stage] = begun
+
+    def _alone(self, kind: PassKind) -> bool:
+        """Whether a pass is recorded without the sums of gradients that it begins, too."""
+        passes = self._passes
+        return passes.single and kind.kind == "backward" and kind.stage in passes.completing
+
+    @contextmanager
+    def _sums_apart(self) -> Iterator[SumsApart]:
+        """Notes which events of a pass begin sums of gradients."""
+        assert self._noted is not None
+        found = SumsApart(self.log.trace.events, self._start)
+        with ExitStack() as stack:
+            for number, parameter in enumerate(self._passes.parameters[self._noted.stage]):
+                hooks = parameter._post_accumulate_grad_hooks or {}
+                for key, hook in hooks.items():
+                    if getattr(hook, "__self__", None) is self._sums:
+                        noting = partial(found.call, hook, number)
+                        stack.enter_context(patch.dict(hooks, {key: noting}))
+            yield found
 
     def _noting(self) -> list[Any]:
         """Lets parameters note when their gradients are complete in a pass that is recorded."""
@@ -277,9 +307,9 @@ class Repeats:
         self.count(self._now.products)
         self.log.muted = True
         if kind.kind == "backward" and not self._follows:
-            self._begin_gradients(kind)
             if kind.which == "last":  # its sums begin in `_backward`
                 return
+            self._begin_gradients(kind)
         self.recorded[kind] = self._now
         self._pass(self._now)
 
@@ -289,7 +319,8 @@ class Repeats:
     def _begin_gradients(self, kind: PassKind) -> None:
         """Gives parameters the gradients that the first backward pass of their stage makes."""
         like = self._passes.source(kind).stage
-        if kind.which == "first" and (like != kind.stage or like in self._passes.known):
+        first = self._passes.single or kind.which == "first"
+        if first and (like != kind.stage or like in self._passes.known):
             for parameter, memory in zip(self._passes.parameters[kind.stage], self._begun[like]):
                 parameter.grad = None if memory is None else memory.make()
 
@@ -356,6 +387,7 @@ class Repeats:
             self._real_backward(action, leaves, roots, grads)
             return
         if not self._follows and self._kinds[action].which == "last":
+            self._begin_gradients(self._kinds[action])
             self._complete_gradients(self._kinds[action])
         for leaf in leaves.values():
             if leaf.grad is None:

@@ -3,7 +3,8 @@
 Most micro-batches do in a stage what the second one does: in the first one weights are cast or
 gathered that stay. Several stages of a rank with equal layers do the same, too. And the last
 micro-batch does what the second one does, but the hooks of its parameters begin sums of gradients;
-unless layers are updated in the backward pass.
+unless layers are updated in the backward pass. A single micro-batch is the first and the last one:
+its pass is recorded with and without these sums.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from gridformer.parallel.pipeline.schedules import Action
 from gridformer.parallel.pipeline.stage_params import parameters_under
 
 _REPEATED = ("forward", ""), ("backward", "first"), ("backward", "")
+_SINGLE = (("backward", "alone"),)
 
 
 class PassKind(NamedTuple):
@@ -28,7 +30,8 @@ class PassKind(NamedTuple):
     Attributes:
         kind: `forward` or `backward`.
         stage: The number of its stage among those of this rank.
-        which: `first` micro-batch, `last` if it completes gradients, else empty.
+        which: `first` micro-batch, `last` if it completes gradients, else empty. `alone` is what
+            the last one does without the sums of gradients that it begins, where it is the first.
     """
 
     kind: str
@@ -52,6 +55,7 @@ class WhichPasses:
         known: The stages whose passes are known beforehand.
         repeated: The passes that do the same in all stages with equal layers: their direction and
             `PassKind.which`.
+        single: Whether there is one micro-batch.
     """
 
     kinds: dict[Action, PassKind]
@@ -62,6 +66,7 @@ class WhichPasses:
     contents: list[Hashable] = field(default_factory=list)
     known: set[int] = field(default_factory=set)
     repeated: tuple[tuple[str, str], ...] = _REPEATED
+    single: bool = False
 
     @staticmethod
     def of(
@@ -91,7 +96,11 @@ class WhichPasses:
         if few and training and executor.sums.around_last is nullcontext:
             stages = range(pp.index, layout.n_stages, pp.size)
             found.parameters = [_parameters(executor, stage) for stage in stages]
-            found._complete()
+            if layout.micro_batches == 1:
+                found.single, found.repeated = True, _SINGLE
+                found.completing = {kind.stage for kind in found.run}
+            else:
+                found._complete()
             later: set[nn.Parameter] = set()
             for stage, parameters in reversed([*zip(stages, found.parameters)]):
                 found.contents.insert(0, _content(executor, stage, parameters, later))
@@ -101,7 +110,7 @@ class WhichPasses:
                     stage for stage in found.completing if known(stage, found.contents[stage])
                 }
             if layout.dp_mode != "fsdp":  # which gathers the first layer of all before its pass
-                found.repeated += (("forward", "first"),)
+                found.repeated += (("forward", "last" if found.single else "first"),)
             found._share()
         return found
 
@@ -134,7 +143,8 @@ class WhichPasses:
         alike: dict[Hashable, list[int]] = {}
         for stage, content in enumerate(self.contents):
             if stage in self.known:
-                self.run -= {PassKind(kind, stage, which) for kind, which in self.repeated}
+                for kind, which in self.repeated:
+                    self._leave_out(PassKind(kind, stage, which))
             elif stage in self.completing:
                 alike.setdefault(content, []).append(stage)
         for first, *others in alike.values():
@@ -147,8 +157,16 @@ class WhichPasses:
                     self._follows(PassKind(kind, stage, which), first if forward else last)
 
     def _follows(self, kind: PassKind, stage: int) -> None:
-        self.run.remove(kind)
+        self._leave_out(kind)
         self.like[kind] = kind._replace(stage=stage)
+
+    def _leave_out(self, kind: PassKind) -> None:
+        """Notes that a pass is not run."""
+        if kind.which == "alone":
+            last = kind._replace(which="last")
+            self.like[last] = kind
+            kind = last
+        self.run.remove(kind)
 
     def source(self, kind: PassKind) -> PassKind:
         """Returns the kind that is run, of which a kind does the same."""

@@ -178,9 +178,9 @@ class FlatBucket:
         for i, parameter in enumerate(self.parameters):
             part = replica_part(parameter)
             assert part is not None
-            (_, width), strides = self._shapes[i], (1,)
+            (_, width), strides = self._shapes[i], [1]
             if part.dim() > 1:
-                strides = (1, width) if shard_of(parameter).transposed else (width, 1)
+                strides = [1, width] if shard_of(parameter).transposed else [width, 1]
             found.append(share.as_strided(part.shape, strides, begins + self._starts[i]))
         return found
 

@@ -19,6 +19,8 @@ link between two nodes carries a tensor once instead of c times.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ from gridformer import comm
 from gridformer.config import LayoutConfig
 from gridformer.mesh import Axes, Axis
 from gridformer.models import Model
+from gridformer.models.model import Link
 from gridformer.parallel.registry import spec_of
 from gridformer.utils.batch import Batch
 
@@ -54,9 +57,7 @@ class StageIO:
         if boundary.lies == "replicated" and layout.scatter_gather:
             self.replicated_over = axis
         self.absent = boundary.lies == "first" and axis.index > 0
-        self._reads = [
-            _reads([link.memory for link in links], stage.start) for stage in model.stages
-        ]
+        self._reads = [inputs_of(links, stage.start) for stage in model.stages]
 
     def entering(self, stage: int, batch: Batch) -> dict[str, Tensor]:
         """Allocates the inputs of a stage, uninitialized, by their names in `Activations`.
@@ -107,8 +108,14 @@ class StageIO:
         return self.replicated_over.size > 1 and x.numel() % self.replicated_over.size == 0
 
 
-def _reads(memory: list[str], start: int) -> dict[str, str]:
-    """Returns the inputs of link `start`, each with the key of the batch that has its shape."""
-    if "makes" in memory[start:]:
+def inputs_of(links: Sequence[Link], start: int) -> dict[str, str]:
+    """Returns the inputs of a stage, each with the key of the batch that has its shape.
+
+    Args:
+        links: The links of the model.
+        start: The number of the first link of the stage.
+    """
+    memory = [link.memory for link in links[start:]]
+    if "makes" in memory:
         return {"hidden": "source"}
-    return {"hidden": "tokens"} | ({"memory": "source"} if "reads" in memory[start:] else {})
+    return {"hidden": "tokens"} | ({"memory": "source"} if "reads" in memory else {})
