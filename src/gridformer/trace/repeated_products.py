@@ -22,13 +22,14 @@ from torch import Tensor
 
 from gridformer.comm import Pending
 from gridformer.models.blocks.gradient_sum import ContinuedGradient
-from gridformer.parallel.tensor.summa import Broadcast, ChunkedGather
+from gridformer.parallel.tensor.summa import Broadcast, ChunkedGather, fused_norm
 from gridformer.parallel.tensor.summa.fused_norm import Norm
 from gridformer.parallel.tensor.summa.gather import Gather, unchanged
 from gridformer.parallel.tensor.summa.operands import Operand
 from gridformer.trace.shape import Shape
 
-_PRODUCTS: dict[type, tuple[str, ...]] = {
+_PRODUCTS: dict[Any, tuple[str, ...]] = {
+    fused_norm: ("gradients_of_norm",),
     Gather: ("sum_of_blocks",),
     ChunkedGather: ("ab_by_chunks", "abt_by_chunks", "atb_by_chunks", "ab_and_atb_by_chunks"),
     Broadcast: ("ab", "abt", "atb"),
@@ -110,20 +111,23 @@ class _Recorded(Generic[Part]):
     """The record of a product.
 
     Attributes:
-        call: What the product itself logs; None until it has run, or if it cannot be repeated.
+        call: What the product itself logs. It is in two parts if in between the product waits for
+            an operand that was in flight.
         waits: What waiting for each result logs, by the number of the result.
         results: The results by number. None stands for the sum of gradients to which the product
             has added.
         adds: Whether it adds to a sum of gradients.
         begun: The sum that it begins.
+        possible: Whether it can be repeated, as far as is known.
         complete: Whether it can be repeated.
     """
 
-    call: Part | None = None
+    call: list[Part] = field(default_factory=list)
     waits: dict[int, Part] = field(default_factory=dict)
     results: dict[int, Made | None] = field(default_factory=dict)
     adds: bool = False
     begun: Made | None = None
+    possible: bool = True
     complete: bool = False
 
     @property
@@ -164,28 +168,44 @@ class RepeatedProducts(Generic[Part]):
                 return product(schedule, *args)
             key = id(schedule), key
             into = next((arg for arg in args if isinstance(arg, ContinuedGradient)), None)
+            flying = (arg for arg in args if isinstance(arg, Operand) and arg.whole is not None)
+            operand = next(flying, None)
             recorded = self._known.get(key)
             if recorded is None:  # one that began and cannot be repeated is never complete
                 recorded = self._known[key] = _Recorded()
-                return self._record(recorded, partial(product, schedule, *args), into)
+                return self._record(recorded, partial(product, schedule, *args), into, operand)
             if not recorded.complete:
                 return product(schedule, *args)
-            return self._repeat(recorded, into)
+            return self._repeat(recorded, schedule, into, operand)
 
         return once
 
     def _record(
-        self, recorded: _Recorded[Part], product: Product, into: ContinuedGradient | None
+        self,
+        recorded: _Recorded[Part],
+        product: Product,
+        into: ContinuedGradient | None,
+        operand: Operand | None,
     ) -> Pending | tuple[Pending, ...]:
+        """Runs and records a product.
+
+        Args:
+            recorded: Is filled.
+            product: The product.
+            into: The sum of gradients to which it may add.
+            operand: The operand that may be in flight.
+        """
         recording = self._recording()
         begun = into is not None and into.total.memory is not None
+        if operand is not None:
+            operand.whole = _watched(operand.whole, recording, recorded)
         recording.begin()
         found = product()
         several = isinstance(found, tuple)
         pending = [*found] if isinstance(found, tuple) else [found]
         del found
         try:
-            recorded.call = recording.end()
+            recorded.call.append(recording.end())
             if into is not None and into.begun:
                 recorded.adds = True
                 if not begun and into.total.memory is not None:
@@ -202,9 +222,9 @@ class RepeatedProducts(Generic[Part]):
                 recorded.results[number] = None if added else recording.made(x)
                 if len(recorded.waits) == n:
                     recording.complete(recorded.handed_out)
-                    recorded.complete = True
+                    recorded.complete = recorded.possible
             except NotRepeatableError:
-                recorded.complete = False
+                recorded.possible = recorded.complete = False
             return x
 
         n = len(pending)
@@ -212,11 +232,20 @@ class RepeatedProducts(Generic[Part]):
         return tuple(later) if several else later[0]
 
     def _repeat(
-        self, recorded: _Recorded[Part], into: ContinuedGradient | None
+        self,
+        recorded: _Recorded[Part],
+        schedule: Any,
+        into: ContinuedGradient | None,
+        operand: Operand | None,
     ) -> Pending | tuple[Pending, ...]:
+        """Repeats a product of a schedule; see `_record`."""
         playing, handed_out = self._playing(), recorded.handed_out
-        assert recorded.call is not None
-        playing.play(recorded.call, handed_out)
+        first, *second = recorded.call
+        playing.play(first, handed_out)
+        for part in second:
+            assert operand is not None
+            schedule.whole_column(operand)
+            playing.play(part, handed_out)
         if recorded.adds:
             assert into is not None
             into.begun = True
@@ -236,6 +265,25 @@ class RepeatedProducts(Generic[Part]):
         return tuple(later) if len(later) > 1 else later[0]
 
 
+def _watched(
+    operand: Pending | None, recording: Recording[Part], recorded: _Recorded[Part]
+) -> Pending:
+    """Returns an operand that ends a part when somebody waits for it, and then begins the next."""
+    assert operand is not None
+    waiting = [operand]
+
+    def wait(_: Tensor) -> Tensor:
+        try:
+            recorded.call.append(recording.end())
+        except NotRepeatableError:
+            recorded.possible = False
+        x = waiting.pop().wait()
+        recording.begin()
+        return x
+
+    return Pending(_NO_TENSOR).then(wait)
+
+
 def _key_of(name: str, schedule: Any, args: Sequence[Any]) -> tuple[Any, ...] | None:
     """Returns what a product depends on; None if it cannot be repeated, or is not worth it."""
     if name == "sum_of_blocks" and schedule.row.size == 1:
@@ -243,9 +291,12 @@ def _key_of(name: str, schedule: Any, args: Sequence[Any]) -> tuple[Any, ...] | 
     found: list[Any] = [name]
     for arg in args:
         if isinstance(arg, Operand):
-            if isinstance(schedule, ChunkedGather) and schedule.row.size > 1:
-                return None  # it may be in flight
+            if name == "gradients_of_norm" and arg.whole is not None:
+                return None  # gathered at once
+            found.append(arg.whole is None)
             arg = arg.local
+        elif isinstance(arg, list):
+            (arg,) = arg
         if isinstance(arg, Tensor):
             found += _key_of_tensor(arg)
         elif isinstance(arg, Norm):

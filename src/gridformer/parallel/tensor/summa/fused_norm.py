@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gridformer.comm import Pending
+from gridformer.models.blocks.gradient_sum import ContinuedGradient
 from gridformer.parallel.tensor.summa.chunks import ALL
 from gridformer.parallel.tensor.summa.gather import Gather
 from gridformer.parallel.tensor.summa.operands import (
@@ -20,6 +21,7 @@ from gridformer.parallel.tensor.summa.operands import (
     add_bias,
     bias_gradient,
     continued_by,
+    tensor_of,
     type_of,
     weight_gradient,
 )
@@ -120,38 +122,14 @@ class _NormedAB(torch.autograd.Function):
         operand = Operand(x, Pending(x) if ctx.keep.input else None)
         schedule.prefetch(operand, weight)
         ctx.keep.prefetch_previous(x.dtype)
-        column = schedule.whole_column(weight).t()
+        column = [schedule.whole_column(weight).t()]
         del weight
-        shape = torch.Size((*grads[0].shape[:-1], column.shape[1]))
-        sums = schedule.sum_of(shape, x)
+        norm = Norm(norm_weight, norm_bias, ctx.eps)
         into = continued_by(schedule, ctx.weight, x.dtype)
-        terms_b = schedule.weight_gradient(operand, into)
-        norm_grads: list[tuple[Tensor, Tensor | None]] = []
-        for chunk, arriving in schedule.arriving(operand):
-            grad = grads[0] if chunk == ALL else schedule.boundary.chunk(grads[0], chunk)
-            # These are partial sums of the gradient of norm(X): this device has whole rows of it
-            # for its own columns of B. The gradient of a norm is linear in that of its output, so
-            # the partial sums go through the norm first and are reduce-scattered after it.
-            terms = grad @ column
-            if chunk == ALL or chunk.stop == schedule.boundary.max_chunks(shape):
-                del column  # frees the gathered weight
-            x_whole = arriving.wait()
-            del arriving
-            normed, statistics = normalize(x_whole, norm_weight, norm_bias, ctx.eps)
-            terms_x, terms_weight, terms_bias = normalize_backward(
-                terms, x_whole, norm_weight, norm_bias, statistics
-            )
-            del terms, x_whole
-            norm_grads.append((terms_weight, terms_bias))
-            sums.start(chunk, terms_x.to(x.dtype))
-            del terms_x
-            terms_b.add(normed, grad)
-            del normed
-        grad_x, grad_b = sums.pending(), terms_b.pending()
-        grad_norm_weight = _total([weight for weight, _ in norm_grads])
-        grad_norm_bias = None
-        if norm_bias is not None:
-            grad_norm_bias = _total([bias for _, bias in norm_grads if bias is not None])
+        grad_x, grad_b, *of_norm = gradients_of_norm(
+            schedule, operand, grads[0], column, norm, into
+        )
+        grad_norm_weight, grad_norm_bias = (*(grad.wait() for grad in of_norm), None)[:2]
         grad_bias = bias_gradient(grads[0], ctx.bias)
         grad_weight = weight_gradient(grad_b, into, b.dtype, n_columns)  # before grad_x, as in _AB
         return (
@@ -165,6 +143,60 @@ class _NormedAB(torch.autograd.Function):
             None,
             None,
         )
+
+
+def gradients_of_norm(
+    schedule: Gather,
+    a: Operand,
+    grad: Tensor,
+    columns: list[Tensor],
+    norm: Norm,
+    into: ContinuedGradient | None,
+) -> tuple[Pending, ...]:
+    """Computes the gradients of C = norm(X) B, chunk by chunk of X.
+
+    Args:
+        schedule: The schedule of the product.
+        a: X, local block [.., K/c].
+        grad: The gradient of C [.., N/c].
+        columns: The transpose of the gathered weight, which is taken out of this list and freed as
+            soon as it has been read.
+        norm: The norm.
+        into: The gradient of B to which the product adds; None if there is none.
+
+    Returns:
+        The gradients of X, of B, of the weight of the norm, and of its bias if it has one. The
+        first two may be in flight.
+    """
+    x, column = tensor_of(a), columns.pop()
+    shape = torch.Size((*grad.shape[:-1], column.shape[1]))
+    sums, terms_b = schedule.sum_of(shape, x), schedule.weight_gradient(a, into)
+    norm_grads: list[tuple[Tensor, Tensor | None]] = []
+    for chunk, arriving in schedule.arriving(a):
+        part = grad if chunk == ALL else schedule.boundary.chunk(grad, chunk)
+        # These are partial sums of the gradient of norm(X): this device has whole rows of it for
+        # its own columns of B. The gradient of a norm is linear in that of its output, so the
+        # partial sums go through the norm first and are reduce-scattered after it.
+        terms = part @ column
+        if chunk == ALL or chunk.stop == schedule.boundary.max_chunks(shape):
+            del column  # frees the gathered weight
+        x_whole = arriving.wait()
+        del arriving
+        normed, statistics = normalize(x_whole, norm.weight, norm.bias, norm.eps)
+        terms_x, terms_weight, terms_bias = normalize_backward(
+            terms, x_whole, norm.weight, norm.bias, statistics
+        )
+        del terms, x_whole
+        norm_grads.append((terms_weight, terms_bias))
+        sums.start(chunk, terms_x.to(x.dtype))
+        del terms_x
+        terms_b.add(normed, part)
+        del normed
+    found = [sums.pending(), terms_b.pending()]
+    found.append(Pending(_total([weight for weight, _ in norm_grads])))
+    if norm.bias is not None:
+        found.append(Pending(_total([bias for _, bias in norm_grads if bias is not None])))
+    return tuple(found)
 
 
 def _total(terms: list[Tensor]) -> Tensor:
