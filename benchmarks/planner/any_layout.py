@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import random
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 from benchmarks.planner.speed import Case, measure
@@ -15,6 +18,9 @@ from gridformer.utils.hardware import n_cores
 BAR_S = 5.0
 MOST_DEVICES = 4096
 _LISTED = 8
+# Runs of a layout that has taken longer than the bar: other machines on the same host may have
+# slowed it down.
+_AGAIN = 2
 _MODELS = (
     "gpt-1t", "gpt-530b", "gpt-175b", "llama-3.1-405b", "llama-3.1-70b", "qwen3-32b", "mistral-7b",
     "t5-large", "t5-large-mod", "transformer-big", "megatron-8.3b", "turing-nlg-17b", "bert-large",
@@ -62,6 +68,13 @@ def layouts(seed: int) -> Iterator[tuple[int, str]]:
             yield n, " ".join([model, *words])
 
 
+def seconds_to_load_torch() -> float:
+    """Returns how long a process takes that only loads torch, as a measure of the machine."""
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return time.perf_counter() - begin
+
+
 def main(number: int, seed: int) -> None:
     """Prints how long `predict` takes for layouts drawn at random.
 
@@ -69,17 +82,22 @@ def main(number: int, seed: int) -> None:
         number: How many.
         seed: Draws other ones.
     """
-    load, found = os.getloadavg()[0], []
-    for (n, words), _ in zip(layouts(seed), range(number)):
-        took, used = measure(Case(n, f"predict {words} --seconds 600 --cluster dgx-h100"))
-        found.append((took, used, n, words))
-    found.sort(reverse=True)
-    seconds = [one[0] for one in found]
-    within = sum(took <= BAR_S for took in seconds)
+    load, loading = os.getloadavg()[0], seconds_to_load_torch()
+    drawn = [one for one, _ in zip(layouts(seed), range(number))]
+    cases = [Case(n, f"predict {words} --seconds 600 --cluster dgx-h100") for n, words in drawn]
+    times = [measure(case) for case in cases]
+    within = [sum(took <= BAR_S for took, _ in times)]
+    for _ in range(_AGAIN):
+        for i, case in enumerate(cases):
+            if times[i][0] > BAR_S:
+                times[i] = min(times[i], measure(case))
+        within.append(sum(took <= BAR_S for took, _ in times))
+    found = sorted(((*took, *one) for took, one in zip(times, drawn)), reverse=True)
     print(
-        f"{n_cores()} cores; the load of the machine before it began was {load:.1f}. {number} "
-        f"layouts (seed {seed}): {within} took at most {BAR_S:g} s, the median "
-        f"{statistics.median(seconds):.1f} s. The slowest:\n"
+        f"{n_cores()} cores; before it began, the load of the machine was {load:.1f} and torch "
+        f"took {loading:.1f} s to load. {number} layouts (seed {seed}): {within[0]} took at most "
+        f"{BAR_S:g} s at once, {within[-1]} in the fastest of {1 + _AGAIN} runs, which is listed; "
+        f"the median is {statistics.median(took for took, _ in times):.1f} s. The slowest:\n"
     )
     print("| devices | gridformer predict ... --cluster dgx-h100 | seconds | of a processor |")
     print("|---|---|---|---|")
