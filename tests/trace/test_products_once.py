@@ -12,7 +12,7 @@ import torch
 
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.trace import repeated_products, trace_rank
+from gridformer.trace import Place, Wait, products_once, repeated_products, trace_rank
 from tests.support.chunks import in_three
 from tests.support.fake_gpu import InProcess
 from tests.support.marks import full_unless
@@ -77,3 +77,12 @@ def test_repeated_products_are_those_that_are_run(
     assert counts["again"] >= counts["run"] / 2, counts
     if not kernels:  # with them, equal micro-batches of the second trace are traced once
         assert counts["run"] + counts["again"] == counts["whole"]
+
+
+def test_a_wait_in_the_line_of_the_caller_moves_with_the_caller() -> None:
+    """A forward and a backward pass wait for the same product in different lines."""
+    here, inside = Place("a.py", 1, "f", "layers.0"), Place("b.py", 2, "g", "layers.0")
+    there = Place("c.py", 3, "h", "layers.1", backward=True)
+    part = products_once._Part([Wait(1, here), Wait(2, inside)], 0, here)
+    moved = Place("b.py", 2, "g", "layers.1", backward=True)
+    assert part.at(there, there) == [Wait(1, there), Wait(2, moved)]
