@@ -52,3 +52,21 @@ def test_the_log_is_that_of_the_complete_step(case: Any) -> None:
                 once = estimate_rank(run, rank)
             assert once == estimate_rank(run, rank, once=False)
     assert again, "some products are repeated"
+
+
+def test_a_repeated_product_frees_the_gathered_weight_when_the_first_one_did() -> None:
+    run = a_run(GRID, {"n_layers": 4}, {"global_batch": 48, "loss_chunk_tokens": 0, **MIXED})
+    real, freed = RepeatedProducts._repeat, 0
+
+    def repeat(once: Any, recorded: Any, schedule: Any, into: Any, operand: Any, alone: Any) -> Any:
+        nonlocal freed
+        freed += len(alone)
+        found = real(once, recorded, schedule, into, operand, alone)
+        assert not alone, "the caller holds nothing, so its memory is free"
+        return found
+
+    with in_three(), patch.object(RepeatedProducts, "_repeat", repeat):
+        once = estimate_rank(run, 0)
+    with in_three():
+        assert once == estimate_rank(run, 0, once=False)
+    assert freed, "gradients of norms are repeated"

@@ -35,10 +35,8 @@ from gridformer.trace.fewer_layers import removable, without_layers
 from gridformer.trace.repeated_products import NotRepeatableError
 from gridformer.train.step import Stepper
 
-# Layers of the shortest stage of the shorter model, and with sums of gradients over replicas, which
-# may wait for that of a large table.
-KEPT, _WITH_SUMS = 3, 4
-_WORTH = 7  # layers, see `removable`
+# Layers of the shortest stage of the shorter model, and where sums of gradients wait for others.
+KEPT, _WITH_WAITS = 3, 4
 # Bytes of a tensor that stands for joined weights, at most. Torch does not always free these in the
 # same order.
 _PLACEHOLDER = 8
@@ -60,14 +58,19 @@ def peak_of_rank(run: RunConfig, rank: int, decisions: Decisions) -> int:
         rank: The rank.
         decisions: The result of `decide_run(run)`.
     """
-    if fewer := removable(run, decisions, _kept(run), _WORTH):
+    if fewer := removable(run, decisions, _kept(run)):
         with suppress(NotRepeatableError):
             return _from_few_layers(run, rank, decisions, fewer)
     return estimate_rank(run, rank, decisions, timeline=False).needed
 
 
+def _sums_wait(run: RunConfig) -> bool:
+    """Whether sums of gradients may wait for that of a large table; see `GradientSums`."""
+    return run.layout.dp > 1 and run.layout.micro_batches == 1
+
+
 def _kept(run: RunConfig) -> int:
-    return _WITH_SUMS if run.layout.dp > 1 else KEPT
+    return _WITH_WAITS if _sums_wait(run) else KEPT
 
 
 class _OtherLayers(Exception):  # noqa: N818
@@ -97,8 +100,15 @@ def _from_few_layers(run: RunConfig, rank: int, decisions: Decisions, most: int)
     def choose(stepper: Stepper) -> None:
         negligible = _NOTICEABLE * layer_bytes(stepper) / sum(few.values()) * sum(whole.values())
         both_ways = run.layout.dp_mode == "zero1"
-        gradients = gradients_of(stepper)
-        found = layers_left_out(gradients, few, whole, _kept(run), both_ways, int(negligible))
+        found = layers_left_out(
+            gradients_of(stepper),
+            few,
+            whole,
+            _kept(run),
+            in_flight=2 if _sums_wait(run) else 1,
+            both_ways=both_ways,
+            negligible=int(negligible),
+        )
         if found != left_out:
             raise _OtherLayers(found)
 

@@ -26,8 +26,7 @@ from gridformer.parallel.sharding import replica_axis
 from gridformer.train.step import Stepper
 
 _MOST = 16  # layers of a cycle
-_IN_FLIGHT = 2  # layers whose sums wait for those of others, such as a large table's
-_WORTH = 0.75  # of the layers: if the models with few layers have more together, all are run
+_WORTH = 0.8  # of the layers: if the models with few layers have more together, all are run
 
 Stack = tuple[int, str]  # the number of a stage, and the layers in it, such as `decoder.layers.`
 
@@ -105,6 +104,7 @@ def layers_left_out(
     few: Mapping[Stack, int],
     whole: Mapping[Stack, int],
     kept: int,
+    in_flight: int,
     both_ways: bool = False,
     negligible: int = 0,
 ) -> LeftOut:
@@ -115,6 +115,7 @@ def layers_left_out(
         few: The layers of this model; see `stacks_of`.
         whole: Those of the model with all layers, which has as many more in some stacks.
         kept: The least number of layers that a stack keeps.
+        in_flight: How many layers' sums are in flight, or wait for those of others.
         both_ways: Whether parameters travel in buckets from the beginning of the model, too.
         negligible: Bytes that make no difference. An axis with fewer of them in layers, which are
             vectors then, has no cycles.
@@ -131,7 +132,7 @@ def layers_left_out(
         most = possible
         for stack in longer:
             settled = max(_settled(way, stack, whole[stack], cycle) for way in ways)
-            settled += cycle + _IN_FLIGHT if every else 0
+            settled += cycle + in_flight if every else 0
             most = min(most, whole[stack] - max(kept, settled + cycle))
         found = LeftOut(most // cycle * cycle, cycle)
         if found.layers > cycle and (work := work_of(found, few, whole)) < least:

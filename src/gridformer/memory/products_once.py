@@ -30,6 +30,13 @@ class _Recording(Recording[_Part]):
         self._tracker, self._numbers = tracker, Numbers()
         self._begin = 0
         self._ended: set[int] = set()
+        self._handed_in = 0
+
+    def hand_in(self, x: Tensor) -> None:
+        entry = self._tracker.entry_of(x)
+        assert entry is not None
+        self._numbers.add(entry)
+        self._handed_in += 1
 
     def begin(self) -> None:
         self._begin = len(self._tracker.changes)
@@ -50,7 +57,8 @@ class _Recording(Recording[_Part]):
 
     def complete(self, handed_out: Sequence[Made]) -> None:
         kept = {made.number for made in handed_out}
-        if len(kept) < len(handed_out) or len(self._ended | kept) < len(self._numbers.entries):
+        others = {*range(self._handed_in, len(self._numbers.entries))}
+        if len(kept) < len(handed_out) or not others <= self._ended | kept:
             raise NotRepeatableError("something besides the results stays")
 
 
@@ -59,6 +67,16 @@ class _Playing(Playing[_Part]):
         self._tracker = tracker
         self._entries: list[Entry] = []
         self._held: dict[int, Tensor] = {}
+        self._handed_in: dict[int, Tensor] = {}
+
+    def hand_in(self, x: Tensor) -> None:
+        entry = self._tracker.entry_of(x)
+        assert entry is not None
+        self._handed_in[len(self._entries)] = x
+        self._entries.append(entry)
+
+    def let_go(self) -> None:
+        self._handed_in.clear()
 
     def play(self, part: _Part, made: Collection[Made]) -> None:
         tracker, shapes = self._tracker, {one.number: one.shape for one in made}
@@ -70,6 +88,10 @@ class _Playing(Playing[_Part]):
                 self._entries.append(entry)
             elif what == "begin":
                 self._entries.append(tracker.begin(n_bytes, text))
+            elif what == "end" and number in self._handed_in:
+                del self._handed_in[number]
+                if self._entries[number].died is None:
+                    raise NotRepeatableError(f"{self._entries[number]} is held by other code")
             elif what == "end":
                 tracker.end(self._entries[number])
             else:

@@ -17,10 +17,10 @@ from gridformer.config import ModelConfig, RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.pipeline.partition import link_names, stages_of, with_stages
 
-WORTH = 4  # if no more layers than these could be left out, the whole model is run
+_WORTH = 4  # if no more layers than these could be left out, the whole model is run
 
 
-def removable(run: RunConfig, decisions: Decisions, kept: int, worth: int = WORTH) -> int:
+def removable(run: RunConfig, decisions: Decisions, kept: int) -> int:
     """Returns how many layers of each stage may be left out; 0 if the whole model is to be run.
 
     Without a pipeline, this is the number for each stack of layers.
@@ -29,7 +29,6 @@ def removable(run: RunConfig, decisions: Decisions, kept: int, worth: int = WORT
         run: The run.
         decisions: The result of `decide_run`.
         kept: How many layers the shortest stage of the shorter model keeps.
-        worth: The least number of layers that are worth it.
     """
     model = run.model
     if run.layout.pp == 1:
@@ -37,7 +36,7 @@ def removable(run: RunConfig, decisions: Decisions, kept: int, worth: int = WORT
     else:
         stages = stages_of(model, run.layout.n_stages, decisions.choices.work)
         least = min(_longest(model, stage)[1] for stage in stages)
-    return least - kept if least >= kept + worth else 0
+    return least - kept if least >= kept + _WORTH else 0
 
 
 @contextmanager

@@ -65,6 +65,9 @@ class _Recording(Recording[_Part]):
         self._log, self._count = log, count
         self._started: set[int] = set()
 
+    def hand_in(self, x: Tensor) -> None:
+        pass  # what is freed is not in the log
+
     def begin(self) -> None:
         trace = self._log.trace
         self._begin = len(trace.events), self._count(0)
@@ -96,6 +99,12 @@ class _Playing(Playing[_Part]):
     def __init__(self, log: Log, count: Count) -> None:
         self._log, self._count = log, count
         self._numbers: dict[int, int] = {}
+
+    def hand_in(self, x: Tensor) -> None:
+        pass
+
+    def let_go(self) -> None:
+        pass
 
     def play(self, part: _Part, made: Sequence[Made]) -> None:
         caller = kernels = self._log.places.here()

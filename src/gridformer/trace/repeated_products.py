@@ -61,6 +61,10 @@ class Recording(ABC, Generic[Part]):
     """Records what a product and the waits for its results log."""
 
     @abstractmethod
+    def hand_in(self, x: Tensor) -> None:
+        """Says that the product holds a tensor, perhaps alone, and frees it. Comes first."""
+
+    @abstractmethod
     def begin(self) -> None:
         """Begins a part."""
 
@@ -91,6 +95,14 @@ class Recording(ABC, Generic[Part]):
 
 class Playing(ABC, Generic[Part]):
     """Repeats the parts of a product in the log."""
+
+    @abstractmethod
+    def hand_in(self, x: Tensor) -> None:
+        """Takes a tensor that the product holds; see `Recording.hand_in`."""
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Drops what was handed in, as the product has by now."""
 
     @abstractmethod
     def play(self, part: Part, made: Sequence[Made]) -> None:
@@ -170,13 +182,15 @@ class RepeatedProducts(Generic[Part]):
             into = next((arg for arg in args if isinstance(arg, ContinuedGradient)), None)
             flying = (arg for arg in args if isinstance(arg, Operand) and arg.whole is not None)
             operand = next(flying, None)
+            alone = next((arg for arg in args if isinstance(arg, list)), [])
             recorded = self._known.get(key)
             if recorded is None:  # one that began and cannot be repeated is never complete
                 recorded = self._known[key] = _Recorded()
-                return self._record(recorded, partial(product, schedule, *args), into, operand)
+                run = partial(product, schedule, *args)
+                return self._record(recorded, run, into, operand, alone)
             if not recorded.complete:
                 return product(schedule, *args)
-            return self._repeat(recorded, schedule, into, operand)
+            return self._repeat(recorded, schedule, into, operand, alone)
 
         return once
 
@@ -186,6 +200,7 @@ class RepeatedProducts(Generic[Part]):
         product: Product,
         into: ContinuedGradient | None,
         operand: Operand | None,
+        alone: list[Tensor],
     ) -> Pending | tuple[Pending, ...]:
         """Runs and records a product.
 
@@ -194,8 +209,12 @@ class RepeatedProducts(Generic[Part]):
             product: The product.
             into: The sum of gradients to which it may add.
             operand: The operand that may be in flight.
+            alone: Has the tensor that the product takes out of it, so that it may free it.
         """
         recording = self._recording()
+        for x in alone:
+            recording.hand_in(x)
+            del x
         begun = into is not None and into.total.memory is not None
         if operand is not None:
             operand.whole = _watched(operand.whole, recording, recorded)
@@ -237,15 +256,19 @@ class RepeatedProducts(Generic[Part]):
         schedule: Any,
         into: ContinuedGradient | None,
         operand: Operand | None,
+        alone: list[Tensor],
     ) -> Pending | tuple[Pending, ...]:
         """Repeats a product of a schedule; see `_record`."""
         playing, handed_out = self._playing(), recorded.handed_out
+        while alone:
+            playing.hand_in(alone.pop())
         first, *second = recorded.call
         playing.play(first, handed_out)
         for part in second:
             assert operand is not None
             schedule.whole_column(operand)
             playing.play(part, handed_out)
+        playing.let_go()
         if recorded.adds:
             assert into is not None
             into.begun = True
