@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
+from gridformer.memory import estimate
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.ranks import largest_ranks
 from gridformer.trace.repeated_products import RepeatedProducts
@@ -56,7 +57,7 @@ def test_the_log_is_that_of_the_complete_step(case: Any) -> None:
 
 def test_a_repeated_product_frees_the_gathered_weight_when_the_first_one_did() -> None:
     run = a_run(GRID, {"n_layers": 4}, {"global_batch": 48, "loss_chunk_tokens": 0, **MIXED})
-    real, freed = RepeatedProducts._repeat, 0
+    real, freed, logs = RepeatedProducts._repeat, 0, []
 
     def repeat(once: Any, recorded: Any, schedule: Any, into: Any, operand: Any, alone: Any) -> Any:
         nonlocal freed
@@ -65,8 +66,17 @@ def test_a_repeated_product_frees_the_gathered_weight_when_the_first_one_did() -
         assert not alone, "the caller holds nothing, so its memory is free"
         return found
 
-    with in_three(), patch.object(RepeatedProducts, "_repeat", repeat):
-        once = estimate_rank(run, 0)
+    def log(*args: Any) -> Any:
+        logs.append(1)
+        return real_log(*args)
+
+    real_log = estimate._log
     with in_three():
+        with (
+            patch.object(RepeatedProducts, "_repeat", repeat),
+            patch.object(estimate, "_log", log),
+        ):
+            once = estimate_rank(run, 0)
         assert once == estimate_rank(run, 0, once=False)
     assert freed, "gradients of norms are repeated"
+    assert len(logs) == 1, "the first way to repeat things is possible"

@@ -75,9 +75,6 @@ class _Playing(Playing[_Part]):
         self._handed_in[len(self._entries)] = x
         self._entries.append(entry)
 
-    def let_go(self) -> None:
-        self._handed_in.clear()
-
     def play(self, part: _Part, made: Collection[Made]) -> None:
         tracker, shapes = self._tracker, {one.number: one.shape for one in made}
         for what, number, n_bytes, text, _ in part:

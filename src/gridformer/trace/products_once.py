@@ -103,9 +103,6 @@ class _Playing(Playing[_Part]):
     def hand_in(self, x: Tensor) -> None:
         pass
 
-    def let_go(self) -> None:
-        pass
-
     def play(self, part: _Part, made: Sequence[Made]) -> None:
         caller = kernels = self._log.places.here()
         if self._log.kernels:

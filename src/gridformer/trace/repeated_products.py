@@ -101,10 +101,6 @@ class Playing(ABC, Generic[Part]):
         """Takes a tensor that the product holds; see `Recording.hand_in`."""
 
     @abstractmethod
-    def let_go(self) -> None:
-        """Drops what was handed in, as the product has by now."""
-
-    @abstractmethod
     def play(self, part: Part, made: Sequence[Made]) -> None:
         """Adds a part to the log.
 
@@ -268,7 +264,6 @@ class RepeatedProducts(Generic[Part]):
             assert operand is not None
             schedule.whole_column(operand)
             playing.play(part, handed_out)
-        playing.let_go()
         if recorded.adds:
             assert into is not None
             into.begun = True
