@@ -40,8 +40,9 @@ KEPT, _WITH_WAITS = 3, 4
 # Bytes of a tensor that stands for joined weights, at most. Torch does not always free these in the
 # same order.
 _PLACEHOLDER = 8
-# Bytes of vectors, which may be summed in buckets that do not end with a layer.
-_SMALL = 1 << 20
+# Bytes of vectors, which may be summed in buckets that do not end with a layer, and, where these do
+# not suffice, as many times as much for such buckets.
+_SMALL, _BUCKETS = 1 << 20, 16
 _NOTICEABLE = 1e-3  # of the peak
 _MOST_INSERTED = 12  # places of a phase, such as loops over parameters
 
@@ -125,9 +126,10 @@ def _from_few_layers(run: RunConfig, rank: int, decisions: Decisions, most: int)
         shorter = log(left_out.layers)
     longer = log(left_out.layers - left_out.cycle)
     more = left_out.layers // left_out.cycle - 1
-    with suppress(NotRepeatableError):
-        return _extended(shorter, longer, more, _PLACEHOLDER)
-    return _extended(shorter, longer, more, _SMALL)
+    for small in (_PLACEHOLDER, _SMALL):
+        with suppress(NotRepeatableError):
+            return _extended(shorter, longer, more, small)
+    return _extended(shorter, longer, more, _BUCKETS * _SMALL)
 
 
 @dataclass(frozen=True)
