@@ -29,6 +29,7 @@ from gridformer.memory.layers_per_cycle import (
     layers_left_out,
     stacks_of,
 )
+from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.data.buckets import BUCKET_BYTES
 from gridformer.trace.fewer_layers import removable, without_layers
@@ -66,8 +67,11 @@ def peak_of_rank(run: RunConfig, rank: int, decisions: Decisions) -> int:
 
 
 def _sums_wait(run: RunConfig) -> bool:
-    """Whether sums of gradients may wait for that of a large table; see `GradientSums`."""
-    return run.layout.dp > 1 and run.layout.micro_batches == 1
+    """Whether sums of gradients may wait for that of a large table.
+
+    See `gridformer.parallel.data.gradients.GradientSums.last_backward`.
+    """
+    return run.layout.dp > 1 and (run.layout.micro_batches == 1 or not on_gpu(run))
 
 
 def _kept(run: RunConfig) -> int:
