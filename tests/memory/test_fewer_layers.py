@@ -169,13 +169,13 @@ def test_a_bucket_with_a_large_table_stays_as_large_as_it_is() -> None:
 def test_buckets_of_vectors_may_be_larger_than_vectors() -> None:
     run = run_of({"scheme": "subgraph", "branches": 2, **PIPELINE}, {}, {"recompute": "full"})
     decisions, rank = decide_run(run), 2
-    whole = estimate_rank(run, rank, decisions, timeline=False).needed
     with (
         patch.multiple("gridformer.parallel.data.buckets", BUCKET_BYTES=1024),
         patch.multiple(fewer_layers, BUCKET_BYTES=1024, _NOTICEABLE=1.0, _SMALL=64),
         patch.object(layers_per_cycle, "_WORTH", 2.0),
         patch.object(fewer_layers, "estimate_rank", side_effect=AssertionError),
     ):
+        whole = estimate_rank(run, rank, decisions, timeline=False).needed
         found = peak_of_rank(run, rank, decisions)
         with (
             patch.object(fewer_layers, "_BUCKETS", 1),
