@@ -41,8 +41,8 @@ KEPT, _WITH_WAITS = 3, 4
 # Bytes of a tensor that stands for joined weights, at most. Torch does not always free these in the
 # same order.
 _PLACEHOLDER = 8
-# Bytes of vectors, which may be summed in buckets that do not end with a layer. A bucket of them may
-# have `_BUCKETS` times as many.
+# Bytes of vectors, which may be summed in buckets that do not end with a layer. A bucket of them
+# may have `_BUCKETS` times as many.
 _SMALL, _BUCKETS = 1 << 20, 16
 _NOTICEABLE = 1e-3  # of the peak
 _MOST_INSERTED = 12  # places of a phase, such as loops over parameters
