@@ -68,6 +68,19 @@ def test_what_is_emitted_names_the_command_that_makes_it_again(
     assert written == first
 
 
+def test_a_run_file_is_written_for_a_reader_that_has_gone(
+    token_folder: Path, tmp_path: Path
+) -> None:
+    mine, emitted = run_file(tmp_path, token_folder), tmp_path / "best.yaml"
+    options = ["--cluster", "dgx-h100", "--devices", "2", "--top", "1", "--emit", str(emitted)]
+    command = [sys.executable, "-m", "gridformer", "plan", str(mine), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path) as planning:
+        assert planning.stdout is not None
+        planning.stdout.close()  # like `| head` after its last line
+        planning.wait(240)
+    assert load_run(emitted).layout.n_processes == 2
+
+
 def test_a_report_is_written_where_nothing_fits(token_folder: Path, tmp_path: Path) -> None:
     extra("plotly")
     report = tmp_path / "report.html"

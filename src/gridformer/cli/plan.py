@@ -104,6 +104,15 @@ def plan(
     machine = load_cluster(cluster)
     run = _run(model, overrides or [], machine, devices, batch)
     console = Console(highlight=False, stderr=as_json)
+    chosen_by = {"--batch": batch, "--top": top if top != _TOP else 0, "--seconds": seconds}
+    how = shlex.join(
+        [
+            *("gridformer", "plan", model, *(overrides or [])),
+            *("--cluster", cluster, "--devices", str(devices)),
+            *(word for option, n in chosen_by.items() if n for word in (option, str(n))),
+            *("--emit", str(emit)),
+        ]
+    )
     with console.status("estimating layouts") as status:
         here = time.monotonic()
         soon_s = _SOON_S if html is None else _REPORT_S
@@ -120,6 +129,10 @@ def plan(
 
             status.update("estimating other batches and numbers of devices")
             write_plan_page(run, machine, devices, result, advice, html, would_fit)
+        if result.layouts and emit is not None:
+            status.update("trying choices for the cluster")
+            chosen = with_cluster(result.layouts[0], machine, cluster)
+            write_run(chosen, emit, how)  # before the output, whose reader may stop reading
     if as_json:
         typer.echo(json.dumps(to_json(result, advice, would_fit)))
     elif result.layouts:
@@ -130,29 +143,16 @@ def plan(
             console.print(f"- {sentence}", soft_wrap=True)
     if html is not None and not as_json:
         console.print(f"The report: {html}")
-    if not result.layouts:
-        raise typer.Exit(1)
-    if emit is not None:
-        chosen_by = {"--batch": batch, "--top": top if top != _TOP else 0, "--seconds": seconds}
-        how = shlex.join(
-            [
-                *("gridformer", "plan", model, *(overrides or [])),
-                *("--cluster", cluster, "--devices", str(devices)),
-                *(word for option, n in chosen_by.items() if n for word in (option, str(n))),
-                *("--emit", str(emit)),
-            ]
-        )
-        best = result.layouts[0]
-        with console.status("trying choices for the cluster"):
-            chosen = with_cluster(best, machine, cluster)
-        write_run(chosen, emit, how)
-        if chosen is not best:
+    if result.layouts and emit is not None:
+        if chosen is not result.layouts[0]:
             console.print(
                 f"The run file sets layout.cluster={cluster}: a step is predicted to take "
-                f"{chosen.step_s:.4g} s with it instead of {best.step_s:.4g} s."
+                f"{chosen.step_s:.4g} s with it instead of {result.layouts[0].step_s:.4g} s."
             )
         if not as_json:
             console.print(f"The best layout as a run file: {emit}")
+    if not result.layouts:
+        raise typer.Exit(1)
 
 
 def _run(model: str, overrides: list[str], machine: Cluster, devices: int, batch: int) -> RunConfig:
