@@ -231,10 +231,14 @@ def test_kept_weights_are_gathered_by_the_first_micro_batch(
     assert [way.keywords["by_first"] for way in ways] == [False] * len(largest_ranks(run))
 
 
-@pytest.mark.full
+PIPELINES = [cell for cell in CELLS if cell.pp > 1 and (not cell.dropout or cell in QUICK)]
+# Over gloo its products read an operand while somebody waits for them, and some hold it alone.
+GRID_IN_MAKE_TEST = "GPT-2-Optimus-pp2-replicate-no_dropout"
+
+
 @pytest.mark.parametrize(
     "cell",
-    [cell for cell in CELLS if cell.pp > 1 and (not cell.dropout or cell in QUICK)],
+    full_unless(lambda cell: cell.title == GRID_IN_MAKE_TEST, PIPELINES),
     ids=lambda cell: cell.title,
 )
 def test_cells_have_the_log_of_the_complete_step(cell: Cell) -> None:

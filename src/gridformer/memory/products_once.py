@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from gridformer.memory.tape import Numbers, Step, steps_of
 from gridformer.memory.tracker import Entry, MemoryTracker
+from gridformer.mesh import groups
 from gridformer.trace.repeated_products import (
     Made,
     NotRepeatableError,
@@ -105,5 +108,14 @@ def products_once(tracker: MemoryTracker) -> Iterator[None]:
     Args:
         tracker: Keeps the log, in which all products appear.
     """
-    with RepeatedProducts(lambda: _Recording(tracker), lambda: _Playing(tracker))():
+    recording, playing = partial(_Recording, tracker), partial(_Playing, tracker)
+    with RepeatedProducts(recording, playing, _possible)():
         yield
+
+
+def _possible(name: str, schedule: Any) -> bool:
+    """Whether a product lets go of its operands when it returns, like one that is repeated.
+
+    Over gloo a sum of blocks reads them once more while somebody waits for it.
+    """
+    return name != "sum_of_blocks" or groups.over_nccl(schedule.row.group)

@@ -149,14 +149,16 @@ class RepeatedProducts(Generic[Part]):
     Args:
         recording: Returns an object that records a product.
         playing: Returns an object that repeats a product.
+        possible: Returns whether a product of a schedule can be repeated, by its name.
     """
 
     def __init__(
         self,
         recording: Callable[[], Recording[Part]],
         playing: Callable[[], Playing[Part]],
+        possible: Callable[[str, Any], bool] = lambda *_: True,
     ) -> None:
-        self._recording, self._playing = recording, playing
+        self._recording, self._playing, self._possible = recording, playing, possible
         self._known: dict[Any, _Recorded[Part]] = {}
 
     @contextmanager
@@ -172,7 +174,7 @@ class RepeatedProducts(Generic[Part]):
     def _once(self, name: str, product: Product) -> Product:
         def once(schedule: Any, *args: Any) -> Pending | tuple[Pending, ...]:
             key = _key_of(name, schedule, args)
-            if key is None:
+            if key is None or not self._possible(name, schedule):
                 return product(schedule, *args)
             key = id(schedule), key
             into = next((arg for arg in args if isinstance(arg, ContinuedGradient)), None)
