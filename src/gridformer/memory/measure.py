@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from gridformer.config import RunConfig
 from gridformer.memory.estimate import DEVICE
@@ -74,8 +76,10 @@ def measured_peak(stepper: Stepper, step: Callable[[], object], n_steps: int = 4
     moments = [t for state in stepper.updates.state.values() for t in state.values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in (*held, *moments)}
     between = sum(storage.nbytes() for storage in storages.values())
-    peaks: list[int] = []
-    for _ in range(n_steps):
+    before, peaks = _bytes_of_all(), list[int]()
+    for number in range(n_steps):
+        if number == 1:  # buffers that the first step has made, and that stay
+            between += _bytes_of_all() - before
         profiled = torch.autograd.profiler.profile(profile_memory=True)
         with _silent(), _last_to_hold(), profiled as profile:
             step()
@@ -88,6 +92,14 @@ def measured_peak(stepper: Stepper, step: Callable[[], object], n_steps: int = 4
                 peak = max(peak, now)
         peaks.append(peak)
     return min(peaks)
+
+
+def _bytes_of_all() -> int:
+    """Returns the bytes of the storages that all tensors of this process have."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
+    return sum(storage.nbytes() for address, storage in storages.items() if address)
 
 
 @contextlib.contextmanager
