@@ -166,6 +166,7 @@ def test_overlap_is_that_of_single_ticks(computing: list[Span], communicating: l
 # --------------------------------------------------------------------------- the report
 
 
+@pytest.mark.full
 def test_a_report_of_two_processes(tmp_path: Path) -> None:
     out, title = tmp_path / "report.md", "optimus 2x1, auto"
     words = ["-m", "benchmarks.gpu.cluster", "--device", "cpu", "--quick", "--processes", "2"]

@@ -32,7 +32,7 @@ def test_traces_in_copies_load_neither_sympy_nor_dtensors() -> None:
         assert call(loaded_by_a_trace) == (True, [])
 
 
-@pytest.mark.parametrize("command", ["check", "predict"])
+@pytest.mark.parametrize("command", [pytest.param("check", marks=pytest.mark.full), "predict"])
 def test_neither_do_commands_that_trace_in_their_own_process(command: str) -> None:
     words = ["bert-base", "layout.pp=2", "layout.micro_batches=2", "train.global_batch=4"]
     words += ["model.n_layers=2", "layout.dp=2", "layout.dp_mode=fsdp"]

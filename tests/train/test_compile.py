@@ -132,17 +132,18 @@ def test_a_compiled_llama_has_the_same_gradients(dtype: str) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the CPU backend compiles C++ with g++")
 @pytest.mark.timeout(600)
-def test_compiled_steps_are_the_same_steps() -> None:
+@pytest.mark.parametrize("evaluates", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_compiled_steps_are_the_same_steps(evaluates: bool) -> None:
     """With the real compiler, losses, norms and weights of 3 steps are the same.
 
     The block and the loss compile once each, however many layers there are.
     """
-    want = train(tiny(), "")
+    want = train(tiny(), "", evaluates=evaluates)
     counters.clear()
-    got = train(tiny(), "inductor")
+    got = train(tiny(), "inductor", evaluates=evaluates)
     assert_same(got, want)
     assert not counters["graph_break"]
-    assert graphs() == 4, "block and loss, for training and for evaluation"
+    assert graphs() == (4 if evaluates else 2), "block and loss, and both for evaluation"
 
 
 def test_documents_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
