@@ -1,0 +1,1 @@
+"""Numbers that a rewrite of the record must not move; see `__main__`."""
