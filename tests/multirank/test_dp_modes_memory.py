@@ -9,12 +9,12 @@ from unittest.mock import patch
 import pytest
 
 from gridformer.config import LayoutConfig
-from gridformer.memory.tracker import MemoryTracker
 from gridformer.models.blocks import Layer
 from gridformer.parallel.data import buckets as bucketing
 from gridformer.parallel.data.copies import share_parts
 from gridformer.parallel.data.zero import replica_part
 from gridformer.parallel.sharding import shard_of
+from gridformer.trace.tracker import MemoryTracker
 from tests.support.marks import full_unless
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.replicas import (
@@ -141,7 +141,7 @@ def while_gathering() -> tuple[int, int, int]:
         with MemoryTracker() as tracker:
             tracker.mark(parameters, "parameters")
             held = tracker.live()
-            share_parts(parameters, axes)
+            share_parts([parameters], axes)
     return tracker.peak()[1] - held, n_bytes, n_buckets
 
 

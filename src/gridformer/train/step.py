@@ -15,6 +15,7 @@ from gridformer.comm.autograd import one_thread
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
+from gridformer.parallel.data.buckets import by_layer
 from gridformer.parallel.data.copies import share_copies, share_parts
 from gridformer.parallel.data.gradients import clear_gradients, reduce_gradients
 from gridformer.parallel.pipeline import Executor, timed
@@ -70,6 +71,7 @@ class Stepper:
         # They stay the same objects, so they are found once: walking through a model's modules
         # takes time.
         self.parameters = [*model.parameters()]
+        self.by_layer = by_layer(model)
         self.kept = KeptWeights(model)
         held = self.parameters[0].device if self.parameters else None
         self.device = held or torch.device(axes.device_type)
@@ -130,7 +132,7 @@ class Stepper:
         self._last = StartedStep(self.check, step, lr, scale, [*counts], Copied(numbers))
         with self._timed("update"):
             self.updates.finish(totals[-2:], self._overflow(totals), scale)
-            share_parts(self.parameters, self.axes)
+            share_parts(self.by_layer, self.axes)
             share_copies(self.parameters, self.axes)
         self._last.ended = Moment(self.device)
         return self._last

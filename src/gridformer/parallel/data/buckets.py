@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from gridformer.models.blocks import Layer
 
 BUCKET_BYTES = 25 << 20  # the size of a message; one larger tensor travels alone
 
@@ -27,6 +30,14 @@ class Sized(Protocol):
 
 
 AnyTensor = TypeVar("AnyTensor", bound=Sized)
+
+
+def by_layer(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Returns the parameters of a model in its order, divided where a layer begins or ends."""
+    layers = (module for module in model.modules() if isinstance(module, Layer))
+    number = {p: i for i, layer in enumerate(layers) for p in layer.parameters()}
+    grouped = itertools.groupby(model.parameters(), lambda p: number.get(p, -1))
+    return [[*unit] for _, unit in grouped]
 
 
 def n_bytes(tensor: Sized) -> int:
@@ -53,6 +64,8 @@ def buckets(
 ) -> Iterator[Sequence[AnyTensor]]:
     """Yields tensors in buckets of one dtype, at most 25 MiB each, or a single larger tensor.
 
+    Small tensors before and after a larger one share a bucket.
+
     Args:
         tensors: The tensors to send.
         limit: The size of a bucket in bytes, if not 25 MiB.
@@ -61,9 +74,12 @@ def buckets(
     by_type: dict[torch.dtype, list[AnyTensor]] = defaultdict(list)
     size: dict[torch.dtype, int] = defaultdict(int)
     for tensor in tensors:
+        if n_bytes(tensor) >= limit:
+            yield [tensor]
+            continue
         if by_type[tensor.dtype] and size[tensor.dtype] + n_bytes(tensor) > limit:
             yield by_type.pop(tensor.dtype)
             size[tensor.dtype] = 0
         by_type[tensor.dtype].append(tensor)
         size[tensor.dtype] += n_bytes(tensor)
-    yield from by_type.values()
+    yield from filter(None, by_type.values())

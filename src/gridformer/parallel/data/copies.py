@@ -24,23 +24,24 @@ _IN_FLIGHT = 2  # gathers of `share_parts`; one travels while another is copied
 
 
 @torch.no_grad()
-def share_parts(parameters: Iterable[nn.Parameter], axes: Axes) -> None:
+def share_parts(units: Iterable[Sequence[nn.Parameter]], axes: Axes) -> None:
     """Gathers updated parts on replicas that hold full parameters (zero1), after the update.
 
-    Small parameters travel together. Only a few messages are in flight at a time, because each
-    holds its parameters a second time until it has arrived.
+    Small parameters of a unit travel together. Only a few messages are in flight at a time, because
+    each holds its parameters a second time until it has arrived.
 
     Args:
-        parameters: The parameters of this rank; those that are not sharded over replicas are left
-            out.
+        units: The parameters of this rank, such as those of each layer; parameters that are not
+            sharded over replicas are left out.
         axes: The axes of the mesh.
     """
-    whole: dict[str, list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        if replica_part(parameter) is not None and stored(parameter) is parameter:
-            whole[replica_axis(parameter)].append(parameter)
+    whole: dict[tuple[int, str], list[nn.Parameter]] = defaultdict(list)
+    for number, unit in enumerate(units):
+        for parameter in unit:
+            if replica_part(parameter) is not None and stored(parameter) is parameter:
+                whole[number, replica_axis(parameter)].append(parameter)
     in_flight: deque[tuple[FlatBucket, comm.Pending]] = deque()
-    for name, sharded in whole.items():
+    for (_, name), sharded in whole.items():
         for members in buckets(sharded):
             if len(in_flight) == _IN_FLIGHT:
                 _arrive(*in_flight.popleft())

@@ -138,7 +138,8 @@ class GradientSums:
     Args:
         summed: Axes, and for each the parameters whose gradients are summed over it.
         order: All parameters in the model's order, which is the same on every rank of an axis.
-        units: Sets of parameters that share no bucket with others; see `finish_of`.
+        units: Sets of parameters that share no bucket with others; see `finish_of`. Without them, a
+            bucket holds at most a quarter of the gradients, so that most of them travel early.
         layer_bytes: The bytes of the gradients of the largest layer; see `last_backward`.
 
     Attributes:
@@ -170,9 +171,9 @@ class GradientSums:
             by_unit: dict[int, list[nn.Parameter]] = defaultdict(list)
             for parameter in sorted(parameters, key=lambda p: place[p]):
                 by_unit[unit_of.get(parameter, -1)].append(parameter)
+            limit = None if units else total // 4
             for unit in by_unit.values():
-                # At least four buckets, so all but the last can travel during the backward pass.
-                self._buckets += [_Bucket(axis, list(part)) for part in buckets(unit, total // 4)]
+                self._buckets += [_Bucket(axis, list(part)) for part in buckets(unit, limit)]
         self._buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
         for bucket in self._buckets:
             for parameter in bucket.parameters:
@@ -192,7 +193,8 @@ class GradientSums:
         Args:
             model: This rank's model.
             axes: The axes of the mesh.
-            units: See `GradientSums`.
+            units: See `GradientSums`; by default the parameters of each layer are one. A step then
+                repeats the same messages for each layer.
         """
         held: dict[str, list[nn.Parameter]] = defaultdict(list)
         for _, parameter in _owned_parameters(model):
@@ -200,10 +202,9 @@ class GradientSums:
             if not shard.partial and not shard.stages:
                 held[replica_axis(parameter)].append(parameter)
         summed = [(axes[name], parameters) for name, parameters in held.items()]
-        layers = [one for one in model.modules() if isinstance(one, Layer)]
-        of_layer = (sum(map(n_bytes, one.parameters())) for one in layers)
-        largest = max(of_layer, default=0)
-        return GradientSums(summed, [*model.parameters()], units or (), largest)
+        layers = [[*one.parameters()] for one in model.modules() if isinstance(one, Layer)]
+        largest = max((sum(map(n_bytes, layer)) for layer in layers), default=0)
+        return GradientSums(summed, [*model.parameters()], units or layers, largest)
 
     @property
     def parameters(self) -> set[nn.Parameter]:
