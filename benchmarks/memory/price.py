@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.memory.cases import METHODS, PRICE_BATCH, PRICE_LAYOUTS, PRICE_MODEL
+from benchmarks.memory.measure import DEVICE
 from gridformer import comm
 from gridformer.config import DataConfig, RunConfig, TrainConfig
 from gridformer.data.samples.order import Rows
-from gridformer.memory.estimate import DEVICE
 from gridformer.mesh import Axes
 from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.parallel import build_parallel

@@ -18,7 +18,7 @@ from gridformer.launch.plan import plan_run, read_run
 from gridformer.memory import budget as fits
 from gridformer.memory import room as rooms
 from gridformer.memory.bounds import upper_bound
-from gridformer.memory.breakdown import KINDS, MemoryBreakdown
+from gridformer.memory.breakdown import MemoryBreakdown
 from gridformer.memory.budget import fit_problems, nearest
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.ranks import chosen_ranks
@@ -29,6 +29,7 @@ from gridformer.parallel.auto import decisions
 from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.validation import check_layout
+from gridformer.trace.step import KINDS
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.units import GIB
 from tests.support.marks import extra

@@ -15,12 +15,11 @@ from gridformer.config import RunConfig, parse_run
 from gridformer.data import TokenFolder, open_batches, resolve
 from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
-from gridformer.memory import estimate as module
 from gridformer.memory.bounds import upper_bound
-from gridformer.memory.breakdown import KINDS, STATES
-from gridformer.memory.estimate import estimate_rank, estimate_ranks, fewer_micro_batches
+from gridformer.memory.estimate import estimate_rank, estimate_ranks
 from gridformer.memory.ranks import largest_ranks
 from gridformer.trace.batch import rows_like
+from gridformer.trace.step import KINDS, STATES
 from tests.support.data import pairs_source
 from tests.support.multirank.memory import a_run
 from tests.support.tasks import examples
@@ -67,7 +66,7 @@ def test_activations_are_told_apart_and_recomputation_keeps_few() -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param({}, marks=pytest.mark.full),
+        {},
         {"pp": 2},
         pytest.param({"pp": 2, "pipeline": "gpipe"}, marks=pytest.mark.full),
         pytest.param({"pp": 2, "stages_per_rank": 2}, marks=pytest.mark.full),
@@ -77,13 +76,9 @@ def test_activations_are_told_apart_and_recomputation_keeps_few() -> None:
 def test_a_shorter_step_has_the_same_peak(layout: dict[str, Any]) -> None:
     model = {"n_layers": 4}
     run = a_run({**layout, "micro_batches": 8}, model, {"global_batch": 32})
-    short = fewer_micro_batches(run)
-    assert short.layout.micro_batches <= 8
-    assert short.train.global_batch == 4 * short.layout.micro_batches
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "fewer_micro_batches", lambda run: run)
-        whole = [estimate_rank(run, rank).peak for rank in largest_ranks(run)]
-    assert [estimate_rank(run, rank).peak for rank in largest_ranks(run)] == whole
+    for rank in largest_ranks(run):
+        few, whole = (estimate_rank(run, rank, complete=complete) for complete in (False, True))
+        assert (few.peak, few.by_kind) == (whole.peak, whole.by_kind)
 
 
 def test_which_ranks_hold_most() -> None:
@@ -212,8 +207,9 @@ def test_offloaded_moments_are_not_on_the_device() -> None:
     plain = estimate_rank(a_run({}, model, {"device": "cuda"}), 0)
     away = estimate_rank(a_run({}, model, {"device": "cuda", "offload": "optimizer"}), 0)
     assert plain.host == 0
-    assert away.host == plain.by_kind["optimizer"]
-    assert "optimizer" not in away.by_kind
+    counters = away.by_kind["optimizer"]  # one per tensor
+    assert 0 < counters < 4 * 100
+    assert away.host == plain.by_kind["optimizer"] - counters
     assert plain.between - away.between == away.host
     on_cpu = estimate_rank(a_run({}, model, {"device": "cpu", "offload": "optimizer"}), 0)
     assert on_cpu.host == 0, "there both memories are one"

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridformer.memory.tracker import MemoryTracker
 from gridformer.models.blocks import IGNORE, CrossEntropy, attach_copies, cast, copy_of, keep_copies
 from gridformer.models.blocks.cast import transposed
 from gridformer.models.blocks.linear import linear
+from gridformer.trace.tracker import MemoryTracker
 
 HALF = torch.bfloat16
 

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gridformer.memory.tracker import MemoryTracker
 from gridformer.models.blocks import (
     IGNORE,
     CrossEntropy,
@@ -22,6 +21,7 @@ from gridformer.models.blocks import (
     places_per_chunk,
 )
 from gridformer.models.kernels import products
+from gridformer.trace.tracker import MemoryTracker
 
 H = 6
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, TrainConfig
-from gridformer.memory import estimate as estimate_ranks
 from gridformer.memory.estimate import estimate_rank
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
@@ -188,20 +187,6 @@ def test_estimated_is_measured_and_less(pool: WorkerPool, layout: dict[str, Any]
         agrees_of(pool, run, chunked_loss, 20_000)
         assert estimate_rank(run, 0).peak < whole
     assert max(c.n_chunks for found in decided for c in found.products.values()) > 2
-
-
-def test_a_few_chunks_have_the_peak_of_all() -> None:
-    """Estimates leave middle chunks out."""
-    run = a_run({**GRID, "keep_gathered": "none"}, {"n_layers": 1}, {"recompute": "full"})
-    with parts_of(5_000) as decided:
-        some = estimate_rank(run, 0)
-        with patch.object(estimate_ranks, "skip_middle_chunks", lambda _: None):
-            every = estimate_rank(run, 0)
-    assert max(c.n_chunks for found in decided for c in found.products.values()) > 8
-    assert (some.peak, some.by_kind) == (every.peak, every.by_kind)
-    at_most = [max(breakdown.timeline.bytes_of["workspace"]) for breakdown in (some, every)]
-    assert at_most[0] == at_most[1], "nor elsewhere in the step"
-    assert some.timeline.times[-1] < every.timeline.times[-1]
 
 
 # --------------------------------------------------------------------------- precision

@@ -10,9 +10,9 @@ import torch
 
 from gridformer.comm import record_messages
 from gridformer.config import LayoutConfig
-from gridformer.memory.tracker import MemoryTracker
 from gridformer.parallel import build_parallel
 from gridformer.parallel.tensor.linear import weights_kept
+from gridformer.trace.tracker import MemoryTracker
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import CPU, axes_of, batches_of, tiny
 from tests.support.multirank.pool import WorkerPool

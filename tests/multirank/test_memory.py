@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.memory.measure import measure_rank
 
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.memory.estimate import estimate_rank
-from gridformer.memory.measure import measure_rank
 from gridformer.parallel.validation import check_layout
 from tests.support.marks import full_unless
 from tests.support.multirank.matrix import CELLS, QUICK, Cell

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gridformer.comm import record_messages
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
-from gridformer.memory.tracker import MemoryTracker
 from gridformer.models import Model, build_model
 from gridformer.models.blocks import Linear, RecomputeMode, StyledLayer
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.fsdp import FSDPUnit, Gathering
 from gridformer.parallel.pipeline.stage_io import StageIO
 from gridformer.parallel.tensor.linear import weights_kept
+from gridformer.trace.tracker import MemoryTracker
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch
 from tests.support.marks import full_unless

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from gridformer.config import LayoutConfig, TrainConfig
-from gridformer.memory.tracker import Entry, MemoryTracker
 from gridformer.models.blocks import Layer
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.zero import replica_part
+from gridformer.trace.tracker import Entry, MemoryTracker
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from tests.support.marks import full_unless

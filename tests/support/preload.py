@@ -18,7 +18,7 @@ for name in (
     "torch.utils.tensorboard",
     "gridformer.cli.app",
     "gridformer.launch.run",
-    "gridformer.memory.measure",
+    "benchmarks.memory.measure",
     "gridformer.trace.warm",
     "tests.support.fake_gpu",
     "tests.support.multirank.exactness",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gridformer.memory.tracker import MemoryTracker
+from gridformer.trace.tracker import MemoryTracker
 
 
 def test_storages_count_once_and_until_nothing_holds_them() -> None:
@@ -49,7 +49,7 @@ def test_tensors_can_be_labeled() -> None:
         ("parameters", "", 40),
         ("", "somewhere", 40),
     ]
-    assert tracker.place_at(tracker.entries[1].born) == "somewhere"
+    assert [(change.n_bytes, change.place) for change in tracker.log[1:]] == [(40, "somewhere")]
     del v
 
 

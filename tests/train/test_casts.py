@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gridformer.comm import record_messages
 from gridformer.config import LayoutConfig, RunConfig, TrainConfig
 from gridformer.memory.budget import nearest
-from gridformer.memory.estimate import estimate_rank, playing, rows_like
-from gridformer.memory.fake import fake_tensors
+from gridformer.memory.estimate import estimate_rank
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.models.blocks import copy_of
@@ -24,6 +23,9 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.zero import replica_part
+from gridformer.trace.batch import rows_like
+from gridformer.trace.fake import watched_fakes
+from gridformer.trace.rank import on_devices
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from tests.support.marks import full_unless
@@ -72,9 +74,9 @@ def casts_of(run: RunConfig, rank: int = 0) -> tuple[dict[str, int], set[str], f
     """
     decisions = decide_run(run)
     layout, train = run.layout, run.train
-    with playing(rank, layout.n_processes):
+    with on_devices(run, rank, backend="gloo") as log:
         axes = build_axes(layout, "cpu")
-        with fake_tensors():
+        with watched_fakes(log):
             model = build_parallel(
                 run.model, layout, axes, 1, CPU, train.dtype, decisions.choices, filled=False
             )

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from gridformer.config import DataConfig, LayoutConfig, ModelConfig, RunConfig, TrainConfig
-from gridformer.memory.estimate import rows_like
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
+from gridformer.trace.batch import rows_like
 from gridformer.train.console import _speed
 from gridformer.train.flops import StepFlops, Utilization
 from gridformer.train.step import Stepper

@@ -11,13 +11,14 @@ from functools import partial
 from gridformer.config import RunConfig
 from gridformer.memory.analytic import quick_estimate, states_of, total_states
 from gridformer.memory.bounds import enough_devices, upper_bound
-from gridformer.memory.breakdown import STATES, MemoryBreakdown
+from gridformer.memory.breakdown import MemoryBreakdown
 from gridformer.memory.estimate import estimate_ranks
 from gridformer.memory.ranks import largest_ranks
 from gridformer.memory.room import Room, Tell, gpus_of, room_of, silent
 from gridformer.memory.savings import cheapest_first, smaller_batches, valid_change
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.offers import Changes
+from gridformer.trace.step import STATES
 from gridformer.utils.units import format_bytes, format_setting
 
 SEARCH_S = 20.0  # seconds to search for settings that fit; a user waits for it

@@ -10,10 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from gridformer.config import RunConfig
-from gridformer.memory.breakdown import KINDS, MemoryBreakdown
+from gridformer.memory.breakdown import MemoryBreakdown
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.work import replica_work
 from gridformer.parallel.registry import describe_layout
+from gridformer.trace.step import KINDS
 from gridformer.utils.units import byte_unit
 
 _COLUMNS = 5  # ranks side by side in a table
@@ -146,7 +147,8 @@ def _main_phases(phases: Sequence[tuple[int, str]], end: int) -> list[tuple[int,
     Phases that are too short for a label are left out, and so are the passes of many micro-batches,
     whose labels would hide the plot.
     """
-    kept = [one for one in phases if one[1] not in ("send", "recv", "read the batch")]
+    messages = ("send", "recv", "forward sent", "backward sent")
+    kept = [one for one in phases if one[1] not in (*messages, "read the batch")]
     if len(kept) > 12:
         kept = [one for one in kept if one[1] not in ("forward", "backward")]
     begins = [when for when, _ in kept[1:]] + [end]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
-from gridformer.memory.fewer_layers import peak_of_rank
+from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.ranks import fullest_ranks
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import mesh_ranks
@@ -189,4 +189,7 @@ def _layers_to_keep(run: RunConfig, samples: Sequence[_Sample]) -> int:
 def _held(run: RunConfig, decisions: Decisions) -> list[Callable[[], int]]:
     """Returns what estimates the peaks of the ranks with the most memory, in bytes."""
 
-    return [partial(peak_of_rank, run, rank, decisions) for rank in fullest_ranks(run, decisions)]
+    def peak(rank: int) -> int:
+        return estimate_rank(run, rank, decisions, timeline=False).needed
+
+    return [partial(peak, rank) for rank in fullest_ranks(run, decisions)]

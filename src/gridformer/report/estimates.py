@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 
 from gridformer import comm
 from gridformer.config import RunConfig
-from gridformer.memory.breakdown import KINDS, MemoryBreakdown
+from gridformer.memory.breakdown import MemoryBreakdown
 from gridformer.memory.estimate import estimate_ranks
 from gridformer.memory.ranks import largest_ranks
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.report.steptrace import PurposeTraffic
 from gridformer.trace.rank import trace_rank
+from gridformer.trace.step import KINDS
 
 
 @dataclass(frozen=True)

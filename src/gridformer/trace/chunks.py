@@ -45,7 +45,7 @@ def trace_chunks_once(log: Log, count: Callable[[int], int]) -> Iterator[None]:
             yield from chunks[2:-1]
         yield chunks[-1]
 
-    with patch.object(loss, "each_chunk", each):
+    with patch.object(loss, "loop", each):
         yield
 
 

@@ -20,6 +20,7 @@ from gridformer.trace.fast_fake import fast_fakes
 from gridformer.trace.group import Log
 from gridformer.trace.kernels import LaunchedWork, launched_work
 from gridformer.trace.no_compiler import without_compiler
+from gridformer.trace.tracker import MemoryTracker
 
 _PRODUCTS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm")}
 _PRODUCTS |= {torch.ops.gridformer.add_product, torch.ops.gridformer.write_product}
@@ -32,9 +33,9 @@ _UNKNOWN = LaunchedWork("", "memory", (), "", 0, 0)
 class Watch(TorchDispatchMode):
     """Counts matrix products, and notes copies to the host for which the host waits."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, storages: MemoryTracker | None = None) -> None:
         super().__init__()
-        self.log = log
+        self.log, self.storages = log, storages
         self.products = 0
         self.device = log.device.type
         self.fakes = fast_fakes()
@@ -76,6 +77,8 @@ class Watch(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         if about[1]:
             self._copied(func.overloadpacket, out, args, kwargs or {})
+        if self.storages is not None:
+            self.storages.see(args, kwargs or {}, out)
         return out
 
     def _copied(self, op: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -113,12 +116,16 @@ def _goes_on(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def watched_fakes(log: Log) -> Iterator[Watch]:
+def watched_fakes(log: Log, storages: MemoryTracker | None = None) -> Iterator[Watch]:
     """Makes all new tensors fake, and records what is read back from the device.
 
     A number that is read from a tensor is 1, with which a step takes its ordinary path.
+
+    Args:
+        log: The log of the rank.
+        storages: Keeps the log of memory; None keeps none.
     """
-    watch = Watch(log)
+    watch = Watch(log, storages)
 
     def ones(x: Tensor) -> Any:
         if x.device.type == NAME:

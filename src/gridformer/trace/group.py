@@ -292,7 +292,7 @@ class _Group(dist.ProcessGroup):
         return self._rank
 
     def getBackendName(self) -> str:
-        return BACKEND
+        return BACKEND if self.log.nccl else f"{BACKEND}_cpu"
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -371,8 +371,9 @@ def recording(log: Log, n_processes: int) -> Iterator[None]:
     global _playing
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", NAME])
+    name, devices = (BACKEND, ["cpu", NAME]) if log.nccl else (f"{BACKEND}_cpu", ["cpu"])
+    if name.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(name, _create, extended_api=True, devices=devices)
     with (
         patch.object(groups, "over_nccl", lambda _: log.nccl),
         patch.object(dist, "batch_isend_irecv", log.batch),
@@ -382,7 +383,7 @@ def recording(log: Log, n_processes: int) -> Iterator[None]:
         world, rank = n_processes, log.trace.rank
         log.trace.own.append(Member("0", "world", tuple(range(world))))
         hook = sys.excepthook  # torch replaces it by one that prints the rank
-        dist.init_process_group(BACKEND, rank=rank, world_size=world, store=FakeStore())
+        dist.init_process_group(name, rank=rank, world_size=world, store=FakeStore())
         try:
             yield
         finally:

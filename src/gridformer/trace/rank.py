@@ -206,7 +206,8 @@ def on_devices(
         backend: The backend that is imitated.
     """
     places = Places()
-    fake_gpu()  # registers the device type that `recording` names
+    if backend == "nccl":
+        fake_gpu()  # registers the device type that `recording` names
     log = Log(Trace(rank), places, kernels, backend)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

@@ -11,10 +11,10 @@ is not seen, nor what an allocator adds by rounding up.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,19 +51,18 @@ class Entry:
     until_backward: bool = False
 
 
-class MemoryChange(NamedTuple):
-    """A change of the log.
+class Change(NamedTuple):
+    """Memory is allocated or freed.
 
     Attributes:
-        what: `begin` or `end` of a storage, `kind` that it got, or `at` a place that was set; also
-            `gradient` before torch accumulates it, and `accumulated` after that.
+        n_bytes: By how many bytes the memory in use grows.
         entry: The storage.
-        text: The kind, the place, or the number of the parameter.
+        place: What runs.
     """
 
-    what: Literal["begin", "end", "kind", "at", "gradient", "accumulated"]
-    entry: Entry | None
-    text: str = ""
+    n_bytes: int
+    entry: Entry
+    place: str
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -73,59 +72,41 @@ class MemoryTracker(TorchDispatchMode):
     do not go through an operator, so inside the context `UntypedStorage.resize_` is patched.
 
     Args:
-        remembered: Returns the result of an operation without running it, or NotImplemented; see
-            `gridformer.trace.fast_fake`.
+        device: The type of device whose memory counts; None counts every one with memory.
+        log: The list to which changes are added; None makes a new one.
 
     Attributes:
         place: Where storages are made now.
         entries: The storages, in the order in which they were made.
-        places: The places that were set, each with the time from which on it held.
         now: The time.
-        changes: All changes, in order.
-        when_ended: Functions that are called when a storage ends, by the id of its entry.
+        log: Each `Change`, in order.
     """
 
-    def __init__(self, remembered: Callable[..., Any] | None = None) -> None:
+    def __init__(self, device: str | None = None, log: list[Any] | None = None) -> None:
         super().__init__()
-        self._remembered = remembered
-        self._in_backward = in_backward
+        self._device = device
+        self._stack = ExitStack()
+        self.log: list[Any] = [] if log is None else log
         self.place = ""
         self.entries: list[Entry] = []
-        self.places: list[tuple[int, str]] = []  # (begin, place)
         self.now = 0
-        self.changes: list[MemoryChange] = []
-        self.when_ended: dict[int, Callable[[], None]] = {}
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Entry]] = {}
 
     def at(self, place: str) -> None:
         """Sets the place of storages made from now on."""
         self.place = place
-        self.places.append((self.now, place))
-        self.changes.append(MemoryChange("at", None, place))
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Sets the kind of some tensors, and tracks them from now on."""
         for tensor in tensors:
             entry = self._see(tensor)
-            if entry is not None and entry.kind != kind:
-                self.become(entry, kind)
-
-    def become(self, entry: Entry, kind: str) -> None:
-        """Sets the kind of a storage."""
-        entry.kind = kind
-        self.changes.append(MemoryChange("kind", entry, kind))
-
-    def leave_out(self, tensors: Iterable[Tensor]) -> int:
-        """Stops counting some tensors, which a real run has elsewhere; returns their bytes."""
-        n_bytes = 0
-        for tensor in tensors:
-            entry = self._see(tensor)
             if entry is not None:
-                n_bytes, entry.n_bytes = n_bytes + entry.n_bytes, 0
-        return n_bytes
+                entry.kind = kind
 
-    def __enter__(self) -> MemoryTracker:
-        self._real_resize = resize = torch.UntypedStorage.resize_
+    @contextmanager
+    def resizes(self) -> Iterator[None]:
+        """Follows storages that are resized in place, inside the context."""
+        resize = torch.UntypedStorage.resize_
 
         def resize_and_tell(storage: torch.UntypedStorage, n_bytes: int) -> Any:
             found = resize(storage, n_bytes)
@@ -133,12 +114,19 @@ class MemoryTracker(TorchDispatchMode):
             return found
 
         setattr(torch.UntypedStorage, "resize_", resize_and_tell)  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010
+
+    def __enter__(self) -> MemoryTracker:
+        self._stack.enter_context(self.resizes())
         super().__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        setattr(torch.UntypedStorage, "resize_", self._real_resize)  # noqa: B010
+        self._stack.close()
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         known = self._known.get(id(storage))
@@ -146,8 +134,8 @@ class MemoryTracker(TorchDispatchMode):
             return
         ref, entry = known
         if storage.nbytes() != entry.n_bytes:
-            self.end(entry)
-            self._known[id(storage)] = ref, self.begin(storage.nbytes(), entry.kind)
+            self._end(entry)
+            self._known[id(storage)] = ref, self._begin(storage.nbytes(), entry.kind)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -155,18 +143,26 @@ class MemoryTracker(TorchDispatchMode):
         if func is _DEVICE:  # torch asks fake tensors for it more often than for anything else
             return args[0].device
         kwargs = kwargs or {}
-        out = self._remembered(func, args, kwargs) if self._remembered else NotImplemented
-        if out is NotImplemented:
-            out = func(*args, **kwargs)
-        self._see_all(args)
-        if kwargs:
-            self._see_all(kwargs.values())
-        self._see_all((out,))
+        out = func(*args, **kwargs)
+        self.see(args, kwargs, out)
         return out
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch.compile is not used here, and skipping it takes time in each operation
+
+    def see(self, args: Iterable[Any], kwargs: dict[str, Any], out: Any) -> None:
+        """Adds the storages of an operation to the log that are not there yet.
+
+        Args:
+            args: Its arguments.
+            kwargs: Its arguments by name.
+            out: Its result.
+        """
+        self._see_all(args)
+        if kwargs:
+            self._see_all(kwargs.values())
+        self._see_all((out,))
 
     def _see_all(self, found: Iterable[Any]) -> None:
         for x in found:
@@ -183,105 +179,63 @@ class MemoryTracker(TorchDispatchMode):
         known = self._known.get(key)
         if known is not None and known[0]() is storage:
             return known[1]
-        if tensor.device.type == "meta":  # a placeholder for a tensor that another device has
+        kind = tensor.device.type
+        if kind == "meta":  # a placeholder for a tensor that another device has
             return None
-        entry = self.begin(storage.nbytes())
+        if self._device is not None and kind != self._device:
+            return None
+        entry = self._begin(storage.nbytes())
 
         def ended(_: Any) -> None:
             found = self._known.get(key)
             if found is not None and found[0] is ref:
-                self.end(found[1])
+                self._end(found[1])
                 del self._known[key]
 
         ref = weakref.ref(storage, ended)
         self._known[key] = ref, entry
         return entry
 
-    def entry_of(self, tensor: Tensor) -> Entry | None:
-        """Returns the entry of a tensor's storage, if the tensor was seen."""
-        storage = tensor.untyped_storage()
-        known = self._known.get(id(storage))
-        return known[1] if known is not None and known[0]() is storage else None
-
-    def begin(self, n_bytes: int, kind: str = "", backward: bool | None = None) -> Entry:
-        """Adds a storage to the log.
-
-        Args:
-            n_bytes: Its size.
-            kind: What it is.
-            backward: Whether it is made in a backward pass; None if torch knows.
-        """
+    def _begin(self, n_bytes: int, kind: str = "") -> Entry:
         self.now += 1
-        backward = self._in_backward() if backward is None else backward
-        entry = Entry(n_bytes, self.now, self.place, kind, in_backward=backward)
+        entry = Entry(n_bytes, self.now, self.place, kind, in_backward=in_backward())
         self.entries.append(entry)
-        self.changes.append(MemoryChange("begin", entry, kind))
+        if n_bytes:
+            self.log.append(Change(n_bytes, entry, self.place))
         return entry
 
-    @contextmanager
-    def playing_backward(self) -> Iterator[None]:
-        """Makes the log count what happens inside the context as part of a backward pass."""
-        self._in_backward = lambda: True
-        try:
-            yield
-        finally:
-            self._in_backward = in_backward
-
-    def end(self, entry: Entry, until_backward: bool | None = None) -> None:
-        """Ends a storage of the log.
-
-        Args:
-            entry: The storage.
-            until_backward: See `Entry`; None if torch knows whether this is a backward pass.
-        """
+    def _end(self, entry: Entry) -> None:
         self.now += 1
         entry.died = self.now
-        if until_backward is None:
-            until_backward = self._in_backward() and not entry.in_backward
-        entry.until_backward = until_backward
-        self.changes.append(MemoryChange("end", entry))
-        told = self.when_ended.pop(id(entry), None)
-        if told is not None:
-            told()
+        entry.until_backward = in_backward() and not entry.in_backward
+        if entry.n_bytes:
+            self.log.append(Change(-entry.n_bytes, entry, self.place))
 
     # ------------------------------------------------------------------ reading the log
 
     def live(self) -> int:
         """Returns the bytes held now."""
-        return sum(entry.n_bytes for entry in self.entries if entry.died is None)
+        return sum(self.live_by_kind().values())
 
-    def differences(self) -> NDArray[np.int64]:
-        """Returns by how many bytes each time differs from the one before: [times]."""
+    def live_by_kind(self) -> dict[str, int]:
+        """Returns the bytes held now by kind."""
+        found: dict[str, int] = {}
+        for entry in self.entries:
+            if entry.died is None:
+                found[entry.kind] = found.get(entry.kind, 0) + entry.n_bytes
+        return found
+
+    def curve(self) -> NDArray[np.int64]:
+        """Returns the bytes at each time: [times]."""
         found = np.zeros(self.now + 1, dtype=np.int64)
         for entry in self.entries:
             found[entry.born] += entry.n_bytes
             if entry.died is not None:
                 found[entry.died] -= entry.n_bytes
-        return found
-
-    def curve(self) -> NDArray[np.int64]:
-        """Returns the bytes at each time: [times]."""
-        return self.differences().cumsum()
+        return found.cumsum()
 
     def peak(self) -> tuple[int, int]:
         """Returns (time, bytes) of the moment with the most bytes."""
         curve = self.curve()
         when = int(curve.argmax())
         return when, int(curve[when])
-
-    def alive_at(self, when: int) -> list[Entry]:
-        """Returns the storages that exist at a time."""
-        return [
-            entry
-            for entry in self.entries
-            if entry.born <= when and (entry.died is None or entry.died > when)
-        ]
-
-    def place_at(self, when: int) -> str:
-        """Returns the place that was set at a time."""
-        found = ""
-        for since, place in self.places:
-            if since > when:
-                break
-            found = place
-        return found

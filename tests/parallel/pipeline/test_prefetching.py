@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from gridformer.memory.estimate import DEVICE, playing
-from gridformer.memory.fake import fake_tensors
 from gridformer.models.blocks import Layer
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.fsdp import Gathering
 from gridformer.parallel.tensor.summa import KeepGathered, WeightPrefetcher
+from gridformer.trace.fake import watched_fakes
+from gridformer.trace.rank import on_devices
 from tests.support.multirank.memory import a_run
 
 N_LAYERS = 8
@@ -26,10 +26,10 @@ def chains(layout: dict[str, Any]) -> list[list[int]]:
     """Return the layers of each chain of links of rank 0, the head and the table left out."""
     run = a_run(layout, {"n_layers": N_LAYERS}, {"global_batch": 8})
     decisions = decide_run(run)
-    with playing(0, run.layout.n_processes):
-        axes = build_axes(run.layout, DEVICE.type, decisions.block)
-        with fake_tensors():
-            how = run.train.seed, DEVICE, run.train.dtype, decisions.choices, False
+    with on_devices(run, 0, backend="gloo") as log:
+        axes = build_axes(run.layout, log.device.type, decisions.block)
+        with watched_fakes(log):
+            how = run.train.seed, log.device, run.train.dtype, decisions.choices, False
             model = build_parallel(run.model, run.layout, axes, *how)
         layer_of: dict[Any, int] = {}
         gathering = getattr(model, "gathering", None)

@@ -13,6 +13,7 @@ from gridformer.models.kernels import dropout as kernel
 from gridformer.models.kernels import library
 from gridformer.models.kernels.library import LIBRARY, define
 from gridformer.utils import rng
+from gridformer.utils.loops import loop
 
 
 class Dropout(Site):
@@ -90,18 +91,13 @@ def drop_elements(x_BSH: Tensor, stamp: Tensor, token: int, column: int, p: floa
     flat = x_BSH.reshape(-1, h)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
     n_rows = max(1, _CHUNK_ELEMENTS[x_BSH.is_cuda] // h)
-    for some in each_part(len(flat), n_rows):
+    for some in loop([slice(i, i + n_rows) for i in range(0, len(flat), n_rows)]):
         torch.mul(flat[some], rng.keep((low, high), rows[some], columns, p), out=out[some])
     return out.mul_(1.0 / (1.0 - p)).view_as(x_BSH)
 
 
 # Elements per chunk, by whether the tensor is on a GPU: there each chunk costs kernel launches.
 _CHUNK_ELEMENTS = {False: 1 << 18, True: 1 << 24}
-
-
-def each_part(n: int, size: int) -> Sequence[slice]:
-    """Returns slices of `size` rows that cover n rows, in order; the last may be shorter."""
-    return [slice(start, start + size) for start in range(0, n, size)]
 
 
 def keep_scores(

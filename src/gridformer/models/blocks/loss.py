@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gridformer.models.blocks.gradient_sum import summed
 from gridformer.utils.batch import IGNORE, counts
+from gridformer.utils.loops import loop
 
 Chunk = tuple[slice, Tensor]  # positions of each sequence, and their targets
 
@@ -152,16 +153,11 @@ def chunked_loss(
         found: Tensor = _ChunkedLoss.apply(hidden_BSH, chunks, head, loss, *parameters)
         return found
     total: Tensor | None = None
-    for chunk, wanted in each_chunk(chunks):
+    for chunk, wanted in loop(chunks):
         part = loss(head(hidden_BSH[:, chunk]), wanted)
         total = part if total is None else total + part
     assert total is not None
     return total
-
-
-def each_chunk(chunks: Sequence[Chunk]) -> Iterable[Chunk]:
-    """Returns the chunks of a loss, in order. A trace runs equal ones once; it replaces this."""
-    return chunks
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -177,7 +173,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_BSH)
         total: Tensor | None = None
         with summed(parameters) as sums:
-            for chunk, targets in each_chunk(chunks):
+            for chunk, targets in loop(chunks):
                 with torch.enable_grad():
                     hidden = hidden_BSH[:, chunk].detach().requires_grad_()
                     part = loss(head(hidden), targets)

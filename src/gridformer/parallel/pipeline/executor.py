@@ -62,6 +62,8 @@ class Executor:
     Attributes:
         at_border: See AtBorder; None leaves out nothing.
         dropped: Whether the last training step left out micro-batches.
+        follows: The schedule of this rank, instead of that of the layout; a record of a step has a
+            shorter one.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Executor:
         self.sums, self.on_action = sums, on_action
         self.at_border: AtBorder | None = None
         self.dropped = False
+        self.follows: Itinerary | None = None
         self.links = model.links()
         self._on_gpu = axes.device_type == "cuda"
         self.stage_io = StageIO(model, layout, axes)
@@ -154,12 +157,15 @@ class Executor:
             training: Whether there are backward passes.
         """
         if (m, training) not in self._itineraries:
-            layout = self.layout
-            orders = actions_of(layout.pipeline_order, layout.pp, layout.stages_per_rank, m)
-            orders = orders if training else forwards(orders)
-            found = Itinerary.of(orders, self.pp.index, layout.n_stages)
+            found = self.follows or self._itinerary(m, training)
             self._itineraries[m, training] = found, self._completed(found)
         return self._itineraries[m, training]
+
+    def _itinerary(self, m: int, training: bool) -> Itinerary:
+        layout = self.layout
+        orders = actions_of(layout.pipeline_order, layout.pp, layout.stages_per_rank, m)
+        orders = orders if training else forwards(orders)
+        return Itinerary.of(orders, self.pp.index, layout.n_stages)
 
     def _completed(self, itinerary: Itinerary) -> Completed:
         left: set[nn.Parameter] = set().union(*self._parameters.values())
@@ -334,6 +340,7 @@ class _Run:
             self.model.clock.at(self.work[action.micro].rows)  # recomputed blocks read the clock
             with self._summing(action):
                 self.executor.backward(action, leaves, roots, grads)
+            del grads
         if action.stage:
             self._send(action, [_gradient(leaf) for leaf in leaves.values()])
 
@@ -365,8 +372,8 @@ class _Run:
         with self.executor.timed("recv", action):
             for x, message in zip(entering.values(), pending):
                 self.stage_io.fill(x, message.wait())
-            for through in self.itinerary.taken[action]:
-                self._finish_send(through)
+        for through in self.itinerary.taken[action]:
+            self._finish_send(through)
         return entering
 
     def _post_receive(self, peer: int) -> None:
@@ -386,8 +393,11 @@ class _Run:
 
     def _finish_send(self, message: Action) -> None:
         """Waits for a message that its reader has received, and frees its memory."""
-        for pending in self._sent.pop(message, []):
-            pending.wait()
+        if message in self._sent:
+            with self.executor.timed(f"{message.kind} sent", message):
+                started = self._sent.pop(message)
+                while started:
+                    started.pop(0).wait()
 
 
 def _kernels_of(training: bool, work: Sequence[MicroBatch]) -> Hashable:

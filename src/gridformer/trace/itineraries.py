@@ -1,0 +1,168 @@
+"""The order of a rank's passes in a pipeline, from a shorter one with the same kinds of passes.
+
+What a pass records depends on its kind, on its stage, and on what the schedule does around it:
+which receives are posted, and which pass came before. A pipeline with fewer ranks and fewer
+micro-batches has all these kinds of passes. So a rank runs such a schedule, and each pass of its
+own schedule is the first of its kind there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gridformer.config import LayoutConfig
+from gridformer.parallel.pipeline.schedules import Action, Itinerary, actions_of, rounds
+
+_MOST_RANKS, _MOST_ROUNDS = 8, 3
+Like = tuple[str, int]  # the kind of a pass, and the number of its stage on its rank
+
+
+class Pass(NamedTuple):
+    """A pass of a rank's own schedule.
+
+    Attributes:
+        number: The number of the pass of the shorter schedule that stands for it.
+        over: The sends that end before it: for each, whether a forward or a backward pass made it,
+            and the number of its stage on the rank.
+    """
+
+    number: int
+    over: tuple[Like, ...]
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """A shorter schedule of a rank, and the rank's own one as a list of passes of it.
+
+    Attributes:
+        itinerary: The shorter schedule.
+        micro_batches: How many micro-batches it has.
+        passes: The passes of the rank's own schedule.
+        ends: The sends that end after the last pass.
+    """
+
+    itinerary: Itinerary
+    micro_batches: int
+    passes: list[Pass]
+    ends: tuple[Like, ...]
+
+
+def shortened(layout: LayoutConfig, index: int) -> Shortened:
+    """Returns the shortest schedule that has all kinds of passes of a rank.
+
+    Args:
+        layout: The layout.
+        index: The index of the rank along pp.
+    """
+    whole = itinerary_of(layout, layout.pp, index, layout.micro_batches)
+    wanted, over, ends = kinds_of(whole, layout.pp)
+    sends = {one for some in (*over, ends) for one in some}
+    for pp, here, m in _candidates(layout, index):
+        other = itinerary_of(layout, pp, here, m)
+        kinds, others, other_ends = kinds_of(other, pp)
+        there = {one for some in (*others, other_ends) for one in some}
+        if {*wanted} <= {*kinds} and sends <= there:
+            first: dict[Hashable, int] = {}
+            for number, kind in enumerate(kinds):
+                first.setdefault(kind, number)
+            passes = [Pass(first[kind], before) for kind, before in zip(wanted, over)]
+            return Shortened(_moved(other, pp, here, layout.pp, index), m, passes, ends)
+    passes = [Pass(number, before) for number, before in enumerate(over)]
+    return Shortened(whole, layout.micro_batches, passes, ends)
+
+
+def itinerary_of(layout: LayoutConfig, pp: int, index: int, m: int) -> Itinerary:
+    """Returns the schedule of a rank in a pipeline of so many ranks and micro-batches."""
+    k = layout.stages_per_rank
+    return Itinerary.of(actions_of(layout.pipeline_order, pp, k, m), index, k * pp)
+
+
+def _candidates(layout: LayoutConfig, index: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (ranks, index of the rank, micro-batches) of shorter pipelines, the shortest first."""
+    k, found = layout.stages_per_rank, []
+    # The two neighbors of a rank in a ring of two are the same rank.
+    least = min(layout.pp, 3) if k > 1 else 2
+    for pp in range(least, min(layout.pp, _MOST_RANKS) + 1):
+        middle = range(1, pp - 1)
+        places = [0] if index == 0 else [pp - 1] if index == layout.pp - 1 else [*middle]
+        for m in range(1, min(layout.micro_batches, (_MOST_ROUNDS + 1) * pp) + 1):
+            if k == 1 or m % rounds(pp, m) == 0:
+                found += [(m, pp, here) for here in places]
+    for m, pp, here in sorted(found):
+        if (m, pp) != (layout.micro_batches, layout.pp):
+            yield pp, here, m
+
+
+def kinds_of(
+    itinerary: Itinerary, pp: int
+) -> tuple[list[Hashable], list[tuple[Like, ...]], tuple[Like, ...]]:
+    """Returns the kind of each pass of a rank, and the sends that end before it or after all.
+
+    Args:
+        itinerary: The schedule of the rank.
+        pp: The ranks of its pipeline.
+    """
+    queues = {peer: deque(coming) for peer, coming in itinerary.arrivals.items()}
+    sender = {action: peer for peer, coming in itinerary.arrivals.items() for action in coming}
+    last = {(a.kind, a.stage): a for a in itinerary.actions}
+    posted: set[Action] = set()
+    sent: dict[Action, Like] = {}
+    seen: set[Like] = set()
+    before: Like | None = None
+
+    def like(action: Action) -> Like:
+        return action.kind, action.stage // pp
+
+    def post(peer: int) -> Like | None:
+        if not queues[peer]:
+            return None
+        action = queues[peer].popleft()
+        posted.add(action)
+        return like(action)
+
+    begun: Hashable = tuple(post(peer) for peer in queues)
+    kinds: list[Hashable] = []
+    over: list[tuple[Like, ...]] = []
+    for action in itinerary.actions:
+        posts, peer = [], sender.get(action)
+        if peer is not None:
+            while action not in posted:
+                posts.append(post(peer))
+            posts.append(post(peer))
+        taken = itinerary.taken.get(action, ())
+        over.append(tuple(sent.pop(one) for one in taken if one in sent))
+        me = like(action)
+        ends = last[action.kind, action.stage] == action
+        kinds.append((me, me in seen, ends, before, tuple(posts), begun))
+        if action in itinerary.sends:
+            sent[itinerary.sends[action][0]] = me
+        seen.add(me)
+        before, begun = me, None
+    return kinds, over, tuple(sent.values())
+
+
+def _moved(itinerary: Itinerary, pp: int, index: int, new_pp: int, new_index: int) -> Itinerary:
+    """Returns a rank's schedule as that of a rank in a pipeline with more ranks."""
+
+    def rank(peer: int) -> int:
+        step = peer - index if pp == 2 else 1 if peer == (index + 1) % pp else -1
+        return (new_index + step) % new_pp
+
+    def moved(one: Action) -> Action:
+        # It is a pass of this rank, or one that reads what this rank sends.
+        there = 0 if one.stage % pp == index else 1 if one.kind == "forward" else -1
+        mine = (one.stage - there) // pp * new_pp + new_index
+        return one._replace(stage=mine + there)
+
+    def all_moved(some: Iterable[Action]) -> tuple[Action, ...]:
+        return tuple(moved(one) for one in some)
+
+    return Itinerary(
+        all_moved(itinerary.actions),
+        {moved(a): (moved(b), rank(peer)) for a, (b, peer) in itinerary.sends.items()},
+        {rank(peer): all_moved(some) for peer, some in itinerary.arrivals.items()},
+        {moved(a): all_moved(some) for a, some in itinerary.taken.items()},
+    )

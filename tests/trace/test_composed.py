@@ -1,0 +1,250 @@
+"""A step that is composed from short ones has the memory of the complete step, change by change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gridformer.config import LayoutConfig, RunConfig
+from gridformer.memory.ranks import largest_ranks
+from gridformer.memory.room import on_gpu
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.parallel.validation import check_layout
+from gridformer.trace import composed
+from gridformer.trace.composed import StepMemory, step_memory
+from gridformer.trace.device import Backend
+from gridformer.trace.itineraries import itinerary_of, kinds_of, shortened
+from gridformer.trace.segments import NotPeriodicError
+from tests.support.marks import full_unless
+from tests.support.multirank.matrix import CELLS, QUICK, Cell
+from tests.support.multirank.memory import a_run
+
+MEGATRON = {"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 6}
+OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2, "pp": 2, "micro_batches": 6}
+FULL = {"recompute": "full"}
+BY_LAYER = {"update": "in_backward", "clip_by": "layer"}
+BRANCHES = {"scheme": "subgraph", "branches": 2}
+# Layouts and training settings. The models have ten layers a stage; the names with a star run in
+# `make test`.
+METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "one device*": ({}, {"recompute": "selective"}, {}),
+    "pipelined products*": ({**OPTIMUS, "schedule": "pipelined"}, FULL, {}),
+    "sums over replicas*": ({**MEGATRON, "dp": 2}, {"dtype": "bfloat16"}, {}),
+    "gathered products": ({**OPTIMUS, "schedule": "gather", "dp": 2}, FULL, {}),
+    "broadcast": ({"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "broadcast"}, {}, {}),
+    "gpipe": ({**MEGATRON, "pipeline": "gpipe"}, {"device": "cuda"}, {}),
+    "interleaved*": ({**MEGATRON, "stages_per_rank": 2}, {"device": "cuda"}, {}),
+    "interleaved on four ranks": (
+        {**MEGATRON, "pp": 4, "stages_per_rank": 2, "micro_batches": 8},
+        {"dtype": "bfloat16"},
+        {},
+    ),
+    "deep": ({"pp": 8, "micro_batches": 20}, {"device": "cuda"}, {}),
+    "fewer micro-batches than ranks": ({"pp": 6, "micro_batches": 3}, {}, {}),
+    "prefetched": ({**OPTIMUS, "schedule": "gather", "stages_per_rank": 2}, {}, {}),
+    "kept weights": ({**OPTIMUS, "schedule": "gather", "keep_gathered": "weights"}, {}, {}),
+    "all logits": (MEGATRON, {"loss_chunk_tokens": 0, "dtype": "float16"}, {}),
+    "in backward*": ({**MEGATRON, "dp": 2}, {**BY_LAYER, **FULL}, {}),
+    "offload": (MEGATRON, {"offload": "optimizer", "device": "cuda"}, {}),
+    "zero1": ({"dp": 2, "dp_mode": "zero1"}, {}, {"family": "t5"}),
+    "zero1 on a grid, interleaved": (
+        {**OPTIMUS, "schedule": "gather", "dp": 2, "dp_mode": "zero1", "stages_per_rank": 2},
+        {"dtype": "bfloat16", **FULL, "device": "cuda"},
+        {},
+    ),
+    "fsdp*": ({**MEGATRON, "dp": 2, "dp_mode": "fsdp"}, {**FULL, "device": "cuda"}, {}),
+    "fsdp, interleaved, sequence parallel": (
+        {**MEGATRON, "dp": 2, "dp_mode": "fsdp", "stages_per_rank": 2, "sequence_parallel": True},
+        {"recompute": "selective"},
+        {"family": "llama"},
+    ),
+    "fsdp without a pipeline": ({"dp": 4, "dp_mode": "fsdp"}, {"device": "cuda"}, {}),
+    "joined weights": ({**MEGATRON, "dp": 2}, {"dtype": "float32"}, {"family": "llama"}),
+    "grid with weights over rows": (
+        {"scheme": "megatron_2d", "rows": 2, "cols": 2, "dp": 2},
+        {"device": "cuda"},
+        {},
+    ),
+    "sub-graphs*": ({**BRANCHES, "pp": 2, "micro_batches": 6}, {}, {"dropout": 0.1}),
+    "cSub*": ({**BRANCHES, "common": "first", "pp": 2, "micro_batches": 4}, {"device": "cuda"}, {}),
+    "encoder and decoder in a pipeline": ({**MEGATRON, "pp": 4}, {}, {"family": "t5"}),
+    "saves meanwhile": ({"pp": 2, "micro_batches": 4}, {"async_save": True, "save_every": 1}, {}),
+}
+
+
+def run_of(layout: dict[str, Any], train: dict[str, Any], model: dict[str, Any]) -> RunConfig:
+    n_layers = 10 * layout.get("pp", 1) * layout.get("stages_per_rank", 1)
+    sizes = {"n_layers": n_layers, "max_seq_len": 8}
+    if model.get("family") == "t5":
+        sizes["n_decoder_layers"] = n_layers
+    run = a_run(layout, {**sizes, **model}, {"global_batch": 48, **train})
+    if layout.get("micro_batches", 6) != 6 or layout.get("pp", 1) == 1:
+        rows = layout.get("micro_batches", 1) * layout.get("dp", 1) * 4
+        run = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": rows})})
+    check_layout(run)
+    return run
+
+
+def both(run: RunConfig) -> Iterator[tuple[StepMemory, StepMemory]]:
+    """Yield the memory of each kind of rank: composed, and of the complete step."""
+    decisions = decide_run(run)
+    backend: Backend = "nccl" if on_gpu(run) else "gloo"
+    for rank in largest_ranks(run, decisions):
+        few = step_memory(run, rank, decisions, backend)
+        yield few, step_memory(run, rank, decisions, backend, complete=True)
+
+
+def same(few: StepMemory, whole: StepMemory) -> None:
+    assert (few.between, few.host, few.saved) == (whole.between, whole.host, whole.saved)
+    assert [part.kind for part in few.parts] == [part.kind for part in whole.parts]
+    for one, other in zip(few.parts, whole.parts):
+        if one.kind and one.kind != "read the batch":  # some rows are read apart
+            assert changes(one).tolist() == changes(other).tolist(), one.kind
+
+
+def changes(part: composed.Changes) -> NDArray[np.int64]:
+    """Return the bytes and kinds; of what torch may free in another order, only the sizes."""
+    found = np.stack([part.n_bytes, part.kinds], 1)
+    return found[abs(part.n_bytes) > composed.PLACEHOLDER]
+
+
+@pytest.mark.parametrize("method", full_unless(lambda name: name.endswith("*"), METHODS))
+def test_methods_have_the_memory_of_the_complete_step(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[int] = []
+    real = composed.record_step
+
+    def noted(run: RunConfig, *others: Any) -> Any:
+        recorded.append(run.model.n_layers * run.layout.micro_batches)
+        return real(run, *others)
+
+    monkeypatch.setattr(composed, "record_step", noted)
+    for few, whole in both(run_of(*METHODS[method])):
+        same(few, whole)
+        *short, complete = recorded
+        assert max(short) < complete, "few layers and passes were run"
+        recorded.clear()
+
+
+@pytest.mark.parametrize(
+    "cell",
+    full_unless(lambda cell: cell in sorted(QUICK)[::12], sorted(CELLS)),
+    ids=lambda cell: cell.title,
+)
+def test_cells_have_the_memory_of_the_complete_step(cell: Cell) -> None:
+    layout = {**cell.layout, "micro_batches": 6 if cell.pp > 1 else 2}
+    n_layers = 8 * cell.pp
+    model = {**cell.config, "n_layers": n_layers}
+    if "n_decoder_layers" in a_run(layout, model, {}).model.model_fields_set:
+        model["n_decoder_layers"] = n_layers
+    run = a_run(layout, model, {"global_batch": 48}, cell.task)
+    for few, whole in both(run):
+        same(few, whole)
+
+
+# --------------------------------------------------------------------------- layers
+
+changed = st.lists(st.sampled_from([-3, -2, -1, 1, 2, 3, 1000, -1000]), max_size=6)
+parts = st.lists(st.tuples(changed, changed), min_size=1, max_size=3)
+
+
+def with_layers(part: list[tuple[list[int], list[int]]], n: int) -> NDArray[np.int64]:
+    """Return a part with loops over n layers, each after something else."""
+    return np.array([x for before, each in part for x in (*before, *each * n)], dtype=np.int64)
+
+
+def extended(shorter: NDArray[np.int64], longer: NDArray[np.int64], more: int) -> list[int]:
+    zeros = np.zeros(len(shorter), dtype=np.int64), np.zeros(len(longer), dtype=np.int64)
+    one, other = (
+        composed.Changes("", x, zero, [""] * len(x)) for x, zero in zip((shorter, longer), zeros)
+    )
+    found: list[int] = composed._extended(one, other, more).n_bytes.tolist()
+    return found
+
+
+@given(parts, st.integers(1, 9))
+def test_what_is_inserted_is_inserted_again(
+    part: list[tuple[list[int], list[int]]], more: int
+) -> None:
+    shorter, longer, whole = (with_layers(part, n) for n in (3, 4, 4 + more))
+    assert extended(shorter, longer, more) == whole.tolist()
+
+
+def test_what_does_not_repeat_is_refused() -> None:
+    shorter = np.array([5, -5, 7, -7], dtype=np.int64)
+    longer = np.array([5, -5, 7, -7, 9, -9, 7, -7], dtype=np.int64)
+    with pytest.raises(NotPeriodicError, match="does not repeat"):
+        extended(shorter, longer, 1)
+
+
+def test_a_single_size_grows_along_a_line() -> None:
+    shorter, longer = (np.array([5, n * 4, -n * 4, -5], dtype=np.int64) for n in (3, 4))
+    assert extended(shorter, longer, 6) == [5, 40, -40, -5]
+
+
+def test_a_step_whose_layers_do_not_repeat_runs_completely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = run_of({"pp": 2, "micro_batches": 4}, {}, {})
+    expected = step_memory(run, 0, decide_run(run), "gloo", complete=True)
+
+    def refuses(*_: Any) -> Any:
+        raise NotPeriodicError("never")
+
+    monkeypatch.setattr(composed, "_with_layers", refuses)
+    found = step_memory(run, 0, decide_run(run), "gloo")
+    same(found, expected)
+    assert not found.composed
+
+
+# --------------------------------------------------------------------------- schedules
+
+PIPELINES = st.tuples(
+    st.sampled_from(["gpipe", "1f1b", "interleaved"]),
+    st.integers(2, 12),
+    st.integers(2, 3),
+    st.integers(1, 40),
+)
+
+
+@given(PIPELINES, st.data())
+def test_a_shorter_schedule_has_every_kind_of_pass(
+    drawn: tuple[str, int, int, int], data: st.DataObject
+) -> None:
+    order, pp, k, m = drawn
+    stages = {"stages_per_rank": k} if order == "interleaved" else {"pipeline": order}
+    if order == "interleaved":
+        m = -(-m // pp) * pp
+    layout = LayoutConfig(pp=pp, micro_batches=m, **stages)
+    index = data.draw(st.integers(0, pp - 1))
+    short = shortened(layout, index)
+    whole = itinerary_of(layout, pp, index, m)
+    assert short.micro_batches <= m
+    assert len(short.passes) == len(whole.actions)
+    ours = short.itinerary.actions
+    for (number, _), action in zip(short.passes, whole.actions):
+        stands_in = ours[number]
+        assert (stands_in.kind, stands_in.stage) == (action.kind, action.stage)
+        sends = [i.sends.get(a) for i, a in ((short.itinerary, stands_in), (whole, action))]
+        mine, theirs = (None if one is None else (one[0].stage, one[1]) for one in sends)
+        assert mine == theirs, "to the same stage and rank"
+    # Every send ends once, and every message that arrives is one that was sent.
+    n_over = sum(len(over) for _, over in short.passes) + len(short.ends)
+    assert n_over == len(whole.sends)
+    assert {*short.itinerary.arrivals} == {*whole.arrivals}
+    _, over, ends = kinds_of(whole, pp)
+    assert [over for _, over in short.passes] == over
+    assert short.ends == ends
+
+
+def test_deep_pipelines_need_five_micro_batches() -> None:
+    layout = LayoutConfig(pp=128, micro_batches=512)
+    for index in (0, 1, 64, 127):
+        assert shortened(layout, index).micro_batches <= 5
