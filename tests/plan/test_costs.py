@@ -85,12 +85,9 @@ def test_messages_in_one_direction_take_their_turns(
     """Sizes are in 10^6 bytes, and the peers of a direction are in nodes of their own."""
     run = run_of("devices_per_node=4", "scheme=megatron", "cols=4", "pp=4", "micro_batches=4")
     costs = Costs(run, round_cluster(), decide_run(run))
-    parts = tuple(
-        Part(what, peer, n * 500_000, "bfloat16")
-        for what, sizes in (("send", sent), ("recv", received))
-        for peer, n in zip((4, 8), sizes)
-    )
-    start = Start(1, "p2p", "pp", (0, 4, 8, 12), Place("", 0, ""), parts=parts)
+    parts = [Part("send", peer, n * 500_000, "bfloat16") for peer, n in zip((4, 8), sent)]
+    parts += [Part("recv", peer, n * 500_000, "bfloat16") for peer, n in zip((4, 8), received)]
+    start = Start(1, "p2p", "pp", (0, 4, 8, 12), Place("", 0, ""), parts=tuple(parts))
     assert costs.start_s(start, 0)[0] == pytest.approx(microseconds * 1e-6)
 
 

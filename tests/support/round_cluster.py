@@ -16,8 +16,8 @@ def round_cluster() -> Cluster:
 
     base = load_cluster("selene-a100")
     node = Level(name="node", size=4, bandwidth_gbps=figure(100), latency_us=figure(3))
-    outer = {"name": "all", "size": 64, "bandwidth_gbps": figure(10), "latency_us": figure(5)}
+    outer = node.model_copy(update={"size": 64, "shared_by": 2})
+    outer = outer.model_copy(update={"bandwidth_gbps": figure(10), "latency_us": figure(5)})
     host = base.host.model_copy(update={"message_us": figure(10)})
-    levels = (node, Level(**outer, shared_by=2))
     ideal = {name: float(name.endswith("efficiency")) for name in FITTED}
-    return base.model_copy(update={"levels": levels, "host": host}).with_fitted(ideal)
+    return base.model_copy(update={"levels": (node, outer), "host": host}).with_fitted(ideal)
