@@ -1,6 +1,7 @@
 """Batches of all kinds, mixed and packed, hold what `tests/support/plain_samples.py` says."""
 
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,6 @@ from hypothesis import strategies as st
 from gridformer.config import parse_run
 from gridformer.data.samples.batches import open_samples, open_training
 from gridformer.data.tokenfolder import TokenSplit
-from tests.data.samples.test_masked import original
-from tests.data.samples.test_spans import reassembled
 from tests.support import plain_samples as plain
 from tests.support.plain_samples import EOS, IGNORE, PAD, SEP, Corpus, Row, V, fill
 
@@ -76,13 +75,15 @@ def undone(row: Row, task: str, packed: bool) -> list[Row]:
         return [row]
     tokens, said = row["tokens"], [t for t in row["targets"] if t != IGNORE]
     if task == "masked":
-        ids = original({key: np.array(row[key]) for key in ("tokens", "targets")}).tolist()
+        ids = [word if t == IGNORE else t for word, t in zip(tokens, row["targets"])]
         n, own = ids.index(SEP), [*range(ids[1], ids[1] + LONG - 3)]
         assert row["pair"] == (ids[1:n] + ids[n + 1 : -1] == own)
         return [{"text": own}]
     if task == "spans":
         assert tokens == fill([PAD, *said[:-1]], len(tokens), PAD)
-        return [{"text": reassembled(np.array(row["source"]), np.array(said))}]
+        marks = [*(i for i, t in enumerate(said) if t > PAD), -1]
+        lost = {said[i]: said[i + 1 : end] for i, end in pairwise(marks)}
+        return [{"text": [t for one in row["source"][:-1] for t in lost.get(one, [one])]}]
     n, m = len(said) if task == "pairs" else sum(t != EOS for t in tokens), 0
     found = apart(row, "", ["tokens", "targets"], n, task != "pairs")
     assert {*tokens[n:], *row["targets"][n:]} <= {PAD if task == "pairs" else EOS, IGNORE}
