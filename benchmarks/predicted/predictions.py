@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+from benchmarks.planner.rows import Row
 from gridformer.config import RunConfig
 
 
@@ -32,27 +33,34 @@ class Question:
         layers_only: Whether only transformer layers count.
         training: Whether it is an optimizer step, or the forward passes of a batch.
         memory: Whether memory is wanted, too.
+        row: The published row that the run belongs to, if its machine and the place of its ranks
+            in nodes are wanted; then there is no memory.
     """
 
     run: RunConfig
     layers_only: bool = False
     training: bool = True
     memory: bool = False
+    row: Row | None = None
 
 
 def answer(question: Question, cluster: Path) -> Predicted:
     """Predicts in this process."""
+    from benchmarks.planner.pricing import cluster_of, price, record
     from gridformer.cluster import load_cluster
     from gridformer.plan.predict import predict
 
     try:
-        found = predict(
-            question.run,
-            load_cluster(cluster),
-            question.layers_only,
-            training=question.training,
-            memory=question.memory,
-        )
+        if question.row is not None:
+            found = price(record(question.row, question.training), cluster_of(question.row))
+        else:
+            found = predict(
+                question.run,
+                load_cluster(cluster),
+                question.layers_only,
+                training=question.training,
+                memory=question.memory,
+            )
     except Exception as error:
         return Predicted(error=f"{type(error).__name__}: {error}")
     peak = float("nan") if found.peak_gib is None else found.peak_gib

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.published import plan
 from benchmarks.published.cases import Layout, Machine
-from benchmarks.published.elsewhere import There, lassen, selene, weak_scaling
+from benchmarks.published.elsewhere import There, as_published, lassen, selene, weak_scaling
 from benchmarks.published.emulate import Outcome
 
 OPTIMUS, SUB_GRAPHS, ORDER, RACKS, TENSOR, SLICES = (
@@ -63,8 +63,10 @@ def _optimus() -> Iterator[Comparison]:
             for forward, what, said in ((False, "training", "1.48"), (True, "inference", "1.78")):
                 in_paper = layout is plan.STEM_PAPER
                 there = (
-                    weak_scaling("megatron", not forward),
-                    weak_scaling("optimus", not forward, **({} if in_paper else auto)),
+                    as_published("megatron", not forward),
+                    as_published("optimus", not forward)
+                    if in_paper
+                    else weak_scaling("optimus", not forward, **auto),
                 )
                 yield Comparison(
                     OPTIMUS,

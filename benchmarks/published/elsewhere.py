@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner.rows import FRONTERA, SELENE, calibration_rows, gpt
+from benchmarks.planner.rows import FRONTERA, SELENE, Row, calibration_rows, gpt
 from benchmarks.predicted.predictions import Question, predict_all
 from gridformer.config import RunConfig, parse_run
 from gridformer.parallel.validation import check_layout
@@ -25,16 +25,19 @@ class There:
         run: The run.
         training: Whether it is an optimizer step; otherwise the forward passes of a batch.
         layers_only: Whether only transformer layers count, as in some papers.
+        row: The published row whose machine and place of ranks in nodes it has; None for the
+            choices of gridformer.
     """
 
     cluster: str
     run: RunConfig
     training: bool = True
     layers_only: bool = False
+    row: Row | None = None
 
     @property
     def key(self) -> str:
-        kind = f"{self.cluster} {self.training} {self.layers_only}"
+        kind = f"{self.cluster} {self.training} {self.layers_only} {self.row is not None}"
         return f"{kind} {self.run.model_dump_json()}"
 
 
@@ -49,7 +52,9 @@ def seconds_there(some: Iterable[There]) -> dict[str, float]:
     for one in some:
         by_cluster.setdefault(one.cluster, {})[one.key] = one
     for cluster, runs in by_cluster.items():
-        questions = [Question(one.run, one.layers_only, one.training) for one in runs.values()]
+        questions = [
+            Question(one.run, one.layers_only, one.training, row=one.row) for one in runs.values()
+        ]
         for key, predicted in zip(runs, predict_all(questions, Path(cluster))):
             if predicted.error:
                 raise RuntimeError(f"no prediction on {cluster}: {predicted.error}")
@@ -61,13 +66,19 @@ def seconds_there(some: Iterable[There]) -> dict[str, float]:
 
 
 @cache
-def _table_2() -> dict[str, RunConfig]:
-    return {row.name: row.run for row in calibration_rows(FRONTERA)}
+def _table_2() -> dict[str, Row]:
+    return {row.name: row for row in calibration_rows(FRONTERA)}
+
+
+def as_published(scheme: str, training: bool = True) -> There:
+    """Returns Table 2 of Optimus on 64 devices, with ranks placed in nodes as in the paper."""
+    row = _table_2()[f"{scheme} / 64"]
+    return There(FRONTERA, row.run, training, layers_only=True, row=row)
 
 
 def weak_scaling(scheme: str, training: bool = True, **layout: Any) -> There:
-    """Returns Table 2 of Optimus on 64 devices, with fields of the layout changed."""
-    run = _table_2()[f"{scheme} / 64"]
+    """Returns it with fields of the layout changed, and ranks placed by gridformer."""
+    run = _table_2()[f"{scheme} / 64"].run
     run = run.model_copy(update={"layout": run.layout.model_copy(update=layout)})
     check_layout(run)
     return There(FRONTERA, run, training, layers_only=True)

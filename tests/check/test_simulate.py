@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -157,6 +158,19 @@ def test_sizes_types_and_operations_must_be_equal() -> None:
         outcome = simulate({0: [start(0)], 1: [start(0, **more)]})
         assert [m.different for m in outcome.mismatches] == [(1,)]
         assert not outcome.stops, "the replay goes on as if they fitted"
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("received", [(5, "float32"), (4, "bfloat16"), (4, "float32")])
+def test_what_is_sent_between_two_ranks_must_be_what_is_received(
+    received: tuple[int, str], order: tuple[int, int]
+) -> None:
+    parts = Part("send", 1, 4, "float32"), Part("recv", 0, *received)
+    calls = [start(0, op="p2p", size=0, parts=(part,)) for part in parts]
+    outcome = simulate({rank: [calls[rank], Wait(0, HERE)] for rank in order})
+    found = [(set(one.calls), one.order) for one in outcome.mismatches]
+    assert found == [({0, 1}, False)] * (received != (4, "float32"))
+    assert fits_two(outcome), "the replay goes on as if they fitted"
 
 
 def test_different_collectives_end_the_replay_of_their_group() -> None:

@@ -42,16 +42,20 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_the_mean_of_the_last_checkpoints(run_dir: Path, tmp_path: Path) -> None:
-    done = average_run(run_dir, tmp_path / "mean", 2)
-    assert done.steps == (2, 3)
+@pytest.mark.parametrize("steps", [(2, 3), (1, 2, 3)])
+def test_the_mean_of_the_last_checkpoints(
+    steps: tuple[int, ...], run_dir: Path, tmp_path: Path
+) -> None:
+    done = average_run(run_dir, tmp_path / "mean", len(steps))
+    assert done.steps == steps
     for name in ("tokenizer.json", "labels.json"):
         assert (tmp_path / "mean" / name).read_text(encoding="utf-8") == "kept"
     found = a_model(4)
     manifest = checkpoint.load(find.newest(tmp_path / "mean"), found, None, Axes())
     assert (manifest.step, manifest.tokens, manifest.weights_only) == (3, 24, True)
-    for mean, two, three in zip(*(m.parameters() for m in (found, a_model(2), a_model(3)))):
-        assert torch.equal(mean, ((two.double() + three.double()) / 2).float())
+    averaged = [a_model(step) for step in steps]
+    for mean, *some in zip(*(m.parameters() for m in (found, *averaged))):
+        assert torch.equal(mean, (sum(one.double() for one in some) / len(some)).float())
     assert not read_manifest(find.newest(run_dir)).weights_only
 
 

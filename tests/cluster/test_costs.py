@@ -16,6 +16,7 @@ from gridformer.cluster import (
 )
 from gridformer.cluster.kernels import LINK_EFFICIENCY
 from gridformer.cluster.tables import AttentionRow, MemoryRow, MessageRow, ProductRow, Tables
+from tests.support.round_cluster import round_cluster
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,35 @@ def test_volumes_of_rings_and_chains(selene: Cluster) -> None:
         found = message_s(selene, MessageWork(op, big, node))  # type: ignore[arg-type]
         assert found == pytest.approx(volume * big / 300e9, abs=hops)
     assert message_s(selene, MessageWork("send", big, (0, 8))) == pytest.approx(0.4, abs=hops)
+
+
+LINE, PAIRS = (0, 4, 8, 12), (0, 1, 4, 5, 8, 9, 12, 13)  # one and two devices of each of 4 nodes
+
+
+@pytest.mark.parametrize(
+    ("work", "microseconds"),
+    [
+        # 10 us to begin, what passes the slowest link, and the latency of the hops.
+        (MessageWork("all_reduce", 1e6, (0, 1, 2, 3)), 10 + 2 * 3 / 4 * 10 + 6 * 3),
+        (MessageWork("all_gather", 1e6, LINE), 10 + 3 / 4 * 100 + 3 * 5),
+        (MessageWork("reduce_scatter", 1e6, LINE), 10 + 3 / 4 * 100 + 3 * 5),
+        (MessageWork("broadcast", 1e6, LINE), 10 + 100 + 3 * 5),
+        (MessageWork("all_to_all", 1e6, (0, 1, 2, 3)), 10 + 3 / 4 * 10 + 3 * 3),
+        (MessageWork("send", 1e6, (0, 4)), 10 + 100 + 5),
+        (MessageWork("send", 1e6, (0, 4), sharers=4), 10 + 2 * 100 + 5),  # four on two links
+        # Large sums go round a ring, with 6 hops between nodes and 8 within them.
+        (MessageWork("all_reduce", 1e6, LINE), 10 + 2 * 3 / 4 * 100 + 6 * 5),
+        (MessageWork("all_reduce", 1e7, PAIRS), 10 + 2 * 7 / 8 * 1000 + 6 * 5 + 8 * 3),
+        # Small ones go up and down a tree of 2 levels, each byte twice through a link.
+        (MessageWork("all_reduce", 1e4, LINE), 10 + 2 * 1 + 2 * 2 * 5),
+        (MessageWork("all_reduce", 1e4, PAIRS), 10 + 2 * 1 + 2 * (2 * 5 + 3)),
+    ],
+    ids=str,
+)
+def test_times_of_messages_that_were_worked_out_by_hand(
+    work: MessageWork, microseconds: float
+) -> None:
+    assert message_s(round_cluster(), work) == pytest.approx(microseconds * 1e-6)
 
 
 def test_between_nodes_a_group_uses_the_links_of_its_members_and_shares_them(

@@ -40,7 +40,7 @@ def test_logits(dtype: torch.dtype, changes: dict[str, Any]) -> None:
         got = ours.logits({**batch, "pair": torch.zeros(3, dtype=torch.int64)})
         want = theirs(tokens, attention_mask=valid.long(), token_type_ids=segments)
         assert_close(got["tokens"][valid], want.prediction_logits[valid])
-        assert_close(got["pair"], want.seq_relationship_logits)
+        assert_close(got["pair"], want.seq_relationship_logits.flip(-1))
         assert_close(ours(tokens), theirs(tokens).prediction_logits)
 
 
@@ -53,7 +53,7 @@ def test_losses_and_gradients(dtype: torch.dtype) -> None:
     follows = torch.tensor([1, 0, 0, 1])
     out = theirs(tokens, token_type_ids=segments)
     words = F.cross_entropy(out.prediction_logits.flatten(0, 1), targets.flatten())
-    want = words + F.cross_entropy(out.seq_relationship_logits, follows)
+    want = words + F.cross_entropy(out.seq_relationship_logits, 1 - follows)
     want.backward()
     batch = {"tokens": tokens, "segments": segments, "targets": targets, "pair": follows}
     losses, counts = ours.losses(batch), ours.counts(batch)

@@ -30,6 +30,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "linear": {"rope_scaling": {"kind": "linear", "factor": 3.0}},
     "llama3": {"rope_scaling": LLAMA3, "rope_theta": 100.0},
     "yarn": {"rope_scaling": YARN, "rope_theta": 1000.0},
+    # Every pair turns so often that the ramp ends beyond the last one.
+    "yarn, short waves": {
+        "rope_scaling": {**YARN, "original_max_position_embeddings": 64},
+        "rope_theta": 10.0,
+    },
     "yarn, all keys": {
         "rope_scaling": {
             **YARN,
@@ -50,6 +55,7 @@ QUICK = {
     ("mistral", "none", torch.float64),
     ("qwen2", "one key head", torch.float64),
     ("qwen3", "yarn", torch.float64),
+    ("qwen3", "yarn, short waves", torch.float64),
     ("qwen3", "wide heads", torch.float32),
 }
 

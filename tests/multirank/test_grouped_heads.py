@@ -71,7 +71,7 @@ CASES: list[tuple[Layout, int, dict[str, Any]]] = [
     ({**OPTIMUS, "rows": 1, "dp": 2, "dp_mode": "zero1"}, 3, {}),
     ({"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 2}, 1, {}),
 ]
-QUICK = [CASES[0], CASES[3]]
+QUICK = [CASES[0], CASES[2], CASES[3]]
 
 
 @pytest.mark.parametrize(

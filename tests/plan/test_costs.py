@@ -12,6 +12,7 @@ from gridformer.config import RunConfig, parse_run
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.plan.costs import Costs
 from gridformer.trace.events import Part, Place, Start
+from tests.support.round_cluster import round_cluster
 
 
 def run_of(*layout: str) -> RunConfig:
@@ -66,6 +67,28 @@ def test_messages_to_one_rank_take_the_time_of_their_own_links() -> None:
     for ranks in (0, 8), (8, 0):
         costs = costs_of(run)
         assert {rank: seconds(costs, rank) for rank in ranks} == alone
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "microseconds"),
+    [
+        # Four columns send through two links of 10 GB/s: 2 x 100 us for 10^6 bytes, and 15 us.
+        ([1, 2], [], (200 + 15) + (400 + 15)),
+        ([1, 2], [1], (200 + 15) + (400 + 15)),
+        ([1], [1, 1], (200 + 15) + (200 + 15)),
+        ([1], [3], 600 + 15),
+    ],
+)
+def test_messages_in_one_direction_take_their_turns(
+    sent: list[int], received: list[int], microseconds: float
+) -> None:
+    """Sizes are in 10^6 bytes, and the peers of a direction are in nodes of their own."""
+    run = run_of("devices_per_node=4", "scheme=megatron", "cols=4", "pp=4", "micro_batches=4")
+    costs = Costs(run, round_cluster(), decide_run(run))
+    parts = [Part("send", peer, n * 500_000, "bfloat16") for peer, n in zip((4, 8), sent)]
+    parts += [Part("recv", peer, n * 500_000, "bfloat16") for peer, n in zip((4, 8), received)]
+    start = Start(1, "p2p", "pp", (0, 4, 8, 12), Place("", 0, ""), parts=tuple(parts))
+    assert costs.start_s(start, 0)[0] == pytest.approx(microseconds * 1e-6)
 
 
 def test_messages_of_other_sizes_take_another_time() -> None:

@@ -238,7 +238,7 @@ def test_berts_masks_are_where_the_formula_says() -> None:
         "tokens": F.cross_entropy(
             out.prediction_logits.flatten(0, 1), targets.flatten(), reduction="sum"
         ),
-        "pair": F.cross_entropy(out.seq_relationship_logits, batch["pair"], reduction="sum"),
+        "pair": F.cross_entropy(out.seq_relationship_logits, 1 - batch["pair"], reduction="sum"),
     }
     torch.stack([*losses.values()]).sum().backward()
     grads = {name: p.grad for name, p in theirs.named_parameters()}
@@ -365,7 +365,7 @@ def test_several_losses_are_added_each_as_a_mean() -> None:
     batch = {"tokens": tokens_of(v, 4, s), "targets": targets, "pair": torch.tensor([1, 0, 0, 1])}
     out = theirs(batch["tokens"])
     words = F.cross_entropy(out.prediction_logits.flatten(0, 1), targets.flatten())
-    pair = F.cross_entropy(out.seq_relationship_logits, batch["pair"])
+    pair = F.cross_entropy(out.seq_relationship_logits, 1 - batch["pair"])
     (words + pair).backward()
     norm = nn.utils.clip_grad_norm_(theirs.parameters(), math.inf)
     words, pair = words.detach(), pair.detach()

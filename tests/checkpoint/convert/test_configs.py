@@ -100,6 +100,17 @@ def test_absent_keys_have_the_defaults_of_their_class() -> None:
     assert mistral.window == 4096
 
 
+@pytest.mark.parametrize("given", [{}, {"num_decoder_layers": None}, {"num_decoder_layers": 2}])
+def test_a_t5_without_a_number_of_decoder_layers_has_as_many_as_its_encoder(
+    given: dict[str, Any],
+) -> None:
+    sizes = {"num_layers": 3, "d_model": 16, "num_heads": 2, "d_kv": 8, "d_ff": 32, "vocab_size": 9}
+    keys = ConfigKeys({**sizes, **given})
+    found = KINDS["t5"].read_config(keys, frozenset())["n_decoder_layers"]
+    assert (found, keys.problems) == (given.get("num_decoder_layers") or 3, [])
+    assert found == transformers.T5Config(**sizes, **given).num_decoder_layers
+
+
 def test_old_and_new_files_of_rotary_positions() -> None:
     """Older ones have rope_theta and rope_scaling with a `type`."""
     new = {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,10 +22,13 @@ from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.config.rope import RopeScaling
 from gridformer.data import Tokenizer, special_ids
+from gridformer.data.samples.masked import MaskedSamples
+from gridformer.data.samples.special import SpecialIds
 from gridformer.evaluate.beams import BeamSearch
 from gridformer.evaluate.generate import translate
 from gridformer.evaluate.loading import load_model
 from gridformer.utils.errors import ConfigError
+from tests.support.data import counting_split
 from tests.support.marks import full_unless
 from tests.support.reference.folders import (
     KINDS,
@@ -142,6 +146,34 @@ def test_bert_without_the_pair_branch(tmp_path: Path) -> None:
     assert not done.run.model.sentence_pair
     assert export_run(tmp_path / "run", tmp_path / "back").architecture == "BertForMaskedLM"
     same_bits(tensors(tmp_path / "back"), tensors(tmp_path / "theirs"))
+
+
+def test_a_sentence_that_follows_is_their_label_0(tmp_path: Path) -> None:
+    """Their documentation says that label 0 of a sentence pair means that B follows A.
+
+    The samples are ours, of a text in which token i is i, so that they show whether B follows.
+    """
+    theirs = their_model("bert")
+    import_folder(save(theirs, tmp_path / "theirs"), tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "back")
+    split = counting_split(200)
+    special = SpecialIds(0, 200, 201, 202, 203, 0, (), 204, 200, frozenset())
+    samples = MaskedSamples(split, 24, special, sentence_pair=True)
+    read = [samples.sample(i % 9, np.random.default_rng(i)) for i in range(16)]
+    batch = {key: torch.from_numpy(np.stack([one[key] for one in read])) for key in read[0]}
+    label = []
+    for tokens, targets, b in zip(batch["tokens"], batch["targets"], batch["segments"].bool()):
+        text = torch.where(targets < 0, tokens, targets)
+        first_of_b = int(b.nonzero()[0])
+        label.append(int(text[first_of_b] != text[first_of_b - 2] + 1))
+    assert {*label} == {0, 1}
+    model = ours(tmp_path / "run")
+    given = {"input_ids": batch["tokens"], "token_type_ids": batch["segments"]}
+    with torch.no_grad():
+        got = model.losses(batch)["pair"] / 16
+        for source in ("theirs", "back"):
+            them = transformers.BertForNextSentencePrediction.from_pretrained(tmp_path / source)
+            assert_close(got, them.eval()(**given, labels=torch.tensor(label)).loss)
 
 
 def test_token_ids_and_tokenizer_come_back(tmp_path: Path) -> None:

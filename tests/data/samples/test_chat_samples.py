@@ -7,7 +7,7 @@ import pytest
 
 from gridformer.data import TokenFolder
 from gridformer.data.prepare.chat import FORGED, NO_ANSWER, prepare_chat
-from gridformer.data.samples.chat import ChatSamples, PackedChats
+from gridformer.data.samples.chat import ChatSamples
 from gridformer.data.samples.special import SpecialIds
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
@@ -93,26 +93,3 @@ def test_what_cannot_be_learned_is_left_out_and_counted(
     broken: list[dict[str, object]] = [{"text": "x"}]
     with pytest.raises(DataError, match=r"b\.jsonl, line 1: is not a conversation"):
         prepare_chat([written(root / "b.jsonl", broken)], root / "no", chat)
-
-
-def test_packed_conversations_are_those_of_other_samples(
-    folder: TokenFolder, special: SpecialIds
-) -> None:
-    length = 60
-    alone = ChatSamples(folder.train, length, special)
-    packed = PackedChats(folder.train, length, special)
-    assert packed.n_samples < alone.n_samples / 1.4
-    assert packed.n_left_out == alone.n_left_out
-    want = [alone.sample(number, DRAW) for number in range(alone.n_samples)]
-    found = []
-    for number in range(packed.n_samples):
-        sample = packed.sample(number, DRAW)
-        for document in range(int(sample["documents"][sample["valid"]].max()) + 1):
-            here = (sample["documents"] == document) & sample["valid"]
-            assert np.array_equal(sample["positions"][here], np.arange(here.sum()))
-            found.append((sample["tokens"][here].tolist(), sample["targets"][here].tolist()))
-        assert (sample["targets"][~sample["valid"]] == IGNORE).all()
-    sizes = alone.places.tolist()
-    assert sorted(found) == sorted(
-        (one["tokens"][:n].tolist(), one["targets"][:n].tolist()) for one, n in zip(want, sizes)
-    )

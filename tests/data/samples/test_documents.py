@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gridformer.data.samples.documents import DocumentWindows, PackedDocuments
+from gridformer.data.samples.documents import PackedDocuments
 from gridformer.data.samples.packing import pack
 from gridformer.data.samples.samples import Arrays
 from gridformer.data.tokenfolder import TokenSplit
@@ -39,26 +39,6 @@ def check_places(one: Arrays) -> None:
     for number in np.unique(documents):
         here = positions[documents == number]
         assert np.array_equal(here, np.arange(len(here)))
-
-
-@given(lengths=lengths_of, seq_len=st.integers(1, 9))
-def test_windows_know_their_documents(lengths: list[int], seq_len: int) -> None:
-    split = split_of(lengths)
-    if split.n_tokens <= seq_len:
-        with pytest.raises(DataError, match="hold no sample"):
-            DocumentWindows(split, seq_len)
-        return
-    samples = DocumentWindows(split, seq_len)
-    for number in range(samples.n_samples):
-        one = samples.sample(number, DRAW)
-        start = number * seq_len
-        assert np.array_equal(one["tokens"], np.arange(start, start + seq_len))
-        owners = owner_of(split, np.arange(start, start + seq_len + 1))
-        same = owners[1:] == owners[:-1]
-        assert np.array_equal(one["targets"], np.where(same, one["tokens"] + 1, IGNORE))
-        assert np.array_equal(np.diff(one["documents"]) == 0, same[:-1])
-        check_places(one)
-    assert "positions" not in DocumentWindows(split, seq_len, reset=False).sample(0, DRAW)
 
 
 @given(lengths=lengths_of, seq_len=st.integers(1, 9))

@@ -173,6 +173,19 @@ def test_windows_cover_contexts_and_hold_answers() -> None:
     assert longer["answer"].tolist() == [6, 7]
 
 
+@pytest.mark.parametrize("answer", [(a, b) for b in range(7) for a in range(b + 1)], ids=str)
+def test_an_answer_counts_in_each_window_that_holds_all_of_it(answer: tuple[int, int]) -> None:
+    """Windows of 4 of a context of 7, whose tokens show where they are: 0 to 3, 2 to 5, 4 to 6."""
+    split = split_of([[1, *range(10, 17)]], parts=[[1, 7]], answer=[answer])
+    samples = AnswerExamples(split, 8, ENCODER, 2)
+    whole = [10 + place for place in answer]
+    for number in range(3):
+        found = samples.sample(number, DRAW)
+        tokens, (low, high) = found["tokens"].tolist(), found["answer"].tolist()
+        held = all(token in tokens for token in whole)
+        assert [tokens[low], tokens[high]] == (whole if held else [CLS, CLS])
+
+
 def test_every_sample_once() -> None:
     split = split_of([[i] for i in range(1, 6)], labels=[0, 1, 0, 1, 1])
     whole = Whole(TextExamples(split, 4, ENCODER), 4)

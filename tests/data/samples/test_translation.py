@@ -23,27 +23,6 @@ def special(pairs_folder: TokenFolder) -> SpecialIds:
     return SpecialIds.of("transformer", "pairs", pairs_folder.tokenizer)
 
 
-def test_a_sample_is_a_pair(pairs_folder: TokenFolder, special: SpecialIds) -> None:
-    samples = PairSamples(pairs_folder.train, 64, 64, special)
-    assert samples.n_samples == pairs_folder.train.n_documents // 2
-    assert samples.n_left_out == 0
-    decode = pairs_folder.tokenizer.decode
-    for number in range(samples.n_samples):
-        sample = samples.sample(number, DRAW)
-        source = sample["source"][sample["source_valid"]]
-        said = sample["targets"] != IGNORE
-        target = sample["targets"][said]
-        assert source[-1] == target[-1] == special.eos
-        assert decode(source[:-1].tolist()).upper() == decode(target[:-1].tolist())
-        assert (sample["source"][~sample["source_valid"]] == special.pad).all()
-        assert sample["tokens"][0] == special.start
-        assert np.array_equal(sample["tokens"][1 : len(target)], target[:-1])
-        assert (sample["tokens"][~said] == special.pad).all()
-        # Real tokens come first.
-        assert (np.diff(said.astype(int)) <= 0).all()
-        assert (np.diff(sample["source_valid"].astype(int)) <= 0).all()
-
-
 def test_long_pairs_are_left_out_and_counted(
     pairs_folder: TokenFolder, special: SpecialIds
 ) -> None:
@@ -104,45 +83,6 @@ def test_rows_of_pairs_have_little_padding(room: tuple[int, int], excess: float)
     _, bounds = pack_pairs(lengths, room)
     least = (lengths.sum(0) / room).max()  # rows that the fuller side takes
     assert len(bounds) - 1 <= (1 + excess) * least
-
-
-@pytest.mark.parametrize("lengths", [(64, 64), (40, 30)])
-def test_packed_pairs_are_those_of_other_samples(
-    pairs_folder: TokenFolder, special: SpecialIds, lengths: tuple[int, int]
-) -> None:
-    alone = PairSamples(pairs_folder.train, *lengths, special)
-    packed = PackedPairs(pairs_folder.train, *lengths, special)
-    assert packed.n_left_out == alone.n_left_out
-    assert packed.n_held == alone.n_held
-    assert packed.n_samples < alone.n_samples
-    found = []
-    for number in range(packed.n_samples):
-        row = packed.sample(number, DRAW)
-        said, n = row["targets"] != IGNORE, int(row["documents"].max()) + 1
-        for pair in range(n):
-            sides = []
-            for prefix, real in (("source_", row["source_valid"]), ("", said)):
-                here = (row[f"{prefix}documents"] == pair) & real
-                assert np.array_equal(row[f"{prefix}positions"][here], np.arange(here.sum()))
-                sides.append(here)
-            source, target = sides
-            texts = row["source"][source], row["tokens"][target], row["targets"][target]
-            found.append(tuple(tuple(text.tolist()) for text in texts))
-        # No text sees padding, and padding sees something.
-        assert (row["source_documents"][~row["source_valid"]] == n).all()
-        assert (row["documents"][~said] == n - 1).all()
-        for key in ("source_documents", "documents"):
-            assert set(np.diff(row[key])) <= {0, 1}
-        assert row["source_valid"].sum() + said.sum() == sum(
-            len(source) + len(target) for source, _, target in found[-n:]
-        )
-    want = []
-    for number in range(alone.n_samples):
-        one = alone.sample(number, DRAW)
-        said = one["targets"] != IGNORE
-        texts = one["source"][one["source_valid"]], one["tokens"][said], one["targets"][said]
-        want.append(tuple(tuple(text.tolist()) for text in texts))
-    assert sorted(found) == sorted(want)
 
 
 def test_sources_of_packed_pairs_are_mixed(pairs_folder: TokenFolder) -> None:

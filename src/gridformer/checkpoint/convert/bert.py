@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
-from gridformer.checkpoint.convert.forms import SAME, TRANSPOSED, Form, Interleaved
+from gridformer.checkpoint.convert.forms import REVERSED, SAME, TRANSPOSED, Form, Interleaved
 from gridformer.checkpoint.convert.heads import head_entries, head_keys, read_heads
 from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.config import ModelConfig, Task
@@ -44,7 +44,8 @@ def entries(config: ModelConfig) -> list[TableEntry]:
     if config.sentence_pair:
         found += [
             *_linear("pair.pooler", ["bert.pooler.dense"]),
-            *_linear("pair.labels", ["cls.seq_relationship"]),
+            # Their label 0 means that sentence B follows A; here it is 1.
+            *_linear("pair.labels", ["cls.seq_relationship"], REVERSED, REVERSED),
         ]
     return found
 

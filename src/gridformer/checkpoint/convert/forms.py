@@ -123,4 +123,18 @@ class SideBySide:
         return found[rows] if bias else found
 
 
-SAME, TRANSPOSED = Same(), Transposed()
+@dataclass(frozen=True)
+class Reversed:
+    """As torch.nn.Linear's weight or bias, with the outputs in the opposite order."""
+
+    def shape_of_theirs(self, ours: Shape) -> Shape:
+        return ours[::-1]
+
+    def ours(self, theirs: Sequence[Tensor], rows: slice) -> Tensor:
+        return theirs[0].flip(0).t()[rows]
+
+    def theirs(self, ours: Tensor, part: int, rows: slice) -> Tensor:
+        return ours.t().flip(0)[rows]
+
+
+SAME, TRANSPOSED, REVERSED = Same(), Transposed(), Reversed()
