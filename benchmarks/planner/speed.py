@@ -60,12 +60,13 @@ _LONG_ROUND = (
 )
 # Long sequences, and joined weights.
 _LLAMA = (
-    "llama-3.1-70b layout.scheme=megatron layout.cols=8 layout.pp=8 layout.dp=4 "
-    "layout.micro_batches=32 train.global_batch=128 train.dtype=bfloat16"
+    "llama-3.1-70b data.seq_len=131072 layout.scheme=megatron layout.cols=8 layout.pp=8 "
+    "layout.dp=4 layout.micro_batches=32 train.global_batch=128 train.dtype=bfloat16"
 )
 _LLAMA_TWICE = (
-    "llama-3.1-405b layout.scheme=megatron layout.cols=8 layout.pp=16 layout.dp=8 "
-    "layout.stages_per_rank=2 layout.micro_batches=64 train.global_batch=512 train.dtype=bfloat16"
+    "llama-3.1-405b data.seq_len=131072 layout.scheme=megatron layout.cols=8 layout.pp=16 "
+    "layout.dp=8 layout.stages_per_rank=2 layout.micro_batches=64 train.global_batch=512 "
+    "train.dtype=bfloat16"
 )
 _ON = " --cluster dgx-h100"
 _COMPILES_ANEW = "PYTHONDONTWRITEBYTECODE"
@@ -94,7 +95,7 @@ CASES = [
     Case(256, f"predict {_LLAMA}{_ON}", 5),
     Case(1024, f"predict {_LLAMA_TWICE}{_ON}", 5),
     Case(64, f"plan gpt2-1.5b --devices 64{_ON}", 10),
-    Case(64, f"plan llama-3.1-8b --devices 64{_ON}", 10),
+    Case(64, f"plan llama-3.1-8b data.seq_len=131072 --devices 64{_ON}", 10),
     Case(4096, f"check {_LARGE}", 10),
     Case(4096, f"memory {_LARGE}", 10),
     Case(4096, f"predict {_LARGE}{_ON}", 5),

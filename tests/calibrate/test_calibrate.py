@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from gridformer.calibrate import device, messages
 from gridformer.calibrate.cases import cpu_cases, gpu_cases, quick_cases
@@ -20,8 +21,10 @@ from gridformer.calibrate.device import n_copies, typical_host
 from gridformer.calibrate.found import Measurements
 from gridformer.calibrate.messages import group_sizes, message_seconds
 from gridformer.calibrate.operations import Run, operations
+from gridformer.cli.app import app
 from gridformer.cluster import KernelWork, MessageWork, kernel_s, load_cluster, message_s
 from gridformer.mesh.axes import Axis
+from gridformer.utils.errors import ConfigError
 
 
 def test_a_calibrated_machine_is_a_cluster_file_with_times_that_are_positive(
@@ -56,6 +59,24 @@ def test_a_calibrated_machine_is_a_cluster_file_with_times_that_are_positive(
     for message in tables.messages:
         seconds = message_s(busy, MessageWork(message.op, message.bytes, (0, 1)))  # type: ignore[arg-type]
         assert seconds == pytest.approx(message.us / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--out", "0,0"), "--out 0,0: name a YAML file"),
+        (("--processes", "0,1"), "--processes 0,1: use numbers from 1"),
+        (("--processes", "9" * 5000), "use numbers from 1"),
+    ],
+)
+def test_options_are_refused_before_anything_is_measured(
+    words: tuple[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("gridformer.calibrate.machine.calibrate", None)
+    found = CliRunner().invoke(app, ["calibrate", *words])
+    assert isinstance(found.exception, ConfigError)
+    assert said in str(found.exception)
 
 
 @pytest.mark.parametrize("gpu", [False, True])

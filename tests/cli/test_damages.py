@@ -121,6 +121,10 @@ def directory_as_manifest(out: Path) -> None:
     (newest(out) / MANIFEST).mkdir()
 
 
+def models(all: dict[str, Any]) -> list[dict[str, Any]]:
+    return [all["model"], all["run"]["model"]]
+
+
 def metrics(change: Callable[[list[str]], object]) -> Callable[[Path], object]:
     def damage(out: Path) -> None:
         path = out / "metrics.jsonl"
@@ -177,6 +181,14 @@ OF_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another model": (
         edit(set_to(2, "model", "n_layers")),
         "model and run.model are different models",
+    ),
+    "a vocabulary that no file holds": (
+        edit(lambda all: [one.update(vocab_size=2**31 - 1) for one in models(all)]),
+        "parameters or more, and files only",
+    ),
+    "positions that no file holds": (
+        edit(lambda all: [one.update(max_seq_len=2**31 - 1) for one in models(all)]),
+        "parameters or more, and files only",
     ),
     "a broken run": (edit(set_to(-4, "run", "train", "lr")), "train.lr: Input should be"),
     "a run without data": (edit(lambda all: all["run"].pop("data")), "data: Field required"),
@@ -244,7 +256,10 @@ OF_THE_REST: dict[str, tuple[Callable[[Path], object], str]] = {
         "is not a tokenizer.json",
     ),
 }
-IN_SHORT = ("a flipped bit", "step 999 of an older version", "a link outside", "a gap")
+IN_SHORT = (
+    *("a flipped bit", "step 999 of an older version", "a link outside", "a gap"),
+    "positions that no file holds",
+)
 
 
 def test_an_intact_run_is_well(out: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -43,6 +44,29 @@ def test_all_problems_of_a_file_are_listed_with_what_would_be_valid(tmp_path: Pa
     assert "device.memory_gib: is missing" in text
     assert "device.memory_gb: unknown key: did you mean 'memory_gib'?" in text
     assert "levels.0.latency_us.source: is missing" in text
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("device", "memory_gbps"), "device.memory_gbps: value is 0, but times are divided by it"),
+        (("device", "n_processors"), "device.n_processors: value is 0"),
+        (("device", "peak_tflops", "bfloat16"), "device.peak_tflops.bfloat16: value is 0"),
+        (("levels", 1, "bandwidth_gbps"), "levels.1.bandwidth_gbps: value is 0"),
+        (("host", "link_gbps"), "host.link_gbps: value is 0"),
+        (("fitted", "memory_efficiency"), "memory_efficiency is 0, .*: use 0.75"),
+    ],
+)
+def test_a_number_that_divides_is_above_zero(keys: tuple[str | int, ...], said: str) -> None:
+    path = configs_dir() / "clusters" / "dgx-h100.yaml"
+    raw: Any = {"name": "mine", **yaml.safe_load(path.read_text(encoding="utf-8"))}
+    figure = raw
+    for key in keys:
+        figure = figure[key]
+    for value, why in ((0, said), (float("inf"), "should be a finite number")):
+        figure["value"] = value
+        with pytest.raises(ConfigError, match=why):
+            parse_cluster(raw, "mine")
 
 
 def test_a_file_need_not_state_the_link_to_the_host() -> None:

@@ -101,6 +101,9 @@ def test_answers_of_a_template_that_does_not_mark_them(tmp_path: Path) -> None:
         ("{% for i in range(10 ** 6) %}{% endfor %}", "too big"),
         ("{{ messages | length }}", "does not show where answers begin"),
         ("x" * (1 << 18) + "x", "262,144 may be"),
+        ("{{ ('x' * 99999) | wordwrap(1) }}", "wordwrap takes at most 65,536 characters"),
+        ("{{ ('x ' * 99999) | urlize }}", "urlize takes at most 65,536 characters"),
+        ("{{ ('<x' * 99999) | striptags }}", "striptags takes at most 65,536 characters"),
     ],
 )
 def test_what_a_template_must_not_do_is_an_error(source: str, said: str) -> None:

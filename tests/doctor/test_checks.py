@@ -84,6 +84,7 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     found = only(doctor.check_disk(tmp_path))
     assert (found.level, "Permission denied" in found.text) == ("warn", True)
+    assert "train with --out" in found.remedy, "doctor has no such option"
 
 
 def test_no_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from gridformer.launch.plan import check_run_dir, read_run_without_data
+from gridformer.launch.plan import check_run, check_run_dir, read_run_without_data
 from gridformer.utils.errors import ConfigError
+from tests.support.commands import gridformer_here
 
 SCRIPT = """
 import sys
@@ -42,3 +44,42 @@ def test_a_model_that_takes_its_vocabulary_from_the_data() -> None:
     with pytest.raises(ConfigError, match=r"add model\.vocab_size"):
         read_run_without_data("demo-4m")
     assert read_run_without_data("demo-4m", ["model.vocab_size=300"]).model.vocab_size == 300
+
+
+def test_the_length_of_a_long_context_is_assumed_for_estimates_alone(
+    tmp_path: Path, token_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    assert read_run_without_data("llama-3.1-8b", (), notes.append).seq_len == 8192
+    assert notes == [
+        "data.seq_len is not set: this is for sequences of 8,192 tokens, and llama-3.1-8b reads up "
+        "to 131,072"
+    ]
+    notes.clear()
+    for model, words, length in (
+        ("llama-3.1-8b", ["data.seq_len=65536"], 65536),
+        ("gpt2-124m", [], 1024),
+    ):
+        assert read_run_without_data(model, words, notes.append).seq_len == length
+    monkeypatch.setattr("gridformer.launch.plan.ESTIMATED_TOKENS", 100)
+    path = tmp_path / "mine.yaml"
+    model = "{family: llama, n_layers: 1, hidden_size: 8, n_heads: 2, max_seq_len: 200}"
+    path.write_text(f"model: {model}\ndata: {{path: {token_folder}}}\n")
+    assert read_run_without_data(path, (), notes.append).seq_len == 200, "as it trains on its data"
+    assert check_run(path).seq_len == 200
+    assert not notes
+
+
+def test_commands_say_which_length_they_assume(tmp_path: Path) -> None:
+    path, said = tmp_path / "mine.yaml", "data.seq_len is not set: this is for sequences of 8,192"
+    model = "{family: llama, n_layers: 1, hidden_size: 8, n_heads: 2, vocab_size: 64, "
+    path.write_text(f"model: {model}max_seq_len: 9000}}\ndata: {{path: none}}\n")
+    words = [str(path), "train.global_batch=1"]
+    assert said in gridformer_here("memory", *words).stderr
+    assert said in gridformer_here("check", *words).stderr
+    on = ("--cluster", "dgx-h100", "--json")
+    (first, *_) = json.loads(gridformer_here("predict", *words, *on).stdout)["warnings"]
+    planned = gridformer_here("plan", *words, *on, "--devices", "1", "--top", "1")
+    (best,) = json.loads(planned.stdout)["layouts"]
+    assert said in first
+    assert said in best["warnings"][0]

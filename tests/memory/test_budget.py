@@ -321,9 +321,21 @@ def test_the_command_says_whether_it_fits() -> None:
     assert code == 1
     assert "It does not fit: rank 0 would hold" in text
     assert "use " in text
-    needed = max(estimate_rank(load_run("demo", DEMO[1:]), rank).needed for rank in (0, 1))
+    on_gpu = load_run("demo", [*DEMO[1:], "train.device=cuda"])
+    needed = max(estimate_rank(on_gpu, rank).needed for rank in (0, 1))
     code, text = invoke(*DEMO, "--budget", f"{1.02 * needed / GIB}")
     assert code == 1, "an estimate that leaves no margin does not fit"
+
+
+@pytest.mark.parametrize(
+    ("words", "devices"),
+    [((), "CPUs"), (("--budget", "1"), "GPUs"), (("--budget", "1", "train.device=cpu"), "CPUs")],
+)
+def test_the_command_says_which_devices_it_is_for(words: tuple[str, ...], devices: str) -> None:
+    """Copies of a save lie in the same memory on CPUs alone."""
+    _, text = invoke(*DEMO, *words)
+    assert f", for {devices}" in text
+    assert ("with the copies while it saves" in text) == (devices == "CPUs" and bool(words))
 
 
 def test_ranks_are_chosen() -> None:

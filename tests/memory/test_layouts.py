@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from gridformer.cli.app import app
 from gridformer.config import RunConfig, load_run, parse_run
 from gridformer.memory import layouts
-from gridformer.memory.layouts import _enumerated, candidates, list_layouts, reasons
+from gridformer.memory.layouts import _enumerated, candidates, common_batch, list_layouts, reasons
 from gridformer.parallel.registry import describe_layout
 from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError
@@ -61,6 +61,22 @@ def test_a_busy_machine_leaves_out_no_layout(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(layouts.time, "monotonic", lambda: float(next(clock)))
     found = list_layouts(MODEL, 4, seconds=600)
     assert len(found) == len([*candidates(4)])
+
+
+def test_all_rows_have_one_batch(tmp_path: Path) -> None:
+    found = list_layouts(MODEL, 12)
+    (batch,) = {one.global_batch for one in found}
+    assert batch == common_batch(12) == 12
+    assert not any("train.global_batch" in text for one in found for text in one.problems)
+    file = tmp_path / "mine.yaml"
+    for train, words, said in (
+        ("{}", (), "12 samples of 1024 tokens a step (the fewest that all layouts split)"),
+        ("{global_batch: 6}", (), "6 samples of 1024 tokens a step (train.global_batch)"),
+        ("{global_batch: 6}", ("--global-batch", "24"), "24 samples of 1024 tokens a step (--glo"),
+    ):
+        file.write_text(f"model: {json.dumps(MODEL)}\ndata: {{path: x}}\ntrain: {train}\n")
+        assert said in " ".join(invoke(str(file), "-p", "12", *words))
+    assert "of 8192 tokens a step" in " ".join(invoke("llama-3.1-8b", "-p", "2"))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "transformer"])

@@ -107,6 +107,30 @@ def test_waits_do_not_count_as_the_work_in_which_they_are(tmp_path: Path) -> Non
     assert read_timeline(tmp_path / "trace-step-8.json") is None
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "1" + "0" * 400, "1e300"])
+@pytest.mark.parametrize("key", ["ts", "dur", "pid", "bytes"])
+def test_a_timeline_whose_numbers_are_no_times_is_left_out(
+    key: str, number: str, tmp_path: Path
+) -> None:
+    path = step_trace(tmp_path)
+    text = re.sub(rf'("{key}": )[-+.e\d]+', rf"\g<1>{number}", path.read_text(), count=1)
+    assert number in text
+    path.write_text(text)
+    assert read_timeline(path) is None
+
+
+@pytest.mark.parametrize("kinds", [1, 3000])
+def test_joining_ends_where_nothing_can_be_joined(kinds: int, tmp_path: Path) -> None:
+    path, names = step_trace(tmp_path), "abcdefghijklmnopqrstuvwxyz"
+    whole = json.loads(path.read_text())
+    pass_ = next(one for one in whole["traceEvents"] if one["name"].startswith("forward"))
+    for n in range(3000):
+        name = "".join(names[n % kinds // 26**k % 26] for k in range(3))
+        whole["traceEvents"].append({**pass_, "name": name, "ts": 0.0, "dur": -5.0})
+    path.write_text(json.dumps(whole))
+    read_timeline(path)
+
+
 def test_estimates_of_a_run_without_its_data() -> None:
     model = {"family": "gpt2", "n_layers": 2, "hidden_size": 16, "n_heads": 2, "vocab_size": 64}
     layout = {"scheme": "megatron", "cols": 2}

@@ -24,6 +24,7 @@ from gridformer.config.renamed import with_new_names
 from gridformer.data.fingerprint import Fingerprint
 from gridformer.utils.errors import CheckpointError
 from gridformer.utils.files import UnreadableError, parse_json, read_bytes
+from gridformer.utils.units import MIB
 
 MANIFEST = "checkpoint.json"
 # The folder in a run directory for files of the imported model: its config, tokenizer, generation.
@@ -222,7 +223,7 @@ def damage_remedy(folder: Path) -> str:
             f"train.fallback=true resumes from the checkpoint before it and keeps this one aside, "
             f"as does moving {folder} elsewhere"
         )
-    return "no checkpoint is before it, so restore it from a copy, or begin with another --out"
+    return "no checkpoint is before it, so restore it from a copy, or train with another --out"
 
 
 @contextmanager
@@ -291,6 +292,10 @@ def _contradiction(manifest: Manifest) -> str | None:
             return f"side_files: {json.dumps(name)} is not the name of a small file in its folder"
     if not manifest.files:
         return "files: there are none"
+    model, n_bytes = manifest.model, sum(entry.bytes for entry in manifest.files.values())
+    table = model.max_seq_len * model.hidden_size if model.family in ("gpt2", "bert") else 0
+    if (least := model.matrix_elements + table) > n_bytes + MIB:
+        return f"model has {least:,} parameters or more, and files only {n_bytes:,} bytes"
     index = manifest.index
     if index is None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -34,14 +35,14 @@ def calibrate(
     """
     from gridformer.calibrate.machine import calibrate as measure
     from gridformer.calibrate.write import write_cluster
+    from gridformer.utils.errors import ConfigError
     from gridformer.utils.files import check_output
 
-    try:
-        counts = sorted({int(word) for word in processes.split(",") if word.strip()})
-    except ValueError:
-        raise typer.BadParameter(f"--processes {processes}: write numbers, such as 1,2,4") from None
-    if not counts or counts[0] < 1:
-        raise typer.BadParameter(f"--processes {processes}: write numbers from 1, such as 1,2,4")
+    if not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", processes):
+        raise ConfigError([f"--processes {processes}: use numbers from 1, such as 1,2,4"])
+    counts = sorted({int(word) for word in processes.split(",")})
+    if out.suffix not in (".yaml", ".yml"):
+        raise ConfigError([f"--out {out}: name a YAML file, such as local.yaml"])
     check_output("--out", out)
     cluster, failures = measure(counts, quick, limit, lambda text: typer.echo(text, err=True))
     write_cluster(cluster, out)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from gridformer.config import ModelConfig
     from gridformer.memory.layouts import Listed
 
 
@@ -41,7 +40,8 @@ def layouts(
             "--global-batch",
             min=0,
             max=MOST_TOKENS,
-            help="The number of samples in a step; 0 means the smallest that each layout allows.",
+            help="The number of samples in a step; 0 means train.global_batch of the run file, or "
+            "else the smallest that every layout can split.",
         ),
     ] = 0,
     seq_len: Annotated[
@@ -50,7 +50,8 @@ def layouts(
             "--seq-len",
             min=0,
             max=MOST_TOKENS,
-            help="The number of tokens in a sample; 0 means the longest of the model.",
+            help="The number of tokens in a sample; 0 means data.seq_len of the run file, or else "
+            "the longest of the model, but at most 8192.",
         ),
     ] = 0,
     scheme: Annotated[
@@ -75,8 +76,9 @@ def layouts(
     from rich.console import Console
 
     from gridformer.config import SCHEMES, any_of, find_run_file, load_run, model_names, parse_run
-    from gridformer.memory.layouts import candidates, list_layouts
+    from gridformer.memory.layouts import candidates, common_batch, list_layouts
     from gridformer.utils.errors import ConfigError
+    from gridformer.utils.limits import ESTIMATED_TOKENS
 
     wrong = [name for name in scheme or () if name not in SCHEMES]
     if wrong:
@@ -87,6 +89,12 @@ def layouts(
         run = load_run(find_run_file(model, or_model=True))
     section: dict[str, Any] = run.model.model_dump()
     schemes: Any = scheme or ()
+    why = "--global-batch"
+    if not global_batch and "global_batch" in run.train.model_fields_set:
+        global_batch, why = run.train.global_batch, "train.global_batch"
+    elif not global_batch:
+        global_batch, why = common_batch(processes, schemes), "the fewest that all layouts split"
+    seq_len = seq_len or run.data.seq_len or min(run.model.max_seq_len, ESTIMATED_TOKENS)
     found = list_layouts(section, processes, global_batch, seq_len, schemes, _SECONDS)
     total = sum(1 for _ in candidates(processes, schemes))
     if len(found) < total:
@@ -100,10 +108,12 @@ def layouts(
             if not one.problems:
                 typer.echo(one.settings_over(run.layout) or f"layout.scheme={run.layout.scheme}")
         return
-    _print(run.model, processes, found, Console(highlight=False))
+    what = f"{run.model.name} on {processes} process{'es' * (processes > 1)}, "
+    what += f"{global_batch} samples of {seq_len} tokens a step ({why})"
+    _print(what, found, Console(highlight=False))
 
 
-def _print(model: ModelConfig, processes: int, found: Sequence[Listed], console: Console) -> None:
+def _print(what: str, found: Sequence[Listed], console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -111,13 +121,11 @@ def _print(model: ModelConfig, processes: int, found: Sequence[Listed], console:
     from gridformer.utils.units import byte_unit
 
     fitting = [one for one in found if not one.problems]
-    many = "es" * (processes > 1)
-    console.print(Text(f"{model.name} on {processes} process{many}: {len(fitting)} layouts work"))
+    console.print(Text(f"{what}: {len(fitting)} layouts work"))
     if fitting:
         unit, unit_name = byte_unit(max(one.modes["replicate"] for one in fitting))
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
         table.add_column("layout")
-        table.add_column("batch", justify="right")
         modes = [
             mode
             for mode in ("replicate", "zero1", "fsdp")
@@ -127,10 +135,10 @@ def _print(model: ModelConfig, processes: int, found: Sequence[Listed], console:
             table.add_column(unit_name if mode == "replicate" else mode, justify="right")
         for one in fitting:
             held = [f"{one.modes[m] / unit:,.1f}" if m in one.modes else "-" for m in modes]
-            table.add_row(Text(one.name), f"x {one.global_batch}", *held)
+            table.add_row(Text(one.name), *held)
         console.print(table)
         note = (
-            f"{unit_name}: an estimate of what the fullest rank holds for that global batch, in "
+            f"{unit_name}: an estimate of what the fullest rank holds in such a step, in "
             "float32 and without recomputation"
         )
         if len(modes) > 1:

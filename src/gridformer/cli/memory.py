@@ -28,7 +28,8 @@ def memory(
         typer.Option(
             "--budget",
             min=0.0,
-            help="Say whether each rank fits into this number of GiB, and if not, what would.",
+            help="Say whether each rank fits into this number of GiB of a GPU, and if not, what "
+            "would. With train.device=cpu it is a CPU's memory.",
         ),
     ] = 0.0,
     html: Annotated[
@@ -62,6 +63,7 @@ def memory(
     from gridformer.memory.room import room_of_budget
     from gridformer.memory.show import print_breakdowns, write_memory_page
     from gridformer.parallel.auto.decisions import decide_run
+    from gridformer.plan.recorded import on_device_type
     from gridformer.utils.extras import require
     from gridformer.utils.files import check_output
     from gridformer.utils.units import GIB
@@ -70,6 +72,8 @@ def memory(
         require("plotly", "--html", "html")
         check_output("--html", html, [run])
     checked = read_run_without_data(run, overrides or [])
+    if budget and checked.train.device == "auto":
+        checked = on_device_type(checked, "cuda")
     console = Console(highlight=False)
     with time_limit(seconds, "choose some ranks with --ranks, or fewer layers or stages"):
         decisions = decide_run(checked)

@@ -102,7 +102,8 @@ def plan(
     if emit is not None:
         check_output("--emit", emit, inputs)
     machine = load_cluster(cluster)
-    run = _run(model, overrides or [], machine, devices, batch)
+    notes: list[str] = []
+    run = _run(model, overrides or [], machine, devices, batch, notes)
     console = Console(highlight=False, stderr=as_json)
     chosen_by = {"--batch": batch, "--top": top if top != _TOP else 0, "--seconds": seconds}
     how = shlex.join(
@@ -122,8 +123,11 @@ def plan(
         tracing = Tracing(asked, top, tell=status.update)
         traced = trace_in_time(tracing, limit_s)
         result = tracing.result
+        for prediction in filter(None, (one.prediction for one in result.layouts)):
+            prediction.warnings[:0] = notes
         advice = [advise(asked, found, traced) for found in result.layouts]
         would_fit = [] if result.layouts else remedies(asked, result.smallest)
+        would_fit += [f"{note}." for note in notes if not result.layouts]
         if html is not None:
             from gridformer.plan.html import write_plan_page
 
@@ -155,7 +159,9 @@ def plan(
         raise typer.Exit(1)
 
 
-def _run(model: str, overrides: list[str], machine: Cluster, devices: int, batch: int) -> RunConfig:
+def _run(
+    model: str, overrides: list[str], machine: Cluster, devices: int, batch: int, notes: list[str]
+) -> RunConfig:
     """Returns the run to plan: of a run file with its settings, or of a model with defaults."""
     from gridformer.config import model_names
     from gridformer.launch.plan import read_run_without_data
@@ -170,7 +176,7 @@ def _run(model: str, overrides: list[str], machine: Cluster, devices: int, batch
     keys = {override.partition("=")[0] for override in overrides}
     if names_model and "train.dtype" not in keys:
         overrides = [*overrides, f"train.dtype={fastest_dtype(machine)}"]
-    run = read_run_without_data(model, overrides)
+    run = read_run_without_data(model, overrides, notes.append)
     if not batch and names_model and "train.global_batch" not in keys:
         batch = default_batch(run, devices)
     if batch:

@@ -75,7 +75,8 @@ def predict(
     if trace is not None:
         check_output("--trace", trace, [run, cluster_path(cluster) or cluster])
     machine = load_cluster(cluster)
-    checked = read_run_without_data(run, overrides or [])
+    notes: list[str] = []
+    checked = read_run_without_data(run, overrides or [], notes.append)
 
     from gridformer.plan.predict import predict as predicted
     from gridformer.plan.show import print_prediction
@@ -90,6 +91,7 @@ def predict(
             timeline=trace is not None,
             on_all_cores=True,
         )
+    found.warnings[:0] = notes
     if trace is not None:
         trace.write_text(json.dumps(found.chrome_trace()), encoding="utf-8")
     if as_json:

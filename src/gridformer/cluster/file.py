@@ -9,9 +9,10 @@ import itertools
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.functional_validators import AfterValidator
 
 from gridformer.cluster.tables import Tables
 from gridformer.config.reading import closest, configs_dir, read_yaml
@@ -36,7 +37,7 @@ LOCAL = "local"  # the file that `gridformer calibrate` writes into the current 
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Figure(_Part):
@@ -44,6 +45,15 @@ class Figure(_Part):
 
     value: float = Field(ge=0)
     source: str = Field(min_length=1)
+
+
+def _above_zero(figure: Figure) -> Figure:
+    if not figure.value:
+        raise ValueError("value is 0, but times are divided by it: use a number above 0")
+    return figure
+
+
+Rate = Annotated[Figure, AfterValidator(_above_zero)]
 
 
 class Device(_Part):
@@ -62,11 +72,11 @@ class Device(_Part):
 
     name: str
     kind: Literal["cuda", "cpu"]
-    n_processors: Figure
+    n_processors: Rate
     memory_gib: Figure
     reserved_gib: Figure
-    peak_tflops: dict[str, Figure] = Field(min_length=1)
-    memory_gbps: Figure
+    peak_tflops: dict[str, Rate] = Field(min_length=1)
+    memory_gbps: Rate
     fused_attention: bool = True
 
 
@@ -84,7 +94,7 @@ class Level(_Part):
 
     name: str
     size: int = Field(ge=1)
-    bandwidth_gbps: Figure
+    bandwidth_gbps: Rate
     latency_us: Figure
     shared_by: int = Field(default=1, ge=1)
     source: str = "not stated"
@@ -105,8 +115,8 @@ class Host(_Part):
     launch_us: Figure
     step_us: Figure
     message_us: Figure
-    cores: Figure | None = None
-    link_gbps: Figure | None = None
+    cores: Rate | None = None
+    link_gbps: Rate | None = None
 
 
 class Fitted(_Part):
@@ -149,9 +159,11 @@ class Cluster(_Part):
     @field_validator("fitted")
     @classmethod
     def _known(cls, fitted: dict[str, Fitted]) -> dict[str, Fitted]:
-        for name in fitted:
+        for name, number in fitted.items():
             if name not in FITTED:
                 raise ValueError(f"'{name}' is not a fitted number{closest(name, FITTED)}")
+            if name != "slowdown_per_node" and not number.value:
+                raise ValueError(f"{name} is 0, but times are divided by it: use {FITTED[name][0]}")
         if len(fitted) > MAX_FITTED:
             raise ValueError(f"has {len(fitted)} numbers: at most {MAX_FITTED} may be fitted")
         return fitted

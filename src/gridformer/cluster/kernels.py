@@ -78,7 +78,8 @@ def kernel_s(cluster: Cluster, work: KernelWork) -> float:
         flop = again * work.flop * seen
         return max(memory_s, flop / (rate * ATTENTION_RATE))
     batch, m, n, k = work.shape
-    return max(memory_s, _product_s(batch, m, n, k, rate, int(cluster.device.n_processors.value)))
+    n_processors = max(1, int(cluster.device.n_processors.value))
+    return max(memory_s, _product_s(batch, m, n, k, rate, n_processors))
 
 
 @cache

@@ -200,13 +200,11 @@ def check_disk(folder: Path) -> Iterator[Finding]:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        remedy = "change to a folder that you can write, or choose one with --out"
+        remedy = "change to a folder that you can write, or train with --out elsewhere"
         yield Finding("warn", f"{folder} cannot be written ({error.strerror})", remedy)
         return
     if free < 5 * GIB:
-        remedy = (
-            "free some, or choose --out on another disk: checkpoints take 12 bytes per parameter"
-        )
+        remedy = "free some, or train with --out on another disk: a parameter takes 12 bytes there"
         yield Finding("warn", text, remedy)
     else:
         yield Finding("ok", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gridformer.config import FINE_TUNING, RunConfig
-from gridformer.data import TokenFolder, resolve
+from gridformer.data import Batches, TokenFolder, resolve
 from gridformer.data.samples.batches import open_samples
+from gridformer.data.samples.remarks import alike
+from gridformer.data.samples.whole import Whole
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.scoring import in_batches
 from gridformer.train.scorers import scorer_of
@@ -41,6 +44,12 @@ def example_problem(run: RunConfig) -> str:
     return f"needs a model that was fine-tuned, not one that learned data.task={run.task}"
 
 
+def warn_of_alike(trained: Trained, batches: Batches) -> None:
+    """Prints, once, how many questions have choices that truncation makes equal."""
+    for warning in alike(batches) if not trained.axes.world.index else []:
+        print(f"{warning}.", file=sys.stderr)
+
+
 def score_examples(trained: Trained, path: str, batch_size: int) -> dict[str, float]:
     """Returns the scores that evaluations during training report.
 
@@ -53,6 +62,7 @@ def score_examples(trained: Trained, path: str, batch_size: int) -> dict[str, fl
     """
     folder = TokenFolder.open(Path(path))
     samples = open_samples(trained.run, folder.val, trained.tokenizer, evaluating=True)
+    warn_of_alike(trained, Whole(samples, 1))
     scorer = scorer_of(trained.run, folder, folder.val, samples)
     assert scorer is not None, "the run is one of fine-tuning"
     draw = np.random.default_rng(0)  # samples without random choices do not use it

@@ -8,6 +8,7 @@ from gridformer.config import RunConfig, closest
 from gridformer.config.mixture import ValidationConfig
 from gridformer.data import RunData, Tokenizer
 from gridformer.data.resolve import check_set, same_tokenizer
+from gridformer.evaluate.examples import warn_of_alike
 from gridformer.evaluate.job import of_layout
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.scoring import passes_of
@@ -96,6 +97,7 @@ def measure_set(trained: Trained, name: str) -> dict[str, float]:
     data = RunData.open_set(run.data, find_set(run, name))
     same_as_trained(trained, data.first.tokenizer, name)
     (one,) = validation_sets(run, data)
+    warn_of_alike(trained, one.batches)
     model.loss_chunk_tokens = run.train.loss_chunk_tokens
     split = RowSplit(run.train.global_batch, trained.layout.micro_batches, trained.axes)
     answers = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +15,7 @@ from gridformer.mesh.process_group import check_devices
 from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError, DataError
 from gridformer.utils.extras import installed
+from gridformer.utils.limits import ESTIMATED_TOKENS
 
 if TYPE_CHECKING:
     from gridformer.launch.run_lock import RunLock
@@ -225,14 +228,20 @@ def read_run(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> R
 
 
 def read_run_without_data(
-    path: Path | str, overrides: list[str] | tuple[str, ...] = ()
+    path: Path | str,
+    overrides: list[str] | tuple[str, ...] = (),
+    note: Callable[[str], None] = lambda text: print(f"Note: {text}.", file=sys.stderr),
 ) -> RunConfig:
     """Like `read_run`, but works without the data; vocabulary and lengths are then the file's.
+
+    Without data.seq_len the length is at most ESTIMATED_TOKENS, because few train at a context of
+    131,072 tokens.
 
     Args:
         path: Path of a run file, or the name of a shipped run file or of a shipped model. With a
             model's name, all other settings come from `overrides`.
         overrides: `dotted.key=value` texts.
+        note: Receives a sentence without a period if a length was assumed.
 
     Raises:
         ConfigError: The run is invalid, or the data does not exist and model.vocab_size is 0.
@@ -244,8 +253,7 @@ def read_run_without_data(
             raise ConfigError(
                 [f"{path} has the vocabulary of the data: add model.vocab_size, such as 32000"]
             )
-        check_layout(run)
-        return run
+        return _of_usual_length(run, note)
     path = find_run_file(path, or_model=True)
     run = load_run(path, overrides)
     if run.data.exists:
@@ -259,6 +267,19 @@ def read_run_without_data(
                 "`gridformer prepare`"
             ]
         )
+    return _of_usual_length(run, note)
+
+
+def _of_usual_length(run: RunConfig, note: Callable[[str], None]) -> RunConfig:
+    """Returns a run without data, with a length if it has none, once its layout is checked."""
+    if not run.data.seq_len and run.seq_len > ESTIMATED_TOKENS:
+        note(
+            f"data.seq_len is not set: this is for sequences of {ESTIMATED_TOKENS:,} tokens, and "
+            f"{run.model.name} reads up to {run.seq_len:,}"
+        )
+        keys = ["seq_len"] + ["source_len"] * (run.model.two_stacks and not run.data.source_len)
+        data = run.data.model_copy(update=dict.fromkeys(keys, ESTIMATED_TOKENS))
+        run = run.model_copy(update={"data": data})
     check_layout(run)
     return run
 

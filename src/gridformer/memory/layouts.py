@@ -77,8 +77,8 @@ def list_layouts(
     Args:
         model: The section `model` of a run file, as a mapping.
         processes: The number of processes.
-        global_batch: The global batch. 0 uses the smallest batch that each layout can split, so
-            that only the model decides whether a layout works.
+        global_batch: The global batch. 0 uses `common_batch`, so that only the model decides
+            whether a layout works.
         seq_len: Tokens per sequence; 0 uses the model's maximum.
         schemes: The schemes to list; empty lists all.
         seconds: Processor time for the checks; candidates that are not checked by then are left
@@ -91,11 +91,11 @@ def list_layouts(
     found = []
     whole = parse_run({"model": model, "data": {"path": ".", "seq_len": seq_len}})
     end = time.process_time() + seconds
+    batch = global_batch or common_batch(processes, schemes)
+    train = whole.train.model_copy(update={"global_batch": batch})
     for layout in candidates(processes, schemes):
         if time.process_time() > end:
             break
-        batch = global_batch or _smallest_batch(layout)
-        train = whole.train.model_copy(update={"global_batch": batch})
         run = whole.model_copy(update={"layout": layout, "train": train})
         problems = _problems(run)
         modes = {} if problems else {"replicate": _held(run)}
@@ -105,6 +105,12 @@ def list_layouts(
                 modes[mode] = _held(other)
         found.append(Listed(layout, batch, tuple(problems), modes))
     return found
+
+
+def common_batch(processes: int, schemes: Sequence[Scheme] = ()) -> int:
+    """Returns the smallest global batch that every one of `candidates` can split."""
+    every = candidates(processes, schemes)
+    return math.lcm(*(spec_of(one).batch_parts(one) * one.micro_batches for one in every))
 
 
 def candidates(processes: int, schemes: Sequence[Scheme] = ()) -> Iterator[LayoutConfig]:
@@ -197,7 +203,3 @@ def _held(run: RunConfig) -> float:
     from gridformer.memory.analytic import quick_estimate
 
     return quick_estimate(run)
-
-
-def _smallest_batch(layout: LayoutConfig) -> int:
-    return spec_of(layout).batch_parts(layout) * layout.micro_batches

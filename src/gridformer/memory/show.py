@@ -11,6 +11,7 @@ from rich.text import Text
 
 from gridformer.config import RunConfig
 from gridformer.memory.breakdown import MemoryBreakdown
+from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.work import replica_work
 from gridformer.parallel.registry import describe_layout
@@ -167,8 +168,9 @@ def _title(run: RunConfig) -> str:
         if value != plain
     ]
     micro = train.global_batch // (run.layout.dp * run.layout.micro_batches)
+    devices = "GPUs" if on_gpu(run) else "CPUs"
     parts = [f"{micro} samples per micro-batch", train.dtype, *saving]
-    return f"{run.model.name} on {describe_layout(run.layout)}: {', '.join(parts)}"
+    return f"{run.model.name} on {describe_layout(run.layout)}: {', '.join(parts)}, for {devices}"
 
 
 def _heading(breakdown: MemoryBreakdown, stand_for: Mapping[int, str]) -> str:

@@ -20,6 +20,7 @@ from gridformer.utils.units import MIB
 _MOST_RANKS = 16
 _MOST_SLICES = 1500  # of a rank and a track
 _MOST_BYTES = 256 * MIB
+_LARGEST = 1e15  # of a number in a trace: microseconds of 30 years
 _NUMBER = re.compile(r"trace-step-(\d+)\.json")
 
 
@@ -91,10 +92,17 @@ def read_timeline(path: Path) -> StepTimeline | None:
     try:
         if named is None:
             return None
-        events = json.loads(read_bytes(path, _MOST_BYTES))["traceEvents"]
-        return _timeline(int(named[1]), events)
+        content, read = read_bytes(path, _MOST_BYTES), _number
+        whole = json.loads(content, parse_int=read, parse_float=read, parse_constant=read)
+        return _timeline(int(named[1]), whole["traceEvents"])
     except (UserError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
+
+
+def _number(text: str) -> float:
+    if not abs(value := float(text)) <= _LARGEST:  # also NaN
+        raise ValueError(f"{text[:20]} is no time")
+    return value
 
 
 def _timeline(step: int, events: Sequence[dict[str, Any]]) -> StepTimeline | None:
@@ -174,9 +182,10 @@ def _fewer(slices: list[Slice]) -> list[Slice]:
     gap = (max((one.end for one in slices), default=0.0) - (slices[0].start if slices else 0.0)) / (
         2 * _MOST_SLICES
     )
-    width = 0.0
-    while len(slices) > _MOST_SLICES:
-        width += gap
+    for doubled in range(_MOST_SLICES.bit_length() + 2):
+        if len(slices) <= _MOST_SLICES:
+            break
+        width = gap * 2**doubled
         joined: list[Slice] = []
         last: dict[str, int] = {}
         for one in slices:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from gridformer.config import FINE_TUNING
-from gridformer.data.samples.remarks import remarks
+from gridformer.data.samples.remarks import alike, remarks
 from gridformer.models import count_parameters
 from gridformer.parallel.auto.decisions import notes
 from gridformer.parallel.registry import describe_layout
@@ -53,10 +53,10 @@ class Reporter(Callback):
         plan: The run.
         world: The processes of the run.
         n_train_tokens: Tokens of training text.
-        batches: The training batches.
+        batches: The training batches, then those of validation and test sets.
     """
 
-    def __init__(self, plan: Plan, world: World, n_train_tokens: int, batches: Batches) -> None:
+    def __init__(self, plan: Plan, world: World, n_train_tokens: int, *batches: Batches) -> None:
         self.plan = plan
         self.on_gpu = world.device.type == "cuda"
         self.console = _RunConsole(highlight=False)
@@ -65,12 +65,12 @@ class Reporter(Callback):
         self._print(f"{title_of(run)}, vocabulary {run.model.vocab_size:,}")
         self._print(f"  {world.why}; {run.train.dtype}")
         self._print(
-            f"  {format_count(n_train_tokens)} tokens of text, {batches.n_samples:,} samples; "
+            f"  {format_count(n_train_tokens)} tokens of text, {batches[0].n_samples:,} samples; "
             f"batches of {run.train.global_batch} x {_lengths(run)} tokens"
         )
         for note in notes(run):
             self._print(f"  {note}")
-        for remark in remarks(batches):
+        for remark in [*remarks(batches[0]), *alike(*batches)]:
             self._print(f"  {remark}")
         if plan.start is not None:
             self._print(f"  {plan.start.describe()}")

@@ -51,19 +51,19 @@ class Journal:
             self.told.own.append(self.heart)
             self.state("starting", plan.resume_step)
 
-    def begin(self, plan: Plan, n_train_tokens: int, batches: Batches) -> None:
+    def begin(self, plan: Plan, n_train_tokens: int, *batches: Batches) -> None:
         """Writes config and tokenizer to the run directory, opens its logs, and says what runs.
 
         Args:
             plan: The run, with the checkpoint that it resumes from.
             n_train_tokens: Tokens of training text.
-            batches: The training batches.
+            batches: The training batches, then those of validation and test sets.
         """
         if self.world.rank:
             return
         self._prepare_folder(plan)
         metrics = MetricsFile(self.out, plan.resume_step)
-        self.console = Reporter(plan, self.world, n_train_tokens, batches)
+        self.console = Reporter(plan, self.world, n_train_tokens, *batches)
         needed, loggers = open_loggers(self.run, self.out, plan.resume_step)
         self.told.own += [metrics, self.console, Events(self.out), *needed]
         self.told.others += [*loggers, *self.users]

@@ -105,7 +105,8 @@ class Trainer:
                 raise with_copy(error, run.train, plan.out) from None
             self.stepper.train = self.recovery.present
         self.saves = Saves(plan, self.model, self.axes, self.stop, self.journal)
-        self.journal.begin(plan, data.n_train_tokens, self.batches)
+        evaluated = [one.batches for one in sets]
+        self.journal.begin(plan, data.n_train_tokens, self.batches, *evaluated)
 
     def _load(self, folder: Path, verified: Manifest | None = None) -> Manifest:
         """Puts the model, the optimizer and the counts into the state of a checkpoint."""

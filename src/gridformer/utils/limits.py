@@ -19,3 +19,4 @@ MOST_PROCESSES: Final = 2**20
 LONGEST_NAME: Final = 200  # of a file: most file systems allow 255 bytes, and prefixes are added
 LONGEST_PART: Final = 255  # bytes between two slashes of a path
 LONGEST_PATH: Final = 4095
+ESTIMATED_TOKENS: Final = 8192  # of a sequence at most, in estimates if nothing says how many

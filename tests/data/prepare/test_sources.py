@@ -203,6 +203,20 @@ def test_bad_json_lines_name_the_line(tmp_path: Path, line: str, message: str) -
         texts(open_sources([str(path)]))
 
 
+@pytest.mark.parametrize("name", ["r.jsonl.gz", "r.en.gz"])
+def test_a_line_that_is_too_long_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A .gz of 14 MB may hold one line of 3 GB."""
+    monkeypatch.setattr(files, "LONGEST_LINE", 1 << 20)
+    path, lines = tmp_path / name, b'{"text": "' + b"x" * (1 << 20) + b'"}\n'
+    path.write_bytes(gzip.compress(b'{"text": "fine"}\n' + lines))
+    pairs = [str(path), str(path.with_name("r.de.gz"))] if "en" in name else []
+    path.with_name("r.de.gz").write_bytes(gzip.compress(b"fine\nfine\n"))
+    with pytest.raises(DataError, match=r"line 2: has more than 1,048,576 bytes: write one"):
+        texts(open_sources(pairs or [str(path)], pair_files=bool(pairs)))
+
+
 # --------------------------------------------------------------------------- Hugging Face
 
 

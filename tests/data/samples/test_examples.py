@@ -16,6 +16,8 @@ from gridformer.data.samples.examples import (
     TextExamples,
     truncated,
 )
+from gridformer.data.samples.remarks import alike
+from gridformer.data.samples.samples import Restarted
 from gridformer.data.samples.special import SpecialIds
 from gridformer.data.samples.whole import Whole
 from gridformer.utils.batch import IGNORE
@@ -118,6 +120,29 @@ def test_choices_are_sequences_of_their_own() -> None:
     assert (found["at"].tolist(), int(found["labels"])) == ([0, 0], 1)
     with pytest.raises(DataError, match=r"have 2 choices.*use data\.n_choices=2"):
         ChoiceExamples(split, 7, ENCODER, 4)
+
+
+@pytest.mark.parametrize("special", [ENCODER, DECODER])
+@pytest.mark.parametrize("two_stacks", [False, True])
+def test_choices_that_truncation_makes_equal_are_counted(
+    special: SpecialIds, two_stacks: bool
+) -> None:
+    """The ends of the first and of the last question's choices differ, which 9 tokens do not hold.
+
+    Those of the second begin differently, and those of the third fit.
+    """
+    rows = [
+        [1, 2, 3, *range(5, 13), 50, *range(5, 13), 51],
+        [1, 2, 3, 50, *range(5, 13), 51, *range(5, 13)],
+        [1, 2, 3, 50, 51],
+        [*range(5, 15), 50, *range(5, 15), 51],
+    ]
+    split = split_of(rows, parts=[[3, 9, 9], [3, 9, 9], [3, 1, 1], [0, 11, 11]], right=[0, 1, 0, 1])
+    few = ChoiceExamples(split, 9, special, 2, two_stacks)
+    assert (few.n_alike, ChoiceExamples(split, 20, special, 2, two_stacks).n_alike) == (2, 0)
+    (said,) = alike(Whole(few, 2), Restarted(Whole(few, 2), 3))
+    assert said.startswith("Warning: at least 4 of 8 questions have choices that are equal once")
+    assert not alike(Whole(TextExamples(split_of([[1]], labels=[0]), 9, special), 1))
 
 
 @pytest.mark.parametrize("two_stacks", [False, True])

@@ -12,10 +12,12 @@ the following ones are {"messages", "prompt"}. An answer is {"text", "answers"} 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import secrets
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jinja2
@@ -26,6 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_MEMORY = 1 << 30  # bytes of address space
 MOST_CHARS = 1 << 24  # of one conversation's text
+MOST_FILTERED = 1 << 16  # characters of a text for a filter that may need far more time or memory
 # They surround what a template declares an answer. Nobody can write them into a conversation,
 # because they differ in each process.
 _NAME = secrets.token_hex(16)
@@ -57,6 +60,8 @@ def environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
     made.filters["tojson"] = _to_json
+    for name in ("wordwrap", "urlize", "striptags"):
+        made.filters[name] = _bounded(made.filters[name])
     made.globals["raise_exception"] = _refuse
     return made
 
@@ -101,6 +106,18 @@ def rendered(template: jinja2.Template, special: dict[str, str], asked: dict[str
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
     known = {key: options[key] for key in ("separators", "sort_keys") if key in options}
     return json.dumps(value, ensure_ascii=False, indent=indent, **known)
+
+
+def _bounded(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a filter that refuses long texts, over which it would take minutes or gigabytes."""
+
+    @functools.wraps(filter_)
+    def bounded(*given: Any, **options: Any) -> Any:
+        if any(isinstance(one, str) and len(one) > MOST_FILTERED for one in given):
+            _refuse(f"{filter_.__name__[3:]} takes at most {MOST_FILTERED:,} characters")
+        return filter_(*given, **options)
+
+    return bounded
 
 
 def _refuse(message: object) -> None:

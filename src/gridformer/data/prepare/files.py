@@ -7,6 +7,7 @@ import gzip
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -15,6 +16,7 @@ from gridformer.data.prepare.text_chunks import TextChunk, text_chunks
 from gridformer.data.prepare.utf8 import decoded_document, decoded_line
 from gridformer.utils.errors import DataError
 from gridformer.utils.files import parse_json
+from gridformer.utils.units import MIB
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
 TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".json")
@@ -29,6 +31,7 @@ DEFAULT_SUFFIXES = (*TEXT_SUFFIXES, *FOLDER_RECORDS)
 _INSTEAD = {"pairs": "", "labels": ": put it into folders, and use --labels-from-folders"}
 BINARY = "files with NUL bytes"
 _CHUNK = 1 << 20
+LONGEST_LINE = 256 * MIB  # bytes
 
 
 def file_chunks(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[TextChunk]:
@@ -62,6 +65,17 @@ def file_chunks(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[T
 def open_binary(path: Path) -> BinaryIO:
     """Opens a file for reading its bytes, which are decompressed if its name ends with .gz."""
     return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines of a file with their numbers; a small .gz may have one of many GB."""
+    with open_binary(path) as file:
+        read = partial(file.readline, LONGEST_LINE + 1)
+        for number, line in enumerate(iter(read, b""), start=1):
+            if len(line) > LONGEST_LINE:
+                most = f"has more than {LONGEST_LINE:,} bytes: write one record on each line"
+                raise DataError(f"{path}, line {number}: {most}")
+            yield number, line
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
@@ -98,8 +112,8 @@ def json_lines(path: Path, skipped: Counter[str]) -> Iterator[tuple[str, dict[st
     Raises:
         DataError: The file cannot be read, or a line is not a record.
     """
-    with readable(path), open_binary(path) as file:
-        for number, line in enumerate(file, start=1):
+    with readable(path):
+        for number, line in numbered_lines(path):
             if not line.strip():
                 continue
             where = f"{path}, line {number}"

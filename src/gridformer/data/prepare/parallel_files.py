@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from gridformer.data.prepare.files import open_binary
+from gridformer.data.prepare.files import numbered_lines, readable
 from gridformer.data.prepare.records import NO_PAIR
 from gridformer.data.prepare.text_chunks import TextChunk, text_chunks
 from gridformer.data.prepare.utf8 import decoded_line
@@ -114,12 +113,8 @@ def _language(path: Path) -> str:
 
 def _lines(path: Path, skipped: Counter[str]) -> Iterator[str]:
     """Yields the lines of a file without the white space around them."""
-    try:
-        with open_binary(path) as file:
-            # By bytes, because text mode would also end lines at characters such as U+2028.
-            for number, line in enumerate(file, start=1):
-                text = decoded_line(line, f"{path}, line {number}", skipped)
-                yield (text.removeprefix("\ufeff") if number == 1 else text).strip()
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path}: cannot be read ({reason})") from error
+    with readable(path):
+        # By bytes, because text mode would also end lines at characters such as U+2028.
+        for number, line in numbered_lines(path):
+            text = decoded_line(line, f"{path}, line {number}", skipped)
+            yield (text.removeprefix("\ufeff") if number == 1 else text).strip()

@@ -10,6 +10,7 @@ An encoder-decoder pair reads that as its source, and its decoder the same one t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +23,7 @@ from gridformer.data.tokenfolder import TokenSplit
 from gridformer.utils.errors import DataError
 
 PARTS, LABELS, RIGHT, VALUE = "parts", "labels", "right", "value"
+_MOST_COMPARED = 10_000  # questions with truncated choices, which takes about three seconds
 
 
 class Reading:
@@ -129,6 +131,18 @@ class ChoiceExamples:
                 f"{split.path}: its questions have {found} choices, not data.n_choices="
                 f"{n_choices}: use data.n_choices={found}"
             )
+
+    @cached_property
+    def n_alike(self) -> int:
+        """How many questions, at least, have choices that are equal once they are truncated."""
+        parts = np.asarray(self.split.columns[PARTS], dtype=np.int64)
+        passages, choices, most = parts[:, :1], parts[:, 1:], self.reading.seq_len - 5
+        cut = ((passages + choices > most) & (2 * choices > most)).any(1)
+        draw, found = np.random.default_rng(0), 0
+        for number in np.flatnonzero(cut)[:_MOST_COMPARED].tolist():
+            read = self.sample(number, draw)
+            found += len(np.unique(read.get("source", read["tokens"]), axis=0)) < self.n_choices
+        return found
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
         """Returns what `Reading.sequence` returns for each continuation [n, ...], and labels []."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from gridformer.data.samples.chat import ChatSamples
+from gridformer.data.samples.examples import ChoiceExamples
 from gridformer.data.samples.samples import Batches, Dealt, Mixed, Restarted, Samples
 from gridformer.data.samples.translation import PairSamples
+from gridformer.data.samples.whole import Whole
 
 
 def remarks(batches: Batches) -> list[str]:
@@ -26,12 +28,25 @@ def remarks(batches: Batches) -> list[str]:
     return found
 
 
+def alike(*read: Batches) -> list[str]:
+    """Returns a warning about questions whose choices truncation makes equal, if there are any."""
+    samples = [one for batches in read for one in _samples_of(batches)]
+    questions = [one for one in samples if isinstance(one, ChoiceExamples)]
+    if not (n := sum(one.n_alike for one in questions)):
+        return []
+    return [
+        f"Warning: at least {n:,} of {sum(one.n_samples for one in questions):,} questions have "
+        f"choices that are equal once truncated to data.seq_len={questions[0].reading.seq_len}, so "
+        "that rounding decides which one is chosen: use a larger data.seq_len or shorter choices"
+    ]
+
+
 def _samples_of(batches: Batches) -> tuple[Samples, ...]:
     if isinstance(batches, Restarted):
         return _samples_of(batches.batches)
     if isinstance(batches, Mixed):
         return batches.samples
-    return (batches.samples,) if isinstance(batches, Dealt) else ()
+    return (batches.samples,) if isinstance(batches, Dealt | Whole) else ()
 
 
 def _sources(batches: Batches, start: int = 0) -> list[str]:
