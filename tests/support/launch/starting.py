@@ -1,6 +1,5 @@
 """Runs that fail before or soon after they begin, for tests of the fork server and of memory."""
 
-import errno
 import os
 import resource
 import signal
@@ -36,8 +35,7 @@ def with_a_full_disk(folder: Path, n: int) -> None:
 def with_a_full_folder(folder: Path, n: int) -> None:
     """The same, where rank 1 cannot write its report, either."""
     if os.environ["RANK"] == "1":
-        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        patch.object(worker_process, "_write_whole", side_effect=full).start()
+        patch.object(worker_process, "_write_whole", side_effect=OSError).start()
     with_a_full_disk(folder, n)
 
 
