@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from gridformer.checkpoint import checkpoint, find
+from gridformer.checkpoint import average, checkpoint, find
 from gridformer.checkpoint.average import average_run
-from gridformer.checkpoint.manifest import read_manifest
+from gridformer.checkpoint.manifest import Manifest, read_manifest
 from gridformer.config import LayoutConfig, RunConfig, parse_run
+from gridformer.evaluate import loading
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
-from gridformer.utils.errors import ConfigError, UserError
+from gridformer.utils.errors import CheckpointError, ConfigError, UserError
 
 MODEL = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
 
@@ -57,6 +59,32 @@ def test_the_mean_of_the_last_checkpoints(
     for mean, *some in zip(*(m.parameters() for m in (found, *averaged))):
         assert torch.equal(mean, (sum(one.double() for one in some) / len(some)).float())
     assert not read_manifest(find.newest(run_dir)).weights_only
+
+
+def test_a_run_removes_a_checkpoint_while_it_is_read(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever needs one takes the next one; an average, and a layout's processes, say so."""
+    folders, verify = find.complete(run_dir), average.verify_checkpoint
+    monkeypatch.setattr(loading, "load_tokenizer", lambda folder, manifest: (folder / "x").touch())
+    gone = f"{folders[2]} is no longer there: a run that goes on keeps only its newest checkpoints"
+
+    def then_removed(folder: Path, contents: bool = True) -> Manifest:
+        found = verify(folder, contents)
+        if folder == folders[2]:
+            shutil.rmtree(folder)
+        return found
+
+    shutil.copytree(run_dir, tmp_path / "copy")
+    monkeypatch.setattr(loading, "verify_checkpoint", then_removed)
+    assert loading.load_for_inference(run_dir)[1] == folders[1]
+    with pytest.raises(CheckpointError, match=gone):
+        loading.load_for_inference(folders[2])
+    shutil.rmtree(run_dir)
+    shutil.copytree(tmp_path / "copy", run_dir)
+    monkeypatch.setattr(average, "verify_checkpoint", then_removed)
+    with pytest.raises(CheckpointError, match=gone):
+        average_run(run_dir, tmp_path / "mean", 2)
 
 
 def test_what_cannot_be_averaged_is_refused(run_dir: Path, tmp_path: Path) -> None:

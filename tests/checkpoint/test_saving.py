@@ -199,6 +199,23 @@ def test_a_rank_that_never_tells_is_named(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_ranks_that_cannot_even_tell_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk has no inode left, after the first rank has taken the last one."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(saving, "_LOST_S", 0.2)
+    monkeypatch.setattr(place.LocalDraft, "tell", full)
+    full_disk(monkeypatch, lambda name: not name.startswith("shard-00001"))
+    outcome = saved(tmp_path, 1, Kept(1), patience_s=60.0)
+    assert "no space left on device" in outcome.failure
+    assert outcome.full
+    assert names(tmp_path) == []
+
+
 def test_a_rank_that_was_killed_in_a_save_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gridformer.comm.progress import Progress
 from gridformer.launch.failure_cause import cause_of, out_of_memory
 from gridformer.launch.failures import Failure, failure_text
 from gridformer.launch.worker_process import _write_failure
@@ -65,12 +67,37 @@ def test_a_failed_save_is_told_by_the_rank_that_knows_why(tmp_path: Path) -> Non
     assert failure_text(found[0]) == "gridformer: another says why"
 
 
-def test_the_rank_whose_disk_is_full_says_so(start: Start) -> None:
-    code, _, err = finish(start("starting:with_a_full_disk", 3))
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("with_a_full_disk", "the disk is full: /dev/full could not be written ("),
+        ("with_too_many_files", "too many open files: raise the limit, such as by `ulimit -n"),
+    ],
+)
+def test_the_rank_that_meets_a_limit_says_so(start: Start, name: str, said: str) -> None:
+    code, _, err = finish(start(f"starting:{name}", 3))
     assert code == 1
-    assert err.startswith("rank 1 failed: the disk is full: /dev/full could not be written (")
-    assert err.count("Traceback") == 1
-    assert "FullDiskError" in err.splitlines()[-1]
+    (line,) = err.splitlines()
+    assert line.startswith(f"rank 1 failed: {said}")
+
+
+def test_a_report_that_cannot_be_written_is_printed(start: Start, tmp_path: Path) -> None:
+    """As where TMPDIR has become full."""
+    code, _, err = finish(start("starting:with_a_full_folder", 2))
+    assert code == 1
+    assert "Traceback" not in err
+    assert "rank 1 failed: the disk is full: /dev/full could not be written (" in err
+
+
+def test_a_file_that_may_not_be_large_enough_is_named(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(FullDiskError, match="/progress could not be written") as raised:
+            Progress(tmp_path / "progress")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "ulimit -f" in cause_of(raised.value)
 
 
 @pytest.mark.full
@@ -80,8 +107,8 @@ def test_innocent_ranks_show_no_traceback(start: Start) -> None:
     assert code == 1
     before, _, cause = err.rpartition("Root Cause (first observed failure)")
     assert "rank      : 1 (local_rank: 1)" in cause
-    own = [line for line in before.splitlines() if line.startswith("FullDiskError")]
-    assert len(own) <= 1, err
+    assert before.count("rank 1 failed: the disk is full") <= 1, err
+    assert "FullDiskError" not in before
     assert "Connection closed by peer" not in before or "ends because its connection" in before
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pty
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from gridformer.launch import local
+from gridformer.launch.stop_signals import signals_seen
 from gridformer.launch.worker_process import Meeting
 from gridformer.utils.signals import StopPolicy
+from tests.support.launch.programs import Start, assert_gone, finish, wait_for
 
 
 def workers(folder: Path) -> local._Workers:
@@ -37,6 +43,35 @@ def test_workers_that_do_not_save_get_no_more_time(tmp_path: Path) -> None:
     two = workers(tmp_path)
     assert not two._has_more_time(10.0)
     assert not two._has_more_time(11.0)
+
+
+@pytest.mark.parametrize("stopped", ["the ranks", "all"])
+def test_a_run_whose_ranks_are_all_stopped_ends_with_a_sentence(
+    start: Start, tmp_path: Path, stopped: str
+) -> None:
+    process = start("fails_when_it_goes_on", 2)
+    pids = wait_for(tmp_path, ["pid0", "pid1"], process)
+    if stopped == "all":  # and they go on, too late for messages
+        os.killpg(process.pid, signal.SIGSTOP)
+        time.sleep(4.0)
+        os.killpg(process.pid, signal.SIGCONT)
+    else:
+        for pid in pids:
+            os.kill(int(pid), signal.SIGSTOP)
+    code, _, err = finish(process)
+    assert code == 1
+    (line,) = err.splitlines()
+    assert re.match(r"All ranks were stopped for \d+ s, as by SIGSTOP or Ctrl-Z ", line)
+    assert_gone(pids)
+
+
+def test_only_a_second_ctrl_c_ends_a_run_at_once() -> None:
+    """A second SIGTERM is common: a cluster sends it to a process and to its group."""
+    for first, second in itertools.product((signal.SIGINT, signal.SIGTERM), repeat=2):
+        with signals_seen(StopPolicy()) as seen:
+            os.kill(os.getpid(), first)
+            os.kill(os.getpid(), second)
+        assert (seen.first, seen.again) == (first, first == second == signal.SIGINT)
 
 
 class KilledError(BaseException):

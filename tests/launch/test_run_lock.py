@@ -108,12 +108,13 @@ def test_another_hosts_lock_is_stale_once_it_is_old(
     with RunLock() as lock:
         lock.take(tmp_path)
     monkeypatch.setattr(run_lock, "STALE_S", 0.2)
-    written(tmp_path, **other)
-    told: list[str] = []
-    with RunLock() as lock:
-        lock.take(tmp_path, told.append)
-    assert told
-    assert all("waiting until it is refreshed" in text for text in told)
+    for day_s in (0.0, -86_400.0):  # the clock of that host is right, or a day ahead
+        written(tmp_path, day_s, **other)
+        told: list[str] = []
+        with RunLock() as lock:
+            lock.take(tmp_path, told.append)
+        assert told
+        assert all("waiting until it is refreshed" in text for text in told)
 
 
 def test_another_hosts_lock_that_is_refreshed_is_respected(tmp_path: Path, quick: None) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import read_manifest
+from gridformer.launch.verify_run import verify_run
 from gridformer.parallel.pipeline import LOADING_RUNS, Executor
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
@@ -18,7 +19,7 @@ from gridformer.train.step import Stepper
 from tests.support.marks import full_unless
 from tests.support.multirank.layouts import n_of
 from tests.support.multirank.nccl_path import on_nccl
-from tests.support.multirank.poison import LAYER, poisoned
+from tests.support.multirank.poison import LAYER, poisoned, with_an_infinite_moment
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import MIDDLE, STEPS, losses, plan_of, start_from, train
 
@@ -183,6 +184,23 @@ def test_rollbacks_end(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> 
     plan = plan_of(token_folder, tmp_path / "always", {}, **settings)
     (told,) = pool.run(1, poisoned, plan, "output", {3})
     assert "The run has gone back 2 times (train.divergences=2)" in told
+
+
+@pytest.mark.parametrize("layout", QUICK)
+def test_no_checkpoint_has_moments_that_are_not_finite(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path, layout: str
+) -> None:
+    """Adam divides by their roots, so that its updates are 0 and all losses are finite."""
+    for kind in ("stop", "skip", "rollback"):
+        settings: dict[str, Any] = {"save_every": 1, "on_divergence": kind}
+        plan = plan_of(token_folder, tmp_path / kind, LAYOUTS[layout], **settings)
+        (told, *_) = pool.run(n_of(LAYOUTS[layout]), with_an_infinite_moment, plan, 2)
+        if kind != "rollback":
+            assert "step 3: what is to be saved is not finite, so it is not saved; 'exp_avg" in told
+            assert told.endswith("train.on_divergence=rollback goes on by itself")
+        steps = [int(folder.name[5:]) for folder in find.complete(tmp_path / kind)]
+        assert steps[-1] == (STEPS if kind == "rollback" else 2), told
+        assert all(one.ok for one in verify_run(tmp_path / kind, finite=True))
 
 
 def test_a_well_run_pays_nothing(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:

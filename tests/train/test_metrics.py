@@ -39,6 +39,15 @@ def test_a_full_disk_is_named_also_where_tensorboard_meets_it(tmp_path: Path) ->
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
 
 
+def test_a_disk_that_is_full_at_the_end_is_named(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path, 0)
+    file.close()
+    with Path("/dev/full").open("a", encoding="utf-8") as file._file:
+        file._file.write("what a full disk has not taken before")
+        with pytest.raises(FullDiskError, match=f"{METRICS} could not be written"):
+            file.close()
+
+
 def test_the_plot_names_the_run_and_its_label_covers_no_curve(tmp_path: Path) -> None:
     """The last validation loss is written beside the axes, at the height where its curve ends."""
     lines = [{"step": 0, "val_loss": 6.3}]

@@ -52,3 +52,14 @@ def test_a_killed_process_leaves_a_folder_that_the_next_run_removes() -> None:
         assert len([*folder.iterdir()]) == 1
         remove_private_leftovers(folder)
         assert not [*folder.iterdir()]
+
+
+def test_a_folder_whose_path_is_too_long_for_sockets_is_refused() -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as short:
+        long = Path(short) / ("x" * 90)
+        long.mkdir()
+        env, command = {**os.environ, "TMPDIR": str(long)}, [sys.executable, "-c", STARTS]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert f"UserError: TMPDIR={long} is too long for the path of a socket" in done.stderr
+    left = int(done.stderr.split("at least ")[1].split()[0])
+    assert len(str(long)) - left + len("/pymp-12345678/listener-12345678") == 103

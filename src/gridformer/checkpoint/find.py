@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from gridformer.checkpoint.manifest import MANIFEST, STEP_FOLDER
+from gridformer.checkpoint.manifest import MANIFEST, STEP_FOLDER, removed_error
 from gridformer.utils.errors import CheckpointError
 from gridformer.utils.files import exists, meant_beside
 
@@ -28,6 +28,12 @@ def newest(run_dir: Path) -> Path:
     if (run_dir / MANIFEST).is_file():
         return run_dir
     found = latest(run_dir)
+    if (
+        STEP_FOLDER.fullmatch(run_dir.name)
+        and not exists(run_dir)
+        and latest(run_dir.parent.parent)
+    ):
+        raise removed_error(run_dir)
     if found is None:
         meant = "" if exists(run_dir) else meant_beside(run_dir, latest)
         said = f" (did you mean '{meant}'?)" if meant else ""

@@ -22,7 +22,7 @@ from gridformer.checkpoint.index import BlockIndex
 from gridformer.config import Config, ModelConfig, RunConfig
 from gridformer.config.renamed import with_new_names
 from gridformer.data.fingerprint import Fingerprint
-from gridformer.utils.errors import CheckpointError
+from gridformer.utils.errors import CheckpointError, RemovedError, UserError
 from gridformer.utils.files import UnreadableError, parse_json, read_bytes
 from gridformer.utils.units import MIB
 
@@ -230,22 +230,35 @@ def damage_remedy(folder: Path) -> str:
 def advice_for_readers(folder: Path, any_will_do: bool = True) -> Iterator[None]:
     """Makes errors in the block about a damaged checkpoint advise a command that does not train.
 
-    `train.fallback` is of no use to it.
+    `train.fallback` is of no use to it, and a run beside it may remove the checkpoint.
 
     Args:
         folder: The checkpoint that the block reads.
         any_will_do: Whether the command can be given another checkpoint instead.
 
     Raises:
+        RemovedError: The checkpoint is gone.
         CheckpointError: That of the block.
     """
     try:
         yield
-    except CheckpointError as error:
+    except (UserError, OSError, RuntimeError) as error:  # safetensors raises the last
+        if not folder.exists():
+            raise removed_error(folder) from None
+        if not isinstance(error, CheckpointError):
+            raise
         text = str(error)
         raise CheckpointError(
             text.replace(damage_remedy(folder), _readers_remedy(folder, any_will_do))
         ) from None
+
+
+def removed_error(folder: Path) -> RemovedError:
+    """Returns the error about a checkpoint that is no longer there."""
+    return RemovedError(
+        f"{folder} is no longer there: a run that goes on keeps only its newest checkpoints "
+        f"(train.keep_checkpoints), so run the command again, with {folder.parent.parent}"
+    )
 
 
 def _readers_remedy(folder: Path, any_will_do: bool) -> str:

@@ -260,6 +260,10 @@ class Save:
                     found[rank] = _Told(rank, needed, error=error)
             if len(found) == self.n_ranks:
                 return True
+            if time.monotonic() - last_news > _LOST_S:
+                with self.draft.writing("probe"):  # raises if no rank can leave even a note
+                    pass
+                self.draft.drop("probe")
             patience_s = max(self.patience_s, 10 * self._own_s)
             if time.monotonic() - last_news > patience_s or self._is_lost(last_news):
                 missing = [rank for rank in range(self.n_ranks) if rank not in found]

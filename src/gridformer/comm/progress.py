@@ -49,6 +49,7 @@ from gridformer.comm.progress_file import (
     state_of,
 )
 from gridformer.mesh.axes import Axis
+from gridformer.utils.disk import writing
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -135,7 +136,8 @@ class Progress:
         else:
             file, self.path = -1, None
         if file >= 0:
-            os.ftruncate(file, LENGTH)
+            with writing(self.path or Path(), LENGTH):
+                os.ftruncate(file, LENGTH)
         self._bytes = mmap.mmap(file, LENGTH)
         if path is not None:
             os.close(file)

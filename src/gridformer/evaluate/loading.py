@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.tensor.linear import weights_kept
+from gridformer.utils.errors import RemovedError
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,11 @@ def load_for_inference(run_dir: Path, contents: bool = True) -> tuple[RunConfig,
         CheckpointError: There is no checkpoint, or it is damaged.
         DataError: There is no tokenizer, or that of another model.
     """
-    folder = find.newest(run_dir)
-    with advice_for_readers(folder):
-        manifest = verify_checkpoint(folder, contents=contents)
-    return RunConfig.model_validate(manifest.run), folder, load_tokenizer(folder, manifest)
+    while True:
+        folder = find.newest(run_dir)
+        with suppress(RemovedError), advice_for_readers(folder):  # there is a newer one by then
+            manifest = verify_checkpoint(folder, contents=contents)
+            return RunConfig.model_validate(manifest.run), folder, load_tokenizer(folder, manifest)
 
 
 def checkpoint_label_names(run: RunConfig, folder: Path) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 
 from gridformer.utils import disk
@@ -20,6 +22,8 @@ def cause_of(error: BaseException) -> str:
     if disk.is_full(error):
         assert isinstance(error, OSError)
         return disk.full_disk_message(error) + "; free some, or choose --out on another disk"
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{os.strerror(error.errno).lower()}: raise the limit, such as by `ulimit -n 4096`"
     return ""
 
 

@@ -27,14 +27,15 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from gridformer.launch.failures import Advise, Failure, general, report_and_exit
+from gridformer.launch.boards import process_state
+from gridformer.launch.failures import Advise, Failure, cause, general, report_and_exit
 from gridformer.launch.fork_server import UNKNOWN, ForkServer, end_orphans
 from gridformer.launch.stop_signals import Signals, signals_seen
 from gridformer.launch.worker_process import Meeting, print_stopped, work, work_here
@@ -52,6 +53,8 @@ _MORE_PATIENCE_S = 0.5
 _LEAVES_S = 10.0  # for a worker that has saved to say so and to leave its groups
 # How long the launcher waits for the rank that broke a connection after its peers have failed.
 _LINGER_S = 3.0
+_LOOK_S = 1.0  # between two looks whether all workers are stopped
+_EFFECTS_S = 30.0  # what fails so soon after a pause fails because of it
 
 
 def launch(
@@ -212,6 +215,7 @@ class _Workers:
         """
         stop_at = float("inf")
         found: list[Failure] = []
+        self._ran, self._resumed, self._paused_s = time.monotonic(), float("-inf"), 0.0
         running = {process.sentinel: rank for rank, process in enumerate(self._started)}
         if len(self._started) < self.size and not signals.first and self._lost():
             return self._end_without_server()
@@ -223,7 +227,10 @@ class _Workers:
             if signals.first or now >= stop_at:
                 self._send_stop(signals.first or signal.SIGTERM)
             until = min(self._kill_at, stop_at if not self._stopping else float("inf"))
-            ready = wait([*running, signals.reader], None if until == float("inf") else until - now)
+            ready = wait([*running, signals.reader], min(until - now, _LOOK_S))
+            if self._are_paused(running.values()) and not self._stopping:
+                self.kill()
+                return self._paused()
             signals.clear()
             ended = [running.pop(s) for s in ready if s in running]
             for rank in ended:  # one that was killed in a save does not save anymore
@@ -239,7 +246,27 @@ class _Workers:
                 break
             if found:
                 stop_at = min(stop_at, time.monotonic() + self._time_left(found))
-        return min(found, key=Failure.order, default=None)
+        failure = min(found, key=Failure.order, default=None)
+        late = failure and (failure.caused_by_peer or cause(failure).startswith("The run hangs"))
+        return self._paused() if late and self._resumed > self._ran - _EFFECTS_S else failure
+
+    def _are_paused(self, ranks: Iterable[int]) -> bool:
+        """Returns whether all workers are stopped for too long; notes a pause that is over, too."""
+        now, noted = time.monotonic(), self._resumed
+        stopped = all(process_state(self._started[rank].pid or 0) in ("T", "t") for rank in ranks)
+        if now - self._ran > self.policy.timeout_s + 2 * _LOOK_S:
+            self._paused_s, self._resumed = now - self._ran, now
+        if not stopped:
+            self._ran = now
+        # Seen twice, as this process may have been stopped, too, and go on before the workers.
+        return stopped and self._resumed == now and now - noted < 3 * _LOOK_S
+
+    def _paused(self) -> Failure:
+        text = (
+            f"All ranks were stopped for {self._paused_s:.0f} s, as by SIGSTOP or Ctrl-Z (limit: "
+            f"{self.policy.timeout_s:g} s): the same command goes on from the newest checkpoint."
+        )
+        return Failure(-1, None, None, {"message": text, "report": text})
 
     def _has_more_time(self, now: float) -> bool:
         """Returns whether workers whose time is over get more, because one saves or has saved."""

@@ -141,7 +141,8 @@ def release_spares(place: Joined) -> None:
 def policy_of(train: TrainConfig) -> StopPolicy:
     """Returns how the processes of a run answer stop signals."""
     ends_at = None if train.max_hours is None else began() + 3600 * train.max_hours
-    return StopPolicy(train.stop_grace_s, train.stop_signals, ends_at=ends_at)
+    grace_s, timeout_s = train.stop_grace_s, train.timeout_s
+    return StopPolicy(grace_s, train.stop_signals, ends_at=ends_at, timeout_s=timeout_s)
 
 
 def began() -> float:

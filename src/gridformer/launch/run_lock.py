@@ -188,6 +188,7 @@ def _take(path: Path, mine: Holder, tell: Callable[[str], None]) -> None:
         UserError: Another run holds it.
     """
     seen: tuple[str, float] | None = None  # the token and time of another host's lock
+    since = time.monotonic()
     while True:
         if _write_new(path, mine):
             return
@@ -207,7 +208,7 @@ def _take(path: Path, mine: Holder, tell: Callable[[str], None]) -> None:
         if seen not in (None, found):
             raise _refusal(path.parent, holder)
         seen = found
-        age = _now(path.parent) - refreshed
+        age = max(_now(path.parent) - refreshed, time.monotonic() - since)  # a clock may be ahead
         if age > STALE_S:
             if _take_over(path, found[0], mine):
                 return

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -139,10 +140,11 @@ def work(
 
 def _mark(path: Path, exists: bool) -> None:
     """Creates or removes a file that says something by its existence."""
-    if exists:
-        path.touch()
-    else:
-        path.unlink(missing_ok=True)
+    with suppress(OSError):  # TMPDIR may be full
+        if exists:
+            path.touch()
+        else:
+            path.unlink(missing_ok=True)
 
 
 def work_here(
@@ -260,7 +262,12 @@ def _fail(
         if caused_by_peer and by_torchrun_or_srun:
             time.sleep(_LINGER_S)
         if error_file and not stop.reported:
-            _write_failure(error, error_file)
+            with suppress(OSError):  # a descriptor for the report, if there are too many
+                os.close(0)
+            try:
+                _write_failure(error, error_file)
+            except OSError:  # TMPDIR is full
+                by_torchrun_or_srun = True
         if by_torchrun_or_srun:  # otherwise `launch` prints it, because it started the workers
             _print_failure(error)
         code = error.exit_code if isinstance(error, UserError) else 1
@@ -309,6 +316,8 @@ def _write_failure(error: Exception, path: Path) -> None:
         message["problems"] = getattr(error, "problems", [])
     if isinstance(error, SaveError):  # a sentence that needs no traceback
         message["report"] = f"gridformer: {error}"
+    elif isinstance(error, OSError) and message["meaning"]:  # so does this
+        message["report"] = f"rank {os.environ.get('RANK', '?')} failed: {message['meaning']}"
     _write(path, message)
 
 
@@ -339,7 +348,8 @@ def _print_failure(error: Exception) -> None:
     else:
         if meaning := cause_of(error):
             print(f"rank {rank} failed: {meaning}\n", file=sys.stderr)
-        traceback.print_exception(error)
+        if not meaning or not isinstance(error, OSError):
+            traceback.print_exception(error)
 
 
 def _is_effect_of_a_peer(error: Exception) -> bool:

@@ -1,7 +1,7 @@
 """Why the loss or the gradients of a step are not finite, found by computing the step once more.
 
 None of this runs while all steps are finite. All ranks look at their own parts, and agree on the
-first cause in this order: data, weights, outputs of layers, the loss, and gradients.
+first cause in this order: data, weights, outputs of layers, the loss, gradients, and moments.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from gridformer.checkpoint.checkpoint import shards_of
 from gridformer.comm.agree import first_text
 from gridformer.parallel.data.gradients import owned
 from gridformer.parallel.data.zero import stored
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch
 
-_DATA, _WEIGHTS, _OUTPUT, _LOSS, _GRADIENT = range(5)
+_DATA, _WEIGHTS, _OUTPUT, _LOSS, _GRADIENT, _MOMENT = range(6)
 _MOST = 1 << 40  # more than any position
 _HEADS = 1 << 30  # the position of what comes after all layers
 
@@ -64,7 +66,9 @@ def diagnose(stepper: Stepper, step: int, read: ReadRows) -> Diagnosis:
     found += [(_LOSS, 0, name) for name, loss in again.losses.items() if _bad(loss)]
     # The backward pass begins at the end of the model.
     found += [(_GRADIENT, _MOST - places[name], name) for name, p in owned(model) if _bad(p.grad)]
-    kind, place, name = min(found, default=(_GRADIENT + 1, 0, ""))
+    if name := not_finite(stepper):
+        found.append((_MOMENT, 0, name))
+    kind, place, name = min(found, default=(_MOMENT + 1, 0, ""))
     where = f"rank {axes.world.index}"
     if axes.pp.size > 1:
         where += f" (stage {axes.pp.index})"
@@ -72,6 +76,12 @@ def diagnose(stepper: Stepper, step: int, read: ReadRows) -> Diagnosis:
     agreed = first_text(text, axes.world, key=kind * 2 * _MOST + place)
     cause, advice = _told(stepper, agreed)
     return Diagnosis(cause, advice, again.tokens)
+
+
+def not_finite(stepper: Stepper) -> str:
+    """Returns the first of this rank's parameters and moments that is not finite, or nothing."""
+    shards = shards_of(stepper.model, stepper.updates)
+    return next((name for name, (tensor, _) in shards.items() if _bad(tensor)), "")
 
 
 def _told(stepper: Stepper, agreed: str) -> tuple[str, str]:
@@ -109,6 +119,12 @@ def _told(stepper: Stepper, agreed: str) -> tuple[str, str]:
             return (
                 f"the output of the layers is finite, but the loss is not ({name}, on {where})",
                 calmer[0].upper() + calmer[1:],
+            )
+        case 5:
+            return (
+                f"'{name}' of the optimizer is not finite on {where}, as the squares of gradients "
+                "were too large, or a device computed wrong",
+                f"{calmer[0].upper()}{calmer[1:]}, or set train.clip_norm ({train.clip_norm:g})",
             )
         case _:
             if stepper.updates.in_backward:
@@ -174,9 +190,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _bad(tensor: Tensor | None) -> bool:
     """Returns whether a tensor has values that are not finite."""
-    if tensor is None or tensor.is_meta or not tensor.is_floating_point():
+    if tensor is None or tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
         return False
-    return bool(tensor.detach().isfinite().logical_not().any())
+    return not torch.stack(tensor.detach().aminmax()).isfinite().all()
 
 
 def _places(names: Iterable[str]) -> dict[str, int]:

@@ -77,9 +77,10 @@ class Recovery:
         what = str(error).split(". Lower ")[0]
         why = f"{what}; {found.cause}"
         kind, limit = self.train.on_divergence, self.train.divergences
-        if kind == "stop":
+        if kind == "stop" or (kind == "skip" and error.done):
+            others = "rollback" if error.done else "skip or rollback"
             raise DivergedError(
-                f"{why}. {found.advice}; train.on_divergence=skip or rollback goes on by itself"
+                f"{why}. {found.advice}; train.on_divergence={others} goes on by itself"
             )
         if kind == "skip":
             in_a_row = self.done.in_a_row + 1

@@ -62,7 +62,8 @@ class MetricsFile(Callback):
             self._open(back_to)
 
     def close(self) -> None:
-        self._file.close()
+        with writing(self.path):
+            self._file.close()
 
 
 def lacks_evaluation(run_dir: Path, step: int) -> bool:
@@ -175,7 +176,8 @@ def plot_loss(run_dir: Path, title: str, run: RunConfig) -> Path | None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     path = run_dir / PLOT
-    figure.savefig(path, dpi=130)
+    with writing(path):
+        figure.savefig(path, dpi=130)
     plt.close(figure)
     return path
 

@@ -12,6 +12,7 @@ from gridformer.checkpoint import checkpoint, weights
 from gridformer.checkpoint.copies import with_copy
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.comm import progress
+from gridformer.comm.agree import first_text
 from gridformer.data import Batches, RunData, open_training
 from gridformer.data.samples.order import Rows
 from gridformer.mesh.launch_env import launched_place
@@ -23,7 +24,7 @@ from gridformer.parallel.data.fsdp import drop_copies
 from gridformer.parallel.pipeline import Event
 from gridformer.train.callbacks import Callback
 from gridformer.train.compile import compile_model
-from gridformer.train.diagnosis import diagnose
+from gridformer.train.diagnosis import diagnose, not_finite
 from gridformer.train.divergence import Recovery
 from gridformer.train.ending import Ending, StepDropped
 from gridformer.train.evaluation import Evaluator, Measure
@@ -158,7 +159,10 @@ class Trainer:
                 self.journal.metrics(metrics)
                 self.journal.state("training", metrics["step"], metrics.get("loss"))
                 if self._saves_after(step):
-                    self._save(step, step == train.steps)
+                    try:
+                        self._save(step, step == train.steps)
+                    except DivergedError as error:
+                        step, _ = self._diverged(error.step, error)
                     saved = step
             step, metrics, _ = self._results(step, left=0)
             if metrics:
@@ -317,6 +321,7 @@ class Trainer:
             left_out = {"step": step, "left_out": found.cause, "tokens": self.tokens}
         else:
             step = self._load(decision.back_to).step
+            self.evaluated = min(self.evaluated, step)
             for parameter in self.model.parameters():
                 drop_copies(parameter)
             self.stepper.train = self.recovery.present
@@ -351,6 +356,15 @@ class Trainer:
         return found
 
     def _save(self, step: int, last: bool) -> None:
+        """Saves a checkpoint. All ranks call it together.
+
+        Raises:
+            DivergedError: A parameter or moment is not finite.
+            SaveError: It is the last one and could not be written.
+        """
+        if first_text(not_finite(self.stepper), self.axes.world):
+            why = f"step {step}: what is to be saved is not finite, so it is not saved"
+            raise DivergedError(why, step - 1, done=True)
         manifest = checkpoint.manifest_of(
             step,
             self.tokens,

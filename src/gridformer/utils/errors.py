@@ -32,19 +32,24 @@ class CheckpointError(UserError):
     """A checkpoint that must not be loaded: truncated, damaged, foreign or of another model."""
 
 
+class RemovedError(CheckpointError):
+    """A checkpoint that was removed while it was read."""
+
+
 class DivergedError(UserError):
     """Loss or gradients are no longer finite. Parameters are still those of the previous step.
 
     Args:
         message: What is not finite.
         step: The number of the step, counted from 0; -1 if only the caller knows it.
+        done: Whether the step is done, so that it cannot be left out.
     """
 
     exit_code = 1  # found in the middle of the work
 
-    def __init__(self, message: str, step: int = -1) -> None:
+    def __init__(self, message: str, step: int = -1, done: bool = False) -> None:
         super().__init__(message)
-        self.step = step
+        self.step, self.done = step, done
 
 
 class DataError(UserError):

@@ -16,6 +16,7 @@ from multiprocessing import util
 from typing import Any
 
 from gridformer.utils import signals
+from gridformer.utils.errors import UserError
 from gridformer.utils.folders import private_prefix
 from gridformer.utils.threads import let_threads_sleep
 
@@ -84,7 +85,13 @@ def _name_temporary_folder() -> None:
     # multiprocessing offers no name for this setting, which `util.get_temp_dir` reads.
     settings: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
     prefix = private_prefix()
-    length = len(tempfile.gettempdir()) + 1 + len(prefix) + _NAMES
+    where = tempfile.gettempdir()
+    length = len(os.fsencode(where)) + 1 + len(prefix) + _NAMES
+    if (too_long := length - len(prefix) + len("pymp-") - _LONGEST_SOCKET) > 0:
+        raise UserError(
+            f"TMPDIR={where} is too long for the path of a socket: name a folder whose path has at "
+            f"least {too_long} characters less"
+        )
     if settings.get("tempdir") is not None or length > _LONGEST_SOCKET:
         return
     folder = settings["tempdir"] = tempfile.mkdtemp(prefix=prefix)

@@ -59,12 +59,14 @@ class StopPolicy:
         again_after_s: A second Ctrl-C ends the process at once if it comes more than this number
             of seconds after the first. Infinity leaves that to the launcher.
         ends_at: The time (`time.time`) at which a run must have saved and ended, or None.
+        timeout_s: The seconds after which a launcher ends processes that all are stopped.
     """
 
     grace_s: float = GRACE_S
     requeue: tuple[str, ...] = ()
     again_after_s: float = 0.0
     ends_at: float | None = None
+    timeout_s: float = 600.0
 
     @property
     def signals(self) -> tuple[signal.Signals, ...]:

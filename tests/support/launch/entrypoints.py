@@ -53,6 +53,18 @@ def steps(folder: Path, n: int) -> None:
     close_process_groups()
 
 
+def fails_when_it_goes_on(folder: Path, n: int) -> None:
+    """Meet gloo's time limit after SIGCONT."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 14000ms")
+
+    signal.signal(signal.SIGCONT, fail)
+    note(folder, "pid", str(os.getpid()))
+    for _ in range(6000):  # another thread may take the signal
+        time.sleep(0.1)
+
+
 def one_long_step(folder: Path, n: int) -> None:
     """Rank 1 computes without looking at the stop flag; the others wait for it in a collective."""
     init_process_groups("cpu", n, 600.0)

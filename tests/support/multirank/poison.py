@@ -7,11 +7,14 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gridformer.models import Model
 from gridformer.train import trainer
 from gridformer.train.plan import Plan
+from gridformer.train.results import StartedStep
+from gridformer.train.step import Stepper
 from gridformer.utils.errors import DivergedError
 from tests.support.multirank.runs import train
 
@@ -43,6 +46,24 @@ class Poison:
             return None
 
         return hook
+
+
+def with_an_infinite_moment(plan: Plan, at: int) -> str:
+    """Train, and on the last rank let a second moment become infinite once, before a step."""
+    start, left = Stepper.start, [at] * (dist.get_rank() == dist.get_world_size() - 1)
+
+    def started(stepper: Stepper, step: int, *args: Any) -> StartedStep:
+        if step in left:
+            left.remove(step)
+            [*stepper.updates.state.values()][-1]["exp_avg_sq"].fill_(math.inf)
+        return start(stepper, step, *args)
+
+    with patch.object(Stepper, "start", started):
+        try:
+            train(plan)
+        except DivergedError as error:
+            return str(error)
+    return ""
 
 
 def poisoned(plan: Plan, what: str, steps: set[int], times: int = 99) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from gridformer.checkpoint.convert.files import row_slices
 from gridformer.checkpoint.convert.folder import DTYPES
 from gridformer.checkpoint.convert.forms import Shape
 from gridformer.checkpoint.index import Stored, blocks_for, index_of_files
-from gridformer.checkpoint.manifest import Manifest
+from gridformer.checkpoint.manifest import Manifest, advice_for_readers
 from gridformer.utils.errors import CheckpointError
 
 
@@ -48,18 +49,20 @@ class StoredParameters:
                 f"{folder} contains parameters that its model does not have: {', '.join(unknown)}"
             )
         self._last: tuple[str, Tensor] | None = None
+        self._reading = partial(advice_for_readers, folder, any_will_do=False)
 
     def dtype(self, name: str) -> torch.dtype:
         """Returns the type in which a parameter is stored."""
         block = self._blocks[name][0]
-        with safe_open(self.folder / block.file, framework="pt") as file:
+        with self._reading(), safe_open(self.folder / block.file, framework="pt") as file:
             return DTYPES[str(file.get_slice(block.name).get_dtype())]
 
     def whole(self, name: str) -> Tensor:
         """Returns a parameter, which stays in memory until the next one is asked for."""
         if self._last is None or self._last[0] != name:
             self._last = None
-            self._last = name, self._read(name)
+            with self._reading():
+                self._last = name, self._read(name)
         return self._last[1]
 
     def close(self) -> None:
