@@ -50,13 +50,13 @@ def saved(tmp_path: Path) -> tuple[Path, BlockIndex]:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of files that are opened from now on."""
     found: list[str] = []
-    real = blocks_io.safe_open
+    real = blocks_io.opened_file
 
-    def noted(path: Path, **more: Any) -> Any:
+    def noted(path: Path) -> Any:
         found.append(path.name)
-        return real(path, **more)
+        return real(path)
 
-    monkeypatch.setattr(blocks_io, "safe_open", noted)
+    monkeypatch.setattr(blocks_io, "opened_file", noted)
     return found
 
 
@@ -100,6 +100,19 @@ def test_what_does_not_fit_is_refused(
     shards = {name: (torch.zeros(size), ParamShard(size, (0, 0)))}
     with pytest.raises(CheckpointError, match=message):
         blocks_io.read_blocks(shards, folder, index)
+
+
+@pytest.mark.parametrize("damage", [bytes(7) + b"@", bytes(64), b"\xff", b"\x08"], ids=str)
+def test_a_damaged_header_is_named(saved: tuple[Path, BlockIndex], damage: bytes) -> None:
+    """Also by a rank that has not verified the file, since ranks share that work."""
+    folder, index = saved
+    path = folder / "5.safetensors"
+    path.write_bytes(damage + path.read_bytes()[len(damage) :])
+    told = f"{path} is truncated, damaged or no safetensors file"
+    with pytest.raises(CheckpointError, match=told):
+        blocks_io.read_blocks({"a": (torch.zeros(SIZE), ParamShard(SIZE, (0, 0)))}, folder, index)
+    with pytest.raises(CheckpointError, match=told):
+        index_of_files(folder, [path.name])
 
 
 def test_one_of_the_replicas_writes_a_block() -> None:

@@ -27,6 +27,7 @@ from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
 from gridformer.utils.errors import CheckpointError, DataError
+from gridformer.utils.files import regular_bytes
 from tests.support.data import sentences
 
 CPU = torch.device("cpu")
@@ -220,15 +221,13 @@ def test_no_file_outside_a_checkpoint_is_read(run_dir: Path, token_folder: Path,
 def test_a_file_that_cannot_be_read_costs_no_checkpoint(
     run_dir: Path, token_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = Path.read_bytes
-
-    def refuses(path: Path) -> bytes:
+    def refuses(path: Path, at_most: int) -> bytes:
         if path.name == "labels.json":
             raise PermissionError(13, "Permission denied")
-        return read(path)
+        return regular_bytes(path, at_most)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", refuses)
+        patch.setattr("gridformer.checkpoint.side_files.regular_bytes", refuses)
         folder = save(run_dir, token_folder)
     assert "labels.json" not in files_of(folder)
     verify_checkpoint(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,10 +64,23 @@ def edit(change: Callable[[Any], object], checked: bool = False) -> Callable[[Pa
     def damage(out: Path) -> None:
         path = newest(out) / MANIFEST
         content = json.loads(path.read_text())
-        checksum = content.pop("checksum")
+        checksum = content.pop("checksum", 0)
         change(content)
         text = json.dumps(content, separators=(",", ":"))
         path.write_text(text[:-1] + f',"checksum":{checksum}}}' if checked else text)
+
+    return damage
+
+
+def header_is(content: bytes, index: bool = True) -> Callable[[Path], object]:
+    """Return a damage that was there already when checksums were computed."""
+
+    def damage(out: Path) -> None:
+        whole = content + shard(out).read_bytes()[len(content) :]
+        shard(out).write_bytes(whole)
+        edit(set_to(zlib.crc32(whole), "files", shard(out).name, "crc32"))(out)
+        if not index:  # as in earlier versions
+            edit(set_to(None, "index"))(out)
 
     return damage
 
@@ -142,6 +156,12 @@ OF_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "an empty file": (lambda out: os.truncate(shard(out), 0), "it has 0 bytes"),
     "a flipped bit": (lambda out: flip(shard(out), -9), "its checksum is wrong"),
     "a flipped bit in a header": (lambda out: flip(shard(out), 20), "its checksum is wrong"),
+    "a length of 2^62": (header_is(bytes(7) + b"@"), "shard-00001.safetensors is truncated, dam"),
+    "a zeroed page": (header_is(bytes(4096), index=False), "is truncated, damaged or no"),
+    "no header": (
+        header_is(b"\x02" + bytes(7) + b"{}", index=False),
+        "is truncated, damaged or no",
+    ),
     "a removed file": (lambda out: shard(out).unlink(), "shard-00001.safetensors is missing"),
     "a foreign file": (
         lambda out: shutil.copy(shard(out), newest(out) / "shard-00009.safetensors"),
@@ -250,6 +270,14 @@ OF_THE_REST: dict[str, tuple[Callable[[Path], object], str]] = {
     "garbage": (metrics(lambda lines: lines.insert(2, "}")), "line 3 cannot be read"),
     "a gap": (metrics(lambda lines: lines.pop(2)), "after step 1 comes step 3"),
     "too few metrics": (metrics(lambda lines: lines.pop()), "it ends at step 3"),
+    "metrics of any size": (
+        lambda out: os.truncate(out / "metrics.jsonl", 1 << 36),
+        "metrics.jsonl: cannot be read (it has more than 8 GiB",
+    ),
+    "a pipe as lock": (
+        lambda out: os.mkfifo(out / "lock"),
+        "lock is no file, so no run can use it",
+    ),
     "no tokenizer": (lambda out: (out / "tokenizer.json").unlink(), "tokenizer.json is missing"),
     "a broken tokenizer": (
         lambda out: (out / "tokenizer.json").write_text("{}"),
@@ -257,7 +285,13 @@ OF_THE_REST: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
 }
 IN_SHORT = (
-    *("a flipped bit", "step 999 of an older version", "a link outside", "a gap"),
+    "a flipped bit",
+    "a length of 2^62",
+    "a zeroed page",
+    "a pipe as lock",
+    "step 999 of an older version",
+    "a link outside",
+    "a gap",
     "positions that no file holds",
 )
 

@@ -1,7 +1,10 @@
 """Training and loading tokenizers, and the round trip of any text."""
 
 import json
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -108,6 +111,41 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(DataError, match=r"bad\.json: is not a tokenizer\.json"):
         Tokenizer.load(tmp_path / "bad.json")
+
+
+_DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+_INSERT = {"type": "Replace", "pattern": {"Regex": ""}, "content": "x"}
+_CHAIN = {"type": "Sequence", "normalizers": 20 * [_DOUBLE, _INSERT]}
+_STRIP = {"type": "Strip", "content": "a", "start": 0, "stop": 2**53}
+_PUT = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "no", "type_id": 0}}]}
+HOSTILE: dict[str, tuple[str, Any, str]] = {
+    "no unknown token": ("model.unk_token", "gone", "cannot encode a text .*Missing .* token"),
+    "an id of 2^31": ("model.vocab.b", 2**31, "has the id 2147483648, and ids above 16777215"),
+    "endless growth": ("normalizer", _CHAIN, "normalizer makes texts many times longer"),
+    "a panic": ("decoder", _STRIP, "cannot decode tokens .*out of (bounds|range)"),
+    "a foreign token": (
+        "post_processor",
+        _PUT | {"pair": [], "special_tokens": {}},
+        "cannot encode",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
+    place, value, told = HOSTILE[name]
+    _word_level(tmp_path / "t.json", "</s>")
+    raw = json.loads((tmp_path / "t.json").read_text())
+    *keys, last = place.split(".")
+    reduce(getitem, keys, raw)[last] = value
+    (tmp_path / "t.json").write_text(json.dumps(raw))
+
+    def use() -> str:
+        loaded = Tokenizer.load(tmp_path / "t.json")
+        return loaded.decode(loaded.begin_ids + loaded.encode("b a c"))
+
+    with pytest.raises(DataError, match=f"t.json: .*{told}"):
+        use()
 
 
 def test_tokens_that_begin_and_end_documents(tmp_path: Path) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gridformer.launch.plan import check_run, check_run_dir, read_run_without_data
-from gridformer.utils.errors import ConfigError
+from gridformer.launch.run_lock import is_held
+from gridformer.train.metrics import read_metrics
+from gridformer.utils.errors import ConfigError, UserError
 from tests.support.commands import gridformer_here
 
 SCRIPT = """
@@ -38,6 +42,35 @@ def test_a_run_replaces_no_files_of_others(tmp_path: Path, name: str) -> None:
         check_run_dir(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
     check_run_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "put"),
+    [
+        ("lock", os.mkfifo),
+        ("metrics.jsonl", lambda path: path.symlink_to("/dev/zero")),
+        ("events.jsonl", lambda path: path.symlink_to(path.name)),
+        ("config.yaml", lambda path: path.symlink_to("gone")),
+        ("heartbeat.json", Path.mkdir),
+        ("checkpoints", os.mkfifo),
+    ],
+)
+def test_a_run_neither_waits_for_pipes_nor_reads_devices(
+    tmp_path: Path, name: str, put: Callable[[Path], object]
+) -> None:
+    put(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{name} is no .* where a run has one: remove it"):
+        check_run_dir(tmp_path)
+
+
+def test_readers_of_a_run_do_not_wait_for_pipes(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lock")
+    assert not is_held(tmp_path)
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(
+        UserError, match=r"metrics\.jsonl: cannot be read \(it is a pipe, not a file"
+    ):
+        read_metrics(tmp_path)
 
 
 def test_a_model_that_takes_its_vocabulary_from_the_data() -> None:

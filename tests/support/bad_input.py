@@ -60,6 +60,7 @@ _TOKENS = (
 )
 _TRAINED = (
     *("trained", "trained/config.yaml", "trained/tokenizer.json", "trained/checkpoints"),
+    *("trained/metrics.jsonl", "trained/events.jsonl"),
     *(CHECKPOINT, f"{CHECKPOINT}/checkpoint.json", f"{CHECKPOINT}/shard-00001.safetensors"),
 )
 # The files that a command reads; those that are not here read what `train` reads.

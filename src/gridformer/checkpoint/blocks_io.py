@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import safe_open
-
 from gridformer.checkpoint.block import Shards, TensorBlock
 from gridformer.checkpoint.index import BlockIndex, blocks_for
+from gridformer.checkpoint.safetensors_file import opened_file
 
 
 def read_blocks(shards: Shards, folder: Path, index: BlockIndex) -> None:
@@ -48,7 +47,7 @@ def read_into(wanted: Mapping[str, TensorBlock], folder: Path, index: BlockIndex
         CheckpointError: A tensor is missing or incomplete, or has another global shape.
     """
     for file, stored in blocks_for(index, wanted, folder).items():
-        with safe_open(folder / file, framework="pt") as opened:
+        with opened_file(folder / file) as opened:
             for _, name, offset, size in stored:
                 both = wanted[name].overlap(offset, size)
                 assert both is not None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -207,7 +206,10 @@ def verify_file(folder: Path, manifest: Manifest, name: str, contents: bool = Tr
         raise CheckpointError(f"{path} is damaged (its checksum is wrong): {damage_remedy(folder)}")
     if name in manifest.side_files:
         return
-    if manifest.index is not None and not _has_blocks(path, manifest.index):
+    from gridformer.checkpoint.safetensors_file import positions_in
+
+    found = set(positions_in(path))
+    if manifest.index is not None and found != _blocks_of(name, manifest.index):
         raise CheckpointError(
             f"{path} has other blocks than {MANIFEST} says: {damage_remedy(folder)}"
         )
@@ -324,19 +326,13 @@ def _contradiction(manifest: Manifest) -> str | None:
     return None
 
 
-def _has_blocks(path: Path, index: BlockIndex) -> bool:
-    """Returns whether the header of a file has the blocks that the index says."""
-    from gridformer.checkpoint.safetensors_file import positions_in
-
-    wanted = {
+def _blocks_of(file: str, index: BlockIndex) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Returns the name, offset and shape of each block that a file has by the index."""
+    return {
         (name, tuple(offset), tuple(size))
-        for number, offset, size in index.files[path.name]
+        for number, offset, size in index.files[file]
         for name in index.names[number]
     }
-    try:
-        return set(positions_in(path)) == wanted
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error):
-        return False
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -10,14 +10,18 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gridformer.checkpoint.block import TensorBlock
+from gridformer.utils.errors import CheckpointError
 
 _INFO = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
@@ -142,14 +146,43 @@ def write_tensors(
     return n_bytes, crc
 
 
+@contextmanager
+def opened_file(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file. The library compares its header with the size of the file.
+
+    Raises:
+        CheckpointError: It is none, is damaged, or does not hold what the block asks for.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise _damaged(path, " ".join(reason.split())) from None
+
+
+def _damaged(path: Path, reason: str) -> CheckpointError:
+    from gridformer.checkpoint.manifest import STEP_FOLDER, damage_remedy
+
+    ours = STEP_FOLDER.fullmatch(path.parent.name)
+    return CheckpointError(
+        f"{path} is truncated, damaged or no safetensors file ({reason.replace(': ', ', ')}): "
+        f"{damage_remedy(path.parent) if ours else 'copy it again'}"
+    )
+
+
 def positions_in(path: Path) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Yields the name, offset and shape of each block of a file; reads only its header."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    info = header.pop("__metadata__", {}).get(_INFO)
-    offsets = json.loads(info) if info else {}
-    for name, entry in header.items():
-        shape = tuple(entry["shape"])
-        offset = offsets[name][_OFFSETS] if name in offsets else (0,) * len(shape)
-        yield name, tuple(offset), shape
+    """Yields the name, offset and shape of each block of a file; reads only its header.
+
+    Raises:
+        CheckpointError: The header is damaged.
+    """
+    with opened_file(path) as file:
+        try:
+            offsets = json.loads((file.metadata() or {}).get(_INFO, "{}"))
+            for name in file.keys():  # noqa: SIM118 (it is not a mapping)
+                shape = tuple(file.get_slice(name).get_shape())
+                offset = offsets[name][_OFFSETS] if name in offsets else (0,) * len(shape)
+                yield name, tuple(map(index, offset)), shape
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise _damaged(path, f"its header has a wrong {_INFO}") from None

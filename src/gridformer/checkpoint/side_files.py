@@ -19,7 +19,8 @@ from gridformer.data.label_names import LABELS_FILE
 from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.data.tokenizer import SETTINGS, Tokenizer
 from gridformer.utils.errors import DataError
-from gridformer.utils.files import UnreadableError, read_json
+from gridformer.utils.files import UnreadableError, read_json, regular_bytes
+from gridformer.utils.units import GIB
 
 GENERATION = "generation_config.json"
 # The small files of a folder of Hugging Face that are kept in `KEPT`, for tokenizer and export.
@@ -69,7 +70,7 @@ def read_side_files(root: Path) -> dict[str, bytes]:
     found = {}
     for name in side_files(root):
         with suppress(OSError):
-            found[name] = (root / name).read_bytes()
+            found[name] = regular_bytes(root / name, GIB)
     return found
 
 

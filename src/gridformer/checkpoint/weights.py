@@ -151,7 +151,7 @@ def load_initial_weights(start: InitialWeights, model: Model, axes: Axes) -> Non
         if name in start.rows:
             block = _with_rows(block, start.rows[name][0])
         wanted[f"model.{start.renamed.get(name, name)}"] = block
-    with torch.no_grad():
+    with torch.no_grad(), advice_for_readers(folder):
         read_into(wanted, folder, manifest.index or index_of_files(folder, manifest.files))
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import string
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from gridformer.utils.errors import DataError, UserError
-from gridformer.utils.files import UnreadableError, read_json
+from gridformer.utils.files import UnreadableError, read_json, read_text
+from gridformer.utils.limits import MOST_IDS
+from gridformer.utils.units import GIB
 
 END_OF_TEXT = "<|endoftext|>"
 # Names of the end-of-text token, looked up in this order when a tokenizer is loaded.
@@ -62,6 +66,12 @@ class Tokenizer:
             raise DataError(f"{origin}: the tokenizer's vocabulary is empty")
         # Ids may have holes, so the number of entries is not enough.
         self.vocab_size = max(vocab.values()) + 1
+        if self.vocab_size > MOST_IDS:
+            raise DataError(
+                f"{origin}: the tokenizer has the id {self.vocab_size - 1}, and ids above "
+                f"{MOST_IDS - 1} would need too much memory: number its tokens from 0 on"
+            )
+        _check_growth(backend.normalizer, origin)
         added = backend.get_added_tokens_decoder().items()
         for option, name in (("--eos", eos_token), ("--bos", bos_token)):
             if name is not None and name not in vocab:
@@ -138,12 +148,8 @@ class Tokenizer:
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise DataError(f"{file}: no such tokenizer file; give the path of a tokenizer.json")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        # The library raises bare Exceptions for anything that it cannot parse.
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            raise DataError(f"{file}: is not a tokenizer.json ({reason})") from None
+        with _library(f"{file}: is not a tokenizer.json"):
+            backend = tokenizers.Tokenizer.from_str(read_text(file, GIB))
         settings = _settings(settings_file or file.with_name(SETTINGS))
         said = spelled(settings.get("eos_token"))
         if eos_token is None and said is not None and backend.token_to_id(said) is not None:
@@ -179,7 +185,7 @@ class Tokenizer:
 
     def token_of(self, number: int) -> str | None:
         """Returns the token of an id, or None if it has none."""
-        found = self._backend.id_to_token(number)
+        found = self._backend.id_to_token(number) if 0 <= number < self.vocab_size else None
         return None if found is None else str(found)
 
     def add_special(self, tokens: Sequence[str]) -> None:
@@ -220,8 +226,7 @@ class Tokenizer:
         """
         if self.bos_id is not None:
             return [self.bos_id]
-        bare = self._backend.encode("a", add_special_tokens=False).ids
-        whole = self._backend.encode("a", add_special_tokens=True).ids
+        bare, whole = (self._encode(["a"], special)[0].ids for special in (False, True))
         places = range(len(whole) - len(bare) + 1)
         found = next((i for i in places if whole[i : i + len(bare)] == bare), 0)
         return [int(i) for i in whole[:found]]
@@ -248,8 +253,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of several texts, which are encoded in parallel threads."""
-        clean = [encodable(text) for text in texts]
-        return [e.ids for e in self._backend.encode_batch(clean, add_special_tokens=False)]
+        return [e.ids for e in self._encode(texts)]
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Returns the ids of texts in which special tokens are spelled out, as templates do.
@@ -257,13 +261,11 @@ class Tokenizer:
         Returns:
             For each text its ids, and for each id the characters [begin, end) that it stands for.
         """
-        clean = [encodable(text) for text in texts]
         self._backend.encode_special_tokens = False
         try:
-            found = self._backend.encode_batch(clean, add_special_tokens=False)
+            return self.encode_with_offsets(texts)
         finally:
             self._backend.encode_special_tokens = True
-        return [(e.ids, e.offsets) for e in found]
 
     @property
     def special_tokens(self) -> frozenset[str]:
@@ -274,13 +276,48 @@ class Tokenizer:
         self, texts: Sequence[str]
     ) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Returns the ids of several texts, and the characters (begin, end) of each token."""
-        clean = [encodable(text) for text in texts]
-        found = self._backend.encode_batch(clean, add_special_tokens=False)
-        return [(one.ids, one.offsets) for one in found]
+        return [(e.ids, e.offsets) for e in self._encode(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of some ids, special tokens included."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+        with _library(f"{self.origin}: the tokenizer cannot decode tokens"):
+            return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+    def _encode(self, texts: Sequence[str], special: bool = False) -> list[tokenizers.Encoding]:
+        clean = [encodable(text) for text in texts]
+        with _library(f"{self.origin}: the tokenizer cannot encode a text"):
+            return self._backend.encode_batch(clean, add_special_tokens=special)
+
+
+@contextmanager
+def _library(told: str) -> Iterator[None]:
+    """Raises DataError where the library fails: it raises bare Exceptions, and panics.
+
+    A panic is no Exception, and its class has no public name.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(getattr(error, "reason", error)).split())
+        raise DataError(f"{told} ({reason})") from None
+
+
+def _check_growth(normalizer: Any, origin: str) -> None:
+    """Refuses a normalizer that makes texts much longer, which would need any amount of memory."""
+    text = string.printable
+    for step in _steps(normalizer):  # one by one, because each may double the text
+        with _library(f"{origin}: the tokenizer's normalizer fails"):
+            text = step.normalize_str(text)
+        if len(text) > 4 * len(string.printable):
+            raise DataError(f"{origin}: the tokenizer's normalizer makes texts many times longer")
+
+
+def _steps(normalizer: Any) -> list[Any]:
+    if isinstance(normalizer, normalizers.Sequence):
+        return [step for i in range(len(normalizer)) for step in _steps(normalizer[i])]
+    return [] if normalizer is None else [normalizer]
 
 
 def _settings(file: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -109,16 +110,28 @@ _OF_OTHERS = {
     "config.json": "models of Hugging Face",
     "config.yaml": "folders of run files",
 }
+# What a run writes, and where something else than a file would be waited for or read without end.
+_FILES = (
+    *("lock", "config.yaml", "tokenizer.json", "metrics.jsonl", "metrics.tmp", "events.jsonl"),
+    *("heartbeat.json", ".heartbeat.json.unfinished", "loss.png"),
+)
+_FOLDERS = ("checkpoints", "tensorboard")
 
 
 def check_run_dir(out: Path) -> None:
     """Refuses a path where the files of a run would replace others.
 
     Raises:
-        ConfigError: It is a file, or a folder of something else than a run.
+        ConfigError: It is a file, or a folder of something else than a run, or in it is something
+            else than a file where a run has one.
     """
     if not str(out) or (out.exists() and not out.is_dir()):
         raise ConfigError([f"--out {out} is a file: use the path of a folder"])
+    for name in (*_FILES, *_FOLDERS):
+        path, what = out / name, "folder" if name in _FOLDERS else "file"
+        fits = path.is_dir if name in _FOLDERS else path.is_file
+        if not fits() and os.path.lexists(path) and not fits():  # another run may just write it
+            raise ConfigError([f"--out {out}: {path} is no {what}, where a run has one: remove it"])
     if any((out / name).exists() for name in _OF_RUNS):
         return
     for name, what in _OF_OTHERS.items():

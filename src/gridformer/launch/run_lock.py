@@ -27,7 +27,9 @@ from typing import Self
 
 from gridformer.launch.lock_holder import Holder, this_process
 from gridformer.utils.errors import UserError
+from gridformer.utils.files import UnreadableError, parse_json, read_json, regular_bytes
 from gridformer.utils.signals import at_end, end_process
+from gridformer.utils.units import MIB
 
 LOCK = "lock"
 REFRESH_S = 5.0
@@ -147,7 +149,7 @@ class RunLock:
 def holder_of(run_dir: Path) -> Holder | None:
     """Returns who holds, or held, the lock of a run directory; None if there is none to read."""
     try:
-        found = json.loads((run_dir / LOCK).read_text(encoding="utf-8"))
+        found = read_json(run_dir / LOCK, MIB)
         return Holder(
             host=str(found["host"]),
             pid=int(found["pid"]),
@@ -157,7 +159,7 @@ def holder_of(run_dir: Path) -> Holder | None:
             began=int(found["began"]),
             token=str(found["token"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UnreadableError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
@@ -298,6 +300,6 @@ def _token_of(path: Path) -> str:
         OSError: It cannot be read.
     """
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["token"])
+        return str(parse_json(regular_bytes(path, MIB))["token"])
     except (ValueError, KeyError, TypeError):
         return ""

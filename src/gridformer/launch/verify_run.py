@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,9 +19,9 @@ from gridformer.config.yaml_text import parse_yaml
 from gridformer.data import RunData, Tokenizer
 from gridformer.data.fingerprint import fingerprint
 from gridformer.launch.run_lock import LOCK, holder_of, is_held
-from gridformer.train.metrics import METRICS
+from gridformer.train.metrics import METRICS, MOST_BYTES
 from gridformer.utils.errors import CheckpointError, DataError, UserError
-from gridformer.utils.files import read_text
+from gridformer.utils.files import read_bytes, read_text
 from gridformer.utils.units import format_bytes
 
 CONFIG, TOKENIZER = "config.yaml", "tokenizer.json"
@@ -92,13 +93,13 @@ def verify_run(
 
 
 def _lock(run_dir: Path, held: bool) -> Iterator[RunFinding]:
-    if not (run_dir / LOCK).exists():
-        return
-    holder = holder_of(run_dir)
+    path, holder = run_dir / LOCK, holder_of(run_dir)
     if held:
         yield RunFinding(LOCK, True, f"in use by {holder}")
-    else:
+    elif path.is_file():
         yield RunFinding(LOCK, True, f"left by {holder or 'a run'}; the next run replaces it")
+    elif os.path.lexists(path):
+        yield RunFinding(LOCK, False, f"{path} is no file, so no run can use it: remove it")
 
 
 def _config(run_dir: Path) -> tuple[RunFinding, RunConfig | None]:
@@ -136,10 +137,11 @@ def _checkpoint(folder: Path, finite: bool) -> tuple[RunFinding, Manifest | None
 def _check_finite(folder: Path, manifest: Manifest) -> None:
     """Raises CheckpointError that names the first tensor with a NaN or an infinity."""
     import torch
-    from safetensors import safe_open
+
+    from gridformer.checkpoint.safetensors_file import opened_file
 
     for name in sorted(manifest.files):
-        with safe_open(folder / name, framework="pt") as file:
+        with opened_file(folder / name) as file:
             for key in file.keys():  # noqa: SIM118 - it is no dictionary
                 tensor = file.get_tensor(key)
                 if not bool(torch.isfinite(tensor).all()):
@@ -167,7 +169,11 @@ def _metrics(run_dir: Path, last: Manifest | None, held: bool) -> Iterator[RunFi
             yield RunFinding(METRICS, False, f"{path} is missing: losses so far are lost")
         return
     steps: list[int] = []
-    lines = path.read_bytes().split(b"\n")
+    try:
+        lines = read_bytes(path, MOST_BYTES).split(b"\n")
+    except UserError as error:
+        yield RunFinding(METRICS, False, str(error))
+        return
     torn = lines.pop() != b""
     for number, line in enumerate(lines, start=1):
         try:

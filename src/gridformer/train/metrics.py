@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from gridformer.config import FINE_TUNING
 from gridformer.train.callbacks import Callback
 from gridformer.utils.disk import writing
+from gridformer.utils.files import read_text
+from gridformer.utils.units import GIB
 
 if TYPE_CHECKING:
     from gridformer.config import RunConfig
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 PLOT = "loss.png"
 EVENTS = "tensorboard"
+MOST_BYTES = 8 * GIB  # of metrics.jsonl: a million steps have a third of a GiB
 _NAMES = ("BLEU", "F1", "Matthews", "Pearson", "Spearman")
 _SPELLED = {name.lower(): name for name in _NAMES}
 
@@ -122,7 +125,7 @@ def complete_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     found = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
+    for line in read_text(path, MOST_BYTES).split("\n"):
         try:
             found.append(json.loads(line))
         except json.JSONDecodeError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import json
 import os
 import stat
@@ -106,25 +107,33 @@ def read_bytes(path: Path, at_most: int = 64 * MIB) -> bytes:
         UnreadableError: It is missing, not a file, too large, or the system refuses to read it.
     """
     try:
-        # Without O_NONBLOCK, opening a pipe would wait for someone who writes into it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return regular_bytes(path, at_most)
     except OSError as error:
         raise UnreadableError(path, error.strerror or str(error)) from None
     except ValueError:  # NUL in the path
         raise UnreadableError(path, "a path cannot contain NUL") from None
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+
+
+def regular_bytes(path: Path, at_most: int) -> bytes:
+    """Returns what `read_bytes` does, but raises OSError, which tells a missing file from others.
+
+    Raises:
+        OSError: It is missing, not a file, too large, or the system refuses to read it.
+    """
+    # Without O_NONBLOCK, opening a pipe would wait for someone who writes into it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found, why = os.fstat(descriptor), ""
+        if not stat.S_ISREG(found.st_mode):
+            why = f"it is {_kind(found.st_mode)}, not a file"
+        elif found.st_size > at_most:
+            why = f"it has more than {format_bytes(at_most)}, the most that is read of such a file"
+        if why:
+            raise OSError(errno.EINVAL, why, str(path))
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(max(found.st_size, MIB))  # files of the system say that they are empty
+    finally:
         os.close(descriptor)
-        raise UnreadableError(path, f"it is {_kind(mode)}, not a file")
-    with os.fdopen(descriptor, "rb") as file:
-        try:
-            content = file.read(at_most + 1)
-        except OSError as error:
-            raise UnreadableError(path, error.strerror or str(error)) from None
-    if len(content) > at_most:
-        reason = f"it has more than {format_bytes(at_most)}, the most that is read of such a file"
-        raise UnreadableError(path, reason)
-    return content
 
 
 def read_text(path: Path, at_most: int = 64 * MIB) -> str:

@@ -14,6 +14,7 @@ LARGEST_FLOAT: Final = 1e30
 MOST_LAYERS: Final = 1024
 WIDEST: Final = 2**24  # features of a layer
 MOST_TOKENS: Final = 2**31 - 1  # of a vocabulary or a sequence: what a 32-bit index can count
+MOST_IDS: Final = 2**24  # of a tokenizer: the largest vocabularies have a million
 MOST_PROCESSES: Final = 2**20
 
 LONGEST_NAME: Final = 200  # of a file: most file systems allow 255 bytes, and prefixes are added

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from gridformer.checkpoint.convert.exporting import export_run
@@ -110,6 +111,8 @@ def test_pickles_are_refused_with_the_lines_that_convert_them(folder: Path, name
     told = refusal(folder)  # which also finds no folder that the pickle would have made
     assert name in told
     assert f'GPT2LMHeadModel.from_pretrained("{folder}").save_pretrained(' in told
+    changed(folder, lambda values: values.update(architectures=5))
+    assert "from transformers import AutoModelForCausalLM" in refusal(folder)
 
 
 def test_quantized_tensors_are_named(folder: Path) -> None:
@@ -131,7 +134,9 @@ def test_quantized_tensors_are_named(folder: Path) -> None:
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
         ({"n_head": 5}, "hidden_size=48 is not a multiple of n_heads=5"),
-        ({"n_layer": "many"}, "n_layers: "),
+        ({"n_layer": "many"}, "n_layer=many is not a number"),
+        ({"n_layer": 1.5}, "n_layers: "),
+        ({"n_embd": {}}, "n_embd={} is not a number"),
         ({"n_embd": None}, "n_embd is missing"),
     ],
     ids=str,
@@ -139,6 +144,29 @@ def test_quantized_tensors_are_named(folder: Path) -> None:
 def test_configs_are_refused_by_key_and_value(
     folder: Path, change: dict[str, Any], want: str
 ) -> None:
+    changed(folder, lambda values: values.update(change))
+    assert want in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "want"),
+    [
+        ({"num_attention_heads": {}}, "num_attention_heads={} is not a number"),
+        ({"head_dim": [[]]}, "head_dim=[[]] is not a number"),
+        ({"max_window_layers": "x"}, "max_window_layers=x is not a number"),
+        ({"layer_types": 1e308}, "layer_types=1e+308 is not a list"),
+        ({"layer_types": [{}]}, "layers of several kinds ({})"),
+        ({"rope_parameters": {"rope_type": []}}, "rope_type=[]: gridformer has only default"),
+        ({"architectures": 5, "id2label": 5}, "id2label=5 is not a mapping"),
+    ],
+    ids=str,
+)
+def test_values_of_other_types_are_refused_by_key(
+    tmp_path: Path, change: dict[str, Any], want: str
+) -> None:
+    model = transformers.Qwen2ForSequenceClassification(their_model("qwen2").config)
+    folder = save(model, tmp_path / "theirs")
+    changed(folder, lambda values: values.update(use_sliding_window=True, layer_types=None))
     changed(folder, lambda values: values.update(change))
     assert want in refusal(folder)
 

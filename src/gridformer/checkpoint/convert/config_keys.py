@@ -19,6 +19,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1.0),
     "cross_attention_hidden_size": (None,),
 }
+# The types of values that are no numbers.
+_TYPES: dict[str, tuple[type, str]] = {
+    "layer_types": (list, "a list"),
+    "id2label": (dict, "a mapping"),
+    "rope_parameters": (dict, "a mapping"),
+    "rope_scaling": (dict, "a mapping"),
+}
 
 
 class ConfigKeys:
@@ -41,15 +48,20 @@ class ConfigKeys:
             self.only(key, neutral, neutral[0])
 
     def get(self, key: str, default: Any) -> Any:
-        """Returns a value, or the default if it is absent."""
-        return self.values.get(key, default)
+        """Returns a value, or the default if it is absent. Another type is a problem."""
+        value = self.values.get(key, default)
+        wanted, name = _TYPES.get(key, ((int, float), "a number"))
+        if value is None or isinstance(value, wanted):
+            return value
+        self.problems.append(f"{key}={value} is not {name}")
+        return default
 
     def size(self, key: str) -> Any:
         """Returns a value that every config.json has."""
         if self.values.get(key) is None:
             self.problems.append(f"{key} is missing")
             return 1
-        return self.values[key]
+        return self.get(key, 1)
 
     def only(self, key: str, allowed: tuple[Any, ...], default: Any, why: str = "") -> Any:
         """Returns a value, which must be one of some values.

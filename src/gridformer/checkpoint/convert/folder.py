@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gridformer.checkpoint.safetensors_file import TYPES
+from gridformer.checkpoint.safetensors_file import TYPES, opened_file
 from gridformer.utils.errors import CheckpointError
 from gridformer.utils.files import UnreadableError, exists, read_json
 
@@ -117,7 +116,7 @@ def opened_tensors(tensors: list[There]) -> Iterator[list[Tensor]]:
     Files are mapped anew each time, so that what was read is freed at the end of the block.
     """
     with ExitStack() as stack:
-        yield [_view(stack.enter_context(_open(one.file)), one) for one in tensors]
+        yield [_view(stack.enter_context(opened_file(one.file)), one) for one in tensors]
 
 
 def _view(file: Any, tensor: There) -> Tensor:
@@ -125,19 +124,9 @@ def _view(file: Any, tensor: There) -> Tensor:
     return view
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{path} is truncated, damaged or no safetensors file ({reason}): copy it again"
-        ) from None
-
-
 def _headers(path: Path) -> dict[str, There]:
     found = {}
-    with _open(path) as file:
+    with opened_file(path) as file:
         for name in file.keys():  # noqa: SIM118 (it is not a mapping)
             entry = file.get_slice(name)
             found[name] = There(path, name, tuple(entry.get_shape()), str(entry.get_dtype()))
@@ -147,7 +136,11 @@ def _headers(path: Path) -> dict[str, There]:
 def _no_weights(folder: Path) -> str:
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
-        named = read_mapping(folder / CONFIG).get("architectures") or ["AutoModelForCausalLM"]
+        named = read_mapping(folder / CONFIG).get("architectures")
+        named = (
+            [name for name in named if str(name).isidentifier()] if isinstance(named, list) else []
+        )
+        named = named or ["AutoModelForCausalLM"]
         return (
             f"{folder} holds its weights as {', '.join(pickles)}, which are pickles: reading one "
             f"can run any code, so gridformer does not. If you trust the source, convert them "

@@ -158,5 +158,5 @@ def _default_label(number: int) -> str:
 
 
 def _of_choices(values: Mapping[str, Any]) -> bool:
-    classes: Sequence[str] = values.get("architectures") or ()
-    return any(name.endswith(_CHOICE) for name in classes)
+    classes = values.get("architectures")
+    return isinstance(classes, list) and any(str(name).endswith(_CHOICE) for name in classes)

@@ -124,7 +124,7 @@ def read_config(traits: _Traits, keys: ConfigKeys, names: frozenset[str]) -> dic
 def _window(traits: _Traits, keys: ConfigKeys, layers: Any) -> int:
     """Returns the window that all layers have, 0 for none."""
     window = keys.get("sliding_window", 4096) or 0
-    types = keys.get("layer_types", None)
+    types = [str(one) for one in keys.get("layer_types", None) or ()]
     if traits.window == "none":
         types, window = types or [_FULL], 0
     elif traits.window == "all":
@@ -137,11 +137,11 @@ def _window(traits: _Traits, keys: ConfigKeys, layers: Any) -> int:
             )
     elif not keys.get("use_sliding_window", False):
         types, window = types or [_FULL], 0
-    elif types is None and isinstance(layers, int):
-        first = min(keys.get("max_window_layers", 28), layers)
-        types = [_FULL] * first + [_SLIDING] * (layers - first)
-    different = sorted({*(types or ())})
-    if len(different) > 1 or different[0] not in (_FULL, _SLIDING):
+    elif not types:
+        first = min(keys.get("max_window_layers", 28) or 0, layers)
+        types = [_FULL] * (first > 0) + [_SLIDING] * (layers > first)
+    different = sorted({*types})
+    if different not in ([_FULL], [_SLIDING]):
         keys.problems.append(
             f"layers of several kinds ({', '.join(different)}): gridformer has only the same "
             "attention in all layers"

@@ -27,7 +27,7 @@ def read_rope(keys: ConfigKeys) -> dict[str, Any]:
         keys.problems.append(f"rope_parameters={rope}: gridformer has the same in all layers")
         rope = {}
     theta = rope.get("rope_theta", keys.get("rope_theta", _THETA))
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
     found: dict[str, Any] = {"rope_theta": theta, "rope_scaling": None}
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         factor = rope["partial_rotary_factor"]

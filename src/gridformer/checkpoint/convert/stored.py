@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from gridformer.checkpoint.block import TensorBlock
@@ -15,6 +14,7 @@ from gridformer.checkpoint.convert.folder import DTYPES
 from gridformer.checkpoint.convert.forms import Shape
 from gridformer.checkpoint.index import Stored, blocks_for, index_of_files
 from gridformer.checkpoint.manifest import Manifest, advice_for_readers
+from gridformer.checkpoint.safetensors_file import opened_file
 from gridformer.utils.errors import CheckpointError
 
 
@@ -54,7 +54,7 @@ class StoredParameters:
     def dtype(self, name: str) -> torch.dtype:
         """Returns the type in which a parameter is stored."""
         block = self._blocks[name][0]
-        with self._reading(), safe_open(self.folder / block.file, framework="pt") as file:
+        with self._reading(), opened_file(self.folder / block.file) as file:
             return DTYPES[str(file.get_slice(block.name).get_dtype())]
 
     def whole(self, name: str) -> Tensor:
@@ -72,7 +72,7 @@ class StoredParameters:
     def _read(self, name: str) -> Tensor:
         blocks = self._blocks[name]
         if len(blocks) == 1:
-            with safe_open(self.folder / blocks[0].file, framework="pt") as file:
+            with opened_file(self.folder / blocks[0].file) as file:
                 view: Tensor = file.get_tensor(blocks[0].name)  # of the file: not read yet
                 return view
         found = torch.empty(self.shapes[name], dtype=self.dtype(name))
@@ -80,6 +80,6 @@ class StoredParameters:
             into = found[tuple(slice(a, a + n) for a, n in zip(block.offset, block.size))]
             for rows in row_slices(block.size, found.dtype):
                 # Opened anew, so that what was read is freed.
-                with safe_open(self.folder / block.file, framework="pt") as file:
+                with opened_file(self.folder / block.file) as file:
                     into[rows] = file.get_slice(block.name)[rows]
         return found

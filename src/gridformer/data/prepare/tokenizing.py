@@ -108,7 +108,7 @@ class PickledTokenizer:
 
     def unpacked(self) -> Tokenizer:
         """Returns the tokenizer."""
-        return Tokenizer.from_json(self.text, "", self.eos_token)
+        return Tokenizer.from_json(self.text, "tokenizer.json", self.eos_token)
 
 
 @dataclass(frozen=True)
