@@ -6,6 +6,7 @@
     python -m benchmarks.gpu single --model smollm2-135m --layers 6 --device cpu \\
         --dtype float32 --modes eager --batch 2 --seq-len 256 --steps 2       a Llama on a CPU
     python -m benchmarks.gpu schemes                     4 processes share the GPU:   3 minutes
+    python -m benchmarks.gpu tiles                       tiles of attention with dropout: 1 minute
     python -m benchmarks.gpu host-time                   Python's time, without a GPU: 2 minutes
 
 Each command prints Markdown that names the device, the versions and the command; `--out FILE` also
@@ -26,6 +27,8 @@ import typer
 
 from benchmarks.gpu import host_time as host
 from benchmarks.gpu import matmul, numerics, step, step_report
+from benchmarks.gpu import tiles as attention_tiles
+from benchmarks.gpu.expected import expected
 from benchmarks.gpu.report import Report, choose_device
 from gridformer.config import ModelConfig, shipped_model
 from gridformer.train.compile import toolchain_problems
@@ -77,6 +80,9 @@ MODES: dict[Modes, tuple[step.Mode, ...]] = {
 Device = Annotated[DeviceName, typer.Option(help="Where to measure.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Use tiny sizes, to try the code.")]
 Out = Annotated[Path | None, typer.Option(help="Also append the Markdown to this file.")]
+Numbers = Annotated[
+    Path | None, typer.Option(help="Also append the numbers to this file, a JSON object a line.")
+]
 Model = Annotated[list[str] | None, typer.Option(help="A shipped GPT-2 or Llama; may be repeated.")]
 
 
@@ -103,7 +109,10 @@ def ceiling(
 @app.command()
 def single(
     model: Model = None,
-    batch: Annotated[int, typer.Option(min=0, help="Sequences per step; 0: all that fit.")] = 0,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Sequences per step; may be repeated. By default all that fit."),
+    ] = None,
     seq_len: Annotated[
         int, typer.Option(min=0, help="Tokens per sequence; 0: the model's maximum.")
     ] = 0,
@@ -126,13 +135,18 @@ def single(
     ] = AttentionName.auto,
     backend: Annotated[str, typer.Option(help="The backend of torch.compile.")] = "inductor",
     profile: Annotated[bool, typer.Option("--profile", help="Show each side's kernels.")] = False,
+    predict: Annotated[
+        str,
+        typer.Option(help="A cluster, with which times are predicted before they are measured."),
+    ] = "",
     limit_s: Annotated[float, typer.Option(help="No round starts later than this.")] = 480.0,
     device: Device = DeviceName.cuda,
     quick: Quick = False,
     out: Out = None,
+    numbers: Numbers = None,
 ) -> None:
     """Measure a training step, alternating with Hugging Face's model in the same run."""
-    place, report = _begin(device), Report(out)
+    place, report = _begin(device), Report(out, numbers)
     if "compiled" in MODES[modes] and backend == "inductor":
         _stop_if(toolchain_problems(place.type))
     squares, torch_dtype = matmul.squares(quick, place), getattr(torch, dtype.value)
@@ -145,24 +159,48 @@ def single(
             config = config.model_copy(update={"n_layers": layers, "name": name})
         drops = {"dropout": dropout, "attention_dropout": dropout}
         config = ModelConfig(**{**config.model_dump(), **drops})
-        settings = step.Settings(
-            config,
-            batches=(batch,) if batch else ((4, 2) if quick else BATCHES),
-            s=seq_len or config.max_seq_len,
-            steps=2 if quick else steps,
-            rounds=2 if quick else rounds,
-            modes=MODES[modes],
-            hf_compile=hf_compile.value,
-            attention=attention.value,
-            backend=backend,
-            dtype=dtype.value,
-            limit_s=limit_s,
-        )
-        comparison, kernels = step.compare(settings, place, report, profile)
-        report.heading(f"Training step of {config.name} on one device", place, quick)
-        step_report.write(comparison, top, report)
-        for name, text in kernels.items():
-            report.write(f"\nOne step, {name}:\n\n```\n{text}\n```")
+        tried: list[tuple[int, ...]] = [(b,) for b in batch or ()]
+        runs = [
+            step.Settings(
+                config,
+                batches=batches,
+                s=seq_len or config.max_seq_len,
+                steps=2 if quick else steps,
+                rounds=2 if quick else rounds,
+                modes=MODES[modes],
+                hf_compile=hf_compile.value,
+                attention=attention.value,
+                backend=backend,
+                dtype=dtype.value,
+                limit_s=limit_s,
+            )
+            for batches in tried or [(4, 2) if quick else BATCHES]
+        ]
+        predicted = expected(runs, predict) if predict else [{} for _ in runs]
+        for settings, times in zip(runs, predicted):
+            for side, seconds in times.items():
+                ms = f"{1e3 * seconds:,.1f} ms a step of {settings.batches[0]} sequences"
+                report.progress(f"predicted for {' '.join(side)}: {ms}")
+            comparison, kernels = step.compare(settings, place, report, profile)
+            times = times if comparison.b == settings.batches[0] else {}
+            report.heading(f"Training step of {config.name} on one device", place, quick)
+            step_report.write(comparison, top, report, times)
+            for name, text in kernels.items():
+                report.write(f"\nOne step, {name}:\n\n```\n{text}\n```")
+
+
+@app.command()
+def tiles(
+    limit_s: Annotated[float, typer.Option(help="No tiles are measured later than this.")] = 60.0,
+    device: Device = DeviceName.cuda,
+    quick: Quick = False,
+    out: Out = None,
+    numbers: Numbers = None,
+) -> None:
+    """Measure attention with dropout with other sizes of its kernels' tiles."""
+    place, report = _begin(device), Report(out, numbers)
+    report.heading("Tiles of attention with dropout", place, quick)
+    attention_tiles.measure(place, quick, limit_s, report)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import platform
 import shlex
@@ -21,9 +22,14 @@ from gridformer.utils.units import GIB
 
 @dataclass
 class Report:
-    """Prints Markdown as it is written, and appends it to a file if one is given."""
+    """Prints Markdown as it is written, and appends it to a file if one is given.
+
+    Attributes:
+        numbers: A file to which `keep` appends numbers, one JSON object a line.
+    """
 
     file: Path | None = None
+    numbers: Path | None = None
     began: float = field(default_factory=time.monotonic)
 
     def write(self, text: str) -> None:
@@ -31,6 +37,13 @@ class Report:
         if self.file is not None:
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(text + "\n")
+
+    def keep(self, **values: object) -> None:
+        """Append numbers to the file for them, if there is one."""
+        if self.numbers is not None:
+            command = shlex.join(sys.argv)
+            with self.numbers.open("a", encoding="utf-8") as out:
+                out.write(json.dumps({"command": command, **values}, default=str) + "\n")
 
     def progress(self, text: str) -> None:
         """Print progress and the seconds since the start to stderr; the report omits it."""

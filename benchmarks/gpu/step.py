@@ -191,7 +191,7 @@ class Arena:
         """Run two steps of each side in each mode, which includes compilation.
 
         A side and mode that fails is reported and left out of the rounds, so that the rest is still
-        measured.
+        measured. So is one that needs too much memory, if there is no smaller batch to try.
         """
         for mode, side in itertools.product(self.settings.modes, self.sides):
             began = self.report.seconds
@@ -199,10 +199,11 @@ class Arena:
                 with self._turn(side, mode):
                     self._steps(side, 2)
             except Exception as error:
-                if out_of_memory(error):
+                if out_of_memory(error) and len(self.settings.batches) > 1:
                     raise
                 self.failures[f"{side.name} {mode}"] = phrase(error)
                 self.report.progress(f"{side.name} {mode} FAILED: {phrase(error)}")
+                side.rest()
                 continue
             took = self.report.seconds - began
             self.results[side.name, mode] = Result(side.name, mode, took)

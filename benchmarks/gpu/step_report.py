@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict
+
 from benchmarks.gpu.report import Report, median, table
 from benchmarks.gpu.sides import Gridformer, HuggingFace
-from benchmarks.gpu.step import Comparison
+from benchmarks.gpu.step import Comparison, Mode
 from gridformer.config import ModelConfig
 from gridformer.utils.units import GIB
 
@@ -28,12 +31,17 @@ def step_flops(config: ModelConfig, tokens: int, s: int) -> float:
     return float((6 * matrix_parameters(config) + attention) * tokens)
 
 
-def write(comparison: Comparison, ceiling_tflops: float, report: Report) -> None:
-    """Write the table, how it counts, whether all sides trained alike, and the targets."""
+def write(
+    comparison: Comparison,
+    ceiling_tflops: float,
+    report: Report,
+    predicted: Mapping[tuple[str, Mode], float] | None = None,
+) -> None:
+    """Write the table, with what was predicted if that is given, how it counts, and the targets."""
     settings, config = comparison.settings, comparison.settings.config
     flops = step_flops(config, comparison.tokens, settings.s)
     columns = ["side", "tokens/s", "turns", "ms/step", "model TFLOP/s", "of the ceiling"]
-    rows = []
+    rows: list[list[str]] = []
     for r in (r for r in comparison.results if r.seconds):
         other = comparison.result(HuggingFace.name, r.mode)
         span = [comparison.tokens / seconds for seconds in (max(r.seconds), min(r.seconds))]
@@ -56,7 +64,14 @@ def write(comparison: Comparison, ceiling_tflops: float, report: Report) -> None
     columns += ["processor ms/step", "against Hugging Face, by processor time"]
     if any(r.peak_bytes for r in comparison.results):  # on a GPU the processor's time says little
         columns, rows = columns[:-2], [row[:-2] for row in rows]
+    if predicted:
+        columns.append("predicted ms/step, error")
+        for row, r in zip(rows, (r for r in comparison.results if r.seconds)):
+            one = predicted.get((r.side, r.mode))
+            row.append(f"{1e3 * one:,.1f}, {one / r.median - 1:+.0%}" if one else "-")
     report.write(table(columns, rows))
+    said_s = {" ".join(side): seconds for side, seconds in (predicted or {}).items()}
+    report.keep(ceiling_tflops=ceiling_tflops, predicted_s=said_s, **asdict(comparison))
     inner = config.n_heads * config.head_width
     share = 12 * config.n_layers * inner * settings.s * comparison.tokens / flops
     half = "bfloat16, " if settings.dtype == "bfloat16" else ""

@@ -28,8 +28,9 @@ from benchmarks.planner.page import fill
 from benchmarks.planner.pricing import cluster_of, error, predicted, record
 from benchmarks.planner.rows import FITS, calibration_rows
 from benchmarks.planner.speed import main as measure_speed
+from benchmarks.planner.torchtitan import lines as torchtitan_lines
 
-TABLES = [*FITS, "held-out"]
+TABLES = [*FITS, "held-out", "torchtitan"]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -60,7 +61,8 @@ def main(arguments: Sequence[str]) -> None:
         if name not in TABLES:
             parser.error(f"there is no table {name}; tables are {', '.join(TABLES)}")
     for name in asked.names or TABLES:
-        lines = apart() if name == "held-out" else calibrated(name).lines
+        others = {"held-out": apart, "torchtitan": torchtitan_lines}
+        lines = others[name]() if name in others else calibrated(name).lines
         if asked.out is not None:
             fill(asked.out, name, lines)
             continue

@@ -10,6 +10,7 @@ from benchmarks.planner.held_out import (
     OWN,
     SUPER,
     SUPER_OWN,
+    TITAN,
     V100,
     ZERO,
     ZERO_OWN,
@@ -23,6 +24,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "ZeRO-3": (ZERO,),
     "Megatron-LM 1.0": (V100,),
     "GPT-3 on H100": (GPT3,),
+    "torchtitan on H100": (TITAN,),
     "Optimus' inference": (OPTIMUS,),
     "SUPER and ZeRO-3": (SUPER, ZERO),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from benchmarks.planner import torchtitan
 from benchmarks.planner.deepspeed import as_deepspeed
 from benchmarks.planner.pricing import RecordedRow, cluster_of, predicted, price, record
 from benchmarks.planner.rows import FRONTERA, H100, SELENE, Row, Value, calibration_rows, gpt
@@ -28,7 +29,7 @@ OPTIMUS, SUPER, SUPER_OWN = "Optimus", "SUPER, heads one by one", "SUPER, heads 
 V100, WEAK = "Megatron-LM 1.0 on V100", "Megatron-LM 2019, weak scaling"
 THREE_D, BEST = "Megatron-LM 2021 on A100", "Megatron-LM 2021, best layout"
 ZERO, ZERO_OWN = "ZeRO-3 as DeepSpeed of 2021", "ZeRO-3, gridformer's"
-GPT3 = "Megatron-LM on H100"
+GPT3, TITAN = "Megatron-LM on H100", "torchtitan on H100"
 OWN = (SUPER_OWN, ZERO_OWN)  # rows of gridformer's own code beside a simulation of the published
 CLEAR = 1.05  # a published gap from which on there is a winner
 
@@ -74,7 +75,8 @@ def held_out(tell: Callable[[Found], None] = lambda _: None) -> list[Found]:
         tell: Is called with each row as soon as it is predicted.
     """
     found: list[Found] = []
-    for rows in (_optimus, _super, _megatron_v1, weak_scaling, _at_scale, _best, _gpt3):
+    megatron_rows = _megatron_v1, weak_scaling, _at_scale, _best, _gpt3
+    for rows in (_optimus, _super, *megatron_rows, _torchtitan):
         for one in rows():
             tell(one)
             found.append(one)
@@ -290,4 +292,15 @@ def _gpt3() -> list[Found]:
                 "tensor-parallel size 4, 8 stages in 12 parts and s=2048 are assumed",
             )
         )
+    return found
+
+
+def _torchtitan() -> list[Found]:
+    """Returns Llama 3.1 8B in eager mode, with FSDP on 8 and 128 devices."""
+    note = "recomputation by operator, put together from two modes; see below"
+    where, unit = torchtitan.MACHINE.stem, "tokens/s a device"
+    source, cluster, found = torchtitan.SOURCE, load_cluster(torchtitan.MACHINE), []
+    for n, published in torchtitan.PUBLISHED.items():
+        name, rate = f"Llama 3.1 8B, FSDP, eager, {n} devices", torchtitan.Traced(n).rate(cluster)
+        found.append(Found(TITAN, name, where, published, unit, rate, source, None, note))
     return found

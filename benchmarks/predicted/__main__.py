@@ -29,20 +29,23 @@ Out = Annotated[Path | None, typer.Option(help="The Markdown file to write; else
 def gpu(
     cluster: Annotated[Path, typer.Option(help="The file that `gridformer calibrate` wrote.")],
     limit: Annotated[float, typer.Option(help="Seconds that measuring may take in all.")] = 110.0,
+    cases: Annotated[int, typer.Option(min=1, help="How many cases, the most telling first.")] = 16,
     quick: Annotated[bool, typer.Option("--quick", help="One case, to try the code.")] = False,
     out: Out = None,
+    numbers: Annotated[
+        Path | None, typer.Option(help="Append the numbers to this file, a JSON object a line.")
+    ] = None,
 ) -> None:
     """Compare training steps of models on one GPU in bfloat16."""
     from benchmarks.predicted.gpu import compare
 
-    text = compare(cluster, limit, quick)
+    text = compare(cluster, limit, quick, cases, numbers)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
     about = describe_machine("benchmarks.predicted")
     head = (
         f"# Predicted and measured on {where}\n\n{about['date']}, torch {about['torch']}, commit "
-        f"{about['commit'] or 'unknown'}: `{command_line('benchmarks.predicted')}` with the "
-        "cluster file that `gridformer calibrate` wrote on this machine. Training steps in "
-        "bfloat16, medians of 6 after 3.\n\n"
+        f"{about['commit'] or 'unknown'}: `{command_line('benchmarks.predicted')}`. Training "
+        "steps in bfloat16, medians of 6 after 3.\n\n"
     )
     _write(head + text, out)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +82,19 @@ CASES = (
 QUICK = (Case("demo-4m", 4),)
 
 
-def compare(cluster: Path, limit_s: float, quick: bool) -> str:
+def compare(cluster: Path, limit_s: float, quick: bool, n_cases: int, numbers: Path | None) -> str:
     """Returns the table as Markdown. What fails is a line below it.
 
     Args:
         cluster: The cluster file.
         limit_s: No case starts when this time is almost over.
         quick: Whether to run one case on whatever device there is, to try the code.
+        n_cases: How many cases are run.
+        numbers: A file to which all that is predicted and measured is appended as JSON.
     """
     began = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    cases = QUICK if quick else CASES
+    cases = QUICK if quick else CASES[:n_cases]
     questions = [Question(case.run(device), memory=True) for case in cases]
     set_numerics(questions[0].run.train)
     world = init_process_groups("auto", 1, 600.0)
@@ -114,7 +117,14 @@ def compare(cluster: Path, limit_s: float, quick: bool) -> str:
     print(f"[{time.monotonic() - began:5.1f} s] predicting", file=sys.stderr, flush=True)
     with predicting(questions, cluster, 2 if quick else 8) as futures:
         predicted = [_result(future) for future in futures]
-    return _report(list(zip(cases, predicted, measured)))
+    found = list(zip(cases, predicted, measured))
+    if numbers is not None:
+        with numbers.open("a", encoding="utf-8") as file:
+            for case, said, seen in found:
+                took = seen if isinstance(seen, str) else asdict(seen)
+                line = {"case": str(case), "predicted": asdict(said), "measured": took}
+                file.write(json.dumps(line) + "\n")
+    return _report(found)
 
 
 def _result(future: Any) -> Predicted:

@@ -8,15 +8,18 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import host_time, matmul, numerics, sides, step_report
+from benchmarks.gpu import expected, host_time, matmul, numerics, sides, step_report
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import step as gpu_step
+from benchmarks.predicted.predictions import Predicted
 from torch import Tensor
 from torch._dynamo.utils import counters
 from typer.testing import CliRunner
@@ -198,25 +201,48 @@ def test_the_largest_batch_that_fits_is_taken(
         gpu_step.compare(settings(batches=(8, 4)), CPU, gpu_report.Report())
 
 
+@pytest.mark.parametrize(
+    ("error", "batches"),
+    [(RuntimeError("no kernel image"), (4, 2)), (torch.OutOfMemoryError("no memory"), (4,))],
+    ids=["not taken for a lack of memory", "no smaller batch to try"],
+)
 def test_a_side_that_fails_is_named_and_the_rest_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: RuntimeError,
+    batches: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("transformers")
 
     def broken(self: Any, number: int, batch: Tensor) -> Any:
-        raise RuntimeError("no kernel image is available")
+        raise error
 
     monkeypatch.setattr(sides.HuggingFace, "step", broken)
     report = gpu_report.Report()
-    comparison, _ = gpu_step.compare(settings(batches=(4, 2)), CPU, report)
-    assert comparison.b == 4, "not taken for a lack of memory"
+    comparison, _ = gpu_step.compare(settings(batches=batches), CPU, report)
+    assert comparison.b == 4
     assert [r.side for r in comparison.results] == ["gridformer"]
     step_report.write(comparison, 1.0, report)
-    said = "Hugging Face eager did not run: RuntimeError: no kernel image is available"
+    said = f"Hugging Face eager did not run: {type(error).__name__}: {error}"
     assert said in capsys.readouterr().out
     monkeypatch.setattr(sides.Gridformer, "step", broken)
     with pytest.raises(RuntimeError, match="nothing runs"):
         gpu_step.compare(settings(), CPU, report)
+
+
+def test_times_are_predicted_by_the_planner_and_from_the_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer: Future[Predicted] = Future()
+    answer.set_result(Predicted(step_s=0.25, forward_s=0.08, backward_s=0.15))  # an update of 20 ms
+    monkeypatch.setattr(expected, "predicting", lambda *_: nullcontext([answer]))
+    config = ModelConfig(**shipped_model("gpt2-774m"))
+    run = settings(config=config, batches=(16,), s=1024, modes=("eager", "compiled"))
+    (times,) = expected.expected([run], "dgx-h100")
+    assert times["gridformer", "eager"] == 0.25
+    then, tokens = expected.last_time("gpt2-774m")["Hugging Face", "compiled"]
+    theirs = 0.02 + (then - 0.02) * 16 * 1024 / tokens
+    assert times["Hugging Face", "compiled"] == pytest.approx(theirs)
 
 
 def test_gridformer_alone_where_transformers_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

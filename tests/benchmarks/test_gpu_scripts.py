@@ -1,6 +1,7 @@
 """The scripts that measure machines, run with a Python that only writes down how it is called.
 
-It makes environments whose Python is a copy of itself. A file `broken` lets pip fail.
+It makes environments whose Python is a copy of itself. A file `broken` lets pip and calibrate fail,
+`slow` lets tests hang, and `cuda` says that there is a GPU.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,9 @@ SCRIPTS = ROOT / "benchmarks" / "gpu"
 PYTHON = r"""#!/usr/bin/env bash
 echo "$0 $*" >> calls
 case "$*" in
-  -c*) echo "$0 3.11" ;;
+  -c*) [ -e cuda ] && echo cuda; echo "$0 3.11" ;;
+  *"-m pytest"*) [ ! -e slow ] || { trap '' TERM; exec sleep 60; } ;;
+  *"gridformer calibrate"*) [ ! -e broken ] ;;
   *"-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
   *"-m pip"*) sleep 0.3; [ ! -e broken ] ;;
 esac
@@ -40,11 +44,16 @@ def fake(path: Path, text: str) -> None:
 
 
 def begin(
-    checkout: Path, script: str, *words: str, python: str = "python"
+    checkout: Path, script: str, *words: str, python: str = "python", seconds: int = 480
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [checkout / "benchmarks" / "gpu" / script, *words],
-        env={**os.environ, "PYTHON": str(checkout / python), "PATH": path_of(checkout)},
+        env=dict(
+            os.environ,
+            PYTHON=str(checkout / python),
+            PATH=path_of(checkout),
+            SECONDS_IN_ALL=str(seconds),
+        ),
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -134,3 +143,44 @@ def test_a_script_without_arguments_says_how_to_start_it(checkout: Path) -> None
     assert "--exclusive --gpus-per-node 8 --cpus-per-task" in done.stderr
     assert done.stderr.rstrip().endswith("network.")
     assert not (checkout / "calls").exists()
+
+
+PARTS = "pytest pytest pytest single single single calibrate predicted tiles".split()  # noqa: SIM905
+
+
+def quarter_hour(checkout: Path, *files: str, seconds: int = 480) -> tuple[list[str], str]:
+    """Return the parts that a run with these files beside it has started, and its report."""
+    for name in files:
+        (checkout / name).touch()
+    assert end(begin(checkout, "quarter_hour.sh", str(checkout / "out"), seconds=seconds)) == 0
+    started = [line.replace(".", " ").split() for line in calls(checkout, "-m ")]
+    found = [next(word for word in words if word in PARTS) for words in started]
+    return found, (checkout / "out" / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("files", [[], ["cuda"]], ids=["rehearsal", "GPU"])
+def test_a_quarter_of_an_hour_has_all_parts_in_their_order(
+    checkout: Path, files: list[str]
+) -> None:
+    found, report = quarter_hour(checkout, *files)
+    assert found == PARTS
+    assert ("A rehearsal" in report) == (not files)
+    assert ("--model llama-3.2-1b" in str(calls(checkout, "single"))) == bool(files)
+    limits = [int(line.split()[4]) for line in report.splitlines() if line.startswith("<!-- ")]
+    assert sum(limits[:-1]) < 450 < limits[-1] <= 480, "what is left is for the last part"
+
+
+def test_a_part_that_fails_is_named_and_the_next_goes_on(checkout: Path) -> None:
+    found, report = quarter_hour(checkout, "broken")
+    assert "**calibrate failed** with exit code 1" in report
+    assert found == PARTS
+    assert "--cluster dgx-h100 " in calls(checkout, "predicted")[0]
+
+
+def test_a_part_that_hangs_is_killed_and_the_whole_ends_in_time(checkout: Path) -> None:
+    began = time.monotonic()
+    found, report = quarter_hour(checkout, "slow", seconds=10)
+    assert time.monotonic() - began < 40, "not the minute for which the part would hang"
+    assert found == ["pytest"]
+    assert "**kernels was cut** after" in report
+    assert report.count("was left out:** no time was left") == len(PARTS) - 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from benchmarks.planner import torchtitan
 from benchmarks.planner.apart import BAR, apart_lines, mean_error, winner_lines
 from benchmarks.planner.deepspeed import COPY_S, ROUND_S, VIEW_S, Rates, of_deepspeed
 from benchmarks.planner.held_out import (
@@ -19,6 +21,8 @@ from benchmarks.planner.held_out import (
 )
 from benchmarks.planner.page import fill, marked
 
+from gridformer.cluster import load_cluster
+from gridformer.plan.prediction import Parts
 from gridformer.trace.events import Event, Kernel, Place, Start, Trace, Wait
 
 PLACE = Place("", 0, "", "layers.0")
@@ -150,8 +154,17 @@ def test_a_page_gets_the_table_where_it_is_marked(tmp_path: Path) -> None:
 
 def test_planners_page_has_a_place_for_each_table() -> None:
     text = Path("docs/results/planner.md").read_text(encoding="utf-8")
-    for name in ("frontera-rtx5000", "selene-a100", "dgx-h100", "held-out"):
+    for name in ("frontera-rtx5000", "selene-a100", "dgx-h100", "held-out", "torchtitan"):
         assert all(one in text for one in marked(name)), name
+
+
+def test_torchtitan_repeats_half_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = SimpleNamespace(step_s=1.0, parts=Parts(products=0.6, memory_bound=0.3))
+    full = SimpleNamespace(step_s=1.5, parts=Parts(products=0.8, memory_bound=0.4))
+    monkeypatch.setattr(torchtitan, "recorded", lambda n, mode: {"none": none, "full": full}[mode])
+    monkeypatch.setattr(torchtitan, "price", lambda one, cluster: one)
+    cluster = load_cluster(torchtitan.MACHINE)
+    assert torchtitan.Traced(8).rate(cluster) == pytest.approx(2 * 8192 / 1.2)
 
 
 @pytest.mark.full
