@@ -55,7 +55,7 @@ class StepTraffic:
     volume: Volume
     by_axis_and_label: dict[tuple[str, str], Volume]
     copied: dict[str, tuple[int, int]]
-    owned_sizes: list[int]
+    owned_sizes: list[tuple[str, int]]  # the layer, and the elements
     owned_late: list[bool]  # whether the owners of copies sum the copies' gradients first
 
 
@@ -84,9 +84,13 @@ def one_step(
         Volume.of(recorder),
         {key: Volume.of(Recorder(records)) for key, records in groups.items()},
         _copied(model, axes),
-        [p.numel() for _, p in reductions.owned(model)],
+        [(_layer_of(name), p.numel()) for name, p in reductions.owned(model)],
         [shard_of(p).partial for _, p in reductions.owned(model)],
     )
+
+
+def _layer_of(name: str) -> str:
+    return name.split(".")[1] if name.startswith("layers.") else ""
 
 
 def _copied(model: Model, axes: Axes) -> dict[str, tuple[int, int]]:
@@ -222,7 +226,8 @@ def test_one_message_a_step_and_purpose(
         if dp > 1:
             gradients = one.by_axis_and_label["dp", "gradients"]
             assert gradients.count["gradients"] == Counter(all_reduce=len(over_dp))
-            assert gradients.moved["gradients"] == Fraction(2 * (dp - 1), dp) * sum(one.owned_sizes)
+            owned = sum(size for _, size in one.owned_sizes)
+            assert gradients.moved["gradients"] == Fraction(2 * (dp - 1), dp) * owned
         wanted = Counter(broadcast=len(copies))
         assert one.volume.count.get("copies", Counter()) == +wanted
         wanted = Counter(reduce=len(copies) * partial, all_reduce=len(over_dp))
@@ -230,20 +235,26 @@ def test_one_message_a_step_and_purpose(
         assert one.volume.count["metrics"] == Counter(all_reduce=2)
 
 
-def buckets_of(sizes: list[int], limit: int) -> list[int]:
+def buckets_of(sizes: list[tuple[str, int]], limit: int) -> list[int]:
     """Return the bytes of the buckets of float32 gradients.
 
-    Buckets are filled from the model's end until the next tensor would exceed the limit, or a
-    quarter of all bytes.
+    A large tensor is a bucket by itself. Others of a layer fill buckets until the next one would
+    exceed the limit, and so do those outside layers.
+
+    Args:
+        sizes: The layer of each tensor, empty outside of layers, and its elements.
+        limit: The most bytes of a bucket.
     """
-    limit = min(limit, 4 * sum(sizes) // 4)
     buckets: list[int] = []
-    for size in reversed(sizes):
-        if buckets and buckets[-1] + 4 * size <= limit:
-            buckets[-1] += 4 * size
-        else:
+    filled: dict[str, int] = {}
+    for layer, size in reversed(sizes):
+        if 4 * size >= limit:
             buckets.append(4 * size)
-    return buckets
+            continue
+        if layer in filled and filled[layer] + 4 * size > limit:
+            buckets.append(filled.pop(layer))
+        filled[layer] = filled.get(layer, 0) + 4 * size
+    return [*buckets, *filled.values()]
 
 
 def test_gradients_travel_in_buckets(pool: WorkerPool) -> None:
@@ -254,4 +265,4 @@ def test_gradients_travel_in_buckets(pool: WorkerPool) -> None:
         assert max(buckets) > limit
         assert len(buckets) > 3
         assert one.volume.count["gradients"] == Counter(all_reduce=len(buckets))
-        assert one.volume.moved["gradients"] == sum(one.owned_sizes)
+        assert one.volume.moved["gradients"] == sum(size for _, size in one.owned_sizes)

@@ -12,7 +12,7 @@ from gridformer.config import RunConfig
 from gridformer.trace import Start, Trace, Wait, trace_rank
 from gridformer.trace.device import fake_gpu
 from gridformer.trace.fake import watched_fakes
-from gridformer.trace.rank import _said, on_devices
+from gridformer.trace.step import _said, on_devices
 from tests.support.fake_gpu import InProcess
 from tests.support.multirank.memory import a_run
 

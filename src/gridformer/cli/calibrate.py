@@ -41,9 +41,9 @@ def calibrate(
     if not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", processes):
         raise ConfigError([f"--processes {processes}: use numbers from 1, such as 1,2,4"])
     counts = sorted({int(word) for word in processes.split(",")})
+    check_output("--out", out)
     if out.suffix not in (".yaml", ".yml"):
         raise ConfigError([f"--out {out}: name a YAML file, such as local.yaml"])
-    check_output("--out", out)
     cluster, failures = measure(counts, quick, limit, lambda text: typer.echo(text, err=True))
     write_cluster(cluster, out)
     for failure in failures:

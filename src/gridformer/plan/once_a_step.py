@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from gridformer.cluster.messages import Op
 from gridformer.parallel.auto.cost import Choice
-from gridformer.parallel.data.buckets import BUCKET_BYTES
 from gridformer.parallel.pipeline.schedules import rounds
 from gridformer.parallel.pipeline.stage_shares import StageShares, stacks_of
 from gridformer.plan import launches
@@ -164,12 +163,10 @@ def reductions(sizes: Sizes, shares: StageShares, backward: Load) -> Load:
     for elements, last, where, common in _summed(sizes, shares):
         op: Op = "all_reduce" if layout.dp_mode == "replicate" else "reduce_scatter"
         n_bytes, last_bytes = elements * sizes.wide, last * sizes.wide
-        buckets = max(BUCKETS, n_bytes / BUCKET_BYTES)
-        limit, k = min(BUCKET_BYTES, n_bytes / BUCKETS), layout.stages_per_rank
-        rest = n_bytes - last_bytes
+        k, rest = layout.stages_per_rank, n_bytes - last_bytes
         own_table = common == sizes.choices["head"].common
         early_s = _before_layers_s(sizes, shares, op, where) if own_table else 0.0
-        seconds, joined = in_buckets(sizes, shares, common, op, rest, where, limit)
+        seconds, buckets, joined = in_buckets(sizes, shares, common, op, rest, where)
         seconds -= early_s
         load.message("dp", early_s, launches=0)
         load.message("dp", seconds / k, behind / k, buckets * launches.BUCKET)
@@ -182,7 +179,7 @@ def reductions(sizes: Sizes, shares: StageShares, backward: Load) -> Load:
             copied_s = costs.memory_s(_returned_bytes(sizes, elements))
             load.memory += copied_s
             # The update is over; a message travels while the one before it is copied.
-            seconds, _ = in_buckets(sizes, shares, common, "all_gather", rest, where)
+            seconds, *_ = in_buckets(sizes, shares, common, "all_gather", rest, where)
             seconds += costs.message_s("all_gather", last_bytes, where)
             load.message("dp", seconds, copied_s)
     return load

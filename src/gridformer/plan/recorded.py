@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,12 +14,10 @@ from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.registry import spec_of
 from gridformer.plan.fewer_rounds import removable_rounds, without_rounds
-from gridformer.trace.alike import trace_runs
 from gridformer.trace.device import Backend
 from gridformer.trace.events import Trace
 from gridformer.trace.fewer_layers import removable, without_layers
-from gridformer.trace.known_stages import KnownStages
-from gridformer.trace.rank import trace_rank
+from gridformer.trace.rank import trace_runs
 from gridformer.utils.errors import UserError
 from gridformer.utils.garbage import no_garbage_collection
 
@@ -113,18 +110,13 @@ class Shortened:
     def lines(self, kind: Kind, fewer: int) -> list[Callable[[], list[list[Trace]]]]:
         """Returns functions that make the traces, each for one list of `different_ranks`.
 
-        The longest list comes first. Stages that one of them has recorded serve those that the same
-        process calls later. See `traces`.
+        The longest list comes first. See `traces`.
         """
-        known: dict[int, KnownStages] = defaultdict(KnownStages)  # by the place in a stage
-        mesh = mesh_ranks(self.run.layout, self.decisions.block).flatten(1).tolist()
-        places = {rank: place for stage in mesh for place, rank in enumerate(stage)}
 
         def line(ranks: Sequence[int]) -> list[list[Trace]]:
-            here = known[places[ranks[0]]]
             with without_layers(self.run, self.decisions, fewer) as part, no_garbage_collection():
                 runs = [without_rounds(part, n) for n in self.rounds]
-                return _traces_of(runs, ranks, kind, self.decisions, self.training, here)
+                return _traces_of(runs, ranks, kind, self.decisions, self.training)
 
         with without_layers(self.run, self.decisions, fewer) as part:
             ranks = different_ranks(part, self.decisions)
@@ -208,7 +200,6 @@ def _traces_of(
     kind: Kind,
     decisions: Decisions,
     training: bool,
-    known: KnownStages,
 ) -> list[list[Trace]]:
     """Traces ranks whose stages have equal layers.
 
@@ -218,7 +209,6 @@ def _traces_of(
         kind: The type of device.
         decisions: The decisions of its layout.
         training: Whether it is an optimizer step.
-        known: See `trace_runs`.
 
     Returns:
         The traces of each run.
@@ -227,13 +217,7 @@ def _traces_of(
         UserError: A trace does not come to its end.
     """
     backend: Backend = "nccl" if kind == "cuda" else "gloo"
-    if runs[0].layout.pp > 1:
-        found = trace_runs(runs, ranks, decisions, True, backend, known, training)
-    else:
-        found = [
-            [trace_rank(run, rank, decisions, True, True, backend, training) for rank in ranks]
-            for run in runs
-        ]
+    found = trace_runs(runs, ranks, decisions, True, backend, training)
     for trace in (trace for traces in found for trace in traces):
         if not trace.complete:
             raise UserError(

@@ -28,10 +28,12 @@ class InBuckets(NamedTuple):
 
     Attributes:
         seconds: How long all of them take.
+        n: How many messages they are.
         joined: The bytes of tensors that share a message, to which they are copied.
     """
 
     seconds: float
+    n: int
     joined: float
 
 
@@ -42,7 +44,6 @@ def in_buckets(
     op: Op,
     n_bytes: float,
     place: AxisPlace,
-    limit: float = BUCKET_BYTES,
 ) -> InBuckets:
     """Returns how long a rank's tensors travel over replicas.
 
@@ -53,17 +54,17 @@ def in_buckets(
         op: The collective.
         n_bytes: The bytes of all of them. What is not in layers is one more message.
         place: Where the replicas lie.
-        limit: The bytes of a bucket.
     """
-    by_layer = sizes.run.train.update == "in_backward"  # layers share no bucket then
-    seconds, joined, left = 0.0, 0.0, n_bytes
-    for (one, together), n in _buckets(_stacks(sizes, shares, common), limit, by_layer):
+    seconds, joined, left, number = 0.0, 0.0, n_bytes, 0
+    for (one, together), n in _buckets(_stacks(sizes, shares, common)):
         seconds += n * sizes.costs.message_s(op, one, place)
         joined += n * one * together
         left -= n * one
+        number += n
     if left > 1:
         seconds += sizes.costs.message_s(op, left, place)
-    return InBuckets(seconds, joined)
+        number += 1
+    return InBuckets(seconds, number, joined)
 
 
 def _stacks(sizes: Sizes, shares: StageShares, common: bool) -> tuple[_Stack, ...]:
@@ -100,9 +101,7 @@ _Bucket = tuple[float, bool]  # its bytes, and whether it has more than one tens
 
 
 @lru_cache(maxsize=1 << 10)  # a search asks again for the same layers with other settings
-def _buckets(
-    stacks: tuple[_Stack, ...], limit: float, by_layer: bool
-) -> tuple[tuple[_Bucket, int], ...]:
+def _buckets(stacks: tuple[_Stack, ...]) -> tuple[tuple[_Bucket, int], ...]:
     """Returns the buckets of layers, and how many there are of each."""
     found: Counter[_Bucket] = Counter()
     filled: list[float] = []
@@ -115,10 +114,11 @@ def _buckets(
     for layer, n in stacks:
         for _ in range(n):
             for n_bytes in layer:
-                if sum(filled) + n_bytes > limit:
+                if n_bytes >= BUCKET_BYTES:
+                    found[n_bytes, False] += 1
+                    continue
+                if sum(filled) + n_bytes > BUCKET_BYTES:
                     close()
                 filled.append(n_bytes)
-            if by_layer:
-                close()
-    close()
+            close()
     return tuple(found.items())

@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import mesh_ranks
+from gridformer.parallel.pipeline.schedules import Itinerary
 from gridformer.trace.device import Backend
 from gridformer.trace.fewer_layers import removable, without_layers
-from gridformer.trace.itineraries import Like, Shortened, shortened
+from gridformer.trace.itineraries import ShortSchedule, in_order, shortened
 from gridformer.trace.segments import NotPeriodicError, segments
-from gridformer.trace.step import KINDS, Part, kind_of, record_step
-from gridformer.trace.tracker import Change
+from gridformer.trace.step import KINDS, StepPart, kind_of, record_step
+from gridformer.trace.tracker import MemoryChange
+from gridformer.utils.errors import UserError
 
 _KEPT = (3, 5, 8)  # layers of the shortest stage of the shorter step, in turn until layers repeat
 # Bytes of a tensor that stands for joined weights, at most. Torch frees these in any order.
@@ -35,7 +37,7 @@ class Changes(NamedTuple):
     """How memory changes in a part of a step.
 
     Attributes:
-        kind: The kind of the part; see `gridformer.trace.step.Part`.
+        kind: The kind of the part; see `gridformer.trace.step.StepPart`.
         n_bytes: By how many bytes it grows, [changes].
         kinds: Which of `KINDS` is allocated or freed, [changes].
         places: What ran then, [changes].
@@ -103,80 +105,37 @@ def _recorded(
 ) -> StepMemory:
     """Returns the memory of a step with so many layers fewer in each stage."""
     layout = run.layout
-    short: Shortened | None = None
-    m = layout.micro_batches
+    short: ShortSchedule | None = None
+    follows: Itinerary | Sequence[int] | None = None
     if not complete and layout.pp > 1:
         stages = mesh_ranks(layout, decisions.block).flatten(1)
         (index,) = (stages == rank).any(1).nonzero().flatten().tolist()
-        short = shortened(layout, index)
-        m = short.micro_batches
-    elif not complete:
-        m = min(m, 2)  # the first makes gradients, and the last one begins their sums
-    each = run.train.global_batch // layout.micro_batches
-    part = with_micro_batches(run, m)
-    more = (layout.micro_batches - m) * each // layout.dp
-    with without_layers(part, decisions, fewer) as part:
-        record = record_step(
-            part, rank, decisions, backend, complete, short.itinerary if short else None, more
+        short = shortened([layout], [index])
+        follows = short.itinerary
+    elif not complete:  # the first makes gradients, and the last one begins their sums
+        follows = sorted({0, layout.micro_batches - 1})
+    with without_layers(run, decisions, fewer) as part:
+        record = record_step(part, rank, decisions, backend, complete=complete, follows=follows)
+    if not record.parts:
+        raise UserError(
+            f"the step of rank {rank} fails: {record.trace.troubles[-1].text}; "
+            "`gridformer check` says more"
         )
     parts = [_changes(one) for one in record.parts]
-    if short:
-        parts = _in_order(record.parts, parts, short, layout.pp)
+    if short and short.schedules[0]:
+        parts = [parts[i] for i in in_order(record.parts, short.schedules[0], layout.pp)]
+    parts = [part for part in parts if part.kind != "start"]
     return StepMemory(parts, record.between, record.host, record.saved)
 
 
-def with_micro_batches(run: RunConfig, m: int) -> RunConfig:
-    """Returns a run with so many micro-batches of the same size."""
-    layout, train = run.layout, run.train
-    batch = train.global_batch // layout.micro_batches * m
-    return run.model_copy(
-        update={
-            "layout": layout.model_copy(update={"micro_batches": m}),
-            "train": train.model_copy(update={"global_batch": batch}),
-        }
-    )
-
-
-def _changes(part: Part) -> Changes:
-    changes = [event for event in part.events if isinstance(event, Change)]
+def _changes(part: StepPart) -> Changes:
+    changes = [event for event in part.events if isinstance(event, MemoryChange)]
     return Changes(
         part.kind,
         np.array([one.n_bytes for one in changes], dtype=np.int64),
         np.array([_NUMBERS[kind_of(one.entry)] for one in changes], dtype=np.int64),
         [one.place for one in changes],
     )
-
-
-def _in_order(
-    recorded: Sequence[Part], parts: Sequence[Changes], short: Shortened, pp: int
-) -> list[Changes]:
-    """Puts the parts of a pipeline's short step in the order of the rank's own schedule."""
-    before: list[Changes] = []  # what a pass begins with
-    passes: list[tuple[list[Changes], list[Changes]]] = []
-    sends: dict[Like, Changes] = {}
-    rest: list[Changes] = []
-    first, *others = range(len(parts))
-    for number in others:
-        one, changes = recorded[number], parts[number]
-        if one.kind in ("forward", "backward"):
-            passes.append(([*before, changes], []))
-            before = []
-        elif one.kind == "send":
-            passes[-1][1].append(changes)
-        elif one.kind.endswith(" sent"):  # by the stage before the one that reads it
-            kind = one.kind.removesuffix(" sent")
-            sender = one.stage - 1 if kind == "forward" else one.stage + 1
-            sends.setdefault((kind, sender // pp), changes)
-        elif one.kind == "recv":
-            before.append(changes)
-        else:
-            rest.append(changes)
-    found = [parts[first]]
-    for number, over in short.passes:
-        begins, ends = passes[number]
-        *received, own = begins
-        found += [*received, *(sends[one] for one in over if one in sends), own, *ends]
-    return [*found, *(sends[one] for one in short.ends if one in sends), *rest]
 
 
 def _with_layers(shorter: StepMemory, longer: StepMemory, more: int) -> StepMemory:

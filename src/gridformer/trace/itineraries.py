@@ -9,14 +9,22 @@ own schedule is the first of its kind there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from gridformer.config import LayoutConfig
-from gridformer.parallel.pipeline.schedules import Action, Itinerary, actions_of, rounds
+from gridformer.parallel.pipeline.schedules import (
+    Action,
+    Itinerary,
+    actions_of,
+    forwards,
+    rounds,
+)
+from gridformer.trace.step import StepPart
 
 _MOST_RANKS, _MOST_ROUNDS = 8, 3
+_TRIES = 8  # schedules that are compared by how many others they stand for
 Like = tuple[str, int]  # the kind of a pass, and the number of its stage on its rank
 
 
@@ -33,51 +41,81 @@ class Pass(NamedTuple):
     over: tuple[Like, ...]
 
 
-@dataclass(frozen=True)
-class Shortened:
-    """A shorter schedule of a rank, and the rank's own one as a list of passes of it.
+class RankSchedule(NamedTuple):
+    """The passes of a schedule, and the sends that end after the last of them."""
 
-    Attributes:
-        itinerary: The shorter schedule.
-        micro_batches: How many micro-batches it has.
-        passes: The passes of the rank's own schedule.
-        ends: The sends that end after the last pass.
-    """
-
-    itinerary: Itinerary
-    micro_batches: int
     passes: list[Pass]
     ends: tuple[Like, ...]
 
 
-def shortened(layout: LayoutConfig, index: int) -> Shortened:
-    """Returns the shortest schedule that has all kinds of passes of a rank.
+@dataclass(frozen=True)
+class ShortSchedule:
+    """A shorter schedule of a rank, and longer ones as lists of passes of it.
+
+    Attributes:
+        itinerary: The shorter schedule.
+        schedules: For each of the longer ones its passes, and the sends that end after the last;
+            None for one with passes that the shorter schedule does not have.
+    """
+
+    itinerary: Itinerary
+    schedules: list[RankSchedule | None]
+
+
+def shortened(
+    layouts: Sequence[LayoutConfig], indices: Sequence[int], training: bool = True
+) -> ShortSchedule:
+    """Returns a short schedule that has all kinds of passes of a schedule, and those of others.
 
     Args:
-        layout: The layout.
-        index: The index of the rank along pp.
+        layouts: The layouts of these, which differ in their micro-batches only.
+        indices: The index along pp of each one's rank. The first is that of the schedule's rank.
+        training: Whether there are backward passes.
     """
-    whole = itinerary_of(layout, layout.pp, index, layout.micro_batches)
-    wanted, over, ends = kinds_of(whole, layout.pp)
-    sends = {one for some in (*over, ends) for one in some}
-    for pp, here, m in _candidates(layout, index):
-        other = itinerary_of(layout, pp, here, m)
-        kinds, others, other_ends = kinds_of(other, pp)
-        there = {one for some in (*others, other_ends) for one in some}
-        if {*wanted} <= {*kinds} and sends <= there:
-            first: dict[Hashable, int] = {}
-            for number, kind in enumerate(kinds):
-                first.setdefault(kind, number)
-            passes = [Pass(first[kind], before) for kind, before in zip(wanted, over)]
-            return Shortened(_moved(other, pp, here, layout.pp, index), m, passes, ends)
-    passes = [Pass(number, before) for number, before in enumerate(over)]
-    return Shortened(whole, layout.micro_batches, passes, ends)
+    wholes = [
+        itinerary_of(layout, layout.pp, index, layout.micro_batches, training)
+        for layout, index in zip(layouts, indices)
+    ]
+    layout, index = layouts[0], indices[0]
+    found = [kinds_of(whole, layout.pp) for whole in wholes]
+    wanted = [{*kinds} | _sends_in(over, ends) for kinds, over, ends in found]
+    short, (best, _, _) = wholes[0], found[0]
+    most, tries = 0, _TRIES
+    for pp, here, few in _candidates(layout, index):
+        other = itinerary_of(layout, pp, here, few, training)
+        kinds, over, ends = kinds_of(other, pp)
+        there = {*kinds} | _sends_in(over, ends)
+        if not wanted[0] <= there:
+            continue
+        covered = sum(one <= there for one in wanted)
+        if covered > most:
+            short, best, most = _moved(other, pp, here, layout.pp, index), kinds, covered
+        tries -= 1
+        if covered == len(wanted) or not tries:
+            break
+    first: dict[Hashable, int] = {}
+    for number, kind in enumerate(best):
+        first.setdefault(kind, number)
+    schedules = [
+        RankSchedule([Pass(first[kind], before) for kind, before in zip(kinds, over)], ends)
+        if {*kinds} <= {*first}
+        else None
+        for kinds, over, ends in found
+    ]
+    return ShortSchedule(short, schedules)
 
 
-def itinerary_of(layout: LayoutConfig, pp: int, index: int, m: int) -> Itinerary:
+def _sends_in(over: Sequence[tuple[Like, ...]], ends: tuple[Like, ...]) -> set[Hashable]:
+    return {one for some in (*over, ends) for one in some}
+
+
+def itinerary_of(
+    layout: LayoutConfig, pp: int, index: int, m: int, training: bool = True
+) -> Itinerary:
     """Returns the schedule of a rank in a pipeline of so many ranks and micro-batches."""
     k = layout.stages_per_rank
-    return Itinerary.of(actions_of(layout.pipeline_order, pp, k, m), index, k * pp)
+    orders = actions_of(layout.pipeline_order, pp, k, m)
+    return Itinerary.of(orders if training else forwards(orders), index, k * pp)
 
 
 def _candidates(layout: LayoutConfig, index: int) -> Iterator[tuple[int, int, int]]:
@@ -166,3 +204,41 @@ def _moved(itinerary: Itinerary, pp: int, index: int, new_pp: int, new_index: in
         {rank(peer): all_moved(some) for peer, some in itinerary.arrivals.items()},
         {moved(a): all_moved(some) for a, some in itinerary.taken.items()},
     )
+
+
+def in_order(parts: Sequence[StepPart], schedule: RankSchedule, pp: int) -> list[int]:
+    """Puts the parts of a short step in the order of a rank's own schedule.
+
+    Args:
+        parts: The parts of the short step.
+        schedule: The rank's own schedule.
+        pp: The ranks along pp.
+
+    Returns:
+        The number of each part.
+    """
+    before: list[int] = []  # what a pass begins with
+    recorded: list[tuple[list[int], list[int]]] = []  # until the end of each pass, and behind it
+    sends: dict[Like, int] = {}
+    found: list[int] = []
+    rest: list[int] = []
+    for number, (kind, stage, *_) in enumerate(parts):
+        if kind in ("start", "read the batch"):
+            found.append(number)
+        elif kind in ("forward", "backward"):
+            recorded.append(([*before, number], []))
+            before = []
+        elif kind == "send":
+            recorded[-1][1].append(number)
+        elif kind == "recv":
+            before.append(number)
+        elif kind.endswith(" sent"):  # by the stage before the one that reads it
+            sender = kind.removesuffix(" sent")
+            stage = stage - 1 if sender == "forward" else stage + 1
+            sends.setdefault((sender, stage // pp), number)
+        else:
+            rest.append(number)
+    for number, over in schedule.passes:
+        (*received, own), after = recorded[number]
+        found += [*received, *(sends[one] for one in over if one in sends), own, *after]
+    return [*found, *(sends[one] for one in schedule.ends if one in sends), *rest]

@@ -1,63 +1,33 @@
-"""Runs one optimizer step of one rank on fake GPU tensors, in the real code, and records it."""
+"""Traces ranks: the messages and kernels of a step, composed from the record of a short one.
+
+Ranks of a pipeline whose stages have equal layers differ only in the order of their passes and in
+their groups. So one of them is recorded, and its passes are put in the order of each.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from traceback import extract_tb
-from typing import Any
+import copy
+from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import NamedTuple, cast
 
-from gridformer.comm import recorder
+import torch
+
 from gridformer.config import RunConfig
-from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import Decisions, decide_run
-from gridformer.parallel.axes import build_axes
-from gridformer.trace.batch import rows_like
-from gridformer.trace.chunks import trace_chunks_once
-from gridformer.trace.device import NAME, Backend, fake_gpu
-from gridformer.trace.events import Trace, Trouble
-from gridformer.trace.fake import watched_fakes
-from gridformer.trace.fewer_micro_batches import trace_again
-from gridformer.trace.group import Log, recording
-from gridformer.trace.known_stages import KnownStages
-from gridformer.trace.micro_batches import MicroBatches, fewer
-from gridformer.trace.place import Places
-from gridformer.trace.products_once import products_once
-from gridformer.trace.repeat import Repeats
-from gridformer.train.forward_backward import Pipeline, WholeModel
-from gridformer.train.step import Stepper
-from gridformer.utils.errors import UserError
+from gridformer.parallel.axes import build_axes, mesh_ranks, split_heads
+from gridformer.parallel.data.gradients import GradientSums
+from gridformer.parallel.pipeline import Executor, stages_of
+from gridformer.parallel.pipeline.partition import model_outline
+from gridformer.trace.device import Backend
+from gridformer.trace.events import Event, Passed, Start, Trace, Wait
+from gridformer.trace.itineraries import RankSchedule, in_order, shortened
+from gridformer.trace.step import StepPart, on_devices, record_step
 
-# The errors of versions of torch when tensors of two devices meet.
-_MIXES = ("two devices", "two different devices", "two types of devices", "same device")
-# The errors that torch raises if an operation cannot be run without the values of a tensor.
-_NEEDS_VALUES = (
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "UnsupportedFakeTensorException",
-    "UnsupportedOperatorException",
-)
-_HERE = str(Path(__file__).parent)
-
-
-@dataclass
-class Played:
-    """A trace and what made it.
-
-    Attributes:
-        trace: The trace.
-        repeats: The passes of the pipeline, if they were recorded.
-        fewer: The same of the step with fewer micro-batches, if that was asked for and follows from
-            the passes.
-    """
-
-    trace: Trace
-    repeats: Repeats | None = None
-    fewer: Played | None = None
+_PASSES = ("forward", "backward")
+_FEW = 3  # micro-batches without a pipeline, of which the second stands for all in the middle
 
 
 def trace_rank(
@@ -69,7 +39,7 @@ def trace_rank(
     backend: Backend = "nccl",
     training: bool = True,
 ) -> Trace:
-    """Traces one optimizer step of one rank, as it would run on GPUs over NCCL.
+    """Traces one step of one rank, as it would run on GPUs over NCCL.
 
     It registers a device type in this process, so call it in a process of its own (see
     `trace_ranks`), which must not belong to a process group.
@@ -78,8 +48,7 @@ def trace_rank(
         run: The checked run.
         rank: The rank.
         decisions: The result of `decide_run(run)`; None calls it.
-        repeat: Whether equal micro-batches are traced once and repeated; without a pipeline only
-            where kernels are recorded.
+        repeat: Whether equal micro-batches are recorded once and repeated.
         kernels: Whether kernels and read-backs are among the events, too.
         backend: `gloo` traces the step as it would run on CPUs over gloo.
         training: Whether it is an optimizer step; otherwise an evaluation of one global batch.
@@ -87,154 +56,216 @@ def trace_rank(
     Returns:
         The trace. An error of the code is its last trouble, and the trace ends with it.
     """
-    return play(run, rank, decisions or decide_run(run), repeat, kernels, backend, training).trace
+    decisions = decisions or decide_run(run)
+    if repeat:
+        return trace_runs([run], [rank], decisions, kernels, backend, training)[0][0]
+    how = backend, training, kernels
+    return record_step(run, rank, decisions, *how, storages=False).trace
 
 
-def play(
-    run: RunConfig,
-    rank: int,
+def trace_runs(
+    runs: Sequence[RunConfig],
+    ranks: Sequence[int],
     decisions: Decisions,
-    repeat: bool,
     kernels: bool = False,
     backend: Backend = "nccl",
     training: bool = True,
-    also: RunConfig | None = None,
-    known: KnownStages | None = None,
-) -> Played:
-    """Traces a rank; see `trace_rank`.
+) -> list[list[Trace]]:
+    """Traces ranks that differ only in their place along pp, and whose stages have equal layers.
 
     Args:
-        run, rank, decisions, repeat, kernels, backend, training: See `trace_rank`.
-        also: The run with fewer micro-batches, whose step is traced, too.
-        known: The stages that other ranks have recorded. Those of this rank are added.
+        runs: The run, and others that differ in the number of their micro-batches only.
+        ranks: The ranks. The first is recorded, and one of those with passes that it does not have.
+        decisions: The result of `decide_run(run)`.
+        kernels, backend, training: See `trace_rank`.
+
+    Returns:
+        The traces of each run.
     """
-    more = run.layout.micro_batches
-    if repeat and kernels and training:
-        run = fewer(run)
-    more -= run.layout.micro_batches
-    layout, train = run.layout, run.train
-    with ExitStack() as stack:
-        log = stack.enter_context(on_devices(run, rank, kernels, backend))
-        played = Played(log.trace)
-        try:
-            axes = build_axes(layout, log.device.type, decisions.block)
-            watch = stack.enter_context(watched_fakes(log))
-            model = build_parallel(
-                run.model,
-                layout,
-                axes,
-                train.seed,
-                log.device,
-                train.dtype,
-                decisions.choices,
-                filled=False,
-            )
-            log.places.name(model)
-            stepper = Stepper(model, train, axes, layout)
-            if isinstance(stepper.passes, Pipeline):
-                stepper.passes.executor.has_loaded()  # a trace is that of a later step
-            if repeat:
-                stack.enter_context(trace_chunks_once(log, watch.count))
-                stack.enter_context(products_once(log, watch.count))
-            if repeat and isinstance(stepper.passes, Pipeline):
-                executor = stepper.passes.executor
-                played.repeats = Repeats(
-                    model, executor, log, watch.count, known=known, training=training
-                )
-            _mark_update(stepper, log)
-            if kernels:  # those of a step alone
-                stepper.updates.allocate(0)
-                log.trace.events.clear()
-            watch.products = 0
-            log.trace.reads.clear()
-            whole = None
-            if more and isinstance(stepper.passes, WholeModel):
-                whole = MicroBatches(stepper.passes, log)
-            if training:
-                stepper(0, partial(rows_like, run))
+    found: dict[int, list[Trace]] = {}
+    while left := [rank for rank in ranks if rank not in found]:
+        found |= _alike(runs, left, decisions, kernels, backend, training)
+    return [[*traces] for traces in zip(*(found[rank] for rank in ranks))]
+
+
+def _alike(
+    runs: Sequence[RunConfig],
+    ranks: Sequence[int],
+    decisions: Decisions,
+    kernels: bool,
+    backend: Backend,
+    training: bool,
+) -> dict[int, list[Trace]]:
+    """Traces the first rank, and others that follow from its record; see `trace_runs`."""
+    run, pp, rank = runs[0], runs[0].layout.pp, ranks[0]
+    stages = mesh_ranks(run.layout, decisions.block).flatten(1).tolist()
+    storages = complete = False
+    how = decisions, backend, training, kernels, storages, complete
+    orders: list[list[list[int] | None]]
+    if pp == 1:
+        few = sorted({0, min(1, run.layout.micro_batches - 1), run.layout.micro_batches - 1})
+        record = record_step(run, rank, *how, follows=few)
+        orders = [[_repeated(record.parts, one.layout.micro_batches) for one in runs]]
+    else:
+        place = {one: number for number, stage in enumerate(stages) for one in stage}
+        places = [place[one] for one in ranks for _ in runs]
+        short = shortened([one.layout for _ in ranks for one in runs], places, training)
+        record = record_step(run, rank, *how, follows=short.itinerary)
+        schedules = iter(short.schedules)
+        orders = [[_of(record.parts, next(schedules), pp) for _ in runs] for _ in ranks]
+    if not record.parts:
+        return {rank: [record.trace] * len(runs)}
+    composer = _Composer(record.parts, kernels)
+    found: dict[int, list[Trace]] = {}
+    for one, mine in zip(ranks, orders):
+        if None in mine:
+            continue
+        trace = record.trace if one == rank else _groups_of(run, one, decisions, backend)
+        if not composer.goes_to(record.trace, trace, stages):
+            continue
+        own = replace(record.trace, rank=one, groups=trace.groups, own=trace.own)
+        traces = [composer.trace(order) for order in mine if order is not None]
+        found[one] = [replace(own, events=events, update=update) for events, update in traces]
+    return found
+
+
+def _of(parts: Sequence[StepPart], schedule: RankSchedule | None, pp: int) -> list[int] | None:
+    return None if schedule is None or not parts else in_order(parts, schedule, pp)
+
+
+def _repeated(parts: Sequence[StepPart], m: int) -> list[int]:
+    """Returns the numbers of the parts of a step with m micro-batches and no pipeline."""
+    passes = [i for i, part in enumerate(parts) if part.kind in _PASSES]
+    each = len(passes) // _FEW  # those of a micro-batch
+    order = [*range(len(parts))]
+    if m > _FEW:
+        order[passes[2 * each] : passes[2 * each]] = passes[each : 2 * each] * (m - _FEW)
+    return order
+
+
+def _groups_of(run: RunConfig, rank: int, decisions: Decisions, backend: Backend) -> Trace:
+    """Returns a trace of a rank that has only its groups."""
+    with on_devices(run, rank, backend=backend) as log:
+        axes = build_axes(run.layout, log.device.type, decisions.block)
+        split_heads(run.model, run.layout, axes)  # in the order in which a model's building does
+        model = copy.copy(model_outline(run.model))
+        model.stages = stages_of(run.model, run.layout.n_stages, decisions.choices.work)
+        model.compute_dtype = getattr(torch, run.train.dtype)
+        Executor(model, run.layout, axes, GradientSums([], []))
+    return log.trace
+
+
+class _Message(NamedTuple):
+    """A start of a message, or a wait for one.
+
+    Attributes:
+        starts: Whether it is a start.
+        number: The number of the message in the record.
+        like: What is equal for messages that are waited for in the order of their starts.
+        nth: For a wait: how many of these have been started before the message and are still
+            waited for.
+    """
+
+    starts: bool
+    number: int
+    like: Hashable
+    nth: int
+
+
+class _Composer:
+    """Puts the parts of a short step together to longer ones, with numbers for their messages.
+
+    Args:
+        parts: The parts of the short step.
+        kernels: Whether a pass is one event.
+    """
+
+    def __init__(self, parts: Sequence[StepPart], kernels: bool) -> None:
+        self._kinds = [part.kind for part in parts]
+        self._kernels = kernels
+        self._recorded = [cast("tuple[Event, ...]", part.events) for part in parts]
+        self._events = self._recorded
+        self._messages = _messages_of(parts)
+
+    def goes_to(self, one: Trace, other: Trace, stages: Sequence[Sequence[int]]) -> bool:
+        """Puts the parts into the groups of another rank; returns whether that has them all.
+
+        Args:
+            one: A trace of the rank that was recorded.
+            other: A trace of the other rank.
+            stages: The ranks of each stage.
+        """
+        self._events = self._recorded
+        if one is other:
+            return True
+        place = {rank: (i, j) for i, stage in enumerate(stages) for j, rank in enumerate(stage)}
+        step = place[other.rank][0] - place[one.rank][0]
+        there = {rank: stages[(i + step) % len(stages)][j] for rank, (i, j) in place.items()}
+        theirs = {(member.purpose, frozenset(member.ranks)): member for member in other.own}
+        groups = {
+            member.name: theirs.get((member.purpose, frozenset(there[r] for r in member.ranks)))
+            for member in one.own
+        }
+
+        def moved(event: Event) -> Event:
+            if not isinstance(event, Start):
+                return event
+            group = groups[event.group]
+            assert group is not None
+            parts = tuple(part._replace(peer=there[part.peer]) for part in event.parts)
+            return event._replace(group=group.name, ranks=group.ranks, parts=parts)
+
+        every = (event for events in self._recorded for event in events)
+        if any(isinstance(event, Start) and groups[event.group] is None for event in every):
+            return False
+        self._events = [tuple(moved(event) for event in events) for events in self._recorded]
+        return True
+
+    def trace(self, order: Sequence[int]) -> tuple[list[Event], int]:
+        """Returns the events of the parts in an order, and where the update begins."""
+        numbers = count(1)
+        left: dict[Hashable, deque[int]] = defaultdict(deque)
+        found: list[Event] = []
+        update = 0
+        for number in order:
+            if self._kinds[number] == "add up gradients":
+                update = len(found)
+            given: dict[int, int] = {}
+            for starts, own, like, nth in self._messages[number]:
+                if starts:
+                    given[own] = next(numbers)
+                    left[like].append(given[own])
+                else:
+                    given[own] = left[like][nth]
+                    del left[like][nth]
+            events = self._events[number]
+            if self._kernels and self._kinds[number] in _PASSES:
+                found.append(Passed(events, given))
             else:
-                stepper.evaluate([partial(rows_like, run)])
-            if whole is not None:
-                whole.repeat(more)
-            log.trace.complete = True
-            if played.repeats is not None:
-                played.repeats.add_to_known()
-            if also is not None and training and played.repeats is not None:
-                assert isinstance(stepper.passes, Pipeline)
-                executor = stepper.passes.executor
-                again = trace_again(
-                    also, played.trace, played.repeats, stepper, executor, log, watch
-                )
-                played.fewer = Played(*again) if again else None
-        except UserError:
-            raise
-        except Exception as error:  # whatever the code of a step raises is a finding
-            kind, text = _said(error)
-            log.trace.troubles.append(Trouble(kind, text, log.places.of_error(error)))
-    return played
+                found += Passed(events, given).unfolded()
+        return found, update
 
 
-def _mark_update(stepper: Stepper, log: Log) -> None:
-    """Makes the log note what updates parameters, and where all passes have ended."""
-    passes, updates = stepper.passes, stepper.updates
-    real_train, real_update = passes.train, updates._update
-
-    def train(*args: Any, **kwargs: Any) -> Any:
-        found = real_train(*args, **kwargs)
-        log.trace.update = len(log.trace.events)
-        return found
-
-    def update(*args: Any) -> None:
-        log.updating = True
-        real_update(*args)
-        log.updating = False
-
-    setattr(passes, "train", train)  # noqa: B010
-    setattr(updates, "_update", update)  # noqa: B010
-
-
-@contextmanager
-def on_devices(
-    run: RunConfig, rank: int, kernels: bool = False, backend: Backend = "nccl"
-) -> Iterator[Log]:
-    """Makes this process a rank of the run's group of devices, and yields the log of it.
-
-    Args:
-        run: The run.
-        rank: The global rank that is played.
-        kernels: Whether kernels are recorded.
-        backend: The backend that is imitated.
-    """
-    places = Places()
-    if backend == "nccl":
-        fake_gpu()  # registers the device type that `recording` names
-    log = Log(Trace(rank), places, kernels, backend)
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        # torch only warns of these, and a GPU stops at them.
-        warnings.filterwarnings("error", message=".*at least two types of devices")
-        if run.layout.n_processes > 1:
-            stack.enter_context(recording(log, run.layout.n_processes))
-        # `gridformer.comm` tells the log the axis and the purpose of each message.
-        log.recorder = stack.enter_context(recorder.record_messages())
-        stack.enter_context(places.watching())
-        yield log
-
-
-def _said(error: Exception) -> tuple[str, str]:
-    """Returns the kind of an error of a step, and its text."""
-    text = f"{type(error).__name__}: {error}".strip().splitlines()[0].replace(NAME, "cuda")
-    if any(words in text for words in _MIXES):
-        return "device", text
-    return ("untraced" if _is_of_the_trace(error) else "error"), text
-
-
-def _is_of_the_trace(error: Exception) -> bool:
-    """Returns whether a step on real tensors would not have this error.
-
-    Either torch needs values, which fake tensors do not have, or the code of a trace raises it.
-    """
-    where = [frame.filename for frame in extract_tb(error.__traceback__)]
-    return type(error).__name__ in _NEEDS_VALUES or any(
-        name.startswith(_HERE) for name in where[-1:]
-    )
+def _messages_of(parts: Sequence[StepPart]) -> list[list[_Message]]:
+    """Returns the starts and waits of each part."""
+    found = []
+    left: dict[Hashable, list[int]] = defaultdict(list)
+    likes: dict[int, Hashable] = {}
+    sender: Hashable = None
+    for part in parts:
+        if part.kind in _PASSES:
+            sender = part.kind, part.stage
+        mine = []
+        for event in part.events:
+            if isinstance(event, Start):
+                like = event[1:4] + event[5:]
+                likes[event.number] = like = (like, sender if part.kind == "send" else None)
+                left[like].append(event.number)
+                mine.append(_Message(True, event.number, like, 0))
+            elif isinstance(event, Wait):
+                like = likes[event.number]
+                nth = left[like].index(event.number)
+                del left[like][nth]
+                mine.append(_Message(False, event.number, like, nth))
+        found.append(mine)
+    return found

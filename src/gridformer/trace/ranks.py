@@ -12,10 +12,9 @@ import torch
 
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
-from gridformer.trace.alike import trace_alike
 from gridformer.trace.device import Backend
 from gridformer.trace.events import Trace
-from gridformer.trace.rank import trace_rank
+from gridformer.trace.rank import trace_rank, trace_runs
 from gridformer.utils.beside import can_copy, on_all_cores
 from gridformer.utils.forkserver import warm_up
 from gridformer.utils.garbage import no_garbage_collection
@@ -42,7 +41,7 @@ def trace_ranks(
     Args:
         run: The checked run.
         lines: The ranks. The ranks of one list differ only in their place along pp, and their
-            stages have equal layers; see `gridformer.trace.alike`.
+            stages have equal layers; see `gridformer.trace.rank`.
         decisions: The result of `decide_run(run)`; None calls it.
         repeat: Whether equal micro-batches of a pipeline are traced once and repeated.
         limit_s: No list is begun after this many seconds.
@@ -116,7 +115,7 @@ def _trace_in_time(
     if time.monotonic() > until:  # the clock is the same in all processes of a machine
         return []
     if len(ranks) > 1:
-        return trace_alike(run, ranks, decisions, kernels, backend)
+        return trace_runs([run], ranks, decisions, kernels, backend)[0]
     return [trace_rank(run, ranks[0], decisions, repeat, kernels, backend)]
 
 

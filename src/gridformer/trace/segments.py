@@ -35,7 +35,7 @@ class Keys:
         return np.array([ids.setdefault(key, len(ids)) for key in keys], dtype=np.int64)
 
 
-class Segment(NamedTuple):
+class LayerSegment(NamedTuple):
     """Events of the longer record that stand together.
 
     Attributes:
@@ -51,7 +51,7 @@ class Segment(NamedTuple):
     grows: tuple[tuple[int, int], ...] = ()
 
 
-def segments(shorter: Ids, longer: Ids, sizeless: tuple[Ids, Ids]) -> list[Segment]:
+def segments(shorter: Ids, longer: Ids, sizeless: tuple[Ids, Ids]) -> list[LayerSegment]:
     """Divides a record into segments that each further layer repeats and others.
 
     Args:
@@ -65,7 +65,7 @@ def segments(shorter: Ids, longer: Ids, sizeless: tuple[Ids, Ids]) -> list[Segme
     Raises:
         NotPeriodicError: The longer one is not the shorter one with insertions.
     """
-    found: list[Segment] = []
+    found: list[LayerSegment] = []
     grows: list[tuple[int, int]] = []
     begin = behind = 0
     places = _search(shorter, longer, sizeless, 0, 0, _MOST_INSERTED)
@@ -74,11 +74,11 @@ def segments(shorter: Ids, longer: Ids, sizeless: tuple[Ids, Ids]) -> list[Segme
     for at, inserted in places:
         if inserted:
             end = at + inserted
-            found += [Segment(begin, end, False, tuple(grows)), Segment(at, end, True)]
+            found += [LayerSegment(begin, end, False, tuple(grows)), LayerSegment(at, end, True)]
             begin, behind, grows = end, behind + inserted, []
         else:
             grows.append((at, at - behind))
-    found.append(Segment(begin, len(longer), False, tuple(grows)))
+    found.append(LayerSegment(begin, len(longer), False, tuple(grows)))
     return found
 
 

@@ -6,17 +6,21 @@ passes, messages between stages, sums of gradients, the update.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
 from gridformer.checkpoint.block import written_here
 from gridformer.checkpoint.checkpoint import shards_of
 from gridformer.checkpoint.snapshot import bytes_of
+from gridformer.comm import recorder
 from gridformer.config import RunConfig
 from gridformer.models import blocks
 from gridformer.models.blocks.cast import CastCopy
@@ -29,17 +33,31 @@ from gridformer.parallel.pipeline import Event
 from gridformer.parallel.pipeline.schedules import Itinerary
 from gridformer.parallel.tensor import norm as grid_norms
 from gridformer.trace.batch import rows_like
-from gridformer.trace.device import Backend
+from gridformer.trace.device import NAME, Backend, fake_gpu
 from gridformer.trace.events import Event as TraceEvent
+from gridformer.trace.events import Trace, Trouble
 from gridformer.trace.fake import watched_fakes
-from gridformer.trace.rank import on_devices
-from gridformer.trace.tracker import Change, Entry, MemoryTracker
-from gridformer.train.forward_backward import Pipeline
+from gridformer.trace.group import Log, recording
+from gridformer.trace.place import Places
+from gridformer.trace.tracker import Entry, MemoryChange, MemoryTracker
+from gridformer.train.forward_backward import Pipeline, WholeModel
 from gridformer.train.step import Stepper
+from gridformer.utils.errors import UserError
 from gridformer.utils.garbage import no_garbage_collection
 from gridformer.utils.loops import recorded
 
-Recorded = TraceEvent | Change
+Recorded = TraceEvent | MemoryChange
+
+# The errors of versions of torch when tensors of two devices meet.
+_MIXES = ("two devices", "two different devices", "two types of devices", "same device")
+# The errors that torch raises if an operation cannot be run without the values of a tensor.
+_NEEDS_VALUES = (
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "UnsupportedFakeTensorException",
+    "UnsupportedOperatorException",
+)
+_HERE = str(Path(__file__).parent)
 
 STATES = ("parameters", "gradients", "optimizer")
 # An activation belongs to the innermost of these modules in which it was made.
@@ -59,12 +77,13 @@ ACTIVATIONS = tuple(f"activations: {kind}" for kind in (*_MODULES, _OUTSIDE))
 KINDS = (*STATES, *ACTIVATIONS, "recomputed", "workspace")
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """A part of a step.
 
     Attributes:
-        kind: `forward`, `backward`, `send`, `recv`, `forward sent` and `backward sent` (the end of
-            a send), or another part.
+        kind: `start` for what comes before the step; `forward`, `backward`, `send`, `recv`,
+            `forward sent` and `backward sent` (the end of a send), or another part of the step; it
+            is empty for what comes after it.
         stage: The stage, or -1.
         micro: The micro-batch, or -1.
         events: What is recorded from the end of the part before it to its own end.
@@ -73,7 +92,7 @@ class Part(NamedTuple):
     kind: str
     stage: int
     micro: int
-    events: Sequence[Recorded]
+    events: tuple[Recorded, ...]
 
 
 @dataclass
@@ -81,14 +100,16 @@ class StepRecord:
     """The record of a step.
 
     Attributes:
-        parts: The parts of the step, in order.
+        trace: The trace of the rank, with all events but those of memory.
+        parts: The parts of the step, in order; none if the code raised an error.
         between: The bytes held between steps, by kind.
         host: The bytes of the optimizer's state that lie in host memory.
         saved: The bytes of copies from which a checkpoint is written while training goes on.
     """
 
-    parts: list[Part]
-    between: dict[str, int]
+    trace: Trace
+    parts: list[StepPart] = field(default_factory=list)
+    between: dict[str, int] = field(default_factory=dict)
     host: int = 0
     saved: int = 0
 
@@ -98,11 +119,13 @@ def record_step(
     rank: int,
     decisions: Decisions,
     backend: Backend,
+    training: bool = True,
+    kernels: bool = True,
+    storages: bool = True,
     complete: bool = True,
-    follows: Itinerary | None = None,
-    more_rows: int = 0,
+    follows: Itinerary | Sequence[int] | None = None,
 ) -> StepRecord:
-    """Records one optimizer step of a rank.
+    """Records one step of a rank.
 
     It registers a device type in this process, which must not belong to a process group.
 
@@ -111,95 +134,153 @@ def record_step(
         rank: The rank.
         decisions: The result of `decide_run` for this run, or for the one that it stands for.
         backend: `nccl` records what a GPU does, `gloo` what a CPU does.
+        training: Whether it is an optimizer step; otherwise an evaluation of one global batch.
+        kernels: Whether kernels are recorded.
+        storages: Whether memory is recorded.
         complete: Whether all turns of loops over chunks run.
-        follows: The schedule of the rank in a pipeline, if not that of the layout.
-        more_rows: How many more rows of a batch the rank holds; they are read and not used.
+        follows: What the rank runs, if not all of the step: a schedule of a pipeline, or some
+            micro-batches without one.
+
+    Returns:
+        The record. An error of the code is the last trouble of its trace, which ends with it.
     """
     layout, train = run.layout, run.train
     with ExitStack() as stack:
-        log = stack.enter_context(on_devices(run, rank, True, backend))
+        log = stack.enter_context(on_devices(run, rank, kernels, backend))
         stack.enter_context(no_garbage_collection())
-        axes = build_axes(layout, log.device.type, decisions.block)
-        watch = stack.enter_context(watched_fakes(log))
-        model = build_parallel(
-            run.model,
-            layout,
-            axes,
-            train.seed,
-            log.device,
-            train.dtype,
-            decisions.choices,
-            filled=False,
-        )
-        log.places.name(model)
-        stepper = Stepper(model, train, axes, layout)
-        if isinstance(stepper.passes, Pipeline):
-            executor = stepper.passes.executor
-            executor.has_loaded()  # the record is that of a later step
-            executor.follows = follows
-        updates = stepper.updates
-        updates.allocate(0)
-        events: list[Any] = log.trace.events
-        events.clear()
-        tracker = MemoryTracker(device=log.device.type, log=events)
-        held: dict[int, Tensor] = {}
-        for parameter in model.parameters():
-            part = replica_part(parameter)
-            held |= {id(p): p for p in (parameter, part) if p is not None}
-        states = [t for state in updates.state.values() for t in state.values()]
+        record, events = StepRecord(log.trace), log.trace.events
+        try:
+            axes = build_axes(layout, log.device.type, decisions.block)
+            watch = stack.enter_context(watched_fakes(log))
+            model = build_parallel(
+                run.model,
+                layout,
+                axes,
+                train.seed,
+                log.device,
+                train.dtype,
+                decisions.choices,
+                filled=False,
+            )
+            log.places.name(model)
+            stepper = Stepper(model, train, axes, layout)
+            passes = stepper.passes
+            if isinstance(passes, Pipeline):
+                passes.executor.has_loaded()  # the record is that of a later step
+                passes.executor.follows = cast("Itinerary | None", follows)
+            elif isinstance(passes, WholeModel):
+                passes.follows = cast("Sequence[int] | None", follows)
+            _mark_update(stepper, log)
+            stepper.updates.allocate(0)
+            if kernels:  # those of a step alone
+                events.clear()
+            watch.products = 0
+            log.trace.reads.clear()
+            begins = len(events)
+            done = stack.enter_context(_ends(stepper, events))
+            if storages:
+                tracker = MemoryTracker(device=log.device.type, log=cast("list[Any]", events))
+                held = _mark_states(stepper, tracker, record)
+                stack.enter_context(_watching(stepper, tracker, held))
+                stack.enter_context(tracker.resizes())
+                watch.storages = tracker
+            if not complete:
+                stack.enter_context(recorded(partial(_repeated, log)))
+            if training:
+                stepper(0, partial(rows_like, run))
+            else:
+                stepper.evaluate([partial(rows_like, run)])
+            watch.storages = None
+            record.parts = _parts(events, begins, done)
+            if train.saves_meanwhile and storages:
+                record.saved = bytes_of(written_here(shards_of(model, stepper.updates), axes))
+            log.trace.complete = True
+        except UserError:
+            raise
+        except Exception as error:  # whatever the code of a step raises is a finding
+            kind, text = _said(error)
+            log.trace.troubles.append(Trouble(kind, text, log.places.of_error(error)))
+    ends = [part.kind for part in record.parts]
+    if "add up gradients" in ends:
+        before = record.parts[: ends.index("add up gradients")]
+        log.trace.update = sum(_n_traced(part.events) for part in before)
+    if storages:
+        events[:] = [event for event in events if not isinstance(event, MemoryChange)]
+    return record
+
+
+def _n_traced(events: Sequence[Recorded]) -> int:
+    return sum(not isinstance(event, MemoryChange) for event in events)
+
+
+def _mark_states(stepper: Stepper, tracker: MemoryTracker, record: StepRecord) -> list[Tensor]:
+    """Tells the tracker of parameters and optimizer state; returns what can have gradients."""
+    held: dict[int, Tensor] = {}
+    for parameter in stepper.model.parameters():
+        part = replica_part(parameter)
+        held |= {id(p): p for p in (parameter, part) if p is not None}
+    states = [t for state in stepper.updates.state.values() for t in state.values()]
+    with tracker.silent():
         tracker.mark(held.values(), "parameters")
         tracker.mark(states, "optimizer")
-        between = tracker.live_by_kind()
-        in_host = [t for t in states if t.device.type != log.device.type]
-        host = sum(t.numel() * t.element_size() for t in in_host) if backend == "nccl" else 0
-        done = stack.enter_context(_watching(stepper, tracker, [*held.values()], events))
-        stack.enter_context(tracker.resizes())
-        begins = len(events)
-        watch.storages = tracker
-        if not complete:
-            stack.enter_context(recorded(partial(_repeated, events)))
-        size = axes.batch.size
-        rest = rows_like(run, slice(0, more_rows // size)) if more_rows else {}
-        rest = {name: x.to(log.device) for name, x in rest.items()}
-        stepper(0, partial(rows_like, run))
-        del rest  # stands for the other micro-batches: a step reads all at its beginning
-        watch.storages = None
-        ends = [begins, *(end for end, _ in done), len(events)]
-        named = [*(event for _, event in done), Event("", -1, -1, 0.0, 0.0)]
-        parts = [
-            Part(event.kind, event.stage, event.micro, events[begin:end])
-            for begin, end, event in zip(ends, ends[1:], named)
-        ]
-        saved = 0
-        if train.saves_meanwhile:
-            saved = bytes_of(written_here(shards_of(model, updates), axes))
-        return StepRecord(parts, between, host, saved)
+    record.between = tracker.live_by_kind()
+    if stepper.device.type == NAME:
+        in_host = [t for t in states if t.device.type != NAME]
+        record.host = sum(t.numel() * t.element_size() for t in in_host)
+    return [*held.values()]
 
 
-def _repeated(events: list[Recorded], times: int) -> Callable[[], None]:
+def _parts(
+    events: Sequence[Recorded], begins: int, done: Sequence[tuple[int, Event]]
+) -> list[StepPart]:
+    """Divides events into parts.
+
+    Args:
+        events: The events.
+        begins: How many of them come before the step.
+        done: How many there were at the end of each part of the step.
+    """
+    ends = [0, begins, *(end for end, _ in done), len(events)]
+    names = [("start", -1, -1), *(event[:3] for _, event in done), ("", -1, -1)]
+    return [
+        StepPart(*name, tuple(events[begin:end])) for name, begin, end in zip(names, ends, ends[1:])
+    ]
+
+
+def _repeated(log: Log, times: int) -> Callable[[], None]:
     """Returns a function that repeats what is recorded from now until it is called."""
-    begins = len(events)
-    return lambda: events.extend(events[begins:] * times)
+    begins = len(log.trace.events)
+
+    def again() -> None:
+        turn = log.trace.events[begins:]
+        for _ in range(times):
+            log.repeat(turn, {})
+
+    return again
 
 
 @contextmanager
-def _watching(
-    stepper: Stepper, tracker: MemoryTracker, held: list[Tensor], events: list[Recorded]
-) -> Iterator[list[tuple[int, Event]]]:
+def _ends(stepper: Stepper, events: list[TraceEvent]) -> Iterator[list[tuple[int, Event]]]:
+    """Notes how many events there are at the end of each part of a step, and the part."""
+    done: list[tuple[int, Event]] = []
+    stepper.passes.on_action = lambda event: done.append((len(events), event))
+    try:
+        yield done
+    finally:
+        stepper.passes.on_action = None
+
+
+@contextmanager
+def _watching(stepper: Stepper, tracker: MemoryTracker, held: list[Tensor]) -> Iterator[None]:
     """Tells the tracker which module runs, forward or backward, and which tensors are gradients.
 
     Args:
-        stepper: The stepper that will run the step.
+        stepper: The stepper that will run the step, and tells of its parts.
         tracker: The memory tracker.
         held: All tensors that can have gradients.
-        events: What has been recorded.
-
-    Yields:
-        A list that is filled with (number of recorded events at its end, event) for each part of
-        the step.
     """
-    model = stepper.model
-    done: list[tuple[int, Event]] = []
+    model, told = stepper.model, stepper.passes.on_action
+    assert told is not None
     stack: list[str] = []
     handles: list[Any] = []
 
@@ -237,7 +318,7 @@ def _watching(
         if event.kind not in _MESSAGES:
             mark_copies(copies)
             tracker.mark((p.grad for p in held if p.grad is not None), "gradients")
-        done.append((len(events), event))
+        told(event)
 
     copies = copies_of(model.parameters())
     for name, module in model.named_modules():
@@ -253,9 +334,8 @@ def _watching(
         handles.append(parameter.register_post_accumulate_grad_hook(marked))
     stepper.passes.on_action = was_done
     try:
-        yield done
+        yield
     finally:
-        stepper.passes.on_action = None
         for handle in handles:
             handle.remove()
 
@@ -270,3 +350,63 @@ def kind_of(entry: Entry) -> str:
     if entry.in_backward and made_in:
         return "recomputed"
     return "workspace"
+
+
+def _mark_update(stepper: Stepper, log: Log) -> None:
+    """Makes the log note what updates parameters."""
+    updates = stepper.updates
+    real = updates._update
+
+    def update(*args: Any) -> None:
+        log.updating = True
+        real(*args)
+        log.updating = False
+
+    setattr(updates, "_update", update)  # noqa: B010
+
+
+@contextmanager
+def on_devices(
+    run: RunConfig, rank: int, kernels: bool = False, backend: Backend = "nccl"
+) -> Iterator[Log]:
+    """Makes this process a rank of the run's group of devices, and yields the log of it.
+
+    Args:
+        run: The run.
+        rank: The global rank that is played.
+        kernels: Whether kernels are recorded.
+        backend: The backend that is imitated.
+    """
+    places = Places()
+    if backend == "nccl":
+        fake_gpu()  # registers the device type that `recording` names
+    log = Log(Trace(rank), places, kernels, backend)
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # torch only warns of these, and a GPU stops at them.
+        warnings.filterwarnings("error", message=".*at least two types of devices")
+        if run.layout.n_processes > 1:
+            stack.enter_context(recording(log, run.layout.n_processes))
+        # `gridformer.comm` tells the log the axis and the purpose of each message.
+        log.recorder = stack.enter_context(recorder.record_messages())
+        stack.enter_context(places.watching())
+        yield log
+
+
+def _said(error: Exception) -> tuple[str, str]:
+    """Returns the kind of an error of a step, and its text."""
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0].replace(NAME, "cuda")
+    if any(words in text for words in _MIXES):
+        return "device", text
+    return ("untraced" if _is_of_the_trace(error) else "error"), text
+
+
+def _is_of_the_trace(error: Exception) -> bool:
+    """Returns whether a step on real tensors would not have this error.
+
+    Either torch needs values, which fake tensors do not have, or the code of a trace raises it.
+    """
+    where = [frame.filename for frame in extract_tb(error.__traceback__)]
+    return type(error).__name__ in _NEEDS_VALUES or any(
+        name.startswith(_HERE) for name in where[-1:]
+    )

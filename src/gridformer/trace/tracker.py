@@ -51,7 +51,7 @@ class Entry:
     until_backward: bool = False
 
 
-class Change(NamedTuple):
+class MemoryChange(NamedTuple):
     """Memory is allocated or freed.
 
     Attributes:
@@ -79,7 +79,7 @@ class MemoryTracker(TorchDispatchMode):
         place: Where storages are made now.
         entries: The storages, in the order in which they were made.
         now: The time.
-        log: Each `Change`, in order.
+        log: Each `MemoryChange`, in order.
     """
 
     def __init__(self, device: str | None = None, log: list[Any] | None = None) -> None:
@@ -102,6 +102,15 @@ class MemoryTracker(TorchDispatchMode):
             entry = self._see(tensor)
             if entry is not None:
                 entry.kind = kind
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Adds no changes to the log inside the context."""
+        log, self.log = self.log, []
+        try:
+            yield
+        finally:
+            self.log = log
 
     @contextmanager
     def resizes(self) -> Iterator[None]:
@@ -201,7 +210,7 @@ class MemoryTracker(TorchDispatchMode):
         entry = Entry(n_bytes, self.now, self.place, kind, in_backward=in_backward())
         self.entries.append(entry)
         if n_bytes:
-            self.log.append(Change(n_bytes, entry, self.place))
+            self.log.append(MemoryChange(n_bytes, entry, self.place))
         return entry
 
     def _end(self, entry: Entry) -> None:
@@ -209,7 +218,7 @@ class MemoryTracker(TorchDispatchMode):
         entry.died = self.now
         entry.until_backward = in_backward() and not entry.in_backward
         if entry.n_bytes:
-            self.log.append(Change(-entry.n_bytes, entry, self.place))
+            self.log.append(MemoryChange(-entry.n_bytes, entry, self.place))
 
     # ------------------------------------------------------------------ reading the log
 

@@ -72,12 +72,16 @@ class WholeModel:
     Args:
         model: This rank's model.
         sums: Sums gradients over replicas, beginning in the last micro-batch's backward pass.
+
+    Attributes:
+        follows: The micro-batches of a step that run; None for all. A record of a step has few.
     """
 
     def __init__(self, model: Model, sums: GradientSums) -> None:
         self.model, self.sums = model, sums
         self.on_action: OnAction | None = None
         self.at_border: AtBorder | None = None
+        self.follows: Sequence[int] | None = None
 
     def train(
         self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor], scale: float = 1.0
@@ -88,7 +92,8 @@ class WholeModel:
             StepDropped: Micro-batches were left out, on all ranks.
         """
         totals = zeros(counts)
-        for number, micro in enumerate(work):
+        for number in self.follows or range(len(work)):
+            micro = work[number]
             if number and self.at_border and self.at_border(number):
                 raise StepDropped
             self.model.clock.at(micro.rows)
@@ -102,8 +107,10 @@ class WholeModel:
         return totals
 
     def forward(self, work: Sequence[MicroBatch], finish: Finish) -> None:
-        for micro in work:
-            finish(self.model.hidden(micro.batch), micro.batch)
+        for number in self.follows or range(len(work)):
+            batch = work[number].batch
+            with self._timed("forward", number):
+                finish(self.model.hidden(batch), batch)
 
     def evaluate(self, work: Sequence[MicroBatch], also: Finish | None = None) -> Losses:
         return evaluated(self, work, also)

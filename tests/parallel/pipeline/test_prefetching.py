@@ -13,7 +13,7 @@ from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.fsdp import Gathering
 from gridformer.parallel.tensor.summa import KeepGathered, WeightPrefetcher
 from gridformer.trace.fake import watched_fakes
-from gridformer.trace.rank import on_devices
+from gridformer.trace.step import on_devices
 from tests.support.multirank.memory import a_run
 
 N_LAYERS = 8

@@ -1,0 +1,178 @@
+"""A trace that is composed from a short step is that of the complete step, event by event."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from gridformer.config import RunConfig
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.plan.fewer_rounds import without_rounds
+from gridformer.trace import Start, rank, trace_rank
+from gridformer.trace.events import Kernel, Read
+from gridformer.trace.rank import trace_runs
+from tests.support.fake_gpu import InProcess
+from tests.support.marks import full_unless
+from tests.support.traces import MEGATRON, OPTIMUS, Single, numbered, run_of, without_modules
+
+IN_BACKWARD = {"update": "in_backward", "clip_by": "layer", "recompute": "full"}
+# A layout, training settings, and ranks whose stages have equal layers.
+CASES: list[tuple[dict[str, Any], dict[str, Any], list[int]]] = [
+    ({**MEGATRON, "pp": 6, "micro_batches": 9}, {}, [2, 4, 6, 8]),
+    ({**OPTIMUS, "pp": 4, "micro_batches": 8, "dp": 2}, {"recompute": "full"}, [4, 8]),
+    ({"pp": 4, "micro_batches": 6}, {}, [1, 2]),
+    ({**OPTIMUS, "cols": 2, "schedule": "pipelined", "pp": 4, "micro_batches": 8}, {}, [5, 9]),
+    ({**OPTIMUS, "scheme": "megatron_2d", "pp": 4, "micro_batches": 8}, {}, [2, 4]),
+    ({"pp": 4, "micro_batches": 8, "dp": 2, "dp_mode": "fsdp"}, {}, [2, 4]),
+    ({"pp": 4, "micro_batches": 8, "dp": 2, "dp_mode": "zero1"}, {}, [3, 5]),
+    ({"pp": 4, "micro_batches": 9, "pipeline": "gpipe"}, {"dtype": "bfloat16"}, [1, 2]),
+    ({**MEGATRON, "pp": 4, "micro_batches": 12, "stages_per_rank": 2}, {}, [2, 4]),
+    # Ranks with several stages that are equal, of which one is run.
+    (
+        {**MEGATRON, "pp": 4, "micro_batches": 8, "stages_per_rank": 3, "dp": 2},
+        {"dtype": "bfloat16"},
+        [4, 8],
+    ),
+    (
+        {"pp": 4, "micro_batches": 8, "stages_per_rank": 3, "dp": 2, "dp_mode": "fsdp"},
+        {"dtype": "bfloat16", "recompute": "full"},
+        [2, 4],
+    ),
+    (
+        {"pp": 4, "micro_batches": 4, "stages_per_rank": 3, "dp": 2, "dp_mode": "zero1"},
+        {},
+        [2, 4],
+    ),
+    # A single micro-batch is the first and the last one.
+    (
+        {**MEGATRON, "pp": 4, "micro_batches": 1, "stages_per_rank": 3, "dp": 2},
+        {"dtype": "bfloat16"},
+        [4, 8],
+    ),
+    (
+        {"pp": 4, "micro_batches": 1, "stages_per_rank": 3, "dp": 2, "dp_mode": "fsdp"},
+        {"dtype": "bfloat16", "recompute": "full"},
+        [2, 4],
+    ),
+    (
+        {"pp": 4, "micro_batches": 1, "stages_per_rank": 3, "dp": 2, "dp_mode": "zero1"},
+        {},
+        [2, 4],
+    ),
+    (
+        {**OPTIMUS, "cols": 2, "pp": 4, "micro_batches": 1, "stages_per_rank": 2},
+        {"recompute": "selective"},
+        [4, 8],
+    ),
+    (
+        {**MEGATRON, "sequence_parallel": True, "pp": 4, "micro_batches": 8},
+        {**IN_BACKWARD},
+        [3, 5],
+    ),
+    (
+        {"scheme": "subgraph", "branches": 2, "common": "first", "pp": 4, "micro_batches": 8},
+        {},
+        [3, 5],
+    ),
+]
+QUICK = CASES[2]
+
+
+def compared(
+    run: RunConfig, ranks: list[int], kernels: bool = True, training: bool = True
+) -> list[tuple[list[Single], list[Single]]]:
+    """Return the events of ranks, each recorded completely, and those that are composed."""
+    torch.set_num_threads(1)
+    decisions = decide_run(run)
+    runs = [run]
+    if run.layout.micro_batches >= 3 * run.layout.pp > 3:
+        runs.append(without_rounds(run, 1))
+    with patch.object(rank, "record_step", wraps=rank.record_step) as record:
+        composed = trace_runs(runs, ranks, decisions, kernels, training=training)
+    assert record.call_count <= 1 + (len(ranks) > 1), "few ranks are recorded"
+    found = []
+    for one, some in zip(runs, composed):
+        for each, trace in zip(ranks, some):
+            whole = trace_rank(one, each, decisions, False, kernels, training=training)
+            found.append((comparable(whole, one is run), comparable(trace, one is run)))
+    return found
+
+
+def comparable(trace: Any, read: bool) -> list[Single]:
+    """Return the events without names of modules, and without counts of products before reads.
+
+    Args:
+        trace: The trace.
+        read: Whether kernels outside of modules count, among which are those that read the batch.
+    """
+    events = [
+        event._replace(products=0) if isinstance(event, Read) else event
+        for event in numbered(trace)
+        if read or not isinstance(event, Kernel) or event.place.module
+    ]
+    return without_modules(events)
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, id="with kernels")])
+@pytest.mark.parametrize(
+    "case", full_unless(lambda case: case in (CASES[2], CASES[5], CASES[8]), CASES), ids=str
+)
+def test_passes_are_put_in_the_order_of_each_rank(gpu: InProcess, case: Any, kernels: bool) -> None:
+    layout, train, ranks = case
+    for whole, composed in gpu(compared, run_of(layout, train), ranks, kernels):
+        assert whole == composed
+
+
+@pytest.mark.parametrize("case", full_unless(lambda case: case is QUICK, CASES), ids=str)
+def test_forward_passes_of_an_evaluation(gpu: InProcess, case: Any) -> None:
+    layout, train, ranks = case
+    for whole, composed in gpu(compared, run_of(layout, train), ranks, True, False):
+        assert whole == composed
+
+
+WHOLE: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({"pp": 1, "micro_batches": 7}, {"loss_chunk_tokens": 2}, {}),
+    ({**MEGATRON, "sequence_parallel": True, "pp": 1, "micro_batches": 2}, {}, {}),
+    (
+        {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "broadcast", "pp": 1}
+        | {"micro_batches": 5, "dp": 2},
+        {"loss_chunk_tokens": 2},
+        {"family": "bert"},
+    ),
+    (
+        {"dp": 2, "dp_mode": "fsdp", "pp": 1, "micro_batches": 4},
+        {"dtype": "bfloat16"},
+        {"family": "llama"},
+    ),
+]
+
+
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+def test_micro_batches_without_a_pipeline(gpu: InProcess, case: Any) -> None:
+    layout, train, model = case
+    run = run_of(layout, train, **{"n_layers": 2, "max_seq_len": 16, **model})
+    for whole, composed in gpu(compared, run, [0]):
+        assert whole == composed
+
+
+def test_stamps_of_dropout_are_copied_before_the_first_pass_of_a_micro_batch(
+    gpu: InProcess,
+) -> None:
+    layout = {"pp": 4, "micro_batches": 12, "stages_per_rank": 2}
+    found = gpu(compared, run_of(layout, {}, dropout=0.1), [1, 2])
+    copies = [e for e in found[0][0] if isinstance(e, Kernel) and e.kind == "copy"]
+    assert len(copies) >= 12
+    for whole, composed in found:
+        assert whole == composed
+
+
+def test_a_pass_waits_for_what_the_last_one_has_gathered_in_advance(gpu: InProcess) -> None:
+    """The last pass of each kind has begun to gather the first weights of the next one."""
+    layout = {"scheme": "optimus", "rows": 2, "cols": 2, "pp": 2, "micro_batches": 12}
+    run = run_of({**layout, "dp": 2, "dp_mode": "zero1"}, {}, family="bert")
+    for whole, composed in gpu(compared, run, [8]):
+        assert any(event.label == "product" for event in whole if isinstance(event, Start))
+        assert whole == composed
