@@ -227,7 +227,8 @@ class Passed:
                 yield event
 
 
-Event = Start | Wait | Kernel | Read | Passed
+SingleEvent = Start | Wait | Kernel | Read
+Event = SingleEvent | Passed
 
 
 @dataclass

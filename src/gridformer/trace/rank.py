@@ -22,7 +22,7 @@ from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline import Executor, stages_of
 from gridformer.parallel.pipeline.partition import model_outline
 from gridformer.trace.device import Backend
-from gridformer.trace.events import Event, Passed, Start, Trace, Wait
+from gridformer.trace.events import Event, Passed, SingleEvent, Start, Trace, Wait
 from gridformer.trace.itineraries import RankSchedule, in_order, shortened
 from gridformer.trace.step import StepPart, on_devices, record_step
 
@@ -183,7 +183,7 @@ class _Composer:
     def __init__(self, parts: Sequence[StepPart], kernels: bool) -> None:
         self._kinds = [part.kind for part in parts]
         self._kernels = kernels
-        self._recorded = [cast("tuple[Event, ...]", part.events) for part in parts]
+        self._recorded = [cast("tuple[SingleEvent, ...]", part.events) for part in parts]
         self._events = self._recorded
         self._messages = _messages_of(parts)
 
@@ -207,7 +207,7 @@ class _Composer:
             for member in one.own
         }
 
-        def moved(event: Event) -> Event:
+        def moved(event: SingleEvent) -> SingleEvent:
             if not isinstance(event, Start):
                 return event
             group = groups[event.group]
@@ -251,6 +251,7 @@ def _messages_of(parts: Sequence[StepPart]) -> list[list[_Message]]:
     found = []
     left: dict[Hashable, list[int]] = defaultdict(list)
     likes: dict[int, Hashable] = {}
+    like: Hashable
     sender: Hashable = None
     for part in parts:
         if part.kind in _PASSES:
@@ -258,8 +259,10 @@ def _messages_of(parts: Sequence[StepPart]) -> list[list[_Message]]:
         mine = []
         for event in part.events:
             if isinstance(event, Start):
-                like = event[1:4] + event[5:]
-                likes[event.number] = like = (like, sender if part.kind == "send" else None)
+                like = likes[event.number] = (
+                    *(*event[1:4], *event[5:]),  # all but its number and where it happens
+                    sender if part.kind == "send" else None,
+                )
                 left[like].append(event.number)
                 mine.append(_Message(True, event.number, like, 0))
             elif isinstance(event, Wait):

@@ -34,8 +34,7 @@ from gridformer.parallel.pipeline.schedules import Itinerary
 from gridformer.parallel.tensor import norm as grid_norms
 from gridformer.trace.batch import rows_like
 from gridformer.trace.device import NAME, Backend, fake_gpu
-from gridformer.trace.events import Event as TraceEvent
-from gridformer.trace.events import Trace, Trouble
+from gridformer.trace.events import SingleEvent, Trace, Trouble
 from gridformer.trace.fake import watched_fakes
 from gridformer.trace.group import Log, recording
 from gridformer.trace.place import Places
@@ -46,7 +45,7 @@ from gridformer.utils.errors import UserError
 from gridformer.utils.garbage import no_garbage_collection
 from gridformer.utils.loops import recorded
 
-Recorded = TraceEvent | MemoryChange
+Recorded = SingleEvent | MemoryChange
 
 # The errors of versions of torch when tensors of two devices meet.
 _MIXES = ("two devices", "two different devices", "two types of devices", "same device")
@@ -148,7 +147,8 @@ def record_step(
     with ExitStack() as stack:
         log = stack.enter_context(on_devices(run, rank, kernels, backend))
         stack.enter_context(no_garbage_collection())
-        record, events = StepRecord(log.trace), log.trace.events
+        record = StepRecord(log.trace)
+        events: list[Any] = log.trace.events
         try:
             axes = build_axes(layout, log.device.type, decisions.block)
             watch = stack.enter_context(watched_fakes(log))
@@ -179,7 +179,7 @@ def record_step(
             begins = len(events)
             done = stack.enter_context(_ends(stepper, events))
             if storages:
-                tracker = MemoryTracker(device=log.device.type, log=cast("list[Any]", events))
+                tracker = MemoryTracker(device=log.device.type, log=events)
                 held = _mark_states(stepper, tracker, record)
                 stack.enter_context(_watching(stepper, tracker, held))
                 stack.enter_context(tracker.resizes())
@@ -260,7 +260,7 @@ def _repeated(log: Log, times: int) -> Callable[[], None]:
 
 
 @contextmanager
-def _ends(stepper: Stepper, events: list[TraceEvent]) -> Iterator[list[tuple[int, Event]]]:
+def _ends(stepper: Stepper, events: list[Any]) -> Iterator[list[tuple[int, Event]]]:
     """Notes how many events there are at the end of each part of a step, and the part."""
     done: list[tuple[int, Event]] = []
     stepper.passes.on_action = lambda event: done.append((len(events), event))
