@@ -60,7 +60,8 @@ def one_gloo_device() -> AbstractContextManager[None]:
         return nullcontext()
 
     class OnOneDevice(gloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        # torch 2.14 also says whether the group can be reconfigured, which no group here is.
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
             options = gloo._Options()
             options._devices, options._timeout = devices, timeout
             super().__init__(store, rank, size, options)
