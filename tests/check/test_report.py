@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gridformer import comm
 from gridformer.check import Problem, Report, report_of
 from gridformer.comm import Pending, collectives
-from gridformer.mesh import Axes, Axis, axes
+from gridformer.mesh import Axes, Axis, groups
 from gridformer.models.blocks import Recompute
 from gridformer.parallel.data import gradients
 from gridformer.parallel.data.buckets import in_buckets
@@ -284,7 +284,7 @@ def a_call_for_each_line() -> AbstractContextManager[object]:
             mine = group if dist.get_rank() in line else mine
         return mine
 
-    return patch.object(axes, "make_groups", make_groups)
+    return patch.object(groups, "make_groups", make_groups)
 
 
 def test_calls_that_grow_with_ranks_are_found(gpu: InProcess) -> None:

@@ -21,6 +21,7 @@ from gridformer.cli.door import door
 from gridformer.launch import worker_process as working
 from gridformer.launch.failures import Failure, report_and_exit
 from gridformer.mesh.process_group import abandon_process_groups
+from gridformer.utils import torch_private
 from gridformer.utils.errors import DataError, DivergedError
 from gridformer.utils.signals import StopPolicy, StopRequest
 from tests.support.launch.programs import (
@@ -104,7 +105,7 @@ def test_giving_up_nccl_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "destroy_process_group", lambda: called.append("destroy"))
-    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort)
+    monkeypatch.setattr(torch_private, "abort_groups", abort)
     abandon_process_groups()
     assert called == ["abort"]
     never.set()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gridformer.calibrate.operations import Run
+from gridformer.utils.torch_private import keep_gpu_busy
 
 Meet = Callable[[], None]  # returns when all processes have called it
 
@@ -41,8 +42,7 @@ def gpu_seconds(run: Run, window_s: float) -> float:
 
 def _gpu_group(run: Run, calls: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # Private, but torch's own tests and Triton's use it for the same purpose.
-    torch.cuda._sleep(int(calls * _HOST_S * _CYCLES_PER_S))
+    keep_gpu_busy(int(calls * _HOST_S * _CYCLES_PER_S))
     start.record()
     for _ in range(calls):
         run()

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gridformer.calibrate.clock import Meet, cpu_seconds
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
@@ -24,6 +23,7 @@ from gridformer.trace.kernels import launched_work
 from gridformer.train.step import Ahead, Stepper
 from gridformer.utils.batch import next_words
 from gridformer.utils.no_dynamo import without_dynamo
+from gridformer.utils.torch_private import DispatchMode
 
 _LAYERS = (2, 8)
 _TOKENS = 16
@@ -93,7 +93,7 @@ def _stepper(n_layers: int, device: torch.device, dtype: str) -> Any:
     return lambda: run_step(next(number), lambda rows: next_words(tokens[rows]))
 
 
-class _Count(TorchDispatchMode):
+class _Count(DispatchMode):
     """Counts the operators that launch something, as a trace does."""
 
     def __init__(self, device: torch.device) -> None:

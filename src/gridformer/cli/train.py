@@ -62,6 +62,7 @@ def train(
     from gridformer.launch.run_lock import RunLock
     from gridformer.mesh.launch_env import launched_place
     from gridformer.utils.forkserver import warm_up
+    from gridformer.utils.no_dynamo import DYNAMO
 
     overrides = overrides or []
     if explain:
@@ -84,7 +85,7 @@ def train(
             ready = check_run(run, overrides, nproc)  # a refusal does not wait for torch to load
             if ready.layout.n_processes > 1:
                 # It runs at the same time as the imports below.
-                compiler = ["torch._dynamo"] if ready.train.compile else []
+                compiler = [DYNAMO] if ready.train.compile else []
                 warm_up("gridformer.launch.run", *compiler)
             with waiting() as tell:
                 plan = plan_checked(ready, out, tell, lock=lock)

@@ -20,6 +20,7 @@ import mmap
 import os
 import struct
 import sys
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
@@ -263,3 +264,14 @@ def _group_name(group: ProcessGroup | None) -> str:
 
     found = group if group is not None else dist.group.WORLD
     return str(getattr(found, "group_name", "world"))
+
+
+def flight_records() -> Any:
+    """Returns torch's records of messages that NCCL has not finished; None if it keeps none."""
+    import torch
+
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # older and newer torch
+        if dump := getattr(torch._C._distributed_c10d, name, None):
+            with suppress(Exception):
+                return json.loads(dump(includeCollectives=True, onlyActive=True))
+    return None

@@ -26,8 +26,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
 from gridformer.comm import progress, progress_file
 from gridformer.launch import seen as telling
 from gridformer.launch.boards import Board, FolderBoard, Report, asks_s, board_of, process_state
@@ -332,17 +330,11 @@ def _stack_text(seen: Seen) -> list[str]:
 
 
 def _flight_records() -> Any:
-    """Returns torch's records of messages that NCCL has not finished, if it keeps them."""
+    """Returns `progress.flight_records()`, or None if torch does not answer soon."""
     answer: list[Any] = []
-
-    def ask() -> None:
-        for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # older and newer torch
-            if dump := getattr(torch._C._distributed_c10d, name, None):
-                with suppress(Exception):
-                    answer.append(json.loads(dump(includeCollectives=True, onlyActive=True)))
-                    return
-
-    thread = threading.Thread(target=ask, name="flight recorder", daemon=True)
+    thread = threading.Thread(
+        target=lambda: answer.append(progress.flight_records()), name="flight recorder", daemon=True
+    )
     thread.start()
     thread.join(_RECORDS_S)  # torch asks the GPU, which may not answer
     return answer[0] if answer else None

@@ -9,8 +9,6 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from gridformer.mesh.groups import make_groups
-
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -195,6 +193,8 @@ class Axes:
         Returns:
             The group that contains this process, or None if there is none.
         """
+        from gridformer.mesh.groups import make_groups
+
         return make_groups(_lines_among(self.pp_lines, tuple(map(tuple, sets))), purpose)
 
     def make_holders(self, sets: Iterable[tuple[int, ...]]) -> None:
@@ -268,6 +268,8 @@ def _axis_of(name: str, lines: list[list[int]], here: int) -> Axis:
     A line of one rank needs no group, and the line of all ranks uses the default group.
     """
     import torch.distributed as dist
+
+    from gridformer.mesh.groups import make_groups
 
     (mine,) = (line for line in lines if here in line)
     if len(mine) == 1:

@@ -161,12 +161,14 @@ def abandon_process_groups() -> None:
     """
     import torch.distributed as dist
 
+    from gridformer.utils.torch_private import abort_groups
+
     if not dist.is_initialized() or "nccl" not in dist.get_backend():
         return
 
     def abort() -> None:
         with contextlib.suppress(Exception):  # the failure has already been reported
-            dist.distributed_c10d._abort_process_group()
+            abort_groups()
 
     thread = threading.Thread(target=abort, name="abort", daemon=True)
     with contextlib.suppress(RuntimeError):  # no memory is left for its stack

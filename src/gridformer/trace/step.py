@@ -24,7 +24,6 @@ from gridformer.comm import recorder
 from gridformer.config import RunConfig
 from gridformer.models import blocks
 from gridformer.models.blocks.cast import CastCopy
-from gridformer.models.blocks.recompute import in_backward
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import build_axes
@@ -44,6 +43,7 @@ from gridformer.train.step import Stepper
 from gridformer.utils.errors import UserError
 from gridformer.utils.garbage import no_garbage_collection
 from gridformer.utils.loops import recorded
+from gridformer.utils.torch_private import in_backward
 
 Recorded = SingleEvent | MemoryChange
 

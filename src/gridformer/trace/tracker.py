@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gridformer.models.blocks.recompute import in_backward
+from gridformer.utils.torch_private import in_backward
 
 _DEVICE = torch.ops.prim.device.default
 

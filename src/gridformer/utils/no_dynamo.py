@@ -12,12 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gridformer.utils.placeholder_module import PlaceholderModule, substituted
 
-_NAME = "torch._dynamo"
-_CONFIG = f"{_NAME}.config"  # its settings, which need nothing else of it
+DYNAMO = "torch._dynamo"
+_CONFIG = f"{DYNAMO}.config"  # its settings, which need nothing else of it
 _NOTE = "__dynamo_disable"  # where torch keeps what `disable` has returned
 
 
@@ -25,8 +23,10 @@ class _Dynamo(PlaceholderModule):
     """A placeholder for `torch._dynamo`."""
 
     def __init__(self) -> None:
+        import torch
+
         path = str(Path(torch.__file__).parent / "_dynamo")
-        super().__init__(_NAME, path, alone=(_CONFIG,))
+        super().__init__(DYNAMO, path, alone=(_CONFIG,))
         self.noted: list[Callable[..., Any]] = []
 
     def graph_break(self, msg: str = "") -> None:

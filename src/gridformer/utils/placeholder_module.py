@@ -11,8 +11,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from torch.utils._python_dispatch import _disable_current_modes
-
 
 class PlaceholderModule(ModuleType):
     """A placeholder for a package or a module.
@@ -39,8 +37,10 @@ class PlaceholderModule(ModuleType):
 
     def real(self, part: str = "") -> ModuleType:
         """Loads the real module, or a part of it. A trace does not see tensors that this makes."""
+        from gridformer.utils.torch_private import without_modes
+
         self.remove()
-        with _disable_current_modes():
+        with without_modes():
             return import_module(part or self.__name__)
 
     def remove(self) -> None:

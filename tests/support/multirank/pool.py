@@ -102,7 +102,7 @@ class _OnOneDevice(dist.ProcessGroupGloo):
 
     device: ClassVar[Any] = None
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
         if _OnOneDevice.device is None:
             _OnOneDevice.device = dist.ProcessGroupGloo.create_default_device()
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gridformer.utils.tensor_attribute import TensorAttribute
+from gridformer.utils.torch_private import base_of
 
 # GPUs multiply blocks of this many columns. With 50,257 words instead of 50,304, a multiple of it,
 # the product of a head ran at 100 instead of 640 TFLOP/s on an H100 (docs/results/gpu.md).
@@ -238,9 +239,9 @@ def parameter_behind(weight: Tensor) -> Tensor | None:
     turned = _TRANSPOSE_OF.get(weight)
     if turned is not None:
         return turned
-    if weight._base is None:
+    parameter = base_of(weight)
+    if parameter is weight:
         return weight if weight.is_leaf else None
-    parameter = weight._base
     if _is_alike(weight, parameter) or _is_alike(weight, parameter.t()):
         return parameter
     return None  # a part of it

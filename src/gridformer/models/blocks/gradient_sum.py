@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gridformer.models.blocks.cast import parameter_behind
 from gridformer.models.kernels import products
 from gridformer.utils.tensor_attribute import TensorAttribute
+from gridformer.utils.torch_private import base_of
 
 
 class GradientSum:
@@ -113,7 +114,7 @@ def summed(tensors: Sequence[Tensor]) -> Iterator[list[GradientSum]]:
 
 def sum_behind(weight: Tensor) -> GradientSum | None:
     """Returns the open sum of the tensor that `weight` is, or whose transpose it is."""
-    of = weight if weight._base is None else weight._base
+    of = base_of(weight)
     total = _SUM.get(of)
     return total if of.numel() == weight.numel() else None
 

@@ -23,11 +23,6 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 Mode = Literal["none", "selective", "full"]
 
 
-def in_backward() -> bool:
-    """Returns whether the caller runs inside a backward pass, recomputation included."""
-    return torch._C._current_graph_task_id() != -1
-
-
 class ActivationPartition(Protocol):
     """Shards an activation over devices that would otherwise all hold it in full."""
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from gridformer.models.blocks.cast import cast, padded_columns
-from gridformer.models.blocks.recompute import in_backward
 from gridformer.parallel.tensor.summa.operands import Operand
 from gridformer.parallel.tensor.summa.products import Schedule
+from gridformer.utils.torch_private import in_backward
 
 
 class WeightPrefetcher:
