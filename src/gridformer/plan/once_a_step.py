@@ -20,7 +20,6 @@ MOMENTS_BYTES = 8  # of a parameter, which `train.offload: optimizer` copies in 
 NORM_BYTES = 4  # the norm of gradients reads them
 COPY_BYTES = 8  # reads and writes an element of float32
 VECTORS_BYTES = 1e5  # of the gradients of norms and biases, roughly
-BUCKETS = 4  # of gradients at least; all but the last are summed during the backward pass
 
 
 def casts(sizes: Sizes, shares: StageShares) -> Load:

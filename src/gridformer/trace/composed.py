@@ -28,8 +28,6 @@ from gridformer.trace.tracker import MemoryChange
 from gridformer.utils.errors import UserError
 
 _KEPT = (3, 5, 8)  # layers of the shortest stage of the shorter step, in turn until layers repeat
-# Bytes of a tensor that stands for joined weights, at most. Torch frees these in any order.
-PLACEHOLDER = 8
 _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 

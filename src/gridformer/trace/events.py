@@ -33,10 +33,6 @@ class Place(NamedTuple):
     module: str = ""
     backward: bool = False
 
-    def like(self, other: Place) -> Place:
-        """Returns the same line in the module and the direction of another place."""
-        return self._replace(module=other.module, backward=other.backward)
-
     def __str__(self) -> str:
         module = f", module {self.module}" if self.module else ""
         backward = ", backward pass" if self.backward else ""

@@ -3,8 +3,8 @@
 Everything about a step but the order in which sums of gradients end is linear in the number of
 layers once each stage has some. So a long model is run twice, with a few layers in its shortest
 stage and with one layer more in each. Times are extended from these along a line
-(gridformer.plan.predict), and the log of memory by what the last layer has added to it
-(gridformer.memory.fewer_layers).
+(gridformer.plan.predict), and the memory of a step by what the last layer has added to it
+(gridformer.trace.segments).
 """
 
 from __future__ import annotations

@@ -49,8 +49,6 @@ class Log:
 
     Attributes:
         updating: Whether what is launched now updates parameters.
-        muted: Whether kernels are not recorded now, because they only replace a pass that is
-            repeated.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class Log:
     ) -> None:
         self.trace, self.places, self.kernels = trace, places, kernels
         self.nccl, self.device = backend == "nccl", traced_device(backend)
-        self.updating = self.muted = False
+        self.updating = False
         self.recorder = Recorder()  # `gridformer.comm` tells it the axis and purpose of messages
         self.n_groups = 0
         self._number = 0
@@ -73,8 +71,6 @@ class Log:
 
     def launch(self, work: LaunchedWork) -> None:
         """Records that a kernel is launched."""
-        if self.muted:
-            return
         place = self.places.of_kernel()
         key = id(work), id(place), self.updating
         known = self._kernels.get(key)
@@ -184,12 +180,6 @@ class Log:
         self._number += 1
         return self._number
 
-    def next_numbers(self, n: int) -> range:
-        """Returns numbers for n new messages."""
-        first = self._number + 1
-        self._number += n
-        return range(first, first + n)
-
     def repeat(self, events: Sequence[Event], numbers: dict[int, int]) -> None:
         """Adds copies of events to the trace, with new numbers for the messages that they start.
 
@@ -205,10 +195,6 @@ class Log:
             elif isinstance(event, Wait):
                 event = Wait(numbers.get(event.number, event.number), event.place)
             self.trace.events.append(event)
-
-    def number_from(self, number: int) -> None:
-        """Gives the next message this number. Numbers must differ only within a trace."""
-        self._number = number - 1
 
     def wait(self, number: int) -> None:
         """Records that this rank waits for the message with a number."""

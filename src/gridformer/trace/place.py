@@ -42,7 +42,6 @@ class Places:
         self._nodes: list[int] = []
         self._ran: list[str] = []
         self._last = ""
-        self._given: Place | None = None
 
     def name(self, model: nn.Module) -> None:
         """Sets the model whose modules are named in places."""
@@ -73,8 +72,6 @@ class Places:
         tells which module was running then. The node that adds up a gradient has no number of its
         own.
         """
-        if self._given is not None:
-            return self._given
         node = _running_node()
         if node is None:
             return self._of_module(self._running[-1] if self._running else "", False)
@@ -85,19 +82,6 @@ class Places:
             at = bisect_right(self._nodes, number) - 1
             self._last = self._ran[at] if at >= 0 else ""
         return self._of_module(self._last, True)
-
-    @contextmanager
-    def at(self, place: Place) -> Iterator[None]:
-        """Makes this the place of kernels that are launched inside the context.
-
-        Args:
-            place: A place in a module and in one direction, as `of_kernel` returns it.
-        """
-        self._given = place
-        try:
-            yield
-        finally:
-            self._given = None
 
     def _of_module(self, module: str, backward: bool) -> Place:
         known = self._of_modules.get((module, backward))
@@ -122,8 +106,7 @@ class Places:
         if not module:
             noted: Place | None = getattr(node, _NOTE, None)
             module = noted.module if noted is not None else ""
-        backward = node is not None or (self._given is not None and self._given.backward)
-        return self._one(Place(file, frame.f_lineno, function, module, backward))
+        return self._one(Place(file, frame.f_lineno, function, module, node is not None))
 
     def _one(self, place: Place) -> Place:
         return self._known.setdefault(place, place)

@@ -8,7 +8,6 @@ differ as well, such as that of a list of norms; it grows along a line.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,18 +20,6 @@ Ids = NDArray[np.int64]
 
 class NotPeriodicError(Exception):
     """A step with one layer more does not repeat what the last layer did."""
-
-
-class Keys:
-    """Numbers what is recorded: equal events have equal numbers."""
-
-    def __init__(self) -> None:
-        self._ids: dict[Hashable, int] = {}
-
-    def __call__(self, keys: Sequence[Hashable]) -> Ids:
-        """Returns the numbers of events, [events]."""
-        ids = self._ids
-        return np.array([ids.setdefault(key, len(ids)) for key in keys], dtype=np.int64)
 
 
 class LayerSegment(NamedTuple):
@@ -55,7 +42,7 @@ def segments(shorter: Ids, longer: Ids, sizeless: tuple[Ids, Ids]) -> list[Layer
     """Divides a record into segments that each further layer repeats and others.
 
     Args:
-        shorter: The numbers of the events with fewer layers, from `Keys`.
+        shorter: The numbers of the events with fewer layers, which are equal for equal events.
         longer: Those with a layer more.
         sizeless: The same of both where the sizes of events do not count.
 
