@@ -15,7 +15,7 @@ from gridformer.config import RunConfig, TrainConfig
 from gridformer.plan.advice import Advice, seconds_of
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.price import doubts, sureness
-from gridformer.plan.search import Found, Result, sharding
+from gridformer.plan.search import REPLICAS, Found, Result, sharding
 from gridformer.utils.units import format_setting
 
 EXPLAINED = 3  # layouts whose reasons the command prints besides those that were asked for
@@ -87,7 +87,8 @@ def label(result: Result, found: Found) -> str:
 
 def words_of_kind(found: Found) -> str:
     """Returns the kind of a layout, and for a pipeline also that of its stages."""
-    return ", ".join(dict.fromkeys((found.kind, sharding(found.run.layout))))
+    inner = sharding(found.run.layout)
+    return found.kind if inner in (found.kind, REPLICAS) else f"{found.kind}, {inner}"
 
 
 def reasons(result: Result, found: Found, why: Advice) -> list[str]:
@@ -112,9 +113,8 @@ def unlisted(result: Result) -> list[str]:
     sentences, kinds = [], {one.kind for one in result.listed}
     first = {one.kind: one for one in reversed(result.layouts) if one.kind not in kinds}
     if first:
-        text = "; ".join(
-            f"{kind}: {label(result, one)} {one.step_s:.4g} s" for kind, one in first.items()
-        )
+        others = sorted(first.values(), key=lambda one: one.step_s)
+        text = "; ".join(f"{one.kind}: {label(result, one)} {one.step_s:.4g} s" for one in others)
         sentences.append(f"The fastest of other kinds that were traced: {text}.")
     if result.too_large:
         names = ", ".join(result.too_large)
