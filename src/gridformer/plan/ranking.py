@@ -120,7 +120,7 @@ def unlisted(result: Result) -> list[str]:
         names = ", ".join(result.too_large)
         sentences.append(f"Kinds of which no layout fits by estimate: {names}.")
     for one in result.refused:
-        if one.asked:
+        if one.asked and result.layouts:  # it is listed
             continue
         assert one.prediction is not None, "its trace has shown that it does not fit"
         sentences.append(
