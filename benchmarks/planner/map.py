@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from gridformer.cluster import load_cluster
-from gridformer.config import LayoutConfig, RunConfig, parse_run
-from gridformer.parallel.registry import spec_of
+from gridformer.config import RunConfig, parse_run
 from gridformer.plan.predict import predict
-from gridformer.plan.search import Found, Search, fastest_dtype
+from gridformer.plan.search import Found, Search, fastest_dtype, sharding
 
 IMPROVED = 2  # arrangements of each kind whose settings are improved
 CLOSE = 0.10  # what differs by less counts as close
@@ -29,7 +28,7 @@ PROCESSES = 2
 # Kinds of layouts, with their color in the figure. The strongest alternatives have replicas of any
 # mode, FSDP among them, and every kind may have a pipeline.
 KINDS = {
-    "data parallel or FSDP": "#9ecae1",
+    "data parallel": "#9ecae1",  # or FSDP
     "Megatron": "#3182bd",
     "rows alone": "#c7e9c0",
     "2-D grid": "#e6550d",
@@ -55,16 +54,6 @@ CASES = (
 Cell = dict[str, Found]
 
 
-def kind_of(layout: LayoutConfig) -> str:
-    """Returns the kind of a layout, by what it shards."""
-    rows, cols = spec_of(layout).grid(layout)
-    if layout.branches > 1:
-        return "sub-graph"
-    if rows > 1:
-        return "2-D grid" if cols > 1 else "rows alone"
-    return "Megatron" if cols > 1 else "data parallel or FSDP"
-
-
 def cell_of(run: RunConfig, cluster: str, n_devices: int) -> Cell:
     """Returns the fastest layout of each kind that fits, traced, fastest first."""
     search = Search(run, load_cluster(cluster), n_devices, named=cluster)
@@ -72,7 +61,7 @@ def cell_of(run: RunConfig, cluster: str, n_devices: int) -> Cell:
     for arrangement in search.arrangements():
         found = search.first(arrangement)
         if found.estimate.fits:
-            of_kind.setdefault(kind_of(arrangement.layout), []).append(found)
+            of_kind.setdefault(sharding(arrangement.layout), []).append(found)
     best: Cell = {}
     for kind, some in of_kind.items():
         some.sort(key=lambda one: one.step_s)

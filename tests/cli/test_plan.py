@@ -37,10 +37,15 @@ def run_file(folder: Path, data: Path, **train: Any) -> Path:
 @pytest.mark.parametrize("devices", full_unless(lambda n: n == 2, [1, 2, 4]))
 def test_what_is_emitted_trains_as_it_is(token_folder: Path, tmp_path: Path, devices: int) -> None:
     mine, emitted = run_file(tmp_path, token_folder), tmp_path / "best.yaml"
-    options = ("--cluster", "dgx-h100", "--devices", devices, "--top", 2, "--emit", emitted)
+    options = ["--cluster", "dgx-h100", "--devices", devices, "--top", 2, "--emit", emitted]
+    options += ["--also", f"layout.dp={devices} train.recompute=full"]
     planned = gridformer("plan", mine, *map(str, options), "--json", cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
-    (best, *_), run = json.loads(planned.stdout)["layouts"], load_run(emitted)
+    found, run = json.loads(planned.stdout), load_run(emitted)
+    best, (given,) = found["layouts"][0], [one for one in found["layouts"] if one["asked"]]
+    assert 1 <= given["place"] <= found["traced"]
+    assert given["train"]["recompute"] == "full"
+    assert given["fits"]
     assert run.layout.n_processes == devices
     assert all(getattr(run.layout, key) == value for key, value in best["layout"].items())
     out = tmp_path / "out"

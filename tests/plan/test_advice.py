@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,8 +17,8 @@ from gridformer.plan.advice import Advice, advise
 from gridformer.plan.changes import arrangement, single_changes
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.search import Found, Result, Search
-from gridformer.plan.second_look import traced_with_advice
 from gridformer.plan.settings import changed
+from gridformer.plan.tracing import Tracing
 from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
 
 
@@ -173,35 +172,31 @@ def slow_best() -> Result:
     return replace(found, layouts=[best], refused=[], untraced=[], seconds=0.0)
 
 
+def looked_at(later: float, first: float) -> tuple[Tracing, Found]:
+    """Return what has traced the advice for the slow best layout, and that layout."""
+    tracing = Tracing(Search(run_of(), cluster(), 8), 4, with_times(first, later))
+    tracing.result, tracing.traced = slow_best(), slow_best().layouts
+    tracing._queue.waiting.clear()
+    tracing.run(float("inf"))
+    return tracing, slow_best().layouts[0]
+
+
 def test_what_is_advised_for_the_best_is_traced() -> None:
     """All that is estimated to help is slower by its trace, so it is not advised."""
-    asked, result = Search(run_of(), cluster(), 8), slow_best()
-    best = result.layouts[0]
-    by_estimate = advise(asked, best).best
+    tracing, best = looked_at(200.0, 200.0)
+    by_estimate = advise(tracing.asked, best).best
     assert by_estimate is not None
-    ends = time.monotonic() + 60
-    traced = traced_with_advice(asked, result, 4, ends, with_times(200.0, 200.0))
-    assert len(traced) > 1
-    assert result.layouts[0] is best
-    said = advise(asked, best, traced).best
+    assert len(tracing.traced) > 1
+    assert tracing.result.layouts[0] == best
+    said = advise(tracing.asked, best, tracing.traced).best
     assert said is None or said.settings != by_estimate.settings
 
 
 def test_what_is_advised_and_is_faster_becomes_the_best() -> None:
-    asked, result = Search(run_of(), cluster(), 8), slow_best()
-    best = result.layouts[0]
-    ends = time.monotonic() + 60
-    traced = traced_with_advice(asked, result, 4, ends, with_times(1.0, 200.0))
+    tracing, best = looked_at(200.0, 1.0)
+    result = tracing.result
     assert result.layouts[0].step_s == 1.0
-    assert result.layouts[0] in traced
-    arranged = [arrangement(one.run.layout) for one in result.layouts]
-    assert len({*arranged}) == len(arranged)
-    assert (best in result.layouts) == (arranged[0] != arrangement(best.run.layout))
-
-
-def test_nothing_is_traced_for_advice_when_time_is_over() -> None:
-    result = slow_best()
-    traced = traced_with_advice(
-        Search(run_of(), cluster(), 8), result, 4, 0.0, with_times(1.0, 1.0)
-    )
-    assert traced == result.layouts
+    assert result.layouts[0] in tracing.traced
+    names = [one.name for one in result.layouts]
+    assert len({*names}) == len(names)
+    assert (best in result.layouts) == (names[0] != best.name)

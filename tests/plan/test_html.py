@@ -13,9 +13,8 @@ from gridformer.plan.advice import advise
 from gridformer.plan.html import fastest_that_fits, memory_factors, write_plan_page
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.search import Result, Search, kind_of
-from gridformer.plan.tracing import search
 from tests.support.marks import extra
-from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
+from tests.support.plans import cluster, found_on_8, predictor, run_of, search, trace_of
 
 extra("plotly")
 
@@ -41,7 +40,7 @@ def warned(result: Result) -> Result:
         prediction = replace(trace_of(one), warnings=warnings, parts=parts)
         layouts.append(replace(one, prediction=prediction))
     refused = [replace(layouts[-1], prediction=replace(trace_of(layouts[-1]), peak_gib=99.0))]
-    return replace(result, layouts=layouts, refused=refused)
+    return replace(result, layouts=layouts[: result.top], refused=refused)
 
 
 @pytest.mark.usefixtures("no_trace")
@@ -54,7 +53,7 @@ def test_a_report_says_what_is_certain_what_is_hidden_and_what_is_left_out(tmp_p
     assert page.count("For all layouts: a doubt of &lt;all&gt;.") == 1
     for number, one in enumerate(result.layouts, start=1):
         assert f"<td>{number}</td><td>{one.name}</td>" in page
-        assert f"For layout {number}: a doubt of {number - 1}." in page
+        assert f"For {one.name}: a doubt of {number - 1}." in page
     limit = result.layouts[0].estimate.limit_gib
     assert page.count(f"<td>{limit:.1f}</td>") == len(result.layouts)
     assert "messages over dp 25%" in page

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
+
 import pytest
+from rich.console import Console
 
 from gridformer.cluster import load_cluster
-from gridformer.plan.price import doubts
+from gridformer.plan.advice import advise
+from gridformer.plan.price import _ERRORS, doubts, sureness
+from gridformer.plan.ranking import print_result
+from gridformer.plan.search import Search
+from gridformer.plan.show import print_prediction
+from tests.support.fenced import ROOT
+from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
 
 
 @pytest.mark.parametrize(("devices", "warned"), [(64, False), (68, True), (256, True)])
@@ -46,3 +56,41 @@ def test_numbers_that_were_not_fitted_are_named_once(
 def test_what_is_to_be_said_of_several_numbers_is_said_once() -> None:
     inner = "product_efficiency, memory_efficiency, inner_efficiency of dgx-h200 are not determined"
     assert [one.startswith(inner) for one in doubts(load_cluster("dgx-h200"), 8)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "expected"),
+    [
+        ("dgx-h100", 8, "+-10%, the mean error for GPUs on NVLink"),
+        ("gb200-nvl72", 8, "+-10%, the mean error for GPUs on NVLink"),
+        ("frontera-rtx5000", 64, "+-12%, the mean error for GPUs on PCI Express"),
+        ("lassen-v100", 8, "+-18%, the mean error for GPUs that nothing was fitted to"),
+        ("cpu", 4, "+-9%, the mean error for CPUs of one node"),
+        ("cpu", 16, "+-12%, the mean error for CPUs of several nodes"),
+    ],
+)
+def test_errors_are_those_of_like_machines(name: str, devices: int, expected: str) -> None:
+    machine = load_cluster("dgx-h100" if name == "cpu" else name)
+    if name == "cpu":
+        device = machine.device.model_copy(update={"kind": "cpu"})
+        machine = machine.model_copy(update={"device": device})
+    assert expected in sureness(machine, devices)
+    assert all((ROOT / where.split(", ")[-1]).is_file() for _, where in _ERRORS.values())
+
+
+def test_a_terminal_shows_one_error_and_not_each_undetermined_number() -> None:
+    run, machine = run_of("gpt2-774m", "layout.dp=8"), cluster()
+    unsure = doubts(machine, 8)
+    assert "not determined by" in unsure[0]
+    prediction = replace(predictor(run, machine), warnings=[*unsure, "something else"])
+    shown = [io.StringIO(), io.StringIO()]
+    print_prediction(run, machine, prediction, Console(file=shown[0], width=1000))
+    one = replace(found_on_8().layouts[0], prediction=replace(prediction, step_s=1.0))
+    assert trace_of(one).warnings == prediction.warnings
+    result = replace(found_on_8(), layouts=[one])
+    advice = [advise(Search(run, machine, 8), one)]
+    print_result(run, result, advice, machine, Console(file=shown[1], width=1000))
+    for text in (one.getvalue() for one in shown):
+        assert text.count(sureness(machine, 8)) == 1
+        assert "not determined by" not in text
+        assert "Warning: something else" in text

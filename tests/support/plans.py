@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from gridformer.cluster import Cluster, load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.plan.analytic import estimate
 from gridformer.plan.prediction import Parts, Prediction
-from gridformer.plan.search import Found, Result
-from gridformer.plan.tracing import search
+from gridformer.plan.search import Found, Predict, Result, Search
+from gridformer.plan.tracing import Tracing
 
 
 @functools.cache
@@ -46,10 +47,25 @@ def predictor(run: RunConfig, machine: Cluster, peak: float = 1.0) -> Prediction
     )
 
 
+def search(
+    run: RunConfig,
+    machine: Cluster,
+    n_devices: int,
+    top: int = 10,
+    limit_s: float = float("inf"),
+    predictor: Predict = predictor,
+    also: Sequence[RunConfig] = (),
+) -> Result:
+    """Return what `gridformer plan` finds."""
+    tracing = Tracing(Search(run, machine, n_devices), top, predictor)
+    tracing.run(limit_s, also)
+    return tracing.result
+
+
 @functools.cache
 def found_on_8() -> Result:
     """Return what a search finds for GPT-2 774M on a node of H100."""
-    return search(run_of(), cluster(), 8, top=4, predictor=predictor)
+    return search(run_of(), cluster(), 8, top=4)
 
 
 def trace_of(found: Found) -> Prediction:

@@ -56,12 +56,29 @@ def test_nothing_is_copied_beside_other_threads() -> None:
         other.join()
 
 
-def test_what_takes_too_long_is_stopped() -> None:
-    began = time.monotonic()
-    assert beside.as_far_as([lambda: 1, lambda: time.sleep(600)], 0.0, fewest=1) == [1, None]
-    assert beside.as_far_as([lambda: time.sleep(600)], 0.1) == [None]
-    assert time.monotonic() - began < 300, "nobody waits for what was stopped"
-    assert beside.as_far_as([lambda: 1, lambda: 2], float("inf")) == [1, 2]
+def compute() -> int:
+    while True:
+        pass
+
+
+def wait() -> int:
+    time.sleep(0.5)
+    return 1
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_what_computes_too_long_is_stopped_and_what_waits_is_not() -> None:
+    """Processor time counts, so what takes long because the machine is busy is not stopped."""
+    assert beside.as_far_as([lambda: 1, compute, wait], 0.2)[:2] == [1, None]
+    assert beside.as_far_as([wait], 0.2) == [1]
+    assert beside.as_far_as([lambda: 1], 0.0) == [None]
+    assert beside.as_far_as([lambda: 1, lambda: 2, lambda: 3], float("inf")) == [1, 2, 3]
+
+
+def test_processor_time_counts_copies_that_have_ended() -> None:
+    before, own = beside.processor_s(), time.process_time()
+    assert beside.as_far_as([compute], 0.3) == [None]
+    assert beside.processor_s() - before > 0.2 > time.process_time() - own
 
 
 @pytest.mark.usefixtures("two_cores")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,10 +14,7 @@ if TYPE_CHECKING:
     from gridformer.cluster import Cluster
     from gridformer.config import RunConfig
 
-# When searching ends after the command was called, up to 64 devices and above. It begins a little
-# later than its process, and prints a little after that.
-_SOON_S, _LATE_S = 8.5, 50.0
-_REPORT_S = 25.0  # up to 64 devices for a report, which is to list several layouts
+_SOON_S, _LATE_S = 80.0, 120.0  # processor time of a plan, up to 64 devices and above
 _TOP = 10  # layouts that are listed unless --top says otherwise
 
 
@@ -49,6 +45,15 @@ def plan(
         ),
     ] = 0,
     top: Annotated[int, typer.Option("--top", min=1, help="List this number of layouts.")] = _TOP,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--also",
+            metavar="'KEY=VALUE ...'",
+            help="Trace and list this layout, too, wherever it stands: what it sets in the run "
+            'file, such as --also "layout.dp=8 layout.dp_mode=fsdp". May be repeated.',
+        ),
+    ] = None,
     emit: Annotated[
         Path | None, typer.Option("--emit", help="Write the best layout as a run file.")
     ] = None,
@@ -58,19 +63,19 @@ def plan(
         typer.Option(
             "--seconds",
             min=0.0,
-            help="Trace no layouts that would take longer than this number of seconds. With 0, "
-            "tracing stops 9 s after the command began, 25 s with --html, or 50 s for more than 64 "
-            "devices, but not before one layout is found.",
+            help="Begin no trace after this number of seconds of the processor's time, all cores "
+            "together, if a layout was found. With 0 these are 80, or 120 for more than 64 "
+            "devices.",
         ),
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Find the fastest layouts of a model on a cluster, and say what limits each.
 
-    Every arrangement of the devices is estimated by formulas. The best are traced: the
-    real code runs on tensors without memory, and its kernels and messages are timed by
-    the cluster file. Layouts that do not fit into memory are never listed. Nothing is
-    applied: --emit writes a run file to train with.
+    Every arrangement of the devices is estimated by formulas. The best of each kind are
+    traced: the real code runs on tensors without memory, and its kernels and messages
+    are timed by the cluster file. Only layouts that were traced and fit are ranked.
+    Nothing is applied: --emit writes a run file to train with.
 
     [bold]Examples:[/bold]
 
@@ -78,19 +83,20 @@ def plan(
 
     gridformer plan mine.yaml --cluster selene-a100 --devices 64 --batch 512 --emit best.yaml
     """
-    began = time.monotonic()  # loading torch is a part of the time
+    from gridformer.utils.beside import processor_s
+
+    began = processor_s()  # loading torch is a part of the time
     import json
 
     from rich.console import Console
 
     from gridformer.cluster.file import cluster_path, load_cluster
     from gridformer.plan.advice import advise
-    from gridformer.plan.emit import with_cluster, write_run
-    from gridformer.plan.ranking import print_result
+    from gridformer.plan.emit import write_run
+    from gridformer.plan.ranking import print_result, reasons
     from gridformer.plan.ranking import ranking_as_json as to_json
     from gridformer.plan.remedies import remedies
     from gridformer.plan.search import Search
-    from gridformer.plan.second_look import trace_in_time
     from gridformer.plan.tracing import Tracing
     from gridformer.utils.extras import require
     from gridformer.utils.files import check_output
@@ -104,6 +110,7 @@ def plan(
     machine = load_cluster(cluster)
     notes: list[str] = []
     run = _run(model, overrides or [], machine, devices, batch, notes)
+    given = [_also(model, overrides or [], run, devices, text) for text in also or []]
     console = Console(highlight=False, stderr=as_json)
     chosen_by = {"--batch": batch, "--top": top if top != _TOP else 0, "--seconds": seconds}
     how = shlex.join(
@@ -111,21 +118,19 @@ def plan(
             *("gridformer", "plan", model, *(overrides or [])),
             *("--cluster", cluster, "--devices", str(devices)),
             *(word for option, n in chosen_by.items() if n for word in (option, str(n))),
+            *(word for text in also or [] for word in ("--also", text)),
             *("--emit", str(emit)),
         ]
     )
     with console.status("estimating layouts") as status:
-        here = time.monotonic()
-        soon_s = _SOON_S if html is None else _REPORT_S
-        all_s = soon_s if devices <= 64 else _LATE_S
-        limit_s = seconds or max(1.0, all_s - (here - began))
+        all_s = seconds or (_SOON_S if devices <= 64 else _LATE_S)
         asked = Search(run, machine, devices, named=cluster)
         tracing = Tracing(asked, top, tell=status.update)
-        traced = trace_in_time(tracing, limit_s)
+        tracing.run(all_s - (tracing.began - began), given)
         result = tracing.result
-        for prediction in filter(None, (one.prediction for one in result.layouts)):
+        for prediction in filter(None, (one.prediction for one in result.listed)):
             prediction.warnings[:0] = notes
-        advice = [advise(asked, found, traced) for found in result.layouts]
+        advice = [advise(asked, found, tracing.traced) for found in result.listed]
         would_fit = [] if result.layouts else remedies(asked, result.smallest)
         would_fit += [f"{note}." for note in notes if not result.layouts]
         if html is not None:
@@ -134,27 +139,22 @@ def plan(
             status.update("estimating other batches and numbers of devices")
             write_plan_page(run, machine, devices, result, advice, html, would_fit)
         if result.layouts and emit is not None:
-            status.update("trying choices for the cluster")
-            chosen = with_cluster(result.layouts[0], machine, cluster)
-            write_run(chosen, emit, how)  # before the output, whose reader may stop reading
+            # Before the output, whose reader may stop reading.
+            write_run(result.layouts[0], emit, how)
     if as_json:
         typer.echo(json.dumps(to_json(result, advice, would_fit)))
     elif result.layouts:
-        print_result(run, result, advice, machine.name, console)
+        print_result(run, result, advice, machine, console)
     else:
         console.print(f"Nothing fits on {devices} devices of {machine.name}.")
+        for found, why in zip(result.listed, advice):
+            console.print(f"- {found.name}: {' '.join(reasons(result, found, why))}")
         for sentence in would_fit:
             console.print(f"- {sentence}", soft_wrap=True)
     if html is not None and not as_json:
         console.print(f"The report: {html}")
-    if result.layouts and emit is not None:
-        if chosen is not result.layouts[0]:
-            console.print(
-                f"The run file sets layout.cluster={cluster}: a step is predicted to take "
-                f"{chosen.step_s:.4g} s with it instead of {result.layouts[0].step_s:.4g} s."
-            )
-        if not as_json:
-            console.print(f"The best layout as a run file: {emit}")
+    if result.layouts and emit is not None and not as_json:
+        console.print(f"The best layout as a run file: {emit}")
     if not result.layouts:
         raise typer.Exit(1)
 
@@ -182,3 +182,22 @@ def _run(
     if batch:
         run = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})
     return run
+
+
+def _also(model: str, overrides: list[str], run: RunConfig, devices: int, text: str) -> RunConfig:
+    """Returns the run with a layout that the user has asked for, checked as `train` checks it."""
+    from gridformer.launch.plan import read_run_without_data
+    from gridformer.utils.errors import ConfigError
+
+    batch, dtype = run.train.global_batch, run.train.dtype
+    given = [*overrides, f"train.dtype={dtype}", f"train.global_batch={batch}"]
+    try:
+        other = read_run_without_data(model, [*given, *shlex.split(text)], lambda note: None)
+        if (n := other.layout.n_processes) != devices:
+            raise ConfigError([f"its layout has {n} devices, not --devices {devices}"])
+        if (other.model, other.data, other.train.global_batch) != (run.model, run.data, batch):
+            raise ConfigError(["it changes the model, the data or the batch: set keys of layout"])
+    except (ConfigError, ValueError) as error:
+        problems = [f"--also {text!r}: {one}" for one in getattr(error, "problems", [error])]
+        raise ConfigError(problems) from None
+    return other

@@ -135,7 +135,7 @@ def advise(search: Search, found: Found, traced: Sequence[Found] = ()) -> Advice
             too_large = change
     if too_large and best and too_large.gain <= best.gain:
         too_large = None
-    return Advice(shares, hidden, _limit(shares), best, too_large)
+    return Advice(shares, hidden, limit_of(found.prediction), best, too_large)
 
 
 def _judged(
@@ -204,8 +204,10 @@ def _listed(shares: Mapping[str, float]) -> str:
     )
 
 
-def _limit(shares: Mapping[str, float]) -> str:
-    kind = max(shares, key=lambda name: shares[name])
+def limit_of(prediction: Prediction) -> str:
+    """Returns a sentence on what takes most of the time."""
+    seconds = seconds_of(prediction)
+    kind = max(seconds, key=lambda name: seconds[name])
     axis = kind.removeprefix("messages over ")
     if axis != kind:
         travels = TRAVELS.get(axis, "sums over all devices")

@@ -6,34 +6,10 @@ from pathlib import Path
 
 import yaml
 
-from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
-from gridformer.parallel.auto.decisions import choices_of
-from gridformer.plan.analytic import estimate
-from gridformer.plan.predict import predict
-from gridformer.plan.search import Found, Predict
+from gridformer.plan.search import Found
 
 NO_DATA = "SET-ME"  # the data.path of a run made from a model's name alone
-GAIN = 0.995  # a step with choices for the cluster must take less than this part of that without
-
-
-def with_cluster(found: Found, cluster: Cluster, name: str, predictor: Predict = predict) -> Found:
-    """Returns a layout with `layout.cluster` if it fits and is predicted to be faster with it.
-
-    Args:
-        found: The layout, which was traced.
-        cluster: The machine.
-        name: The cluster's name or file, as `layout.cluster` takes it.
-        predictor: Predicts a run on a cluster.
-    """
-    layout = found.run.layout.model_copy(update={"cluster": name})
-    run = found.run.model_copy(update={"layout": layout})
-    if found.prediction is None or choices_of(run).products == choices_of(found.run).products:
-        return found
-    prediction = predictor(run, cluster)
-    if not prediction.fits or prediction.step_s >= GAIN * found.prediction.step_s:
-        return found
-    return Found(run, estimate(run, cluster), prediction)
 
 
 def write_run(found: Found, path: Path, how: str) -> None:

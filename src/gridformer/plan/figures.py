@@ -89,7 +89,7 @@ def where(layouts: Sequence[Found]) -> go.Figure:
 def memory_bars(layouts: Sequence[Found]) -> go.Figure:
     """Returns bars of the fullest device's memory, with the limit as a line."""
     figure = _figure(120 + 34 * len(layouts), showlegend=False)
-    peaks = [found.prediction.peak_gib for found in layouts if found.prediction]
+    peaks = [found.prediction.peak_gib or 0.0 for found in layouts if found.prediction]
     figure.add_bar(
         y=_named(layouts),
         x=peaks,
@@ -114,7 +114,7 @@ def memory_bars(layouts: Sequence[Found]) -> go.Figure:
         font={"color": red},
     )
     figure.update_yaxes(autorange="reversed", automargin=True, ticksuffix="  ")
-    figure.update_xaxes(title="GiB", range=[0, limit * 1.05])
+    figure.update_xaxes(title="GiB", range=[0, max(limit, *peaks) * 1.05])
     return figure
 
 

@@ -15,13 +15,16 @@ from gridformer.config import RunConfig
 from gridformer.plan import figures
 from gridformer.plan.advice import Advice
 from gridformer.plan.figures import Outlook
-from gridformer.plan.price import doubts
+from gridformer.plan.price import doubts, sureness
 from gridformer.plan.ranking import (
     common_warnings,
     hidden_s,
     layout_warnings,
-    settings_of,
+    place,
+    reasons,
+    settings_between,
     unlisted,
+    words_of_kind,
 )
 from gridformer.plan.search import Found, Kind, Result, Search, kind_of
 from gridformer.utils.page import document
@@ -92,8 +95,8 @@ def _sections(
     counts = outlook([k / n for k in devices], n, lambda k: best_of(batch, k))
     unit = "sequences a second"
     drawn = [
-        figures.where(result.layouts),
-        figures.memory_bars(result.layouts),
+        figures.where(result.listed),
+        figures.memory_bars(result.listed),
         figures.timeline(best, cluster),
         figures.outlook_line(batches, "global batch", unit, _per_second),
         figures.outlook_line(counts, "devices", unit, _per_second),
@@ -105,7 +108,7 @@ def _sections(
     by_estimate = "The one in the ranking is predicted from its trace, and all others are estimated"
     return [
         "<h2>Ranking</h2>",
-        _ranking(result.layouts),
+        _ranking(result),
         _list(unlisted(result)),
         "<h2>Where each second goes</h2>",
         _note(
@@ -124,7 +127,7 @@ def _sections(
         ),
         plots[2],
         "<h2>Why</h2>",
-        _reasons(result.layouts, advice),
+        _reasons(run, result, advice),
         "<h2>How certain this is</h2>",
         _list(certainty(result, cluster, [point.at for point in counts])),
         "<h2>Other batches</h2>",
@@ -144,12 +147,13 @@ def certainty(result: Result, cluster: Cluster, counts: Iterable[int]) -> list[s
         cluster: The machine.
         counts: The numbers of devices of which the report tells, too.
     """
-    common = common_warnings(result.layouts)
-    found = [f"For all layouts: {warning}." for warning in common]
+    common = common_warnings(result.listed)
+    found = [sureness(cluster, result.layouts[0].run.layout.n_processes)]
+    found += [f"For all layouts: {warning}." for warning in common]
     said = {*common}
-    for number, one in enumerate(result.layouts, start=1):
+    for one in result.listed:
         mine = [warning for warning in layout_warnings(one) if warning not in common]
-        found += [f"For layout {number}: {warning}." for warning in mine]
+        found += [f"For {one.name}: {warning}." for warning in mine]
         said |= {*mine}
     for n in counts:
         more = [doubt for doubt in doubts(cluster, n) if doubt not in said]
@@ -157,7 +161,7 @@ def certainty(result: Result, cluster: Cluster, counts: Iterable[int]) -> list[s
         said |= {*more}
     off = [
         100 * (one.estimate.step_s / one.prediction.step_s - 1)
-        for one in result.layouts
+        for one in result.listed
         if one.prediction
     ]
     least, most = _percent(min(off)), _percent(max(off))
@@ -235,14 +239,15 @@ def _list(sentences: Sequence[str]) -> str:
     return f"<ul>{items}</ul>" if items else ""
 
 
-def _ranking(layouts: Sequence[Found]) -> str:
+def _ranking(result: Result) -> str:
     rows = []
-    for number, found in enumerate(layouts, start=1):
+    for found in result.listed:
         prediction = found.prediction
         assert prediction is not None, "only traced layouts are listed"
         cells = {
-            "": str(number),
+            "": str(place(result, found) or "-"),
             "layout": html.escape(found.name),
+            "kind": words_of_kind(found),
             "s a step": f"{prediction.step_s:.4g}",
             "sequences/s": f"{found.run.train.global_batch / prediction.step_s:,.4g}",
             "TFLOP/s a device": f"{prediction.model_tflops_per_device:.4g}",
@@ -260,12 +265,12 @@ def _ranking(layouts: Sequence[Found]) -> str:
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def _reasons(layouts: Sequence[Found], advice: Sequence[Advice]) -> str:
+def _reasons(run: RunConfig, result: Result, advice: Sequence[Advice]) -> str:
     items = []
-    for found, why in zip(layouts, advice):
-        text = " ".join(html.escape(sentence) for sentence in why.sentences)
+    for found, why in zip(result.listed, advice):
+        text = " ".join(html.escape(sentence) for sentence in reasons(result, found, why))
         items.append(
             f"<li><b>{html.escape(found.name)}</b><br>{text}<br>"
-            f"<code>{html.escape(settings_of(found.run))}</code></li>"
+            f"<code>{html.escape(settings_between(run, found.run))}</code></li>"
         )
     return f"<ol>{''.join(items)}</ol>"

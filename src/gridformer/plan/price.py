@@ -258,7 +258,7 @@ def warnings_of(run: RunConfig, cluster: Cluster, traces: Sequence[Trace]) -> li
     return found + doubts(cluster, run.layout.n_processes)
 
 
-def doubts(cluster: Cluster, n_devices: int) -> list[str]:
+def doubts(cluster: Cluster, n_devices: int, extrapolated: bool = True) -> list[str]:
     """Returns which fitted numbers the data do not determine for runs on this many devices.
 
     Numbers that do not count for these runs are left out: those of messages on one device or in one
@@ -267,6 +267,7 @@ def doubts(cluster: Cluster, n_devices: int) -> list[str]:
     Args:
         cluster: The cluster.
         n_devices: The number of devices.
+        extrapolated: Whether those that were fitted to runs on fewer nodes are named, too.
     """
     nodes, tables = -(-n_devices // cluster.node_size), cluster.tables
     by_formula = {
@@ -295,7 +296,34 @@ def doubts(cluster: Cluster, n_devices: int) -> list[str]:
                 f"{name} of {cluster.name} was fitted to runs on at most {fitted.up_to_nodes} "
                 f"nodes: for {nodes} nodes it is extrapolated"
             )
-    return far + [
+    return far * extrapolated + [
         f"{', '.join(names)} of {cluster.name} {several if len(names) > 1 else one} {what}"
         for (one, several, what), names in unsure.items()
     ]
+
+
+# Mean errors, in percent, of steps to which nothing was fitted, and where they are listed.
+_ERRORS = {
+    "CPUs of one node": (9, "44 layouts in each of six runs, docs/results/predicted.md"),
+    "CPUs of several nodes": (12, "64 layouts in each of six runs, docs/results/published.md"),
+    "calibrated GPUs": (23, "16 steps on an H100, docs/results/predicted-h100.md"),
+    "GPUs that nothing was fitted to": (18, "2 steps on V100, docs/results/planner.md"),
+    "GPUs on PCI Express": (12, "8 steps on Frontera, docs/results/planner.md"),
+    "GPUs on NVLink": (10, "9 steps on A100 and H100, docs/results/planner.md"),
+}
+
+
+def sureness(cluster: Cluster, n_devices: int) -> str:
+    """Returns a sentence with the mean error of predictions for machines like this one."""
+    product = cluster.fitted.get("product_efficiency")
+    if cluster.device.kind == "cpu":
+        like = f"CPUs of {'several nodes' if n_devices > cluster.node_size else 'one node'}"
+    elif cluster.tables.products:
+        like = "calibrated GPUs"
+    elif product is None or product.data == NO_DATA:
+        like = "GPUs that nothing was fitted to"
+    else:
+        slow = cluster.levels[0].bandwidth_gbps.value <= 64  # PCI Express 5.0
+        like = f"GPUs on {'PCI Express' if slow else 'NVLink'}"
+    percent, steps = _ERRORS[like]
+    return f"How sure: +-{percent}%, the mean error for {like} ({steps})."

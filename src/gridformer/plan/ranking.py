@@ -10,52 +10,63 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gridformer.config import LayoutConfig, RunConfig, TrainConfig
-from gridformer.plan.advice import Advice
+from gridformer.cluster.file import Cluster
+from gridformer.config import RunConfig, TrainConfig
+from gridformer.plan.advice import Advice, seconds_of
 from gridformer.plan.prediction import Prediction
-from gridformer.plan.search import Found, Result
+from gridformer.plan.price import doubts, sureness
+from gridformer.plan.search import REPLICAS, Found, Result, sharding
 from gridformer.utils.units import format_setting
 
-EXPLAINED = 3  # layouts whose reasons the command prints; --json has those of all
+EXPLAINED = 3  # layouts whose reasons the command prints besides those that were asked for
+ROWS_ALONE = (
+    "Rows alone (r x 1): weights are sharded over the rows and gathered for each product, as FSDP "
+    "does, but within one replica. Only 2-D grids shard weights in two dimensions."
+)
 # What a plan states of the section `train`, besides what differs from the defaults.
 STATED = ("global_batch", "dtype", "recompute")
 
 
 def print_result(
-    run: RunConfig, result: Result, advice: Sequence[Advice], cluster: str, console: Console
+    run: RunConfig, result: Result, advice: Sequence[Advice], cluster: Cluster, console: Console
 ) -> None:
     """Prints the ranking, and the reasons for the first layouts.
 
     Args:
         run: The run that was asked for.
         result: What was found.
-        advice: The advice for each layout.
-        cluster: The cluster's name.
+        advice: The advice for each layout that is listed.
+        cluster: The machine.
         console: Where to print.
     """
-    n, listed = result.layouts[0].run.layout.n_processes, len(result.layouts)
-    n_traces = listed + len(result.refused)
-    traces = f"{n_traces} traces" if n_traces > 1 else "1 trace"
+    listed, n = result.listed, result.layouts[0].run.layout.n_processes
+    fastest, n_traces = len(result.layouts[: result.top]), len(result.layouts + result.refused)
+    traces = f"{n_traces} layouts that were traced" if n_traces > 1 else "1 layout that was traced"
     console.print(
         Text(
-            f"{run.model.name} on {n} devices of {cluster}, {run.train.global_batch} sequences of "
-            f"{run.seq_len} tokens a step, {run.train.dtype}: the "
-            f"{f'{listed} fastest' if listed > 1 else 'fastest'} of {result.n_arrangements} "
-            f"arrangements ({result.n_estimates} estimates, {traces}, {result.seconds:.1f} s)"
+            f"{run.model.name} on {n} devices of {cluster.name}, {run.train.global_batch} "
+            f"sequences of {run.seq_len} tokens a step, {run.train.dtype}: the "
+            f"{f'{fastest} fastest' if fastest > 1 else 'fastest'} of {traces}, of "
+            f"{result.n_arrangements} arrangements ({result.n_estimates} estimates, "
+            f"{result.seconds:.1f} s of the processor)"
         )
     )
-    _print_table(result.layouts, console)
+    _print_table(result, console)
+    if any(sharding(one.run.layout) == "rows alone" for one in listed):
+        console.print(Text(ROWS_ALONE))
     for sentence in unlisted(result):
         console.print(Text(sentence))
-    explained = result.layouts[:EXPLAINED]
-    common = common_warnings(explained)
-    for number, (found, why) in enumerate(zip(explained, advice), start=1):
-        console.print(Text(f"\n{number}. {found.name}", style="bold"))
+    console.print(Text(sureness(cluster, n)), soft_wrap=True)
+    explained = [one for i, one in enumerate(listed) if i < EXPLAINED or one.asked]
+    said = doubts(cluster, n, extrapolated=False)
+    common = [one for one in common_warnings(explained) if one not in said]
+    for found, why in [pair for pair in zip(listed, advice) if pair[0] in explained]:
+        console.print(Text(f"\n{label(result, found)}", style="bold"))
         console.print(Text(f"   {settings_between(run, found.run)}"), soft_wrap=True)
-        for sentence in why.sentences:
+        for sentence in reasons(result, found, why):
             console.print(Text(f"   {sentence}"), soft_wrap=True)
         for warning in layout_warnings(found):
-            if warning not in common:
+            if warning not in (*common, *said):
                 console.print(Text(f"   Warning: {warning}"), soft_wrap=True)
     if common:
         console.print(Text("\nFor all of these:", style="bold"))
@@ -63,10 +74,54 @@ def print_result(
         console.print(Text(f"   Warning: {warning}"), soft_wrap=True)
 
 
+def place(result: Result, found: Found) -> int | None:
+    """Returns the place of a layout among all that were traced; None if it does not fit."""
+    return result.layouts.index(found) + 1 if found in result.layouts else None
+
+
+def label(result: Result, found: Found) -> str:
+    """Returns the place and the name of a layout."""
+    number = place(result, found)
+    return f"{number}. {found.name}" if number else f"-  {found.name}"
+
+
+def words_of_kind(found: Found) -> str:
+    """Returns the kind of a layout, and for a pipeline also that of its stages."""
+    inner = sharding(found.run.layout)
+    return found.kind if inner in (found.kind, REPLICAS) else f"{found.kind}, {inner}"
+
+
+def reasons(result: Result, found: Found, why: Advice) -> list[str]:
+    """Returns sentences that say why a layout stands where it does."""
+    prediction = found.prediction
+    assert prediction is not None, "only traced layouts are listed"
+    if not prediction.fits:
+        gib = f"{prediction.peak_gib:.1f} of {prediction.limit_gib:.1f} GiB"
+        return [f"It does not fit: {gib}.", *why.sentences]
+    best = result.layouts[0].prediction
+    if not found.asked or best is None or best is prediction:
+        return why.sentences
+    less = seconds_of(best)
+    more = sorted((less.get(kind, 0.0) - s, kind) for kind, s in seconds_of(prediction).items())
+    where = ", ".join(f"{-s:+.3g} s {kind}" for s, kind in more[:3] if s < 0)
+    slower = f"{found.step_s / best.step_s - 1:.1%} longer than the fastest"
+    return [f"It takes {slower} ({where}).", *why.sentences]
+
+
 def unlisted(result: Result) -> list[str]:
     """Returns sentences about the layouts that are not listed, and why not."""
-    sentences = []
+    sentences, kinds = [], {one.kind for one in result.listed}
+    first = {one.kind: one for one in reversed(result.layouts) if one.kind not in kinds}
+    if first:
+        others = sorted(first.values(), key=lambda one: one.step_s)
+        text = "; ".join(f"{one.kind}: {label(result, one)} {one.step_s:.4g} s" for one in others)
+        sentences.append(f"The fastest of other kinds that were traced: {text}.")
+    if result.too_large:
+        names = ", ".join(result.too_large)
+        sentences.append(f"Kinds of which no layout fits by estimate: {names}.")
     for one in result.refused:
+        if one.asked and result.layouts:  # it is listed
+            continue
         assert one.prediction is not None, "its trace has shown that it does not fit"
         sentences.append(
             f"Left out: {one.name} does not fit when it is traced, with "
@@ -78,9 +133,10 @@ def unlisted(result: Result) -> list[str]:
         names = f"{some} and {more} more" if more > 0 else some
         sentences.append(f"Not traced, because by the same factor these would not fit: {names}.")
     if result.untraced:
-        text = "; ".join(f"{one.name} {one.step_s:.4g} s" for one in result.untraced)
+        some = "; ".join(one.name for one in result.untraced[:3])
         sentences.append(
-            f"There was no time to trace these, by estimate: {text}. --seconds gives more time."
+            f"There was no time to trace {len(result.untraced)} more, so they are not ranked: "
+            f"{some}{', ...' * (len(result.untraced) > 3)}. --seconds gives more time."
         )
     return sentences
 
@@ -132,29 +188,32 @@ def _columns(layouts: Sequence[Found]) -> list[_Column]:
             f"{prediction.bubble_s:.3g}",
         )
         rows.append(row)
-        settings.append((str(found.run.layout.micro_batches), found.run.train.recompute))
+        layout, recompute = found.run.layout, found.run.train.recompute
+        settings.append((words_of_kind(found), str(layout.micro_batches), recompute))
     step, tflops, gib, messages, hidden, bubbles = zip(*rows)
-    micro_batches, recompute = zip(*settings)
+    kinds, micro_batches, recomputes = zip(*settings)
     return [
-        _Column("s a\nstep", step, 8),
-        _Column("TFLOP/s\na device", tflops, 4),
-        _Column("\nGiB", gib, 7),
-        _Column("s in\nmessages", messages, 3),
+        _Column("\nkind", kinds, 3, "left"),
+        _Column("s a\nstep", step, 9),
+        _Column("TFLOP/s\na device", tflops, 5),
+        _Column("\nGiB", gib, 8),
+        _Column("s in\nmessages", messages, 4),
         _Column("\nhidden", hidden, 1),
         _Column("s in\nbubbles", bubbles, 2),
-        _Column("micro-\nbatches", micro_batches, 6),
-        _Column("\nrecompute", recompute, 5, "left"),
+        _Column("micro-\nbatches", micro_batches, 7),
+        _Column("\nrecompute", recomputes, 6, "left"),
     ]
 
 
-def _print_table(layouts: Sequence[Found], console: Console) -> None:
+def _print_table(result: Result, console: Console) -> None:
     """Prints the table with the columns that there is room for; a file has room for all.
 
     The names of layouts stay whole: they break at spaces if even the first column is too much.
     """
-    columns = _columns(layouts)
+    columns = _columns(result.listed)
+    labels = [label(result, found) for found in result.listed]
     left = sorted(columns, key=lambda column: column.leaves)
-    name = max(len("layout"), *(len(found.name) for found in layouts))
+    name = max(len("layout"), *map(len, labels))
     if console.is_terminal:
         while len(left) > 1 and name + sum(column.width for column in left) > console.width:
             left.pop(0)
@@ -165,8 +224,8 @@ def _print_table(layouts: Sequence[Found], console: Console) -> None:
     table.add_column("\nlayout", overflow="fold")
     for column in shown:
         table.add_column(column.head, justify=column.justify, no_wrap=True)
-    for found, *cells in zip(layouts, *(column.cells for column in shown)):
-        table.add_row(Text(found.name), *cells)
+    for text, *cells in zip(labels, *(column.cells for column in shown)):
+        table.add_row(Text(text), *cells)
     console.print(table, crop=False)
     if heads := [column.head for column in columns if column not in shown]:
         names = ", ".join(" ".join(head.split()).replace("- ", "-") for head in heads)
@@ -188,18 +247,6 @@ def train_of(run: RunConfig) -> dict[str, Any]:
     values = run.train.model_dump(mode="json")
     plain = TrainConfig().model_dump(mode="json")
     return {key: v for key, v in values.items() if key in STATED or v != plain[key]}
-
-
-def settings_of(run: RunConfig) -> str:
-    """Returns the layout and training settings of a run as command-line overrides."""
-    plain = LayoutConfig().model_dump(mode="json")
-    layout = {key: value for key, value in layout_of(run).items() if value != plain[key]}
-    sections = {"layout": layout or {"scheme": "single"}, "train": train_of(run)}
-    return " ".join(
-        format_setting(f"{section}.{key}", value)
-        for section, values in sections.items()
-        for key, value in values.items()
-    )
 
 
 def settings_between(asked: RunConfig, found: RunConfig) -> str:
@@ -226,19 +273,22 @@ def ranking_as_json(
 
     Args:
         result: The result of the search.
-        advice: The advice for each of its layouts.
+        advice: The advice for each layout that is listed.
         remedies: Sentences on what would fit, if no layout does.
     """
     layouts: list[dict[str, Any]] = []
-    for found, why in zip(result.layouts, advice):
+    for found, why in zip(result.listed, advice):
         assert found.prediction is not None, "only traced layouts are listed"
         layouts.append(
             found.prediction.to_json()
             | {
                 "name": found.name,
+                "kind": words_of_kind(found),
+                "place": place(result, found),
+                "asked": found.asked,
                 "layout": layout_of(found.run),
                 "train": train_of(found.run),
-                "why": why.sentences,
+                "why": reasons(result, found, why),
                 "where": why.shares,
                 "hidden": why.hidden,
                 "change": dict(why.best.settings) if why.best else None,
@@ -252,6 +302,7 @@ def ranking_as_json(
         "refused": [_unlisted(found) for found in result.refused],
         "passed_over": [_unlisted(found) for found in result.passed_over],
         "untraced": [_unlisted(found) for found in result.untraced],
+        "traced": len(result.layouts) + len(result.refused),
         "arrangements": result.n_arrangements,
         "estimates": result.n_estimates,
     }

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TypeVar
 
 from gridformer.cluster.file import Cluster
-from gridformer.config import RunConfig, divisors
+from gridformer.config import LayoutConfig, RunConfig, divisors
 from gridformer.memory.layouts import candidates
 from gridformer.parallel.auto.decisions import choices_of
 from gridformer.parallel.registry import describe_layout, spec_of
-from gridformer.parallel.validation import broken_rules
 from gridformer.plan.analytic import Estimate, estimate
 from gridformer.plan.load import StepCosts
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.settings import changed, micro_batches, modes, neighbors
 from gridformer.utils.beside import on_all_cores
 
-IMPROVED = 24  # arrangements whose settings are improved
+IMPROVED = 36  # arrangements whose settings are improved
 ROUNDS = 6  # single changes of settings in a row
 # The estimate of memory is approximate: what exceeds the limit by less may fit when it is traced.
 MARGIN = 1.1
@@ -42,16 +42,23 @@ class Found:
         run: The run with the layout and these settings.
         estimate: Its estimate.
         prediction: Its traced prediction; None if it was not traced.
+        asked: Whether the user has asked for this layout.
     """
 
     run: RunConfig
     estimate: Estimate
     prediction: Prediction | None = None
+    asked: bool = False
 
     @property
     def name(self) -> str:
         """The layout in words."""
         return describe_layout(self.run.layout)
+
+    @property
+    def kind(self) -> str:
+        """The kind of layout with which it takes turns."""
+        return layout_kind(self.run.layout)
 
     @property
     def step_s(self) -> float:
@@ -64,26 +71,35 @@ class Result:
     """What a search has found.
 
     Attributes:
-        layouts: Layouts whose trace fits, fastest first.
-        refused: Layouts that fit by the estimate but not by their trace.
+        layouts: Layouts whose trace fits, fastest first; of those with equal names the fastest.
+        refused: Layouts whose trace does not fit.
         passed_over: Layouts that were not traced, because by the traces of others they need more
             than is estimated, and so do not fit.
-        untraced: The next fastest layouts by estimate, for which there was no time. They may not
-            fit.
+        untraced: Layouts that were to be traced, for which there was no time. They may not fit.
+        too_large: Kinds of layouts of which none fits by estimate.
         n_arrangements: Arrangements of the devices that are valid.
         n_estimates: Estimates that were made.
-        seconds: How long the search took.
+        seconds: How much of the processor's time the search took.
         smallest: The valid layout with the least memory by estimate, whether or not it fits.
+        top: How many layouts are listed, besides those that were asked for.
     """
 
     layouts: list[Found] = field(default_factory=list)
     refused: list[Found] = field(default_factory=list)
     passed_over: list[Found] = field(default_factory=list)
     untraced: list[Found] = field(default_factory=list)
+    too_large: list[str] = field(default_factory=list)
     n_arrangements: int = 0
     n_estimates: int = 0
     seconds: float = 0.0
     smallest: Found | None = None
+    top: int = 10
+
+    @property
+    def listed(self) -> list[Found]:
+        """The fastest layouts, and those that were asked for, which may be slow or not fit."""
+        rest = [*self.layouts[self.top :], *self.refused]
+        return self.layouts[: self.top] + [one for one in rest if one.asked]
 
 
 class Search:
@@ -130,9 +146,10 @@ class Search:
             most = self.run.train.global_batch // rows
             fewest = min(divisors(most), key=lambda n: abs(n - min(most, layout.pp)))
             layout = layout.model_copy(update={"micro_batches": fewest})
-            run = self.run.model_copy(update={"layout": layout})
-            if not broken_rules(run):
-                yield run
+            for mode in modes(layout) if layout_kind(layout) == REPLICAS else [{}]:
+                run = changed(self.run.model_copy(update={"layout": layout}), mode)
+                if run is not None:
+                    yield run
 
     def estimated(self, run: RunConfig) -> Found:
         """Returns the run with its estimate."""
@@ -156,7 +173,7 @@ class Search:
         """
         best: Found | None = None
         least: Found | None = None
-        for mode in modes(run.layout):
+        for mode in [{}] if layout_kind(run.layout) == REPLICAS else modes(run.layout):
             for m in micro_batches(run):
                 for recompute in ("none", "full"):
                     changes = mode | {"train.recompute": recompute, "layout.micro_batches": m}
@@ -184,7 +201,11 @@ class Search:
             margin: How many times the limit the estimated memory may be.
         """
         for _ in range(ROUNDS):
-            others = [self.estimated(run) for _, run in neighbors(found.run)]
+            runs = [run for _, run in neighbors(found.run)]
+            if found.kind == REPLICAS:  # their modes are layouts of their own
+                mode = found.run.layout.dp_mode
+                runs = [run for run in runs if run.layout.dp_mode == mode]
+            others = [self.estimated(run) for run in runs]
             fitting = [other for other in others if self.fits(other, margin)]
             best = min(fitting, key=lambda other: other.step_s, default=found)
             if best.step_s >= found.step_s * 0.999:
@@ -223,7 +244,7 @@ class Search:
         """Returns layouts that may fit by the estimate, fastest first, and what was counted.
 
         Args:
-            improved: The settings of this many arrangements are improved.
+            improved: The settings of this many arrangements are improved; kinds take turns.
             copies: Whether copies of this process share the work, where they can.
         """
         result = Result()
@@ -232,6 +253,8 @@ class Search:
         firsts = self._each(self.first, runs, copies)
         result.smallest = min(firsts, key=lambda one: one.estimate.peak_gib, default=None)
         fitting = sorted((one for one in firsts if self.fits(one)), key=lambda one: one.step_s)
+        result.too_large = sorted({one.kind for one in firsts} - {one.kind for one in fitting})
+        fitting = _in_turns(fitting)
         best = self._each(
             lambda one: self.for_cluster(self.improved(one)), fitting[:improved], copies
         )
@@ -253,6 +276,32 @@ class Search:
         each = on_all_cores(counted, work) if copies else counted(work)
         self.n_estimates = before + sum(n for _, n in each)
         return [found for found, _ in each]
+
+
+def _in_turns(layouts: Sequence[Found]) -> list[Found]:
+    """Returns layouts that are sorted by time so that their kinds take turns."""
+    of_kind: dict[str, list[Found]] = {}
+    for one in layouts:
+        of_kind.setdefault(one.kind, []).append(one)
+    return [one for turn in zip_longest(*of_kind.values()) for one in turn if one]
+
+
+REPLICAS, PIPELINE = "data parallel", "pipeline"
+
+
+def layout_kind(layout: LayoutConfig) -> str:
+    """Returns the kind of a layout, of which a search compares several with each other kind."""
+    return PIPELINE if layout.pp > 1 else sharding(layout)
+
+
+def sharding(layout: LayoutConfig) -> str:
+    """Returns how a layout shards products, whatever its pipeline and replicas."""
+    rows, cols = spec_of(layout).grid(layout)
+    if layout.branches > 1:
+        return "sub-graph"
+    if rows > 1:
+        return "2-D grid" if cols > 1 else "rows alone"
+    return "Megatron" if cols > 1 else REPLICAS
 
 
 # Of layouts whose estimates of memory have like errors.

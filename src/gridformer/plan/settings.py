@@ -10,7 +10,6 @@ from gridformer.parallel.registry import spec_of
 from gridformer.parallel.validation import broken_rules
 
 STAGES_PER_RANK = (1, 2, 3, 4, 6, 8, 12)
-WORDS = {"order": ("topology", "contiguous")}
 
 
 def neighbors(run: RunConfig) -> Iterator[tuple[dict[str, Any], RunConfig]]:
@@ -35,15 +34,17 @@ def _single_changes(run: RunConfig) -> Iterator[dict[str, Any]]:
         for mode in ("replicate", "zero1", "fsdp"):
             yield {"layout.dp_mode": mode, "layout.reshard": "layer"}
         yield {"layout.dp_mode": "fsdp", "layout.reshard": "step"}
+        if layout.dp_mode != "fsdp" and run.train.recompute == "full":
+            # Neither of the two may fit by itself.
+            yield {"layout.dp_mode": "fsdp", "train.recompute": "selective"}
     if layout.pp > 1:
         for k in STAGES_PER_RANK:
             yield {"layout.stages_per_rank": k}
     spec = spec_of(layout)
     if layout.n_processes > 1 and layout.devices_per_node and spec.node_blocks:
         yield {"layout.devices_per_node": 0, "layout.nodes_per_rack": 0}
-    for key, values in WORDS.items():
-        if key in spec.keys:
-            yield from ({f"layout.{key}": value} for value in values)
+    if "order" in spec.keys:
+        yield from ({"layout.order": order} for order in ("topology", "contiguous"))
 
 
 def modes(layout: LayoutConfig) -> list[dict[str, Any]]:

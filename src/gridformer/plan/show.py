@@ -8,16 +8,9 @@ from rich.table import Table
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
 from gridformer.parallel.registry import describe_layout
+from gridformer.plan.advice import limit_of
 from gridformer.plan.prediction import Prediction
-
-_LIMITS = {
-    "matrix products": "the speed of matrix products",
-    "attention": "the speed of attention",
-    "memory-bound kernels": "the bandwidth of the devices' memory",
-    "waiting for the host": "the host, which launches kernels too slowly for the device",
-    "optimizer": "the optimizer",
-    "waiting for other ranks": "waiting for other ranks, as in the bubble of a pipeline",
-}
+from gridformer.plan.price import doubts, sureness
 
 
 def print_prediction(run: RunConfig, cluster: Cluster, found: Prediction, console: Console) -> None:
@@ -50,9 +43,8 @@ def print_prediction(run: RunConfig, cluster: Cluster, found: Prediction, consol
         if value > 5e-4 * found.step_s:
             table.add_row(f"(messages over {axis} behind computation)", seconds(value), "")
     console.print(table)
-    if rows:
-        name = rows[0][0]
-        console.print(f"What limits it: {_LIMITS.get(name, name)}.")
+    if found.step_s:
+        console.print(limit_of(found), soft_wrap=True)
     if found.peak_gib is None:
         console.print("Memory is estimated for training steps alone.")
     else:
@@ -61,8 +53,11 @@ def print_prediction(run: RunConfig, cluster: Cluster, found: Prediction, consol
             f"{fits}: a rank's tensors take {found.peak_gib:.3g} of the {found.limit_gib:.3g} GiB "
             "that leave 5% to spare."
         )
+    said = doubts(cluster, n, extrapolated=False)
     for warning in found.warnings:
-        console.print(f"Warning: {warning}.", soft_wrap=True)
+        if warning not in said:
+            console.print(f"Warning: {warning}.", soft_wrap=True)
+    console.print(sureness(cluster, n), soft_wrap=True)
 
 
 def seconds(value: float) -> str:

@@ -1,29 +1,30 @@
-"""Traces the fastest layouts that a search has estimated, as long as there is time."""
+"""Traces some layouts of each kind that a search has estimated, as long as there is time."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 
-from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
-from gridformer.plan.changes import arrangement
+from gridformer.plan.advice import advise
 from gridformer.plan.predict import predict
 from gridformer.plan.prediction import Prediction
-from gridformer.plan.search import Found, Kind, Predict, Result, Search, kind_of
+from gridformer.plan.search import Found, Kind, Predict, Search, kind_of
 from gridformer.trace.fast_fake import fast_fakes
-from gridformer.utils.beside import as_far_as, can_copy
+from gridformer.utils.beside import as_far_as, can_copy, processor_s
 from gridformer.utils.hardware import n_cores
 
-FEWEST = 2  # this many layouts are traced even if that takes longer than asked
-SPARE = 3  # for each layout that is listed, at most this many are traced
+OF_EACH = 5  # layouts of each kind are traced, if as many fit
+MOST = 30  # layouts that fit are traced in all, unless more are to be listed
+SPARE = 2  # for each of these, at most this many are traced
+FIRST = 0.9  # of the time of a plan is for them, and the rest for what is advised for the best
+TRIES = 4  # changes that are advised for one layout are traced at most
 
 
 class Queue:
-    """Layouts that wait for their traces, the fastest by estimate first.
+    """Layouts that wait for their traces.
 
     When a trace has shown that a layout needs more than its estimate, the estimates of similar
     layouts are assumed to be wrong by the same factor, and those of all others not to be too high.
@@ -40,33 +41,25 @@ class Queue:
 
     def __init__(self, search: Search, found: Sequence[Found]) -> None:
         self.search = search
-        self._number = itertools.count()
-        self._waiting: list[tuple[float, int, Found]] = []
+        self.waiting = [*found]
         self._factors: dict[Kind, float] = {}
         self.passed_over: list[Found] = []
         self._smaller: list[RunConfig] = []  # which stood in for others
-        for one in found:
-            self.put(one)
 
-    def __len__(self) -> int:
-        return len(self._waiting)
+    def next(self, traced: Counter[str]) -> Found | None:
+        """Removes the layout that is to be traced next and returns it; None if none may fit.
 
-    def put(self, one: Found) -> None:
-        """Adds a layout, which waits for its turn by its `step_s`."""
-        heapq.heappush(self._waiting, (one.step_s, next(self._number), one))
-
-    def next(self, n: int) -> list[Found]:
-        """Removes the fastest layouts that may fit and returns them, at most n."""
-        found: list[Found] = []
-        while self._waiting and len(found) < n:
-            one = heapq.heappop(self._waiting)[2]
+        Kinds take turns until OF_EACH of them are traced. The fastest by estimate comes first.
+        """
+        while self.waiting:
+            one = min(self.waiting, key=lambda one: (min(traced[one.kind], OF_EACH), one.step_s))
+            self.waiting.remove(one)
             factor = self._factors.get(kind_of(one), 1.0 if self._factors else 0.0)
-            if factor * one.estimate.peak_gib > one.estimate.limit_gib:
-                self.passed_over.append(one)
-                self._put_smaller(one, factor)
-            else:
-                found.append(one)
-        return found
+            if factor * one.estimate.peak_gib <= one.estimate.limit_gib:
+                return one
+            self.passed_over.append(one)
+            self._put_smaller(one, factor)
+        return None
 
     def refuse(self, one: Found, factor: float) -> None:
         """Replaces a layout whose trace does not fit by a neighbor that may.
@@ -82,33 +75,29 @@ class Queue:
     def give_another_chance(self) -> None:
         """Puts back what was passed over, because nothing else fits."""
         self._factors.clear()
-        for one in self.passed_over:
-            self.put(one)
+        self.waiting += self.passed_over
         self.passed_over.clear()
-
-    def rest(self) -> list[Found]:
-        """Returns what still waits, the fastest first."""
-        return [one for _, _, one in sorted(self._waiting)]
 
     def _put_smaller(self, one: Found, factor: float) -> None:
         smaller = self.search.smaller(one, factor)
         if smaller is not None and smaller.run not in self._smaller:
             self._smaller.append(smaller.run)
-            self.put(smaller)
+            self.waiting.append(smaller)
 
 
 class Tracing:
-    """Traces layouts of a search, the fastest by estimate first, one on each core.
+    """Traces layouts of a search in copies of this process.
 
     Args:
         asked: The search.
-        top: How many layouts to trace and list.
+        top: How many layouts to list.
         predictor: Traces a run; tests replace it.
         tell: Is told what happens.
 
     Attributes:
-        began: When it began, as `time.monotonic` tells it.
+        began: When it began, as `processor_s` tells it.
         result: What has been found so far.
+        traced: All layouts that were traced.
     """
 
     def __init__(
@@ -118,108 +107,127 @@ class Tracing:
         predictor: Predict = predict,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.began = time.monotonic()
+        self.began = processor_s()
         self.asked, self.top, self.predictor, self.tell = asked, top, predictor, tell
+        self.traced: list[Found] = []
         tell("estimating layouts")
         found, self.result = asked.ranked(copies=True)
+        self.result.top = top
         self.result.n_estimates = asked.n_estimates
         self._queue = Queue(asked, found)
-        self._last_s, self._traces = 0.0, 0
         self._at_once = 1
         if predictor is predict and can_copy():
-            self._at_once = n_cores()
+            self._at_once = 6 * n_cores()  # so that few cores wait for the last ones
             fast_fakes()  # loads what all copies of this process need
+
+    def run(self, limit_s: float, also: Sequence[RunConfig] = ()) -> None:
+        """Traces layouts, and what is advised for the fastest of them.
+
+        Args:
+            limit_s: How much of the processor's time it may take, with the estimates.
+            also: Layouts that are traced in any case.
+        """
+        ends = self.began + limit_s
+        chosen = [self.asked.estimated(run) for run in also]
+        given = [
+            Found(one.run, one.estimate, prediction, asked=True)
+            for one, prediction in zip(chosen, self._predicted(chosen, inf))
+        ]
+        self.traced += given
+        self.until(self.began + FIRST * limit_s)
+        if self.result.layouts:
+            self._trace_advice(ends)
+        result = self.result
+        for one in given:
+            some = result.layouts if one.prediction and one.prediction.fits else result.refused
+            some[:] = [*(other for other in some if other.run != one.run), one]
+        result.layouts.sort(key=lambda one: one.step_s)
 
     def until(self, ends: float) -> None:
         """Traces layouts; may be called again with more time.
 
         Args:
-            ends: If a few layouts have been found, no trace is begun that would end later than
-                this if it takes as long as the one before it. After this time one layout is
-                enough, and traces on other cores are stopped. As `time.monotonic` tells it.
+            ends: When time is over if a layout has been found, as `processor_s` tells it.
         """
-        result, queue, top = self.result, self._queue, self.top
-        while queue and len(result.layouts) < top and self._traces < top * SPARE:
-            here = time.monotonic()
-            fewest = min(top, FEWEST) if here <= ends else 1
-            if len(result.layouts) >= fewest and here + self._last_s > ends:
-                break
-            some = self._next(min(self._at_once, top - len(result.layouts)))
-            if some:
-                names = " and ".join(one.name for one in some)
-                self.tell(f"tracing {names}: {len(result.layouts) + 1} of {top}")
-                predictions = self._predicted(some, ends - here)
-                self._last_s = time.monotonic() - here
-                for one, prediction in zip(some, predictions):
-                    if prediction is None:  # there was no time for it
-                        queue.put(one)
-                    else:
-                        self._add(one, prediction)
-            if not queue and not result.layouts:
+        result, queue = self.result, self._queue
+        while len(self.traced) < SPARE * max(MOST, self.top):
+            left_s, n = ends - processor_s(), self._at_once
+            if left_s <= 0:
+                if result.layouts:
+                    break
+                left_s, n = inf, 1
+            if not (some := self._next(n)):
+                if result.layouts or not queue.passed_over:
+                    break
                 queue.give_another_chance()
-        result.layouts.sort(key=lambda one: one.step_s)
+                continue
+            self.tell(f"tracing {some[0].name}: {len(self.traced)} are traced")
+            for one, prediction in zip(some, self._predicted(some, left_s)):
+                if prediction is None:  # there was no time for it
+                    queue.waiting.append(one)
+                else:
+                    self._add(one, prediction)
+        result.untraced = self._next(MOST)
+        queue.waiting += result.untraced
         result.passed_over = queue.passed_over
-        waiting = [one for one in queue.rest() if not self._has(one)]
-        result.untraced = waiting[: top - len(result.layouts)]
         result.n_estimates = self.asked.n_estimates
-        result.seconds = time.monotonic() - self.began
+        result.seconds = processor_s() - self.began
 
     def _next(self, n: int) -> list[Found]:
-        """Takes the fastest layouts out of the queue that were not found otherwise, at most n."""
-        found: list[Found] = []
-        while len(found) < n and (some := self._queue.next(n - len(found))):
-            found += [one for one in some if not self._has(one)]
+        """Takes what is to be traced next out of the queue, at most n layouts.
+
+        That are OF_EACH of each kind, what is listed, and what may be faster than the fastest.
+        """
+        result, found = self.result, list[Found]()
+        kinds = Counter(one.kind for one in result.layouts)
+        while len(found) < n and (one := self._queue.next(kinds)):
+            traces = kinds.total()
+            wanted = kinds[one.kind] < OF_EACH or traces < self.top
+            wanted |= one.step_s < min((other.step_s for other in result.layouts), default=0.0)
+            if traces >= max(MOST, self.top) or not wanted:
+                self._queue.waiting.append(one)
+                break
+            if not self._has(one):
+                found.append(one)
+                kinds[one.kind] += 1
         return found
 
     def _has(self, one: Found) -> bool:
-        """Returns whether a layout was traced, or one with its arrangement that fits.
-
-        Layouts that advice has found may also wait here.
-        """
-        fits = [arrangement(other.run.layout) for other in self.result.layouts]
-        refused = [other.run for other in self.result.refused]
-        return arrangement(one.run.layout) in fits or one.run in refused
+        """Returns whether a layout was traced, or one with its name that fits."""
+        names = [other.name for other in self.result.layouts]
+        return one.name in names or one.run in [other.run for other in self.result.refused]
 
     def _predicted(self, some: Sequence[Found], left_s: float) -> Sequence[Prediction | None]:
         work = [partial(self.predictor, one.run, self.asked.cluster) for one in some]
         if self._at_once > 1:
-            return as_far_as(work, left_s, 0 if self.result.layouts else 1)
+            return as_far_as(work, left_s)
         return [one() for one in work]
 
     def _add(self, one: Found, prediction: Prediction) -> None:
-        """Adds a traced layout to those that fit or to those that do not."""
-        self._traces += 1
-        traced = Found(one.run, one.estimate, prediction)
+        """Adds a traced layout to those that fit, of each name the fastest, or to the others."""
+        found = Found(one.run, one.estimate, prediction)
+        self.traced.append(found)
         assert prediction.peak_gib is not None, "predict estimates memory, too"
-        if prediction.fits:
-            self.result.layouts.append(traced)
+        if one.run.train.global_batch != self.asked.run.train.global_batch:
             return
-        self.result.refused.append(traced)
-        self._queue.refuse(one, prediction.peak_gib / one.estimate.peak_gib)
+        if not prediction.fits:
+            self.result.refused.append(found)
+            self._queue.refuse(one, prediction.peak_gib / one.estimate.peak_gib)
+            return
+        of_name = {other.name: other for other in self.result.layouts}
+        if found.step_s < of_name.setdefault(found.name, found).step_s:
+            of_name[found.name] = found
+        self.result.layouts[:] = sorted(of_name.values(), key=lambda one: one.step_s)
 
-
-def search(
-    run: RunConfig,
-    cluster: Cluster,
-    n_devices: int,
-    top: int = 10,
-    limit_s: float = float("inf"),
-    predictor: Predict = predict,
-    tell: Callable[[str], None] = lambda text: None,
-    named: str = "",
-) -> Result:
-    """Returns the fastest layouts of a run on some devices of a cluster.
-
-    Args:
-        run: Model, data and training settings; see `Search`.
-        cluster: The machine.
-        n_devices: The number of devices.
-        top: How many layouts to trace and list.
-        limit_s: How many seconds it may take; see `Tracing.until`.
-        predictor: Traces a run; tests replace it.
-        tell: Is told what happens.
-        named: The cluster as `layout.cluster` takes it; see `Search`.
-    """
-    tracing = Tracing(Search(run, cluster, n_devices, named=named), top, predictor, tell)
-    tracing.until(tracing.began + limit_s)
-    return tracing.result
+    def _trace_advice(self, ends: float) -> None:
+        """Traces changes that are advised for the best, until nothing is advised."""
+        for _ in range(TRIES):
+            change = advise(self.asked, self.result.layouts[0], self.traced).best
+            left_s = ends - processor_s()
+            if change is None or change.traced or left_s <= 0:
+                break
+            found = self.asked.estimated(change.run)
+            [prediction] = self._predicted([found], left_s)
+            if prediction is None:  # there was no time for it
+                break
+            self._add(found, prediction)

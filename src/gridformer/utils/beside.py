@@ -16,11 +16,10 @@ import pickle
 import select
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from signal import SIGKILL
+from signal import ITIMER_PROF, SIGKILL, SIGPROF, setitimer
 from typing import Generic, TypeVar
 
 from gridformer.utils.hardware import n_cores
@@ -54,12 +53,18 @@ class _Child(Generic[T]):
         atexit.register(self.stop)
 
     def result(self) -> T:
-        """Returns its result, or computes it in this process if the copy failed."""
+        """Returns its result, or computes it in this process if the copy failed.
+
+        Raises:
+            TimeoutError: The copy has used up its processor time.
+        """
         with open(self.reader, "rb") as stream:
             stream.read()
-        done = self.wait() == 0
+        code = self.wait()
         with open(self.memory, "rb") as memory:
-            if not done:
+            if code == -SIGPROF:
+                raise TimeoutError
+            if code:
                 return self.instead()
             memory.seek(0)
             found: T = pickle.load(memory)  # written by a copy of this process
@@ -127,32 +132,41 @@ def beside(function: Callable[[], T]) -> Callable[[], T]:
     return _Child(function).result
 
 
-def as_far_as(work: Sequence[Callable[[], T]], seconds: float, fewest: int = 0) -> list[T | None]:
-    """Does some work at the same time, each piece of it in a copy of this process.
+def processor_s() -> float:
+    """Returns the processor time of this process and of its copies that have ended, in seconds."""
+    return sum(os.times()[:4])
+
+
+def as_far_as(work: Sequence[Callable[[], T]], seconds: float) -> list[T | None]:
+    """Does some work in copies of this process, one for each piece, as many at once as cores.
 
     Args:
-        work: The pieces; `can_copy()` is true.
-        seconds: Pieces that are not done after this time are stopped.
-        fewest: This number of pieces is waited for, however long they take.
+        work: The pieces, which begin in this order; `can_copy()` is true.
+        seconds: After this much processor time no piece begins, and a piece that takes more than
+            was left when it began is stopped.
 
     Returns:
-        The results, in the order of the pieces; None for those that were stopped.
+        The results, in the order of the pieces; None for those that were not done.
     """
-    end = time.monotonic() + seconds
+
+    def limited(piece: Callable[[], T], seconds: float) -> T:
+        setitimer(ITIMER_PROF, 0.0 if seconds == math.inf else seconds)  # its signal ends the copy
+        return piece()
+
+    end, begun = processor_s() + seconds, 0
     found: list[T | None] = [None] * len(work)
-    waiting = {child.reader: (n, child) for n, child in enumerate(map(_Child, work))}
-    while waiting:
-        left = max(0.0, end - time.monotonic())
-        must = len(work) - len(waiting) < fewest or left == math.inf
-        ready, _, _ = select.select([*waiting], [], [], None if must else left)
-        if not ready:
-            break
-        for reader in ready:
-            n, child = waiting.pop(reader)
-            found[n] = child.result()
-    for _, child in waiting.values():
-        child.stop()
-    return found
+    running: dict[int, tuple[int, _Child[T]]] = {}
+    while True:
+        while begun < len(work) and len(running) < n_cores() and (left := end - processor_s()) > 0:
+            child = _Child(partial(limited, work[begun], left), work[begun])
+            running[child.reader] = begun, child
+            begun += 1
+        if not running:
+            return found
+        for reader in select.select([*running], [], [])[0]:
+            n, child = running.pop(reader)
+            with suppress(TimeoutError):
+                found[n] = child.result()
 
 
 def shared(work: Sequence[Callable[[], T]]) -> list[T]:
