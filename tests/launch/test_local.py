@@ -69,8 +69,8 @@ def test_only_a_second_ctrl_c_ends_a_run_at_once() -> None:
     """A second SIGTERM is common: a cluster sends it to a process and to its group."""
     for first, second in itertools.product((signal.SIGINT, signal.SIGTERM), repeat=2):
         with signals_seen(StopPolicy()) as seen:
-            os.kill(os.getpid(), first)
-            os.kill(os.getpid(), second)
+            signal.raise_signal(first)
+            signal.raise_signal(second)
         assert (seen.first, seen.again) == (first, first == second == signal.SIGINT)
 
 
