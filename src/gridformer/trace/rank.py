@@ -7,7 +7,7 @@ their groups. So one of them is recorded, and its passes are put in the order of
 from __future__ import annotations
 
 import copy
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -177,7 +177,7 @@ class _Composer:
 
     Args:
         parts: The parts of the short step.
-        kernels: Whether a pass is one event.
+        kernels: Whether a pass that occurs more than once is one event.
     """
 
     def __init__(self, parts: Sequence[StepPart], kernels: bool) -> None:
@@ -226,7 +226,7 @@ class _Composer:
         numbers = count(1)
         left: dict[Hashable, deque[int]] = defaultdict(deque)
         found: list[Event] = []
-        update = 0
+        update, times = 0, Counter(order)
         for number in order:
             if self._kinds[number] == "add up gradients":
                 update = len(found)
@@ -239,7 +239,7 @@ class _Composer:
                     given[own] = left[like][nth]
                     del left[like][nth]
             events = self._events[number]
-            if self._kernels and self._kinds[number] in _PASSES:
+            if self._kernels and self._kinds[number] in _PASSES and times[number] > 1:
                 found.append(Passed(events, given))
             else:
                 found += Passed(events, given).unfolded()
