@@ -11,7 +11,8 @@ the exactness matrix: for each rank the messages and waits in order (without lin
 a trace refuses, and the peak of the complete step on CPUs and GPUs. `losses` trains these cells
 for two steps.
 
-All of it goes once the record is rewritten.
+The files in benchmarks/golden/data are those of the step at which traces began to be composed. All
+of it goes once the record is rewritten.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def test_a_shorter_schedule_has_every_kind_of_pass(
     n_over = sum(len(over) for _, over in schedule.passes) + len(schedule.ends)
     assert n_over == len(whole.sends)
     assert {*short.itinerary.arrivals} == {*whole.arrivals}
-    _, over, ends = kinds_of(whole, pp)
+    _, over, ends = kinds_of(whole, pp, range(k))
     assert [over for _, over in schedule.passes] == over
     assert schedule.ends == ends
 

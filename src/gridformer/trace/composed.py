@@ -21,7 +21,7 @@ from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.pipeline.schedules import Itinerary
 from gridformer.trace.device import Backend
 from gridformer.trace.fewer_layers import removable, without_layers
-from gridformer.trace.itineraries import ShortSchedule, in_order, shortened
+from gridformer.trace.itineraries import ShortSchedule, alike_chunks, in_order, shortened
 from gridformer.trace.segments import NotPeriodicError, segments
 from gridformer.trace.step import KINDS, StepPart, kind_of, record_step
 from gridformer.trace.tracker import MemoryChange
@@ -104,11 +104,13 @@ def _recorded(
     """Returns the memory of a step with so many layers fewer in each stage."""
     layout = run.layout
     short: ShortSchedule | None = None
+    alike: list[int] = []
     follows: Itinerary | Sequence[int] | None = None
     if not complete and layout.pp > 1:
         stages = mesh_ranks(layout, decisions.block).flatten(1)
         (index,) = (stages == rank).any(1).nonzero().flatten().tolist()
-        short = shortened([layout], [index])
+        alike = alike_chunks(run, decisions, index)
+        short = shortened([layout], [index], alike=alike)
         follows = short.itinerary
     elif not complete:  # the first makes gradients, and the last one begins their sums
         follows = sorted({0, layout.micro_batches - 1})
@@ -121,7 +123,7 @@ def _recorded(
         )
     parts = [_changes(one) for one in record.parts]
     if short and short.schedules[0]:
-        parts = [parts[i] for i in in_order(record.parts, short.schedules[0], layout.pp)]
+        parts = [parts[i] for i in in_order(record.parts, short.schedules[0], layout.pp, alike)]
     parts = [part for part in parts if part.kind != "start"]
     return StepMemory(parts, record.between, record.host, record.saved)
 

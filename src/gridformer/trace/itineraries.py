@@ -13,7 +13,9 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gridformer.config import LayoutConfig
+from gridformer.config import LayoutConfig, RunConfig
+from gridformer.parallel.auto.decisions import Decisions
+from gridformer.parallel.pipeline.partition import model_outline, stages_of
 from gridformer.parallel.pipeline.schedules import (
     Action,
     Itinerary,
@@ -21,6 +23,7 @@ from gridformer.parallel.pipeline.schedules import (
     forwards,
     rounds,
 )
+from gridformer.parallel.pipeline.stage_io import inputs_of
 from gridformer.trace.step import StepPart
 
 _MOST_RANKS, _MOST_ROUNDS = 8, 3
@@ -63,7 +66,10 @@ class ShortSchedule:
 
 
 def shortened(
-    layouts: Sequence[LayoutConfig], indices: Sequence[int], training: bool = True
+    layouts: Sequence[LayoutConfig],
+    indices: Sequence[int],
+    training: bool = True,
+    alike: Sequence[int] = (),
 ) -> ShortSchedule:
     """Returns a short schedule that has all kinds of passes of a schedule, and those of others.
 
@@ -71,19 +77,21 @@ def shortened(
         layouts: The layouts of these, which differ in their micro-batches only.
         indices: The index along pp of each one's rank. The first is that of the schedule's rank.
         training: Whether there are backward passes.
+        alike: See `alike_chunks`; without it no stage of a rank is like another one.
     """
     wholes = [
         itinerary_of(layout, layout.pp, index, layout.micro_batches, training)
         for layout, index in zip(layouts, indices)
     ]
     layout, index = layouts[0], indices[0]
-    found = [kinds_of(whole, layout.pp) for whole in wholes]
+    alike = alike or range(layout.stages_per_rank)
+    found = [kinds_of(whole, layout.pp, alike) for whole in wholes]
     wanted = [{*kinds} | _sends_in(over, ends) for kinds, over, ends in found]
     short, (best, _, _) = wholes[0], found[0]
     most, tries = 0, _TRIES
     for pp, here, few in _candidates(layout, index):
         other = itinerary_of(layout, pp, here, few, training)
-        kinds, over, ends = kinds_of(other, pp)
+        kinds, over, ends = kinds_of(other, pp, alike)
         there = {*kinds} | _sends_in(over, ends)
         if not wanted[0] <= there:
             continue
@@ -134,25 +142,50 @@ def _candidates(layout: LayoutConfig, index: int) -> Iterator[tuple[int, int, in
             yield pp, here, m
 
 
+def alike_chunks(run: RunConfig, decisions: Decisions, index: int) -> list[int]:
+    """Returns for each stage of a rank the number of the first one on the rank that does the same.
+
+    Args:
+        run: The run.
+        decisions: The result of `decide_run`.
+        index: The index of the rank along pp.
+    """
+    layout = run.layout
+    stages = stages_of(run.model, layout.n_stages, decisions.choices.work)
+    links = model_outline(run.model).links()
+    names = [link.name.rstrip("0123456789") for link in links]
+    held = [
+        (
+            tuple(names[i] for i in stage),
+            *(tuple(inputs_of(links, at)) for at in (stage.start, stage.stop)),
+            stage.start == 0,
+        )
+        for stage in stages[index :: layout.pp]
+    ]
+    return [held.index(one) for one in held]
+
+
 def kinds_of(
-    itinerary: Itinerary, pp: int
+    itinerary: Itinerary, pp: int, alike: Sequence[int]
 ) -> tuple[list[Hashable], list[tuple[Like, ...]], tuple[Like, ...]]:
     """Returns the kind of each pass of a rank, and the sends that end before it or after all.
 
     Args:
         itinerary: The schedule of the rank.
         pp: The ranks of its pipeline.
+        alike: See `alike_chunks`.
     """
     queues = {peer: deque(coming) for peer, coming in itinerary.arrivals.items()}
     sender = {action: peer for peer, coming in itinerary.arrivals.items() for action in coming}
     last = {(a.kind, a.stage): a for a in itinerary.actions}
     posted: set[Action] = set()
     sent: dict[Action, Like] = {}
-    seen: set[Like] = set()
+    seen: set[tuple[str, int]] = set()
+    micros: set[int] = set()
     before: Like | None = None
 
     def like(action: Action) -> Like:
-        return action.kind, action.stage // pp
+        return action.kind, alike[action.stage // pp]
 
     def post(peer: int) -> Like | None:
         if not queues[peer]:
@@ -174,10 +207,13 @@ def kinds_of(
         over.append(tuple(sent.pop(one) for one in taken if one in sent))
         me = like(action)
         ends = last[action.kind, action.stage] == action
-        kinds.append((me, me in seen, ends, before, tuple(posts), begun))
+        pass_of = action.kind, action.stage
+        fresh = action.micro not in micros  # stamps of dropout are copied to the device
+        kinds.append((me, pass_of in seen, fresh, ends, before, tuple(posts), begun))
         if action in itinerary.sends:
             sent[itinerary.sends[action][0]] = me
-        seen.add(me)
+        seen.add(pass_of)
+        micros.add(action.micro)
         before, begun = me, None
     return kinds, over, tuple(sent.values())
 
@@ -206,13 +242,16 @@ def _moved(itinerary: Itinerary, pp: int, index: int, new_pp: int, new_index: in
     )
 
 
-def in_order(parts: Sequence[StepPart], schedule: RankSchedule, pp: int) -> list[int]:
+def in_order(
+    parts: Sequence[StepPart], schedule: RankSchedule, pp: int, alike: Sequence[int]
+) -> list[int]:
     """Puts the parts of a short step in the order of a rank's own schedule.
 
     Args:
         parts: The parts of the short step.
         schedule: The rank's own schedule.
         pp: The ranks along pp.
+        alike: See `alike_chunks`.
 
     Returns:
         The number of each part.
@@ -235,7 +274,7 @@ def in_order(parts: Sequence[StepPart], schedule: RankSchedule, pp: int) -> list
         elif kind.endswith(" sent"):  # by the stage before the one that reads it
             sender = kind.removesuffix(" sent")
             stage = stage - 1 if sender == "forward" else stage + 1
-            sends.setdefault((sender, stage // pp), number)
+            sends.setdefault((sender, alike[stage // pp]), number)
         else:
             rest.append(number)
     for number, over in schedule.passes:

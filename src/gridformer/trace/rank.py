@@ -23,7 +23,7 @@ from gridformer.parallel.pipeline import Executor, stages_of
 from gridformer.parallel.pipeline.partition import model_outline
 from gridformer.trace.device import Backend
 from gridformer.trace.events import Event, Passed, SingleEvent, Start, Trace, Wait
-from gridformer.trace.itineraries import RankSchedule, in_order, shortened
+from gridformer.trace.itineraries import RankSchedule, alike_chunks, in_order, shortened
 from gridformer.trace.step import StepPart, on_devices, record_step
 
 _PASSES = ("forward", "backward")
@@ -102,6 +102,7 @@ def _alike(
     storages = complete = False
     how = decisions, backend, training, kernels, storages, complete
     orders: list[list[list[int] | None]]
+    alike = [0]
     if pp == 1:
         few = sorted({0, min(1, run.layout.micro_batches - 1), run.layout.micro_batches - 1})
         record = record_step(run, rank, *how, follows=few)
@@ -109,13 +110,14 @@ def _alike(
     else:
         place = {one: number for number, stage in enumerate(stages) for one in stage}
         places = [place[one] for one in ranks for _ in runs]
-        short = shortened([one.layout for _ in ranks for one in runs], places, training)
+        alike = alike_chunks(run, decisions, places[0])
+        short = shortened([one.layout for _ in ranks for one in runs], places, training, alike)
         record = record_step(run, rank, *how, follows=short.itinerary)
         schedules = iter(short.schedules)
-        orders = [[_of(record.parts, next(schedules), pp) for _ in runs] for _ in ranks]
+        orders = [[_of(record.parts, next(schedules), pp, alike) for _ in runs] for _ in ranks]
     if not record.parts:
         return {rank: [record.trace] * len(runs)}
-    composer = _Composer(record.parts, kernels)
+    composer = _Composer(record.parts, kernels, pp, alike)
     found: dict[int, list[Trace]] = {}
     for one, mine in zip(ranks, orders):
         if None in mine:
@@ -129,8 +131,10 @@ def _alike(
     return found
 
 
-def _of(parts: Sequence[StepPart], schedule: RankSchedule | None, pp: int) -> list[int] | None:
-    return None if schedule is None or not parts else in_order(parts, schedule, pp)
+def _of(
+    parts: Sequence[StepPart], schedule: RankSchedule | None, pp: int, alike: Sequence[int]
+) -> list[int] | None:
+    return None if schedule is None or not parts else in_order(parts, schedule, pp, alike)
 
 
 def _repeated(parts: Sequence[StepPart], m: int) -> list[int]:
@@ -178,14 +182,18 @@ class _Composer:
     Args:
         parts: The parts of the short step.
         kernels: Whether a pass that occurs more than once is one event.
+        pp: The ranks along pp.
+        alike: See `alike_chunks`.
     """
 
-    def __init__(self, parts: Sequence[StepPart], kernels: bool) -> None:
+    def __init__(
+        self, parts: Sequence[StepPart], kernels: bool, pp: int, alike: Sequence[int]
+    ) -> None:
         self._kinds = [part.kind for part in parts]
         self._kernels = kernels
         self._recorded = [cast("tuple[SingleEvent, ...]", part.events) for part in parts]
         self._events = self._recorded
-        self._messages = _messages_of(parts)
+        self._messages = _messages_of(parts, pp, alike)
 
     def goes_to(self, one: Trace, other: Trace, stages: Sequence[Sequence[int]]) -> bool:
         """Puts the parts into the groups of another rank; returns whether that has them all.
@@ -246,7 +254,7 @@ class _Composer:
         return found, update
 
 
-def _messages_of(parts: Sequence[StepPart]) -> list[list[_Message]]:
+def _messages_of(parts: Sequence[StepPart], pp: int, alike: Sequence[int]) -> list[list[_Message]]:
     """Returns the starts and waits of each part."""
     found = []
     left: dict[Hashable, list[int]] = defaultdict(list)
@@ -255,7 +263,7 @@ def _messages_of(parts: Sequence[StepPart]) -> list[list[_Message]]:
     sender: Hashable = None
     for part in parts:
         if part.kind in _PASSES:
-            sender = part.kind, part.stage
+            sender = part.kind, alike[part.stage // pp]
         mine = []
         for event in part.events:
             if isinstance(event, Start):
