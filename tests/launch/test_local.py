@@ -66,12 +66,17 @@ def test_a_run_whose_ranks_are_all_stopped_ends_with_a_sentence(
 
 
 def test_only_a_second_ctrl_c_ends_a_run_at_once() -> None:
-    """A second SIGTERM is common: a cluster sends it to a process and to its group."""
+    """A second SIGTERM is common: a cluster sends it to a process and to its group.
+
+    A test run in the background of a shell ignores SIGINT, and so would what it starts.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     for first, second in itertools.product((signal.SIGINT, signal.SIGTERM), repeat=2):
         with signals_seen(StopPolicy()) as seen:
             signal.raise_signal(first)
             signal.raise_signal(second)
         assert (seen.first, seen.again) == (first, first == second == signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
 
 class KilledError(BaseException):
