@@ -102,7 +102,6 @@ def _alike(
     storages = complete = False
     how = decisions, backend, training, kernels, storages, complete
     orders: list[list[list[int] | None]]
-    alike = [0]
     if pp == 1:
         few = sorted({0, min(1, run.layout.micro_batches - 1), run.layout.micro_batches - 1})
         record = record_step(run, rank, *how, follows=few)
@@ -117,7 +116,7 @@ def _alike(
         orders = [[_of(record.parts, next(schedules), pp, alike) for _ in runs] for _ in ranks]
     if not record.parts:
         return {rank: [record.trace] * len(runs)}
-    composer = _Composer(record.parts, kernels, pp, alike)
+    composer = _Composer(record.parts, kernels)
     found: dict[int, list[Trace]] = {}
     for one, mine in zip(ranks, orders):
         if None in mine:
@@ -182,18 +181,14 @@ class _Composer:
     Args:
         parts: The parts of the short step.
         kernels: Whether a pass that occurs more than once is one event.
-        pp: The ranks along pp.
-        alike: See `alike_chunks`.
     """
 
-    def __init__(
-        self, parts: Sequence[StepPart], kernels: bool, pp: int, alike: Sequence[int]
-    ) -> None:
+    def __init__(self, parts: Sequence[StepPart], kernels: bool) -> None:
         self._kinds = [part.kind for part in parts]
         self._kernels = kernels
         self._recorded = [cast("tuple[SingleEvent, ...]", part.events) for part in parts]
         self._events = self._recorded
-        self._messages = _messages_of(parts, pp, alike)
+        self._messages = _messages_of(parts)
 
     def goes_to(self, one: Trace, other: Trace, stages: Sequence[Sequence[int]]) -> bool:
         """Puts the parts into the groups of another rank; returns whether that has them all.
@@ -254,23 +249,18 @@ class _Composer:
         return found, update
 
 
-def _messages_of(parts: Sequence[StepPart], pp: int, alike: Sequence[int]) -> list[list[_Message]]:
+def _messages_of(parts: Sequence[StepPart]) -> list[list[_Message]]:
     """Returns the starts and waits of each part."""
     found = []
     left: dict[Hashable, list[int]] = defaultdict(list)
     likes: dict[int, Hashable] = {}
     like: Hashable
-    sender: Hashable = None
     for part in parts:
-        if part.kind in _PASSES:
-            sender = part.kind, alike[part.stage // pp]
         mine = []
         for event in part.events:
             if isinstance(event, Start):
-                like = likes[event.number] = (
-                    *(*event[1:4], *event[5:]),  # all but its number and where it happens
-                    sender if part.kind == "send" else None,
-                )
+                like = event[1:4] + event[5:]  # all but its number and where it happens
+                likes[event.number] = like
                 left[like].append(event.number)
                 mine.append(_Message(True, event.number, like, 0))
             elif isinstance(event, Wait):
