@@ -94,12 +94,8 @@ def as_deepspeed(recorded: Recorded, cluster: Cluster) -> Recorded:
     """
     model = recorded.run.model
     rates = Rates(1e12 / kernel_s(cluster, KernelWork("memory", 0.0, 1e12, "float16")))
-    traces, shorter = (
-        [of_deepspeed(trace, model.hidden_size, rates) for trace in some]
-        for some in (recorded.traces, recorded.shorter)
-    )
-    earlier = as_deepspeed(recorded.earlier, cluster) if recorded.earlier else None
-    return replace(recorded, traces=traces, shorter=shorter, earlier=earlier)
+    traces = [of_deepspeed(trace, model.hidden_size, rates) for trace in recorded.traces]
+    return replace(recorded, traces=traces)
 
 
 def of_deepspeed(trace: Trace, hidden: int, rates: Rates) -> Trace:

@@ -12,8 +12,6 @@ from gridformer.plan import price as pricing
 from gridformer.plan import recorded as recording
 from gridformer.plan.prediction import Prediction
 
-_ENOUGH = 12  # layers
-
 
 @dataclass
 class RecordedRow:
@@ -39,10 +37,7 @@ def record(row: Row, training: bool = True) -> RecordedRow:
             if candidate.block and (candidate.block.row, candidate.block.col) == row.node_block
         ]
         decisions = replace(decisions, candidates=same)
-    # A few layers may not hide the first gradients, see gridformer.trace.fewer_layers.
-    kept = _ENOUGH if row.run.layout.pp == 1 and row.run.layout.dp > 1 else recording.KEPT
-    recorded = recording.record_run(row.run, "cuda", decisions, training, kept=kept)
-    return RecordedRow(row, recorded)
+    return RecordedRow(row, recording.record_run(row.run, "cuda", decisions, training))
 
 
 def cluster_of(row: Row) -> Cluster:

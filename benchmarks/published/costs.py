@@ -75,7 +75,7 @@ def counted(layout: dict[str, Any]) -> Costs:
         train = {"global_batch": B, "recompute": recompute, "clip_norm": 0}
         run = gpt((3, H, HEADS, S, 1152), layout, train)
         sign = 1 if recompute == "full" else -1
-        for event in record_run(run, whole=True).traces[0].unfolded():
+        for event in record_run(run, all_layers=True).traces[0].unfolded():
             if not isinstance(event, Kernel | Start) or not event.place.module.startswith(_LAYER):
                 continue
             phase = "backward" if event.place.backward else "forward"

@@ -33,11 +33,7 @@ def as_lbann(recorded: Recorded) -> Recorded:
     Args:
         recorded: The record, of a model whose attention is `attention` kernels.
     """
-    traces, shorter = (
-        [of_lbann(trace) for trace in some] for some in (recorded.traces, recorded.shorter)
-    )
-    earlier = as_lbann(recorded.earlier) if recorded.earlier else None
-    return replace(recorded, traces=traces, shorter=shorter, earlier=earlier)
+    return replace(recorded, traces=[of_lbann(trace) for trace in recorded.traces])
 
 
 def of_lbann(trace: Trace) -> Trace:

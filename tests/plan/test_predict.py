@@ -89,9 +89,8 @@ def both_ways(run: RunConfig) -> list[Prediction]:
     """Return predictions from all layers and kernels, and from what is traced and priced once."""
     torch.set_num_threads(1)
     cluster = load_cluster("dgx-h100")
-    every = record_run(run, whole=True)
+    every = record_run(run, all_layers=True)
     few = record_run(run)
-    assert few.shorter or few.earlier, "some layers or micro-batches are left out"
     whole = price(every, cluster, timeline=True)
     assert whole.timeline
     whole.timeline = {}
@@ -114,8 +113,8 @@ def test_a_table_s_gradient_is_hidden_by_no_more_layers_than_it_takes(
     sizes = [f"model.n_layers={n_layers}", "model.max_seq_len=4096"]
     run = parse_run({**sections, "train": {"global_batch": 64, "dtype": "bfloat16"}}, sizes)
     few, every = gpu(by_fewer_layers_and_by_all, run)
-    assert few.step_s == pytest.approx(every.step_s, rel=1e-3)
-    assert few.parts.exposed["dp"] == pytest.approx(every.parts.exposed["dp"], rel=0.01)
+    assert few.step_s == pytest.approx(every.step_s, rel=1e-6)
+    assert few.parts.exposed["dp"] == pytest.approx(every.parts.exposed["dp"], rel=1e-6)
 
 
 REPEATED: list[dict[str, Any]] = [
@@ -151,12 +150,12 @@ def test_what_is_repeated_takes_as_long_as_what_is_traced(
     run = run_of(layout, {"n_layers": 16}, {"dtype": "bfloat16", "global_batch": batch})
     whole, repeated = gpu(both_ways, run)
     for name in ("step_s", "model_tflops_per_device"):
-        assert getattr(repeated, name) == pytest.approx(getattr(whole, name), rel=0.01)
+        assert getattr(repeated, name) == pytest.approx(getattr(whole, name), rel=1e-6)
     for name in ("forward_s", "backward_s"):  # a pass gives each its share of waiting for the host
         assert getattr(repeated, name) == pytest.approx(getattr(whole, name), rel=0.05)
     parts = dict(whole.parts.rows())
     for name, seconds in repeated.parts.rows():
-        assert seconds == pytest.approx(parts.get(name, 0.0), abs=0.01 * whole.step_s)
+        assert seconds == pytest.approx(parts.get(name, 0.0), abs=1e-6 * whole.step_s)
 
 
 def replays_of_passes(run: RunConfig) -> int:
@@ -179,7 +178,7 @@ def test_equal_passes_of_ranks_are_priced_once(gpu: InProcess) -> None:
 def several(run: RunConfig) -> dict[str, Prediction]:
     torch.set_num_threads(1)
     cluster = load_cluster("frontera-rtx5000")
-    whole = record_run(run, whole=True)
+    whole = record_run(run, all_layers=True)
     return {
         "step": predict(run, cluster),
         "layers": price(whole, cluster, layers_only=True),
@@ -214,30 +213,31 @@ def test_a_prediction_of_a_step_of_its_layers_and_of_its_forward_passes(gpu: InP
 
 
 @pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.full), True])
-def test_copies_trace_the_stages_that_are_like_no_others(fails: bool) -> None:
+def test_copies_record_a_part_of_the_steps(fails: bool) -> None:
     """In a process of its own, for copies of one that has computed gradients compute none."""
     script = f"""
     from unittest.mock import patch
     from gridformer.cluster.file import load_cluster
-    from gridformer.plan import predict, recorded
+    from gridformer.plan import predict
+    from gridformer.trace import rank
     from gridformer.utils import beside
     from tests.plan.test_predict import run_of
 
     layout = {{"scheme": "optimus", "rows": 2, "cols": 2, "pp": 4, "micro_batches": 8}}
     run, cluster = run_of(layout, {{"n_layers": 8}}, {{}}), load_cluster("dgx-h100")
-    real, lines = recorded.trace_runs, []
+    real, ranks = rank.record_step, []
 
-    def traced(runs, ranks, *more):
-        lines.append(len(ranks))
+    def recorded(run, rank, *more, **named):
+        ranks.append(rank)
         assert not ({fails} and beside.is_copy())
-        return real(runs, ranks, *more)
+        return real(run, rank, *more, **named)
 
     found = []
-    with patch.object(recorded, "trace_runs", traced), patch.object(beside, "n_cores", lambda: 2):
+    with patch.object(rank, "record_step", recorded), patch.object(beside, "n_cores", lambda: 2):
         for on_all_cores in (True, False):
-            lines.clear()
+            ranks.clear()
             found.append(predict.predict(run, cluster, on_all_cores=on_all_cores).to_json())
-            print(*lines)
+            print(*ranks)
     assert found[0] == found[1], found
     """
     ran = subprocess.run(
@@ -245,9 +245,8 @@ def test_copies_trace_the_stages_that_are_like_no_others(fails: bool) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     beside_copies, alone = (sorted(line.split()) for line in ran.stdout.splitlines())
-    assert alone == ["1", "1", "2"]
-    assert "2" in beside_copies, "the longest line is never left to a copy"
-    assert not fails or beside_copies == alone, "what fails in a copy is done here"
+    assert len(alone) == 3
+    assert beside_copies == alone if fails else len(beside_copies) < 3, "copies record the rest"
 
 
 def test_copies_while_it_saves_count_where_they_lie_in_the_same_memory() -> None:
@@ -315,11 +314,11 @@ def of_pipelines(run: RunConfig) -> tuple[Prediction, Prediction, list[float]]:
     """Return predictions of a pipeline and of one device a replica, and when ranks end passes."""
     torch.set_num_threads(1)
     cluster = load_cluster("dgx-h100")
-    deep = price(record_run(run, whole=True), cluster, timeline=True)
+    deep = price(record_run(run, all_layers=True), cluster, timeline=True)
     single = run.model_copy(
         update={"layout": run.layout.model_copy(update={"pp": 1, "micro_batches": 1})}
     )
-    flat = price(record_run(single, whole=True), cluster)
+    flat = price(record_run(single, all_layers=True), cluster)
     ends = [
         max(one.end for one in intervals if one.module.startswith("layers"))
         for intervals in deep.timeline.values()

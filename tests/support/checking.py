@@ -11,7 +11,7 @@ from gridformer.comm import P2PChannel
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.trace import Trace, trace_rank
-from gridformer.trace.rank import trace_runs
+from gridformer.trace.rank import RecordOptions, record_ranks
 
 
 def traced_here(
@@ -27,7 +27,10 @@ def traced_here(
     traces: list[Trace] = []
     for line in found:
         alone = [trace_rank(run, line[0], decisions, repeat)] if len(line) == 1 else []
-        traces += alone or trace_runs([run], line, decisions)[0]
+        traces += alone or [
+            one.trace
+            for one in record_ranks(run, [line], decisions, RecordOptions(all_layers=True))
+        ]
     return sorted(traces, key=lambda trace: trace.rank)
 
 

@@ -37,6 +37,15 @@ def numbered(trace: Trace) -> list[Single]:
     ]
 
 
+def comparable(trace: Trace) -> list[Single]:
+    """Return the events without names of modules, and without counts of products before reads."""
+    events = [
+        event._replace(products=0) if isinstance(event, Read) else event
+        for event in numbered(trace)
+    ]
+    return without_modules(events)
+
+
 def without_modules(events: list[Single]) -> list[Single]:
     """Return the events without the names of modules, whose layers have other numbers elsewhere."""
     return [event._replace(place=event.place._replace(module="")) for event in events]

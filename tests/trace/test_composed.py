@@ -1,4 +1,4 @@
-"""A step that is composed from short ones has the memory of the complete step, change by change."""
+"""A step that is composed from short ones is the complete step: its events, memory and seconds."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from gridformer.cluster import load_cluster
 from gridformer.config import LayoutConfig, RunConfig
-from gridformer.memory.ranks import largest_ranks
+from gridformer.memory.breakdown import Changes, changes_of
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check_layout
-from gridformer.trace import composed
-from gridformer.trace.composed import StepMemory, step_memory
+from gridformer.plan.price import Prices
+from gridformer.plan.recorded import different_ranks
+from gridformer.trace import Trace, layers, rank
 from gridformer.trace.device import Backend
+from gridformer.trace.events import Held
 from gridformer.trace.itineraries import itinerary_of, kinds_of, shortened
-from gridformer.trace.segments import NotPeriodicError
+from gridformer.trace.layers import NotPeriodicError
+from gridformer.trace.rank import RankRecord, RecordOptions, record_ranks
+from gridformer.trace.step import StepPart, StepRecord, record_step
 from tests.support.marks import full_unless
 from tests.support.multirank.matrix import CELLS, QUICK, Cell
 from tests.support.multirank.memory import a_run
+from tests.support.traces import comparable
 
 MEGATRON = {"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 6}
 OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2, "pp": 2, "micro_batches": 6}
@@ -92,47 +98,67 @@ def run_of(layout: dict[str, Any], train: dict[str, Any], model: dict[str, Any])
     return run
 
 
-def both(run: RunConfig) -> Iterator[tuple[StepMemory, StepMemory]]:
-    """Yield the memory of each kind of rank: composed, and of the complete step."""
+def both(run: RunConfig) -> Iterator[tuple[RankRecord, RankRecord]]:
+    """Yield the record of each kind of rank: composed, and of the complete step."""
     decisions = decide_run(run)
     backend: Backend = "nccl" if on_gpu(run) else "gloo"
-    for rank in largest_ranks(run, decisions):
-        few = step_memory(run, rank, decisions, backend)
-        yield few, step_memory(run, rank, decisions, backend, complete=True)
+    lines = different_ranks(run, decisions)
+    for few in record_ranks(run, lines, decisions, RecordOptions(backend, True, True)):
+        step = record_step(run, few.trace.rank, decisions, backend)
+        yield few, RankRecord(step.trace, step, range(len(step.parts)))
 
 
-def same(few: StepMemory, whole: StepMemory) -> None:
-    assert (few.between, few.host, few.saved) == (whole.between, whole.host, whole.saved)
-    assert [part.kind for part in few.parts] == [part.kind for part in whole.parts]
-    for one, other in zip(few.parts, whole.parts):
-        if one.kind:
-            assert changes(one).tolist() == changes(other).tolist(), one.kind
+def same(few: RankRecord, whole: RankRecord) -> None:
+    one, other = few.step, whole.step
+    assert (one.between, one.host, one.saved) == (other.between, other.host, other.saved)
+    parts = changes_of(few), changes_of(whole)
+    assert [part.kind for part in parts[0]] == [part.kind for part in parts[1]]
+    for mine, theirs in zip(*parts):
+        if mine.kind:
+            assert changes(mine).tolist() == changes(theirs).tolist(), mine.kind
+    events = comparable(few.trace), comparable(whole.trace)
+    for number, (a, b) in enumerate(zip(*events)):
+        assert a == b, f"event {number}"
+    assert len(events[0]) == len(events[1])
 
 
-def changes(part: composed.Changes) -> NDArray[np.int64]:
+def changes(part: Changes) -> NDArray[np.int64]:
     """Return the bytes and kinds; of what torch may free in another order, only the sizes."""
     found = np.stack([part.n_bytes, part.kinds], 1)
     return found[abs(part.n_bytes) > PLACEHOLDER]
 
 
+def seconds(run: RunConfig, traces: list[Trace]) -> dict[str, float]:
+    """Return the seconds that are predicted from traces, on GPUs or on CPUs, by what takes them."""
+    gpus = load_cluster("dgx-h100")
+    kind = "cuda" if on_gpu(run) else "cpu"
+    device = gpus.device.model_copy(update={"kind": kind})
+    prices = Prices(run, decide_run(run), True, gpus.model_copy(update={"device": device}))
+    found = prices.prediction(traces)
+    phases = {"forward": found.forward_s, "backward": found.backward_s, "update": found.update_s}
+    return {"step": found.step_s, **phases, **dict(found.parts.rows())}
+
+
 @pytest.mark.parametrize("method", full_unless(lambda name: name.endswith("*"), METHODS))
-def test_methods_have_the_memory_of_the_complete_step(
+def test_methods_are_those_of_the_complete_step(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded: list[int] = []
-    real = composed.record_step
+    real = rank.record_step
 
     def noted(run: RunConfig, *others: Any, **named: Any) -> Any:
         record = real(run, *others, **named)
         recorded.append(run.model.n_layers * len(record.parts))
         return record
 
-    monkeypatch.setattr(composed, "record_step", noted)
-    for few, whole in both(run_of(*METHODS[method])):
+    monkeypatch.setattr(rank, "record_step", noted)
+    run = run_of(*METHODS[method])
+    pairs = [*both(run)]
+    for few, whole in pairs:
         same(few, whole)
-        *short, complete = recorded
-        assert max(short) < complete, "few layers and passes were run"
-        recorded.clear()
+        assert max(recorded) < run.model.n_layers * len(whole.step.parts), "few layers and passes"
+    few_s, whole_s = (seconds(run, [pair[i].trace for pair in pairs]) for i in (0, 1))
+    assert few_s == pytest.approx(whole_s, abs=1e-6 * whole_s["step"])
 
 
 @pytest.mark.parametrize(
@@ -140,7 +166,7 @@ def test_methods_have_the_memory_of_the_complete_step(
     full_unless(lambda cell: cell in sorted(QUICK)[::12], sorted(CELLS)),
     ids=lambda cell: cell.title,
 )
-def test_cells_have_the_memory_of_the_complete_step(cell: Cell) -> None:
+def test_cells_are_those_of_the_complete_step(cell: Cell) -> None:
     layout = {**cell.layout, "micro_batches": 6 if cell.pp > 1 else 2}
     n_layers = 8 * cell.pp
     model = {**cell.config, "n_layers": n_layers}
@@ -163,12 +189,12 @@ def with_layers(part: list[tuple[list[int], list[int]]], n: int) -> NDArray[np.i
 
 
 def extended(shorter: NDArray[np.int64], longer: NDArray[np.int64], more: int) -> list[int]:
-    zeros = np.zeros(len(shorter), dtype=np.int64), np.zeros(len(longer), dtype=np.int64)
     one, other = (
-        composed.Changes("", x, zero, [""] * len(x)) for x, zero in zip((shorter, longer), zeros)
+        StepRecord(Trace(0), [StepPart("", -1, -1, tuple(Held(int(n), "", "") for n in some))])
+        for some in (shorter, longer)
     )
-    found: list[int] = composed._extended(one, other, more).n_bytes.tolist()
-    return found
+    [part] = layers.with_layers(one, other, more).parts
+    return [one.n_bytes for one in part.events if isinstance(one, Held)]
 
 
 @given(parts, st.integers(1, 9))
@@ -194,16 +220,13 @@ def test_a_single_size_grows_along_a_line() -> None:
 def test_a_step_whose_layers_do_not_repeat_runs_completely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = run_of({"pp": 2, "micro_batches": 4}, {}, {})
-    expected = step_memory(run, 0, decide_run(run), "gloo", complete=True)
-
     def refuses(*_: Any) -> Any:
         raise NotPeriodicError("never")
 
-    monkeypatch.setattr(composed, "_with_layers", refuses)
-    found = step_memory(run, 0, decide_run(run), "gloo")
-    same(found, expected)
-    assert not found.composed
+    monkeypatch.setattr(rank, "with_layers", refuses)
+    for few, whole in both(run_of({"pp": 2, "micro_batches": 4}, {}, {})):
+        same(few, whole)
+        assert not few.step.composed
 
 
 # --------------------------------------------------------------------------- schedules
@@ -226,7 +249,7 @@ def test_a_shorter_schedule_has_every_kind_of_pass(
         m = -(-m // pp) * pp
     layout = LayoutConfig(pp=pp, micro_batches=m, **stages)
     index = data.draw(st.integers(0, pp - 1))
-    short = shortened([layout], [index])
+    short = shortened(layout, [index])
     (schedule,) = short.schedules
     assert schedule is not None
     whole = itinerary_of(layout, pp, index, m)
@@ -250,4 +273,4 @@ def test_a_shorter_schedule_has_every_kind_of_pass(
 def test_deep_pipelines_need_five_micro_batches() -> None:
     layout = LayoutConfig(pp=128, micro_batches=512)
     for index in (0, 1, 64, 127):
-        assert len(shortened([layout], [index]).itinerary.actions) <= 10
+        assert len(shortened(layout, [index]).itinerary.actions) <= 10

@@ -10,13 +10,12 @@ import torch
 
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.plan.fewer_rounds import without_rounds
 from gridformer.trace import Start, rank, trace_rank
-from gridformer.trace.events import Kernel, Read
-from gridformer.trace.rank import trace_runs
+from gridformer.trace.events import Kernel
+from gridformer.trace.rank import RecordOptions, record_ranks
 from tests.support.fake_gpu import InProcess
 from tests.support.marks import full_unless
-from tests.support.traces import MEGATRON, OPTIMUS, Single, numbered, run_of, without_modules
+from tests.support.traces import MEGATRON, OPTIMUS, Single, comparable, run_of
 
 IN_BACKWARD = {"update": "in_backward", "clip_by": "layer", "recompute": "full"}
 # A layout, training settings, and ranks whose stages have equal layers.
@@ -89,33 +88,15 @@ def compared(
     """Return the events of ranks, each recorded completely, and those that are composed."""
     torch.set_num_threads(1)
     decisions = decide_run(run)
-    runs = [run]
-    if run.layout.micro_batches >= 3 * run.layout.pp > 3:
-        runs.append(without_rounds(run, 1))
+    how = RecordOptions("nccl", kernels, training=training, all_layers=True)
     with patch.object(rank, "record_step", wraps=rank.record_step) as record:
-        composed = trace_runs(runs, ranks, decisions, kernels, training=training)
+        composed = record_ranks(run, [ranks], decisions, how)
     assert record.call_count <= 1 + (len(ranks) > 1), "few ranks are recorded"
     found = []
-    for one, some in zip(runs, composed):
-        for each, trace in zip(ranks, some):
-            whole = trace_rank(one, each, decisions, False, kernels, training=training)
-            found.append((comparable(whole, one is run), comparable(trace, one is run)))
+    for each, one in zip(ranks, composed):
+        whole = trace_rank(run, each, decisions, False, kernels, training=training)
+        found.append((comparable(whole), comparable(one.trace)))
     return found
-
-
-def comparable(trace: Any, read: bool) -> list[Single]:
-    """Return the events without names of modules, and without counts of products before reads.
-
-    Args:
-        trace: The trace.
-        read: Whether kernels outside of modules count, among which are those that read the batch.
-    """
-    events = [
-        event._replace(products=0) if isinstance(event, Read) else event
-        for event in numbered(trace)
-        if read or not isinstance(event, Kernel) or event.place.module
-    ]
-    return without_modules(events)
 
 
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, id="with kernels")])

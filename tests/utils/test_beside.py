@@ -6,8 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -82,115 +80,8 @@ def test_processor_time_counts_copies_that_have_ended() -> None:
 
 
 @pytest.mark.usefixtures("two_cores")
-def test_copies_share_pieces_and_what_fails_there_is_computed_here() -> None:
-    here = os.getpid()
-
-    def piece(number: int) -> tuple[int, bool]:
-        if number == 2 and os.getpid() != here:
-            raise RuntimeError("a copy")
-        time.sleep(0.5 if number == 0 else 0.0)
-        return number, os.getpid() == here
-
-    found = beside.shared([partial(piece, number) for number in range(6)])
-    assert [number for number, _ in found] == [*range(6)]
-    assert found[2][1], "it fails in copies"
-    assert not found[0][1], "a copy works on while the other one fails"
-
-
-@pytest.mark.usefixtures("two_cores")
-def test_errors_of_shared_work_are_raised() -> None:
-    def fails() -> None:
-        raise ValueError("wrong")
-
-    with pytest.raises(ValueError, match="wrong"):
-        beside.shared([fails, lambda: None])
-
-
-@pytest.mark.usefixtures("two_cores")
-def test_copies_share_more_pieces_than_a_byte_counts() -> None:
-    assert beside.shared([partial(pow, number, 2) for number in range(600)]) == [
-        number**2 for number in range(600)
-    ]
-
-
-def busy(begun: Path, goes_on: Path) -> int:
-    """Create a file, wait for another one, and return the number of this process."""
-    begun.touch()
-    while not goes_on.exists():
-        time.sleep(0.01)
-    return os.getpid()
-
-
-@pytest.mark.usefixtures("two_cores")
-def test_work_is_begun_beside_this_process_which_helps_in_the_end(tmp_path: Path) -> None:
-    begun, goes_on = tmp_path / "begun", tmp_path / "goes on"
-
-    def first() -> int:
-        return busy(begun, goes_on)
-
-    def second() -> int:
-        goes_on.touch()
-        return os.getpid()
-
-    results, _ = beside.started([first, second])
-    while not begun.exists():
-        time.sleep(0.01)
-    there, here = results()
-    assert there != os.getpid()
-    assert here == os.getpid(), "the copy was busy"
-
-
-@pytest.mark.usefixtures("two_cores")
-def test_other_work_begins_beside_this_process_when_the_first_is_done(tmp_path: Path) -> None:
-    ends, ended = tmp_path / "ends", tmp_path / "ended"
-
-    def first() -> int:
-        while not ends.exists():
-            time.sleep(0.01)
-        ended.touch()
-        return 1
-
-    def later() -> bool:
-        return ended.exists()
-
-    results, results_of_later = beside.started([first], then=[later])
-    time.sleep(0.1)
-    ends.touch()
-    while not ended.exists():
-        time.sleep(0.01)
-    time.sleep(0.3)  # for the copy to take it before this process does
-    assert results() == [1]
-    assert results_of_later() == [True], "it waited for the first"
-
-
-@pytest.mark.usefixtures("two_cores")
-def test_this_process_does_other_work_while_copies_are_busy(tmp_path: Path) -> None:
-    begun, goes_on = tmp_path / "begun", tmp_path / "goes on"
-
-    def first() -> int:
-        return busy(begun, goes_on)
-
-    def later() -> int:
-        goes_on.touch()  # before this, the copy does not end
-        return os.getpid()
-
-    results, results_of_later = beside.started([first], then=[later])
-    while not begun.exists():
-        time.sleep(0.01)
-    assert results()[0] != os.getpid()
-    assert results_of_later() == [os.getpid()]
-
-
-@pytest.mark.usefixtures("two_cores")
-def test_a_copy_ends_before_anybody_reads_its_large_result(tmp_path: Path) -> None:
-    ended = tmp_path / "ended"
-
-    def later() -> int:
-        ended.touch()
-        return os.getpid()
-
-    results, results_of_later = beside.started([lambda: b"x" * 10_000_000], then=[later])
-    while not ended.exists():
-        time.sleep(0.01)
-    assert results() == [b"x" * 10_000_000]
-    assert results_of_later() != [os.getpid()]
+def test_a_copy_ends_before_anybody_reads_its_large_result() -> None:
+    child = beside._Child(lambda: b"x" * 10_000_000)
+    while not beside.select.select([child.reader], [], [], 1)[0]:
+        pass
+    assert child.result() == b"x" * 10_000_000

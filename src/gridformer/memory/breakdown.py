@@ -12,16 +12,60 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gridformer.trace.composed import StepMemory
-from gridformer.trace.step import ACTIVATIONS, KINDS
+from gridformer.trace.events import Held
+from gridformer.trace.rank import RankRecord
+from gridformer.trace.step import ACTIVATIONS, KINDS, StepPart
 
 _POINTS = 1500  # points of a timeline
-Changes = NDArray[np.int64]
+_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+Bytes = NDArray[np.int64]
+
+
+class Changes(NamedTuple):
+    """How memory changes in a part of a step.
+
+    Attributes:
+        kind: The kind of the part; see `gridformer.trace.step.StepPart`.
+        n_bytes: By how many bytes it grows, [changes].
+        kinds: Which of `KINDS` is allocated or freed, [changes].
+        doing: What ran then, [changes].
+    """
+
+    kind: str
+    n_bytes: Bytes
+    kinds: Bytes
+    doing: list[str]
+
+
+def changes_of(record: RankRecord) -> list[Changes]:
+    """Returns the changes of memory in each part of a rank's step."""
+    known: dict[int, Changes] = {}
+    found = []
+    for number in record.order:
+        part = record.step.parts[number]
+        if part.kind == "start":
+            continue
+        if number not in known:
+            known[number] = _changes(part)
+        found.append(known[number])
+    return found
+
+
+def _changes(part: StepPart) -> Changes:
+    some = [event for event in part.events if isinstance(event, Held)]
+    return Changes(
+        part.kind,
+        np.array([one.n_bytes for one in some], dtype=np.int64),
+        np.array([_NUMBERS[one.kind] for one in some], dtype=np.int64),
+        [one.doing for one in some],
+    )
 
 
 @dataclass(frozen=True)
@@ -80,18 +124,20 @@ class MemoryBreakdown:
         return sum(self.by_kind.get(kind, 0) for kind in ACTIVATIONS)
 
 
-def breakdown_of(
-    memory: StepMemory, rank: int, saved_beside: bool, timeline: bool = True
-) -> MemoryBreakdown:
+def breakdown_of(record: RankRecord, saved_beside: bool, timeline: bool = True) -> MemoryBreakdown:
     """Returns the breakdown of a step.
 
     Args:
-        memory: The memory of the step.
-        rank: The rank.
+        record: The record of a rank, with storages.
         saved_beside: See `MemoryBreakdown`.
         timeline: Whether the breakdown has its timeline, which takes time to make.
+
+    Raises:
+        UserError: The step fails.
     """
-    parts = memory.parts
+    memory, parts = record.step, changes_of(record)
+    if not parts:
+        raise record.trace.failure
     n_bytes = np.concatenate([np.zeros(1, dtype=np.int64), *(part.n_bytes for part in parts)])
     kinds = np.concatenate([np.zeros(1, dtype=np.int64), *(part.kinds for part in parts)])
     between = sum(memory.between.values())
@@ -102,19 +148,21 @@ def breakdown_of(
         by_kind[KINDS.index(kind)] += held
     begins = [1, *itertools.accumulate((len(part.n_bytes) for part in parts), initial=1)][1:]
     return MemoryBreakdown(
-        rank,
+        record.trace.rank,
         int(curve[when]),
-        _moment(memory, when, begins),
+        _moment(parts, when, begins, memory.composed),
         {kind: int(n) for kind, n in zip(KINDS, by_kind) if n},
         between,
         memory.host,
-        _timeline(memory, n_bytes, kinds, begins) if timeline else Timeline([], {}, []),
+        _timeline(parts, memory.between, n_bytes, kinds, begins)
+        if timeline
+        else Timeline([], {}, []),
         memory.saved,
         saved_beside,
     )
 
 
-def _moment(memory: StepMemory, when: int, begins: list[int]) -> str:
+def _moment(parts: Sequence[Changes], when: int, begins: list[int], composed: bool) -> str:
     """Names the module that ran at a time, or else the part of the step."""
     if not when:
         return "between steps"
@@ -122,26 +170,32 @@ def _moment(memory: StepMemory, when: int, begins: list[int]) -> str:
     # A place is noted with the change before which it was left.
     after = next((i for i, begin in enumerate(begins[1:]) if when + 1 < begin), number)
     at = when + 1 - begins[after]
-    place = memory.parts[after].places[at] if at < len(memory.parts[after].places) else ""
+    place = parts[after].doing[at] if at < len(parts[after].doing) else ""
     doing = place.partition("|")[2]
     if doing:
         layer = re.sub(r"\w*(layers|blocks)\.\d+(\.?)", "a layer\\2", doing)
-        return layer.replace("layer.", "layer's ") if memory.composed else doing
-    part = memory.parts[number].kind
+        return layer.replace("layer.", "layer's ") if composed else doing
+    part = parts[number].kind
     passes = {"forward": "forward, embedding or loss", "backward": "backward, embedding or loss"}
     return passes.get(part, part or "between steps")
 
 
-def _timeline(memory: StepMemory, n_bytes: Changes, kinds: Changes, begins: list[int]) -> Timeline:
+def _timeline(
+    parts: Sequence[Changes],
+    between: Mapping[str, int],
+    n_bytes: Bytes,
+    kinds: Bytes,
+    begins: list[int],
+) -> Timeline:
     curves = {}
     for number, kind in enumerate(KINDS):
         of_kind = np.where(kinds == number, n_bytes, 0)
-        curves[kind] = memory.between.get(kind, 0) + of_kind.cumsum()
+        curves[kind] = between.get(kind, 0) + of_kind.cumsum()
     total = np.sum([*curves.values()], axis=0)
     edges = np.unique(np.linspace(0, len(total), min(_POINTS, len(total)) + 1).astype(int))
     kept = [a + int(total[a:b].argmax()) for a, b in itertools.pairwise(edges)]
     phases: list[tuple[int, str]] = []
-    for begin, part in zip(begins, memory.parts):
+    for begin, part in zip(begins, parts):
         if part.kind and (not phases or phases[-1][1] != part.kind):
             phases.append((begin - 1, part.kind))
     return Timeline(

@@ -13,8 +13,9 @@ from gridformer.config import RunConfig
 from gridformer.memory.breakdown import MemoryBreakdown, breakdown_of
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.decisions import Decisions, decide_run
-from gridformer.trace.composed import step_memory
 from gridformer.trace.device import Backend
+from gridformer.trace.rank import RankRecord, RecordOptions, record_ranks
+from gridformer.trace.step import record_step
 from gridformer.utils.beside import on_all_cores
 
 
@@ -56,5 +57,10 @@ def estimate_rank(
     """
     gpu = on_gpu(run)
     backend: Backend = "nccl" if gpu else "gloo"
-    memory = step_memory(run, rank, decisions or decide_run(run), backend, complete)
-    return breakdown_of(memory, rank, not gpu, timeline)
+    decisions = decisions or decide_run(run)
+    if complete:
+        step = record_step(run, rank, decisions, backend)
+        record = RankRecord(step.trace, step, range(len(step.parts)))
+    else:
+        [record] = record_ranks(run, [[rank]], decisions, RecordOptions(backend, storages=True))
+    return breakdown_of(record, not gpu, timeline)

@@ -14,7 +14,7 @@ from typing import Any
 from gridformer.plan.costs import Costs
 from gridformer.plan.program import Block, Item, OnlyLayers, Program, ReadBack, Run, Send
 from gridformer.plan.replay import replay
-from gridformer.trace.events import Passed, Start, Trace, Wait
+from gridformer.trace.events import Passed, Start, Trace
 
 _FAR = 1e4  # seconds; more than any pass takes
 
@@ -69,23 +69,13 @@ class Programs:
         """Returns the block of a pass; None if the pass depends on other ranks or passes."""
         key = id(event.events)
         if key not in self._blocks:
-            closed = self._closed(event, rank)
-            self._blocks[key] = self._block(event, rank) if closed else None
+            self._blocks[key] = self._block(event, rank) if self._closed(event) else None
         return self._blocks[key]
 
-    def _closed(self, event: Passed, rank: int) -> bool:
-        """Whether a pass waits for what it starts, and for nothing else."""
-        left: set[int] = set()
-        for one in event.events:
-            if isinstance(one, Start):
-                if len(self._ranks.intersection(one.ranks)) > 1:
-                    return False
-                left.add(one.number)
-            elif isinstance(one, Wait):
-                if one.number not in left:
-                    return False
-                left.remove(one.number)
-        return not left
+    def _closed(self, event: Passed) -> bool:
+        """Whether a pass waits for what it starts, and for nothing else, and for no other rank."""
+        starts = (one for one in event.events if isinstance(one, Start))
+        return event.closed and all(len(self._ranks.intersection(one.ranks)) < 2 for one in starts)
 
     def _block(self, event: Passed, rank: int) -> Block:
         items = self.costs.items(event.events, rank, OnlyLayers() if self.layers else None)

@@ -11,9 +11,8 @@ from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.plan.blocks import Programs
 from gridformer.plan.costs import Costs, dtypes_without_peak
-from gridformer.plan.extended import extended
 from gridformer.plan.prediction import Parts, Prediction
-from gridformer.plan.program import Program, Spent
+from gridformer.plan.program import Spent
 from gridformer.plan.recorded import Recorded
 from gridformer.plan.replay import replay
 from gridformer.plan.replay_cpu import replay_cpu
@@ -30,24 +29,16 @@ def price(
         recorded: The step.
         cluster: The cluster, with the type of device for which the step was recorded.
         layers_only: Whether only transformer layers count.
-        timeline: Whether the prediction keeps what each rank does when, in the layers that were
-            traced.
+        timeline: Whether the prediction keeps what each rank does when.
     """
     prices = Prices(recorded.run, recorded.decisions, recorded.training, cluster, layers_only)
-    records = [one for one in (recorded, recorded.earlier) if one is not None]
-    by_layers = [[one.traces for one in records]]
-    if recorded.shorter:
-        by_layers.append([one.shorter for one in records])
-    spent = [
-        prices.replayed(traces, timeline and not number) for number, traces in enumerate(by_layers)
-    ]
-    found = prices.prediction(spent, recorded.more, recorded.rounds)
+    found = prices.prediction(recorded.traces, timeline)
     found.warnings = warnings_of(recorded.run, cluster, recorded.traces)
     return found
 
 
 class Prices:
-    """The times of the shortened steps of a run on a cluster, and the prediction from them.
+    """The times of a run's step on a cluster, and the prediction from them.
 
     Args:
         run: The run, on the type of device.
@@ -55,7 +46,6 @@ class Prices:
         training: Whether it is an optimizer step.
         cluster: The cluster.
         layers_only: Whether only transformer layers count.
-        n_devices: See `Costs`.
     """
 
     def __init__(
@@ -65,7 +55,6 @@ class Prices:
         training: bool,
         cluster: Cluster,
         layers_only: bool = False,
-        n_devices: int = 0,
     ) -> None:
         self.run, self.decisions, self.training = run, decisions, training
         self.layers_only = layers_only
@@ -75,69 +64,20 @@ class Prices:
         cores = cluster.host.cores
         self.n_cores = cores.value if cores else n
         self.cluster = cluster
-        self.costs = Costs(run, cluster, decisions, n_devices)
+        self.costs = Costs(run, cluster, decisions)
         # In training, the host of a GPU launches a step while the GPU is at the step before. So no
         # part of a step waits for launches, unless all of them take longer than the step.
         self.ahead = training and not self.costs.on_cpu and not run.train.waits_each_step
         self.launch_s = 0.0 if self.ahead else self.host[0]
 
-    def replayed(
-        self, samples: Sequence[Sequence[Trace]], timeline: bool = False
-    ) -> list[list[Spent]]:
-        """Returns what the ranks spend their time on, in each of some samples.
+    def prediction(self, traces: Sequence[Trace], timeline: bool = False) -> Prediction:
+        """Returns the prediction that follows from a step, without memory and warnings.
 
         Args:
-            samples: The traces of all ranks that differ, for each sample.
-            timeline: Whether intervals of the first sample are kept.
+            traces: The traces of all ranks that differ.
+            timeline: Whether the prediction keeps what each rank does when.
         """
-        whole = timeline or self.costs.on_cpu
-        # The samples have passes in common, which are replayed once for all.
-        builder = Programs(self.costs, samples[0], self.launch_s, self.layers_only, whole)
-        found = []
-        for number, traces in enumerate(samples):
-            programs = [builder.program(trace) for trace in traces]
-            found.append(self._replayed(programs, timeline and not number))
-        return found
-
-    def _replayed(self, programs: Sequence[Program], timeline: bool) -> list[Spent]:
-        n = self.run.layout.n_processes
-        if not self.costs.on_cpu:
-            return replay(programs, self.launch_s, timeline=timeline)
-        weights = _weights(self.run, [program.rank for program in programs], self.decisions)
-        return replay_cpu(programs, self.host[0], n, self.n_cores, weights, timeline)
-
-    def prediction(
-        self, samples: Sequence[Sequence[list[Spent]]], layers: int, rounds: int
-    ) -> Prediction:
-        """Returns the prediction that follows from shortened steps, without memory and warnings.
-
-        Args:
-            samples: What `replayed` returns for each number of layers, the larger one first.
-            layers: How many layers each stage has besides those of the first sample.
-            rounds: The same for rounds of micro-batches.
-        """
-        return self.of_ranks(self.spent(samples, layers, rounds))
-
-    def spent(
-        self, samples: Sequence[Sequence[list[Spent]]], layers: int, rounds: int
-    ) -> list[Spent]:
-        """Returns what the ranks spend their time on in the whole step; see `prediction`."""
-        all_layers = list(samples[0])
-        if len(samples) > 1:
-            all_layers = [
-                [extended(a, b, layers).at_least(a) for a, b in zip(one, other)]
-                for one, other in zip(*samples)
-            ]
-        if len(all_layers) > 1:
-            return [extended(a, b, rounds) for a, b in zip(*all_layers)]
-        return all_layers[0]
-
-    def of_ranks(self, spent: Sequence[Spent]) -> Prediction:
-        """Returns the prediction that follows from what ranks spend their time on.
-
-        Args:
-            spent: That of the ranks that differ, or of those of them that decide.
-        """
+        spent = self._replayed(traces, timeline)
         whole, stretch = 0.0 if self.layers_only else self.host[1], 1.0
         if self.ahead:
             busy = max(one.end for one in spent)
@@ -149,6 +89,16 @@ class Prices:
         if any(one.intervals for one in spent):
             found.timeline = {one.rank: one.intervals for one in spent}
         return found
+
+    def _replayed(self, traces: Sequence[Trace], timeline: bool) -> list[Spent]:
+        whole = timeline or self.costs.on_cpu
+        builder = Programs(self.costs, traces, self.launch_s, self.layers_only, whole)
+        programs = [builder.program(trace) for trace in traces]
+        n = self.run.layout.n_processes
+        if not self.costs.on_cpu:
+            return replay(programs, self.launch_s, timeline=timeline)
+        weights = _weights(self.run, [program.rank for program in programs], self.decisions)
+        return replay_cpu(programs, self.host[0], n, self.n_cores, weights, timeline)
 
 
 def _weights(run: RunConfig, ranks: Sequence[int], decisions: Decisions) -> dict[int, float]:

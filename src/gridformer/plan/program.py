@@ -147,19 +147,6 @@ class Spent:
     n_launches: int = 0
     intervals: list[Interval] = field(default_factory=list)
 
-    def at_least(self, fewer: Spent) -> Spent:
-        """Returns this with the messages of a model with fewer layers, where these take longer.
-
-        Sums of the gradients of a small model travel in parts that are smaller than usual, and so
-        may take less time with one layer more. A line through both would end below zero.
-        """
-        for axis, seconds in fewer.messages.items():
-            self.messages[axis] = max(self.messages.get(axis, 0.0), seconds)
-        for phase, seconds in fewer.phases.items():
-            self.phases[phase] = max(self.phases.get(phase, 0.0), seconds)
-        self.end = max(self.end, sum(self.phases.values()))
-        return self
-
     @property
     def passes_end(self) -> float:
         """When its last pass ends, and the update begins."""

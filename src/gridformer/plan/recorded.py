@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Literal
 
 from gridformer.check.sample import alike_stages
@@ -13,16 +11,11 @@ from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.registry import spec_of
-from gridformer.plan.fewer_rounds import removable_rounds, without_rounds
 from gridformer.trace.device import Backend
 from gridformer.trace.events import Trace
-from gridformer.trace.fewer_layers import removable, without_layers
-from gridformer.trace.rank import trace_runs
-from gridformer.utils.errors import UserError
-from gridformer.utils.garbage import no_garbage_collection
+from gridformer.trace.rank import RankRecord, RecordOptions, record_ranks
 
 Kind = Literal["cuda", "cpu"]
-KEPT = 2  # layers of the shortest stage of the shorter sample; the other one has one more
 
 
 @dataclass(frozen=True)
@@ -34,101 +27,12 @@ class Recorded:
         decisions: The decisions of its layout.
         traces: The traces of the ranks that differ.
         training: Whether it is an optimizer step.
-        shorter: Traces with one layer fewer in each stage; empty if `traces` have all layers.
-        more: How many layers each stage has besides those of `traces`.
-        earlier: The same with one round of micro-batches fewer; None if there is no such sample.
-        rounds: How many rounds the run has besides those of this record.
     """
 
     run: RunConfig
     decisions: Decisions
     traces: list[Trace]
     training: bool
-    shorter: list[Trace] = field(default_factory=list)
-    more: int = 0
-    earlier: Recorded | None = None
-    rounds: int = 0
-
-
-@dataclass(frozen=True)
-class Shortened:
-    """Which shortened steps of a run are traced, and what is left out of them.
-
-    Attributes:
-        run: The run, on the type of device.
-        decisions: The decisions of its layout.
-        training: Whether it is an optimizer step.
-        layers: How many layers of each stage each sample leaves out; the first leaves out one fewer
-            than the second, if there are two.
-        rounds: The same for rounds of micro-batches.
-    """
-
-    run: RunConfig
-    decisions: Decisions
-    training: bool
-    layers: tuple[int, ...] = (0,)
-    rounds: tuple[int, ...] = (0,)
-
-    @staticmethod
-    def of(
-        run: RunConfig,
-        decisions: Decisions,
-        training: bool,
-        whole: bool = False,
-        kept: int = KEPT,
-    ) -> Shortened:
-        """Returns the shortened steps from which the time of a step follows.
-
-        Args:
-            run, decisions, training: See `Shortened`.
-            whole: Whether all layers and micro-batches are traced.
-            kept: How many layers the shortest stage keeps in the shortest sample.
-        """
-        if whole:
-            return Shortened(run, decisions, training)
-        n, m = removable(run, decisions, kept), removable_rounds(run)
-        if run.layout.pp > 1 and run.model.two_stacks:
-            n = 0  # with as many layers fewer in each stage, other stages would be the slowest
-        layers, rounds = ((k - 1, k) if k else (0,) for k in (n, m))
-        return Shortened(run, decisions, training, layers, rounds)
-
-    def traces(self, kind: Kind, fewer: int) -> list[list[Trace]]:
-        """Returns the traces with this many layers fewer, for each number of rounds.
-
-        Args:
-            kind: The type of device.
-            fewer: How many layers each stage has less than in the run.
-
-        Returns:
-            For each number of rounds, the traces of the ranks that differ.
-
-        Raises:
-            UserError: The step of this run fails.
-        """
-        return joined(line() for line in self.lines(kind, fewer))
-
-    def lines(self, kind: Kind, fewer: int) -> list[Callable[[], list[list[Trace]]]]:
-        """Returns functions that make the traces, each for one list of `different_ranks`.
-
-        The longest list comes first. See `traces`.
-        """
-
-        def line(ranks: Sequence[int]) -> list[list[Trace]]:
-            with without_layers(self.run, self.decisions, fewer) as part, no_garbage_collection():
-                runs = [without_rounds(part, n) for n in self.rounds]
-                return _traces_of(runs, ranks, kind, self.decisions, self.training)
-
-        with without_layers(self.run, self.decisions, fewer) as part:
-            ranks = different_ranks(part, self.decisions)
-        return [partial(line, some) for some in sorted(ranks, key=len, reverse=True)]
-
-
-def joined(lines: Iterable[list[list[Trace]]]) -> list[list[Trace]]:
-    """Returns the traces of all lines, for each number of rounds in the order of ranks."""
-    return [
-        sorted((trace for traces in some for trace in traces), key=lambda trace: trace.rank)
-        for some in zip(*lines)
-    ]
 
 
 def on_device_type(run: RunConfig, kind: Kind) -> RunConfig:
@@ -156,8 +60,7 @@ def record_run(
     kind: Kind = "cuda",
     decisions: Decisions | None = None,
     training: bool = True,
-    whole: bool = False,
-    kept: int = KEPT,
+    all_layers: bool = False,
 ) -> Recorded:
     """Traces a run's step for `gridformer.plan.price`.
 
@@ -166,64 +69,43 @@ def record_run(
         kind: The type of device.
         decisions: What `decide_run(run)` returns, or others, such as another block of a node.
         training: Whether it is an optimizer step; otherwise the forward passes of a batch.
-        whole: Whether all layers and micro-batches are traced; otherwise see
-            `gridformer.trace.fewer_layers` and `gridformer.plan.fewer_rounds`.
-        kept: How many layers the shortest stage keeps in the shortest sample.
+        all_layers: Whether all layers run, so that events have their names.
 
     Raises:
         UserError: The step of this run fails.
     """
     run = on_device_type(run, kind)
-    shortened = Shortened.of(run, decisions or decide_run(run), training, whole, kept)
-    samples = [shortened.traces(kind, fewer) for fewer in shortened.layers]
-
-    def with_rounds(number: int) -> Recorded:
-        traces, *shorter = (sample[number] for sample in samples)
-        return Recorded(
-            run,
-            shortened.decisions,
-            traces,
-            training,
-            shorter[0] if shorter else [],
-            shortened.layers[0],
-        )
-
-    later = with_rounds(0)
-    if len(shortened.rounds) == 1:
-        return later
-    return replace(later, earlier=with_rounds(1), rounds=shortened.rounds[0])
+    decisions = decisions or decide_run(run)
+    records = records_of(run, decisions, training, all_layers=all_layers)
+    return Recorded(run, decisions, [one.trace for one in records], training)
 
 
-def _traces_of(
-    runs: Sequence[RunConfig],
-    ranks: Sequence[int],
-    kind: Kind,
+def records_of(
+    run: RunConfig,
     decisions: Decisions,
     training: bool,
-) -> list[list[Trace]]:
-    """Traces ranks whose stages have equal layers.
+    storages: bool = False,
+    all_layers: bool = False,
+    on_all_cores: bool = False,
+) -> list[RankRecord]:
+    """Records the ranks that differ, with their kernels.
 
     Args:
-        runs: The run, and the same with fewer micro-batches if it is asked for.
-        ranks: The ranks.
-        kind: The type of device.
+        run: The checked run, on a type of device.
         decisions: The decisions of its layout.
-        training: Whether it is an optimizer step.
-
-    Returns:
-        The traces of each run.
+        training, all_layers: See `record_run`.
+        storages: Whether memory is recorded, too.
+        on_all_cores: Whether copies of this process share the work.
 
     Raises:
-        UserError: A trace does not come to its end.
+        UserError: The step of this run fails.
     """
-    backend: Backend = "nccl" if kind == "cuda" else "gloo"
-    found = trace_runs(runs, ranks, decisions, True, backend, training)
-    for trace in (trace for traces in found for trace in traces):
-        if not trace.complete:
-            raise UserError(
-                f"the step of rank {trace.rank} fails: {trace.troubles[-1].text}; "
-                "`gridformer check` says more"
-            )
+    backend: Backend = "nccl" if run.train.device == "cuda" else "gloo"
+    how = RecordOptions(backend, True, storages, training, all_layers)
+    found = record_ranks(run, different_ranks(run, decisions), decisions, how, on_all_cores)
+    for one in found:
+        if not one.trace.complete:
+            raise one.trace.failure
     return found
 
 

@@ -10,9 +10,11 @@ these are made and sent between processes in less time than instances of other c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+from gridformer.utils.errors import UserError
 
 
 class Place(NamedTuple):
@@ -91,6 +93,11 @@ class Start(NamedTuple):
         """Returns the same with another number, in half the time that `_replace` takes."""
         return tuple.__new__(Start, (number, *self[1:]))
 
+    @property
+    def like(self) -> tuple[object, ...]:
+        """What is equal for messages that are waited for in the order of their starts."""
+        return self[1:4] + self[5:]  # all but its number and where it happens
+
 
 class Wait(NamedTuple):
     """A rank waits for a message that it has started.
@@ -102,6 +109,34 @@ class Wait(NamedTuple):
 
     number: int
     place: Place
+
+
+class Awaited(NamedTuple):
+    """A wait for a message, in whatever step it occurs.
+
+    Attributes:
+        like: `Start.like` of the message.
+        nth: How many like it have been started before it and are still waited for.
+        place: Where it happens.
+    """
+
+    like: Hashable
+    nth: int
+    place: Place
+
+
+class Held(NamedTuple):
+    """Memory is allocated or freed.
+
+    Attributes:
+        n_bytes: By how many bytes the memory in use grows.
+        kind: What is held; see `gridformer.trace.step.KINDS`.
+        doing: What runs.
+    """
+
+    n_bytes: int
+    kind: str
+    doing: str
 
 
 class Read(NamedTuple):
@@ -197,33 +232,35 @@ class Kernel(NamedTuple):
     update: bool = False
 
 
+SingleEvent = Start | Wait | Kernel | Read
+
+
 @dataclass(slots=True, eq=False)
 class Passed:
-    """A pass of a pipeline through a stage, whose events are kept once for all micro-batches.
+    """A pass through a stage, whose events are kept once for all micro-batches.
 
     Attributes:
         events: What it does. Many passes share this object.
-        numbers: For each message that it starts or waits for, the number of the message on this
-            rank. A message that is missing was not started on this rank.
+        numbers: The number on this rank of each message that it starts or waits for, by the number
+            of the message in `events`.
+        closed: Whether it waits for what it starts, and for nothing else.
     """
 
-    events: tuple[Start | Wait | Kernel | Read, ...]
-    numbers: Mapping[int, int]
+    events: tuple[SingleEvent, ...]
+    numbers: Sequence[int]
+    closed: bool = False
 
-    def unfolded(self) -> Iterator[Start | Wait | Kernel | Read]:
+    def unfolded(self) -> Iterator[SingleEvent]:
         """Yields its events with the numbers of this rank."""
         for event in self.events:
             if isinstance(event, Start):
                 yield event.numbered(self.numbers[event.number])
             elif isinstance(event, Wait):
-                number = self.numbers.get(event.number)
-                if number is not None:
-                    yield Wait(number, event.place)
+                yield Wait(self.numbers[event.number], event.place)
             else:
                 yield event
 
 
-SingleEvent = Start | Wait | Kernel | Read
 Event = SingleEvent | Passed
 
 
@@ -253,7 +290,15 @@ class Trace:
     complete: bool = False
     update: int = 0
 
-    def unfolded(self) -> Iterator[Start | Wait | Kernel | Read]:
+    @property
+    def failure(self) -> UserError:
+        """The error to raise if the step did not come to its end."""
+        return UserError(
+            f"the step of rank {self.rank} fails: {self.troubles[-1].text}; "
+            "`gridformer check` says more"
+        )
+
+    def unfolded(self) -> Iterator[SingleEvent]:
         """Yields the events, also those of passes, one by one."""
         for event in self.events:
             if isinstance(event, Passed):

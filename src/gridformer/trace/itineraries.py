@@ -66,24 +66,23 @@ class ShortSchedule:
 
 
 def shortened(
-    layouts: Sequence[LayoutConfig],
+    layout: LayoutConfig,
     indices: Sequence[int],
     training: bool = True,
     alike: Sequence[int] = (),
 ) -> ShortSchedule:
-    """Returns a short schedule that has all kinds of passes of a schedule, and those of others.
+    """Returns a short schedule that has all kinds of passes of a rank, and those of other ranks.
 
     Args:
-        layouts: The layouts of these, which differ in their micro-batches only.
-        indices: The index along pp of each one's rank. The first is that of the schedule's rank.
+        layout: The layout.
+        indices: The indices along pp of ranks. The first is that of the schedule's rank.
         training: Whether there are backward passes.
         alike: See `alike_chunks`; without it no stage of a rank is like another one.
     """
     wholes = [
-        itinerary_of(layout, layout.pp, index, layout.micro_batches, training)
-        for layout, index in zip(layouts, indices)
+        itinerary_of(layout, layout.pp, index, layout.micro_batches, training) for index in indices
     ]
-    layout, index = layouts[0], indices[0]
+    index = indices[0]
     alike = alike or range(layout.stages_per_rank)
     found = [kinds_of(whole, layout.pp, alike) for whole in wholes]
     wanted = [{*kinds} | _sends_in(over, ends) for kinds, over, ends in found]

@@ -1,17 +1,19 @@
-"""Traces ranks: the messages and kernels of a step, composed from the record of a short one.
+"""Records ranks: what they do and hold in a step, composed from the records of short ones.
 
-Ranks of a pipeline whose stages have equal layers differ only in the order of their passes and in
-their groups. So one of them is recorded, and its passes are put in the order of each.
+A short step has few layers (gridformer.trace.layers), and in a pipeline few passes
+(gridformer.trace.itineraries). Ranks of a pipeline whose stages have equal layers differ only in
+the order of their passes and in their groups. So one of them is recorded, and its passes are put in
+the order of each.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
-from itertools import count
-from typing import NamedTuple, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 
@@ -21,13 +23,51 @@ from gridformer.parallel.axes import build_axes, mesh_ranks, split_heads
 from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline import Executor, stages_of
 from gridformer.parallel.pipeline.partition import model_outline
+from gridformer.parallel.pipeline.schedules import Itinerary
 from gridformer.trace.device import Backend
-from gridformer.trace.events import Event, Passed, SingleEvent, Start, Trace, Wait
-from gridformer.trace.itineraries import RankSchedule, alike_chunks, in_order, shortened
-from gridformer.trace.step import StepPart, on_devices, record_step
+from gridformer.trace.events import Awaited, Event, Held, Passed, SingleEvent, Start, Trace, Wait
+from gridformer.trace.itineraries import ShortSchedule, alike_chunks, in_order, shortened
+from gridformer.trace.layers import NotPeriodicError, removable, with_layers, without_layers
+from gridformer.trace.step import StepPart, StepRecord, on_devices, record_step
+from gridformer.utils.beside import on_all_cores
+from gridformer.utils.garbage import no_garbage_collection
 
 _PASSES = ("forward", "backward")
 _FEW = 3  # micro-batches without a pipeline, of which the second stands for all in the middle
+_KEPT = (3, 5, 8)  # layers of the shortest stage of the shorter step, in turn until layers repeat
+
+
+class RecordOptions(NamedTuple):
+    """What of a step is recorded.
+
+    Attributes:
+        backend: `nccl` records what a GPU does, `gloo` what a CPU does.
+        kernels: Whether kernels and read-backs are recorded, too.
+        storages: Whether memory is recorded.
+        training: Whether it is an optimizer step; otherwise an evaluation of one global batch.
+        all_layers: Whether all layers run, so that events have their names.
+    """
+
+    backend: Backend = "nccl"
+    kernels: bool = False
+    storages: bool = False
+    training: bool = True
+    all_layers: bool = False
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What a rank does in a step, and what it holds.
+
+    Attributes:
+        trace: Its trace; without events if only memory was asked for.
+        step: The record of a step that has the parts of this one.
+        order: The numbers of the parts, in order.
+    """
+
+    trace: Trace
+    step: StepRecord
+    order: Sequence[int]
 
 
 def trace_rank(
@@ -58,92 +98,171 @@ def trace_rank(
     """
     decisions = decisions or decide_run(run)
     if repeat:
-        return trace_runs([run], [rank], decisions, kernels, backend, training)[0][0]
-    how = backend, training, kernels
-    return record_step(run, rank, decisions, *how, storages=False).trace
+        how = RecordOptions(backend, kernels, training=training, all_layers=True)
+        return record_ranks(run, [[rank]], decisions, how)[0].trace
+    return record_step(run, rank, decisions, backend, training, kernels, storages=False).trace
 
 
-def trace_runs(
-    runs: Sequence[RunConfig],
-    ranks: Sequence[int],
+def record_ranks(
+    run: RunConfig,
+    lines: Sequence[Sequence[int]],
     decisions: Decisions,
-    kernels: bool = False,
-    backend: Backend = "nccl",
-    training: bool = True,
-) -> list[list[Trace]]:
-    """Traces ranks that differ only in their place along pp, and whose stages have equal layers.
+    how: RecordOptions,
+    beside: bool = False,
+) -> list[RankRecord]:
+    """Records the steps of ranks.
 
     Args:
-        runs: The run, and others that differ in the number of their micro-batches only.
-        ranks: The ranks. The first is recorded, and one of those with passes that it does not have.
+        run: The checked run.
+        lines: The ranks. Those of one list differ only in their place along pp, and their stages
+            have equal layers. The first is recorded, and one of those with passes that it does not
+            have.
         decisions: The result of `decide_run(run)`.
-        kernels, backend, training: See `trace_rank`.
+        how: What is recorded.
+        beside: Whether copies of this process share the work.
 
     Returns:
-        The traces of each run.
+        The records, in the order of ranks. That of a step that fails has no parts, and its trace
+        ends with the error.
     """
-    found: dict[int, list[Trace]] = {}
-    while left := [rank for rank in ranks if rank not in found]:
-        found |= _alike(runs, left, decisions, kernels, backend, training)
-    return [[*traces] for traces in zip(*(found[rank] for rank in ranks))]
+    found: list[RankRecord] = []
+    left = [_Line(run, line, decisions, how) for line in lines]
+    while left:
+        work = [piece for line in left for piece in line.pieces(_KEPT[0])]
+        taken = iter(on_all_cores(_done, work) if beside else _done(work))
+        rest = []
+        for line in left:
+            mine = line.composed([next(taken) for _ in line.pieces(_KEPT[0])])
+            found += mine
+            known = {one.trace.rank for one in mine}
+            if others := [rank for rank in line.ranks if rank not in known]:
+                rest.append(replace(line, ranks=others))
+        left = rest
+    return sorted(found, key=lambda one: one.trace.rank)
 
 
-def _alike(
-    runs: Sequence[RunConfig],
-    ranks: Sequence[int],
-    decisions: Decisions,
-    kernels: bool,
-    backend: Backend,
-    training: bool,
-) -> dict[int, list[Trace]]:
-    """Traces the first rank, and others that follow from its record; see `trace_runs`."""
-    run, pp, rank = runs[0], runs[0].layout.pp, ranks[0]
-    stages = mesh_ranks(run.layout, decisions.block).flatten(1).tolist()
-    storages = complete = False
-    how = decisions, backend, training, kernels, storages, complete
-    orders: list[list[list[int] | None]]
-    if pp == 1:
-        few = sorted({0, min(1, run.layout.micro_batches - 1), run.layout.micro_batches - 1})
-        record = record_step(run, rank, *how, follows=few)
-        orders = [[_repeated(record.parts, one.layout.micro_batches) for one in runs]]
-    else:
+def _done(work: Sequence[Callable[[], StepRecord]]) -> list[StepRecord]:
+    with no_garbage_collection():
+        return [piece() for piece in work]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Ranks that follow from the record of the first one; see `record_ranks`."""
+
+    run: RunConfig
+    ranks: Sequence[int]
+    decisions: Decisions
+    how: RecordOptions
+
+    def pieces(self, kept: int) -> list[Callable[[], StepRecord]]:
+        """Returns what records the longer step, and the shorter one if there is one.
+
+        Args:
+            kept: How many layers the shortest stage of the shorter step keeps; 0 keeps all.
+        """
+        fewer = removable(self.run, self.decisions, kept) if kept else 0
+        if not fewer or self.how.all_layers:
+            return [partial(self._recorded, 0)]
+        return [partial(self._recorded, fewer - 1), partial(self._recorded, fewer)]
+
+    def composed(self, records: Sequence[StepRecord]) -> list[RankRecord]:
+        """Returns the records of ranks that follow from the records of short steps."""
+        longer, *shorter = records
+        if not longer.parts:
+            trace = longer.trace
+            return [RankRecord(replace(trace, rank=rank), longer, []) for rank in self.ranks]
+        record = self._with_layers(longer, *shorter)
+        stages = mesh_ranks(self.run.layout, self.decisions.block).flatten(1).tolist()
+        composer = _Composer(record.parts, self.how.kernels)
+        found = []
+        for rank, order in zip(self.ranks, self._orders(record.parts)):
+            if order is None:
+                continue
+            if self.how.storages and not self.how.kernels:
+                found.append(RankRecord(replace(record.trace, rank=rank), record, order))
+                continue
+            trace = record.trace
+            if rank != trace.rank:
+                trace = _groups_of(self.run, rank, self.decisions, self.how.backend)
+            if composer.goes_to(record.trace, trace, stages):
+                events, update = composer.trace(order)
+                trace = replace(
+                    record.trace,
+                    rank=rank,
+                    groups=trace.groups,
+                    own=trace.own,
+                    events=events,
+                    update=update,
+                )
+                found.append(RankRecord(trace, record, order))
+        return found
+
+    def _with_layers(self, longer: StepRecord, *shorter: StepRecord) -> StepRecord:
+        """Returns the record of a step with all layers."""
+        for kept in _KEPT:
+            if not shorter:
+                break
+            more = removable(self.run, self.decisions, kept) - 1
+            try:
+                return with_layers(shorter[0], longer, more)
+            except NotPeriodicError:
+                following = (*_KEPT, 0)[_KEPT.index(kept) + 1]
+                longer, *shorter = (piece() for piece in self.pieces(following))  # type: ignore[assignment]
+        return longer
+
+    @cached_property
+    def _schedule(self) -> tuple[list[int], ShortSchedule]:
+        """Which chunks of the rank are alike, and its short schedule."""
+        stages = mesh_ranks(self.run.layout, self.decisions.block).flatten(1).tolist()
         place = {one: number for number, stage in enumerate(stages) for one in stage}
-        places = [place[one] for one in ranks for _ in runs]
-        alike = alike_chunks(run, decisions, places[0])
-        short = shortened([one.layout for _ in ranks for one in runs], places, training, alike)
-        record = record_step(run, rank, *how, follows=short.itinerary)
-        schedules = iter(short.schedules)
-        orders = [[_of(record.parts, next(schedules), pp, alike) for _ in runs] for _ in ranks]
-    if not record.parts:
-        return {rank: [record.trace] * len(runs)}
-    composer = _Composer(record.parts, kernels)
-    found: dict[int, list[Trace]] = {}
-    for one, mine in zip(ranks, orders):
-        if None in mine:
-            continue
-        trace = record.trace if one == rank else _groups_of(run, one, decisions, backend)
-        if not composer.goes_to(record.trace, trace, stages):
-            continue
-        own = replace(record.trace, rank=one, groups=trace.groups, own=trace.own)
-        traces = [composer.trace(order) for order in mine if order is not None]
-        found[one] = [replace(own, events=events, update=update) for events, update in traces]
-    return found
+        places = [place[one] for one in self.ranks]
+        alike = alike_chunks(self.run, self.decisions, places[0])
+        return alike, shortened(self.run.layout, places, self.how.training, alike)
 
+    @property
+    def _follows(self) -> Itinerary | list[int]:
+        """What the rank runs."""
+        m = self.run.layout.micro_batches
+        if self.run.layout.pp > 1:
+            return self._schedule[1].itinerary
+        # The first makes gradients, and the last one begins their sums.
+        return sorted({0, m - 1, *([min(1, m - 1)] if self._middle else [])})
 
-def _of(
-    parts: Sequence[StepPart], schedule: RankSchedule | None, pp: int, alike: Sequence[int]
-) -> list[int] | None:
-    return None if schedule is None or not parts else in_order(parts, schedule, pp, alike)
+    def _recorded(self, fewer: int) -> StepRecord:
+        """Records the short step with so many layers fewer in each stage."""
+        run, rank, (backend, kernels, storages, training, _) = self.run, self.ranks[0], self.how
+        with without_layers(run, self.decisions, fewer) as part:
+            record = record_step(
+                *(part, rank, self.decisions, backend, training, kernels or storages, storages),
+                complete=False,
+                follows=self._follows,
+            )
+        if record.parts:
+            record.trace.events = []
+        return record
 
+    def _orders(self, parts: Sequence[StepPart]) -> list[list[int] | None]:
+        """Returns the numbers of the parts of each rank; None if it has others."""
+        layout = self.run.layout
+        if layout.pp > 1:
+            alike, short = self._schedule
+            return [
+                None if schedule is None else in_order(parts, schedule, layout.pp, alike)
+                for schedule in short.schedules
+            ]
+        passes = [i for i, part in enumerate(parts) if part.kind in _PASSES]
+        each = len(passes) // _FEW  # those of a micro-batch
+        order: list[int] = [*range(len(parts))]
+        if self._middle and layout.micro_batches > _FEW:
+            again = passes[each : 2 * each] * (layout.micro_batches - _FEW)
+            order[passes[2 * each] : passes[2 * each]] = again
+        return [order]
 
-def _repeated(parts: Sequence[StepPart], m: int) -> list[int]:
-    """Returns the numbers of the parts of a step with m micro-batches and no pipeline."""
-    passes = [i for i, part in enumerate(parts) if part.kind in _PASSES]
-    each = len(passes) // _FEW  # those of a micro-batch
-    order = [*range(len(parts))]
-    if m > _FEW:
-        order[passes[2 * each] : passes[2 * each]] = passes[each : 2 * each] * (m - _FEW)
-    return order
+    @property
+    def _middle(self) -> bool:
+        """Whether a micro-batch in the middle counts, which holds no more than others."""
+        return self.how.kernels or not self.how.storages
 
 
 def _groups_of(run: RunConfig, rank: int, decisions: Decisions, backend: Backend) -> Trace:
@@ -162,17 +281,26 @@ class _Message(NamedTuple):
     """A start of a message, or a wait for one.
 
     Attributes:
-        starts: Whether it is a start.
-        number: The number of the message in the record.
-        like: What is equal for messages that are waited for in the order of their starts.
-        nth: For a wait: how many of these have been started before the message and are still
-            waited for.
+        like: A number for what is equal for messages that are waited for in turn.
+        nth: For a wait, see `Awaited`; -1 for a start.
     """
 
-    starts: bool
-    number: int
-    like: Hashable
+    like: int
     nth: int
+
+
+class _Own(NamedTuple):
+    """The numbers of the messages of a part, from 0 on: those that it starts, and then others.
+
+    Attributes:
+        numbers: That of each start and wait, in order.
+        n: How many they are.
+        closed: See `Passed`.
+    """
+
+    numbers: list[int]
+    n: int
+    closed: bool
 
 
 class _Composer:
@@ -186,9 +314,19 @@ class _Composer:
     def __init__(self, parts: Sequence[StepPart], kernels: bool) -> None:
         self._kinds = [part.kind for part in parts]
         self._kernels = kernels
-        self._recorded = [cast("tuple[SingleEvent, ...]", part.events) for part in parts]
-        self._events = self._recorded
-        self._messages = _messages_of(parts)
+        self._recorded = [[e for e in part.events if not isinstance(e, Held)] for part in parts]
+        likes: dict[object, int] = defaultdict(lambda: len(likes))
+        self._messages = [
+            [
+                _Message(likes[e.like], -1 if isinstance(e, Start) else e.nth)
+                for e in events
+                if isinstance(e, Start | Awaited)
+            ]
+            for events in self._recorded
+        ]
+        self._own: dict[int, _Own] = {}
+        self._moved = lambda start: start
+        self._events: dict[int, tuple[SingleEvent, ...]] = {}
 
     def goes_to(self, one: Trace, other: Trace, stages: Sequence[Sequence[int]]) -> bool:
         """Puts the parts into the groups of another rank; returns whether that has them all.
@@ -198,7 +336,8 @@ class _Composer:
             other: A trace of the other rank.
             stages: The ranks of each stage.
         """
-        self._events = self._recorded
+        self._events = {}
+        self._moved = lambda start: start
         if one is other:
             return True
         place = {rank: (i, j) for i, stage in enumerate(stages) for j, rank in enumerate(stage)}
@@ -210,63 +349,84 @@ class _Composer:
             for member in one.own
         }
 
-        def moved(event: SingleEvent) -> SingleEvent:
-            if not isinstance(event, Start):
-                return event
+        def moved(event: Start) -> Start:
             group = groups[event.group]
             assert group is not None
             parts = tuple(part._replace(peer=there[part.peer]) for part in event.parts)
             return event._replace(group=group.name, ranks=group.ranks, parts=parts)
 
+        self._moved = moved
         every = (event for events in self._recorded for event in events)
-        if any(isinstance(event, Start) and groups[event.group] is None for event in every):
-            return False
-        self._events = [tuple(moved(event) for event in events) for events in self._recorded]
-        return True
+        return all(groups[event.group] for event in every if isinstance(event, Start))
 
     def trace(self, order: Sequence[int]) -> tuple[list[Event], int]:
         """Returns the events of the parts in an order, and where the update begins."""
-        numbers = count(1)
-        left: dict[Hashable, deque[int]] = defaultdict(deque)
+        left: dict[int, deque[int]] = defaultdict(deque)
         found: list[Event] = []
-        update, times = 0, Counter(order)
+        begun, update, times = 1, 0, Counter(order)
         for number in order:
             if self._kinds[number] == "add up gradients":
                 update = len(found)
-            given: dict[int, int] = {}
-            for starts, own, like, nth in self._messages[number]:
-                if starts:
-                    given[own] = next(numbers)
-                    left[like].append(given[own])
-                else:
-                    given[own] = left[like][nth]
-                    del left[like][nth]
-            events = self._events[number]
-            if self._kernels and self._kinds[number] in _PASSES and times[number] > 1:
-                found.append(Passed(events, given))
+            numbers: Sequence[int]
+            own = self._own.get(number)
+            if own is not None and own.closed:
+                numbers = range(begun, begun + own.n)
+                begun += own.n
             else:
-                found += Passed(events, given).unfolded()
+                given = []
+                for like, nth in self._messages[number]:
+                    if nth < 0:
+                        left[like].append(begun)
+                        given.append(begun)
+                        begun += 1
+                    else:
+                        given.append(left[like][nth])
+                        del left[like][nth]
+                if own is None:
+                    own = self._own[number] = _own_numbers(self._messages[number], given)
+                by_own = dict(zip(own.numbers, given))
+                numbers = [by_own[i] for i in range(own.n)]
+            if number not in self._events:
+                self._events[number] = self._numbered(number, own)
+            passed = Passed(self._events[number], numbers, own.closed)
+            if self._kernels and self._kinds[number] in _PASSES and times[number] > 1:
+                found.append(passed)
+            else:
+                found += passed.unfolded()
         return found, update
 
-
-def _messages_of(parts: Sequence[StepPart]) -> list[list[_Message]]:
-    """Returns the starts and waits of each part."""
-    found = []
-    left: dict[Hashable, list[int]] = defaultdict(list)
-    likes: dict[int, Hashable] = {}
-    like: Hashable
-    for part in parts:
-        mine = []
-        for event in part.events:
+    def _numbered(self, number: int, own: _Own) -> tuple[SingleEvent, ...]:
+        """Returns the events of a part on a rank, with their own numbers."""
+        numbers = iter(own.numbers)
+        moved: dict[int, Start] = {}  # of events that layers have in common
+        found: list[SingleEvent] = []
+        for event in self._recorded[number]:
             if isinstance(event, Start):
-                like = event[1:4] + event[5:]  # all but its number and where it happens
-                likes[event.number] = like
-                left[like].append(event.number)
-                mine.append(_Message(True, event.number, like, 0))
-            elif isinstance(event, Wait):
-                like = likes[event.number]
-                nth = left[like].index(event.number)
-                del left[like][nth]
-                mine.append(_Message(False, event.number, like, nth))
-        found.append(mine)
-    return found
+                if id(event) not in moved:
+                    moved[id(event)] = self._moved(event)
+                found.append(moved[id(event)].numbered(next(numbers)))
+            elif isinstance(event, Awaited):
+                found.append(Wait(next(numbers), event.place))
+            else:
+                assert not isinstance(event, Held)
+                found.append(event)
+        return tuple(found)
+
+
+def _own_numbers(messages: Sequence[_Message], given: Sequence[int]) -> _Own:
+    """Returns the numbers of the messages of a part within it.
+
+    Args:
+        messages: Its messages.
+        given: Their numbers on the rank.
+    """
+    own: dict[int, int] = {}
+    for message, number in zip(messages, given):
+        if message.nth < 0:
+            own[number] = len(own)
+    n_starts, waits = len(own), 0
+    for message, number in zip(messages, given):
+        waits += message.nth >= 0
+        own.setdefault(number, len(own))
+    closed = len(own) == n_starts == waits
+    return _Own([own[number] for number in given], len(own), closed)

@@ -14,7 +14,7 @@ from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.trace.device import Backend
 from gridformer.trace.events import Trace
-from gridformer.trace.rank import trace_rank, trace_runs
+from gridformer.trace.rank import RecordOptions, record_ranks, trace_rank
 from gridformer.utils.beside import can_copy, on_all_cores
 from gridformer.utils.forkserver import warm_up
 from gridformer.utils.garbage import no_garbage_collection
@@ -115,7 +115,8 @@ def _trace_in_time(
     if time.monotonic() > until:  # the clock is the same in all processes of a machine
         return []
     if len(ranks) > 1:
-        return trace_runs([run], ranks, decisions, kernels, backend)[0]
+        how = RecordOptions(backend, kernels, all_layers=True)
+        return [one.trace for one in record_ranks(run, [ranks], decisions, how)]
     return [trace_rank(run, ranks[0], decisions, repeat, kernels, backend)]
 
 

@@ -7,7 +7,8 @@ passes, messages between stages, sums of gradients, the update.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +34,17 @@ from gridformer.parallel.pipeline.schedules import Itinerary
 from gridformer.parallel.tensor import norm as grid_norms
 from gridformer.trace.batch import rows_like
 from gridformer.trace.device import NAME, Backend, fake_gpu
-from gridformer.trace.events import SingleEvent, Trace, Trouble
+from gridformer.trace.events import (
+    Awaited,
+    Held,
+    Kernel,
+    Read,
+    SingleEvent,
+    Start,
+    Trace,
+    Trouble,
+    Wait,
+)
 from gridformer.trace.fake import watched_fakes
 from gridformer.trace.group import Log, recording
 from gridformer.trace.place import Places
@@ -45,7 +56,7 @@ from gridformer.utils.garbage import no_garbage_collection
 from gridformer.utils.loops import recorded
 from gridformer.utils.torch_private import in_backward
 
-Recorded = SingleEvent | MemoryChange
+Recorded = Start | Awaited | Kernel | Read | Held
 
 # The errors of versions of torch when tensors of two devices meet.
 _MIXES = ("two devices", "two different devices", "two types of devices", "same device")
@@ -85,7 +96,8 @@ class StepPart(NamedTuple):
             is empty for what comes after it.
         stage: The stage, or -1.
         micro: The micro-batch, or -1.
-        events: What is recorded from the end of the part before it to its own end.
+        events: What is recorded from the end of the part before it to its own end. Its messages
+            have no numbers, so that parts can be put together anew.
     """
 
     kind: str
@@ -104,6 +116,7 @@ class StepRecord:
         between: The bytes held between steps, by kind.
         host: The bytes of the optimizer's state that lie in host memory.
         saved: The bytes of copies from which a checkpoint is written while training goes on.
+        composed: Whether some layers stand for others, whose names events then have.
     """
 
     trace: Trace
@@ -111,6 +124,7 @@ class StepRecord:
     between: dict[str, int] = field(default_factory=dict)
     host: int = 0
     saved: int = 0
+    composed: bool = False
 
 
 def record_step(
@@ -200,17 +214,12 @@ def record_step(
         except Exception as error:  # whatever the code of a step raises is a finding
             kind, text = _said(error)
             log.trace.troubles.append(Trouble(kind, text, log.places.of_error(error)))
-    ends = [part.kind for part in record.parts]
-    if "add up gradients" in ends:
+    if "add up gradients" in (ends := [part.kind for part in record.parts]):
         before = record.parts[: ends.index("add up gradients")]
-        log.trace.update = sum(_n_traced(part.events) for part in before)
-    if storages:
-        events[:] = [event for event in events if not isinstance(event, MemoryChange)]
+        log.trace.update = sum(not isinstance(e, Held) for part in before for e in part.events)
+    if storages:  # a new list, for storages may end later
+        log.trace.events = [event for event in events if not isinstance(event, MemoryChange)]
     return record
-
-
-def _n_traced(events: Sequence[Recorded]) -> int:
-    return sum(not isinstance(event, MemoryChange) for event in events)
 
 
 def _mark_states(stepper: Stepper, tracker: MemoryTracker, record: StepRecord) -> list[Tensor]:
@@ -231,7 +240,7 @@ def _mark_states(stepper: Stepper, tracker: MemoryTracker, record: StepRecord) -
 
 
 def _parts(
-    events: Sequence[Recorded], begins: int, done: Sequence[tuple[int, Event]]
+    events: Sequence[SingleEvent | MemoryChange], begins: int, done: Sequence[tuple[int, Event]]
 ) -> list[StepPart]:
     """Divides events into parts.
 
@@ -240,10 +249,28 @@ def _parts(
         begins: How many of them come before the step.
         done: How many there were at the end of each part of the step.
     """
+    left: dict[Hashable, list[int]] = defaultdict(list)
+    likes: dict[int, Hashable] = {}
+
+    def relative(event: SingleEvent | MemoryChange) -> Recorded:
+        if isinstance(event, MemoryChange):
+            return Held(event.n_bytes, kind_of(event.entry), event.place)
+        if isinstance(event, Start):
+            likes[event.number] = event.like
+            left[event.like].append(event.number)
+            return event.numbered(0)
+        if isinstance(event, Wait):
+            like = likes[event.number]
+            nth = left[like].index(event.number)
+            del left[like][nth]
+            return Awaited(like, nth, event.place)
+        return event
+
     ends = [0, begins, *(end for end, _ in done), len(events)]
     names = [("start", -1, -1), *(event[:3] for _, event in done), ("", -1, -1)]
     return [
-        StepPart(*name, tuple(events[begin:end])) for name, begin, end in zip(names, ends, ends[1:])
+        StepPart(*name, tuple(map(relative, events[begin:end])))
+        for name, begin, end in zip(names, ends, ends[1:])
     ]
 
 

@@ -70,10 +70,6 @@ class _Child(Generic[T]):
             found: T = pickle.load(memory)  # written by a copy of this process
         return found
 
-    def is_over(self) -> bool:
-        """Whether it has ended."""
-        return bool(select.select([self.reader], [], [], 0)[0])
-
     def wait(self) -> int:
         """Waits for its end, and returns its exit code."""
         atexit.unregister(self.stop)
@@ -167,106 +163,6 @@ def as_far_as(work: Sequence[Callable[[], T]], seconds: float) -> list[T | None]
             n, child = running.pop(reader)
             with suppress(TimeoutError):
                 found[n] = child.result()
-
-
-def shared(work: Sequence[Callable[[], T]]) -> list[T]:
-    """Does some work in copies of this process, one on each core.
-
-    Each copy begins with the next piece of the work when it is done with one, so all of them end at
-    about the same time if the longest pieces come first.
-
-    Args:
-        work: The pieces, whose results can be pickled; fewer than fill a pipe (32,768).
-
-    Returns:
-        The results, in the order of the pieces. Pieces that fail are done again in this process,
-        which raises their errors.
-    """
-    return _Pieces(work, n_cores()).results()
-
-
-def started(
-    work: Sequence[Callable[[], T]], then: Sequence[Callable[[], R]] = ()
-) -> tuple[Callable[[], list[T]], Callable[[], list[R]]]:
-    """Begins some work in copies of this process, one on each core but that of this process.
-
-    Args:
-        work: See `shared`.
-        then: Other work that copies begin when all of this is done.
-
-    Returns:
-        A function for each kind of work, the first to be called first. It returns the same results
-        as `shared`. It does the pieces that no copy has begun, and while copies are busy with the
-        first kind of work, those of the second kind.
-    """
-    n, held = n_cores() - 1, os.pipe()
-    first = _Pieces(work, n)
-    os.close(held[1])  # so only the copies hold it, until they end
-    second = _Pieces(then, n, after=held[0])
-    os.close(held[0])
-
-    def results() -> list[T]:
-        while first.help() or (not first.are_over() and second.help()):
-            pass
-        return first.results()
-
-    def results_of_second() -> list[R]:
-        while second.help():
-            pass
-        return second.results()
-
-    return results, results_of_second
-
-
-class _Pieces(Generic[T]):
-    """Work that copies of this process do.
-
-    Args:
-        work: The pieces.
-        n: The number of copies.
-        after: A pipe that ends when the copies may begin.
-    """
-
-    def __init__(self, work: Sequence[Callable[[], T]], n: int, after: int | None = None) -> None:
-        self._work = work
-        self._here: dict[int, T] = {}
-        self._copies: list[_Child[dict[int, T]]] = []
-        self._left, writer = os.pipe()  # the numbers of the pieces that nobody has begun
-        os.write(writer, b"".join(n.to_bytes(2) for n in range(len(work))))
-        os.close(writer)
-        if can_copy():
-            there = partial(self._there, after)
-            self._copies = [_Child(there, dict) for _ in range(min(n, len(work)))]
-
-    def _there(self, after: int | None) -> dict[int, T]:
-        """Does pieces in a copy, until none is left."""
-        if after is not None:
-            os.read(after, 1)
-        while self.help():
-            pass
-        return self._here
-
-    def help(self) -> bool:
-        """Does the next piece in this process; returns False if all have begun."""
-        taken = os.read(self._left, 2)
-        if taken:
-            number = int.from_bytes(taken)
-            self._here[number] = self._work[number]()
-        return bool(taken)
-
-    def are_over(self) -> bool:
-        """Whether all copies have ended."""
-        return all(copy.is_over() for copy in self._copies)
-
-    def results(self) -> list[T]:
-        """Waits for the copies, and does what they have not done."""
-        for copy in self._copies:
-            self._here |= copy.result()
-        os.close(self._left)
-        return [
-            self._here[number] if number in self._here else piece()
-            for number, piece in enumerate(self._work)
-        ]
 
 
 def on_all_cores(function: Callable[[Sequence[T]], list[R]], work: Sequence[T]) -> list[R]:

@@ -1,0 +1,288 @@
+"""A step with many layers, from the records of two steps with few.
+
+The longer of the two has a layer more of each kind. Its record must be that of the shorter one
+with something inserted, and what is inserted must be what stands before it, because the layer
+before did the same. Each further layer then inserts it once more. The size of a single event may
+differ as well, such as that of a list of norms; it grows along a line.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gridformer.config import ModelConfig, RunConfig
+from gridformer.parallel.auto.decisions import Decisions
+from gridformer.parallel.pipeline.partition import link_names, stages_of, with_stages
+from gridformer.trace.events import Held, Kernel, Place
+from gridformer.trace.step import StepPart, StepRecord
+
+_WORTH = 4  # if no more layers than these could be left out, the whole model is run
+
+Ids = NDArray[np.int64]
+
+
+class NotPeriodicError(Exception):
+    """A step with one layer more does not repeat what the last layer did."""
+
+
+# --------------------------------------------------------------------------- models with few layers
+
+
+def removable(run: RunConfig, decisions: Decisions, kept: int) -> int:
+    """Returns how many layers of each stage may be left out; 0 if the whole model is to be run.
+
+    Without a pipeline, this is the number for each stack of layers.
+
+    Args:
+        run: The run.
+        decisions: The result of `decide_run`.
+        kept: How many layers the shortest stage of the shorter model keeps.
+    """
+    model = run.model
+    if run.layout.pp == 1:
+        least = min([model.n_layers, *([model.n_decoder_layers] if model.two_stacks else [])])
+    else:
+        stages = stages_of(model, run.layout.n_stages, decisions.choices.work)
+        least = min(_longest(model, stage)[1] for stage in stages)
+    return least - kept if least >= kept + _WORTH else 0
+
+
+@contextmanager
+def without_layers(run: RunConfig, decisions: Decisions, n: int) -> Iterator[RunConfig]:
+    """Yields the run with n layers fewer in each stage, whose stages are cut so inside the context.
+
+    A stage with layers of an encoder and of a decoder loses some of those that it has more of.
+
+    Args:
+        run: The run.
+        decisions: The result of `decide_run(run)`.
+        n: At most what `removable` returns.
+    """
+    model, layout = run.model, run.layout
+    if not n:
+        yield run
+        return
+    if layout.pp == 1:
+        changes = {"n_layers": model.n_layers - n}
+        if model.two_stacks:
+            changes["n_decoder_layers"] = model.n_decoder_layers - n
+        yield run.model_copy(update={"model": model.model_copy(update=changes)})
+        return
+    stages = stages_of(model, layout.n_stages, decisions.choices.work)
+    stacks = [_longest(model, stage)[0] for stage in stages]
+    decoders = sum(stack.startswith("decoder") for stack in stacks)
+    changes = {"n_layers": model.n_layers - n * (len(stacks) - decoders)}
+    if decoders:
+        changes["n_decoder_layers"] = model.n_decoder_layers - n * decoders
+    shorter = run.model_copy(update={"model": model.model_copy(update=changes)})
+    ends = [0, *itertools.accumulate(len(stage) - n for stage in stages)]
+    with with_stages(shorter.model, [range(a, b) for a, b in itertools.pairwise(ends)]):
+        yield shorter
+
+
+def _longest(model: ModelConfig, stage: Sequence[int]) -> tuple[str, int]:
+    """Returns the stack of which a stage has the most layers, such as `decoder.layers.`, and them.
+
+    The last one is taken of two with as many.
+    """
+    names = link_names(model)
+    stacks = [names[i].rstrip("0123456789") for i in stage if names[i][-1].isdigit()]
+    counts = [(stack, len([*same])) for stack, same in itertools.groupby(stacks)]
+    return max(reversed(counts), key=lambda one: one[1], default=("", 0))
+
+
+# --------------------------------------------------------------------------- steps with more layers
+
+
+def with_layers(shorter: StepRecord, longer: StepRecord, more: int) -> StepRecord:
+    """Returns the record of a step with more layers.
+
+    Args:
+        shorter: That of a step with few layers.
+        longer: That with a layer more in each stage.
+        more: How many layers each stage has besides those of the longer one.
+
+    Raises:
+        NotPeriodicError: It does not follow from these two.
+    """
+    kinds = [[part[:3] for part in one.parts] for one in (shorter, longer)]
+    if [kind[0] for kind in kinds[0]] != [kind[0] for kind in kinds[1]]:
+        raise NotPeriodicError("the parts of the step depend on the number of layers")
+    numbers = _Numbers()
+    parts = [_extended(a, b, more, numbers) for a, b in zip(shorter.parts, longer.parts)]
+    between = {kind: n + more * (n - shorter.between[kind]) for kind, n in longer.between.items()}
+    return replace(
+        longer,
+        parts=parts,
+        between=between,
+        host=longer.host + more * (longer.host - shorter.host),
+        saved=longer.saved + more * (longer.saved - shorter.saved),
+        composed=True,
+    )
+
+
+def _extended(shorter: StepPart, longer: StepPart, more: int, numbers: _Numbers) -> StepPart:
+    """Returns a part of a step with more layers; see `with_layers`."""
+    events: list[Any] = []
+
+    def may_grow(i: int, j: int) -> bool:
+        return _may_grow(shorter.events[i], longer.events[j])
+
+    ids = numbers.of(shorter.events), numbers.of(longer.events)
+    for begin, end, repeated, grows in segments(*ids, may_grow):
+        some = [*longer.events[begin:end]]
+        for place, before in grows:
+            some[place - begin] = _grown(shorter.events[before], longer.events[place], more)
+        events += some * (more if repeated else 1)
+    return longer._replace(events=tuple(events))
+
+
+def _may_grow(shorter: Any, longer: Any) -> bool:
+    """Whether an event is that of the shorter step with the sizes of a layer more.
+
+    A layer adds at most a third to a size if there were three layers before.
+    """
+    if isinstance(longer, int) and not isinstance(longer, bool):
+        return 0 <= 3 * (longer - shorter) * (1 if longer > 0 else -1) <= abs(shorter)
+    if isinstance(longer, Place):
+        return longer.backward == shorter.backward and longer.function == shorter.function
+    if isinstance(longer, tuple):
+        return (
+            type(shorter) is type(longer)
+            and len(shorter) == len(longer)
+            and all(map(_may_grow, shorter, longer))
+        )
+    return shorter == longer
+
+
+def _grown(shorter: Any, longer: Any, more: int) -> Any:
+    """Returns an event whose sizes grow with each layer."""
+    if shorter == longer or isinstance(longer, str | Place):
+        return longer
+    if isinstance(longer, int):
+        return longer + more * (longer - shorter)
+    values = [_grown(a, b, more) for a, b in zip(shorter, longer)]
+    return longer._make(values) if hasattr(longer, "_make") else tuple(values)
+
+
+class _Numbers:
+    """Numbers of events, which are equal for those that do the same in different layers."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._names: dict[str, str] = {}
+        self._kernels: dict[int, tuple[int, Kernel]] = {}
+
+    def of(self, events: Sequence[Any]) -> Ids:
+        """Returns the numbers of events."""
+        return np.array([self._kernel(event) for event in events], dtype=np.int64)
+
+    def _kernel(self, event: Any) -> int:
+        if not isinstance(event, Kernel):
+            return self._number(event)
+        if id(event) not in self._kernels:  # one object stands for many kernels
+            self._kernels[id(event)] = self._number(event), event
+        return self._kernels[id(event)][0]
+
+    def _number(self, event: Any) -> int:
+        key = (type(event), *(self._plain(x) for x in event))
+        if isinstance(event, Held):
+            key = key[:-1]  # it says what runs, with the number of the layer
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _plain(self, x: Any) -> Hashable:
+        """Returns a place without the number of its layer and its line."""
+        if not isinstance(x, Place):
+            return x
+        if x.module not in self._names:
+            self._names[x.module] = "".join(c for c in x.module if not c.isdigit())
+        return self._names[x.module], x.backward
+
+
+# --------------------------------------------------------------------------- segments
+
+
+class LayerSegment(NamedTuple):
+    """Events of the longer record that stand together.
+
+    Attributes:
+        begin: The first of them.
+        end: The first behind them.
+        repeated: Whether they stand for one more layer, so that each further layer has them, too.
+        grows: Events whose size grows with each layer, each with its place in the shorter record.
+    """
+
+    begin: int
+    end: int
+    repeated: bool
+    grows: tuple[tuple[int, int], ...] = ()
+
+
+def segments(shorter: Ids, longer: Ids, may_grow: Callable[[int, int], bool]) -> list[LayerSegment]:
+    """Divides a record into segments that each further layer repeats and others.
+
+    Args:
+        shorter: The numbers of the events with fewer layers, which are equal for equal events.
+        longer: Those with a layer more.
+        may_grow: Whether an event of the longer one is that of the shorter one, but for its size.
+
+    Returns:
+        The segments of the longer one, in order. A repeated one comes after its first appearance.
+
+    Raises:
+        NotPeriodicError: The longer one is not the shorter one with insertions.
+    """
+    failed: set[tuple[int, int]] = set()
+
+    def search(i: int, j: int) -> list[tuple[int, int]] | None:
+        """Compares from the places i and j on.
+
+        Returns:
+            Places in the longer record, in order, and how many events are inserted there; 0 where
+            a single event has another size. None if there is no such list.
+        """
+        same = min(len(shorter) - i, len(longer) - j)
+        differ = np.flatnonzero(shorter[i : i + same] != longer[j : j + same])
+        step = int(differ[0]) if len(differ) else same
+        i, j = i + step, j + step
+        excess = (len(longer) - j) - (len(shorter) - i)
+        if i == len(shorter) and not excess:
+            return []
+        if excess < 0 or (i, j) in failed:
+            return None
+        for n in range(min(excess, j), 0, -1):
+            if longer[j - 1] != longer[j + n - 1] or longer[j - n] != longer[j]:
+                continue
+            if np.array_equal(longer[j - n : j], longer[j : j + n]):
+                rest = search(i, j + n)
+                if rest is not None:
+                    return [(j, n), *rest]
+        if i < len(shorter) and j < len(longer) and may_grow(i, j):
+            rest = search(i + 1, j + 1)
+            if rest is not None:
+                return [(j, 0), *rest]
+        failed.add((i, j))
+        return None
+
+    places = search(0, 0)
+    if places is None:
+        raise NotPeriodicError("a step with more layers does not repeat what the last one did")
+    found: list[LayerSegment] = []
+    grows: list[tuple[int, int]] = []
+    begin = behind = 0
+    for at, inserted in places:
+        if inserted:
+            end = at + inserted
+            found += [LayerSegment(begin, end, False, tuple(grows)), LayerSegment(at, end, True)]
+            begin, behind, grows = end, behind + inserted, []
+        else:
+            grows.append((at, at - behind))
+    found.append(LayerSegment(begin, len(longer), False, tuple(grows)))
+    return found
