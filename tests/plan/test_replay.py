@@ -19,7 +19,7 @@ def kernel(seconds: float, launches: int = 1) -> Run:
 
 
 def message(number: int, seconds: float, group: str = "g", ranks: tuple[int, ...] = (0, 1)) -> Send:
-    return Send(Start(number, "all_reduce", group, ranks, HERE, "col"), seconds, "forward")
+    return Send(number, Start(number, "all_reduce", group, ranks, HERE, "col"), seconds, "forward")
 
 
 def wait(number: int) -> Await:
@@ -85,11 +85,11 @@ def pipeline(p: int, m: int, travel_s: float) -> list[Program]:
             source, target = (rank - 1, rank + 1) if forward else (rank + 1, rank - 1)
             if 0 <= source < p:
                 start = p2p(len(items), "recv", action.kind, rank, source)
-                items += [Send(start, travel_s, "forward"), wait(start.number)]
+                items += [Send(start.number, start, travel_s, "forward"), wait(start.number)]
             items.append(kernel(1.0 if forward else 2.0))
             if 0 <= target < p:
                 start = p2p(len(items), "send", action.kind, rank, target)
-                items.append(Send(start, travel_s, "forward"))
+                items.append(Send(start.number, start, travel_s, "forward"))
         programs.append(Program(rank, items))
     return programs
 
@@ -117,4 +117,4 @@ def test_messages_between_stages_lengthen_the_pipeline() -> None:
 
 def test_messages_to_ranks_without_a_program_take_their_time() -> None:
     start = Start(1, "p2p", "g", (0, 7), HERE, "pp", parts=(Part("send", 7, 1, "float32"),))
-    assert one([Send(start, 2.0, "forward"), wait(1)]).end == 2.0
+    assert one([Send(start.number, start, 2.0, "forward"), wait(1)]).end == 2.0

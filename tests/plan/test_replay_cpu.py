@@ -22,7 +22,7 @@ def kernel(seconds: float, launches: int = 1) -> Run:
 def message(number: int, seconds: float, cpu: float | None, axis: str = "col") -> Send:
     """A collective over an axis; `cpu` is None if it stays within a node."""
     start = Start(number, "all_reduce", f"group of {axis}", (0, 1), HERE, axis)
-    return Send(start, seconds, "forward", cpu)
+    return Send(number, start, seconds, "forward", cpu)
 
 
 def wait(number: int) -> Await:
@@ -97,7 +97,9 @@ def test_programs_that_wait_for_each_other_are_refused() -> None:
 
 def p2p(number: int, what: Literal["send", "recv"], peer: int) -> Send:
     parts = (Part(what, peer, 10, "float32"),)
-    return Send(Start(number, "p2p", "pp", (0, 1), HERE, "pp", parts=parts), 3.0, "forward", 0.0)
+    return Send(
+        number, Start(number, "p2p", "pp", (0, 1), HERE, "pp", parts=parts), 3.0, "forward", 0.0
+    )
 
 
 def test_the_two_directions_of_a_link_do_not_disturb_each_other() -> None:

@@ -105,7 +105,7 @@ def both(run: RunConfig) -> Iterator[tuple[RankRecord, RankRecord]]:
     lines = different_ranks(run, decisions)
     for few in record_ranks(run, lines, decisions, RecordOptions(backend, True, True)):
         step = record_step(run, few.trace.rank, decisions, backend)
-        yield few, RankRecord(step.trace, step, range(len(step.parts)))
+        yield few, RankRecord(step.trace, step, [tuple(range(len(step.parts)))])
 
 
 def same(few: RankRecord, whole: RankRecord) -> None:

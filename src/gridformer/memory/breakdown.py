@@ -48,7 +48,7 @@ def changes_of(record: RankRecord) -> list[Changes]:
     """Returns the changes of memory in each part of a rank's step."""
     known: dict[int, Changes] = {}
     found = []
-    for number in record.order:
+    for number in itertools.chain(*record.order):
         part = record.step.parts[number]
         if part.kind == "start":
             continue

@@ -60,7 +60,7 @@ def estimate_rank(
     decisions = decisions or decide_run(run)
     if complete:
         step = record_step(run, rank, decisions, backend)
-        record = RankRecord(step.trace, step, range(len(step.parts)))
+        record = RankRecord(step.trace, step, [tuple(range(len(step.parts)))])
     else:
         [record] = record_ranks(run, [[rank]], decisions, RecordOptions(backend, storages=True))
     return breakdown_of(record, not gpu, timeline)

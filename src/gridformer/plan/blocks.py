@@ -1,6 +1,6 @@
-"""Turns traces into programs, with one item for each pass that depends on no other rank.
+"""Turns traces into programs, with one item for each part that depends on no other rank.
 
-The time of such a pass follows from two of its replays. The compute stream ends at the latest of
+The time of such a part follows from two of its replays. The compute stream ends at the latest of
 all chains of things that wait for each other, and each chain begins where the stream is at first or
 where the host is: so the end is max(stream + a, host + b), where a is found with a host that is far
 ahead, and b with a stream that is idle.
@@ -8,13 +8,23 @@ ahead, and b with a stream that is idle.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from gridformer.plan.costs import Costs
-from gridformer.plan.program import Block, Item, OnlyLayers, Program, ReadBack, Run, Send
+from gridformer.plan.program import (
+    Await,
+    Block,
+    Item,
+    OnlyLayers,
+    Program,
+    ReadBack,
+    Run,
+    Send,
+)
 from gridformer.plan.replay import replay
-from gridformer.trace.events import Passed, Start, Trace
+from gridformer.trace.events import Event, Passed, Start, Trace
 
 _FAR = 1e4  # seconds; more than any pass takes
 
@@ -40,40 +50,55 @@ class Programs:
     ) -> None:
         self.costs, self.launch_s, self.layers, self.whole = costs, launch_s, layers, whole
         self._ranks = {trace.rank for trace in traces}
-        self._blocks: dict[int, Block | None] = {}
+        self._parts: dict[tuple[int, bool], list[Item]] = {}
         self._known: dict[Any, Block] = {}
 
     def program(self, trace: Trace) -> Program:
         """Returns what a replay needs of a trace, which must have kernels."""
         only = OnlyLayers() if self.layers else None
-        events, update = trace.events, trace.update
         items: list[Item] = []
-        begun = 0  # where the events begin that have no items yet
-        passes = [n for n, event in enumerate(events) if isinstance(event, Passed)]
-        border = [update] if update > 0 else []
-        for end in sorted({*passes, *border, len(events)}):
-            items += self.costs.items(events[begun:end], trace.rank, only, end > update > 0)
-            begun = end
-            event = events[end] if end < len(events) else None
+        singles: list[Event] = []
+        for number, event in enumerate(trace.events):
+            last = number >= trace.update > 0
+            if isinstance(event, Passed) or number == trace.update:
+                items += self.costs.items(singles, trace.rank, only, number > trace.update > 0)
+                singles = []
             if not isinstance(event, Passed):
-                continue
-            block = None if self.whole else self._block_of(event, trace.rank)
-            if block is not None:
-                items.append(block)
+                singles.append(event)
+            elif only is not None and not event.closed:
+                items += self.costs.items(event.unfolded(), trace.rank, only, last)
             else:
-                items += self.costs.items(event.unfolded(), trace.rank, only, end >= update > 0)
-            begun = end + 1
+                items += self._passed(event, trace.rank, last)
+        items += self.costs.items(singles, trace.rank, only, trace.update > 0)
         return Program(trace.rank, items)
 
-    def _block_of(self, event: Passed, rank: int) -> Block | None:
-        """Returns the block of a pass; None if the pass depends on other ranks or passes."""
-        key = id(event.events)
-        if key not in self._blocks:
-            self._blocks[key] = self._block(event, rank) if self._closed(event) else None
-        return self._blocks[key]
+    def _passed(self, event: Passed, rank: int, last: bool) -> list[Item]:
+        """Returns the items of some parts, among which are blocks for what depends on nothing."""
+        key = id(event.events), last
+        if key not in self._parts:
+            self._parts[key] = self._items(event, rank, last)
+        return [
+            Send(event.number(item.number), *item[1:])
+            if type(item) is Send
+            else Await(event.number(item.number), item.phase)
+            if type(item) is Await
+            else item
+            for item in self._parts[key]
+        ]
+
+    def _items(self, event: Passed, rank: int, last: bool) -> list[Item]:
+        if self._closed(event) and not self.whole:
+            return [self._block(event, rank)]
+        found: list[Item] = []
+        for nested, some in itertools.groupby(event.events, lambda one: isinstance(one, Passed)):
+            if nested:
+                found += [item for one in some for item in self._passed(one, rank, last)]  # type: ignore[arg-type]
+            else:
+                found += self.costs.items(some, rank, None, last)
+        return found
 
     def _closed(self, event: Passed) -> bool:
-        """Whether a pass waits for what it starts, and for nothing else, and for no other rank."""
+        """Whether parts wait for what they start, and for nothing else, and for no other rank."""
         starts = (one for one in event.events if isinstance(one, Start))
         return event.closed and all(len(self._ranks.intersection(one.ranks)) < 2 for one in starts)
 
@@ -113,5 +138,5 @@ def _time_of(item: Item, groups: dict[str, int]) -> Any:
     if isinstance(item, Send):
         start = item.start
         group = groups.setdefault(start.group, len(groups))
-        return group, start.axis, item.seconds, start.number, item.phase
+        return group, start.axis, item.seconds, item.number, item.phase
     return "read" if isinstance(item, ReadBack) else item

@@ -84,7 +84,7 @@ class Costs:
             phase = _phase_of(event, last)
             if isinstance(event, Start):
                 seconds, cpu = self.start_s(event, rank)
-                items.append(Send(event, seconds, phase, cpu))
+                items.append(Send(event.number, event, seconds, phase, cpu))
             elif isinstance(event, Wait):
                 items.append(Await(event.number, phase))
             elif isinstance(event, Read):

@@ -38,13 +38,15 @@ class Send(NamedTuple):
     """A message is started; see `Start`.
 
     Attributes:
-        start: The message.
+        number: Identifies the message on its rank.
+        start: The message; its own number does not count.
         seconds: What it takes once it is next on all its members.
         phase: The phase of the step.
         cpu: On CPUs, for a message between nodes, the seconds in which it keeps a thread busy; None
             if it does so all the time, as a message within a node.
     """
 
+    number: int
     start: Start
     seconds: float
     phase: Phase

@@ -17,30 +17,40 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
-from gridformer.plan.program import Await, Block, Interval, Program, ReadBack, Run, Send, Spent
+from gridformer.plan.program import (
+    Await,
+    Block,
+    Interval,
+    Phase,
+    Program,
+    ReadBack,
+    Run,
+    Send,
+    Spent,
+)
 from gridformer.trace.events import Part
 
 
-class _Over(NamedTuple):
-    """A message that is over: when its stream was free for it, when it began and when it ended."""
-
-    free: float
-    began: float
-    ended: float
-
-
-@dataclass(eq=False)
 class _Call:
-    """A message of one rank that is not over."""
+    """A message of one rank.
 
-    send: Send
-    ready: float
-    left: list[Part]
-    began: float = float("inf")
-    ended: float = 0.0
+    Attributes:
+        send: The message.
+        ready: When the compute stream had come to it.
+        left: For p2p, the parts that are not carried out.
+        free: When its stream was free for it.
+        began: When it began.
+        ended: When it ended.
+        over: Whether it has ended.
+    """
+
+    __slots__ = ("began", "ended", "free", "left", "over", "ready", "send")
+
+    def __init__(self, send: Send, ready: float) -> None:
+        self.send, self.ready, self.over = send, ready, False
+        self.left: list[Part] = []
+        self.free, self.began, self.ended = 0.0, float("inf"), 0.0
 
 
 class StuckError(Exception):
@@ -76,8 +86,8 @@ class _Rank:
     def __init__(self, program: Program) -> None:
         self.items, self.at = program.items, 0
         self.host = self.device = 0.0
-        self.over: dict[int, _Over] = {}
-        self.axes: dict[int, str] = {}
+        self.calls: dict[int, _Call] = {}
+        self.awaits: _Call | None = None
         self.spent = Spent(program.rank)
 
 
@@ -125,9 +135,11 @@ class _Replay:
                 spent.n_launches += 1
                 self._start(rank, one, item)
             elif type(item) is Await:
-                if item.number not in one.over:
+                call = one.calls[item.number]
+                if not call.over:
+                    one.awaits = call
                     return
-                self._wait(one, item)
+                self._wait(one, call, item.phase)
             elif type(item) is Block:
                 self._block(one, item)
             else:
@@ -135,7 +147,7 @@ class _Replay:
                 one.host = max(one.host, one.device)
             one.at += 1
 
-    def _idle(self, one: _Rank, phase: str) -> None:
+    def _idle(self, one: _Rank, phase: Phase) -> None:
         """The device waits for the host."""
         one.spent.launches += one.host - one.device
         one.spent.phases[phase] += one.host - one.device
@@ -164,134 +176,108 @@ class _Replay:
         one.device = end
         one.host += block.host
 
-    def _wait(self, one: _Rank, item: Await) -> None:
-        over, axis, spent = one.over[item.number], one.axes[item.number], one.spent
+    def _wait(self, one: _Rank, call: _Call, phase: Phase) -> None:
+        axis, spent = call.send.start.axis, one.spent
         if one.host > one.device:
-            self._idle(one, item.phase)
-        if over.ended > one.device:
-            late = max(0.0, over.began - max(one.device, over.free))
-            stopped = over.ended - one.device
+            self._idle(one, phase)
+        if call.ended > one.device:
+            late = max(0.0, call.began - max(one.device, call.free))
+            stopped = call.ended - one.device
             spent.bubble += late
-            spent.late[item.phase] += late
+            spent.late[phase] += late
             spent.exposed[axis] += stopped - late
-            spent.phases[item.phase] += stopped
+            spent.phases[phase] += stopped
             if self.timeline:
                 kind = "bubble" if late > stopped / 2 else "exposed"
                 name = f"waits for {axis}"
-                spent.intervals.append(Interval("compute", kind, name, one.device, over.ended, ""))
-            one.device = over.ended
+                spent.intervals.append(Interval("compute", kind, name, one.device, call.ended, ""))
+            one.device = call.ended
 
     # ------------------------------------------------------------------ messages
 
     def _start(self, rank: int, one: _Rank, send: Send) -> None:
         start = send.start
-        one.axes[start.number] = start.axis
         queues = self.queues.get(start.group)
         if queues is None:
             members = [member for member in start.ranks if member in self.ranks]
             queues = self.queues[start.group] = {member: deque() for member in members}
+        call = one.calls[send.number] = _Call(send, max(one.host, one.device))
+        if start.op == "p2p":
+            call.left = [part for part in start.parts if part.peer in self.ranks]
         queue = queues[rank]
-        parts = [part for part in start.parts if part.peer in self.ranks]
-        call = _Call(send, max(one.host, one.device), parts)
         queue.append(call)
-        if len(queue) > 1:
-            return
-        if len(queues) == 1 and start.op != "p2p":  # nobody else in the group has a program
-            call.began = self._ready(start.group, rank, call)
-            call.ended = call.began + send.seconds
-            self._end(start.group, queue, rank, call)
-        else:
+        if len(queue) == 1:  # otherwise it is not next
             self._carry_out(start.group, queues, rank)
 
     def _carry_out(self, group: str, queues: dict[int, deque[_Call]], rank: int) -> None:
-        """Carries out whatever a new message of a rank makes possible."""
-        fresh = deque([rank])
+        """Carries out what is next on a rank, as far as others have come to it, and what follows.
+
+        Args:
+            group: The name of a group.
+            queues: The messages of its members that are not over.
+            rank: One of them.
+        """
+        fresh = [rank]
         while fresh:
-            rank = fresh.popleft()
-            for call in self._next(queues[rank]):
-                if call.send.start.op == "p2p":
-                    fresh.extend(self._match_parts(group, queues, rank, call))
-                elif all(self._collectives(queue) for queue in queues.values()):
-                    fresh.extend(self._match_all(group, queues))
-                    break
-
-    def _next(self, queue: deque[_Call]) -> list[_Call]:
-        """Returns the messages of a rank that may be carried out now."""
-        return [queue[0]] if queue else []
-
-    def _collectives(self, queue: deque[_Call]) -> list[_Call]:
-        """Returns the collective of a rank that is next, in a list that may be empty."""
-        return [queue[0]] if queue and queue[0].send.start.op != "p2p" else []
-
-    def _match_all(self, group: str, queues: dict[int, deque[_Call]]) -> list[int]:
-        calls = {rank: self._collectives(queue)[0] for rank, queue in queues.items()}
-        began = max(
-            max(call.ready, self.free.get((group, rank), 0.0)) for rank, call in calls.items()
-        )
-        ended = began + max(call.send.seconds for call in calls.values())
-        for rank, call in calls.items():
-            call.began, call.ended = began, ended
-            self._finish(group, queues, rank, call)
-        return list(calls)
+            rank = fresh.pop()
+            if not (queue := queues[rank]):
+                continue
+            if queue[0].send.start.op == "p2p":
+                fresh += self._match_parts(group, queues, rank, queue[0])
+            elif all(some and some[0].send.start.op != "p2p" for some in queues.values()):
+                calls = {member: some[0] for member, some in queues.items()}
+                began = max(self._ready(group, member, call) for member, call in calls.items())
+                ended = began + max(call.send.seconds for call in calls.values())
+                for member, call in calls.items():
+                    call.began, call.ended = began, ended
+                    self._end(group, queues[member], member, call)
+                fresh += calls
 
     def _match_parts(
         self, group: str, queues: dict[int, deque[_Call]], rank: int, call: _Call
     ) -> list[int]:
+        """Carries out parts of a message; returns the ranks on which another is next then."""
         found = []
         for part in list(call.left):
-            wanted = ("recv" if part.what == "send" else "send", rank)
-            match = next(
-                (
-                    (other, p)
-                    for other in self._next(queues.get(part.peer, deque()))
-                    for p in other.left
-                    if (p.what, p.peer) == wanted
-                ),
-                None,
-            )
-            if match is None:
+            theirs = queues[part.peer]
+            for there in theirs[0].left if theirs else ():
+                if there.peer == rank and there.what != part.what:
+                    break
+            else:
                 continue
-            other, there = match
+            other = theirs[0]
             began = max(self._ready(group, rank, call), self._ready(group, part.peer, other))
+            ended = began + max(call.send.seconds, other.send.seconds)
             for one in (call, other):
-                one.began = min(one.began, began)
-                one.ended = max(one.ended, began + max(call.send.seconds, other.send.seconds))
+                one.began, one.ended = min(one.began, began), max(one.ended, ended)
             call.left.remove(part)
             other.left.remove(there)
             if not other.left:
-                self._finish(group, queues, part.peer, other)
+                self._end(group, theirs, part.peer, other)
                 found.append(part.peer)
         if not call.left:
             if not call.ended:  # all its peers are ranks without a program
                 call.began = self._ready(group, rank, call)
                 call.ended = call.began + call.send.seconds
-            self._finish(group, queues, rank, call)
+            self._end(group, queues[rank], rank, call)
             found.append(rank)
         return found
 
     def _ready(self, group: str, rank: int, call: _Call) -> float:
         return max(call.ready, self.free.get((group, rank), 0.0))
 
-    def _finish(self, group: str, queues: dict[int, deque[_Call]], rank: int, call: _Call) -> None:
-        self._end(group, queues[rank], rank, call)
-        self.awake.append(rank)
-
     def _end(self, group: str, queue: deque[_Call], rank: int, call: _Call) -> None:
+        """Ends the message that is next on a rank."""
+        queue.popleft()
+        free = self.free.get((group, rank), 0.0)
+        call.free, call.over = max(call.ready, free), True
+        self.free[group, rank] = max(free, call.ended)
         one, start = self.ranks[rank], call.send.start
-        queue.remove(call)
-        free = self._ready(group, rank, call)
-        self.free[group, rank] = max(self.free.get((group, rank), 0.0), call.ended)
-        one.over[start.number] = _Over(free, call.began, call.ended)
-        one.spent.messages[start.axis] += call.ended - call.began
+        spent = one.spent
+        if one.awaits is call:
+            self.awake.append(rank)
+        spent.messages[start.axis] += call.ended - call.began
         if self.timeline:
-            name = f"{start.op} {start.label}".strip()
-            one.spent.intervals.append(
-                Interval(
-                    f"messages {start.axis}",
-                    "message",
-                    name,
-                    call.began,
-                    call.ended,
-                    start.place.module,
-                )
-            )
+            stream, name = f"messages {start.axis}", f"{start.op} {start.label}".strip()
+            began, ended, module = call.began, call.ended, start.place.module
+            spent.intervals.append(Interval(stream, "message", name, began, ended, module))

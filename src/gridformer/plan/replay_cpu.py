@@ -198,7 +198,7 @@ class _Replay:
         self.flights.remove(flight)
         for rank, send in flight.calls:
             one, start = self.ranks[rank], send.start
-            call = one.calls[start.number]
+            call = one.calls[send.number]
             call.began, call.left = min(call.began, flight.began), call.left - 1
             call.ended = self.now
             if call.left:
@@ -261,7 +261,7 @@ class _Replay:
 
     def _start(self, rank: int, one: _Rank, send: Send) -> None:
         start = send.start
-        one.calls[start.number] = call = _Call(start.axis, 1)
+        one.calls[send.number] = call = _Call(start.axis, 1)
         if start.op == "p2p":
             self._start_parts(rank, call, send)
             return

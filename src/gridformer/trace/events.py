@@ -11,7 +11,7 @@ these are made and sent between processes in less time than instances of other c
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from gridformer.utils.errors import UserError
@@ -237,26 +237,34 @@ SingleEvent = Start | Wait | Kernel | Read
 
 @dataclass(slots=True, eq=False)
 class Passed:
-    """A pass through a stage, whose events are kept once for all micro-batches.
+    """Parts of a step that occur several times together, such as a pass with what it sends.
 
     Attributes:
-        events: What it does. Many passes share this object.
-        numbers: The number on this rank of each message that it starts or waits for, by the number
-            of the message in `events`.
+        events: What happens. All occurrences share this object. The messages that it starts are
+            numbered from 0 on, and others for which it waits from -1 downward.
+        first: The number on this rank of the first message that it starts.
+        others: The numbers on this rank of the others for which it waits.
         closed: Whether it waits for what it starts, and for nothing else.
     """
 
-    events: tuple[SingleEvent, ...]
-    numbers: Sequence[int]
+    events: tuple[Event, ...]
+    first: int
+    others: Sequence[int] = ()
     closed: bool = False
+
+    def number(self, own: int) -> int:
+        """Returns the number on this rank of a message that has a number in `events`."""
+        return self.first + own if own >= 0 else self.others[~own]
 
     def unfolded(self) -> Iterator[SingleEvent]:
         """Yields its events with the numbers of this rank."""
         for event in self.events:
-            if isinstance(event, Start):
-                yield event.numbered(self.numbers[event.number])
+            if isinstance(event, Passed):
+                yield from replace(event, first=self.first + event.first).unfolded()
+            elif isinstance(event, Start):
+                yield event.numbered(self.number(event.number))
             elif isinstance(event, Wait):
-                yield Wait(self.numbers[event.number], event.place)
+                yield Wait(self.number(event.number), event.place)
             else:
                 yield event
 
@@ -273,7 +281,7 @@ class Trace:
         groups: The groups that are created, in order, including those of other ranks.
         own: The groups of this rank, in order.
         events: Messages and waits, in order. Where kernels are recorded, also these and the values
-            that are read back, and passes that are repeated.
+            that are read back, and parts that are repeated.
         reads: Values that are read back from the device.
         troubles: The actions that a GPU or NCCL would refuse. If the code raised an error, the last
             one says which.

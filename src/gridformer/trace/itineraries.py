@@ -243,7 +243,7 @@ def _moved(itinerary: Itinerary, pp: int, index: int, new_pp: int, new_index: in
 
 def in_order(
     parts: Sequence[StepPart], schedule: RankSchedule, pp: int, alike: Sequence[int]
-) -> list[int]:
+) -> list[tuple[int, ...]]:
     """Puts the parts of a short step in the order of a rank's own schedule.
 
     Args:
@@ -253,16 +253,17 @@ def in_order(
         alike: See `alike_chunks`.
 
     Returns:
-        The number of each part.
+        The numbers of the parts: of each pass, with what it receives and sends, and of each other
+        part.
     """
     before: list[int] = []  # what a pass begins with
     recorded: list[tuple[list[int], list[int]]] = []  # until the end of each pass, and behind it
     sends: dict[Like, int] = {}
-    found: list[int] = []
+    found: list[tuple[int, ...]] = []
     rest: list[int] = []
     for number, (kind, stage, *_) in enumerate(parts):
         if kind in ("start", "read the batch"):
-            found.append(number)
+            found.append((number,))
         elif kind in ("forward", "backward"):
             recorded.append(([*before, number], []))
             before = []
@@ -278,5 +279,7 @@ def in_order(
             rest.append(number)
     for number, over in schedule.passes:
         (*received, own), after = recorded[number]
-        found += [*received, *(sends[one] for one in over if one in sends), own, *after]
-    return [*found, *(sends[one] for one in schedule.ends if one in sends), *rest]
+        sent = (sends[one] for one in over if one in sends)
+        found.append((*received, *sent, own, *after))
+    rest[:0] = [sends[one] for one in schedule.ends if one in sends]
+    return [*found, *((number,) for number in rest)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -25,7 +25,17 @@ from gridformer.parallel.pipeline import Executor, stages_of
 from gridformer.parallel.pipeline.partition import model_outline
 from gridformer.parallel.pipeline.schedules import Itinerary
 from gridformer.trace.device import Backend
-from gridformer.trace.events import Awaited, Event, Held, Passed, SingleEvent, Start, Trace, Wait
+from gridformer.trace.events import (
+    Awaited,
+    Event,
+    Held,
+    Member,
+    Passed,
+    SingleEvent,
+    Start,
+    Trace,
+    Wait,
+)
 from gridformer.trace.itineraries import ShortSchedule, alike_chunks, in_order, shortened
 from gridformer.trace.layers import NotPeriodicError, removable, with_layers, without_layers
 from gridformer.trace.step import StepPart, StepRecord, on_devices, record_step
@@ -62,12 +72,12 @@ class RankRecord:
     Attributes:
         trace: Its trace; without events if only memory was asked for.
         step: The record of a step that has the parts of this one.
-        order: The numbers of the parts, in order.
+        order: The numbers of the parts, in order; those that occur together in one tuple.
     """
 
     trace: Trace
     step: StepRecord
-    order: Sequence[int]
+    order: Sequence[tuple[int, ...]]
 
 
 def trace_rank(
@@ -183,9 +193,11 @@ class _Line:
                 found.append(RankRecord(replace(record.trace, rank=rank), record, order))
                 continue
             trace = record.trace
-            if rank != trace.rank:
+            known = self.how.kernels and not composer.some_stages(trace, stages)
+            if rank != trace.rank and not known:
                 trace = _groups_of(self.run, rank, self.decisions, self.how.backend)
-            if composer.goes_to(record.trace, trace, stages):
+            own = None if known else trace.own
+            if composer.goes_to(record.trace, rank, own, stages):
                 events, update = composer.trace(order)
                 trace = replace(
                     record.trace,
@@ -242,7 +254,7 @@ class _Line:
             record.trace.events = []
         return record
 
-    def _orders(self, parts: Sequence[StepPart]) -> list[list[int] | None]:
+    def _orders(self, parts: Sequence[StepPart]) -> list[list[tuple[int, ...]] | None]:
         """Returns the numbers of the parts of each rank; None if it has others."""
         layout = self.run.layout
         if layout.pp > 1:
@@ -257,7 +269,7 @@ class _Line:
         if self._middle and layout.micro_batches > _FEW:
             again = passes[each : 2 * each] * (layout.micro_batches - _FEW)
             order[passes[2 * each] : passes[2 * each]] = again
-        return [order]
+        return [[(number,) for number in order]]
 
     @property
     def _middle(self) -> bool:
@@ -277,30 +289,32 @@ def _groups_of(run: RunConfig, rank: int, decisions: Decisions, backend: Backend
     return log.trace
 
 
-class _Message(NamedTuple):
-    """A start of a message, or a wait for one.
+class _Crossing(NamedTuple):
+    """A message that a group of parts starts and does not wait for, or only waits for.
 
     Attributes:
-        like: A number for what is equal for messages that are waited for in turn.
+        like: What is equal for messages that are waited for in turn.
         nth: For a wait, see `Awaited`; -1 for a start.
+        own: For a start, its number within the group.
     """
 
-    like: int
+    like: object
     nth: int
+    own: int
 
 
-class _Own(NamedTuple):
-    """The numbers of the messages of a part, from 0 on: those that it starts, and then others.
+class _Group(NamedTuple):
+    """Parts of a step that occur together.
 
     Attributes:
-        numbers: That of each start and wait, in order.
-        n: How many they are.
-        closed: See `Passed`.
+        events: See `Passed`.
+        n_starts: How many messages it starts.
+        crossing: The messages that it has in common with other groups, in order.
     """
 
-    numbers: list[int]
-    n: int
-    closed: bool
+    events: tuple[Event, ...]
+    n_starts: int
+    crossing: list[_Crossing]
 
 
 class _Composer:
@@ -308,46 +322,48 @@ class _Composer:
 
     Args:
         parts: The parts of the short step.
-        kernels: Whether a pass that occurs more than once is one event.
+        kernels: Whether kernels are recorded. Then parts that occur several times are one event.
     """
 
     def __init__(self, parts: Sequence[StepPart], kernels: bool) -> None:
         self._kinds = [part.kind for part in parts]
         self._kernels = kernels
         self._recorded = [[e for e in part.events if not isinstance(e, Held)] for part in parts]
-        likes: dict[object, int] = defaultdict(lambda: len(likes))
-        self._messages = [
-            [
-                _Message(likes[e.like], -1 if isinstance(e, Start) else e.nth)
-                for e in events
-                if isinstance(e, Start | Awaited)
-            ]
-            for events in self._recorded
-        ]
-        self._own: dict[int, _Own] = {}
-        self._moved = lambda start: start
-        self._events: dict[int, tuple[SingleEvent, ...]] = {}
+        self._moved: Callable[[Start], Start] = lambda start: start
+        self._groups: dict[tuple[int, ...], _Group] = {}
 
-    def goes_to(self, one: Trace, other: Trace, stages: Sequence[Sequence[int]]) -> bool:
+    def some_stages(self, one: Trace, stages: Sequence[Sequence[int]]) -> bool:
+        """Whether collectives have groups of some stages, which others may not have."""
+        place = {rank: i for i, stage in enumerate(stages) for rank in stage}
+        starts = (e for events in self._recorded for e in events if isinstance(e, Start))
+        used = {start.ranks for start in starts if start.op != "p2p"}
+        return any(1 < len({place[rank] for rank in ranks}) < len(stages) for ranks in used)
+
+    def goes_to(
+        self, one: Trace, rank: int, own: Sequence[Member] | None, stages: Sequence[Sequence[int]]
+    ) -> bool:
         """Puts the parts into the groups of another rank; returns whether that has them all.
+
+        Where kernels are recorded, groups get names that tell them apart.
 
         Args:
             one: A trace of the rank that was recorded.
-            other: A trace of the other rank.
+            rank: The other rank.
+            own: Its groups; None if it has those of the first one, some stages further.
             stages: The ranks of each stage.
         """
-        self._events = {}
-        self._moved = lambda start: start
-        if one is other:
-            return True
         place = {rank: (i, j) for i, stage in enumerate(stages) for j, rank in enumerate(stage)}
-        step = place[other.rank][0] - place[one.rank][0]
+        step = place[rank][0] - place[one.rank][0]
         there = {rank: stages[(i + step) % len(stages)][j] for rank, (i, j) in place.items()}
-        theirs = {(member.purpose, frozenset(member.ranks)): member for member in other.own}
-        groups = {
-            member.name: theirs.get((member.purpose, frozenset(there[r] for r in member.ranks)))
-            for member in one.own
-        }
+        theirs = {(member.purpose, frozenset(member.ranks)): member for member in own or ()}
+        groups: dict[str, Member | None] = {}
+        for member in one.own:
+            purpose = member.purpose
+            ranks = tuple(sorted(there[r] for r in member.ranks))
+            found = theirs.get((purpose, frozenset(ranks)))
+            if self._kernels and (own is None or found is not None):
+                found = Member(f"{purpose} {[*ranks]}", purpose, ranks)
+            groups[member.name] = found
 
         def moved(event: Start) -> Start:
             group = groups[event.group]
@@ -356,77 +372,85 @@ class _Composer:
             return event._replace(group=group.name, ranks=group.ranks, parts=parts)
 
         self._moved = moved
+        self._groups = {}
         every = (event for events in self._recorded for event in events)
         return all(groups[event.group] for event in every if isinstance(event, Start))
 
-    def trace(self, order: Sequence[int]) -> tuple[list[Event], int]:
+    def trace(self, order: Sequence[tuple[int, ...]]) -> tuple[list[Event], int]:
         """Returns the events of the parts in an order, and where the update begins."""
-        left: dict[int, deque[int]] = defaultdict(deque)
+        left: dict[object, deque[int]] = defaultdict(deque)
         found: list[Event] = []
         begun, update, times = 1, 0, Counter(order)
-        for number in order:
-            if self._kinds[number] == "add up gradients":
+        for numbers in order:
+            if self._kinds[numbers[0]] == "add up gradients":
                 update = len(found)
-            numbers: Sequence[int]
-            own = self._own.get(number)
-            if own is not None and own.closed:
-                numbers = range(begun, begun + own.n)
-                begun += own.n
-            else:
-                given = []
-                for like, nth in self._messages[number]:
-                    if nth < 0:
-                        left[like].append(begun)
-                        given.append(begun)
-                        begun += 1
-                    else:
-                        given.append(left[like][nth])
-                        del left[like][nth]
-                if own is None:
-                    own = self._own[number] = _own_numbers(self._messages[number], given)
-                by_own = dict(zip(own.numbers, given))
-                numbers = [by_own[i] for i in range(own.n)]
-            if number not in self._events:
-                self._events[number] = self._numbered(number, own)
-            passed = Passed(self._events[number], numbers, own.closed)
-            if self._kernels and self._kinds[number] in _PASSES and times[number] > 1:
+            group = self._groups.get(numbers)
+            if group is None:
+                group = self._groups[numbers] = self._group(numbers, left)
+            others = []
+            for like, nth, own in group.crossing:
+                if nth < 0:
+                    left[like].append(begun + own)
+                else:
+                    others.append(left[like][nth])
+                    del left[like][nth]
+            passed = Passed(group.events, begun, others, not group.crossing)
+            begun += group.n_starts
+            if self._kernels and times[numbers] > 1:
                 found.append(passed)
             else:
                 found += passed.unfolded()
         return found, update
 
-    def _numbered(self, number: int, own: _Own) -> tuple[SingleEvent, ...]:
-        """Returns the events of a part on a rank, with their own numbers."""
-        numbers = iter(own.numbers)
-        moved: dict[int, Start] = {}  # of events that layers have in common
-        found: list[SingleEvent] = []
-        for event in self._recorded[number]:
-            if isinstance(event, Start):
-                if id(event) not in moved:
-                    moved[id(event)] = self._moved(event)
-                found.append(moved[id(event)].numbered(next(numbers)))
-            elif isinstance(event, Awaited):
-                found.append(Wait(next(numbers), event.place))
+    def _group(self, numbers: tuple[int, ...], left: Mapping[object, Sequence[int]]) -> _Group:
+        """Returns some parts as a group.
+
+        Args:
+            numbers: The numbers of the parts.
+            left: The messages that are waited for where it begins for the first time.
+        """
+        queues: dict[object, list[int | None]] = {}  # None stands for what was started before
+        likes: list[object] = []  # of the messages that it starts
+        open_: set[int] = set()  # those that nothing has waited for
+        crossing: list[_Crossing] = []
+        n_others = 0
+        events: list[Event] = []
+        for number in numbers:
+            mine: list[SingleEvent] = []
+            first, closed = len(likes), True
+            for event in self._recorded[number]:
+                if isinstance(event, Start | Awaited):
+                    queue = queues.setdefault(event.like, [None] * len(left.get(event.like, ())))
+                if isinstance(event, Start):
+                    own = len(likes)
+                    queue.append(own)
+                    likes.append(event.like)
+                    open_.add(own)
+                    crossing.append(_Crossing(event.like, -1, own))
+                    mine.append(self._moved(event).numbered(own))
+                elif isinstance(event, Awaited):
+                    started = queue.pop(event.nth)
+                    if started is None:
+                        n_others += 1
+                        crossing.append(_Crossing(event.like, event.nth, -n_others))
+                    else:
+                        open_.remove(started)
+                    own = -n_others if started is None else started
+                    closed &= own >= first
+                    mine.append(Wait(own, event.place))
+                else:
+                    assert not isinstance(event, Held)
+                    mine.append(event)
+            if closed and mine and len(numbers) > 1 and not any(own >= first for own in open_):
+                relative = tuple(
+                    event._replace(number=event.number - first)
+                    if isinstance(event, Start | Wait)
+                    else event
+                    for event in mine
+                )
+                events.append(Passed(relative, first, closed=True))
             else:
-                assert not isinstance(event, Held)
-                found.append(event)
-        return tuple(found)
-
-
-def _own_numbers(messages: Sequence[_Message], given: Sequence[int]) -> _Own:
-    """Returns the numbers of the messages of a part within it.
-
-    Args:
-        messages: Its messages.
-        given: Their numbers on the rank.
-    """
-    own: dict[int, int] = {}
-    for message, number in zip(messages, given):
-        if message.nth < 0:
-            own[number] = len(own)
-    n_starts, waits = len(own), 0
-    for message, number in zip(messages, given):
-        waits += message.nth >= 0
-        own.setdefault(number, len(own))
-    closed = len(own) == n_starts == waits
-    return _Own([own[number] for number in given], len(own), closed)
+                events += mine
+        return _Group(
+            tuple(events), len(likes), [one for one in crossing if one.own < 0 or one.own in open_]
+        )
