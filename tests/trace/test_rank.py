@@ -78,7 +78,7 @@ def reading(run: RunConfig) -> list[tuple[bool, int]]:
 
 
 def test_all_ways_to_read_are_recorded(gpu: InProcess) -> None:
-    assert gpu(reading, a_run({}, {}, {})) == [(False, 1)] * 5 + [(True, 1)] * 2
+    assert gpu(reading, a_run({}, {}, {})) == [(False, 1)] * 8 + [(True, 1)] * 2
 
 
 def posted(run: RunConfig) -> tuple[Trace, list[int]]:
