@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from gridformer.trace.tracker import MemoryTracker
+from gridformer.utils.storage import allocate_storage, free_storage
 
 
 def test_storages_count_once_and_until_nothing_holds_them() -> None:
@@ -58,12 +59,12 @@ def test_memory_freed_in_place_is_not_held() -> None:
     tracker = MemoryTracker()
     tracker.mark([w], "parameters")
     with tracker:
-        w.untyped_storage().resize_(0)
+        free_storage(w)
         assert tracker.live() == 0
-        w.untyped_storage().resize_(400)
+        allocate_storage(w)
         assert tracker.live() == 400
     assert [entry.kind for entry in tracker.entries] == ["parameters"] * 3
-    w.untyped_storage().resize_(0)
+    free_storage(w)
     assert tracker.live() == 400, "the log is closed"
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gridformer.utils import storage as storages
 from gridformer.utils.torch_private import in_backward
 
 _DEVICE = torch.ops.prim.device.default
@@ -69,7 +70,7 @@ class MemoryTracker(TorchDispatchMode):
     """A context manager that keeps the log. The code that it watches sets `place`.
 
     Storages that are resized in place (a message's buffer is freed, a parameter is gathered again)
-    do not go through an operator, so inside the context `UntypedStorage.resize_` is patched.
+    do not go through an operator; `gridformer.utils.storage` tells of them.
 
     Args:
         device: The type of device whose memory counts; None counts every one with memory.
@@ -114,19 +115,12 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def resizes(self) -> Iterator[None]:
-        """Follows storages that are resized in place, inside the context."""
-        resize = torch.UntypedStorage.resize_
-
-        def resize_and_tell(storage: torch.UntypedStorage, n_bytes: int) -> Any:
-            found = resize(storage, n_bytes)
-            self._resized(storage)
-            return found
-
-        setattr(torch.UntypedStorage, "resize_", resize_and_tell)  # noqa: B010
+        """Follows storages that `gridformer.utils.storage` resizes, inside the context."""
+        storages.listeners.append(self._resized)
         try:
             yield
         finally:
-            setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010
+            storages.listeners.remove(self._resized)
 
     def __enter__(self) -> MemoryTracker:
         self._stack.enter_context(self.resizes())
