@@ -81,6 +81,13 @@ class Log:
             known = self._kernels[key] = kernel, work, place
         self.trace.events.append(known[0])
 
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Marks what is launched inside the context as updating parameters."""
+        self.updating = True
+        yield
+        self.updating = False
+
     def created(self, lines: Sequence[Sequence[int]], purpose: str) -> None:
         """Records that groups are created, of which this rank is a member of one at most.
 
