@@ -30,9 +30,10 @@ _UNKNOWN = LaunchedWork("", "memory", (), "", 0, 0)
 class Watch(TorchDispatchMode):
     """Counts matrix products, and notes copies to the host for which the host waits."""
 
-    def __init__(self, log: Log, storages: MemoryTracker | None = None) -> None:
+    def __init__(self, log: Log) -> None:
         super().__init__()
-        self.log, self.storages = log, storages
+        self.log = log
+        self.storages: MemoryTracker | None = None  # keeps the log of memory
         self.products = 0
         self.device = log.device.type
         self.fakes = fast_fakes()
@@ -44,11 +45,6 @@ class Watch(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and skipping takes a sixth of the time
-
-    def count(self, more: int) -> int:
-        """Adds to the number of matrix products, and returns it."""
-        self.products += more
-        return self.products
 
     def read(self, copies: bool = False) -> None:
         """Notes that the host reads something from the device."""
@@ -118,14 +114,10 @@ def _goes_on(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def watched_fakes(log: Log, storages: MemoryTracker | None = None) -> Iterator[Watch]:
-    """Makes all new tensors fake, and records what is read back from the device.
+def watched_fakes(log: Log) -> Iterator[Watch]:
+    """Makes all new tensors fake, and records in a rank's log what is read back from the device.
 
     A number that is read from a tensor is 1, with which a step takes its ordinary path.
-
-    Args:
-        log: The log of the rank.
-        storages: Keeps the log of memory; None keeps none.
     """
-    with without_compiler(), fast_fakes(), Watch(log, storages) as watch:
+    with without_compiler(), fast_fakes(), Watch(log) as watch:
         yield watch

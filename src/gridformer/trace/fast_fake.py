@@ -130,7 +130,7 @@ class FastFakeTensorMode(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # see MemoryTracker
+        return False  # nothing is compiled here, and skipping it takes time in each operation
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
