@@ -94,3 +94,49 @@ def test_classes_of_the_same_name_are_found(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("class A:\n    class C: ...\n\n\nclass _B: ...\n")
     (tmp_path / "inner/two.py").write_text("class _B: ...\nclass A: ...\nclass C: ...\n")
     assert classes(tmp_path) == {"A": ["inner/two.py", "one.py"], "C": ["inner/two.py"]}
+
+
+# Settings and hooks of Python and torch; what torch.compile leaves out; how torch creates groups.
+SET_OUTSIDE = {
+    *("sys.unraisablehook", "sys.excepthook", "threading.excepthook", "setattr(sys)", "os.environ"),
+    *("torch.backends.cudnn.allow_tf32", "torch.backends.cudnn.benchmark"),
+    *("deterministic.fill_uninitialized_memory", "document_mask.attention_in_parts"),
+    "setattr(distributed_c10d)",
+}
+
+
+def replaced(file: Path) -> set[str]:
+    """Return what a file sets on modules that it imports and on classes, and what it mocks."""
+    nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    outside = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+    found = {name for name in imported(file) if "mock" in name.split(".")}
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            outside |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            target, said = node.args[0], f"{ast.unparse(node.func)}({ast.unparse(node.args[0])})"
+        elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            target, said = node.value, ast.unparse(node)
+        else:
+            continue
+        while isinstance(target, ast.Attribute):
+            target = target.value
+        if getattr(target, "id", "") in outside:
+            found.add(said)
+    return found
+
+
+def test_nothing_is_replaced_from_outside() -> None:
+    found = {file: replaced(file) - SET_OUTSIDE for file in SOURCE.rglob("*.py")}
+    assert {file: names for file, names in found.items() if names} == {}
+
+
+def test_what_is_replaced_from_outside_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "import a.b\nfrom unittest.mock import patch\nfrom c import D\n\n\nclass E: ...\n\n\n"
+        "a.b.f = 1\nsetattr(D, 'g', 2)\nE.h = D().i = 3\nx = y = a.b.f\nx.g = 4\n"
+    )
+    assert replaced(tmp_path / "a.py") == {
+        *("unittest.mock", "unittest.mock.patch", "a.b.f", "setattr(D)", "E.h")
+    }

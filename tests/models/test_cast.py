@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gridformer.models.blocks import IGNORE, CrossEntropy, attach_copies, cast, copy_of, keep_copies
 from gridformer.models.blocks.cast import transposed
 from gridformer.models.blocks.linear import linear
-from gridformer.trace.tracker import MemoryTracker
+from tests.support.memory_log import MemoryLog
 
 HALF = torch.bfloat16
 
@@ -142,7 +142,7 @@ def test_additional_columns_cost_no_pass_over_the_logits() -> None:
     def made(rows: int) -> int:
         held = Holder(rows)
         x, targets = torch.randn(2, 32, 8).to(HALF), torch.zeros(2, 32, dtype=torch.long)
-        with MemoryTracker() as tracker:
+        with MemoryLog() as tracker:
             loss_of(held, x, targets, padded=rows % 64 > 0)
         return sum(entry.n_bytes >= 2 * 64 * 500 for entry in tracker.entries)
 

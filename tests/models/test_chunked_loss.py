@@ -21,7 +21,7 @@ from gridformer.models.blocks import (
     places_per_chunk,
 )
 from gridformer.models.kernels import products
-from gridformer.trace.tracker import MemoryTracker
+from tests.support.memory_log import MemoryLog
 
 H = 6
 
@@ -151,7 +151,7 @@ def test_logits_exist_for_one_chunk_at_a_time(training: bool) -> None:
 
     def run(tokens: int) -> tuple[int, int]:
         """Return the peak above the start, and the largest storage, in bytes."""
-        with MemoryTracker() as tracker, torch.set_grad_enabled(training):
+        with MemoryLog() as tracker, torch.set_grad_enabled(training):
             tracker.mark([x, targets, *head.parameters()], "before")
             before = tracker.live()
             found = in_chunks(x, targets, head, CrossEntropy(), [*head.parameters()], tokens)

@@ -14,8 +14,8 @@ from gridformer.parallel.data import buckets as bucketing
 from gridformer.parallel.data.copies import share_parts
 from gridformer.parallel.data.zero import replica_part
 from gridformer.parallel.sharding import shard_of
-from gridformer.trace.tracker import MemoryTracker
 from tests.support.marks import full_unless
+from tests.support.memory_log import MemoryLog
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.replicas import (
     EVEN,
@@ -138,7 +138,7 @@ def while_gathering() -> tuple[int, int, int]:
     n_bytes = max(p.numel() for p in parameters) * 4
     with patch.object(bucketing, "BUCKET_BYTES", n_bytes):
         n_buckets = len([*bucketing.buckets(parameters)])
-        with MemoryTracker() as tracker:
+        with MemoryLog() as tracker:
             tracker.mark(parameters, "parameters")
             held = tracker.live()
             share_parts([parameters], axes)

@@ -21,10 +21,10 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.data.fsdp import FSDPUnit, Gathering
 from gridformer.parallel.pipeline.stage_io import StageIO
 from gridformer.parallel.tensor.linear import weights_kept
-from gridformer.trace.tracker import MemoryTracker
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch
 from tests.support.marks import full_unless
+from tests.support.memory_log import MemoryLog
 from tests.support.multirank.exactness import CPU, axes_of, batches_of, tiny
 from tests.support.multirank.matrix import MODELS
 from tests.support.multirank.pool import WorkerPool
@@ -190,7 +190,7 @@ def test_all_products_but_the_last_are_recomputed(
 def kept(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> int:
     """Return the bytes that one rank holds after a forward pass and did not hold before."""
     model, batch, _ = start(layout, config, recompute)
-    with weights_kept(model), MemoryTracker() as tracker:
+    with weights_kept(model), MemoryLog() as tracker:
         clock = model.clock
         stamps = [clock.stamp(site, block, CPU) for site, block in clock.sites.items()]
         tracker.mark([*model.parameters(), *batch.values(), *stamps], "before")
@@ -204,7 +204,7 @@ def kept(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> int:
     return found
 
 
-def held(tracker: MemoryTracker) -> int:
+def held(tracker: MemoryLog) -> int:
     """Return the bytes that are in memory now and were not marked as there before."""
     return sum(e.n_bytes for e in tracker.entries if e.died is None and e.kind != "before")
 
@@ -283,7 +283,7 @@ def entered(layout: Layout) -> tuple[int, int]:
         backward(*args)
 
     with (
-        MemoryTracker() as tracker,
+        MemoryLog() as tracker,
         patch.object(StageIO, "entering", marked),
         patch.object(torch.autograd, "backward", watched),
     ):

@@ -18,10 +18,11 @@ from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.models.blocks import Layer
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.zero import replica_part
-from gridformer.trace.tracker import Entry, MemoryTracker
+from gridformer.trace.tracker import Entry
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from tests.support.marks import full_unless
+from tests.support.memory_log import MemoryLog
 from tests.support.multirank.exactness import (
     CPU,
     IN_BACKWARD,
@@ -152,7 +153,7 @@ def held(layout: Layout, train: dict[str, Any]) -> ZeroShard:
     model = build_parallel(config, plan, axes, 1, CPU)
     layers = [module for module in model.modules() if isinstance(module, Layer)]
     matrices = [[p for p in layer.parameters() if p.dim() > 1] for layer in layers]
-    tracker = MemoryTracker()
+    tracker = MemoryLog()
 
     def mark(parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
@@ -189,7 +190,7 @@ def grad_bytes(parameter: nn.Parameter) -> int:
 
 
 def peak(entries: list[Entry]) -> int:
-    log = MemoryTracker()
+    log = MemoryLog()
     log.entries = entries
     log.now = max(when for entry in entries for when in (entry.born, entry.died or 0))
     return log.peak()[1]

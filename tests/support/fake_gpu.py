@@ -38,7 +38,7 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.trace.batch import rows_like
-from gridformer.trace.device import NAME, fake_gpu, gpu_kernels
+from gridformer.trace.device import NAME, fake_gpu
 from gridformer.train.forward_backward import Pipeline
 from gridformer.train.step import Stepper
 from gridformer.utils import rng
@@ -168,8 +168,6 @@ def playing(rank: int, n_processes: int) -> Iterator[None]:
 def fake_tensors(watch: Watch | None = None) -> Iterator[None]:
     """Tensors made inside have no memory; a number read back from one is 1.
 
-    Models use the kernels that they use on a GPU.
-
     Args:
         watch: Records what is read back from the device. torch refuses other ways to read.
     """
@@ -183,7 +181,6 @@ def fake_tensors(watch: Watch | None = None) -> Iterator[None]:
     with (
         patch.object(FakeTensor, "tolist", ones),
         patch.object(FakeTensor, "__float__", ones),
-        gpu_kernels(NAME),
         FakeTensorMode(),
     ):
         yield

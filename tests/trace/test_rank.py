@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gridformer import comm
 from gridformer.config import RunConfig
+from gridformer.parallel.axes import build_axes
 from gridformer.trace import Start, Trace, Wait, trace_rank
 from gridformer.trace.device import fake_gpu
 from gridformer.trace.fake import watched_fakes
@@ -78,27 +80,28 @@ def reading(run: RunConfig) -> list[tuple[bool, int]]:
 
 
 def test_all_ways_to_read_are_recorded(gpu: InProcess) -> None:
-    assert gpu(reading, a_run({}, {}, {})) == [(False, 1)] * 5 + [(True, 1)] * 2
+    assert gpu(reading, a_run({}, {}, {})) == [(False, 1)] * 8 + [(True, 1)] * 2
 
 
 def posted(run: RunConfig) -> tuple[Trace, list[int]]:
     """Post two messages together and one alone."""
-    with on_devices(run, 1) as log, watched_fakes(log):
-        x, y = torch.ones(3, device=fake_gpu()), torch.ones(4, device=fake_gpu())
-        ops = [dist.P2POp(dist.isend, x, 0), dist.P2POp(dist.irecv, y, 0)]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        alone = dist.irecv(x, 0)
-        assert alone is not None
-        alone.wait()
-        alone.wait()
+    with on_devices(run, 1) as log:
+        axis = build_axes(run.layout, log.device.type).col
+        with watched_fakes(log):
+            x, y = torch.ones(3, device=fake_gpu()), torch.ones(4, device=fake_gpu())
+            comm.exchange({0: x}, {0: y}, axis)
+            comm.exchange({}, {0: y}, axis)
+            alone = dist.irecv(x, 0)
+            assert alone is not None
+            alone.wait()
+            alone.wait()
     return log.trace, [len(event.parts) for event in starts(log.trace)]
 
 
 def test_messages_that_are_posted_together_are_one(gpu: InProcess) -> None:
     trace, parts = gpu(posted, a_run({"scheme": "megatron", "cols": 2}, {}, {}))
-    assert parts == [2, 1]
-    assert [type(event) for event in trace.events] == [Start, Wait, Start, Wait]
+    assert parts == [2, 1, 1]
+    assert [type(event) for event in trace.events] == [Start, Wait] * 3
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from gridformer.trace.tracker import MemoryTracker
+from gridformer.utils.storage import allocate_storage, free_storage
+from tests.support.memory_log import MemoryLog
 
 
 def test_storages_count_once_and_until_nothing_holds_them() -> None:
-    with MemoryTracker() as tracker:
+    with MemoryLog() as tracker:
         x = torch.zeros(100)
         y = x.view(10, 10).t()
         assert tracker.live() == 400
@@ -25,7 +26,7 @@ def test_storages_count_once_and_until_nothing_holds_them() -> None:
 
 
 def test_what_autograd_keeps_is_held_until_its_backward_pass() -> None:
-    with MemoryTracker() as tracker:
+    with MemoryLog() as tracker:
         w = torch.zeros(1000, requires_grad=True)
         y = (w.sin() * 2).exp().sum()
         kept = tracker.live() - 4000
@@ -40,7 +41,7 @@ def test_what_autograd_keeps_is_held_until_its_backward_pass() -> None:
 
 def test_tensors_can_be_labeled() -> None:
     w = torch.zeros(10)
-    tracker = MemoryTracker()
+    tracker = MemoryLog()
     tracker.mark([w, w.view(2, 5)], "parameters")
     with tracker:
         tracker.at("somewhere")
@@ -55,20 +56,20 @@ def test_tensors_can_be_labeled() -> None:
 
 def test_memory_freed_in_place_is_not_held() -> None:
     w = torch.zeros(100)
-    tracker = MemoryTracker()
+    tracker = MemoryLog()
     tracker.mark([w], "parameters")
     with tracker:
-        w.untyped_storage().resize_(0)
+        free_storage(w)
         assert tracker.live() == 0
-        w.untyped_storage().resize_(400)
+        allocate_storage(w)
         assert tracker.live() == 400
     assert [entry.kind for entry in tracker.entries] == ["parameters"] * 3
-    w.untyped_storage().resize_(0)
+    free_storage(w)
     assert tracker.live() == 400, "the log is closed"
 
 
 def test_other_devices_memory_does_not_count() -> None:
-    with MemoryTracker() as tracker:
+    with MemoryLog() as tracker:
         x = torch.zeros(100, device="meta") + 1
     assert not tracker.entries
     del x

@@ -8,6 +8,7 @@ network are entered and left through such pairs. Every pair returns x itself on 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch import Tensor
 from gridformer.comm import collectives as comm
 from gridformer.comm import irregular
 from gridformer.mesh.axes import Axis
+
+# Are told the result of each pair that is applied; a trace notes whose backward pass comes later.
+listeners: list[Callable[[Tensor], object]] = []
 
 
 def one_thread() -> AbstractContextManager[object]:
@@ -39,7 +43,7 @@ def identity_allreduce(x: Tensor, axis: Axis, label: str = "enter") -> Tensor:
     Returns:
         x. Its gradients on the ranks are partial sums, which the backward pass adds up.
     """
-    return x if axis.size == 1 else _IdentityAllReduce.apply(x, axis, label)
+    return _apply(_IdentityAllReduce, x, axis, label)
 
 
 def allreduce_identity(x: Tensor, axis: Axis, label: str = "leave") -> Tensor:
@@ -51,7 +55,7 @@ def allreduce_identity(x: Tensor, axis: Axis, label: str = "leave") -> Tensor:
     Returns:
         The sum over the axis, a new tensor of the same shape, replicated over the axis.
     """
-    return x if axis.size == 1 else _AllReduceIdentity.apply(x, axis, label)
+    return _apply(_AllReduceIdentity, x, axis, label)
 
 
 def allgather_reducescatter(x: Tensor, axis: Axis, dim: int, label: str = "enter") -> Tensor:
@@ -63,7 +67,7 @@ def allgather_reducescatter(x: Tensor, axis: Axis, dim: int, label: str = "enter
     Returns:
         The whole tensor [.., size*k, ..]. Its gradients on the ranks are partial sums.
     """
-    return x if axis.size == 1 else _AllGatherReduceScatter.apply(x, axis, dim, label)
+    return _apply(_AllGatherReduceScatter, x, axis, dim, label)
 
 
 def reducescatter_allgather(x: Tensor, axis: Axis, dim: int, label: str = "leave") -> Tensor:
@@ -78,7 +82,7 @@ def reducescatter_allgather(x: Tensor, axis: Axis, dim: int, label: str = "leave
     Raises:
         ValueError: The size of `dim` is not a multiple of the axis size.
     """
-    return x if axis.size == 1 else _ReduceScatterAllGather.apply(x, axis, dim, label)
+    return _apply(_ReduceScatterAllGather, x, axis, dim, label)
 
 
 def broadcast_reduce(x: Tensor, axis: Axis, root: int, label: str = "enter") -> Tensor:
@@ -90,7 +94,7 @@ def broadcast_reduce(x: Tensor, axis: Axis, root: int, label: str = "enter") -> 
     Returns:
         x of `root`, as a new tensor. On other ranks the gradient of their own x is 0.
     """
-    return x if axis.size == 1 else _BroadcastReduce.apply(x, axis, root, label)
+    return _apply(_BroadcastReduce, x, axis, root, label)
 
 
 def reduce_broadcast(x: Tensor, axis: Axis, root: int, label: str = "leave") -> Tensor:
@@ -105,7 +109,7 @@ def reduce_broadcast(x: Tensor, axis: Axis, root: int, label: str = "leave") -> 
     Returns:
         The sum over the axis on `root`, and zeros of the same shape on other ranks.
     """
-    return x if axis.size == 1 else _ReduceBroadcast.apply(x, axis, root, label)
+    return _apply(_ReduceBroadcast, x, axis, root, label)
 
 
 def alltoall(x: Tensor, axis: Axis, split_dim: int, join_dim: int, label: str) -> Tensor:
@@ -121,7 +125,7 @@ def alltoall(x: Tensor, axis: Axis, split_dim: int, join_dim: int, label: str) -
         A tensor that is smaller than x by the axis size along `split_dim` and larger by it along
         `join_dim`.
     """
-    return x if axis.size == 1 else _AllToAll.apply(x, axis, split_dim, join_dim, label)
+    return _apply(_AllToAll, x, axis, split_dim, join_dim, label)
 
 
 def scatter_gather(
@@ -137,7 +141,7 @@ def scatter_gather(
     Returns:
         This rank's part [.., k, ..] of the tensor.
     """
-    return x if axis.size == 1 else _ScatterGather.apply(x, axis, dim, device, label)
+    return _apply(_ScatterGather, x, axis, dim, device, label)
 
 
 def gather_scatter(x: Tensor, axis: Axis, dim: int, label: str = "leave") -> Tensor:
@@ -150,7 +154,16 @@ def gather_scatter(x: Tensor, axis: Axis, dim: int, label: str = "leave") -> Ten
         The whole tensor [.., size*k, ..] on the rank with index 0. On other ranks it is on the meta
         device.
     """
-    return x if axis.size == 1 else _GatherScatter.apply(x, axis, dim, label)
+    return _apply(_GatherScatter, x, axis, dim, label)
+
+
+def _apply(pair: type[torch.autograd.Function], x: Tensor, axis: Axis, *args: Any) -> Tensor:
+    if axis.size == 1:
+        return x
+    out: Tensor = pair.apply(x, axis, *args)
+    for listener in listeners:
+        listener(out)
+    return out
 
 
 class _IdentityAllReduce(torch.autograd.Function):

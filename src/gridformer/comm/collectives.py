@@ -19,6 +19,7 @@ from gridformer.comm import progress
 from gridformer.comm.recorder import Noted, Targets, note
 from gridformer.mesh import groups
 from gridformer.mesh.axes import Axis
+from gridformer.utils.storage import free_storage
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -98,7 +99,7 @@ class Pending:
         own, self._own = self._own, ()
         for buffer in own:
             if not _share_memory(buffer, self._result):
-                buffer.untyped_storage().resize_(0)
+                free_storage(buffer)
         return self._result
 
 

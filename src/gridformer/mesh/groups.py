@@ -5,7 +5,7 @@ All processes must create groups in the same order, even groups that they are no
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import nullcontext
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,8 @@ from gridformer.utils.torch_private import named_group, one_gloo_device, world_t
 _objects: MutableMapping[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 # How often groups were created, by default group.
 _n_made: MutableMapping[ProcessGroup, int] = WeakKeyDictionary()
+# Are told the lines and the purpose of groups before `make_groups` creates them; a trace is one.
+listeners: list[Callable[[Sequence[Sequence[int]], str], object]] = []
 
 
 def over_nccl(group: ProcessGroup | None) -> bool:
@@ -28,7 +30,7 @@ def over_nccl(group: ProcessGroup | None) -> bool:
     With gloo, an all-gather or a reduce-scatter is faster as an exchange of blocks, and messages do
     not wait for each other. `gridformer.comm` calls this function wherever that makes a difference.
     """
-    return bool(dist.get_backend(group) == "nccl")
+    return bool(dist.get_backend(group).startswith("nccl"))  # also where a trace imitates it
 
 
 def through_host(x: Tensor, group: ProcessGroup | None) -> bool:
@@ -75,6 +77,8 @@ def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
     Returns:
         The group, or None if no line contains this process.
     """
+    for listener in listeners:
+        listener(lines, purpose)
     here = dist.get_rank()  # checks its own line only: there may be thousands
     assert all([*line] == sorted(line) for line in lines if here in line), "torch would sort them"
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
@@ -85,11 +89,11 @@ def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
                 split_ranks=[[*line] for line in lines], timeout=world_timeout(), group_desc=purpose
             )
         return split
-    return create_each(lines, purpose)
+    return _create_each(lines, purpose)
 
 
-def create_each(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | None:
-    """Creates the groups of `make_groups`, each by its own members. A trace replaces this.
+def _create_each(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | None:
+    """Creates the groups of `make_groups`, each by its own members.
 
     A process makes at most one group, however many lines there are: with thousands of ranks there
     are thousands of lines.

@@ -9,15 +9,13 @@ A registered device type stays registered in its process, so use a process of it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
-from gridformer.models.kernels import library
+from gridformer.models.kernels import attention, library
 
 NAME = "fakegpu"
 _ONE_KERNEL = ("silu_backward",)
@@ -54,6 +52,27 @@ def _never_run(*_: Any) -> None:
     raise AssertionError("an operator on a fake tensor")
 
 
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float = 1.0,
+    **more: Any,
+) -> Tensor:
+    """Attention in one kernel, as on a GPU.
+
+    gridformer's own has the same operations and results of the same shapes as torch's.
+    """
+    if mask is None and not dropout_p and q.dtype != torch.float64:
+        return attention.attention(q, k, v, None, None, attention.Settings(is_causal, scale))
+    unfused = torch.ops.aten.scaled_dot_product_attention.default.decompose
+    found: Tensor = unfused(q, k, v, mask, dropout_p, is_causal, scale=scale, **more)
+    return found
+
+
 @cache
 def fake_gpu() -> torch.device:
     """Returns the device, which is registered once per process."""
@@ -64,20 +83,11 @@ def fake_gpu() -> torch.device:
     # Fake tensors have shapes by the operator's rules, so the kernels are never run.
     for name in _ONE_KERNEL:
         _library.impl(name, _never_run, "PrivateUse1")
+    _library.impl("scaled_dot_product_attention", _attend, "AutogradPrivateUse1")
+    library.DEVICE_TYPES.append(NAME)
     return torch.device(NAME, 0)
 
 
 def traced_device(backend: Backend) -> torch.device:
     """Returns the device of a trace: the fake GPU for NCCL, and the CPU for gloo."""
     return fake_gpu() if backend == "nccl" else torch.device("cpu")
-
-
-@contextmanager
-def gpu_kernels(device_type: str) -> Iterator[None]:
-    """Makes models inside use their kernels for GPUs with fake tensors on a type of device."""
-
-    def available(device: torch.device, dtype: torch.dtype) -> bool:
-        return device.type == device_type and dtype != torch.float64
-
-    with patch.object(library, "available", available):
-        yield

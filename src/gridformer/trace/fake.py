@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gridformer.trace.attention import fused_attention
-from gridformer.trace.device import NAME, gpu_kernels
+from gridformer.trace.device import NAME
 from gridformer.trace.events import Read
 from gridformer.trace.fast_fake import fast_fakes
 from gridformer.trace.group import Log
@@ -27,31 +23,28 @@ _PRODUCTS |= {torch.ops.gridformer.add_product, torch.ops.gridformer.write_produ
 _COPY = torch.ops.aten.copy_
 _DEVICE = torch.ops.prim.device.default
 _COPIES = {torch.ops.aten._to_copy, _COPY}
+_NUMBERS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.item}
 _UNKNOWN = LaunchedWork("", "memory", (), "", 0, 0)
 
 
 class Watch(TorchDispatchMode):
     """Counts matrix products, and notes copies to the host for which the host waits."""
 
-    def __init__(self, log: Log, storages: MemoryTracker | None = None) -> None:
+    def __init__(self, log: Log) -> None:
         super().__init__()
-        self.log, self.storages = log, storages
+        self.log = log
+        self.storages: MemoryTracker | None = None  # keeps the log of memory
         self.products = 0
         self.device = log.device.type
         self.fakes = fast_fakes()
         self._works: dict[int, LaunchedWork | None] = {}  # by the ids of recipes, which stay
         self._others: dict[Any, LaunchedWork | None] = {}  # by the keys of other operations
-        # By the id of an operation: whether it is a product, whether it copies, and itself.
-        self._about: dict[int, tuple[bool, bool, Any]] = {}
+        # By the id of an operation: whether it is a product, copies, reads a number; and itself.
+        self._about: dict[int, tuple[bool, bool, bool, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and skipping takes a sixth of the time
-
-    def count(self, more: int) -> int:
-        """Adds to the number of matrix products, and returns it."""
-        self.products += more
-        return self.products
 
     def read(self, copies: bool = False) -> None:
         """Notes that the host reads something from the device."""
@@ -68,7 +61,12 @@ class Watch(TorchDispatchMode):
         about = self._about.get(id(func))
         if about is None:
             op = func.overloadpacket
-            about = self._about[id(func)] = op in _PRODUCTS, op in _COPIES, func
+            kind = op in _PRODUCTS, op in _COPIES, op in _NUMBERS
+            about = self._about[id(func)] = *kind, func
+        if about[2]:
+            if args[0].device.type == NAME:
+                self.read()
+            return 1.0 if args[0].is_floating_point() else 1
         self.products += about[0]
         out = self._launched(func, args, kwargs or {}) if self.log.kernels else NotImplemented
         if out is NotImplemented:
@@ -116,34 +114,10 @@ def _goes_on(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def watched_fakes(log: Log, storages: MemoryTracker | None = None) -> Iterator[Watch]:
-    """Makes all new tensors fake, and records what is read back from the device.
+def watched_fakes(log: Log) -> Iterator[Watch]:
+    """Makes all new tensors fake, and records in a rank's log what is read back from the device.
 
     A number that is read from a tensor is 1, with which a step takes its ordinary path.
-
-    Args:
-        log: The log of the rank.
-        storages: Keeps the log of memory; None keeps none.
     """
-    watch = Watch(log, storages)
-
-    def ones(x: Tensor) -> Any:
-        if x.device.type == NAME:
-            watch.read()
-        return np.ones(tuple(x.shape)).tolist()
-
-    def one(kind: type) -> Any:
-        return lambda x: kind(ones(x.detach().reshape(-1)[0]))
-
-    readers = {"tolist": ones, "item": ones, "__float__": one(float)}
-    readers |= {"__int__": one(int), "__bool__": one(bool), "__index__": one(int)}
-    with ExitStack() as stack:
-        stack.enter_context(without_compiler())
-        for name, reader in readers.items():
-            stack.enter_context(patch.object(FakeTensor, name, reader))
-        if log.nccl:
-            stack.enter_context(gpu_kernels(NAME))
-            if log.kernels:
-                stack.enter_context(fused_attention())
-        stack.enter_context(fast_fakes())
-        yield stack.enter_context(watch)
+    with without_compiler(), fast_fakes(), Watch(log) as watch:
+        yield watch

@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
-from gridformer.trace.dispatch_rules import remember_rules
 from gridformer.trace.no_compiler import without_compiler
 
 
@@ -122,7 +121,6 @@ class FastFakeTensorMode(FakeTensorMode):
         # trace.
         import torch._decomp  # noqa: F401
 
-        remember_rules()
         super().__init__()
         self.cache_enabled = False  # torch's own, which costs as much as it saves below this one
         self._recipes: dict[Any, Recipe | None] = {}
@@ -132,7 +130,7 @@ class FastFakeTensorMode(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # see MemoryTracker
+        return False  # nothing is compiled here, and skipping it takes time in each operation
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

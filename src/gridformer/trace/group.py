@@ -8,10 +8,10 @@ that torch numbers them with are the same on all ranks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,6 @@ from gridformer.trace.events import (
 )
 from gridformer.trace.kernels import LaunchedWork
 from gridformer.trace.place import Places
-
-BACKEND = "gridformer_trace"
 
 
 class Log:
@@ -60,11 +58,14 @@ class Log:
     ) -> None:
         self.trace, self.places, self.kernels = trace, places, kernels
         self.nccl, self.device = backend == "nccl", traced_device(backend)
+        self.backend = f"{backend}_trace"
         self.updating = False
         self.recorder = Recorder()  # `gridformer.comm` tells it the axis and purpose of messages
         self.n_groups = 0
         self._number = 0
-        self._posted: list[tuple[_Group, Part]] | None = None
+        # The last messages to and from single ranks: what `gridformer.comm` noted, their event, and
+        # their handle.
+        self._posted: tuple[Record, Start, _Work] | None = None
         # One object for each kernel makes records small. The objects with these ids are kept with
         # it.
         self._kernels: dict[tuple[int, int, bool], tuple[Kernel, LaunchedWork, Place]] = {}
@@ -80,15 +81,21 @@ class Log:
             known = self._kernels[key] = kernel, work, place
         self.trace.events.append(known[0])
 
-    def created(self, purpose: str, lines: Sequence[Sequence[int]]) -> int | None:
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Marks what is launched inside the context as updating parameters."""
+        self.updating = True
+        yield
+        self.updating = False
+
+    def created(self, lines: Sequence[Sequence[int]], purpose: str) -> None:
         """Records that groups are created, of which this rank is a member of one at most.
 
-        Args:
-            purpose: What they are for.
-            lines: The ranks of each.
+        All ranks create groups in the same order, so their numbers name them.
 
-        Returns:
-            The number of the line with this rank.
+        Args:
+            lines: The ranks of each.
+            purpose: What they are for.
         """
         groups = self.trace.groups
         same = groups and groups[-1].purpose == purpose
@@ -100,7 +107,6 @@ class Log:
             name = f"{self.n_groups + mine + 1}"
             self.trace.own.append(Member(name, purpose, tuple(lines[mine])))
         self.n_groups += len(lines)
-        return mine
 
     def start(self, group: _Group, op: str, tensors: Sequence[Tensor], **more: Any) -> _Work:
         """Records that a collective is started.
@@ -138,42 +144,30 @@ class Log:
     def post(self, group: _Group, part: Part, x: Tensor) -> _Work:
         """Records that a message to or from one rank is started.
 
+        Those that `gridformer.comm` posts together are one, as NCCL returns one handle for them.
+
         Args:
             group: The group of the message.
             part: Its direction, and the rank at the other end.
             x: The tensor that is sent or filled.
 
         Returns:
-            The handle to wait for; inside `batch` a handle of no message.
+            The handle to wait for.
         """
-        self.refuse(x, part.what, self._purpose(group)[0])
-        if self._posted is not None:
-            self._posted.append((group, part))
-            return _Work(self, 0)
-        return self._p2p(group, (part,))
-
-    def batch(self, ops: list[dist.P2POp]) -> list[_Work]:
-        """Records messages that are posted together, as `dist.batch_isend_irecv` posts them."""
-        self._posted = []
-        try:
-            for op in ops:
-                key = "group_dst" if op.op is dist.isend else "group_src"
-                op.op(op.tensor, group=op.group, tag=op.tag, **{key: op.group_peer})
-            posted = self._posted
-        finally:
-            self._posted = None
-        group = posted[0][0]
-        # NCCL, too, returns one handle for all of them.
-        return [self._p2p(group, tuple(part for _, part in posted))]
-
-    def _p2p(self, group: _Group, parts: tuple[Part, ...]) -> _Work:
         axis, label = self._purpose(group)
-        number, place = self.next_number(), self.places.here()
-        name, members = group.group_name, group.members
-        self.trace.events.append(
-            Start(number, "p2p", name, members, place, axis, label, parts=parts)
-        )
-        return _Work(self, number)
+        self.refuse(x, part.what, axis)
+        last, events, posted = self._noted(), self.trace.events, self._posted
+        if posted is not None and posted[0] is last and posted[1] is events[-1]:
+            _, start, work = posted
+            start = events[-1] = start._replace(parts=(*start.parts, part))
+        else:
+            number, place = self.next_number(), self.places.here()
+            name, members = group.group_name, group.members
+            start = Start(number, "p2p", name, members, place, axis, label, parts=(part,))
+            events.append(start)
+            work = _Work(self, number)
+        self._posted = (last, start, work) if last else None
+        return work
 
     def next_number(self) -> int:
         """Returns a number for a new message."""
@@ -240,8 +234,11 @@ class Log:
 
     def _purpose(self, group: _Group) -> tuple[str, str]:
         """Returns the axis and the label of the message that is being started."""
-        last: Record | None = self.recorder.records[-1] if self.recorder.records else None
+        last = self._noted()
         return (last.axis, last.label) if last else (group.group_desc, "")
+
+    def _noted(self) -> Record | None:
+        return self.recorder.records[-1] if self.recorder.records else None
 
 
 class _Work(dist._Work):
@@ -278,14 +275,14 @@ class _Group(dist.ProcessGroup):
         return self._rank
 
     def getBackendName(self) -> str:
-        return BACKEND if self.log.nccl else f"{BACKEND}_cpu"
+        return self.log.backend
 
     @property
     def _device_types(self) -> list[torch.device]:
         return [self.log.device]
 
     def _get_backend(self, device: torch.device) -> Any:
-        return _NoBackend()
+        return SimpleNamespace(options=None, supports_coalescing=False)  # as of torch's fake one
 
     def shutdown(self) -> None:
         pass
@@ -337,12 +334,6 @@ class _Group(dist.ProcessGroup):
         return self.log.start(self, "barrier", [])
 
 
-class _NoBackend:
-    """Has no options, like torch's own fake backend."""
-
-    options = None
-
-
 _playing: Log | None = None  # torch calls the creator of groups without our arguments
 
 
@@ -357,54 +348,28 @@ def recording(log: Log, n_processes: int) -> Iterator[None]:
     global _playing
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    name, devices = (BACKEND, ["cpu", NAME]) if log.nccl else (f"{BACKEND}_cpu", ["cpu"])
-    if name.upper() not in dist.Backend._plugins:
+    name, devices = log.backend, ["cpu", NAME] if log.nccl else ["cpu"]
+    if not hasattr(dist.Backend, name.upper()):
         dist.Backend.register_backend(name, _create, extended_api=True, devices=devices)
-    with (
-        patch.object(groups, "over_nccl", lambda _: log.nccl),
-        patch.object(dist, "batch_isend_irecv", log.batch),
-        _groups_noted(log),
-    ):
-        _playing = log
-        world, rank = n_processes, log.trace.rank
-        log.trace.own.append(Member("0", "world", tuple(range(world))))
-        hook = sys.excepthook  # torch replaces it by one that prints the rank
-        dist.init_process_group(name, rank=rank, world_size=world, store=FakeStore())
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
-            sys.excepthook = hook
-            _playing = None
+    _playing = log
+    world, rank = n_processes, log.trace.rank
+    log.trace.own.append(Member("0", "world", tuple(range(world))))
+    hook = sys.excepthook  # torch replaces it by one that prints the rank
+    dist.init_process_group(name, rank=rank, world_size=world, store=FakeStore())
+    groups.listeners.append(log.created)
+    try:
+        yield
+    finally:
+        groups.listeners.remove(log.created)
+        dist.destroy_process_group()
+        sys.excepthook = hook
+        _playing = None
 
 
 def _create(options: Any, _: Any) -> _Group:
     assert _playing is not None
     members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     return _Group(_playing, options.group_rank, members, _playing.trace.own[-1].name)
-
-
-@contextmanager
-def _groups_noted(log: Log) -> Iterator[None]:
-    """Records the groups that are created, and creates only those of this rank.
-
-    All ranks call `dist.new_group` in the same order, so its number names a group.
-    """
-    real: Callable[..., Any] = dist.new_group
-
-    def new_group(ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        mine = log.created(kwargs.get("group_desc") or "", [ranks])
-        return dist.GroupMember.NON_GROUP_MEMBER if mine is None else real(ranks, *args, **kwargs)
-
-    def create_each(lines: Sequence[Sequence[int]], purpose: str) -> Any:
-        mine = log.created(purpose, lines)
-        return None if mine is None else real([*lines[mine]], group_desc=purpose)
-
-    with (
-        patch.object(dist, "new_group", new_group),
-        patch.object(groups, "create_each", create_each),
-    ):
-        yield
 
 
 def _op(opts: Any) -> str:

@@ -131,7 +131,7 @@ def _attention(
     flop = (1 + backward) * 2 * b * heads * queries * keys * (width + v.shape[3])
     n_bytes = sum(map(_extent, given)) + sum(map(_extent, made))
     shape = (b, heads, queries, keys, width, _hides(by_name))
-    if func.namespace == "gridformer" and _is_plain(by_name):  # as in `gridformer.trace.attention`
+    if func.namespace == "gridformer" and _is_plain(by_name):  # as in `gridformer.trace.device`
         name = "sdpa_backward" if backward else "sdpa"
     return LaunchedWork(name, "attention", shape, _dtype(q), flop, n_bytes)
 

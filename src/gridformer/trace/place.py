@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn.modules import module as modules
 
 import gridformer
+from gridformer.comm import autograd
 from gridformer.trace.events import Place
 
 _ROOT = f"{Path(gridformer.__file__).parent}/"
@@ -77,11 +79,14 @@ class Places:
             return self._of_module(self._running[-1] if self._running else "", False)
         if self._running:  # a block that is recomputed
             return self._of_module(self._running[-1], True)
-        number = node._sequence_nr()
-        if number < _NO_NUMBER:
-            at = bisect_right(self._nodes, number) - 1
-            self._last = self._ran[at] if at >= 0 else ""
+        if node._sequence_nr() < _NO_NUMBER:
+            self._last = self._maker(node)
         return self._of_module(self._last, True)
+
+    def _maker(self, node: Any) -> str:
+        """Returns the module that was running when a node was made."""
+        at = bisect_right(self._nodes, node._sequence_nr()) - 1
+        return self._ran[at] if at >= 0 else ""
 
     def _of_module(self, module: str, backward: bool) -> Place:
         known = self._of_modules.get((module, backward))
@@ -103,9 +108,8 @@ class Places:
         function = frame.f_code.co_qualname.split(".<locals>")[0]
         module = self._running[-1] if self._running else ""
         node = _running_node()
-        if not module:
-            noted: Place | None = getattr(node, _NOTE, None)
-            module = noted.module if noted is not None else ""
+        if not module and isinstance(node, BackwardCFunction):
+            module = self._maker(node)
         return self._one(Place(file, frame.f_lineno, function, module, node is not None))
 
     def _one(self, place: Place) -> Place:
@@ -118,16 +122,11 @@ class Places:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Follows which module runs, and notes on autograd nodes where they were made."""
-        real = torch.autograd.Function.__dict__["apply"]
+        """Follows which module runs, and notes on nodes of `comm` where they were made."""
 
-        def apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
-            out = real.__get__(None, cls)(*args)
-            first = out[0] if isinstance(out, tuple) else out
-            node = first.grad_fn if isinstance(first, Tensor) else None
-            if isinstance(node, cls._backward_cls):
-                setattr(node, _NOTE, self.here())
-            return out
+        def applied(out: Tensor) -> None:
+            if out.grad_fn is not None:
+                setattr(out.grad_fn, _NOTE, self.here())
 
         def enter(module: nn.Module, _: Any) -> None:
             name = self._names.get(module, "")
@@ -142,11 +141,11 @@ class Places:
             modules.register_module_forward_pre_hook(enter),
             modules.register_module_forward_hook(leave, always_call=True),
         ]
-        setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010
+        autograd.listeners.append(applied)
         try:
             yield
         finally:
-            setattr(torch.autograd.Function, "apply", real)  # noqa: B010
+            autograd.listeners.remove(applied)
             for handle in handles:
                 handle.remove()
 

@@ -184,7 +184,7 @@ def record_step(
                 passes.executor.follows = cast("Itinerary | None", follows)
             elif isinstance(passes, WholeModel):
                 passes.follows = cast("Sequence[int] | None", follows)
-            _mark_update(stepper, log)
+            stepper.updates.around = log.update
             stepper.updates.allocate(0)
             if kernels:  # those of a step alone
                 events.clear()
@@ -377,19 +377,6 @@ def kind_of(entry: Entry) -> str:
     if entry.in_backward and made_in:
         return "recomputed"
     return "workspace"
-
-
-def _mark_update(stepper: Stepper, log: Log) -> None:
-    """Makes the log note what updates parameters."""
-    updates = stepper.updates
-    real = updates._update
-
-    def update(*args: Any) -> None:
-        log.updating = True
-        real(*args)
-        log.updating = False
-
-    setattr(updates, "_update", update)  # noqa: B010
 
 
 @contextmanager

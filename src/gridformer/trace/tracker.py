@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gridformer.utils import storage as storages
 from gridformer.utils.torch_private import in_backward
-
-_DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(slots=True)
@@ -65,11 +61,11 @@ class MemoryChange(NamedTuple):
     place: str
 
 
-class MemoryTracker(TorchDispatchMode):
-    """A context manager that keeps the log. The code that it watches sets `place`.
+class MemoryTracker:
+    """Keeps the log. A dispatch mode calls `see`, and the code that is watched sets `place`.
 
     Storages that are resized in place (a message's buffer is freed, a parameter is gathered again)
-    do not go through an operator, so inside the context `UntypedStorage.resize_` is patched.
+    do not go through an operator; `gridformer.utils.storage` tells of them.
 
     Args:
         device: The type of device whose memory counts; None counts every one with memory.
@@ -83,9 +79,7 @@ class MemoryTracker(TorchDispatchMode):
     """
 
     def __init__(self, device: str | None = None, log: list[Any] | None = None) -> None:
-        super().__init__()
         self._device = device
-        self._stack = ExitStack()
         self.log: list[Any] = [] if log is None else log
         self.place = ""
         self.entries: list[Entry] = []
@@ -114,28 +108,12 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def resizes(self) -> Iterator[None]:
-        """Follows storages that are resized in place, inside the context."""
-        resize = torch.UntypedStorage.resize_
-
-        def resize_and_tell(storage: torch.UntypedStorage, n_bytes: int) -> Any:
-            found = resize(storage, n_bytes)
-            self._resized(storage)
-            return found
-
-        setattr(torch.UntypedStorage, "resize_", resize_and_tell)  # noqa: B010
+        """Follows storages that `gridformer.utils.storage` resizes, inside the context."""
+        storages.listeners.append(self._resized)
         try:
             yield
         finally:
-            setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010
-
-    def __enter__(self) -> MemoryTracker:
-        self._stack.enter_context(self.resizes())
-        super().__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        self._stack.close()
+            storages.listeners.remove(self._resized)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         known = self._known.get(id(storage))
@@ -145,20 +123,6 @@ class MemoryTracker(TorchDispatchMode):
         if storage.nbytes() != entry.n_bytes:
             self._end(entry)
             self._known[id(storage)] = ref, self._begin(storage.nbytes(), entry.kind)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is _DEVICE:  # torch asks fake tensors for it more often than for anything else
-            return args[0].device
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self.see(args, kwargs, out)
-        return out
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch.compile is not used here, and skipping it takes time in each operation
 
     def see(self, args: Iterable[Any], kwargs: dict[str, Any], out: Any) -> None:
         """Adds the storages of an operation to the log that are not there yet.
@@ -222,10 +186,6 @@ class MemoryTracker(TorchDispatchMode):
 
     # ------------------------------------------------------------------ reading the log
 
-    def live(self) -> int:
-        """Returns the bytes held now."""
-        return sum(self.live_by_kind().values())
-
     def live_by_kind(self) -> dict[str, int]:
         """Returns the bytes held now by kind."""
         found: dict[str, int] = {}
@@ -233,18 +193,3 @@ class MemoryTracker(TorchDispatchMode):
             if entry.died is None:
                 found[entry.kind] = found.get(entry.kind, 0) + entry.n_bytes
         return found
-
-    def curve(self) -> NDArray[np.int64]:
-        """Returns the bytes at each time: [times]."""
-        found = np.zeros(self.now + 1, dtype=np.int64)
-        for entry in self.entries:
-            found[entry.born] += entry.n_bytes
-            if entry.died is not None:
-                found[entry.died] -= entry.n_bytes
-        return found.cumsum()
-
-    def peak(self) -> tuple[int, int]:
-        """Returns (time, bytes) of the moment with the most bytes."""
-        curve = self.curve()
-        when = int(curve.argmax())
-        return when, int(curve[when])

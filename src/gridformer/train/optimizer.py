@@ -20,8 +20,8 @@ it is updated. The arithmetic is the same as without offloading.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,10 +98,12 @@ class Updates:
         sums: The sums of gradients over replicas. With `update: in_backward` each of their messages
             belongs to one unit.
         in_backward: Whether layers are updated within the backward pass.
+        around: Makes the context in which each unit is updated.
     """
 
     def __init__(self, model: Model, train: TrainConfig, axes: Axes) -> None:
         self.model, self.train, self.axes = model, train, axes
+        self.around: Callable[[], AbstractContextManager[object]] = nullcontext
         layers = [module for module in model.modules() if isinstance(module, Layer)]
         self.in_backward = train.update == "in_backward"
         apart = self.in_backward or train.clip_by == "layer" or train.offload == "optimizer"
@@ -242,10 +244,11 @@ class Updates:
         optimizer: Any = unit.optimizer
         # The fused optimizer multiplies gradients by 1 / grad_scale, and updates nothing if
         # found_inf is 1. torch's GradScaler gives it both in the same way.
-        optimizer.found_inf = overflow
-        optimizer.grad_scale = None if factor is None else scale_gradients(unit.updated, factor)
-        with self._moments_on_device(unit):
-            optimizer.step()
+        with self.around():
+            optimizer.found_inf = overflow
+            optimizer.grad_scale = None if factor is None else scale_gradients(unit.updated, factor)
+            with self._moments_on_device(unit):
+                optimizer.step()
         for parameter in unit.parameters:
             drop_copies(parameter)
 

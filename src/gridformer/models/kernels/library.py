@@ -14,12 +14,16 @@ import torch
 LIBRARY = torch.library.Library("gridformer", "DEF")
 
 
+# The types of devices that may run the operators. A trace adds its own, which runs nothing.
+DEVICE_TYPES = ["cuda"]
+
+
 def available(device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether the operators run on tensors of a device and a dtype.
 
     float64 is for comparisons, for which PyTorch's operators are the reference.
     """
-    return device.type == "cuda" and dtype != torch.float64 and _run_on(device)
+    return device.type in DEVICE_TYPES and dtype != torch.float64 and _run_on(device)
 
 
 # By device. Compiled code reads it, while a cached function's body would break its graph.
@@ -27,11 +31,13 @@ _RUN: dict[torch.device, bool] = {}
 
 
 def _run_on(device: torch.device) -> bool:
-    """Returns whether it is an NVIDIA GPU with the shared memory that tiles need, and Triton."""
+    """Returns whether a GPU is one of NVIDIA with the shared memory that tiles need, and Triton."""
     found = _RUN.get(device)
     if found is None:
         nvidia = torch.version.cuda is not None
-        found = nvidia and torch.cuda.get_device_capability(device) >= (8, 0) and triton_works()
+        found = device.type != "cuda" or (
+            nvidia and torch.cuda.get_device_capability(device) >= (8, 0) and triton_works()
+        )
         _RUN[device] = found
     return found
 

@@ -35,8 +35,9 @@ from gridformer import comm
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.models.blocks import Layer, Recompute, copy_of
-from gridformer.parallel.data.zero import FlatBucket, free_storage, replica_part, unshard
+from gridformer.parallel.data.zero import FlatBucket, replica_part, unshard
 from gridformer.parallel.sharding import info_of
+from gridformer.utils.storage import free_storage
 
 LABEL = "parameters"
 

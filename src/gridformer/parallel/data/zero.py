@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from gridformer.mesh import Axes, Axis
 from gridformer.models.blocks import gradient_place
 from gridformer.parallel.sharding import ParamInfo, info_of, set_info, shard_of
+from gridformer.utils.storage import allocate_storage, free_storage
 
 Mode = Literal["replicate", "zero1", "fsdp"]
 
@@ -88,20 +89,6 @@ def reserve_padding(parameters: Iterable[nn.Parameter], axes: Axes) -> None:
         if place is not None and replica_part(parameter) is not None:
             axis = axes[shard_of(parameter).replicas or ""]
             place.elements = FlatBucket([parameter], axis).share * axis.size
-
-
-def free_storage(parameter: nn.Parameter) -> None:
-    """Frees the memory of a parameter.
-
-    The tensor, and its views that autograd has saved, are valid again when the storage has been
-    allocated (`allocate_storage`) and filled.
-    """
-    parameter.untyped_storage().resize_(0)
-
-
-def allocate_storage(parameter: nn.Parameter) -> None:
-    """Allocates uninitialized memory for a parameter whose storage was freed."""
-    parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
 
 
 class FlatBucket:
