@@ -38,13 +38,13 @@ def numbered(trace: Trace) -> list[Single]:
 
 
 def comparable(trace: Trace) -> list[Single]:
-    """Return the events without names of modules and groups, and without counts before reads."""
+    """Return the events without names of modules and groups."""
     purposes = {member.name: member.purpose for member in trace.own}
 
     def plain(event: Single) -> Single:
         if isinstance(event, Start):
             return event._replace(group=purposes.get(event.group, event.group.partition(" [")[0]))
-        return event._replace(products=0) if isinstance(event, Read) else event
+        return event
 
     return without_modules([plain(event) for event in numbered(trace)])
 

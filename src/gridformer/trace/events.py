@@ -144,12 +144,10 @@ class Read(NamedTuple):
 
     Attributes:
         place: Where it happens.
-        products: How many matrix products were launched before.
         copies: Whether a tensor is copied to the host's memory; otherwise a value is read.
     """
 
     place: Place
-    products: int
     copies: bool = False
 
 

@@ -18,8 +18,6 @@ from gridformer.trace.kernels import LaunchedWork, launched_work
 from gridformer.trace.no_compiler import without_compiler
 from gridformer.trace.tracker import MemoryTracker
 
-_PRODUCTS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm")}
-_PRODUCTS |= {torch.ops.gridformer.add_product, torch.ops.gridformer.write_product}
 _COPY = torch.ops.aten.copy_
 _DEVICE = torch.ops.prim.device.default
 _COPIES = {torch.ops.aten._to_copy, _COPY}
@@ -28,19 +26,18 @@ _UNKNOWN = LaunchedWork("", "memory", (), "", 0, 0)
 
 
 class Watch(TorchDispatchMode):
-    """Counts matrix products, and notes copies to the host for which the host waits."""
+    """Notes kernels, and copies to the host for which the host waits."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()
         self.log = log
         self.storages: MemoryTracker | None = None  # keeps the log of memory
-        self.products = 0
         self.device = log.device.type
         self.fakes = fast_fakes()
         self._works: dict[int, LaunchedWork | None] = {}  # by the ids of recipes, which stay
         self._others: dict[Any, LaunchedWork | None] = {}  # by the keys of other operations
-        # By the id of an operation: whether it is a product, copies, reads a number; and itself.
-        self._about: dict[int, tuple[bool, bool, bool, Any]] = {}
+        # By the id of an operation: whether it copies, whether it reads a number, and itself.
+        self._about: dict[int, tuple[bool, bool, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -48,7 +45,7 @@ class Watch(TorchDispatchMode):
 
     def read(self, copies: bool = False) -> None:
         """Notes that the host reads something from the device."""
-        read = Read(self.log.places.here(), self.products, copies)
+        read = Read(self.log.places.here(), copies)
         self.log.trace.reads.append(read)
         if self.log.kernels:
             self.log.trace.events.append(read)
@@ -61,19 +58,18 @@ class Watch(TorchDispatchMode):
         about = self._about.get(id(func))
         if about is None:
             op = func.overloadpacket
-            kind = op in _PRODUCTS, op in _COPIES, op in _NUMBERS
+            kind = op in _COPIES, op in _NUMBERS
             about = self._about[id(func)] = *kind, func
-        if about[2]:
+        if about[1]:
             if args[0].device.type == NAME:
                 self.read()
             return 1.0 if args[0].is_floating_point() else 1
-        self.products += about[0]
         out = self._launched(func, args, kwargs or {}) if self.log.kernels else NotImplemented
         if out is NotImplemented:
             out = self.fakes.remembered(func, args, kwargs or {})
         if out is NotImplemented:
             out = func(*args, **(kwargs or {}))
-        if about[1]:
+        if about[0]:
             self._copied(func.overloadpacket, out, args, kwargs or {})
         if self.storages is not None:
             self.storages.see(args, kwargs or {}, out)

@@ -188,7 +188,6 @@ def record_step(
             stepper.updates.allocate(0)
             if kernels:  # those of a step alone
                 events.clear()
-            watch.products = 0
             log.trace.reads.clear()
             begins = len(events)
             done = stack.enter_context(_ends(stepper, events))
