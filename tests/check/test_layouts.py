@@ -10,7 +10,7 @@ import torch
 from gridformer.check import Report, report_of
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check_layout
-from gridformer.trace import trace_rank
+from gridformer.trace.rank import RecordOptions, record_ranks
 from tests.support.fake_gpu import InProcess
 from tests.support.marks import full_unless
 from tests.support.multirank.matrix import MODELS, of_one_task
@@ -105,8 +105,9 @@ def checked(case: Case) -> Report:
     run = a_run(layout, model, {"global_batch": shares, "loss_chunk_tokens": 0, **case.train})
     check_layout(run)
     decisions = decide_run(run)
-    ranks = range(run.layout.n_processes)
-    return report_of(run, [trace_rank(run, rank, decisions, repeat=True) for rank in ranks])
+    lines = [[rank] for rank in range(run.layout.n_processes)]
+    records = record_ranks(run, lines, decisions, RecordOptions(all_layers=True))
+    return report_of(run, [one.trace for one in records])
 
 
 @pytest.mark.parametrize(

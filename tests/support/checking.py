@@ -26,11 +26,11 @@ def traced_here(
     torch.set_num_threads(1)
     traces: list[Trace] = []
     for line in found:
-        alone = [trace_rank(run, line[0], decisions, repeat)] if len(line) == 1 else []
-        traces += alone or [
-            one.trace
-            for one in record_ranks(run, [line], decisions, RecordOptions(all_layers=True))
-        ]
+        if repeat or len(line) > 1:
+            records = record_ranks(run, [line], decisions, RecordOptions(all_layers=True))
+            traces += [one.trace for one in records]
+        else:
+            traces.append(trace_rank(run, line[0], decisions))
     return sorted(traces, key=lambda trace: trace.rank)
 
 

@@ -94,7 +94,7 @@ def compared(
     assert record.call_count <= 1 + (len(ranks) > 1), "few ranks are recorded"
     found = []
     for each, one in zip(ranks, composed):
-        whole = trace_rank(run, each, decisions, False, kernels, training=training)
+        whole = trace_rank(run, each, decisions, kernels, training=training)
         found.append((comparable(whole), comparable(one.trace)))
     return found
 

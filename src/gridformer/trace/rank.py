@@ -84,12 +84,11 @@ def trace_rank(
     run: RunConfig,
     rank: int,
     decisions: Decisions | None = None,
-    repeat: bool = False,
     kernels: bool = False,
     backend: Backend = "nccl",
     training: bool = True,
 ) -> Trace:
-    """Traces one step of one rank, as it would run on GPUs over NCCL.
+    """Traces one complete step of one rank, as it would run on GPUs over NCCL.
 
     It registers a device type in this process, so call it in a process of its own (see
     `trace_ranks`), which must not belong to a process group.
@@ -98,7 +97,6 @@ def trace_rank(
         run: The checked run.
         rank: The rank.
         decisions: The result of `decide_run(run)`; None calls it.
-        repeat: Whether equal micro-batches are recorded once and repeated.
         kernels: Whether kernels and read-backs are among the events, too.
         backend: `gloo` traces the step as it would run on CPUs over gloo.
         training: Whether it is an optimizer step; otherwise an evaluation of one global batch.
@@ -107,9 +105,6 @@ def trace_rank(
         The trace. An error of the code is its last trouble, and the trace ends with it.
     """
     decisions = decisions or decide_run(run)
-    if repeat:
-        how = RecordOptions(backend, kernels, training=training, all_layers=True)
-        return record_ranks(run, [[rank]], decisions, how)[0].trace
     return record_step(run, rank, decisions, backend, training, kernels, storages=False).trace
 
 
