@@ -39,7 +39,7 @@ from gridformer.trace.events import (
 from gridformer.trace.itineraries import ShortSchedule, alike_chunks, in_order, shortened
 from gridformer.trace.layers import NotPeriodicError, removable, with_layers, without_layers
 from gridformer.trace.step import StepPart, StepRecord, on_devices, record_step
-from gridformer.utils.beside import on_all_cores
+from gridformer.utils.beside import is_copy, on_all_cores
 from gridformer.utils.garbage import no_garbage_collection
 
 _PASSES = ("forward", "backward")
@@ -142,13 +142,16 @@ def record_ranks(
             known = {one.trace.rank for one in mine}
             if others := [rank for rank in line.ranks if rank not in known]:
                 rest.append(replace(line, ranks=others))
-        left = rest
+        left, beside = rest, False  # a copy of a process that has computed gradients computes none
     return sorted(found, key=lambda one: one.trace.rank)
 
 
 def _done(work: Sequence[Callable[[], StepRecord]]) -> list[StepRecord]:
     with no_garbage_collection():
-        return [piece() for piece in work]
+        found = [piece() for piece in work]
+    if is_copy() and not all(one.parts for one in found):
+        raise RuntimeError("what fails in a copy of a process is done again in the process")
+    return found
 
 
 @dataclass(frozen=True)
