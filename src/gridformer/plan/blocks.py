@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gridformer.plan.costs import Costs
+from gridformer.plan.costs import EventTimes
 from gridformer.plan.program import Block, Item, OnlyLayers, Program, ReadBack, Run, Send
 from gridformer.plan.replay import replay
 from gridformer.trace.events import Passed, Start, Trace, Wait
@@ -32,7 +32,7 @@ class Programs:
 
     def __init__(
         self,
-        costs: Costs,
+        costs: EventTimes,
         traces: Sequence[Trace],
         launch_s: float,
         layers: bool = False,
