@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gridformer.cluster.file import Cluster
 from gridformer.cluster.kernels import KernelWork, kernel_s
@@ -35,11 +35,16 @@ class MessageTime(NamedTuple):
 
 
 class Costs:
-    """The seconds of kernels and messages on one cluster."""
+    """The seconds of kernels and messages on one cluster.
+
+    Attributes:
+        axes: Where the groups of each axis of a mesh lie, by what a caller knows the mesh by.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.on_cpu = cluster.device.kind == "cpu"
+        self.axes: dict[tuple[object, ...], dict[str, tuple[GroupPlace, ...]]] = {}
         self._kernels: dict[KernelWork, float] = {}
         self._messages: dict[tuple[Op, float, tuple[GroupPlace, ...]], MessageTime] = {}
 
@@ -122,7 +127,8 @@ class MeshGroups:
         fixed = [d for d in range(self.mesh.ndim) if d not in varying]
         view = self.mesh.transpose(*fixed, *varying)
         view = view.reshape(-1, *(self.mesh.shape[d] for d in varying))
-        return view[(slice(None), *([*at] for _, at in along))]
+        index: tuple[Any, ...] = (slice(None), *([*at] for _, at in along))
+        return view[index]
 
     def _different(self, like: NDArray) -> tuple[GroupPlace, ...]:
         """Returns the first of those groups that lie alike relative to their first rank."""
