@@ -52,7 +52,7 @@ def test_what_is_remembered_of_groups_is_what_is_found_anew(layout: tuple[str, .
         group = groups[number]
         both = (places_of(one, group) for one in (found, costs_of(run)))
         assert next(both) == next(both)
-        like = found.groups.like(group)
+        like = found.groups._groups(found.groups._along(group)).tolist()
         assert [*group] in like
         assert len({frozenset(one) for one in like}) == len(like)
 

@@ -107,11 +107,6 @@ class MeshGroups:
             self._places[ranks] = self._alike[along]
         return self._places[ranks]
 
-    def like(self, ranks: Sequence[int]) -> list[list[int]]:
-        """Returns the groups that have the same places along some axes, and any place in others."""
-        found: list[list[int]] = self._groups(self._along(ranks)).tolist()
-        return found
-
     def _along(self, ranks: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Returns the dimensions of the mesh in which ranks differ, and their places in each."""
         shape, flat = self.mesh.shape, self._position[[*ranks]]

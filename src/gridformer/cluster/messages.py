@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from gridformer.cluster.file import Cluster, Level
+from gridformer.cluster.file import Cluster
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -209,8 +209,3 @@ def _through(work: MessageWork, n: int, here: int) -> float:
 
 def _efficiency(cluster: Cluster, index: int) -> float:
     return cluster.number("inner_efficiency" if index == 0 else "outer_efficiency")
-
-
-def link_count(level: Level, devices: int) -> int:
-    """Returns the number of links of a level that this many neighboring devices have."""
-    return max(1, devices // level.shared_by)
