@@ -1,4 +1,4 @@
-"""The time of a step by a roofline: about a millisecond where `predict` takes seconds.
+"""The time of a step by a roofline: two milliseconds where `predict` takes seconds.
 
 It adds up products and attention by their shapes, memory-bound kernels by the bytes of activations
 and weights, and messages by their volumes. It only chooses what is traced, so it knows no kernels
