@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.planner.rows import FRONTERA, TRACED_LAYERS, gpt
 from gridformer.cluster import Cluster, load_cluster
 from gridformer.parallel.validation import check_layout
-from gridformer.plan.analytic import Estimate, estimate
+from gridformer.plan.roofline import Estimate, estimate
 
 ISO_SIDES = (2, 4, 8, 16, 32)
 EFFICIENCIES = (0.8, 0.9)

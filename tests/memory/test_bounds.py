@@ -11,8 +11,8 @@ import torch
 import yaml
 
 from gridformer.config import ModelConfig, model_names, shipped_model
-from gridformer.memory.analytic import states_of, total_states
 from gridformer.memory.bounds import beyond_saving
+from gridformer.memory.quick import states_of, total_states
 from gridformer.memory.room import Room
 from gridformer.memory.savings import cheapest_first, valid_change
 from gridformer.models import count_parameters

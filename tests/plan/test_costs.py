@@ -10,7 +10,7 @@ import torch
 from gridformer.cluster import load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.plan.costs import Costs
+from gridformer.plan.costs import EventTimes
 from gridformer.trace.events import Part, Place, Start
 from tests.support.round_cluster import round_cluster
 
@@ -20,8 +20,12 @@ def run_of(*layout: str) -> RunConfig:
     return parse_run({"model": "gpt2-774m", "data": {"path": "."}}, given)
 
 
-def costs_of(run: RunConfig) -> Costs:
-    return Costs(run, load_cluster("dgx-h100"), decide_run(run))
+def costs_of(run: RunConfig) -> EventTimes:
+    return EventTimes(run, load_cluster("dgx-h100"), decide_run(run))
+
+
+def places_of(times: EventTimes, group: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:
+    return [(one.members, one.sharers) for one in times.groups.places(group)]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +39,7 @@ def test_what_is_remembered_of_groups_is_what_is_found_anew(layout: tuple[str, .
     """Groups of every two axes, and pairs of ranks, are asked for in one order and in another."""
     run = run_of("devices_per_node=8", *layout)
     found = costs_of(run)
-    mesh = found.mesh
+    mesh = torch.from_numpy(found.groups.mesh)
     groups: list[tuple[int, ...]] = []
     for one in range(mesh.dim()):
         for other in range(one + 1, mesh.dim()):
@@ -46,8 +50,9 @@ def test_what_is_remembered_of_groups_is_what_is_found_anew(layout: tuple[str, .
     order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(0)).tolist()
     for number in order:
         group = groups[number]
-        assert found._places(group) == costs_of(run)._places(group)
-        like = found.like_groups(group)
+        both = (places_of(one, group) for one in (found, costs_of(run)))
+        assert next(both) == next(both)
+        like = found.groups._groups(found.groups._along(group)).tolist()
         assert [*group] in like
         assert len({frozenset(one) for one in like}) == len(like)
 
@@ -58,7 +63,7 @@ def test_messages_to_one_rank_take_the_time_of_their_own_links() -> None:
     line = 0, 4, 8, 12  # two nodes
     place = Place("", 0, "")
 
-    def seconds(costs: Costs, rank: int) -> float:
+    def seconds(costs: EventTimes, rank: int) -> float:
         part = Part("send", 4, 1 << 20, "bfloat16")
         return costs.start_s(Start(1, "p2p", "pp", line, place, parts=(part,)), rank)[0]
 
@@ -84,7 +89,7 @@ def test_messages_in_one_direction_take_their_turns(
 ) -> None:
     """Sizes are in 10^6 bytes, and the peers of a direction are in nodes of their own."""
     run = run_of("devices_per_node=4", "scheme=megatron", "cols=4", "pp=4", "micro_batches=4")
-    costs = Costs(run, round_cluster(), decide_run(run))
+    costs = EventTimes(run, round_cluster(), decide_run(run))
     parts = [Part("send", peer, n * 500_000, "bfloat16") for peer, n in zip((4, 8), sent)]
     parts += [Part("recv", peer, n * 500_000, "bfloat16") for peer, n in zip((4, 8), received)]
     start = Start(1, "p2p", "pp", (0, 4, 8, 12), Place("", 0, ""), parts=tuple(parts))

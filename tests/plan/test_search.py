@@ -16,10 +16,10 @@ from gridformer.config import LayoutConfig, load_run
 from gridformer.launch.plan import read_run_without_data
 from gridformer.parallel.validation import check_layout
 from gridformer.plan.advice import advise
-from gridformer.plan.analytic import estimate
 from gridformer.plan.emit import NO_DATA, write_run
 from gridformer.plan.ranking import layout_of, print_result, ranking_as_json, settings_between
 from gridformer.plan.remedies import remedies
+from gridformer.plan.roofline import estimate
 from gridformer.plan.search import Search, default_batch
 from gridformer.plan.settings import changed, neighbors
 from gridformer.utils import beside
@@ -156,6 +156,15 @@ def test_nothing_fits_and_what_would() -> None:
     assert n > 8
     larger = Search(run_of("gpt-175b", "model.vocab_size=51200", batch=n), cluster(), n)
     assert any(larger.first(one).estimate.fits for one in larger.arrangements())
+
+
+def test_replicas_share_states_before_anything_is_recomputed() -> None:
+    """Replicas fit with recomputation, but FSDP without it is faster, and several settings away."""
+    grid = {"scheme": "megatron_2d", "rows": 4, "cols": 2, "dp": 9}
+    run = run_of("llama-3.1-70b", "data.seq_len=8192", batch=72)
+    run = run.model_copy(update={"layout": LayoutConfig.model_validate(grid)})
+    found = Search(run, load_cluster("gb200-nvl72"), 72).first(run)
+    assert (found.run.train.recompute, found.run.layout.dp_mode) == ("none", "fsdp")
 
 
 def test_a_model_gets_half_a_million_tokens_a_step() -> None:

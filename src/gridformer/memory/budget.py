@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from gridformer.config import RunConfig
-from gridformer.memory.analytic import quick_estimate, states_of, total_states
 from gridformer.memory.bounds import enough_devices, upper_bound
 from gridformer.memory.breakdown import MemoryBreakdown
 from gridformer.memory.estimate import estimate_ranks
+from gridformer.memory.quick import quick_estimate, states_of, total_states
 from gridformer.memory.ranks import largest_ranks
 from gridformer.memory.room import Room, Tell, gpus_of, room_of, silent
 from gridformer.memory.savings import cheapest_first, smaller_batches, valid_change

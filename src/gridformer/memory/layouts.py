@@ -200,6 +200,6 @@ def _problems(run: RunConfig) -> list[str]:
 
 
 def _held(run: RunConfig) -> float:
-    from gridformer.memory.analytic import quick_estimate
+    from gridformer.memory.quick import quick_estimate
 
     return quick_estimate(run)

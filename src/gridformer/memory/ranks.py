@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from gridformer.config import RunConfig
-from gridformer.memory.analytic import quick_peaks
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.pipeline.partition import link_names, stages_of
 from gridformer.parallel.registry import spec_of
 from gridformer.utils.errors import ConfigError
-
-_CLOSE = 0.78  # of the largest peak by formulas; see `fullest_ranks`
-_CLEARLY = 1.08  # times as much by formulas; see `fullest_ranks`
 
 
 def largest_ranks(run: RunConfig, decisions: Decisions | None = None) -> dict[int, str]:
@@ -43,44 +39,6 @@ def largest_ranks(run: RunConfig, decisions: Decisions | None = None) -> dict[in
                 alike = f"fullest of {here.numel()}"
             found[int(here.flatten()[0])] = _join(stages, alike)
     return found
-
-
-def fullest_ranks(run: RunConfig, decisions: Decisions) -> list[int]:
-    """Returns those of `largest_ranks` that may hold the most memory of all ranks.
-
-    The others hold far less by formulas, whose errors are similar for all ranks of a run: in 400
-    random runs the fullest rank had at least 82% of the largest result of these formulas. Or they
-    hold less than an earlier rank of the pipeline, each of whose stages has all that theirs have:
-    of 58 such pairs in 290 random runs that formulas told apart by 8%, the earlier rank needed at
-    least 2% more in each.
-
-    Args:
-        run: The checked run.
-        decisions: The result of `decide_run(run)`.
-    """
-    found = [*largest_ranks(run, decisions)]
-    if len(found) == 1:
-        return found
-    peaks = quick_peaks(run, decisions.choices)
-    mesh = mesh_ranks(run.layout, decisions.block).flatten(1).tolist()
-    quick = {rank: peak for ranks, peak in zip(mesh, peaks) for rank in ranks}
-    least = _CLOSE * max(quick[rank] for rank in found)
-    found = [rank for rank in found if quick[rank] >= least]
-    place = {rank: pp for pp, ranks in enumerate(mesh) for rank in ranks}
-    held = {rank: _held(run, decisions, place[rank]) for rank in found}
-
-    def is_fuller(rank: int, than: int) -> bool:
-        more = place[rank] < place[than] and quick[rank] >= _CLEARLY * quick[than]
-        return more and all(a >= b for a, b in zip(held[rank], held[than]))
-
-    return [rank for rank in found if not any(is_fuller(other, rank) for other in found)]
-
-
-def _held(run: RunConfig, decisions: Decisions, pp: int) -> list[Counter[str]]:
-    """Returns how many links of each name the stages of a rank have, for its index along pp."""
-    stages = stages_of(run.model, run.layout.n_stages, decisions.choices.work)
-    names = _names(run)
-    return [Counter(names[i] for i in stage) for stage in stages[pp :: run.layout.pp]]
 
 
 def _names(run: RunConfig) -> list[str]:

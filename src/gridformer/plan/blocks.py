@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from gridformer.plan.costs import Costs
+from gridformer.plan.costs import EventTimes
 from gridformer.plan.program import (
     Await,
     Block,
@@ -42,7 +42,7 @@ class Programs:
 
     def __init__(
         self,
-        costs: Costs,
+        costs: EventTimes,
         traces: Sequence[Trace],
         launch_s: float,
         layers: bool = False,

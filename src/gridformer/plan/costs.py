@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
+from gridformer.cluster.costs import Costs, MeshGroups, MessageTime
 from gridformer.cluster.file import Cluster
-from gridformer.cluster.kernels import KernelWork, kernel_s
-from gridformer.cluster.messages import MessageWork, like_messages, message_cpu_s, message_s
+from gridformer.cluster.kernels import KernelWork
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import mesh_ranks
@@ -25,40 +22,26 @@ _PARTS = {
     "memory": "memory_bound",
     "copy": "memory_bound",
 }
-_SecondsOf = Callable[[Cluster, MessageWork], float]
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-_Places = list[tuple[tuple[int, ...], int]]  # of each group its ranks, and `MessageWork.sharers`
-_Along = tuple[tuple[int, tuple[int, ...]], ...]  # dimensions of the mesh, and places in each
-
-
-class Costs:
-    """Computes times once for each kind of kernel and message.
+class EventTimes:
+    """The times of the events of a run's traces.
 
     Args:
         run: The run.
         cluster: The cluster.
         decisions: The result of `decide_run`.
-        n_devices: How many devices take part in messages of all ranks; 0 means those of the run.
-            For a pipeline that stands for a deeper one it is the number of the deeper one.
     """
 
-    def __init__(
-        self, run: RunConfig, cluster: Cluster, decisions: Decisions, n_devices: int = 0
-    ) -> None:
-        self.cluster, self.tf32, self.n_devices = cluster, run.train.tf32, n_devices
-        self.mesh: Tensor = mesh_ranks(run.layout, decisions.block)
-        self.on_cpu = cluster.device.kind == "cpu"
-        self._place = {int(r): i for i, r in enumerate(self.mesh.flatten().tolist())}
-        self._kernels: dict[Any, float] = {}
+    def __init__(self, run: RunConfig, cluster: Cluster, decisions: Decisions) -> None:
+        self.cluster, self.tf32 = cluster, run.train.tf32
+        self.costs, self.on_cpu = Costs(cluster), cluster.device.kind == "cpu"
+        mesh = mesh_ranks(run.layout, decisions.block).numpy()
+        self.groups = MeshGroups(mesh, cluster)
         # By the id of a kernel, which is kept, and whether all passes are over.
         self._runs: dict[tuple[int, bool], tuple[Run, Kernel]] = {}
-        self._messages: dict[Any, tuple[float, float | None]] = {}
-        # The same by the ids of a message's parts and pieces, which are kept in the message.
+        # By the ids of a message's parts and pieces, which are kept in the message.
         self._starts: dict[Any, tuple[tuple[float, float | None], Start]] = {}
-        self._groups: dict[tuple[int, ...], _Places] = {}  # by ranks
-        self._alike: dict[_Along, _Places] = {}  # of all groups that are alike
 
     def items(
         self, events: Iterable[Event], rank: int, only: OnlyLayers | None, last: bool = False
@@ -100,16 +83,11 @@ class Costs:
 
     def kernel_s(self, kernel: Kernel) -> float:
         """Returns the seconds that a kernel takes on the device."""
-        key = kernel.op, kernel.kind, kernel.shape, kernel.dtype, kernel.bytes, kernel.order
-        if key not in self._kernels:
-            dtype = kernel.dtype
-            if dtype == "float32" and self.tf32 and kernel.kind != "memory":
-                dtype = "tf32"
-            more = {"op": kernel.op, "order": kernel.order}
-            known = {name: more[name] for name in more if name in KernelWork._fields}
-            work = KernelWork(kernel.kind, kernel.flop, kernel.bytes, dtype, kernel.shape, **known)
-            self._kernels[key] = kernel_s(self.cluster, work)
-        return self._kernels[key]
+        dtype = kernel.dtype
+        if dtype == "float32" and self.tf32 and kernel.kind != "memory":
+            dtype = "tf32"
+        how = kernel.shape, kernel.op, kernel.order
+        return self.costs.kernel_s(KernelWork(kernel.kind, kernel.flop, kernel.bytes, dtype, *how))
 
     def start_s(self, start: Start, rank: int) -> tuple[float, float | None]:
         """Returns the seconds that a message takes, and `Send.cpu`.
@@ -121,94 +99,29 @@ class Costs:
             rank: The rank that starts it.
         """
         same = id(start.parts), id(start.pieces), start.op, start.group, start.size, start.dtype
-        again = *same, rank
-        known = self._starts.get(again)
-        if known is not None:
-            return known[0]
-        parts = tuple((part.what, part.peer, part.size, part.dtype) for part in start.parts)
-        sender = rank if parts else None  # which link a part takes depends on both of its ends
-        key = start.op, start.group, start.size, start.dtype, parts, start.pieces, sender
-        if key not in self._messages:
-            found = self._start_s(start, rank, message_s)
-            cpu = self._start_s(start, rank, message_cpu_s) if self.on_cpu else found
-            self._messages[key] = found, cpu if cpu < found else None
-        self._starts[again] = self._messages[key], start
-        return self._messages[key]
+        key = *same, rank
+        if key not in self._starts:
+            seconds, cpu = self._start(start, rank)
+            self._starts[key] = (seconds, cpu if self.on_cpu and cpu < seconds else None), start
+        return self._starts[key][0]
 
-    def _start_s(self, start: Start, rank: int, seconds_of: _SecondsOf) -> float:
+    def _start(self, start: Start, rank: int) -> MessageTime:
         n = len(start.ranks)
         if start.op == "p2p":
             # Messages in one direction share the rank's link, and the two directions do not.
-            sums = {"send": 0.0, "recv": 0.0}
+            sums = {"send": [0.0, 0.0], "recv": [0.0, 0.0]}
             for part in start.parts:
-                n_bytes = part.size * size_of(part.dtype)
-                sums[part.what] += self._message_s("send", n_bytes, (rank, part.peer), seconds_of)
-            return max(sums.values())
+                there = self.groups.places((rank, part.peer))
+                one = self.costs.message("send", part.size * size_of(part.dtype), there)
+                sums[part.what] = [a + b for a, b in zip(sums[part.what], one)]
+            return MessageTime(*map(max, zip(*sums.values())))
         n_bytes = start.size * size_of(start.dtype) if start.dtype else 4
-        op = "all_reduce" if start.op == "barrier" else start.op
+        op: Any = "all_reduce" if start.op == "barrier" else start.op
         if op == "all_gather":
             n_bytes *= n
         elif op == "all_to_all" and start.pieces is not None:
             n_bytes = sum(start.pieces[0]) * size_of(start.dtype)
-        return self._message_s(op, n_bytes, start.ranks, seconds_of)
-
-    def _message_s(
-        self, op: Any, n_bytes: float, ranks: Sequence[int], seconds_of: _SecondsOf
-    ) -> float:
-        """The slowest of all groups like this one counts, because others wait for it."""
-        found = self._places(tuple(ranks))
-        return max(
-            seconds_of(self.cluster, MessageWork(op, n_bytes, members, sharers))
-            for members, sharers in found
-        )
-
-    def _places(self, ranks: tuple[int, ...]) -> _Places:
-        """Returns groups like this one that lie differently, and `MessageWork.sharers` of each."""
-        if self.n_devices and len(ranks) == self.mesh.numel():
-            return [(tuple(range(self.n_devices)), 1)]
-        if ranks not in self._groups:
-            along = self._along(ranks)
-            if along not in self._alike:
-                self._alike[along] = self._different(self._groups_along(along))
-            self._groups[ranks] = self._alike[along]
-        return self._groups[ranks]
-
-    def _different(self, like: list[list[int]]) -> _Places:
-        places = np.array(like)
-        sizes = [level.size for level in self.cluster.levels]
-        units = np.stack([places // size for size in sizes], 1)
-        lies = units - units[:, :, :1]
-        different: dict[bytes, tuple[int, ...]] = {}
-        for group, how in zip(like, lies):
-            different.setdefault(how.tobytes(), tuple(group))
-        return [(group, like_messages(self.cluster, group, like)) for group in different.values()]
-
-    def like_groups(self, ranks: Sequence[int]) -> list[list[int]]:
-        """Returns the groups that have the same places along some axes, and any place in others."""
-        return self._groups_along(self._along(ranks))
-
-    def _along(self, ranks: Sequence[int]) -> _Along:
-        """Returns the dimensions of the mesh in which ranks differ, and their places in each."""
-        places = [*zip(*(self._unravel(self._place[rank]) for rank in ranks))]
-        return tuple((d, at) for d, at in enumerate(places) if len({*at}) > 1)
-
-    def _groups_along(self, along: _Along) -> list[list[int]]:
-        shape, varying = self.mesh.shape, [d for d, _ in along]
-        fixed = [d for d in range(len(shape)) if d not in varying]
-        view = self.mesh.permute(*fixed, *varying).reshape(
-            math.prod(shape[d] for d in fixed), *(shape[d] for d in varying)
-        )
-        index: list[Any] = [torch.tensor(at) for _, at in along]
-        whole: Any = slice(None)
-        found: list[list[int]] = view[(whole, *index)].tolist()
-        return found
-
-    def _unravel(self, place: int) -> list[int]:
-        found = []
-        for size in reversed(self.mesh.shape):
-            place, rest = divmod(place, size)
-            found.append(rest)
-        return found[::-1]
+        return self.costs.message(op, n_bytes, self.groups.places(tuple(start.ranks)))
 
 
 def _phase_of(event: Start | Wait | Kernel | Read, last: bool) -> Phase:
@@ -225,12 +138,16 @@ def size_of(dtype: str) -> int:
 def kernels_of(trace: Trace) -> Iterator[Kernel]:
     """Yields the kernels of a trace, those of equal passes once."""
     seen: set[int] = set()
-    for event in trace.events:
-        if isinstance(event, Kernel):
-            yield event
-        elif isinstance(event, Passed) and id(event.events) not in seen:
-            seen.add(id(event.events))
-            yield from (one for one in event.events if isinstance(one, Kernel))
+
+    def kernels(events: Iterable[Event]) -> Iterator[Kernel]:
+        for event in events:
+            if isinstance(event, Kernel):
+                yield event
+            elif isinstance(event, Passed) and id(event.events) not in seen:
+                seen.add(id(event.events))
+                yield from kernels(event.events)
+
+    return kernels(trace.events)
 
 
 def dtypes_without_peak(traces: Sequence[Trace], cluster: Cluster, tf32: bool) -> list[str]:

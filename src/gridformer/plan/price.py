@@ -10,7 +10,7 @@ from gridformer.memory.room import room_on
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.plan.blocks import Programs
-from gridformer.plan.costs import Costs, dtypes_without_peak
+from gridformer.plan.costs import EventTimes, dtypes_without_peak
 from gridformer.plan.prediction import Parts, Prediction
 from gridformer.plan.program import Spent
 from gridformer.plan.recorded import Recorded
@@ -64,7 +64,7 @@ class Prices:
         cores = cluster.host.cores
         self.n_cores = cores.value if cores else n
         self.cluster = cluster
-        self.costs = Costs(run, cluster, decisions)
+        self.costs = EventTimes(run, cluster, decisions)
         # In training, the host of a GPU launches a step while the GPU is at the step before. So no
         # part of a step waits for launches, unless all of them take longer than the step.
         self.ahead = training and not self.costs.on_cpu and not run.train.waits_each_step

@@ -1,6 +1,6 @@
 """Searches for the fastest layouts of a model on a cluster.
 
-Every arrangement of the devices is first estimated with a few settings (gridformer.plan.analytic).
+Every arrangement of the devices is first estimated with a few settings (gridformer.plan.roofline).
 The best of them are improved one setting at a time, as long as a change makes a step faster within
 the memory of a device. What is then fastest is traced (gridformer.plan.tracing), and only layouts
 whose trace fits are listed.
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TypeVar
 
+from gridformer.cluster.costs import Costs
 from gridformer.cluster.file import Cluster
 from gridformer.config import LayoutConfig, RunConfig, divisors
 from gridformer.memory.layouts import candidates
 from gridformer.parallel.auto.decisions import choices_of
 from gridformer.parallel.registry import describe_layout, spec_of
-from gridformer.plan.analytic import Estimate, estimate
-from gridformer.plan.load import StepCosts
 from gridformer.plan.prediction import Prediction
+from gridformer.plan.roofline import Estimate, estimate
 from gridformer.plan.settings import changed, micro_batches, modes, neighbors
 from gridformer.utils.beside import on_all_cores
 
@@ -120,13 +120,13 @@ class Search:
         run: RunConfig,
         cluster: Cluster,
         n_devices: int,
-        costs: StepCosts | None = None,
+        costs: Costs | None = None,
         named: str = "",
     ) -> None:
         self.run, self.n_devices, self.named = run, n_devices, named
         self.cluster = cluster = cluster.for_processes(n_devices)
         if costs is None or costs.cluster.processes != cluster.processes:
-            costs = StepCosts(cluster)
+            costs = Costs(cluster)
         self.costs = costs
         self.n_estimates = 0
 
@@ -168,8 +168,8 @@ class Search:
     def first(self, run: RunConfig) -> Found:
         """Returns an arrangement with settings that fit, or those with the least memory.
 
-        It tries modes of replicas that shard more and more, and with each mode smaller
-        micro-batches and more recomputation.
+        It tries modes of replicas that shard more and more, until one fits without recomputation,
+        and with each mode smaller micro-batches and more recomputation.
         """
         best: Found | None = None
         least: Found | None = None
@@ -187,7 +187,7 @@ class Search:
                         if best is None or found.step_s < best.step_s:
                             best = found
                         break  # more recomputation takes more time
-            if best is not None:
+            if best is not None and best.run.train.recompute == "none":
                 break
         chosen = best or least
         assert chosen is not None, "the run itself is valid"

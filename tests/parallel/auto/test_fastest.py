@@ -15,7 +15,7 @@ from rich.console import Console
 
 from gridformer.cluster import file as cluster_file
 from gridformer.cluster import load_cluster
-from gridformer.config import RunConfig, shipped_model
+from gridformer.config import RunConfig, parse_run, shipped_model
 from gridformer.config.reading import configs_dir
 from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.decisions import choices_of, decide_run, print_decisions
@@ -113,6 +113,14 @@ def test_placement_and_choices_agree() -> None:
     decisions = decide_run(run)
     again = decide(run.model, run.layout, decisions.choices.work, decisions.block)
     assert ways(again) == ways(decisions.choices)
+
+
+def test_panels_count_what_is_summed_up_panel_by_panel() -> None:
+    """On fast links their sums in float32 take longer than the messages that they hide."""
+    layout = {"scheme": "optimus", "rows": 4, "cols": 2, "dp": 4, "cluster": FAST}
+    sections = {"model": "megatron-8.3b", "data": {"path": "somewhere"}, "layout": layout}
+    run = parse_run(sections, ["train.global_batch=256", "train.dtype=bfloat16"])
+    assert {choice.schedule for choice in choices_of(run).products.values()} == {"gather"}
 
 
 CLUSTER = yaml.safe_load((configs_dir() / "clusters" / f"{SLOW}.yaml").read_text(encoding="utf-8"))

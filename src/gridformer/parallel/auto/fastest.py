@@ -11,11 +11,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+from gridformer.cluster import load_cluster
+from gridformer.cluster.costs import Costs
 from gridformer.config import LayoutConfig
 from gridformer.mesh.node_placement import NodeBlock
 from gridformer.parallel.auto.cost import Choice, Choices, ScheduleName, Stays, Timed
+from gridformer.parallel.auto.loads import ProductTimes
 from gridformer.parallel.auto.products import Product
-from gridformer.parallel.auto.seconds import ProductTimes
 from gridformer.parallel.registry import spec_of
 from gridformer.utils.units import GIB, format_bytes
 
@@ -40,7 +42,8 @@ def fastest_choices(
     Raises:
         ConfigError: There is no such cluster.
     """
-    times = ProductTimes(by_rules, layout, block)
+    cluster = load_cluster(layout.cluster).for_processes(layout.n_processes)
+    times = ProductTimes(by_rules, layout, block, Costs(cluster))
     room = _room(by_rules, layout, times)
     best = {
         c.product.name: _best(c, by_rules, layout, times, room) for c in by_rules.products.values()
@@ -73,7 +76,7 @@ def max_chunks(choices: Choices, layout: LayoutConfig, product: Product) -> int:
 
 def _room(choices: Choices, layout: LayoutConfig, times: ProductTimes) -> float:
     """Returns the bytes that a device has left for operands that are gathered or kept."""
-    limit = choices.work.memory_gib or times.cluster.limit_gib
+    limit = choices.work.memory_gib or times.costs.cluster.limit_gib
     free = MEMORY_SHARE * limit * GIB - choices.held_bytes
     return max(free, choices.held_bytes * spec_of(layout).keep_share)
 

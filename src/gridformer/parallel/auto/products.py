@@ -60,6 +60,8 @@ class Product:
         n_out: Columns of W.
         count: Number of such products in the model.
         normed: Whether x is the output of a norm that nothing else reads.
+        rms: Whether that is an RMSNorm, which consists of many kernels.
+        bias: Whether a bias is added.
         closes: Whether the product closes its section, see `gridformer.models.blocks.Role`.
         section: The section that it belongs to.
         reads: Which tokens its input has.
@@ -75,6 +77,8 @@ class Product:
     n_out: int
     count: int
     normed: bool = False
+    rms: bool = False
+    bias: bool = False
     closes: bool = False
     section: Section = "head"
     reads: Reads = "tokens"
@@ -126,7 +130,7 @@ def _built(sized: ModelConfig) -> list[Product]:
     with torch.device("meta"):
         modules = [*build_model(sized).modules()]
     norms = (blocks.LayerNorm, blocks.RMSNorm)
-    read = {module.reader for module in modules if isinstance(module, norms)}
+    read = {module.reader: module for module in modules if isinstance(module, norms)}
     found: dict[str, Product] = {}
     for module in modules:
         if isinstance(module, blocks.Linear | blocks.JoinedLinear):
@@ -134,15 +138,19 @@ def _built(sized: ModelConfig) -> list[Product]:
             parts: tuple[tuple[int, int], ...] = ()
             if isinstance(module, blocks.JoinedLinear):
                 n_in, n_out = module.n_in, module.n_out
+                bias = any(part.bias is not None for part in module.parts())
                 parts = tuple((part.weight.shape[1], part.pieces) for part in module.parts())
             else:
                 n_in, n_out = module.weight.shape
+                bias = module.bias is not None
             product = Product(
                 role.product,
                 n_in,
                 n_out,
                 count=1,
                 normed=role.product in read,
+                rms=isinstance(read.get(role.product), blocks.RMSNorm),
+                bias=bias,
                 closes=not role.opens,
                 section=role.section,
                 reads=role.reads,
@@ -151,7 +159,8 @@ def _built(sized: ModelConfig) -> list[Product]:
             )
         elif isinstance(module, blocks.TiedHead):
             h, v = sized.hidden_size, sized.vocab_size
-            product = Product("head", h, v, 1, normed="head" in read)
+            rms = isinstance(read.get("head"), blocks.RMSNorm)
+            product = Product("head", h, v, 1, normed="head" in read, rms=rms)
         else:
             continue
         before = found.get(product.name)

@@ -1,8 +1,7 @@
-"""Which part of a model each stage of a pipeline has: of the layers of each stack, and the ends."""
+"""Which part of a model each rank of a pipeline has: of the layers of each stack, and the ends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gridformer.config import RunConfig
@@ -25,7 +24,7 @@ def stacks_of(run: RunConfig) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class StageShares:
-    """Which part of a model a stage or a rank of a pipeline has.
+    """Which part of a model a rank of a pipeline has.
 
     Attributes:
         layers: The name of each stack, and the fraction that it has of the stack's layers.
@@ -43,14 +42,9 @@ class StageShares:
             return dict(self.layers)[stack_of(product)]
         return float(self.head)
 
-    @property
-    def outside_layers(self) -> StageShares:
-        """The same part without layers."""
-        return StageShares(tuple((stack, 0.0) for stack, _ in self.layers), self.lookups, self.head)
 
-
-def shares_of_stages(run: RunConfig) -> list[StageShares]:
-    """Returns the parts of the stages of a pipeline, in order, by the real partition."""
+def shares_of_ranks(run: RunConfig) -> list[StageShares]:
+    """Returns the parts of the ranks of a pipeline, in order, by the real partition."""
     layout, stacks = run.layout, stacks_of(run)
     if layout.pp == 1:
         return [StageShares(tuple((stack, 1.0) for stack in stacks), 1.0, True)]
@@ -60,9 +54,10 @@ def shares_of_stages(run: RunConfig) -> list[StageShares]:
     names = link_names(model)
     # How work is divided does not depend on the number of sequences.
     work = Work(tokens=run.seq_len, source=run.source_len, sequences=1)
+    stages = stages_of(model, layout.n_stages, work)
     found: list[StageShares] = []
-    for stage in stages_of(model, layout.n_stages, work):
-        mine = [names[i] for i in stage]
+    for rank in range(layout.pp):
+        mine = [names[i] for stage in stages[rank :: layout.pp] for i in stage]
         layers = tuple(
             (stack, sum(_is_layer_of(stack, name) for name in mine) / n)
             for stack, n in stacks.items()
@@ -70,22 +65,6 @@ def shares_of_stages(run: RunConfig) -> list[StageShares]:
         lookups = sum(name.endswith("embedding") for name in mine) / len(stacks)
         found.append(StageShares(layers, lookups, names[-1] in mine))
     return found
-
-
-def shares_of_ranks(run: RunConfig) -> list[StageShares]:
-    """Returns the parts of the ranks of a pipeline, in order, by the real partition."""
-    stages, pp = shares_of_stages(run), run.layout.pp
-    return [shares_of_rank(stages[rank::pp]) for rank in range(pp)]
-
-
-def shares_of_rank(stages: Sequence[StageShares]) -> StageShares:
-    """Returns the part of a rank with these stages."""
-    layers: dict[str, float] = {}
-    for stage in stages:
-        for stack, share in stage.layers:
-            layers[stack] = layers.get(stack, 0.0) + share
-    lookups = sum(stage.lookups for stage in stages)
-    return StageShares(tuple(layers.items()), lookups, any(stage.head for stage in stages))
 
 
 def _is_layer_of(stack: str, link: str) -> bool:

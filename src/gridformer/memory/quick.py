@@ -1,0 +1,280 @@
+"""Approximate memory of a device from the sizes of its products; `estimate` takes seconds.
+
+States are exact but for vectors; activations are the inputs and outputs of products. `gridformer
+memory` finds the exact number of bytes by running the code (memory/estimate.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gridformer.config import RunConfig
+from gridformer.memory.room import on_gpu
+from gridformer.parallel.auto.cost import Choice, Choices
+from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.auto.work import replica_work, resolved, state_bytes
+from gridformer.parallel.data.buckets import BUCKET_BYTES
+from gridformer.parallel.pipeline.stage_shares import shares_of_ranks, stack_of, stacks_of
+from gridformer.parallel.registry import spec_of
+
+_SCORE = 12  # bytes of a score that is not in a fused kernel, in the backward pass of its layer
+_NORM_COPIES = 5  # of an activation, in float32, in the backward pass of an RMSNorm
+_FREED = 0.6  # the fraction of what a layer has kept that is free by then
+_PANELS = 8  # panels of activations for which a product that goes panel by panel has room
+_GATHERED, _RECEIVED = 2, 3  # copies of a gathered activation in a backward pass, more over gloo
+
+
+def states_of(run: RunConfig) -> float:
+    """Returns bytes of parameters, gradients and optimizer per device, averaged over the stages.
+
+    This is a lower bound of what the fullest device holds with any batch.
+    """
+    choices = decide(run.model, run.layout, replica_work(run))
+    layers, head = _states(resolved(run, choices), choices)
+    return (sum(layers.values()) + head) / run.layout.pp
+
+
+def total_states(run: RunConfig) -> float:
+    """Returns bytes of parameters, gradients and optimizer of all devices of one replica."""
+    choices = decide(run.model, run.layout, replica_work(run))
+    copies = _copy_bytes(resolved(run, choices), choices, run.layout.dp)
+    return float(choices.parameters) * (state_bytes(run, run.layout.dp) + copies)
+
+
+def quick_estimate(run: RunConfig) -> float:
+    """Returns the approximate peak of the fullest device in bytes."""
+    return max(quick_peaks(run, decide(run.model, run.layout, replica_work(run))))
+
+
+def quick_peaks(run: RunConfig, choices: Choices) -> list[float]:
+    """Returns the approximate peak of the fullest device of each place along pp, in bytes."""
+    run = resolved(run, choices)
+    layout, stacks, m = run.layout, stacks_of(run), run.layout.micro_batches
+    n_layers, grid = sum(stacks.values()), choices.rows * choices.cols
+    states, outside = _states(run, choices)
+    kept, layer = _activations(run, choices)
+    shards = 1 if layout.dp_mode == "replicate" else layout.dp
+    sharers = 1 if m > 1 else shards  # gradients of several micro-batches are whole until the end
+    column, block = _table_bytes(run, choices)
+    loss = _loss_bytes(run, choices) - (block / shards if m == 1 else 0.0)
+    products = choices.products.values()
+    elements = sum(one.elements for one in products if one.product.section != "head")
+    gradients = elements / grid / sharers * 4 * (run.train.update != "in_backward")
+    # Before the backward pass of the last layer there are none of layers.
+    absent = gradients * (m == 1)
+    weights = sum(choices.kept_bytes(replace(one, keep_input=False)) for one in products)
+    gathered = messages = 0.0
+    if shards > 1:
+        if layout.dp_mode == "fsdp":  # the tables stay for a step, and two layers are gathered
+            gathered = block if run.model.tied_head or layout.pp > 1 else 2 * block
+            if choices.reshard == "layer":
+                gathered += 2 * elements / grid / n_layers * choices.work.itemsize
+        messages = 2 * min(BUCKET_BYTES, (block + elements / grid * 4) / 4)
+        layer += block * (1 - 1 / shards) * (m == 1)  # a table's gradient waits for the lookups
+    found = []
+    for rank, share in enumerate(shares_of_ranks(run)):
+        mine = sum(part * kept[stack] for stack, part in share.layers)
+        n_mine = max(1.0, sum(part * stacks[stack] for stack, part in share.layers))
+        held = gathered + sum(part * states[stack] for stack, part in share.layers)
+        held += weights * n_mine / n_layers
+        if share.lookups or share.head:  # of two tables a rank of a pipeline has one
+            held += outside if run.model.tied_head or layout.pp == 1 else outside / 2
+        flight = _in_flight(run, rank)
+        together = flight == m > 1  # then all begin before the first ends
+        gone = absent if layout.pp == 1 else together * gradients * n_mine / n_layers
+        backward = flight * mine + layer + messages - min(mine, gone) * (1 - 1 / n_mine)
+        forward = mine + loss * share.head - absent
+        several = round(share.lookups * len(stacks)) + (share.head and run.model.tied_head) > 1
+        table = (3 if several else 1) * block + column * (block < column)
+        end = (flight - 1 - together) * mine + messages
+        end += (table - block / shards * (m == 1)) * (share.lookups > 0)
+        found.append(held + max(forward, backward, end))
+    return found
+
+
+def _in_flight(run: RunConfig, rank: int) -> float:
+    """Returns for how many micro-batches a rank of a pipeline keeps activations at a time.
+
+    With k stages a rank, those are the passes of 1/k of its layers that it runs ahead; see
+    `gridformer.parallel.pipeline.schedules`.
+    """
+    layout = run.layout
+    most, k = float(layout.micro_batches), layout.stages_per_rank
+    if layout.pp == 1 or layout.pipeline_order == "gpipe":
+        return 1.0 if layout.pp == 1 else most
+    ahead = layout.pp - 1 - rank
+    return min(most, ahead + 1 if k == 1 else ((k - 1) * layout.pp + 2 * ahead + 1) / k)
+
+
+def _activations(run: RunConfig, choices: Choices) -> tuple[dict[str, float], float]:
+    """Returns the bytes that the layers of each stack keep of a micro-batch, and more of a layer.
+
+    A product that opens a section keeps its norm's input and output, and its own output; one that
+    closes a section keeps its input. What a layer takes besides in its backward pass is the largest
+    of the gradients of its wide product with what that gathers, and of the copies of an RMSNorm.
+    """
+    work, item, grid = choices.work, choices.work.itemsize, choices.rows * choices.cols
+    lies, h = spec_of(run.layout).boundary(run.layout).lies, run.model.hidden_size
+    stacks = stacks_of(run)
+    kept, layer = dict.fromkeys(stacks, 0.0), 0.0
+    between = 1 / grid if choices.between == "cut" else 1.0
+    rms = any(choice.product.rms for choice in choices.products.values())
+    for choice in choices.products.values():
+        product, rows = choice.product, work.rows_of(choice.product)
+        if product.section == "head":
+            continue
+        whole = rows * (between if choice.common else 1 / grid) * item
+        if product.closes:
+            one = whole * product.n_in
+        else:
+            # A norm keeps its input in float32; a part of a product, it keeps nothing.
+            norm = 1.0 if rms and lies != "h" else max(4, item) / item
+            norm = 0.0 if lies == "h" and choice.norm_inside else norm
+            if product.reads == "source" and stack_of(product) == "decoder":  # is kept once for all
+                norm = -1.0
+            relu = product.section == "feed_forward" and run.model.family in ("t5", "transformer")
+            one = (1 + norm) * rows * h * between * item + whole * choice.n_out * (not relu)
+            if product.section == "attention" and product.parts:  # kept again when they are rotated
+                heads, groups = run.model.n_heads, run.model.kv_heads
+                one += whole * choice.n_out * (heads + groups) / (heads + 2 * groups)
+            layer = max(layer, _wide(run, choices, choice, whole * choice.n_out))
+        kept[stack_of(product)] += one * product.count
+        kept[stack_of(product)] += choices.kept_bytes(replace(choice, keep_weight=False))
+    residual = max(work.tokens, work.source) * h * between
+    of_a_layer = sum(kept.values()) / sum(stacks.values())
+    layer += 2 * residual * item  # a gradient, and the next one computed from it
+    if rms and item < 4:
+        layer = max(layer, _NORM_COPIES * residual * 4 - _FREED * of_a_layer)
+    scores = _scores(run, choices)
+    if scores:
+        each = item + (item + 1) * (run.model.attention_dropout > 0)  # before and after, and a mask
+        most = max(scores[stack] / n for stack, n in stacks.items())
+        layer += most * (_SCORE + each * (work.recompute == "selective"))
+        if work.recompute != "selective":
+            kept = {stack: kept[stack] + scores[stack] * each for stack in stacks}
+    if work.recompute == "full":
+        layer += max(kept[stack] / n for stack, n in stacks.items())
+        tokens = {stack: work.source if stack == "encoder" else work.tokens for stack in stacks}
+        share = grid if choices.between != "first" else 1
+        kept = {stack: n * tokens[stack] * h * item / share for stack, n in stacks.items()}
+        layer += max(tokens.values()) * h * item * (choices.between == "replicated")
+    return kept, layer
+
+
+def _wide(run: RunConfig, choices: Choices, choice: Choice, out: float) -> float:
+    """Returns the bytes of the gradients of a product's output with what it gathers meanwhile."""
+    whole = choices.activation_bytes(choice) / choice.n_chunks
+    if not whole:
+        return out
+    if choice.schedule != "gather":  # its sums are in float32 until the last panel has come
+        return out * 2.5 + _PANELS * whole / choices.panels
+    if choice.stays != "output" or choice.keep_input:
+        return out
+    moves = 0.0 if on_gpu(run) else _RECEIVED * (1 - 1 / choices.cols)
+    found = max(out, 0.5 * out * bool(choice.product.parts) + (_GATHERED + moves) * whole)
+    lies, item = spec_of(run.layout).boundary(run.layout).lies, choices.work.itemsize
+    if choice.product.rms and choice.norm_inside and lies == "h" and item < 4:
+        found = max(found, _NORM_COPIES * whole * 4 / item)  # it normalizes what it has gathered
+    return found
+
+
+def _scores(run: RunConfig, choices: Choices) -> dict[str, float]:
+    """Returns the scores of attention on a device, by stack, if no fused kernel hides them.
+
+    Without gridformer's kernel, dropout of probabilities or a learned bias makes torch keep them.
+    """
+    model, work, keys = run.model, choices.work, run.seq_len
+    fused = on_gpu(run) and run.train.kernels != "torch"
+    if fused or not (model.attention_dropout or model.family == "t5"):
+        return {}
+    heads = model.n_heads / (choices.rows * choices.cols)
+    if not model.two_stacks:
+        return {"": model.n_layers * work.tokens * keys * heads}
+    keys += run.source_len * (model.attention_dropout > 0)  # a bias is of attention to itself alone
+    return {
+        "encoder": model.n_layers * work.source * run.source_len * heads,
+        "decoder": model.n_decoder_layers * work.tokens * keys * heads,
+    }
+
+
+# --------------------------------------------------------------------------- table and loss
+
+
+def _table_bytes(run: RunConfig, choices: Choices) -> tuple[float, float]:
+    """Returns the bytes of the tokens' table on a column of devices, and on a device."""
+    table = run.model.vocab_size * run.model.hidden_size * 4.0
+    if "head" in choices.products and choices["head"].common:
+        return table, table
+    return table / choices.cols, table / choices.cols / choices.rows
+
+
+def _loss_bytes(run: RunConfig, choices: Choices) -> float:
+    """Returns the most bytes that the head and its loss take: logits, and the table's gradient."""
+    if not run.model.token_head:
+        return 0.0
+    head, item = choices["head"], choices.work.itemsize
+    column, block = _table_bytes(run, choices)
+    sharded = not head.common and choices.cols > 1
+    rows = choices.head_tokens(head) if choices.between == "cut" else float(choices.work.tokens)
+    rows = min(rows, choices.work.loss_chunk_tokens or rows)
+    logits = rows * run.model.vocab_size / (choices.cols if sharded else 1)
+    wide = max(4, item)
+    forward = logits * (item * (item < wide or sharded) + wide * (1 if sharded else 2))
+    in_chunks = choices.loss_chunks(head) > 1
+    gradient = column * in_chunks  # to which that of a chunk is added, if not in place
+    if block < column:
+        gradient += column * item / 4
+    elif sharded or not (in_chunks and item < 4):
+        gradient += column * (1.5 if sharded and item < 4 else 1)
+    if item < 4 and (block < column or not choices.cast_once):
+        gradient += column * item / 4  # gathered, or cast for this use only
+    hidden = float(choices.work.tokens * run.model.hidden_size * item)
+    hidden /= choices.rows * choices.cols if choices.between == "cut" else 1
+    return max(forward, item * logits + gradient) + hidden * (1 + in_chunks)
+
+
+# --------------------------------------------------------------------------- states
+
+
+def _states(run: RunConfig, choices: Choices) -> tuple[dict[str, float], float]:
+    """Returns bytes of matrices with gradients and moments: of each stack's layers, and the others.
+
+    All are for a device that holds its shards of all stages.
+    """
+    layout, grid, head = run.layout, choices.rows * choices.cols, 0.0
+    layers = dict.fromkeys(stacks_of(run), 0.0)
+    everywhere = layout.branches if choices.between == "cut" else 1  # replicas of common layers
+    for choice in choices.products.values():
+        copies, of_grid = (everywhere, 1) if choice.common else (1, grid)
+        replicas = layout.dp * copies
+        in_head = choice.product.section == "head"
+        each = state_bytes(run, replicas)
+        # Of what is not in layers, FSDP gathers the parameters themselves.
+        copy = _copy_bytes(run, choices, 1 if in_head else replicas)
+        held_bytes = choice.elements * (each + copy) / of_grid
+        if choice.product.name == "head":
+            held_bytes += choices.table * each / of_grid
+        if in_head:
+            head += held_bytes
+        else:
+            layers[stack_of(choice.product)] += held_bytes
+    return layers, head
+
+
+def _copy_bytes(run: RunConfig, choices: Choices, replicas: int) -> float:
+    """Returns the bytes per parameter of copies in the type of the computation.
+
+    With `reshard: step` those of layers are what FSDP gathers, whatever their type.
+
+    Args:
+        run: The run, without `reshard: auto`.
+        choices: Its choices.
+        replicas: Number of replicas that share sharded state.
+    """
+    layout, itemsize = run.layout, choices.work.itemsize
+    sharded = layout.dp_mode == "fsdp" and layout.dp > 1
+    if sharded and layout.reshard == "step" and replicas > 1:
+        return itemsize
+    if itemsize > 2 or not choices.cast_once:
+        return 0.0
+    return itemsize / (replicas if sharded else 1)

@@ -1,0 +1,322 @@
+"""The time of a step by a roofline: two milliseconds where `predict` takes seconds.
+
+It adds up products and attention by their shapes, memory-bound kernels by the bytes of activations
+and weights, and messages by their volumes. It only chooses what is traced, so it knows no kernels
+of a family or scheme.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from gridformer.cluster.costs import Costs
+from gridformer.cluster.file import Cluster
+from gridformer.cluster.kernels import KernelWork
+from gridformer.cluster.messages import Op
+from gridformer.config import RunConfig
+from gridformer.memory.quick import quick_peaks
+from gridformer.memory.room import room_on
+from gridformer.parallel.auto.cost import Choice
+from gridformer.parallel.auto.decisions import Decisions, choices_of, placements, traffic_of
+from gridformer.parallel.auto.loads import Load, ProductTimes
+from gridformer.parallel.auto.work import parameter_bytes, replica_work, resolved
+from gridformer.parallel.data.buckets import BUCKET_BYTES
+from gridformer.parallel.pipeline.stage_shares import (
+    StageShares,
+    shares_of_ranks,
+    stack_of,
+    stacks_of,
+)
+from gridformer.parallel.registry import spec_of
+from gridformer.plan.recorded import on_device_type, unfused
+from gridformer.utils.units import GIB
+
+# Passes of memory-bound kernels, forward and backward: over an activation between sections (a norm
+# in float32, which casts its result, and what is added after a section) and over one inside.
+_NORM, _RMS_NORM, _RESIDUAL = (2, 3), (7, 17.5), (3, 3)
+_INSIDE, _JOINED = (1, 3.5), (3, 8)  # joined products are rotated, or parts of them multiplied
+_BIAS = 2, 1  # forward only where the product is sharded
+_LOGITS, _SHARDED_LOGITS = 6, 10  # in float32, forward and backward together
+_CAST = 6  # bytes of casting an element between types of 2 and 4 bytes
+_UPDATE, _MOMENTS = 32, 16  # bytes of a parameter: that its update moves, and that a host may have
+# Kernels that move little: of a step, of a parameter once a step, and of a chunk of the loss.
+_STEP, _PARAMETER, _CHUNK = 70, {"replicate": 1, "zero1": 4, "fsdp": 3}, (15, 30)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The estimated time of a step, and the memory of the fullest device.
+
+    Attributes:
+        step_s: Seconds of a step.
+        peak_gib, limit_gib: Memory of the fullest device, and what it can use.
+        load: Kernels and messages of the slowest rank in the whole step.
+    """
+
+    step_s: float
+    peak_gib: float
+    limit_gib: float
+    load: Load
+
+    @property
+    def fits(self) -> bool:
+        """Whether the estimated memory is within the limit."""
+        return self.peak_gib <= self.limit_gib
+
+
+def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Estimate:
+    """Estimates the time and the memory of a step of a checked run.
+
+    Args:
+        run: The run, whose layout is valid.
+        cluster: The machine.
+        costs: The costs of this cluster, which remember what was asked; None makes new ones.
+    """
+    costs = costs or Costs(cluster.for_processes(run.layout.n_processes))
+    cluster, layout, host = costs.cluster, run.layout, costs.cluster.host
+    choices = choices_of(run)
+    traffic = traffic_of(run, choices, replica_work(run))
+    block = Decisions(choices, traffic, *placements(layout, traffic)).block
+    step = _Step(resolved(run, choices), ProductTimes(choices, layout, block, costs))
+    m, k = layout.micro_batches, layout.stages_per_rank
+    # In training the host of a GPU is a step ahead; see `gridformer.plan.price`.
+    ahead = not costs.on_cpu and not run.train.waits_each_step
+    launch_s, fixed_s = host.launch_us.value * 1e-6, host.step_us.value * 1e-6
+    waits_s = 0.0 if ahead else launch_s
+    shares = shares_of_ranks(run)
+    passes = {share: step.passes(share) for share in {*shares}}
+    seconds = {share: sum(x.on(costs, waits_s) for x in both) for share, both in passes.items()}
+    slowest = max(seconds, key=lambda share: seconds[share])
+    once = (step.once(share, both[1]) for share, both in passes.items())
+    load = max(once, key=lambda load: load.device_s)
+    step_s = load.on(costs, waits_s) + m * seconds[slowest]
+    for one in passes[slowest]:
+        load.add(one, m)
+    if layout.pp > 1:
+        # Nothing hides what stages send while a pipeline fills and empties, or in turns if a rank
+        # has one stage, which runs no more passes ahead than there are stages after it.
+        n_bytes, hops = traffic["pp"] / (2 * k * m), step.times.places["pp"]
+        sends = 2 * k * fmean(costs.message("send", n_bytes, (hop,)).seconds for hop in hops)
+        waits = sends * (layout.pp - 1) * (m / layout.pp if k == 1 else 1)
+        waits = max(waits, m * (sends - seconds[slowest]))
+        load.exposed["pp"] += waits
+        step_s += waits + (sum(seconds[share] for share in shares) - seconds[slowest]) / k
+    step_s = max(step_s, load.launches * launch_s + fixed_s) if ahead else step_s + fixed_s
+    there = on_device_type(unfused(run, cluster), cluster.device.kind)
+    peak_gib = max(quick_peaks(there, choices)) / GIB
+    return Estimate(step_s, peak_gib, room_on(run, cluster), load)
+
+
+class _Step:
+    """The work of a device in a step.
+
+    Args:
+        run: The run, without `reshard: auto`.
+        times: The times of its products and messages.
+    """
+
+    def __init__(self, run: RunConfig, times: ProductTimes) -> None:
+        self.run, self.times, self.costs, self.choices = run, times, times.costs, times.choices
+        self.layout, self.work, self.item = run.layout, times.work, times.work.itemsize
+        self.wide = parameter_bytes(run)
+        # How many passes of a stage follow each other, while its rank communicates for others.
+        interleaved = self.layout.stages_per_rank > 1
+        self.several = min(self.layout.micro_batches, self.layout.pp) if interleaved else 1
+        self.gathers_s = 0.0  # of a rank's layers, during a backward pass
+        self.stacks = {stack: self._layers(stack, n) for stack, n in stacks_of(run).items()}
+        self.head, self.lookup = self._head(), self._lookup()
+
+    def passes(self, share: StageShares) -> tuple[Load, Load]:
+        """Returns the loads of a micro-batch of a rank that has this part of the model."""
+        both = Load(), Load()
+        parts = [(self.stacks[stack], part) for stack, part in share.layers]
+        for loads, times in (*parts, (self.head, float(share.head)), (self.lookup, share.lookups)):
+            for load, one in zip(both, loads):
+                load.add(one, times)
+        return both
+
+    def once(self, share: StageShares, backward: Load) -> Load:
+        """Returns the load of what a rank does once a step: casts, sums over replicas, updates."""
+        layout, train, load = self.layout, self.run.train, Load(launches=_STEP)
+        sharded = layout.dp_mode != "replicate"
+        part = 1 / spec_of(layout).replicas(layout) if sharded else 1.0
+        op: Op = "reduce_scatter" if sharded else "all_reduce"
+        k, held = layout.stages_per_rank, 0.0
+        beside = max(0.0, backward.device_s * (1 + (k - 1) * self.several) / k - self.gathers_s)
+        for axis in ("dp", "replicas"):
+            layers, table = self._held(share, common=axis == "replicas")
+            held += sum(layers) + table
+            # A cast, and what is copied to messages, of each matrix and about as many vectors.
+            load.launches += len(layers) * (1 + 2 * _PARAMETER[layout.dp_mode])
+            # The table's gradient is the last that is complete, and its parameters the first.
+            table_s, seconds = (self._sent_s(op, one, axis) for one in ([table], layers))
+            load.exposed["dp"] += max(0.0, seconds - beside) + table_s
+            beside = max(0.0, beside - seconds)
+            if sharded:
+                updated = [table, *layers] if layout.dp_mode == "zero1" else [table]
+                load.exposed["dp"] += self._sent_s("all_gather", updated, axis)
+        if self.item == 2:
+            copies = 1 if self.choices.cast_once else 2 * layout.micro_batches
+            cast = held * (part if layout.dp_mode == "fsdp" else 1)
+            load.memory += self.costs.moved_s(_CAST * cast * copies)
+        held *= part * self.wide / 4
+        load.memory += self.costs.moved_s(_UPDATE * held)
+        if train.offload == "optimizer":
+            load.memory += self.costs.kernel_s(KernelWork("copy", 0.0, _MOMENTS * held))
+        return load
+
+    # ------------------------------------------------------------------ parts of a model
+
+    def _layers(self, stack: str, n: int) -> tuple[Load, Load]:
+        """Returns the loads of all layers of a stack in a micro-batch."""
+        forward, backward, layer = Load(), Load(), 0.0
+        again = self.work.recompute == "full"
+        every = self.choices.products.values()
+        products = [one for one in every if one.product.section != "head"]
+        products = [one for one in products if stack_of(one.product) == stack]
+        for choice, (there, back) in zip(products, self._in_turns(products)):
+            for load, one, around in zip((forward, backward), (there, back), self._around(choice)):
+                one.add(around)
+                load.add(one, choice.product.count)
+            if again and not choice.product.ends_block:
+                backward.add(there, choice.product.count)  # with the kernels around it
+            layer += self._elements(choice) / n * self.item
+        for there_s, back_s in self._attention(stack):
+            forward.add(Load(attention=there_s, launches=1), n)
+            back_s += there_s * (self.work.recompute != "none")
+            backward.add(Load(attention=back_s, launches=3), n)
+        inputs = self.choices.inputs_again() * self.item / self.run.model.n_layers
+        gather = self.times.message("all_gather", inputs, self.times.axis)
+        backward.exposed[self.times.axis] += n * gather.seconds
+        if self.layout.dp_mode == "fsdp":  # parameters are gathered during the layer before
+            gather, kept = self.times.message("all_gather", layer, "replicas"), 1
+            if self.choices.reshard == "step":
+                kept = self.layout.micro_batches
+            else:
+                self.gathers_s += n * gather.seconds / self.layout.pp
+            for load in (forward, backward)[: 1 if self.choices.reshard == "step" else 2]:
+                several = self.several if self.choices.reshard == "step" else 1
+                load.exposed["dp"] += n * gather.beside(several * load.device_s / n) / kept
+                load.memory += self.costs.moved_s(2 * layer) * n / kept
+        return forward, backward
+
+    def _in_turns(self, products: Sequence[Choice]) -> list[tuple[Load, Load]]:
+        """Returns the loads of a layer's products; weights are gathered during those before."""
+        found = [self.times.passes(choice) for choice in products]
+        if self.choices.rows == 1:
+            return found
+        after = [*found[1:], found[0]]
+        before = [(found[i - 1][0].compute_s, after[i][1].compute_s / 2) for i in range(len(found))]
+        return [self.times.passes(choice, one) for choice, one in zip(products, before)]
+
+    def _around(self, choice: Choice) -> Iterator[Load]:
+        """Yields the loads of the memory-bound kernels around a product, forward and backward."""
+        product, choices, item = choice.product, self.choices, self.item
+        h, wide, casts = self.run.model.hidden_size, max(4, item), 2 * (item == 2)
+        # A norm inside a product is of gathered rows, and is computed again in the backward pass.
+        inside = choice.norm_inside and self.times.lies == "h"
+        cut = 1 if choices.between != "cut" or inside else choices.cols
+        sharded = not choice.common and choices.rows * choices.cols > 1
+        norm, inner = (_RMS_NORM if product.rms else _NORM), (_JOINED if product.parts else _INSIDE)
+        for way in range(2):
+            bias = product.bias * _BIAS[way] * (sharded or way)
+            launches = (bias > 0) + way * (1 + casts / 2) * (1 + product.bias)  # and gradients
+            if product.closes:
+                n_bytes = (_RESIDUAL[way] + bias) * item * h / cut
+                launches += 1
+            else:
+                again = norm[0] * wide + casts * _CAST if inside and way else 0.0
+                n_bytes = (norm[way] * wide + casts * _CAST + again) * h / cut
+                n_bytes += (inner[way] + bias) * item * choice.n_out / choices.cols
+                launches += (norm[way] / 2 + 2 if product.rms else 1) + casts
+                launches += inner[way] if product.parts else 1
+            seconds = self.costs.moved_s(choices.tokens(product) * n_bytes)
+            yield Load(memory=seconds, launches=launches)
+
+    def _attention(self, stack: str) -> Iterator[tuple[float, float]]:
+        """Yields the seconds of each kind of attention in a layer of a stack, of both passes."""
+        model, s, source = self.run.model, self.run.seq_len, self.run.source_len
+        batch = max(1, self.work.sequences // self.choices.rows)
+        heads, d = max(1, model.n_heads // self.choices.cols), model.head_width
+        causal = stack == "decoder" or model.family in ("gpt2", "llama")
+        own = stack == "encoder" or model.attention_dropout or self.run.data.document_mask
+        hides = min(model.window or 1, s) if causal else 0
+        kinds = [(source, source, 0) if stack == "encoder" else (s, s, hides)]
+        for queries, keys, hidden in [*kinds, *[(s, source, 0)] * (stack == "decoder")]:
+            shape, scores = (batch, heads, queries, keys, d, hidden), batch * heads * queries * keys
+            moved = 2 * batch * heads * (queries + keys) * d * self.item
+            op = "attention" if own else "sdpa"
+            work = KernelWork("attention", 4.0 * scores * d, moved, self.times.dtype, shape, op)
+            back = work._replace(flop=2 * work.flop, bytes=2 * moved, op=f"{op}_backward")
+            yield self.costs.kernel_s(work), self.costs.kernel_s(back)
+
+    def _head(self) -> tuple[Load, Load]:
+        forward, backward = Load(), Load()
+        for choice in self.choices.products.values():
+            is_head = choice.product.name == "head"
+            if choice.product.section != "head" or (is_head and not self.run.model.token_head):
+                continue
+            for load, one in zip((forward, backward), self.times.passes(choice)):
+                load.add(one)
+            if is_head:
+                cols = 1 if choice.common else self.choices.cols
+                passes = _LOGITS if cols == 1 else _SHARDED_LOGITS
+                each = passes * max(4, self.item) + 2 * _CAST * (self.item == 2)
+                logits = self.choices.head_tokens(choice) * choice.product.n_out / cols
+                forward.memory += self.costs.moved_s(logits * each)
+                forward.launches += _CHUNK[cols > 1] * self.choices.loss_chunks(choice)
+        return forward, backward
+
+    def _lookup(self) -> tuple[Load, Load]:
+        """Returns the loads of looking up tokens in a table that may be sharded over a grid."""
+        found, axis = (Load(), Load()), self.times.axis
+        common, rows = self.choices["head"].common, max(1, self.choices.rows)
+        column = self._elements(self.choices["head"]) * (1 if common else rows) * self.wide
+        read = (self.work.tokens + self.work.source) / rows * self.run.model.hidden_size * self.wide
+        ops: tuple[Op, Op] = "all_gather", "reduce_scatter"
+        for way, (load, op) in enumerate(zip(found, ops)):
+            load.memory = self.costs.moved_s(2 * read + 3 * column * way)
+            if not common:
+                load.exposed[axis] += self.times.message("reduce_scatter", read, axis).seconds
+                load.exposed["row"] += self.times.message(op, column, "row").seconds
+        return found
+
+    # ------------------------------------------------------------------ parameters
+
+    def _elements(self, choice: Choice) -> float:
+        """Returns the elements on a device of all products of a name."""
+        return choice.elements / (1 if choice.common else self.choices.rows * self.choices.cols)
+
+    def _held(self, share: StageShares, common: bool) -> tuple[list[float], float]:
+        """Returns the elements of a rank's matrices, and of its table of tokens.
+
+        Args:
+            share: What it has of the model.
+            common: Whether it is those that every device of a grid holds, or the others.
+        """
+        found, table = [0.0], 0.0
+        tied = share.head and share.lookups > 0 and self.run.model.tied_head
+        for choice in self.choices.products.values():
+            product, here = choice.product, share.share_of(choice.product)
+            if choice.common == common and product.name == "head" and share.lookups:
+                table = self._elements(choice)
+            if choice.common != common or not here or (tied and product.name == "head"):
+                continue
+            for width, _ in product.parts or [(choice.n_out, 0)]:
+                one = self._elements(choice) / product.count * width / choice.n_out
+                found += [one] * round(product.count * here)
+        return found, table
+
+    def _sent_s(self, op: Op, tensors: Sequence[float], axis: str) -> float:
+        """Returns the seconds of sending tensors over replicas: small ones of a layer together."""
+        large = Counter(one for one in tensors if one * self.wide >= BUCKET_BYTES)
+        small = sum(one for one in tensors if one not in large) * self.wide
+        works = [(float(n), one * self.wide) for one, n in large.items()]
+        if small:
+            n_layers = self.run.model.n_layers // self.layout.pp if len(tensors) > 1 else 1
+            joined = max(1, n_layers, -(-small // BUCKET_BYTES))
+            works.append((joined, small / joined))
+        return sum(n * self.times.message(op, n_bytes, axis).seconds for n, n_bytes in works)
