@@ -26,7 +26,7 @@ class ReadingOrder(NamedTuple):
 def reading_order() -> ReadingOrder:
     """Read the section of docs/architecture.md on reading one step."""
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    section = text[text.index("## RecordOptions one step") : text.index("## Seams")]
+    section = text[text.index("## Reading one step") : text.index("## Seams")]
     entries = re.split(r"^(\d+)\. ", section.partition("\n\nThese are not all")[0], flags=re.M)
     numbered: dict[int, list[str]] = {}
     folder = ""
