@@ -66,8 +66,8 @@ def _cell(cell: matrix.Cell) -> Any:
     from gridformer.memory.estimate import estimate_rank
     from gridformer.memory.ranks import largest_ranks
     from gridformer.parallel.auto.decisions import decide_run
-    from gridformer.trace.events import Start, Wait
-    from gridformer.trace.rank import trace_rank
+    from gridformer.record.events import Start, Wait
+    from gridformer.record.rank import trace_rank
 
     found: dict[str, Any] = {}
     for device, backend in (("cpu", "gloo"), ("cuda", "nccl")):

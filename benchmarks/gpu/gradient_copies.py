@@ -27,10 +27,10 @@ from gridformer.config import ModelConfig, RunConfig, shipped_model
 from gridformer.parallel.data import gradients
 from gridformer.parallel.data.zero import FlatBucket
 from gridformer.parallel.validation import check_layout
-from gridformer.trace.device import NAME
-from gridformer.trace.events import Kernel
-from gridformer.trace.kernels import launched_work
-from gridformer.trace.rank import trace_rank
+from gridformer.record.device import NAME
+from gridformer.record.events import Kernel
+from gridformer.record.kernels import launched_work
+from gridformer.record.rank import trace_rank
 from gridformer.train import step
 from gridformer.utils.units import GIB
 

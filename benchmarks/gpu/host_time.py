@@ -44,7 +44,7 @@ from gridformer.mesh import Axes, groups
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.gradients import clear_gradients, reduce_gradients
-from gridformer.trace.kernels import launched_work
+from gridformer.record.kernels import launched_work
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import MicroBatch, next_words
 
@@ -287,7 +287,7 @@ def _launches(run: Run) -> int:
 
 
 class _Launches(TorchDispatchMode):
-    """Counts operators that launch a kernel, by the rules of `gridformer.trace.kernels`."""
+    """Counts operators that launch a kernel, by the rules of `gridformer.record.kernels`."""
 
     n = 0
 

@@ -23,7 +23,7 @@ from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.gradients import clear_gradients
 from gridformer.parallel.data.zero import stored
 from gridformer.parallel.pipeline import LOADING_RUNS
-from gridformer.trace.batch import rows_like
+from gridformer.record.batch import rows_like
 from gridformer.train.step import Stepper
 
 # Seconds until gloo's threads have let go of what they sent: after a message, and after a step. The

@@ -22,7 +22,7 @@ from gridformer.mesh.process_group import World, close_process_groups, init_proc
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
-from gridformer.trace.batch import rows_like
+from gridformer.record.batch import rows_like
 from gridformer.train.numerics import set_numerics
 from gridformer.train.step import Ahead, Stepper
 from gridformer.utils.batch import Batch

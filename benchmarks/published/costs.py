@@ -18,7 +18,7 @@ import typer
 from benchmarks.planner.rows import gpt
 from gridformer.cluster import Cluster
 from gridformer.plan.recorded import record_run
-from gridformer.trace.events import Kernel, Start
+from gridformer.record.events import Kernel, Start
 
 PHASES = ("forward", "recomputation", "backward")
 B, S, H, HEADS = 8, 512, 1024, 16  # of the traced layer

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gridformer.plan.recorded import Recorded
-from gridformer.trace.events import Event, Kernel, Trace
+from gridformer.record.events import Event, Kernel, Trace
 
 _BLOCK = 256  # threads of a block of the softmax: longer rows take another kernel for their maximum
 _SIZES = {"float16": 2, "bfloat16": 2, "float64": 8}  # bytes of an element, where they are not 4

@@ -23,7 +23,7 @@ from benchmarks.planner.page import fill, marked
 
 from gridformer.cluster import load_cluster
 from gridformer.plan.prediction import Parts
-from gridformer.trace.events import Event, Kernel, Place, Start, Trace, Wait
+from gridformer.record.events import Event, Kernel, Place, Start, Trace, Wait
 
 PLACE = Place("", 0, "", "layers.0")
 

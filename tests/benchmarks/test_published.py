@@ -26,7 +26,7 @@ from gridformer.calibrate.found import Measurements
 from gridformer.cluster import like_messages, load_cluster
 from gridformer.cluster.kernels import KernelWork, kernel_s
 from gridformer.parallel.validation import check_layout
-from gridformer.trace.events import Kernel, Place, Trace
+from gridformer.record.events import Kernel, Place, Trace
 from gridformer.utils.errors import UserError
 
 

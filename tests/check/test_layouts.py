@@ -10,7 +10,7 @@ import torch
 from gridformer.check import Report, report_of
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check_layout
-from gridformer.trace.rank import RecordOptions, record_ranks
+from gridformer.record.rank import RecordOptions, record_ranks
 from tests.support.fake_gpu import InProcess
 from tests.support.marks import full_unless
 from tests.support.multirank.matrix import MODELS, of_one_task

@@ -28,7 +28,7 @@ from gridformer.parallel.data.buckets import in_buckets
 from gridformer.parallel.pipeline import executor
 from gridformer.parallel.sharding import shard_of
 from gridformer.parallel.validation import check_layout
-from gridformer.trace import trace_rank
+from gridformer.record import trace_rank
 from gridformer.train import forward_backward, step
 from tests.support.checking import one_group_for_all_messages
 from tests.support.fake_gpu import InProcess

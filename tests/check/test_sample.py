@@ -14,8 +14,8 @@ from gridformer.comm import Pending, collectives
 from gridformer.mesh import Axis
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.pipeline import stages_of
-from gridformer.trace import Part, Place, Start, Wait
-from gridformer.trace.events import Event
+from gridformer.record import Part, Place, Start, Wait
+from gridformer.record.events import Event
 from tests.support.checking import traced_here
 from tests.support.fake_gpu import InProcess
 from tests.support.large import gpt_175b

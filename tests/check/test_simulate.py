@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gridformer.check import simulate
 from gridformer.check.simulate import Outcome
-from gridformer.trace import Part, Place, Start, Wait
+from gridformer.record import Part, Place, Start, Wait
 
 HERE = Place("a.py", 1, "f")
 GROUPS = {"world": (0, 1, 2, 3), "a": (0, 1), "b": (2, 3), "c": (1, 2), "d": (0, 2, 3), "e": (0, 1)}

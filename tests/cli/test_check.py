@@ -9,7 +9,7 @@ import pytest
 
 import gridformer.check
 from gridformer.check import Problem, Report
-from gridformer.trace import Place
+from gridformer.record import Place
 from tests.support.commands import gridformer_here
 
 TINY = ("gpt2-124m", "model.n_layers=1", "train.global_batch=2", "layout.cols=2")

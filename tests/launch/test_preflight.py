@@ -15,7 +15,7 @@ from gridformer.launch.preflight import preflight_problems
 from gridformer.memory import room
 from gridformer.memory.room import Room
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.trace import Place
+from gridformer.record import Place
 from gridformer.utils.errors import ConfigError
 from tests.support.checking import one_group_for_all_messages, traced_here
 from tests.support.fake_gpu import InProcess

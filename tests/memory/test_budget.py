@@ -29,7 +29,7 @@ from gridformer.parallel.auto import decisions
 from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.validation import check_layout
-from gridformer.trace.step import KINDS
+from gridformer.record.step import KINDS
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.units import GIB
 from tests.support.marks import extra

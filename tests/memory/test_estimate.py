@@ -18,8 +18,8 @@ from gridformer.data.prepare.sources import open_sources
 from gridformer.memory.bounds import upper_bound
 from gridformer.memory.estimate import estimate_rank, estimate_ranks
 from gridformer.memory.ranks import largest_ranks
-from gridformer.trace.batch import rows_like
-from gridformer.trace.step import KINDS, STATES
+from gridformer.record.batch import rows_like
+from gridformer.record.step import KINDS, STATES
 from tests.support.data import pairs_source
 from tests.support.multirank.memory import a_run
 from tests.support.tasks import examples

@@ -18,7 +18,7 @@ from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.models.blocks import Layer
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.zero import replica_part
-from gridformer.trace.tracker import Entry
+from gridformer.record.tracker import Entry
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from tests.support.marks import full_unless

@@ -25,7 +25,7 @@ from gridformer.mesh import Axis
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.branches import parallelize_branches
 from gridformer.parallel.validation import check_layout
-from gridformer.trace.device import NAME, fake_gpu
+from gridformer.record.device import NAME, fake_gpu
 from gridformer.train import step as training_step
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import ConfigError

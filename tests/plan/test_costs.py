@@ -11,7 +11,7 @@ from gridformer.cluster import load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.plan.costs import EventTimes
-from gridformer.trace.events import Part, Place, Start
+from gridformer.record.events import Part, Place, Start
 from tests.support.round_cluster import round_cluster
 
 

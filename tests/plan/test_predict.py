@@ -21,8 +21,8 @@ from gridformer.plan.predict import predict, unfused
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.price import price
 from gridformer.plan.recorded import record_run
-from gridformer.trace import Kernel, trace_rank
-from gridformer.trace.device import Backend
+from gridformer.record import Kernel, trace_rank
+from gridformer.record.device import Backend
 from gridformer.train.flops import StepFlops
 from tests.support.commands import gridformer_here
 from tests.support.fake_gpu import InProcess
@@ -219,7 +219,7 @@ def test_copies_record_a_part_of_the_steps(fails: bool) -> None:
     from unittest.mock import patch
     from gridformer.cluster.file import load_cluster
     from gridformer.plan import predict
-    from gridformer.trace import rank
+    from gridformer.record import rank
     from gridformer.utils import beside
     from tests.plan.test_predict import run_of
 

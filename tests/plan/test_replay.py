@@ -9,7 +9,7 @@ import pytest
 from gridformer.parallel.pipeline.schedules import actions_of
 from gridformer.plan.program import Await, Item, Program, ReadBack, Run, Send, Spent
 from gridformer.plan.replay import StuckError, replay
-from gridformer.trace import Part, Place, Start
+from gridformer.record import Part, Place, Start
 
 HERE = Place("a.py", 1, "f")
 

@@ -10,7 +10,7 @@ import pytest
 from gridformer.plan.program import Await, Item, Program, Run, Send, Spent
 from gridformer.plan.replay import StuckError
 from gridformer.plan.replay_cpu import replay_cpu
-from gridformer.trace import Part, Place, Start
+from gridformer.record import Part, Place, Start
 
 HERE = Place("a.py", 1, "f")
 

@@ -10,8 +10,8 @@ import torch
 from gridformer.comm import P2PChannel
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions
-from gridformer.trace import Trace, trace_rank
-from gridformer.trace.rank import RecordOptions, record_ranks
+from gridformer.record import Trace, trace_rank
+from gridformer.record.rank import RecordOptions, record_ranks
 
 
 def traced_here(

@@ -37,8 +37,8 @@ from gridformer.config import RunConfig
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
-from gridformer.trace.batch import rows_like
-from gridformer.trace.device import NAME, fake_gpu
+from gridformer.record.batch import rows_like
+from gridformer.record.device import NAME, fake_gpu
 from gridformer.train.forward_backward import Pipeline
 from gridformer.train.step import Stepper
 from gridformer.utils import rng

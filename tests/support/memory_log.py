@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gridformer.trace.tracker import MemoryTracker
+from gridformer.record.tracker import MemoryTracker
 
 
 class MemoryLog(MemoryTracker, TorchDispatchMode):

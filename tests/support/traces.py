@@ -6,8 +6,8 @@ from typing import Any
 
 from gridformer.config import RunConfig
 from gridformer.parallel.validation import check_layout
-from gridformer.trace import Start, Trace, Wait
-from gridformer.trace.events import Kernel, Read
+from gridformer.record import Start, Trace, Wait
+from gridformer.record.events import Kernel, Read
 from tests.support.multirank.memory import a_run
 
 MEGATRON = {"scheme": "megatron", "cols": 2}

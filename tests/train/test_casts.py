@@ -23,9 +23,9 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.zero import replica_part
-from gridformer.trace.batch import rows_like
-from gridformer.trace.fake import watched_fakes
-from gridformer.trace.step import on_devices
+from gridformer.record.batch import rows_like
+from gridformer.record.fake import watched_fakes
+from gridformer.record.step import on_devices
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from tests.support.marks import full_unless

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from gridformer.config import DataConfig, LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
-from gridformer.trace.batch import rows_like
+from gridformer.record.batch import rows_like
 from gridformer.train.console import _speed
 from gridformer.train.flops import StepFlops, Utilization
 from gridformer.train.step import Stepper

@@ -19,7 +19,7 @@ from gridformer.calibrate.clock import Meet, cpu_seconds
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
-from gridformer.trace.kernels import launched_work
+from gridformer.record.kernels import launched_work
 from gridformer.train.step import Ahead, Stepper
 from gridformer.utils.batch import next_words
 from gridformer.utils.no_dynamo import without_dynamo

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from gridformer.check.problems import Problem, message_remedy, rank_ranges
 from gridformer.check.simulate import Mismatch, Outcome, Stop
-from gridformer.trace.events import Start
+from gridformer.record.events import Start
 
 
 def message_problems(outcome: Outcome) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gridformer.trace.events import Place
+from gridformer.record.events import Place
 
 KINDS = {
     "device": "tensors of two devices meet",

@@ -14,7 +14,7 @@ from gridformer.check.simulate import simulate
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.data.gradients import LABEL
-from gridformer.trace import Place, Read, Start, Trace, Trouble, trace_ranks
+from gridformer.record import Place, Read, Start, Trace, Trouble, trace_ranks
 
 _TROUBLES = {
     "device": "this is an error of gridformer and not of the run file: please report it",
@@ -82,7 +82,7 @@ def check_step(
             ones once, see `gridformer.check.sample`.
         most: Up to this many ranks are traced one by one.
         limit_s: No rank is begun after this many seconds.
-        here: See `gridformer.trace.trace_ranks`.
+        here: See `gridformer.record.trace_ranks`.
     """
     decisions = decisions or decide_run(run)
     if whole:

@@ -9,7 +9,7 @@ from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.pipeline.partition import model_outline, stages_of
 from gridformer.parallel.pipeline.stage_io import inputs_of
-from gridformer.trace.events import Event, Start
+from gridformer.record.events import Event, Start
 
 MOST = 64  # with more ranks, equal ones are traced once
 _LAYERS = 2  # of a stage; without a pipeline one more, so that there is one in the middle

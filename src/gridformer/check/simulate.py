@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gridformer.trace.events import Event, Part, Place, Start, Wait
+from gridformer.record.events import Event, Part, Place, Start, Wait
 
 Calls = dict[int, Start]  # by rank
 

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gridformer.trace.events import Held
-from gridformer.trace.rank import RankRecord
-from gridformer.trace.step import ACTIVATIONS, KINDS, StepPart
+from gridformer.record.events import Held
+from gridformer.record.rank import RankRecord
+from gridformer.record.step import ACTIVATIONS, KINDS, StepPart
 
 _POINTS = 1500  # points of a timeline
 _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
@@ -32,7 +32,7 @@ class Changes(NamedTuple):
     """How memory changes in a part of a step.
 
     Attributes:
-        kind: The kind of the part; see `gridformer.trace.step.StepPart`.
+        kind: The kind of the part; see `gridformer.record.step.StepPart`.
         n_bytes: By how many bytes it grows, [changes].
         kinds: Which of `KINDS` is allocated or freed, [changes].
         doing: What ran then, [changes].

@@ -18,7 +18,7 @@ from gridformer.memory.room import Room, Tell, gpus_of, room_of, silent
 from gridformer.memory.savings import cheapest_first, smaller_batches, valid_change
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.offers import Changes
-from gridformer.trace.step import STATES
+from gridformer.record.step import STATES
 from gridformer.utils.units import format_bytes, format_setting
 
 SEARCH_S = 20.0  # seconds to search for settings that fit; a user waits for it

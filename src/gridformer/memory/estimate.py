@@ -1,6 +1,6 @@
 """Estimates the memory of a rank before anything is allocated: reads the record of its step.
 
-The record is made by the rank's own code on tensors without memory (gridformer.trace.step). So
+The record is made by the rank's own code on tensors without memory (gridformer.record.step). So
 the estimate is valid for every scheme and setting, and for any number of ranks. It covers the
 memory of torch's kernels, of gridformer's own, and of the messages of NCCL or gloo.
 """
@@ -13,9 +13,9 @@ from gridformer.config import RunConfig
 from gridformer.memory.breakdown import MemoryBreakdown, breakdown_of
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.decisions import Decisions, decide_run
-from gridformer.trace.device import Backend
-from gridformer.trace.rank import RankRecord, RecordOptions, record_ranks
-from gridformer.trace.step import record_step
+from gridformer.record.device import Backend
+from gridformer.record.rank import RankRecord, RecordOptions, record_ranks
+from gridformer.record.step import record_step
 from gridformer.utils.beside import on_all_cores
 
 

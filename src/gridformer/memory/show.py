@@ -15,7 +15,7 @@ from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.work import replica_work
 from gridformer.parallel.registry import describe_layout
-from gridformer.trace.step import KINDS
+from gridformer.record.step import KINDS
 from gridformer.utils.units import byte_unit
 
 _COLUMNS = 5  # ranks side by side in a table

@@ -24,7 +24,7 @@ from gridformer.plan.program import (
     Send,
 )
 from gridformer.plan.replay import replay
-from gridformer.trace.events import Event, Passed, Start, Trace
+from gridformer.record.events import Event, Passed, Start, Trace
 
 _FAR = 1e4  # seconds; more than any pass takes
 

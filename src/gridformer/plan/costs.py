@@ -14,7 +14,7 @@ from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.plan.program import Await, Item, OnlyLayers, Phase, ReadBack, Run, Send
-from gridformer.trace.events import Event, Kernel, Passed, Read, Start, Trace, Wait
+from gridformer.record.events import Event, Kernel, Passed, Read, Start, Trace, Wait
 
 _PARTS = {
     "product": "products",

@@ -16,7 +16,7 @@ from gridformer.plan.program import Spent
 from gridformer.plan.recorded import Recorded
 from gridformer.plan.replay import replay
 from gridformer.plan.replay_cpu import replay_cpu
-from gridformer.trace.events import Trace
+from gridformer.record.events import Trace
 from gridformer.train.flops import TERA, StepFlops
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from gridformer.trace.events import Kernel, Place, Read, Start, Wait
+from gridformer.record.events import Kernel, Place, Read, Start, Wait
 
 Phase = Literal["forward", "backward", "update"]
 _LAYER = re.compile(r"(^|\.)(\w*layers|\w*blocks)\.\d+(\.|$)")

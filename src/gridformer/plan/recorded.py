@@ -11,9 +11,9 @@ from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.registry import spec_of
-from gridformer.trace.device import Backend
-from gridformer.trace.events import Trace
-from gridformer.trace.rank import RankRecord, RecordOptions, record_ranks
+from gridformer.record.device import Backend
+from gridformer.record.events import Trace
+from gridformer.record.rank import RankRecord, RecordOptions, record_ranks
 
 Kind = Literal["cuda", "cpu"]
 

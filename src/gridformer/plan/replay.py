@@ -29,7 +29,7 @@ from gridformer.plan.program import (
     Send,
     Spent,
 )
-from gridformer.trace.events import Part
+from gridformer.record.events import Part
 
 
 class _Call:

@@ -10,9 +10,9 @@ from gridformer.memory.breakdown import MemoryBreakdown
 from gridformer.memory.estimate import estimate_ranks
 from gridformer.memory.ranks import largest_ranks
 from gridformer.parallel.auto.decisions import decide_run
+from gridformer.record.rank import trace_rank
+from gridformer.record.step import KINDS
 from gridformer.report.steptrace import PurposeTraffic
-from gridformer.trace.rank import trace_rank
-from gridformer.trace.step import KINDS
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from gridformer.mesh import Axes
 from gridformer.models.kernels import library
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data import buckets
-from gridformer.trace import Kernel, trace_rank
-from gridformer.trace.device import fake_gpu
+from gridformer.record import Kernel, trace_rank
+from gridformer.record.device import fake_gpu
 from tests.support.fake_gpu import InProcess, fake_tensors, own_process
 from tests.support.multirank.memory import a_run
 

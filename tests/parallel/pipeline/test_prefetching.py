@@ -12,8 +12,8 @@ from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.fsdp import Gathering
 from gridformer.parallel.tensor.summa import KeepGathered, WeightPrefetcher
-from gridformer.trace.fake import watched_fakes
-from gridformer.trace.step import on_devices
+from gridformer.record.fake import watched_fakes
+from gridformer.record.step import on_devices
 from tests.support.multirank.memory import a_run
 
 N_LAYERS = 8

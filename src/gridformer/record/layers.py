@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from gridformer.config import ModelConfig, RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.pipeline.partition import link_names, stages_of, with_stages
-from gridformer.trace.events import Held, Kernel, Place
-from gridformer.trace.step import StepPart, StepRecord
+from gridformer.record.events import Held, Kernel, Place
+from gridformer.record.step import StepPart, StepRecord
 
 _WORTH = 4  # if no more layers than these could be left out, the whole model is run
 

@@ -12,14 +12,14 @@ import torch
 
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
-from gridformer.trace.events import Trace
-from gridformer.trace.rank import RecordOptions, record_ranks, trace_rank
+from gridformer.record.events import Trace
+from gridformer.record.rank import RecordOptions, record_ranks, trace_rank
 from gridformer.utils.beside import on_all_cores
 from gridformer.utils.forkserver import warm_up
 from gridformer.utils.garbage import no_garbage_collection
 from gridformer.utils.hardware import n_cores
 
-WARM = "gridformer.trace.warm"  # imports slow modules
+WARM = "gridformer.record.warm"  # imports slow modules
 
 
 def trace_ranks(
@@ -34,7 +34,7 @@ def trace_ranks(
 
     Args:
         run: The checked run.
-        lines: The ranks; see `gridformer.trace.rank.record_ranks`.
+        lines: The ranks; see `gridformer.record.rank.record_ranks`.
         decisions: The result of `decide_run(run)`; None calls it.
         repeat: Whether equal micro-batches of a pipeline are traced once and repeated.
         limit_s: No list is begun after this many seconds.

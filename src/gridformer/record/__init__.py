@@ -1,8 +1,8 @@
 """Runs one rank's real code on fake tensors and records what it does."""
 
-from gridformer.trace.events import Kernel, Part, Place, Read, Start, Trace, Trouble, Wait
-from gridformer.trace.rank import trace_rank
-from gridformer.trace.ranks import trace_ranks
+from gridformer.record.events import Kernel, Part, Place, Read, Start, Trace, Trouble, Wait
+from gridformer.record.rank import trace_rank
+from gridformer.record.ranks import trace_ranks
 
 __all__ = [
     "Kernel",

@@ -1,3 +1,3 @@
 """Loads what a trace needs, for the server from which the processes of traces are forked."""
 
-import gridformer.trace.ranks  # noqa: F401
+import gridformer.record.ranks  # noqa: F401

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from gridformer.trace import fast_fake
-from gridformer.trace.fast_fake import FastFakeTensorMode
+from gridformer.record import fast_fake
+from gridformer.record.fast_fake import FastFakeTensorMode
 
 
 @pytest.mark.parametrize("attribute", ["_fake_device", "fake_device"])

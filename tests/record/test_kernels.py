@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gridformer.config import parse_run
 from gridformer.plan.recorded import record_run
-from gridformer.trace.events import Kernel
-from gridformer.trace.kernels import LaunchedWork, launched_work
+from gridformer.record.events import Kernel
+from gridformer.record.kernels import LaunchedWork, launched_work
 
 T, V, H = 6, 1000, 8
 LOGITS = torch.zeros(T, V)

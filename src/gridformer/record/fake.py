@@ -10,13 +10,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gridformer.trace.device import NAME
-from gridformer.trace.events import Read
-from gridformer.trace.fast_fake import fast_fakes
-from gridformer.trace.group import Log
-from gridformer.trace.kernels import LaunchedWork, launched_work
-from gridformer.trace.no_compiler import without_compiler
-from gridformer.trace.tracker import MemoryTracker
+from gridformer.record.device import NAME
+from gridformer.record.events import Read
+from gridformer.record.fast_fake import fast_fakes
+from gridformer.record.group import Log
+from gridformer.record.kernels import LaunchedWork, launched_work
+from gridformer.record.no_compiler import without_compiler
+from gridformer.record.tracker import MemoryTracker
 
 _COPY = torch.ops.aten.copy_
 _DEVICE = torch.ops.prim.device.default

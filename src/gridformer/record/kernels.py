@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class LaunchedWork(NamedTuple):
-    """The work that an operator launches; see `gridformer.trace.events.Kernel`."""
+    """The work that an operator launches; see `gridformer.record.events.Kernel`."""
 
     op: str
     kind: Literal["product", "attention", "memory", "copy"]
@@ -131,13 +131,13 @@ def _attention(
     flop = (1 + backward) * 2 * b * heads * queries * keys * (width + v.shape[3])
     n_bytes = sum(map(_extent, given)) + sum(map(_extent, made))
     shape = (b, heads, queries, keys, width, _hides(by_name))
-    if func.namespace == "gridformer" and _is_plain(by_name):  # as in `gridformer.trace.device`
+    if func.namespace == "gridformer" and _is_plain(by_name):  # as in `gridformer.record.device`
         name = "sdpa_backward" if backward else "sdpa"
     return LaunchedWork(name, "attention", shape, _dtype(q), flop, n_bytes)
 
 
 def _hides(given: dict[str, Any]) -> int:
-    """Returns what the mask of attention hides: see `gridformer.trace.events.Kernel.shape`."""
+    """Returns what the mask of attention hides: see `gridformer.record.events.Kernel.shape`."""
     causal = given.get("causal", given.get("is_causal", False))
     return max(1, given.get("window", 0)) if causal else 0
 

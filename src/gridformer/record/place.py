@@ -23,10 +23,10 @@ from torch.nn.modules import module as modules
 
 import gridformer
 from gridformer.comm import autograd
-from gridformer.trace.events import Place
+from gridformer.record.events import Place
 
 _ROOT = f"{Path(gridformer.__file__).parent}/"
-_DOORS = tuple(f"{_ROOT}{name}/" for name in ("comm", "trace"))
+_DOORS = tuple(f"{_ROOT}{name}/" for name in ("comm", "record"))
 _NOTE = "traced_at"  # an attribute of autograd nodes
 _NOWHERE = Place("", 0, "")
 _NO_NUMBER = 1 << 62

@@ -10,9 +10,9 @@ import torch
 
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.trace import Start, rank, trace_rank
-from gridformer.trace.events import Kernel
-from gridformer.trace.rank import RecordOptions, record_ranks
+from gridformer.record import Start, rank, trace_rank
+from gridformer.record.events import Kernel
+from gridformer.record.rank import RecordOptions, record_ranks
 from tests.support.fake_gpu import InProcess
 from tests.support.marks import full_unless
 from tests.support.traces import MEGATRON, OPTIMUS, Single, comparable, run_of

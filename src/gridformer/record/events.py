@@ -130,7 +130,7 @@ class Held(NamedTuple):
 
     Attributes:
         n_bytes: By how many bytes the memory in use grows.
-        kind: What is held; see `gridformer.trace.step.KINDS`.
+        kind: What is held; see `gridformer.record.step.KINDS`.
         doing: What runs.
     """
 

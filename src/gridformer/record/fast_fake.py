@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
-from gridformer.trace.no_compiler import without_compiler
+from gridformer.record.no_compiler import without_compiler
 
 
 class _Result(NamedTuple):

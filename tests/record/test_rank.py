@@ -11,10 +11,10 @@ import torch.distributed as dist
 from gridformer import comm
 from gridformer.config import RunConfig
 from gridformer.parallel.axes import build_axes
-from gridformer.trace import Start, Trace, Wait, trace_rank
-from gridformer.trace.device import fake_gpu
-from gridformer.trace.fake import watched_fakes
-from gridformer.trace.step import _said, on_devices
+from gridformer.record import Start, Trace, Wait, trace_rank
+from gridformer.record.device import fake_gpu
+from gridformer.record.fake import watched_fakes
+from gridformer.record.step import _said, on_devices
 from tests.support.fake_gpu import InProcess
 from tests.support.multirank.memory import a_run
 

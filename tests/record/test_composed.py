@@ -19,13 +19,13 @@ from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check_layout
 from gridformer.plan.price import Prices
 from gridformer.plan.recorded import different_ranks
-from gridformer.trace import Trace, layers, rank
-from gridformer.trace.device import Backend
-from gridformer.trace.events import Held
-from gridformer.trace.itineraries import itinerary_of, kinds_of, shortened
-from gridformer.trace.layers import NotPeriodicError
-from gridformer.trace.rank import RankRecord, RecordOptions, record_ranks
-from gridformer.trace.step import StepPart, StepRecord, record_step
+from gridformer.record import Trace, layers, rank
+from gridformer.record.device import Backend
+from gridformer.record.events import Held
+from gridformer.record.itineraries import itinerary_of, kinds_of, shortened
+from gridformer.record.layers import NotPeriodicError
+from gridformer.record.rank import RankRecord, RecordOptions, record_ranks
+from gridformer.record.step import StepPart, StepRecord, record_step
 from tests.support.marks import full_unless
 from tests.support.multirank.matrix import CELLS, QUICK, Cell
 from tests.support.multirank.memory import a_run

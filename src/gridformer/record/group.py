@@ -19,8 +19,8 @@ from torch import Tensor
 
 from gridformer.comm.recorder import Record, Recorder
 from gridformer.mesh import groups
-from gridformer.trace.device import NAME, Backend, traced_device
-from gridformer.trace.events import (
+from gridformer.record.device import NAME, Backend, traced_device
+from gridformer.record.events import (
     Event,
     Groups,
     Kernel,
@@ -32,8 +32,8 @@ from gridformer.trace.events import (
     Trouble,
     Wait,
 )
-from gridformer.trace.kernels import LaunchedWork
-from gridformer.trace.place import Places
+from gridformer.record.kernels import LaunchedWork
+from gridformer.record.place import Places
 
 
 class Log:

@@ -8,8 +8,8 @@ import pytest
 
 from gridformer.config import RunConfig
 from gridformer.parallel.validation import check_layout
-from gridformer.trace import trace_rank
-from gridformer.trace.events import Kernel
+from gridformer.record import trace_rank
+from gridformer.record.events import Kernel
 from tests.support.fake_gpu import InProcess
 from tests.support.multirank.matrix import MODELS, SCHEMES
 from tests.support.multirank.memory import a_run

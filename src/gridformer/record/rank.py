@@ -1,7 +1,7 @@
 """Records ranks: what they do and hold in a step, composed from the records of short ones.
 
-A short step has few layers (gridformer.trace.layers), and in a pipeline few passes
-(gridformer.trace.itineraries). Ranks of a pipeline whose stages have equal layers differ only in
+A short step has few layers (gridformer.record.layers), and in a pipeline few passes
+(gridformer.record.itineraries). Ranks of a pipeline whose stages have equal layers differ only in
 the order of their passes and in their groups. So one of them is recorded, and its passes are put in
 the order of each.
 """
@@ -24,8 +24,8 @@ from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline import Executor, stages_of
 from gridformer.parallel.pipeline.partition import model_outline
 from gridformer.parallel.pipeline.schedules import Itinerary
-from gridformer.trace.device import Backend
-from gridformer.trace.events import (
+from gridformer.record.device import Backend
+from gridformer.record.events import (
     Awaited,
     Event,
     Held,
@@ -36,9 +36,9 @@ from gridformer.trace.events import (
     Trace,
     Wait,
 )
-from gridformer.trace.itineraries import ShortSchedule, alike_chunks, in_order, shortened
-from gridformer.trace.layers import NotPeriodicError, removable, with_layers, without_layers
-from gridformer.trace.step import StepPart, StepRecord, on_devices, record_step
+from gridformer.record.itineraries import ShortSchedule, alike_chunks, in_order, shortened
+from gridformer.record.layers import NotPeriodicError, removable, with_layers, without_layers
+from gridformer.record.step import StepPart, StepRecord, on_devices, record_step
 from gridformer.utils.beside import is_copy, on_all_cores
 from gridformer.utils.garbage import no_garbage_collection
 

@@ -32,9 +32,9 @@ from gridformer.parallel.data.zero import replica_part
 from gridformer.parallel.pipeline import Event
 from gridformer.parallel.pipeline.schedules import Itinerary
 from gridformer.parallel.tensor import norm as grid_norms
-from gridformer.trace.batch import rows_like
-from gridformer.trace.device import NAME, Backend, fake_gpu
-from gridformer.trace.events import (
+from gridformer.record.batch import rows_like
+from gridformer.record.device import NAME, Backend, fake_gpu
+from gridformer.record.events import (
     Awaited,
     Held,
     Kernel,
@@ -45,10 +45,10 @@ from gridformer.trace.events import (
     Trouble,
     Wait,
 )
-from gridformer.trace.fake import watched_fakes
-from gridformer.trace.group import Log, recording
-from gridformer.trace.place import Places
-from gridformer.trace.tracker import Entry, MemoryChange, MemoryTracker
+from gridformer.record.fake import watched_fakes
+from gridformer.record.group import Log, recording
+from gridformer.record.place import Places
+from gridformer.record.tracker import Entry, MemoryChange, MemoryTracker
 from gridformer.train.forward_backward import Pipeline, WholeModel
 from gridformer.train.step import Stepper
 from gridformer.utils.errors import UserError

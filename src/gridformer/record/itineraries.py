@@ -24,7 +24,7 @@ from gridformer.parallel.pipeline.schedules import (
     rounds,
 )
 from gridformer.parallel.pipeline.stage_io import inputs_of
-from gridformer.trace.step import StepPart
+from gridformer.record.step import StepPart
 
 _MOST_RANKS, _MOST_ROUNDS = 8, 3
 _TRIES = 8  # schedules that are compared by how many others they stand for
