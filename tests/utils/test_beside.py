@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from collections.abc import Sequence
@@ -73,6 +74,16 @@ def test_what_computes_too_long_is_stopped_and_what_waits_is_not() -> None:
     assert beside.as_far_as([lambda: 1, lambda: 2, lambda: 3], float("inf")) == [1, 2, 3]
 
 
+def failing() -> int:
+    raise ValueError(f"in a copy: {beside.is_copy()}")
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_what_fails_in_a_copy_that_does_several_pieces_is_done_here() -> None:
+    with pytest.raises(ValueError, match="in a copy: False"):
+        beside.as_far_as([lambda: 1, failing, lambda: 2], float("inf"))
+
+
 def test_processor_time_counts_copies_that_have_ended() -> None:
     before, own = beside.processor_s(), time.process_time()
     assert beside.as_far_as([compute], 0.3) == [None]
@@ -82,6 +93,6 @@ def test_processor_time_counts_copies_that_have_ended() -> None:
 @pytest.mark.usefixtures("two_cores")
 def test_a_copy_ends_before_anybody_reads_its_large_result() -> None:
     child = beside._Child(lambda: b"x" * 10_000_000)
-    while not beside.select.select([child.reader], [], [], 1)[0]:
+    while not select.select([child.reader], [], [], 1)[0]:
         pass
     assert child.result() == b"x" * 10_000_000

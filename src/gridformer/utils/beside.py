@@ -13,7 +13,6 @@ import atexit
 import math
 import os
 import pickle
-import select
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -134,35 +133,50 @@ def processor_s() -> float:
 
 
 def as_far_as(work: Sequence[Callable[[], T]], seconds: float) -> list[T | None]:
-    """Does some work in copies of this process, one for each piece, as many at once as cores.
+    """Does some work in copies of this process, as many as cores, which begin in turn with pieces.
+
+    A copy remembers what its earlier pieces have loaded and found.
 
     Args:
-        work: The pieces, which begin in this order; `can_copy()` is true.
-        seconds: After this much processor time no piece begins, and a piece that takes more than
-            was left when it began is stopped.
+        work: The pieces, which begin in this order; fewer than fill a pipe (32,768). `can_copy()`
+            is true.
+        seconds: The processor time of all copies together, after which they are stopped.
 
     Returns:
-        The results, in the order of the pieces; None for those that were not done.
+        The results, in the order of the pieces; None for those that were not done. Pieces that fail
+        are done again in this process, which raises their errors.
     """
-
-    def limited(piece: Callable[[], T], seconds: float) -> T:
-        setitimer(ITIMER_PROF, 0.0 if seconds == math.inf else seconds)  # its signal ends the copy
-        return piece()
-
-    end, begun = processor_s() + seconds, 0
     found: list[T | None] = [None] * len(work)
-    running: dict[int, tuple[int, _Child[T]]] = {}
-    while True:
-        while begun < len(work) and len(running) < n_cores() and (left := end - processor_s()) > 0:
-            child = _Child(partial(limited, work[begun], left), work[begun])
-            running[child.reader] = begun, child
-            begun += 1
-        if not running:
-            return found
-        for reader in select.select([*running], [], [])[0]:
-            n, child = running.pop(reader)
-            with suppress(TimeoutError):
-                found[n] = child.result()
+    n = min(n_cores(), len(work))
+    if not n or seconds <= 0:
+        return found
+    left, writer = os.pipe()  # the numbers of the pieces that no copy has begun
+    os.write(writer, b"".join(number.to_bytes(2) for number in range(len(work))))
+    os.close(writer)
+    files = [os.memfd_create("results") for _ in range(n)]
+
+    def pieces(file: int) -> None:
+        setitimer(ITIMER_PROF, 0.0 if seconds == math.inf else seconds / n)  # ends the copy
+        with open(file, "wb") as stream:
+            while taken := os.read(left, 2):
+                number = int.from_bytes(taken)
+                try:
+                    pickle.dump((number, True, work[number]()), stream)
+                except Exception:  # whatever it is, this process finds the same
+                    pickle.dump((number, False, None), stream)
+                stream.flush()
+
+    copies = [_Child(partial(pieces, file), lambda: None) for file in files]
+    for copy, file in zip(copies, files):
+        with suppress(TimeoutError):
+            copy.result()
+        with open(file, "rb") as stream, suppress(EOFError, pickle.UnpicklingError):
+            stream.seek(0)
+            while True:
+                number, done, result = pickle.load(stream)  # written by a copy of this process
+                found[number] = result if done else work[number]()
+    os.close(left)
+    return found
 
 
 def on_all_cores(function: Callable[[Sequence[T]], list[R]], work: Sequence[T]) -> list[R]:
