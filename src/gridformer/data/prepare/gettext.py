@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from gridformer.data.prepare.gettext_licenses import DJANGO, license_of
 from gridformer.data.prepare.gettext_messages import Pair, cleaned
+from gridformer.data.prepare.reading import Cursor
 from gridformer.data.prepare.text_chunks import TextChunk, text_chunks
 from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.utils.errors import DataError, UserError
@@ -111,7 +112,7 @@ class CatalogSource:
     def n_bytes(self) -> int:
         return sum(len(text.encode()) for pair in self._pairs() for text in pair)
 
-    def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
+    def chunks(self, skipped: Counter[str], cursor: Cursor | None = None) -> Iterator[TextChunk]:
         skipped.update(self._read[1])
         return _documents(self._pairs())
 
