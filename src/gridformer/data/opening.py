@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gridformer.config import DataConfig
-from gridformer.data.datatrove import SUFFIX, open_datatrove
 from gridformer.data.indexed import Indexed
 from gridformer.data.tokenfolder import (
     INDEX,
@@ -31,6 +30,9 @@ from gridformer.data.tokensplit import DocumentStarts, SomeStarts, TokenSplit
 from gridformer.utils.errors import DataError
 
 VAL_FRACTION = 0.02
+SUFFIX = ".ds"
+_END = np.dtype("<u8")
+_DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _SEARCHED_BLOCKS, _BLOCK_TOKENS = 16, 1 << 16  # where `check` looks for ids of other vocabularies
 
 
@@ -148,6 +150,21 @@ class ForeignTokens(TokenFolder):
                 raise DataError(f"{error} (the vocabulary is that of {self.loaded_from})") from None
 
 
+@dataclass(frozen=True)
+class EndsAsStarts(DocumentStarts):
+    """The starts of documents, from their ends [n_documents]."""
+
+    ends: NDArray[np.uint64]
+
+    def __len__(self) -> int:
+        return len(self.ends) + 1
+
+    def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See DocumentStarts."""
+        before = np.asarray(self.ends[np.maximum(numbers, 1) - 1]).astype(np.int64)
+        return np.where(numbers > 0, before, 0)
+
+
 def _open_megatron(
     path: Path, prefix: Path, tokenizer: Path | str | None, val_fraction: float
 ) -> TokenFolder:
@@ -168,10 +185,29 @@ def _open_megatron(
 def _open_datatrove(
     path: Path, file: Path, tokenizer: Path | str | None, val_fraction: float
 ) -> TokenFolder:
-    dtype, starts = open_datatrove(file)
-    tokens = np.memmap(file, dtype=dtype, mode="r")
+    """Opens a .ds file, which holds token ids of two or four bytes, unsigned and little-endian.
+
+    NAME.ds.index holds the end of each document in tokens, uint64.
+    """
     index = file.with_name(f"{file.name}.index")
-    return _foreign(path, file, index, tokens, starts, tokenizer, val_fraction)
+    if not index.is_file():
+        raise DataError(f"{index}: is missing, and without it {file.name} cannot be read")
+    size, index_bytes = file.stat().st_size, index.stat().st_size
+    if not index_bytes or index_bytes % _END.itemsize:
+        raise DataError(
+            f"{index}: has {index_bytes} bytes, expected {_END.itemsize} for each document: it is "
+            f"damaged"
+        )
+    ends: NDArray[np.uint64] = np.memmap(index, dtype=_END, mode="r")
+    n_tokens = int(ends[-1])
+    dtype = _DTYPES.get(size // n_tokens) if n_tokens and size % n_tokens == 0 else None
+    if dtype is None:
+        raise DataError(
+            f"{file}: has {size} bytes, but {index.name} gives it {n_tokens} tokens of 2 or 4 "
+            f"bytes: one of them is damaged"
+        )
+    tokens = np.memmap(file, dtype=dtype, mode="r")
+    return _foreign(path, file, index, tokens, EndsAsStarts(ends), tokenizer, val_fraction)
 
 
 def _datatrove_file(path: Path) -> Path | None:

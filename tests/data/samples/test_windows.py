@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gridformer.data import TokenSplit
+from gridformer.data.samples.documents import WindowSamples
 from gridformer.data.samples.order import Order, Rows
-from gridformer.data.samples.samples import Dealt
-from gridformer.data.samples.windows import WindowSamples
+from gridformer.data.samples.samples import ShuffledBatches
 from gridformer.utils.errors import DataError
 from tests.support.data import counting_split
 
@@ -30,7 +30,7 @@ class Windows:
         samples = WindowSamples(split, seq_len)
         self.n_samples = samples.n_samples
         order = Order(samples.n_samples, global_batch, seed, sequential)
-        self.batches, self.indices = Dealt(samples, order, "test"), order.indices
+        self.batches, self.indices = ShuffledBatches((samples,), order, "test"), order.indices
 
     def batch(self, step: int, rows: Rows | None = None) -> np.ndarray:
         found = self.batches.batch(step, rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from gridformer.data.samples.examples import label_of
 from gridformer.data.samples.masked import Masking
 from gridformer.data.samples.samples import Arrays, first, padded
 from gridformer.data.samples.special import SpecialIds
@@ -32,7 +33,7 @@ class LabeledForDecoder:
             "targets": padded(targets, self.seq_len, IGNORE),
             "valid": first(len(tokens), self.seq_len),
             "at": np.array(len(tokens) - 1, dtype=np.int64),
-            "labels": _label(self.split, number),
+            "labels": label_of(self.split, number),
         }
 
 
@@ -60,15 +61,10 @@ class LabeledForEncoder:
             "valid": first(len(tokens), self.seq_len),
             "segments": np.zeros(self.seq_len, dtype=np.int64),
             "at": np.array(0, dtype=np.int64),
-            "labels": _label(self.split, number),
+            "labels": label_of(self.split, number),
         }
 
 
 def _document(split: TokenSplit, number: int, at_most: int) -> np.ndarray:
     start = int(split.offsets[number])
     return split.window(start, start + min(at_most, split.document_length(number)))
-
-
-def _label(split: TokenSplit, number: int) -> np.ndarray:
-    assert split.labels is not None
-    return np.array(split.labels[number], dtype=np.int64)
