@@ -4,8 +4,8 @@
 run's config from them, and `open_training` and `open_validation` open its batches.
 """
 
-from gridformer.data.opened import RunData
 from gridformer.data.resolve import resolve
+from gridformer.data.run_data import RunData
 from gridformer.data.samples.batches import (
     open_batches,
     open_samples,

@@ -16,9 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from gridformer.data.chat.encoding import Encoded, encode, spells_special
-from gridformer.data.chat.messages import Message, has_answer, messages_of
-from gridformer.data.chat.stored import StoredChat, write_chat
+from gridformer.data.chat.conversations import (
+    Encoded,
+    encode,
+    has_answer,
+    messages_of,
+    spells_special,
+)
+from gridformer.data.chat.template import Message, StoredChat, write_chat
 from gridformer.data.columns import Column
 from gridformer.data.prepare import hf
 from gridformer.data.prepare.documents import (

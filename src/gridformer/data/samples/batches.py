@@ -6,12 +6,17 @@ from collections.abc import Mapping
 
 from gridformer.config import FINE_TUNING, RunConfig
 from gridformer.config.mixture import whole_weights
-from gridformer.data.opened import RunData
+from gridformer.data.run_data import RunData
 from gridformer.data.samples.answers import AnswerExamples
 from gridformer.data.samples.chat import ChatSamples, PackedChats
 from gridformer.data.samples.documents import WindowSamples, with_documents
-from gridformer.data.samples.examples import ChoiceExamples, NumberExamples, TextExamples
-from gridformer.data.samples.labeled import LabeledForDecoder, LabeledForEncoder
+from gridformer.data.samples.examples import (
+    ChoiceExamples,
+    LabeledForDecoder,
+    LabeledForEncoder,
+    NumberExamples,
+    TextExamples,
+)
 from gridformer.data.samples.masked import MaskedSamples
 from gridformer.data.samples.mixture import Mixture, Stage
 from gridformer.data.samples.order import Order
