@@ -26,7 +26,7 @@ from gridformer.data.tokenfolder import (
     check_ascending,
 )
 from gridformer.data.tokenizer import Tokenizer
-from gridformer.data.tokensplit import DocumentStarts, SomeStarts, TokenSplit
+from gridformer.data.tokensplit import DocumentStarts, TokenSplit
 from gridformer.utils.errors import DataError
 
 VAL_FRACTION = 0.02
@@ -150,21 +150,6 @@ class ForeignTokens(TokenFolder):
                 raise DataError(f"{error} (the vocabulary is that of {self.loaded_from})") from None
 
 
-@dataclass(frozen=True)
-class EndsAsStarts(DocumentStarts):
-    """The starts of documents, from their ends [n_documents]."""
-
-    ends: NDArray[np.uint64]
-
-    def __len__(self) -> int:
-        return len(self.ends) + 1
-
-    def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See DocumentStarts."""
-        before = np.asarray(self.ends[np.maximum(numbers, 1) - 1]).astype(np.int64)
-        return np.where(numbers > 0, before, 0)
-
-
 def _open_megatron(
     path: Path, prefix: Path, tokenizer: Path | str | None, val_fraction: float
 ) -> TokenFolder:
@@ -207,7 +192,13 @@ def _open_datatrove(
             f"bytes: one of them is damaged"
         )
     tokens = np.memmap(file, dtype=dtype, mode="r")
-    return _foreign(path, file, index, tokens, EndsAsStarts(ends), tokenizer, val_fraction)
+
+    def at(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        before = np.asarray(ends[np.maximum(numbers, 1) - 1]).astype(np.int64)
+        return np.where(numbers > 0, before, 0)
+
+    starts = DocumentStarts(len(ends), at)
+    return _foreign(path, file, index, tokens, starts, tokenizer, val_fraction)
 
 
 def _datatrove_file(path: Path) -> Path | None:
@@ -241,8 +232,8 @@ def _foreign(
         raise DataError(f"{file}: has no documents")
     cut, first_of_val = _cut(starts, total, val_fraction)
     vocab = loaded.vocab_size
-    train_starts: Any = SomeStarts(starts, 0, first_of_val)
-    val_starts: Any = SomeStarts(starts, first_of_val, n - first_of_val)
+    train_starts: Any = starts.some(0, first_of_val)
+    val_starts: Any = starts.some(first_of_val, n - first_of_val)
     if n == 1 and 0 < cut < total:  # a single document is divided
         train_starts, val_starts = np.array([0, cut]), np.array([0, total - cut])
     train = TokenSplit("train", file, tokens[:cut], train_starts, vocab)

@@ -364,13 +364,13 @@ def _append_all(
     start = state.cursor if state else Cursor()
     read = batches([one.read for one in sources], spec.chars, skipped, start)
     encoder = spec.encoder(tokenizer)
-    for batch, (made, dropped) in encoded_batches(read, encoder, workers_for(workers, total)):
+    for cursor, (made, dropped) in encoded_batches(read, encoder, workers_for(workers, total)):
         before = writer.documents
         for one in made:
             writer.append(one.ids, one.ends, one.label, one.values, one.split)
-            n_bytes[batch.source] += one.n_bytes
+            n_bytes[cursor.source] += one.n_bytes
         writer.dropped.update(dropped)
-        documents[batch.source] += writer.documents - before
+        documents[cursor.source] += writer.documents - before
         on_progress(
             PrepareProgress(
                 "tokenizing", sum(n_bytes), writer.tokens, writer.documents, total, kept
@@ -381,7 +381,7 @@ def _append_all(
                 PreparationState(
                     key=key,
                     origin=tokenizer.origin,
-                    cursor=batch.after,
+                    cursor=cursor,
                     documents=tuple(documents),
                     n_bytes=tuple(n_bytes),
                     writer=writer.state(),

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 # Large enough to keep the tokenizer's threads busy; its results take about 100 bytes per token.
 BATCH_CHARS = 1 << 21
@@ -41,22 +41,13 @@ class Cursor:
 Reader = Callable[[Counter[str], Cursor], Iterator[Item]]
 
 
-@dataclass(frozen=True)
-class ItemBatch(Generic[Item]):
-    """Some items of one source, and the place after them."""
-
-    source: int
-    items: list[Item]
-    after: Cursor
-
-
 def batches(
     readers: Sequence[Reader[Item]],
     chars: Callable[[Item], int],
     skipped: Counter[str],
     start: Cursor,
-) -> Iterator[ItemBatch[Item]]:
-    """Yields the items of all sources after `start`, in order.
+) -> Iterator[tuple[list[Item], Cursor]]:
+    """Yields the items of all sources after `start`, in order, and the place after each batch.
 
     Args:
         readers: What reads each source.
@@ -80,7 +71,7 @@ def batches(
             batch.append(item)
             n_chars += chars(item)
             if n_chars >= BATCH_CHARS or len(batch) >= BATCH_ITEMS:
-                yield ItemBatch(number, batch, replace(cursor))
+                yield batch, replace(cursor)
                 batch, n_chars = [], 0
         if batch:
-            yield ItemBatch(number, batch, replace(cursor))
+            yield batch, replace(cursor)

@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
-from gridformer.data.prepare.reading import ItemBatch
+from gridformer.data.prepare.reading import Cursor
 from gridformer.utils.errors import DataError
 from gridformer.utils.hardware import n_cores
 from gridformer.utils.parent import end_with_parent
@@ -45,12 +45,12 @@ def workers_for(wanted: int | None, n_bytes: int | None) -> int:
 
 
 def encoded_batches(
-    batches: Iterator[ItemBatch[Item]], encoder: Encoder[Item, Made], workers: int
-) -> Iterator[tuple[ItemBatch[Item], Made]]:
-    """Yields every batch with its encoding, in order. One worker is this process itself.
+    batches: Iterator[tuple[list[Item], Cursor]], encoder: Encoder[Item, Made], workers: int
+) -> Iterator[tuple[Cursor, Made]]:
+    """Yields the encoding of every batch, in order. One worker is this process itself.
 
     Args:
-        batches: The batches.
+        batches: The batches, each with the place after it.
         encoder: Opens what encodes a batch.
         workers: The number of processes that do it.
 
@@ -59,8 +59,8 @@ def encoded_batches(
     """
     if workers <= 1:
         with encoder() as encode:
-            for batch in batches:
-                yield batch, encode(batch.items)
+            for items, after in batches:
+                yield after, encode(items)
         return
     pool = ProcessPoolExecutor(
         workers,
@@ -69,10 +69,10 @@ def encoded_batches(
         initializer=_begin,
         initargs=(encoder,),
     )
-    waiting: deque[tuple[ItemBatch[Item], Future[Made]]] = deque()
+    waiting: deque[tuple[Cursor, Future[Made]]] = deque()
     try:
-        for batch in batches:
-            waiting.append((batch, pool.submit(_work, batch.items)))
+        for items, after in batches:
+            waiting.append((after, pool.submit(_work, items)))
             if len(waiting) >= _WAITING * workers:
                 first, future = waiting.popleft()
                 yield first, future.result()

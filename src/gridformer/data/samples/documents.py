@@ -33,8 +33,6 @@ class WindowSamples:
         ValueError: `seq_len` is less than 1.
     """
 
-    n_left_out = 0
-
     def __init__(self, split: TokenSplit, seq_len: int) -> None:
         if seq_len < 1:
             raise ValueError(f"{seq_len=} must be at least 1")
@@ -73,8 +71,6 @@ class DocumentWindows:
     Raises:
         DataError: The split is too short for a single sample.
     """
-
-    n_left_out = 0
 
     def __init__(self, split: TokenSplit, seq_len: int, reset: bool = True) -> None:
         self.split, self.seq_len, self.reset = split, seq_len, reset
@@ -116,8 +112,6 @@ class PackedDocuments:
     Raises:
         DataError: No document has two tokens.
     """
-
-    n_left_out = 0
 
     def __init__(self, split: TokenSplit, seq_len: int, pad: int, reset: bool = True) -> None:
         self.split, self.seq_len, self.pad, self.reset = split, seq_len, pad, reset

@@ -83,8 +83,6 @@ class Reading:
 class TextExamples:
     """A text, or a pair of texts, and its label."""
 
-    n_left_out = 0
-
     def __init__(
         self, split: TokenSplit, seq_len: int, special: SpecialIds, two_stacks: bool = False
     ) -> None:
@@ -117,8 +115,6 @@ class LabeledForDecoder:
     A document longer than seq_len is truncated.
     """
 
-    n_left_out = 0
-
     def __init__(self, split: TokenSplit, seq_len: int, special: SpecialIds) -> None:
         self.split, self.seq_len, self.special = split, seq_len, special
         self.n_samples = split.n_documents
@@ -138,8 +134,6 @@ class LabeledForDecoder:
 
 class LabeledForEncoder:
     """[CLS] document [SEP] with masked words, classified by its [CLS]."""
-
-    n_left_out = 0
 
     def __init__(self, split: TokenSplit, seq_len: int, special: SpecialIds) -> None:
         self.split, self.seq_len, self.special = split, seq_len, special
@@ -166,8 +160,6 @@ class LabeledForEncoder:
 
 class ChoiceExamples:
     """A passage with n continuations, each a sequence of its own, and which of them is right."""
-
-    n_left_out = 0
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from gridformer.data.samples.order import Rows, generator_of, in_epochs, row_numbers
+from gridformer.data.samples.order import Rows, in_epochs, row_numbers
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,6 @@ class Mixture:
             seed = f"{self.seed}/{self.names[i]}"
             numbers[here] = in_epochs(first, later, self.sizes[i], seed)
         return sources, numbers
-
-    def generator(self, step: int, row: int, purpose: str) -> np.random.Generator:
-        """Returns the random numbers for one row of one step and one purpose; see `Order`."""
-        return generator_of(self.seed, purpose, step * self.global_batch + row)
 
     @cached_property
     def _read_before(self) -> list[list[int]]:

@@ -23,19 +23,17 @@ class Order:
     """Assigns n_samples samples to global batches.
 
     Steps go through epochs without a gap. Each epoch visits every sample once, in its own order
-    drawn from (seed, epoch), or in ascending order if `sequential`.
+    drawn from (seed, epoch).
 
     Attributes:
         n_samples: The number of samples.
         global_batch: Samples per step.
         seed: The seed.
-        sequential: Whether samples come in ascending order.
     """
 
     n_samples: int
     global_batch: int
     seed: int
-    sequential: bool = False
 
     def indices(self, step: int, rows: Rows | None = None) -> NDArray[np.int64]:
         """Returns the sample numbers [rows] int64 of a step; a batch may span two epochs.
@@ -54,7 +52,7 @@ class Order:
             raise ValueError(f"{step=} must not be negative")
         wanted = row_numbers(self.global_batch, rows)
         first = step * self.global_batch
-        return in_epochs(first, wanted, self.n_samples, self.seed, self.sequential)
+        return in_epochs(first, wanted, self.n_samples, self.seed)
 
     def places(
         self, step: int, rows: Rows | None = None
@@ -63,22 +61,8 @@ class Order:
         numbers = self.indices(step, rows)
         return np.zeros_like(numbers), numbers
 
-    def generator(self, step: int, row: int, purpose: str) -> np.random.Generator:
-        """Returns a generator of random numbers for one row of one step and one purpose.
 
-        Every other row, step or purpose has other numbers.
-
-        Args:
-            step: The step.
-            row: The row of its global batch.
-            purpose: A name for what the numbers decide.
-        """
-        return generator_of(self.seed, purpose, step * self.global_batch + row)
-
-
-def in_epochs(
-    first: int, ahead: NDArray[np.int64], n: int, seed: int | str, sequential: bool = False
-) -> NDArray[np.int64]:
+def in_epochs(first: int, ahead: NDArray[np.int64], n: int, seed: int | str) -> NDArray[np.int64]:
     """Returns the sample numbers at some places of an endless sequence of epochs.
 
     Args:
@@ -86,7 +70,6 @@ def in_epochs(
         ahead: How far the wanted places are after it, [k] int64 >= 0.
         n: The number of samples, each of which every epoch visits once.
         seed: The seed of the epochs' shuffles.
-        sequential: Whether samples come in ascending order.
 
     Returns:
         int64 [k] in [0, n).
@@ -95,8 +78,6 @@ def in_epochs(
     # epoch cannot.
     epoch, start = divmod(first, n)
     epochs, positions = np.divmod(start + ahead, n)
-    if sequential:
-        return positions
     for later in np.unique(epochs).tolist():
         here = epochs == later
         positions[here] = permute(positions[here], n, seed, epoch + later)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gridformer.data.samples.mixture import Mixture
-from gridformer.data.samples.order import Order, Rows, row_numbers
+from gridformer.data.samples.order import Order, Rows, generator_of, row_numbers
 from gridformer.data.tokenfolder import TokenSplit
 from gridformer.utils.batch import IGNORE
 
@@ -27,10 +27,6 @@ class Samples(Protocol):
 
     @property
     def n_samples(self) -> int: ...
-
-    @property
-    def n_left_out(self) -> int:
-        """How many more samples the split has that do not fit the lengths of the run."""
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
         """Returns one sample: the keys of `gridformer.utils.batch` without dimension b.
@@ -56,14 +52,10 @@ class Batches(Protocol):
 
     Attributes:
         n_samples: How many samples an epoch has.
-        n_left_out: How many more samples do not fit the lengths of the run.
     """
 
     @property
     def n_samples(self) -> int: ...
-
-    @property
-    def n_left_out(self) -> int: ...
 
     def batch(self, step: int, rows: Rows | None = None) -> Arrays:
         """Returns rows of the global batch of a step, with the keys of `gridformer.utils.batch`.
@@ -103,10 +95,6 @@ class ShuffledBatches:
     def n_samples(self) -> int:
         return sum(one.n_samples for one in self.samples)
 
-    @property
-    def n_left_out(self) -> int:
-        return sum(one.n_left_out for one in self.samples)
-
     def batch(self, step: int, rows: Rows | None = None) -> Arrays:
         """See Batches."""
         step -= self.start
@@ -117,7 +105,8 @@ class ShuffledBatches:
             here = np.flatnonzero(sources == source)
 
             def draw(place: int, made: NDArray[np.int64] = made[here]) -> np.random.Generator:
-                return self.order.generator(step, int(made[place]), self.purpose)
+                number = step * self.order.global_batch + int(made[place])
+                return generator_of(self.order.seed, self.purpose, number)
 
             read = _read(self.samples[source], numbers[here], draw)
             if len(here) == len(made):
@@ -149,10 +138,6 @@ class SequentialBatches:
     @property
     def n_samples(self) -> int:
         return self.samples.n_samples
-
-    @property
-    def n_left_out(self) -> int:
-        return self.samples.n_left_out
 
     @property
     def numbers(self) -> range:
