@@ -101,12 +101,7 @@ def encode(
 
 
 def stop_ids(template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
-    """Returns the special token with which answers end, if the template has one.
-
-    Args:
-        template: Renders conversations as text.
-        tokenizer: Encodes the text.
-    """
+    """Returns the special token with which answers end, if the template has one."""
     talk = [{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": "b"}]
     try:
         (found,) = encode([talk], template, tokenizer)

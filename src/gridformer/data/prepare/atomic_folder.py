@@ -90,13 +90,7 @@ class Unfinished:
 
 
 def resume_key(sources: object, files: Iterable[Path], settings: Mapping[str, object]) -> str:
-    """Returns a hash of what determines a folder.
-
-    Args:
-        sources: What describes the sources.
-        files: Their files, whose sizes and times of change count.
-        settings: The settings.
-    """
+    """Returns a hash of what determines a folder; the files count by their sizes and times."""
     stats = [(str(path), path.stat()) for path in files]
     listed = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
     text = json.dumps([sources, listed, settings], default=str)

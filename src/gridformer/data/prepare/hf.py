@@ -148,13 +148,7 @@ def saved_source(folder: Path, name: str, split: str, fields: Fields) -> TableSo
 
 
 def table_chunks(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[TextChunk]:
-    """Yields the documents of one file of a table; see `open_table`.
-
-    Args:
-        path: The file.
-        fields: The keys of its rows.
-        skipped: Counts what is left out, by reason.
-    """
+    """Yields the documents of one file of a table; see `open_table`."""
     return rows_of(str(path), open_table(path), fields, skipped)
 
 
@@ -253,12 +247,7 @@ def _label_names(table: Any, label: str | None) -> list[str]:
 
 
 def _files_below(root: Path, suffixes: tuple[str, ...] = ("",)) -> tuple[Path, ...]:
-    """Returns a data set's files, in order.
-
-    Args:
-        root: The folder; a file is returned itself.
-        suffixes: What their names may end with.
-    """
+    """Returns a data set's files, in order."""
     found = [root] if root.is_file() else []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]

@@ -105,12 +105,7 @@ def prepare_corpus(
 
 
 def sampled_text(sources: Sequence[Source], limit: int) -> Iterator[str]:
-    """Yields text of about `limit` bytes, the same amount from each source that has enough.
-
-    Args:
-        sources: The sources, of which each yields its own sample.
-        limit: About how many bytes of text are yielded.
-    """
+    """Yields text of about `limit` bytes, the same amount from each source that has enough."""
     readers = [source.sample() for source in sources]
     taken = [0] * len(readers)
     live = list(range(len(readers)))

@@ -461,13 +461,7 @@ def _move_documents(source: _SplitFile, target: _SplitFile, share: float, unit: 
 
 
 def _move_tokens(source: _SplitFile, target: _SplitFile, start: int, end: int) -> None:
-    """Moves tokens [start, end) to an empty target and closes the gap, but leaves lengths alone.
-
-    Args:
-        source: The split that gives the tokens.
-        target: The split that gets them, which has none.
-        start, end: The tokens, counted in `source`.
-    """
+    """Moves tokens [start, end) to an empty target and closes the gap, but leaves lengths alone."""
     for (path, size), to in zip(source.per_token.items(), target.per_token, strict=True):
         with path.open("r+b") as from_file, to.open("wb") as to_file:
             for at in range(start, end, _COPY_TOKENS):

@@ -49,11 +49,6 @@ def encoded_batches(
 ) -> Iterator[tuple[Cursor, Made]]:
     """Yields the encoding of every batch, in order. One worker is this process itself.
 
-    Args:
-        batches: The batches, each with the place after it.
-        encoder: Opens what encodes a batch.
-        workers: The number of processes that do it.
-
     Raises:
         DataError: A worker process died.
     """

@@ -9,7 +9,7 @@ from gridformer.config.mixture import whole_weights
 from gridformer.data.run_data import RunData
 from gridformer.data.samples.answers import AnswerExamples
 from gridformer.data.samples.chat import ChatSamples, PackedChats
-from gridformer.data.samples.documents import WindowSamples, with_documents
+from gridformer.data.samples.documents import DocumentWindows, PackedDocuments, WindowSamples
 from gridformer.data.samples.examples import (
     ChoiceExamples,
     LabeledForDecoder,
@@ -59,7 +59,9 @@ def open_samples(
             return PackedChats(text, run.seq_len, special, run.data.reset_positions)
         return ChatSamples(text, run.seq_len, special)
     if run.data.document_mask and run.task == "causal":
-        return with_documents(run.data, text, run.seq_len, tokenizer.eos_id)
+        if run.data.packing == "documents":
+            return PackedDocuments(text, run.seq_len, tokenizer.eos_id, run.data.reset_positions)
+        return DocumentWindows(text, run.seq_len, run.data.reset_positions)
     if run.task == "causal" and not run.model.n_labels:
         return WindowSamples(text, run.seq_len)
     special = special_ids(run, tokenizer)

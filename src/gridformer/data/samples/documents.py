@@ -9,9 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from gridformer.config import DataConfig
 from gridformer.data.samples.packing import pack
-from gridformer.data.samples.samples import Arrays, Samples, first, more_text, padded
+from gridformer.data.samples.samples import Arrays, first, more_text, padded
 from gridformer.data.tokenfolder import TokenSplit
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
@@ -136,23 +135,6 @@ class PackedDocuments:
             # Padding is a document of its own.
             **places_of(padded(documents, self.seq_len, len(read)), self.reset),
         }
-
-
-def with_documents(data: DataConfig, split: TokenSplit, seq_len: int, pad: int) -> Samples:
-    """Returns the samples of a split that `document_mask` and `packing` ask for.
-
-    Args:
-        data: The section of the run.
-        split: The split.
-        seq_len: Tokens per sample.
-        pad: The id of padding.
-
-    Raises:
-        DataError: The split holds no sample.
-    """
-    if data.packing == "documents":
-        return PackedDocuments(split, seq_len, pad, data.reset_positions)
-    return DocumentWindows(split, seq_len, data.reset_positions)
 
 
 def places_of(documents: NDArray[np.int64], reset: bool) -> Arrays:

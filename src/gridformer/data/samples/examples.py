@@ -63,11 +63,7 @@ class Reading:
         return found
 
     def joined(self, a: Sequence[int], b: Sequence[int] = ()) -> tuple[list[int], int]:
-        """Returns the tokens of a sequence without padding, and how many belong to the first text.
-
-        Args:
-            a, b: See `sequence`.
-        """
+        """Returns the tokens of a sequence, and how many belong to the first text."""
         special = self.special
         before = [*special.begin] if special.cls is None else [special.cls]
         if not self.encoder and list(a[: len(before)]) == before:

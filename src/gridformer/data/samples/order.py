@@ -99,12 +99,7 @@ def generator_of(seed: int, purpose: str, place: int) -> np.random.Generator:
 
 
 def row_numbers(global_batch: int, rows: Rows | None) -> NDArray[np.int64]:
-    """Returns the numbers of `rows` in a global batch, [rows] int64.
-
-    Args:
-        global_batch: Rows of a global batch.
-        rows: The wanted rows; None means all.
-    """
+    """Returns the numbers of `rows` in a global batch, [rows] int64; None means all."""
     every = np.arange(global_batch, dtype=np.int64)
     return every if rows is None else every[rows]
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-# How often each length occurs in a sample, as (length, number of times).
-_Filling = tuple[tuple[int, int], ...]
+_Filling = dict[int, int]  # how often each kind is in a sample
 _MOST_KINDS = 1 << 14  # of pairs
 
 
@@ -59,13 +58,12 @@ def pack(offsets: NDArray[np.int64], seq_len: int) -> Packed:
     # Few bits sort faster.
     by_length = np.argsort(places.astype(np.min_scalar_type(seq_len)), kind="stable")
     counts = np.bincount(places, minlength=1)
-    fillings = ((dict(filling), n) for filling, n in _fillings(counts, seq_len))
-    placed, bounds = _placed(fillings, by_length, counts)
+    placed, bounds = _placed(_fillings(counts, seq_len), by_length, counts)
     return Packed(starts[placed], places[placed], bounds)
 
 
 def _placed(
-    fillings: Iterable[tuple[dict[int, int], int]],
+    fillings: Iterable[tuple[_Filling, int]],
     by_kind: NDArray[np.int64],
     counts: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -121,10 +119,10 @@ def _fillings(counts: NDArray[np.int64], seq_len: int) -> list[tuple[_Filling, i
                 if not samples[room]:
                     del samples[room], rooms[place]
             else:
-                room, filling, available = seq_len, (), n
+                room, filling, available = seq_len, {}, n
             times = min(room // length, n)
             used = min(available, n // times)
-            add(room - times * length, (*filling, (length, times)), used)
+            add(room - times * length, {**filling, length: times}, used)
             if filling:
                 add(room, filling, available - used)
             n -= used * times
@@ -178,7 +176,7 @@ def _in_units(
 
 def _pair_fillings(
     kinds: NDArray[np.int64], counts: NDArray[np.int64], rooms: tuple[int, int]
-) -> list[tuple[dict[int, int], int]]:
+) -> list[tuple[_Filling, int]]:
     """Returns the fillings of rows: how often each kind is in a row, and the number of such rows.
 
     Args:
@@ -190,9 +188,9 @@ def _pair_fillings(
     order = np.argsort(-shares.sum(1), kind="stable")
     # Separate columns, because nearly all time goes into a few operations on every kind.
     (a, b), (share_a, share_b), left = kinds[order].T.copy(), shares[order].T.copy(), counts[order]
-    found: list[tuple[dict[int, int], int]] = []
+    found: list[tuple[_Filling, int]] = []
     while len(left):
-        filling: dict[int, int] = {}
+        filling: _Filling = {}
         (room_a, room_b), kind = rooms, 0
         while True:
             filling[kind] = filling.get(kind, 0) + 1
