@@ -64,7 +64,6 @@ def write_files(folder: Path, size: int) -> None:
 def read(way: str, file: Path) -> None:
     """Reads all chunks of a file, or makes a token folder, in one of WAYS."""
     from gridformer.data.prepare.files import file_chunks
-    from gridformer.data.prepare.place import ReadingPlace
     from gridformer.data.prepare.records import Fields
 
     if file.name == "tokens":
@@ -82,7 +81,7 @@ def read(way: str, file: Path) -> None:
         table = datasets.load_dataset(
             kind, data_files=[str(file)], split="train", streaming=True, **more
         )
-        found = rows_of(str(file), table, Fields(), Counter(), ReadingPlace())
+        found = rows_of(str(file), table, Fields(), Counter())
     for _ in found:
         pass
 

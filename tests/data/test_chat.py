@@ -11,8 +11,8 @@ import pytest
 from gridformer.data import Tokenizer
 from gridformer.data.chat import ChatTemplate, encode, messages_of, open_template
 from gridformer.data.chat import template as template_module
-from gridformer.data.chat.encoding import spells_special
-from gridformer.data.chat.templates import BUILT_IN
+from gridformer.data.chat.conversations import spells_special
+from gridformer.data.chat.template import BUILT_IN
 from gridformer.utils.errors import DataError, UserError
 from tests.support.reference.shared import transformers
 

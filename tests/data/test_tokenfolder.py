@@ -12,7 +12,7 @@ import pytest
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.indexed import HEADER_BYTES, Indexed, write_index
 from gridformer.data.prepare.prepare import prepare_corpus
-from gridformer.data.samples.windows import WindowSamples
+from gridformer.data.samples.documents import WindowSamples
 from gridformer.utils.errors import DataError
 from tests.support.data import listed, sentences
 

@@ -15,7 +15,7 @@ from gridformer.checkpoint.convert.kinds import entries_of
 from gridformer.checkpoint.convert.table import to_ours
 from gridformer.config import ModelConfig
 from gridformer.data.samples.examples import ChoiceExamples
-from gridformer.data.samples.whole import Whole
+from gridformer.data.samples.samples import SequentialBatches
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.models.blocks import IGNORE
@@ -204,7 +204,7 @@ def questions(two_stacks: bool) -> tuple[Batch, list[list[int]]]:
     documents = [[i for text in one for i in text] for one in texts]
     split = split_of(documents, heads.END, parts=CHOICES, right=RIGHT)
     samples = ChoiceExamples(split, 24, heads.SPECIAL, 3, two_stacks)
-    batch = {k: torch.from_numpy(v) for k, v in Whole(samples, 4).batch(0).items()}
+    batch = {k: torch.from_numpy(v) for k, v in SequentialBatches(samples, 4).batch(0).items()}
     return batch, [
         [*passage, heads.END, *choice, heads.END] for passage, *rest in texts for choice in rest
     ]

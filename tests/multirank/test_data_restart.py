@@ -12,7 +12,7 @@ import pytest
 
 from gridformer.checkpoint.manifest import read_manifest
 from gridformer.checkpoint.same_run import check_same_run, data_start_of
-from gridformer.data import Restarted, TokenFolder, open_batches
+from gridformer.data import TokenFolder, open_batches
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import CheckpointError
 from tests.support.multirank.layouts import n_of
@@ -72,7 +72,7 @@ def test_what_resumes_with_other_data_is_exact(
 def test_the_first_batch_is_that_of_a_new_run(token_folder: Path, tmp_path: Path) -> None:
     run = plan_of(token_folder, tmp_path, {}).run
     new = open_batches(run, TokenFolder.open(run.data.path), "train")
-    later = Restarted(new, 7)
+    later = replace(new, start=7)
     for step in range(3):
         for key, value in new.batch(step).items():
             assert np.array_equal(later.batch(step + 7)[key], value)

@@ -15,7 +15,7 @@ from gridformer.config import RunConfig
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.label_names import read_label_names
 from gridformer.data.samples.batches import open_samples
-from gridformer.data.samples.whole import Whole
+from gridformer.data.samples.samples import SequentialBatches
 from gridformer.evaluate.examples import score_examples
 from gridformer.evaluate.loading import load_model
 from gridformer.evaluate.sets import measure_set
@@ -145,7 +145,7 @@ def test_from_hugging_face_to_scores_and_back(
     exported = export_run(tmp_path / "run", tmp_path / "exported")
     theirs = widened(opened_by_them(tmp_path / "exported").double())
     samples = open_samples(trained.run, folder.val, trained.tokenizer)
-    read = {k: torch.from_numpy(v) for k, v in Whole(samples, 4).batch(0).items()}
+    read = {k: torch.from_numpy(v) for k, v in SequentialBatches(samples, 4).batch(0).items()}
     flat = {
         k: v.flatten(0, -2) if k in ("tokens", "valid", "segments") else v for k, v in read.items()
     }
@@ -199,7 +199,7 @@ def answers_of_transformers(root: Path, run: RunConfig) -> list[bool]:
     theirs = opened_by_them(root / "exported").double()
     folder = TokenFolder.open(run.data.path)
     samples = open_samples(run, folder.val, folder.tokenizer)
-    read = Whole(samples, samples.n_samples).batch(0)
+    read = SequentialBatches(samples, samples.n_samples).batch(0)
     with torch.no_grad():
         logits = theirs(**inputs_of({k: torch.from_numpy(v) for k, v in read.items()})).logits
     return [bool(label) for label in logits.argmax(1)]

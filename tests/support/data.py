@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from gridformer.config import RunConfig
+from gridformer.data.prepare.reading import Cursor
 from gridformer.data.prepare.sources import Source
 from gridformer.data.prepare.text_chunks import TextChunk, labeled, text_chunks
 from gridformer.data.tokenfolder import Kind, PartEntry, TokenFolder, TokenSplit
@@ -28,7 +29,7 @@ class ListSource:
     parts: tuple[PartEntry, ...] = ()
     label: Callable[[str], str | None] = lambda document: None
 
-    def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
+    def chunks(self, skipped: Counter[str], cursor: Cursor | None = None) -> Iterator[TextChunk]:
         for document in self.documents():
             yield from labeled(text_chunks([document]), self.label(document))
 

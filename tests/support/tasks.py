@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gridformer.data import TokenFolder, Tokenizer
-from gridformer.data.prepare.tasks.writing import prepare_task
+from gridformer.data.prepare.tasks import prepare_task
 
 WORDS = ("red", "green", "blue", "stone", "river", "cloud", "fox", "owl", "runs", "sings", "over")
 LABELS = ("contradiction", "entailment", "neutral")

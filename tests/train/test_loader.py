@@ -29,7 +29,7 @@ class Numbers:
         made: The steps that were asked for, in order.
     """
 
-    n_samples, n_left_out = 100, 0
+    n_samples = 100
 
     def __init__(self, **at: Callable[[], object]) -> None:
         self.made: list[int] = []

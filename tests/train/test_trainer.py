@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from gridformer.data.samples.order import Rows
-from gridformer.data.samples.samples import Arrays, Dealt
+from gridformer.data.samples.samples import Arrays, ShuffledBatches
 from gridformer.train.heartbeat import health_of
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
@@ -24,9 +24,9 @@ from tests.support.multirank.runs import plan_of, train
 def reading(plan: Plan, damaged: int = -1) -> tuple[list[int], list[int], list[str]]:
     """Run one rank; return the training and validation batches it made, and an error's frames."""
     made: dict[str, list[int]] = {"train": [], "val": []}
-    whole = Dealt.batch
+    whole = ShuffledBatches.batch
 
-    def batch(self: Dealt, step: int, rows: Rows | None = None) -> Arrays:
+    def batch(self: ShuffledBatches, step: int, rows: Rows | None = None) -> Arrays:
         name = self.purpose.partition("/")[2]
         made[name].append(step)
         if (name, step) == ("train", damaged):
@@ -34,7 +34,7 @@ def reading(plan: Plan, damaged: int = -1) -> tuple[list[int], list[int], list[s
         return whole(self, step, rows)
 
     frames: list[str] = []
-    with patch.object(Dealt, "batch", batch):
+    with patch.object(ShuffledBatches, "batch", batch):
         try:
             train(plan)
         except DataError as error:

@@ -12,7 +12,7 @@ from gridformer.utils.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gridformer.data.prepare.progress import PrepareProgress
+    from gridformer.data.prepare.documents import PrepareProgress
     from gridformer.data.tokenfolder import TokenFolder
 
 # The tokenizer that is trained unless options say otherwise.
@@ -173,8 +173,8 @@ def prepare(
     from rich.console import Console
 
     from gridformer.cli.prepare_output import Bar, summarize
+    from gridformer.data.prepare.atomic_folder import documents_kept
     from gridformer.data.prepare.prepare import prepare_corpus
-    from gridformer.data.prepare.resuming import documents_kept
     from gridformer.data.prepare.sources import open_sources
     from gridformer.data.tokenizer import Tokenizer
 
@@ -275,7 +275,7 @@ def _task_folder(
 ) -> TokenFolder:
     """Writes a folder of examples; see `prepare_task`."""
     from gridformer.config import closest
-    from gridformer.data.prepare.tasks.writing import FORMATS, prepare_task
+    from gridformer.data.prepare.tasks import FORMATS, prepare_task
     from gridformer.data.tokenizer import Tokenizer
 
     if task_format not in FORMATS:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gridformer.data.prepare.progress import PrepareProgress
+    from gridformer.data.prepare.documents import PrepareProgress
     from gridformer.data.tokenfolder import TokenFolder
 
 

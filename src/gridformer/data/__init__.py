@@ -4,8 +4,8 @@
 run's config from them, and `open_training` and `open_validation` open its batches.
 """
 
-from gridformer.data.opened import RunData
 from gridformer.data.resolve import resolve
+from gridformer.data.run_data import RunData
 from gridformer.data.samples.batches import (
     open_batches,
     open_samples,
@@ -13,14 +13,13 @@ from gridformer.data.samples.batches import (
     open_validation,
     special_ids,
 )
-from gridformer.data.samples.samples import Batches, Restarted
+from gridformer.data.samples.samples import Batches
 from gridformer.data.samples.special import SpecialIds
 from gridformer.data.tokenfolder import TokenFolder, TokenSplit
 from gridformer.data.tokenizer import Tokenizer
 
 __all__ = [
     "Batches",
-    "Restarted",
     "RunData",
     "SpecialIds",
     "TokenFolder",

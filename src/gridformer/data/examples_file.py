@@ -46,13 +46,7 @@ def _again(folder: Path) -> str:
 
 
 def write_questions(folder: Path, split: str, questions: Iterable[Question]) -> None:
-    """Writes the questions of one split, and replaces those that are there.
-
-    Args:
-        folder: The token folder.
-        split: The name of the split.
-        questions: Its questions.
-    """
+    """Writes the questions of one split, and replaces those that are there."""
     with (folder / questions_name(split)).open("w", encoding="utf-8") as file:
         for one in questions:
             file.write(json.dumps(asdict(one), ensure_ascii=False) + "\n")

@@ -15,7 +15,7 @@ from typing import cast
 from pydantic import Field
 
 from gridformer.config import Config
-from gridformer.data.opened import RunData
+from gridformer.data.run_data import RunData
 from gridformer.data.tokenfolder import SPLITS, TOKENIZER, SplitName, TokenFolder
 
 _BLOCKS = 16  # of one file

@@ -78,10 +78,18 @@ class Indexed:
         Raises:
             DataError: Documents are not in order.
         """
+        documents = self.documents
         if self._check_documents():
-            kept = np.flatnonzero(np.diff(self.documents) > 0)
-            return _Starts(self, np.append(self.documents[kept], self.documents[-1]))
-        return _Starts(self, self.documents)
+            kept = np.flatnonzero(np.diff(documents) > 0)
+            documents = np.append(documents[kept], documents[-1])
+        n = len(self.pointers)
+
+        def at(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+            sequences = np.asarray(documents[numbers], dtype=np.int64)
+            begins = np.asarray(self.pointers[np.minimum(sequences, n - 1)])
+            return np.where(sequences < n, begins // self.dtype.itemsize, self.n_tokens)
+
+        return DocumentStarts(len(documents) - 1, at)
 
     @classmethod
     def open(cls, path: Path) -> Indexed:
@@ -159,25 +167,6 @@ class Indexed:
                     f"{self.path}: document {number} begins after the next one: it is damaged"
                 )
         return empty
-
-
-@dataclass(frozen=True)
-class _Starts(DocumentStarts):
-    """The starts of documents, from the sequences with which they begin [n_documents + 1]."""
-
-    indexed: Indexed
-    documents: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See DocumentStarts."""
-        sequences = np.asarray(self.documents[numbers], dtype=np.int64)
-        pointers = self.indexed.pointers
-        n = len(pointers)
-        found = np.asarray(pointers[np.minimum(sequences, n - 1)]) // self.indexed.dtype.itemsize
-        return np.where(sequences < n, found, self.indexed.n_tokens)
 
 
 def index_bytes(documents: int) -> int:

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gridformer.config import DataConfig
-from gridformer.data.datatrove import SUFFIX, open_datatrove
 from gridformer.data.indexed import Indexed
 from gridformer.data.tokenfolder import (
     INDEX,
@@ -27,10 +26,13 @@ from gridformer.data.tokenfolder import (
     check_ascending,
 )
 from gridformer.data.tokenizer import Tokenizer
-from gridformer.data.tokensplit import DocumentStarts, SomeStarts, TokenSplit
+from gridformer.data.tokensplit import DocumentStarts, TokenSplit
 from gridformer.utils.errors import DataError
 
 VAL_FRACTION = 0.02
+SUFFIX = ".ds"
+_END = np.dtype("<u8")
+_DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _SEARCHED_BLOCKS, _BLOCK_TOKENS = 16, 1 << 16  # where `check` looks for ids of other vocabularies
 
 
@@ -168,9 +170,34 @@ def _open_megatron(
 def _open_datatrove(
     path: Path, file: Path, tokenizer: Path | str | None, val_fraction: float
 ) -> TokenFolder:
-    dtype, starts = open_datatrove(file)
-    tokens = np.memmap(file, dtype=dtype, mode="r")
+    """Opens a .ds file, which holds token ids of two or four bytes, unsigned and little-endian.
+
+    NAME.ds.index holds the end of each document in tokens, uint64.
+    """
     index = file.with_name(f"{file.name}.index")
+    if not index.is_file():
+        raise DataError(f"{index}: is missing, and without it {file.name} cannot be read")
+    size, index_bytes = file.stat().st_size, index.stat().st_size
+    if not index_bytes or index_bytes % _END.itemsize:
+        raise DataError(
+            f"{index}: has {index_bytes} bytes, expected {_END.itemsize} for each document: it is "
+            f"damaged"
+        )
+    ends: NDArray[np.uint64] = np.memmap(index, dtype=_END, mode="r")
+    n_tokens = int(ends[-1])
+    dtype = _DTYPES.get(size // n_tokens) if n_tokens and size % n_tokens == 0 else None
+    if dtype is None:
+        raise DataError(
+            f"{file}: has {size} bytes, but {index.name} gives it {n_tokens} tokens of 2 or 4 "
+            f"bytes: one of them is damaged"
+        )
+    tokens = np.memmap(file, dtype=dtype, mode="r")
+
+    def at(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        before = np.asarray(ends[np.maximum(numbers, 1) - 1]).astype(np.int64)
+        return np.where(numbers > 0, before, 0)
+
+    starts = DocumentStarts(len(ends), at)
     return _foreign(path, file, index, tokens, starts, tokenizer, val_fraction)
 
 
@@ -205,8 +232,8 @@ def _foreign(
         raise DataError(f"{file}: has no documents")
     cut, first_of_val = _cut(starts, total, val_fraction)
     vocab = loaded.vocab_size
-    train_starts: Any = SomeStarts(starts, 0, first_of_val)
-    val_starts: Any = SomeStarts(starts, first_of_val, n - first_of_val)
+    train_starts: Any = starts.some(0, first_of_val)
+    val_starts: Any = starts.some(first_of_val, n - first_of_val)
     if n == 1 and 0 < cut < total:  # a single document is divided
         train_starts, val_starts = np.array([0, cut]), np.array([0, total - cut])
     train = TokenSplit("train", file, tokens[:cut], train_starts, vocab)

@@ -11,7 +11,7 @@ from gridformer.config import FINE_TUNING, RunConfig, Task, TrainConfig
 from gridformer.config.data import TASKS
 from gridformer.data.columns import LABELS
 from gridformer.data.examples_file import without_questions
-from gridformer.data.opened import RunData
+from gridformer.data.run_data import RunData
 from gridformer.data.samples.answers import ANSWER
 from gridformer.data.samples.batches import open_samples, special_ids
 from gridformer.data.samples.examples import RIGHT, VALUE

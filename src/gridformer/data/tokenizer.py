@@ -158,16 +158,9 @@ class Tokenizer:
             bos_token = spelled(settings.get("bos_token"))
         return cls(backend, str(path), eos_token, bos_token)
 
-    @classmethod
-    def from_json(cls, text: str, origin: str, eos_token: str) -> Self:
-        """Returns the tokenizer whose text `to_json` returned.
-
-        Args:
-            text: The JSON text.
-            origin: A phrase for people that tells where it comes from.
-            eos_token: The token that ends documents.
-        """
-        return cls(tokenizers.Tokenizer.from_str(text), origin, eos_token)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles what the tokenizer is made from, because the library loses some settings."""
+        return _from_json, (self.to_json(), self.origin, self.eos_token, self.bos_token)
 
     def to_json(self) -> str:
         """Returns the content of a tokenizer.json."""
@@ -287,6 +280,10 @@ class Tokenizer:
         clean = [encodable(text) for text in texts]
         with _library(f"{self.origin}: the tokenizer cannot encode a text"):
             return self._backend.encode_batch(clean, add_special_tokens=special)
+
+
+def _from_json(text: str, *more: Any) -> Tokenizer:
+    return Tokenizer(tokenizers.Tokenizer.from_str(text), *more)
 
 
 @contextmanager

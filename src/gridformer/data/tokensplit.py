@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
@@ -15,20 +14,24 @@ from gridformer.data.columns import LABELS
 from gridformer.utils.errors import DataError
 
 
-class DocumentStarts(ABC):
+@dataclass(frozen=True)
+class DocumentStarts:
     """Where documents begin, computed from a mapped file when it is needed.
 
     It stands for an array [n_documents + 1] int64 of starts, in tokens, and the end of the last
     document. Numbers, slices and arrays of numbers select from it as from an array;
     `numpy.asarray` reads all of it, 8 bytes per document.
+
+    Attributes:
+        n_documents: How many documents there are.
+        at: Returns the starts of documents with given numbers, in [0, n_documents].
     """
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    n_documents: int
+    at: Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
-    @abstractmethod
-    def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the starts of documents with these numbers, in [0, len(self))."""
+    def __len__(self) -> int:
+        return self.n_documents + 1
 
     @overload
     def __getitem__(self, key: int) -> np.int64: ...
@@ -47,27 +50,10 @@ class DocumentStarts(ABC):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return self[:] if dtype is None else self[:].astype(dtype)
 
-
-@dataclass(frozen=True)
-class SomeStarts(DocumentStarts):
-    """The starts of consecutive documents out of all, counted from the start of the first.
-
-    Attributes:
-        every: The starts of all documents.
-        first: The number of the first document.
-        n_documents: How many there are.
-    """
-
-    every: DocumentStarts
-    first: int
-    n_documents: int
-
-    def __len__(self) -> int:
-        return self.n_documents + 1
-
-    def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See DocumentStarts."""
-        return self.every.at(numbers + self.first) - int(self.every[self.first])
+    def some(self, first: int, n_documents: int) -> DocumentStarts:
+        """Returns the starts of consecutive documents, counted from the start of the first."""
+        begin = int(self[first])
+        return DocumentStarts(n_documents, lambda numbers: self.at(numbers + first) - begin)
 
 
 Offsets = NDArray[np.int64] | DocumentStarts

@@ -15,7 +15,7 @@ from typing import Any
 
 from gridformer.config import RunConfig
 from gridformer.data import Tokenizer, TokenSplit
-from gridformer.data.opened import RunData
+from gridformer.data.run_data import RunData
 from gridformer.evaluate.beams import BeamSearch, beam_search
 from gridformer.evaluate.loading import Trained
 from gridformer.train.forward_backward import Pipeline

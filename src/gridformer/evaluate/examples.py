@@ -15,7 +15,7 @@ from gridformer.config import FINE_TUNING, RunConfig
 from gridformer.data import Batches, TokenFolder, resolve
 from gridformer.data.samples.batches import open_samples
 from gridformer.data.samples.remarks import alike
-from gridformer.data.samples.whole import Whole
+from gridformer.data.samples.samples import SequentialBatches
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.scoring import in_batches
 from gridformer.train.scorers import scorer_of
@@ -62,7 +62,7 @@ def score_examples(trained: Trained, path: str, batch_size: int) -> dict[str, fl
     """
     folder = TokenFolder.open(Path(path))
     samples = open_samples(trained.run, folder.val, trained.tokenizer, evaluating=True)
-    warn_of_alike(trained, Whole(samples, 1))
+    warn_of_alike(trained, SequentialBatches(samples, 1))
     scorer = scorer_of(trained.run, folder, folder.val, samples)
     assert scorer is not None, "the run is one of fine-tuning"
     draw = np.random.default_rng(0)  # samples without random choices do not use it

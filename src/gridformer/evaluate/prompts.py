@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gridformer.data.chat.messages import SYSTEM, USER, Message, messages_of
+from gridformer.data.chat.conversations import messages_of
+from gridformer.data.chat.template import SYSTEM, USER, Message
 from gridformer.utils import files
 from gridformer.utils.errors import DataError
 from gridformer.utils.units import GIB

@@ -15,8 +15,7 @@ from gridformer.data import Batches, RunData, open_validation
 from gridformer.data.examples_file import Question, read_questions
 from gridformer.data.samples.answers import AnswerExamples
 from gridformer.data.samples.batches import open_tests
-from gridformer.data.samples.samples import Samples
-from gridformer.data.samples.whole import Whole
+from gridformer.data.samples.samples import Samples, SequentialBatches
 from gridformer.data.tokenfolder import TokenFolder, TokenSplit
 from gridformer.data.tokenizer import Tokenizer
 from gridformer.models import Model
@@ -48,7 +47,7 @@ def _sets(
     found = []
     for name, batches in opened.items():
         numbers, scorer = range(run.train.eval_batches), None
-        if isinstance(batches, Whole):
+        if isinstance(batches, SequentialBatches):
             numbers = batches.numbers
             scorer = scorer_of(run, data.folder_of(splits[name]), splits[name], batches.samples)
         found.append(ValidationSet(name, batches, numbers, scorer, kind))

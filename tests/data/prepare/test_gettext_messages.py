@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gridformer.data.prepare.gettext_messages import Pair, cleaned, without_mnemonics
+from gridformer.data.prepare.gettext import Pair, cleaned, without_mnemonics
 from tests.support.marks import extra
 
 polib = extra("polib")

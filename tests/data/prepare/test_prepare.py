@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.prepare import reading
+from gridformer.data.prepare.documents import PrepareProgress
 from gridformer.data.prepare.prepare import prepare_corpus, sampled_text
-from gridformer.data.prepare.progress import PrepareProgress
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import (
     ListSource,

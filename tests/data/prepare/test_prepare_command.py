@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from gridformer.cli.prepare import prepare
 from gridformer.cli.prepare_output import Bar
 from gridformer.data import TokenFolder
-from gridformer.data.prepare import reading, resuming
-from gridformer.data.prepare.progress import PrepareProgress
-from gridformer.data.prepare.resuming import documents_kept
+from gridformer.data.prepare import atomic_folder, reading
+from gridformer.data.prepare.atomic_folder import documents_kept
+from gridformer.data.prepare.documents import PrepareProgress
 from gridformer.utils.errors import DataError, UserError
 from tests.support.commands import gridformer_here
 from tests.support.data import documents, sentences
@@ -108,7 +108,7 @@ def test_it_says_that_it_goes_on(
 ) -> None:
     """After a stop it says how much is kept, and the next time from where it goes on."""
     monkeypatch.setattr(reading, "BATCH_ITEMS", 5)
-    monkeypatch.setattr(resuming, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(atomic_folder, "SAVE_EVERY_S", 0.0)
     out = tmp_path / "tokens"
     command = ["prepare", str(corpus), "--out", str(out), "--vocab-size", "280"]
     app = typer.Typer()

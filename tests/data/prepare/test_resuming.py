@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from gridformer.data import TokenFolder, Tokenizer
-from gridformer.data.prepare import reading, resuming
+from gridformer.data.prepare import atomic_folder, reading
+from gridformer.data.prepare.atomic_folder import documents_kept
+from gridformer.data.prepare.documents import PrepareProgress
 from gridformer.data.prepare.prepare import prepare_corpus
-from gridformer.data.prepare.progress import PrepareProgress
-from gridformer.data.prepare.resuming import documents_kept
 from gridformer.data.prepare.sources import Source, open_sources
 from gridformer.utils.errors import UserError
 from tests.support.data import documents, labeled_source, pairs_source, sentences
@@ -43,7 +43,7 @@ def stop_soon(now: PrepareProgress) -> None:
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make batches small, and save the state after each."""
     monkeypatch.setattr(reading, "BATCH_ITEMS", 7)
-    monkeypatch.setattr(resuming, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(atomic_folder, "SAVE_EVERY_S", 0.0)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -281,12 +281,12 @@ SCRIPT = textwrap.dedent("""
     import os, signal, sys
     from pathlib import Path
     from gridformer.data import Tokenizer
-    from gridformer.data.prepare import reading, resuming
+    from gridformer.data.prepare import atomic_folder, reading
     from gridformer.data.prepare.prepare import prepare_corpus
     from gridformer.data.prepare.sources import open_sources
 
     if __name__ == "__main__":
-        reading.BATCH_ITEMS, resuming.SAVE_EVERY_S = 7, 0.0
+        reading.BATCH_ITEMS, atomic_folder.SAVE_EVERY_S = 7, 0.0
         folder, out, tokenizer, workers, most = sys.argv[1:]
 
         def kill(now):

@@ -14,11 +14,11 @@ import pytest
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.chat import open_template
 from gridformer.data.examples_file import read_questions
-from gridformer.data.prepare import reading, resuming
+from gridformer.data.prepare import atomic_folder, reading
+from gridformer.data.prepare.atomic_folder import documents_kept
 from gridformer.data.prepare.chat import FORGED, NO_ANSWER, prepare_chat
-from gridformer.data.prepare.progress import PrepareProgress
-from gridformer.data.prepare.resuming import documents_kept
-from gridformer.data.prepare.tasks.writing import prepare_task
+from gridformer.data.prepare.documents import PrepareProgress
+from gridformer.data.prepare.tasks import prepare_task
 from tests.support.chats import conversations, written
 from tests.support.data import documents
 from tests.support.tasks import words_tokenizer, write_mnli, write_race, write_squad
@@ -34,7 +34,7 @@ class Stop(BaseException):
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make batches small, and save the state after each."""
     monkeypatch.setattr(reading, "BATCH_ITEMS", 11)
-    monkeypatch.setattr(resuming, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(atomic_folder, "SAVE_EVERY_S", 0.0)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -113,7 +113,7 @@ def test_other_settings_begin_anew(tmp_path: Path) -> None:
 
     with pytest.raises(Stop):
         prepare(out=tmp_path / "t", on_progress=stop)
-    assert documents_kept(tmp_path / "t") == 51
+    assert documents_kept(tmp_path / "t") == 55
     file = tmp_path / "in" / "train-v2.0.json"
     file.write_text(file.read_text().replace("which words?", "whose words?"))
     seen: list[PrepareProgress] = []

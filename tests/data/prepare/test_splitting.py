@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from gridformer.data.columns import Column
 from gridformer.data.indexed import Indexed
-from gridformer.data.prepare import growing
-from gridformer.data.prepare.splitting import SplitWriter, split_of
+from gridformer.data.prepare import split_file
+from gridformer.data.prepare.records import NO_PAIR
+from gridformer.data.prepare.split_file import SplitWriter, split_of
 from gridformer.data.tokenfolder import SPLITS, Kind
 from gridformer.utils.errors import DataError
 
@@ -83,7 +84,7 @@ def test_a_single_document_is_cut_by_position(
 
 
 def test_long_moves_go_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growing, "_COPY_TOKENS", 7)
+    monkeypatch.setattr(split_file, "_COPY_TOKENS", 7)
     documents = [[i % 9] * length for i, length in enumerate([100, 40, 60, 80])]
     seed = next(s for s in range(99) if all(split_of(s, d, 0.01) == "train" for d in range(4)))
     got = write(tmp_path, documents, seed, 0.01)
@@ -103,10 +104,9 @@ def test_the_share_is_about_the_fraction() -> None:
 
 def test_documents_without_tokens_are_none(tmp_path: Path) -> None:
     with SplitWriter(tmp_path, np.dtype("<u2"), EOS, 0, 0.5) as writer:
-        assert not writer.append([], ends=True)
-        assert not writer.append([], ends=False)
-        assert not writer.append([1], ends=False)
-        assert writer.append([], ends=True)
+        for ids, ends, documents in (([], True, 0), ([], False, 0), ([1], False, 0), ([], True, 1)):
+            writer.append(ids, ends)
+            assert writer.documents == documents
         assert (writer.documents, writer.tokens) == (1, 2)
 
 
@@ -124,10 +124,13 @@ def test_pairs_stay_together(
 ) -> None:
     folder = tmp_path_factory.mktemp("s")
     with SplitWriter(folder, np.dtype("<u2"), EOS, seed, fraction, "pairs") as writer:
-        for source, target in pairs:
-            assert writer.append_pair(source, target)
-            assert not writer.append_pair(source, [])
-            assert not writer.append_pair([], target)
+        for pair in pairs:
+            for text in (*pair, pair[0], [], [], pair[1]):
+                writer.append(text[:1], ends=False)
+                assert not writer.is_between
+                writer.append(text[1:], ends=True)
+            assert writer.is_between
+        assert writer.dropped == {NO_PAIR: 2 * len(pairs)}
         entries = writer.finish()
     found = []
     for split in SPLITS:

@@ -11,10 +11,16 @@ import pytest
 
 from gridformer.cli.prepare_output import next_command
 from gridformer.data.examples_file import read_questions
-from gridformer.data.prepare.tasks.glue import BAD_ROWS, GLUE, Text, read_glue
-from gridformer.data.prepare.tasks.race import read_race
-from gridformer.data.prepare.tasks.squad import MISPLACED, read_squad
-from gridformer.data.prepare.tasks.writing import prepare_task
+from gridformer.data.prepare.task_readers import (
+    BAD_ROWS,
+    GLUE,
+    MISPLACED,
+    Example,
+    read_glue,
+    read_race,
+    read_squad,
+)
+from gridformer.data.prepare.tasks import prepare_task
 from gridformer.launch.plan import check_run
 from gridformer.utils.errors import DataError
 from tests.support.tasks import (
@@ -38,25 +44,25 @@ def test_rows_of_glue(tmp_path: Path) -> None:
         b"1\t3\t4\tonly one\r\n"
         b"2\t5\t6\tA\tB\t0\n"
     )
-    found = [*read_glue(file, GLUE["qqp"], skipped)]
-    assert found == [Text("How \x85 old?", 'What "age"?', "1"), Text("A", "B", "0")]
+    found = [*read_glue(GLUE["qqp"], file, skipped)]
+    assert found == [Example(("How \x85 old?", 'What "age"?'), "1"), Example(("A", "B"), "0")]
     assert skipped == {BAD_ROWS: 1}
     file.write_text("gj04\t1\t\tThey drank.\ngj04\t0\t*\tThem drank.\n", encoding="utf-8")
-    assert [*read_glue(file, GLUE["cola"], skipped)] == [
-        Text("They drank.", "", "1"),
-        Text("Them drank.", "", "0"),
+    assert [*read_glue(GLUE["cola"], file, skipped)] == [
+        Example(("They drank.", ""), "1"),
+        Example(("Them drank.", ""), "0"),
     ]
 
 
 def test_files_that_are_not_of_a_data_set(tmp_path: Path) -> None:
     for read, name, text, told in (
         (
-            lambda f: read_glue(f, GLUE["rte"], Counter()),
+            lambda f: read_glue(GLUE["rte"], f, Counter()),
             "a.tsv",
             "index\tsentence1\n",
             "sentence2",
         ),
-        (lambda f: read_glue(f, GLUE["sst-2"], Counter()), "t.tsv", "sentence\tlabel\n", "no row"),
+        (lambda f: read_glue(GLUE["sst-2"], f, Counter()), "t.tsv", "sentence\tlabel\n", "no row"),
         (lambda f: read_squad(f, Counter()), "s.json", '{"version": "1.1"}', "KeyError: 'data'"),
         (lambda f: read_squad(f, Counter()), "u.json", "{", "u.json"),
         (lambda f: read_race(f.parent, Counter()), "r.txt", '{"article": "a"}', "questions"),
@@ -78,7 +84,7 @@ def test_answers_that_are_not_at_their_place_are_left_out(tmp_path: Path) -> Non
     file = tmp_path / "dev-v1.1.json"
     file.write_text(json.dumps(raw), encoding="utf-8")
     skipped: Counter[str] = Counter()
-    assert [one.question.id for one in read_squad(file, skipped)] == ["0"]
+    assert [question.id for question, _ in read_squad(file, skipped)] == ["0"]
     assert skipped == {MISPLACED: 1}
 
 
@@ -91,8 +97,8 @@ def test_blanks_of_race_are_filled(tmp_path: Path) -> None:
     }
     (tmp_path / "1.txt").write_text(json.dumps(raw), encoding="utf-8")
     first, second = read_race(tmp_path, Counter())
-    assert first.continuations[2] == "The cat is _ red."
-    assert (first.right, second.continuations[1], second.right) == (2, "Who? b", 0)
+    assert first.texts[3] == "The cat is _ red."
+    assert (first.values, second.texts[2], second.values) == ({"right": 2}, "Who? b", {"right": 0})
 
 
 def test_a_folder_of_pairs_with_labels(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from gridformer.data import (
     resolve,
     special_ids,
 )
-from gridformer.data.samples.windows import WindowSamples
+from gridformer.data.samples.documents import WindowSamples
 from tests.support.data import a_run, counting_split
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -16,10 +16,10 @@ from gridformer.data.samples.examples import (
     TextExamples,
     truncated,
 )
+from gridformer.data.samples.order import Order
 from gridformer.data.samples.remarks import alike
-from gridformer.data.samples.samples import Restarted
+from gridformer.data.samples.samples import SequentialBatches, ShuffledBatches
 from gridformer.data.samples.special import SpecialIds
-from gridformer.data.samples.whole import Whole
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
 from tests.support import data
@@ -93,7 +93,7 @@ def test_both_stacks_read_a_sequence() -> None:
 
 def test_numbers_are_labels() -> None:
     split = split_of([[1, 2], [3]], parts=[[1, 1], [1, 0]], value=[0.5, 3.25])
-    whole = Whole(NumberExamples(split, 6, DECODER), 3).batch(0)
+    whole = SequentialBatches(NumberExamples(split, 6, DECODER), 3).batch(0)
     assert whole["labels"].dtype == np.float32
     assert whole["labels"][:2].tolist() == [0.5, 3.25]
     assert np.isnan(whole["labels"][2])
@@ -140,9 +140,11 @@ def test_choices_that_truncation_makes_equal_are_counted(
     split = split_of(rows, parts=[[3, 9, 9], [3, 9, 9], [3, 1, 1], [0, 11, 11]], right=[0, 1, 0, 1])
     few = ChoiceExamples(split, 9, special, 2, two_stacks)
     assert (few.n_alike, ChoiceExamples(split, 20, special, 2, two_stacks).n_alike) == (2, 0)
-    (said,) = alike(Whole(few, 2), Restarted(Whole(few, 2), 3))
+    (said,) = alike(
+        SequentialBatches(few, 2), ShuffledBatches((few,), Order(few.n_samples, 2, 0), "test")
+    )
     assert said.startswith("Warning: at least 4 of 8 questions have choices that are equal once")
-    assert not alike(Whole(TextExamples(split_of([[1]], labels=[0]), 9, special), 1))
+    assert not alike(SequentialBatches(TextExamples(split_of([[1]], labels=[0]), 9, special), 1))
 
 
 @pytest.mark.parametrize("two_stacks", [False, True])
@@ -213,7 +215,7 @@ def test_an_answer_counts_in_each_window_that_holds_all_of_it(answer: tuple[int,
 
 def test_every_sample_once() -> None:
     split = split_of([[i] for i in range(1, 6)], labels=[0, 1, 0, 1, 1])
-    whole = Whole(TextExamples(split, 4, ENCODER), 4)
+    whole = SequentialBatches(TextExamples(split, 4, ENCODER), 4)
     assert (whole.numbers, whole.n_samples) == (range(2), 5)
     last = whole.batch(1)
     assert last["item"].tolist() == [4, 5, 5, 5]

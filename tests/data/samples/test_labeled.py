@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gridformer.data import TokenFolder
-from gridformer.data.samples.labeled import LabeledForDecoder, LabeledForEncoder
+from gridformer.data.samples.examples import LabeledForDecoder, LabeledForEncoder
 from gridformer.data.samples.special import SpecialIds
 from gridformer.utils.batch import IGNORE
 

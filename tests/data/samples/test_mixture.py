@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gridformer.config.mixture import LONGEST_CYCLE, whole_weights
-from gridformer.data.samples.cycle import cycle_of
-from gridformer.data.samples.mixture import Mixture, Stage
+from gridformer.data.samples.mixture import Mixture, Stage, cycle_of
 
 WEIGHTS = st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any)
 

@@ -1,4 +1,4 @@
-"""Random numbers belong to a place in the global batches; test_sampler.py tests the order."""
+"""Random numbers belong to a place in the global batches; test_windows.py tests the order."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,16 @@ import pytest
 
 from gridformer.data.samples.mixture import Mixture, Stage
 from gridformer.data.samples.order import Order
+from gridformer.data.samples.samples import Arrays, ShuffledBatches
+
+
+class Drawn:
+    """Samples that are the random numbers they are given."""
+
+    n_samples = 50
+
+    def sample(self, number: int, draw: np.random.Generator) -> Arrays:
+        return {"drawn": draw.integers(2**62, size=4)}
 
 
 def mixture(n_samples: int, global_batch: int, seed: int) -> Mixture:
@@ -20,7 +30,9 @@ def test_random_numbers_are_of_a_place(kind: Callable[[int, int, int], Order | M
     def numbers(
         step: int, row: int, purpose: str = "a", order: Order | Mixture = order
     ) -> list[int]:
-        return order.generator(step, row, purpose).integers(2**62, size=4).tolist()
+        batches = ShuffledBatches((Drawn(),), order, purpose)
+        (drawn,) = batches.batch(step, slice(row, row + 1))["drawn"].tolist()
+        return list(drawn)
 
     assert numbers(2, 1) == numbers(2, 1)
     places = [numbers(step, row) for step in range(5) for row in range(4)]
@@ -35,5 +47,5 @@ def test_random_numbers_are_of_a_place(kind: Callable[[int, int, int], Order | M
 def test_global_state_is_left_alone() -> None:
     np.random.seed(0)
     before = np.random.get_state()[1].tolist()  # type: ignore[index]
-    Order(50, 4, 3).generator(0, 0, "a").random(10)
+    ShuffledBatches((Drawn(),), Order(50, 4, 3), "a").batch(0)
     assert np.random.get_state()[1].tolist() == before  # type: ignore[index]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gridformer.config import RunConfig
 from gridformer.data import RunData, TokenFolder, open_training, resolve
-from gridformer.data.samples.pair_packing import pack_pairs
+from gridformer.data.samples.packing import pack_pairs
 from gridformer.data.samples.special import SpecialIds
 from gridformer.data.samples.translation import PackedPairs, PairSamples
 from gridformer.utils.batch import IGNORE

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gridformer.data import TokenSplit
+from gridformer.data.samples.documents import WindowSamples
 from gridformer.data.samples.order import Order, Rows
-from gridformer.data.samples.samples import Dealt
-from gridformer.data.samples.windows import WindowSamples
+from gridformer.data.samples.samples import ShuffledBatches
 from gridformer.utils.errors import DataError
 from tests.support.data import counting_split
 
@@ -18,19 +18,11 @@ from tests.support.data import counting_split
 class Windows:
     """Batches of windows, with the last target beside the tokens."""
 
-    def __init__(
-        self,
-        split: TokenSplit,
-        seq_len: int,
-        global_batch: int,
-        seed: int = 0,
-        *,
-        sequential: bool = False,
-    ) -> None:
+    def __init__(self, split: TokenSplit, seq_len: int, global_batch: int, seed: int = 0) -> None:
         samples = WindowSamples(split, seq_len)
         self.n_samples = samples.n_samples
-        order = Order(samples.n_samples, global_batch, seed, sequential)
-        self.batches, self.indices = Dealt(samples, order, "test"), order.indices
+        order = Order(samples.n_samples, global_batch, seed)
+        self.batches, self.indices = ShuffledBatches((samples,), order, "test"), order.indices
 
     def batch(self, step: int, rows: Rows | None = None) -> np.ndarray:
         found = self.batches.batch(step, rows)
@@ -58,20 +50,18 @@ def test_rows_are_windows_with_their_targets(
     assert sampler.n_samples * seq_len + 1 <= n_tokens < (sampler.n_samples + 1) * seq_len + 1
 
 
-@given(size=sizes, seed=st.integers(0, 99), epochs=st.integers(1, 4), sequential=st.booleans())
+@given(size=sizes, seed=st.integers(0, 99), epochs=st.integers(1, 4))
 def test_every_epoch_visits_every_sample_once(
-    size: tuple[int, int, int], seed: int, epochs: int, sequential: bool
+    size: tuple[int, int, int], seed: int, epochs: int
 ) -> None:
     n_tokens, seq_len, global_batch = size
     split = counting_split(n_tokens)
-    sampler = Windows(split, seq_len, global_batch, seed, sequential=sequential)
+    sampler = Windows(split, seq_len, global_batch, seed)
     n = sampler.n_samples
     steps = -(-n * epochs // global_batch)
     stream = np.concatenate([sampler.indices(step) for step in range(steps)])[: n * epochs]
     for epoch in stream.reshape(epochs, n):
         assert np.array_equal(np.sort(epoch), np.arange(n))
-        if sequential:
-            assert np.array_equal(epoch, np.arange(n))
 
 
 @given(size=sizes, step=st.integers(0, 10**6), data=st.data())
@@ -155,7 +145,7 @@ def test_too_short_validation_suggests_a_larger_fraction() -> None:
 def test_tokens_outside_the_vocabulary_are_refused() -> None:
     split = replace(counting_split(101), vocab_size=50)
     with pytest.raises(DataError, match="outside the vocabulary of 50"):
-        Windows(split, 10, 10, sequential=True).batch(0)
+        Windows(split, 10, 10).batch(0)
     with pytest.raises(DataError, match="contains token 60 outside"):  # the first window's largest
         split.windows(np.array([10, 50, 80]), 11)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,28 +16,32 @@ from typing import Any
 
 import numpy as np
 
-from gridformer.data.chat.encoding import Encoded, encode, spells_special
-from gridformer.data.chat.messages import Message, has_answer, messages_of
-from gridformer.data.chat.stored import StoredChat, write_chat
+from gridformer.data.chat.conversations import (
+    Encoded,
+    encode,
+    has_answer,
+    messages_of,
+    spells_special,
+)
+from gridformer.data.chat.template import Message, StoredChat, write_chat
 from gridformer.data.columns import Column
 from gridformer.data.prepare import hf
 from gridformer.data.prepare.documents import (
     Document,
-    EncodedDocuments,
-    Making,
-    SourcePart,
+    DocumentSource,
+    EncodedBatch,
+    FolderSpec,
+    OnProgress,
+    nothing_error,
     prepare_documents,
+    trained_on,
 )
 from gridformer.data.prepare.files import JSON_LINES, TABLES, json_lines
-from gridformer.data.prepare.place import ReadingPlace
-from gridformer.data.prepare.progress import PrepareProgress
+from gridformer.data.prepare.reading import Cursor
 from gridformer.data.prepare.records import Fields
-from gridformer.data.prepare.replacing import check_free
-from gridformer.data.prepare.tokenizing import PickledTokenizer
-from gridformer.data.prepare.writing import sampled
 from gridformer.data.tokenfolder import TokenFolder, token_dtype
 from gridformer.data.tokenizer import Tokenizer, encodable
-from gridformer.utils.errors import DataError, UserError
+from gridformer.utils.errors import UserError
 
 ANSWER, FIRST_ANSWER = "answer", "first_answer"
 COLUMNS = {ANSWER: Column(per="token", dtype="uint8"), FIRST_ANSWER: Column(dtype="int32")}
@@ -48,35 +51,6 @@ _AT_A_TIME = 64  # conversations whose tokens are Python's lists at the same tim
 _NOTHING = "there are no conversations to prepare"
 
 Conversation = list[Message]
-
-
-@dataclass(frozen=True)
-class ChatEncoder:
-    """Turns conversations into documents."""
-
-    tokenizer: PickledTokenizer
-    chat: StoredChat
-    dtype: np.dtype[Any]
-
-    @contextlib.contextmanager
-    def begin(self) -> Iterator[Callable[[Sequence[Conversation]], EncodedDocuments]]:
-        """See Encoder."""
-        tokenizer = self.tokenizer.unpacked()
-        with self.chat.open() as template:
-
-            def made(conversations: Sequence[Conversation]) -> EncodedDocuments:
-                found, dropped = [], Counter[str]()
-                usable = _usable(conversations, tokenizer, dropped)
-                while some := [*islice(usable, _AT_A_TIME)]:
-                    for one, encoded in zip(some, encode(some, template, tokenizer)):
-                        document = _document(one, encoded, self.dtype)
-                        if document is None:
-                            dropped[NO_ANSWER] += 1
-                        else:
-                            found.append(document)
-                return EncodedDocuments(found, dropped)
-
-            yield made
 
 
 def prepare_chat(
@@ -93,7 +67,7 @@ def prepare_chat(
     seed: int = 1234,
     workers: int | None = 1,
     overwrite: bool = False,
-    on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
+    on_progress: OnProgress = lambda progress: None,
 ) -> TokenFolder:
     """Writes the conversations of all sources, in order, to a token folder, and opens it.
 
@@ -110,24 +84,21 @@ def prepare_chat(
         UserError: An argument or `out` cannot be used.
         DataError: A source cannot be read or has no conversations, or the template refuses one.
     """
-    if not 0 < val_fraction < 1:
-        raise UserError(f"val_fraction={val_fraction} must be between 0 and 1, for instance 0.02")
-    check_free(out, overwrite)
     chat.open().close()  # a template that cannot be read is refused before anything is
-    parts = [_part(spec, split) for spec in specs]
+    sources = [_source(spec, split) for spec in specs]
 
     def complete(found: Tokenizer) -> Tokenizer:
         found.add_special([token for token in needed if found.id_of(token) is None])
         return found
 
     def train() -> Tokenizer:
-        texts = partial(_sample, parts, sample_bytes)
-        empty = DataError(f"{', '.join(specs)}: {_NOTHING}")
-        return complete(sampled(texts, vocab_size - len(needed), on_progress, lambda: empty))
+        texts = partial(_sample, sources, sample_bytes)
+        empty = nothing_error(specs, _NOTHING, {})
+        return complete(trained_on(texts, vocab_size - len(needed), on_progress, lambda: empty))
 
-    making = Making(
+    spec: FolderSpec[Conversation] = FolderSpec(
         "chat",
-        lambda found: ChatEncoder(PickledTokenizer.of(found), chat, token_dtype(found.vocab_size)),
+        lambda used: partial(_chat_encoder, used, chat, token_dtype(used.vocab_size)),
         lambda messages: sum(len(message["content"]) for message in messages),
         {
             "chat": chat.model_dump(),
@@ -138,17 +109,39 @@ def prepare_chat(
         lambda folder: write_chat(folder, chat),
         seed,
         val_fraction,
-        _NOTHING,
+        nothing=_NOTHING,
     )
     return prepare_documents(
-        parts,
+        sources,
         out,
-        making,
+        spec,
         complete(tokenizer) if tokenizer else train,
         workers=workers,
         overwrite=overwrite,
         on_progress=on_progress,
     )
+
+
+@contextlib.contextmanager
+def _chat_encoder(
+    tokenizer: Tokenizer, chat: StoredChat, dtype: np.dtype[Any]
+) -> Iterator[Callable[[Sequence[Conversation]], EncodedBatch]]:
+    """Turns conversations into documents; see Encoder."""
+    with chat.open() as template:
+
+        def made(conversations: Sequence[Conversation]) -> EncodedBatch:
+            documents, dropped = [], Counter[str]()
+            usable = _usable(conversations, tokenizer, dropped)
+            while some := [*islice(usable, _AT_A_TIME)]:
+                for one, encoded in zip(some, encode(some, template, tokenizer)):
+                    document = _document(one, encoded, dtype)
+                    if document is None:
+                        dropped[NO_ANSWER] += 1
+                    else:
+                        documents.append(document)
+            return documents, dropped
+
+        yield made
 
 
 def _document(messages: Conversation, encoded: Encoded, dtype: np.dtype[Any]) -> Document | None:
@@ -177,50 +170,47 @@ def _usable(
             yield messages
 
 
-def _sample(parts: Sequence[SourcePart[Conversation]], limit: int) -> Iterator[str]:
+def _sample(sources: Sequence[DocumentSource[Conversation]], limit: int) -> Iterator[str]:
     """Yields about `limit` bytes of messages, the same amount from each source that has enough."""
-    for part in parts:
+    for source in sources:
         taken = 0
-        for messages in part.read(Counter(), ReadingPlace()):
+        for messages in source.read(Counter(), Cursor()):
             for message in messages:
                 text = encodable(message["content"])
                 taken += len(text.encode())
                 yield text
-            if taken >= limit / len(parts):
+            if taken >= limit / len(sources):
                 break
 
 
-def _part(spec: str, split: str) -> SourcePart[Conversation]:
+def _source(spec: str, split: str) -> DocumentSource[Conversation]:
     """Returns the conversations of a source."""
     path = Path(spec).expanduser()
     if spec.startswith("hf:"):
-        found = hf.hub_source(spec, split, Fields())
+        table = hf.hub_source(spec, split, Fields())
     elif path.is_dir() and hf.is_saved(path):
-        found = hf.saved_source(path, spec, split, Fields())
-    elif path.is_file() and path.name.endswith(JSON_LINES):
-        return SourcePart(spec, partial(_of_lines, path), files=(path,))
-    elif path.is_file() and path.name.endswith(TABLES):
-        return SourcePart(spec, partial(_of_table, spec, hf.open_table(path)), files=(path,))
+        table = hf.saved_source(path, spec, split, Fields())
+    elif path.is_file() and path.name.endswith((*JSON_LINES, *TABLES)):
+        lines = path.name.endswith(JSON_LINES)
+        read = partial(_of_lines, path) if lines else partial(_of_table, spec, hf.open_table(path))
+        size = None if path.suffix == ".gz" else path.stat().st_size
+        return DocumentSource(spec, read, (path,), n_bytes=size)
     else:
         raise UserError(
             f"{spec}: --chat reads conversations from {', '.join((*JSON_LINES, *TABLES))} files, "
             f"save_to_disk folders and hf:NAME, and this is none of them"
         )
-    return SourcePart(
-        spec,
-        partial(_of_table, spec, found.table),
-        files=found.paths,
-        revision=found.revision,
-        sized=False,
-    )
+    read = partial(_of_table, spec, table.table)
+    # Its files do not tell its size: they hold other columns, and perhaps other splits.
+    return DocumentSource(spec, read, table.paths, revision=table.revision)
 
 
 def _of_table(
-    name: str, table: Any, skipped: Counter[str], place: ReadingPlace
+    name: str, table: Any, skipped: Counter[str], cursor: Cursor
 ) -> Iterator[Conversation]:
-    for number, record in hf.records(name, table, skipped, place):
+    for number, record in hf.records(name, table, skipped, cursor):
         yield messages_of(record, f"{name}, row {number}")
 
 
-def _of_lines(path: Path, skipped: Counter[str], place: ReadingPlace) -> Iterator[Conversation]:
+def _of_lines(path: Path, skipped: Counter[str], cursor: Cursor) -> Iterator[Conversation]:
     return (messages_of(record, where) for where, record in json_lines(path, skipped))

@@ -1,4 +1,4 @@
-"""Writes a token folder from documents that come with values of columns."""
+"""The writer of token folders: tokenizes the documents of sources of any kind, and writes them."""
 
 from __future__ import annotations
 
@@ -6,45 +6,69 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from numpy.typing import NDArray
 
 from gridformer.data.columns import Column
-from gridformer.data.prepare.place import ReadingPlace
-from gridformer.data.prepare.progress import PrepareProgress
-from gridformer.data.prepare.reading import Reader
-from gridformer.data.prepare.replacing import written_whole
-from gridformer.data.prepare.resuming import Unfinished, resumable, resume_key
-from gridformer.data.prepare.splitting import SplitWriter
-from gridformer.data.prepare.tokenizing import Encoder, workers_for
-from gridformer.data.prepare.writing import (
-    Described,
-    Input,
-    Written,
-    finish,
-    saved_tokenizer,
-    write_batches,
+from gridformer.data.prepare.atomic_folder import (
+    PreparationState,
+    Unfinished,
+    atomic_folder,
+    resume_key,
 )
+from gridformer.data.prepare.reading import Cursor, Reader, batches
+from gridformer.data.prepare.split_file import SplitWriter
+from gridformer.data.prepare.tokenizing import Encoder, encoded_batches, workers_for
+from gridformer.data.prepare.utf8 import is_damage
 from gridformer.data.tokenfolder import (
+    INDEX,
+    TOKENIZER,
     VERSION,
+    Index,
     Kind,
+    PartEntry,
     SourceEntry,
     SplitName,
     TokenFolder,
+    TokenizerEntry,
     token_dtype,
 )
 from gridformer.data.tokenizer import Tokenizer
-from gridformer.utils.errors import DataError
+from gridformer.utils.errors import DataError, UserError
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Document:
-    """One document.
+class PrepareProgress:
+    """The progress of a preparation.
+
+    Attributes:
+        phase: What it does now.
+        bytes: The bytes of text that are tokenized.
+        tokens: The tokens that are written.
+        documents: The documents that are written.
+        total: The bytes of all sources, or None if they are not known.
+        kept: The documents that were written already when a preparation that had been stopped went
+            on.
+    """
+
+    phase: Literal["sampling", "training the tokenizer", "tokenizing"]
+    bytes: int = 0
+    tokens: int = 0
+    documents: int = 0
+    total: int | None = None
+    kept: int = 0
+
+
+OnProgress = Callable[[PrepareProgress], None]
+
+
+class Document(NamedTuple):  # which workers send faster than a dataclass
+    """One document, or the next tokens of a long one.
 
     Attributes:
         ids: Its tokens, without the end-of-text token, which is added.
@@ -53,81 +77,75 @@ class Document:
         label: The name of its label, if it has one.
         split: Its split. None lets a hash decide; all documents of a folder have one or none has.
         n_bytes: The bytes of its text as UTF-8, for the summary.
+        ends: Whether the document ends with these tokens.
     """
 
     ids: Sequence[int] | NDArray[Any]
-    values: Mapping[str, object] = field(default_factory=dict)
+    values: Mapping[str, object] | None = None
     label: str | None = None
     split: SplitName | None = None
     n_bytes: int = 0
+    ends: bool = True
+
+
+# The documents of a batch, and what was left out of it, by reason.
+EncodedBatch = tuple[list[Document], Counter[str]]
 
 
 @dataclass(frozen=True)
-class EncodedDocuments:
-    """The documents of a batch, and what was left out of it."""
-
-    documents: list[Document]
-    dropped: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(frozen=True)
-class SourcePart(Generic[Item]):
-    """What is read from one source, or from a part of it.
+class DocumentSource(Generic[Item]):
+    """What is read from one source.
 
     Attributes:
-        name: The source, for index.json. Parts of the same name that follow each other are one.
+        name: The source as the user wrote it.
         read: Yields its items.
-        split: The split of its documents. None lets a hash decide; all parts of a folder name one
-            or none does.
         files: The files that are read: others, or changed ones, cannot go on with what was written.
         license: Its license, if known.
-        revision: What changes with its items beside the files; see
-            `gridformer.data.prepare.hf.TableSource`.
-        sized: Whether the sizes of the files tell how much is read. Those of a data set do not:
-            they hold other columns, and perhaps other splits.
+        revision: What else changes with its items.
+        n_bytes: The bytes to read, for progress; None if they are not known.
+        parts: The parts of the source, if they have their own licenses.
     """
 
     name: str
     read: Reader[Item]
-    split: SplitName | None = None
     files: tuple[Path, ...] = ()
     license: str | None = None
-    revision: str | None = None
-    sized: bool = True
-
-    @property
-    def n_bytes(self) -> int | None:
-        """The bytes of its files, or None if they are compressed or do not tell."""
-        if not (self.files and self.sized) or any(path.suffix == ".gz" for path in self.files):
-            return None
-        return sum(path.stat().st_size for path in self.files)
+    revision: object = None
+    n_bytes: int | None = None
+    parts: tuple[PartEntry, ...] = ()
 
 
 @dataclass(frozen=True)
-class Making(Generic[Item]):
+class FolderSpec(Generic[Item]):
     """What kind of folder is made from the items of the sources, and how.
 
     Attributes:
         kind: The kind of the folder.
-        encoder: Returns what turns items into documents, given a tokenizer; it is pickled.
+        encoder: Given a tokenizer, returns what turns items into documents.
         chars: Returns the characters of an item.
         settings: What else determines the documents; see `resume_key`.
         columns: The columns. Folders whose documents have labels need the column
             `gridformer.data.columns.LABELS` too, unless their kind is labeled.
         also: Writes what else belongs into the folder.
-        seed: The seed that decides which documents are for validation, if parts do not say.
-        val_fraction: The fraction of the documents for validation, if parts do not say.
+        seed: The seed that decides which documents are for validation, if they do not say.
+        val_fraction: The fraction of the documents for validation, if they do not say.
+        languages: The languages of a pair's two texts.
+        begins: Whether the tokenizer's begin-of-text token, if it has one, begins every document.
+        ends: Whether the end-of-text token ends every document.
         nothing: What the error says if there are no documents.
     """
 
     kind: Kind
-    encoder: Callable[[Tokenizer], Encoder[Item, EncodedDocuments]]
+    encoder: Callable[[Tokenizer], Encoder[Item, EncodedBatch]]
     chars: Callable[[Item], int]
     settings: Mapping[str, object] = field(default_factory=dict)
     columns: Mapping[str, Column] = field(default_factory=dict)
     also: Callable[[Path], None] = lambda folder: None
     seed: int = 1234
     val_fraction: float = 0.02
+    languages: tuple[str, str] | None = None
+    begins: bool = False
+    ends: bool = True
     nothing: str = "there is nothing to prepare"
 
 
@@ -166,47 +184,45 @@ def write_documents(
         DataError: There are no documents, or none of one of the splits that they name; or values
             do not fit their columns.
     """
-    out = Path(out)
 
-    def read(counts: Counter[str], place: ReadingPlace) -> Iterator[Document]:
+    def read(counts: Counter[str], cursor: Cursor) -> Iterator[Document]:
         yield from documents
         counts.update(skipped or {})
 
-    making: Making[Document] = Making(
+    def encoded(items: Sequence[Document]) -> EncodedBatch:
+        return [*items], Counter()
+
+    spec: FolderSpec[Document] = FolderSpec(
         kind,
-        lambda tokenizer: _Made(),
+        lambda tokenizer: lambda: contextlib.nullcontext(encoded),
         lambda document: len(document.ids),
         columns=columns or {},
         seed=seed,
         val_fraction=val_fraction,
     )
-    with written_whole(out, overwrite) as folder:
-        work = Unfinished(folder, None, can_keep=False)
-        saved_tokenizer(work, tokenizer)
-        part = SourcePart(name, read, license=license)
-        _write([part], work, "", making, tokenizer, 1, lambda progress: None)
-    return TokenFolder.open(out)
+    source = DocumentSource(name, read, license=license)
+    return _prepare([source], Path(out), spec, tokenizer, None, 1, overwrite, lambda _: None)
 
 
 def prepare_documents(
-    parts: Sequence[SourcePart[Item]],
+    sources: Sequence[DocumentSource[Item]],
     out: Path | str,
-    making: Making[Item],
+    spec: FolderSpec[Item],
     tokenizer: Tokenizer | Callable[[], Tokenizer],
     *,
     workers: int | None = 1,
     overwrite: bool = False,
-    on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
+    on_progress: OnProgress = lambda progress: None,
 ) -> TokenFolder:
-    """Writes the documents of all parts, in order, to a token folder, and opens it.
+    """Writes the documents of all sources, in order, to a token folder, and opens it.
 
     The folder's bytes do not depend on the number of workers. After a preparation was stopped, the
     same call goes on where it was.
 
     Args:
-        parts: What is read.
+        sources: What is read.
         out: The folder.
-        making: What kind of folder is made from the parts, and how.
+        spec: What kind of folder is made from the sources, and how.
         tokenizer: The tokenizer, or a function that trains it; a call that goes on does not train
             it again.
         workers: How many processes tokenize; None means one for each core if there is much text.
@@ -214,114 +230,202 @@ def prepare_documents(
         on_progress: Called with the progress.
 
     Raises:
-        UserError: `out` cannot be used.
-        DataError: There are no documents, or none of one of the splits that parts name; or values
+        UserError: An argument or `out` cannot be used.
+        DataError: There are no documents, or none of one of the splits that they name; or values
             do not fit their columns.
     """
-    out = Path(out)
+    if not 0 < spec.val_fraction < 1:
+        raise UserError(
+            f"val_fraction={spec.val_fraction} must be between 0 and 1, for instance 0.02"
+        )
+    if workers is not None and workers < 1:
+        raise UserError(f"workers={workers} must be 1 or more")
     given = tokenizer if isinstance(tokenizer, Tokenizer) else None
-    spelled = (given.to_json(), given.eos_token, given.bos_token) if given else None
-    fixed = (making.kind, making.seed, making.val_fraction, making.settings)
-    described = [(part.name, part.split, part.revision) for part in parts]
-    files = [path for part in parts for path in part.files]
-    key = resume_key(described, files, {"version": VERSION, "tokenizer": spelled, "fixed": fixed})
-    with resumable(out, overwrite, key) as work:
-        used = saved_tokenizer(work, tokenizer)
-        _write(parts, work, key, making, used, workers, on_progress)
+    settings = {
+        "version": VERSION,
+        "tokenizer": (given.to_json(), given.eos_token, given.bos_token) if given else None,
+        "spec": (spec.kind, spec.languages, spec.seed, spec.val_fraction, spec.ends, spec.settings),
+    }
+    described = [(source.name, source.n_bytes, source.revision) for source in sources]
+    key = resume_key(described, [path for one in sources for path in one.files], settings)
+    return _prepare(sources, Path(out), spec, tokenizer, key, workers, overwrite, on_progress)
+
+
+def trained_on(
+    texts: Callable[[], Iterator[str]],
+    vocab_size: int,
+    on_progress: OnProgress,
+    empty: Callable[[], Exception],
+) -> Tokenizer:
+    """Trains a tokenizer on a sample.
+
+    Args:
+        texts: Yields the sample.
+        vocab_size: The most tokens.
+        on_progress: Called with the progress.
+        empty: Returns what to raise if there is no text.
+
+    Raises:
+        Exception: What `empty` returns, because there is no text.
+    """
+    on_progress(PrepareProgress("sampling"))
+    found = list(texts())
+    if not found:
+        raise empty()
+    on_progress(PrepareProgress("training the tokenizer"))
+    return Tokenizer.train(found, vocab_size)
+
+
+def nothing_error(names: Iterable[str], nothing: str, skipped: Mapping[str, int]) -> DataError:
+    """Returns the error for sources without documents, which says what was left out of them."""
+    told = ", ".join(f"{n} {what}" for what, n in skipped.items() if not is_damage(what))
+    left_out = f" (left out: {told})" if told else ""
+    return DataError(f"{', '.join(names)}: {nothing}{left_out}")
+
+
+def total_bytes(sizes: Iterable[int | None]) -> int | None:
+    """Returns the sum of sizes, or None if some are not known."""
+    found = [*sizes]
+    return None if None in found else sum(size or 0 for size in found)
+
+
+def _prepare(
+    sources: Sequence[DocumentSource[Item]],
+    out: Path,
+    spec: FolderSpec[Item],
+    tokenizer: Tokenizer | Callable[[], Tokenizer],
+    key: str | None,
+    workers: int | None,
+    overwrite: bool,
+    on_progress: OnProgress,
+) -> TokenFolder:
+    with atomic_folder(out, overwrite, key) as work:
+        used = _saved_tokenizer(work, tokenizer)
+        with SplitWriter(
+            work.folder,
+            token_dtype(used.vocab_size),
+            used.eos_id if spec.ends else None,
+            spec.seed,
+            spec.val_fraction,
+            spec.kind,
+            spec.columns,
+            used.bos_id if spec.begins else None,
+            work.state.writer if work.state else None,
+        ) as writer:
+            append = partial(_append_all, sources, spec, used, work, key or "", writer)
+            entries, skipped = append(workers, on_progress)
+            names = [one.name for one in sources]
+            if not writer.documents:
+                raise nothing_error(names, spec.nothing, skipped)
+            if writer.splits_given and (missing := writer.empty_splits):
+                raise nothing_error(names, f"there are no documents for the split {missing[0]}", {})
+            spec.also(work.folder)
+            _finish(work, writer, spec, used, entries, skipped)
     return TokenFolder.open(out)
 
 
-def _write(
-    parts: Sequence[SourcePart[Item]],
+def _saved_tokenizer(work: Unfinished, tokenizer: Tokenizer | Callable[[], Tokenizer]) -> Tokenizer:
+    """Returns a given tokenizer, that of a preparation that was stopped, or one that is trained.
+
+    It is saved, so that a preparation that goes on has it.
+    """
+    if isinstance(tokenizer, Tokenizer):
+        used = tokenizer
+    elif work.state is not None:
+        used = Tokenizer.load(work.folder / TOKENIZER)
+        used.origin = work.state.origin
+    else:
+        used = tokenizer()
+    used.save(work.folder / TOKENIZER)
+    return used
+
+
+def _append_all(
+    sources: Sequence[DocumentSource[Item]],
+    spec: FolderSpec[Item],
+    tokenizer: Tokenizer,
     work: Unfinished,
     key: str,
-    making: Making[Item],
-    tokenizer: Tokenizer,
+    writer: SplitWriter,
     workers: int | None,
-    on_progress: Callable[[PrepareProgress], None],
-) -> None:
-    sizes = [part.n_bytes for part in parts]
-    total = None if None in sizes else sum(size or 0 for size in sizes)
-    read = Input(
-        [part.read for part in parts],
-        making.chars,
-        making.encoder(tokenizer),
-        workers_for(workers, total),
-        # An example may repeat a text that its file has once.
-        total if parts[0].split is None else None,
-    )
-    state = work.state
-    with SplitWriter(
-        work.folder,
-        token_dtype(tokenizer.vocab_size),
-        tokenizer.eos_id,
-        making.seed,
-        making.val_fraction,
-        making.kind,
-        making.columns,
-        state=state.writer if state else None,
-    ) as writer:
-        appender = _Appender(writer, parts, Counter(state.dropped if state else {}))
-        done = write_batches(work, key, tokenizer.origin, writer, appender, read, on_progress)
-        names = ", ".join(dict.fromkeys(part.name for part in parts))
-        if not writer.documents:
-            raise DataError(f"{names}: {making.nothing}{done.left_out}")
-        if appender.splits_given and writer.empty_splits:
-            missing = writer.empty_splits[0]
-            raise DataError(f"{names}: there are no documents for the split {missing}")
-        making.also(work.folder)
-        entries = _entries(parts, done)
-        described = Described(making.seed, making.val_fraction, entries, done.skipped)
-        finish(work, writer, tokenizer, described)
+    on_progress: OnProgress,
+) -> tuple[tuple[SourceEntry, ...], dict[str, int]]:
+    """Appends all documents after those that are written already, and saves its progress.
 
-
-@dataclass(frozen=True)
-class _Made:
-    """The encoder of documents that are tokenized already."""
-
-    @contextlib.contextmanager
-    def begin(self) -> Iterator[Callable[[Sequence[Document]], EncodedDocuments]]:
-        """See Encoder."""
-        yield lambda items: EncodedDocuments([*items])
-
-
-class _Appender:
-    """Appends documents to a writer.
-
-    Attributes:
-        dropped: What was left out after it was tokenized.
-        is_between: Always true, because all documents of a batch are whole.
-        splits_given: Whether the documents say which split they belong to.
+    Returns:
+        What was written of each source, and what was left out or damaged.
     """
-
-    def __init__(
-        self, writer: SplitWriter, parts: Sequence[SourcePart[Any]], dropped: Counter[str]
-    ) -> None:
-        self._writer, self._parts = writer, parts
-        self.dropped = dropped
-        self.is_between = True
-        self.splits_given = parts[0].split is not None
-
-    def append(self, source: int, items: Sequence[object], made: EncodedDocuments) -> int:
-        """See Appender."""
-        for one in made.documents:
-            split = one.split or self._parts[source].split
-            self.splits_given = split is not None
-            self._writer.append(one.ids, True, one.label, one.values, split)
-        self.dropped.update(made.dropped)
-        return sum(one.n_bytes for one in made.documents)
-
-
-def _entries(parts: Sequence[SourcePart[Any]], done: Written) -> tuple[SourceEntry, ...]:
-    entries = []
-    for name, some in groupby(range(len(parts)), lambda i: parts[i].name):
-        numbers = [*some]
-        entries.append(
-            SourceEntry(
-                source=name,
-                license=parts[numbers[0]].license,
-                documents=sum(done.documents[i] for i in numbers),
-                bytes=sum(done.n_bytes[i] for i in numbers),
+    state, kept = work.state, writer.documents
+    documents = [*state.documents] if state else [0] * len(sources)
+    n_bytes = [*state.n_bytes] if state else [0] * len(sources)
+    total = total_bytes(one.n_bytes for one in sources)
+    skipped: Counter[str] = Counter()
+    start = state.cursor if state else Cursor()
+    read = batches([one.read for one in sources], spec.chars, skipped, start)
+    encoder = spec.encoder(tokenizer)
+    for cursor, (made, dropped) in encoded_batches(read, encoder, workers_for(workers, total)):
+        before = writer.documents
+        for one in made:
+            writer.append(one.ids, one.ends, one.label, one.values, one.split)
+            n_bytes[cursor.source] += one.n_bytes
+        writer.dropped.update(dropped)
+        documents[cursor.source] += writer.documents - before
+        on_progress(
+            PrepareProgress(
+                "tokenizing", sum(n_bytes), writer.tokens, writer.documents, total, kept
             )
         )
-    return tuple(entries)
+        if work.is_due and writer.is_between:
+            work.save(
+                PreparationState(
+                    key=key,
+                    origin=tokenizer.origin,
+                    cursor=cursor,
+                    documents=tuple(documents),
+                    n_bytes=tuple(n_bytes),
+                    writer=writer.state(),
+                )
+            )
+    entries = (
+        SourceEntry(source=one.name, license=one.license, documents=n, bytes=size, parts=one.parts)
+        for one, n, size in zip(sources, documents, n_bytes)
+    )
+    return tuple(entries), dict(sorted((skipped + writer.dropped).items()))
+
+
+def _finish(
+    work: Unfinished,
+    writer: SplitWriter,
+    spec: FolderSpec[Any],
+    tokenizer: Tokenizer,
+    entries: tuple[SourceEntry, ...],
+    skipped: dict[str, int],
+) -> None:
+    """Closes the files of a folder, and writes its index, without which it does not open."""
+    if writer.rewrites:
+        work.forget()
+    splits = writer.finish()
+    index = Index(
+        kind=spec.kind,
+        languages=spec.languages,
+        labels=writer.finish_labels(),
+        columns=writer.columns,
+        dtype="uint16" if token_dtype(tokenizer.vocab_size).itemsize == 2 else "int32",
+        vocab_size=tokenizer.vocab_size,
+        eos_token=tokenizer.eos_token,
+        eos_id=tokenizer.eos_id,
+        bos_token=tokenizer.bos_token,
+        ends=spec.ends,
+        seed=spec.seed,
+        val_fraction=spec.val_fraction,
+        train=splits["train"],
+        val=splits["val"],
+        tokenizer=TokenizerEntry(
+            origin=tokenizer.origin, bytes=(work.folder / TOKENIZER).stat().st_size
+        ),
+        sources=entries,
+        skipped=skipped,
+    )
+    text = index.model_dump_json(indent=2) + "\n"
+    (work.folder / INDEX).write_text(text, encoding="utf-8")
+    TokenFolder.open(work.folder)

@@ -105,10 +105,6 @@ def _json_lines(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[T
 def json_lines(path: Path, skipped: Counter[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the records of a file of JSON lines, each after its place for errors.
 
-    Args:
-        path: The file.
-        skipped: Counts lines that are not UTF-8 text.
-
     Raises:
         DataError: The file cannot be read, or a line is not a record.
     """
@@ -130,9 +126,6 @@ def json_lines(path: Path, skipped: Counter[str]) -> Iterator[tuple[str, dict[st
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Turns errors of reading a file inside the block into one that names the file.
-
-    Args:
-        path: The file.
 
     Raises:
         DataError: The file cannot be read, or its compressed content is damaged.

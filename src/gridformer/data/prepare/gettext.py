@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from gridformer.data.prepare.gettext_licenses import DJANGO, license_of
-from gridformer.data.prepare.gettext_messages import Pair, cleaned
+from gridformer.data.prepare.reading import Cursor
 from gridformer.data.prepare.text_chunks import TextChunk, text_chunks
 from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.utils.errors import DataError, UserError
@@ -34,6 +33,35 @@ MIN_WORDS = 4  # of the English text; shorter ones are mostly menu items and nam
 _SUFFIXES = (".mo", ".po")
 _LANGUAGE = re.compile(r"[a-z]{2,3}(_[A-Z]{2})?(@[a-z]+)?")
 _DAMAGED = "catalogs that cannot be read"
+_WORD = re.compile(r"(?<![%\w])[^\W\d_]+")  # a run of letters that is not a conversion such as %s
+# Marks the letter after it as a keyboard shortcut: `_File`, `E&xit`. It also matches `a_b`, `R&D`
+# and `&amp;`, which are no shortcuts, but these are the same in the translation.
+_MNEMONIC = re.compile(r"[_&](?=[^\W\d_])")
+DJANGO = "BSD-3-Clause, Django"
+POSTGRES = "PostgreSQL License"
+_GPL2, _GPL3, _LGPL = "GPL-2.0-or-later", "GPL-3.0-or-later", "LGPL-2.1-or-later"
+# File names without a version at the end, by license.
+_BY_NAME = {
+    "GPL-2.0-only": ("git",),
+    _GPL2: ("adduser", "apt", "libapt-pkg", "dpkg", "dpkg-dev", "net-tools", "python-apt"),
+    _GPL3: (
+        *("bash", "coreutils", "diffutils", "findutils", "gettext-tools", "gnupg", "gprof"),
+        *("grep", "ld", "make", "opcodes", "sed", "tar", "wget"),
+    ),
+    _LGPL: ("glib", "gtk", "gdk-pixbuf", "gstreamer", "libc", "systemd"),
+    "MIT": ("mit-krb",),
+}
+_LICENSE_OF = {name: license for license, names in _BY_NAME.items() for name in names}
+# What translators write in the header of a .po file.
+_SAME_AS = re.compile(r"same licen[sc]e as (?:the )?(.+?)(?: package| project)?\.", re.IGNORECASE)
+_VERSION = re.compile(r"(-?\d[\d.]*)(-properties)?$")
+
+
+class Pair(NamedTuple):
+    """A text and its translation."""
+
+    source: str
+    target: str
 
 
 @dataclass(frozen=True)
@@ -111,7 +139,7 @@ class CatalogSource:
     def n_bytes(self) -> int:
         return sum(len(text.encode()) for pair in self._pairs() for text in pair)
 
-    def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
+    def chunks(self, skipped: Counter[str], cursor: Cursor | None = None) -> Iterator[TextChunk]:
         skipped.update(self._read[1])
         return _documents(self._pairs())
 
@@ -192,6 +220,85 @@ def read_catalog(path: Path) -> polib.MOFile | polib.POFile:
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DataError(f"{path}: is not a readable catalog ({reason})") from None
+
+
+def cleaned(
+    catalog: polib.MOFile | polib.POFile, min_words: int, skipped: Counter[str]
+) -> Iterator[Pair]:
+    """Yields translated messages on one line each, without keyboard shortcuts.
+
+    Args:
+        catalog: The catalog.
+        min_words: The fewest words of a source text.
+        skipped: Counts what is left out: messages that are short, not translated, or whose
+            translation is the same or waits for review (fuzzy).
+    """
+    for entry in catalog:
+        # Compilers leave fuzzy messages out, so entries of .mo files have no such flag.
+        if entry.obsolete or getattr(entry, "fuzzy", False):
+            skipped["messages that are fuzzy or obsolete"] += 1
+            continue
+        for source, target in _forms(entry):
+            pair = without_mnemonics(Pair(" ".join(source.split()), " ".join(target.split())))
+            if not pair.target or pair.source.casefold() == pair.target.casefold():
+                skipped["messages without a translation"] += 1
+            elif len(_WORD.findall(pair.source)) < min_words:
+                skipped[f"messages of less than {min_words} words"] += 1
+            else:
+                yield pair
+
+
+def without_mnemonics(pair: Pair) -> Pair:
+    """Removes keyboard shortcuts if each text has exactly one and their words differ."""
+    marks = [list(_MNEMONIC.finditer(text)) for text in pair]
+    if any(len(found) != 1 for found in marks):
+        return pair
+    places = [found[0].start() for found in marks]
+    if pair.source[places[0]] != pair.target[places[1]]:
+        return pair
+    words = [_word_at(text, place) for text, place in zip(pair, places)]
+    if words[0] == words[1]:
+        return pair
+    return Pair(*(text[:place] + text[place + 1 :] for text, place in zip(pair, places)))
+
+
+def _forms(entry: polib.POEntry | polib.MOEntry) -> Iterator[tuple[str, str]]:
+    """Yields the message, or its singular and plural forms.
+
+    From three or more forms it yields only the first, because a formula determines the numbers to
+    which the others apply.
+    """
+    if not entry.msgid_plural:
+        yield entry.msgid, entry.msgstr
+        return
+    forms = [entry.msgstr_plural[key] for key in sorted(entry.msgstr_plural)]
+    if len(forms) > 1:
+        yield entry.msgid, forms[0]
+    if len(forms) in (1, 2):
+        yield entry.msgid_plural, forms[-1]
+
+
+def _word_at(text: str, place: int) -> str:
+    start = max(text.rfind(" ", 0, place), 0)
+    return text[start:].split(maxsplit=1)[0]
+
+
+def license_of(path: Path, catalog: polib.MOFile | polib.POFile) -> str | None:
+    """Returns the license of a catalog, or None if it is not known.
+
+    Compiled catalogs do not state it. Those of well-known projects have the license of the project,
+    under whose terms translations are contributed. The package that installed a catalog is
+    authoritative.
+    """
+    if "PostgreSQL" in catalog.metadata.get("Project-Id-Version", ""):
+        return POSTGRES
+    if {"django", "locale"} <= set(path.parts) and path.stem.startswith("django"):
+        return DJANGO
+    if path.stem.startswith("iso_"):
+        return _LGPL  # iso-codes
+    known = _LICENSE_OF.get(_VERSION.sub("", path.stem))
+    said = _SAME_AS.search(" ".join(getattr(catalog, "header", "").split()))
+    return known or (f"that of {said[1]}" if said else None)
 
 
 def _of_language(root: Path, language: str) -> list[Path]:

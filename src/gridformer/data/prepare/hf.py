@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gridformer.data.prepare.place import ReadingPlace
+from gridformer.data.prepare.reading import Cursor
 from gridformer.data.prepare.records import Fields, record_chunks
 from gridformer.data.prepare.text_chunks import TextChunk
 from gridformer.data.tokenfolder import Kind, PartEntry
@@ -53,12 +53,9 @@ class TableSource:
     def languages(self) -> tuple[str, str] | None:
         return self.fields.languages
 
-    def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
-        return self.chunks_from(skipped, ReadingPlace())
-
-    def chunks_from(self, skipped: Counter[str], place: ReadingPlace) -> Iterator[TextChunk]:
-        """Yields the chunks from the row after place.mark on."""
-        return rows_of(self.name, self.table, self.fields, skipped, place)
+    def chunks(self, skipped: Counter[str], cursor: Cursor | None = None) -> Iterator[TextChunk]:
+        """Yields the chunks from the row after cursor.mark on."""
+        return rows_of(self.name, self.table, self.fields, skipped, cursor)
 
     def sample(self) -> Iterator[TextChunk]:
         return self.chunks(Counter())
@@ -151,14 +148,8 @@ def saved_source(folder: Path, name: str, split: str, fields: Fields) -> TableSo
 
 
 def table_chunks(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[TextChunk]:
-    """Yields the documents of one file of a table; see `open_table`.
-
-    Args:
-        path: The file.
-        fields: The keys of its rows.
-        skipped: Counts what is left out, by reason.
-    """
-    return rows_of(str(path), open_table(path), fields, skipped, ReadingPlace())
+    """Yields the documents of one file of a table; see `open_table`."""
+    return rows_of(str(path), open_table(path), fields, skipped)
 
 
 def open_table(path: Path) -> Any:
@@ -179,7 +170,11 @@ def open_table(path: Path) -> Any:
 
 
 def rows_of(
-    name: str, table: Any, fields: Fields, skipped: Counter[str], place: ReadingPlace
+    name: str,
+    table: Any,
+    fields: Fields,
+    skipped: Counter[str],
+    cursor: Cursor | None = None,
 ) -> Iterator[TextChunk]:
     """Yields the documents of the rows of a table.
 
@@ -188,7 +183,7 @@ def rows_of(
         table: A data set of `datasets`, streamed or not.
         fields: The columns that are read.
         skipped: Counts the rows that are left out.
-        place: Where to begin; it is told of places where reading can begin again.
+        cursor: Where to begin; it is told of places where reading can begin again.
 
     Raises:
         DataError: The table lacks a column, or a row cannot be read.
@@ -198,7 +193,7 @@ def rows_of(
         # Only these columns are read.
         table = table.select_columns(fields.columns(columns, name))
     names = _label_names(table, fields.label)
-    for number, record in records(name, table, skipped, place):
+    for number, record in records(name, table, skipped, cursor or Cursor()):
         label = record.get(fields.label) if fields.label and names else None
         if isinstance(label, int):
             # Data sets without labels write a number below 0 for None.
@@ -207,15 +202,15 @@ def rows_of(
 
 
 def records(
-    name: str, table: Any, skipped: Counter[str], place: ReadingPlace
+    name: str, table: Any, skipped: Counter[str], cursor: Cursor
 ) -> Iterator[tuple[int, dict[Any, Any]]]:
-    """Yields the number and the values of each row after place.mark.
+    """Yields the number and the values of each row after cursor.mark.
 
     Args:
         name: The name of the table, for errors.
         table: The table.
-        skipped: What is left out so far, which `place` is told.
-        place: Where to begin; it is told of the marks that reading passes.
+        skipped: What is left out so far, which `cursor` is told.
+        cursor: Where to begin; it is told of the marks that reading passes.
 
     Raises:
         DataError: Reading failed.
@@ -223,9 +218,9 @@ def records(
     if hasattr(table, "to_iterable_dataset"):
         table = table.to_iterable_dataset()  # which can begin in the middle
     done = 0
-    if place.mark:
-        done = place.mark["rows"]
-        table.load_state_dict(place.mark["state"])
+    if cursor.mark:
+        done = cursor.mark["rows"]
+        table.load_state_dict(cursor.mark["state"])
     batches = iter(table.iter(batch_size=_ROWS))
     while True:
         try:
@@ -242,7 +237,7 @@ def records(
             yield done, dict(zip(keys, values))
             done += 1
         if hasattr(table, "state_dict"):  # since release 2.21 of datasets
-            place.reached({"rows": done, "state": table.state_dict()}, skipped)
+            cursor.reached({"rows": done, "state": table.state_dict()}, skipped)
 
 
 def _label_names(table: Any, label: str | None) -> list[str]:
@@ -252,12 +247,7 @@ def _label_names(table: Any, label: str | None) -> list[str]:
 
 
 def _files_below(root: Path, suffixes: tuple[str, ...] = ("",)) -> tuple[Path, ...]:
-    """Returns a data set's files, in order.
-
-    Args:
-        root: The folder; a file is returned itself.
-        suffixes: What their names may end with.
-    """
+    """Returns a data set's files, in order."""
     found = [root] if root.is_file() else []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from gridformer.data.prepare.files import numbered_lines, readable
+from gridformer.data.prepare.reading import Cursor
 from gridformer.data.prepare.records import NO_PAIR
 from gridformer.data.prepare.text_chunks import TextChunk, text_chunks
 from gridformer.data.prepare.utf8 import decoded_line
@@ -54,7 +55,7 @@ class ParallelFiles:
             return None
         return sum(path.stat().st_size for path in self.paths)
 
-    def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
+    def chunks(self, skipped: Counter[str], cursor: Cursor | None = None) -> Iterator[TextChunk]:
         for pair in self._pairs(skipped):
             if not all(pair):
                 skipped[NO_PAIR] += 1

@@ -2,49 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from numpy.typing import NDArray
+import numpy as np
 
-from gridformer.data.prepare.progress import PrepareProgress
-from gridformer.data.prepare.reading import chunk_reader
-from gridformer.data.prepare.records import NO_PAIR
-from gridformer.data.prepare.replacing import check_free
-from gridformer.data.prepare.resuming import Unfinished, resumable, resume_key
+from gridformer.data.prepare.documents import (
+    Document,
+    DocumentSource,
+    EncodedBatch,
+    FolderSpec,
+    OnProgress,
+    nothing_error,
+    prepare_documents,
+    trained_on,
+)
 from gridformer.data.prepare.sources import Source
-from gridformer.data.prepare.splitting import SplitWriter
 from gridformer.data.prepare.text_chunks import TextChunk
-from gridformer.data.prepare.tokenizing import (
-    EncodedTexts,
-    PickledTokenizer,
-    TextEncoder,
-    workers_for,
-)
-from gridformer.data.prepare.writing import (
-    Described,
-    Input,
-    Written,
-    finish,
-    sampled,
-    saved_tokenizer,
-    write_batches,
-)
-from gridformer.data.tokenfolder import VERSION, SourceEntry, TokenFolder, token_dtype
+from gridformer.data.tokenfolder import TokenFolder, token_dtype
 from gridformer.data.tokenizer import Tokenizer, encodable
 from gridformer.utils.errors import DataError, UserError
 
-
-@dataclass(frozen=True)
-class _Options:
-    seed: int
-    val_fraction: float
-    ends: bool
-    workers: int
+_NOTHING = "there is no text to prepare"
 
 
 def prepare_corpus(
@@ -59,7 +42,7 @@ def prepare_corpus(
     ends: bool = True,
     workers: int | None = 1,
     overwrite: bool = False,
-    on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
+    on_progress: OnProgress = lambda progress: None,
 ) -> TokenFolder:
     """Writes the documents of all sources, in order, to a token folder, and opens it.
 
@@ -86,50 +69,43 @@ def prepare_corpus(
         UserError: An argument or `out` cannot be used.
         DataError: A source cannot be read or contains no text.
     """
-    out = Path(out)
-    if not 0 < val_fraction < 1:
-        raise UserError(f"val_fraction={val_fraction} must be between 0 and 1, for instance 0.02")
-    if workers is not None and workers < 1:
-        raise UserError(f"workers={workers} must be 1 or more")
-    if not ends and sources[0].kind != "text":
+    kind = sources[0].kind
+    if not ends and kind != "text":
         raise UserError("--eos none is for running text: documents of other kinds need an end")
-    if tokenizer is not None and tokenizer.bos_token is not None and sources[0].kind == "pairs":
+    if tokenizer is not None and tokenizer.bos_token is not None and kind == "pairs":
         raise UserError(
             "--bos is not for pairs: a decoder already begins each text with its start token"
         )
-    check_free(out, overwrite)
-    sizes = [source.n_bytes for source in sources]
-    count = workers_for(workers, None if None in sizes else sum(size or 0 for size in sizes))
-    options = _Options(seed, val_fraction, ends, count)
-    settings = {
-        "version": VERSION,
-        "seed": seed,
-        "val_fraction": val_fraction,
-        "ends": ends,
-        "tokenizer": (tokenizer.to_json(), tokenizer.eos_token, tokenizer.bos_token)
-        if tokenizer
-        else (vocab_size, sample_bytes),
-    }
-    described = [_described(one) for one in sources]
-    files = [path for one in sources for path in getattr(one, "paths", ())]
-    key = resume_key(described, files, settings)
 
     def train() -> Tokenizer:
         texts = partial(sampled_text, sources, sample_bytes)
-        return sampled(texts, vocab_size, on_progress, lambda: _nothing(sources))
+        return trained_on(texts, vocab_size, on_progress, lambda: _nothing(sources))
 
-    with resumable(out, overwrite, key) as work:
-        _write(sources, work, key, saved_tokenizer(work, tokenizer or train), options, on_progress)
-    return TokenFolder.open(out)
+    spec: FolderSpec[TextChunk] = FolderSpec(
+        kind,
+        lambda used: partial(_text_encoder, used, token_dtype(used.vocab_size)),
+        lambda chunk: len(chunk.text),
+        settings={} if tokenizer else {"tokenizer": (vocab_size, sample_bytes)},
+        seed=seed,
+        val_fraction=val_fraction,
+        languages=sources[0].languages,
+        begins=True,
+        ends=ends,
+        nothing=_NOTHING,
+    )
+    return prepare_documents(
+        [_opened(source) for source in sources],
+        out,
+        spec,
+        tokenizer or train,
+        workers=workers,
+        overwrite=overwrite,
+        on_progress=on_progress,
+    )
 
 
 def sampled_text(sources: Sequence[Source], limit: int) -> Iterator[str]:
-    """Yields text of about `limit` bytes, the same amount from each source that has enough.
-
-    Args:
-        sources: The sources, of which each yields its own sample.
-        limit: About how many bytes of text are yielded.
-    """
+    """Yields text of about `limit` bytes, the same amount from each source that has enough."""
     readers = [source.sample() for source in sources]
     taken = [0] * len(readers)
     live = list(range(len(readers)))
@@ -144,104 +120,39 @@ def sampled_text(sources: Sequence[Source], limit: int) -> Iterator[str]:
             yield text
 
 
-def _described(source: Source) -> tuple[object, ...]:
-    """Returns what determines the documents of a source, its files aside."""
+def _opened(source: Source) -> DocumentSource[TextChunk]:
     more = {name: getattr(source, name, None) for name in ("fields", "split", "revision")}
-    return source.name, source.kind, source.languages, source.n_bytes, repr(more)
-
-
-def _write(
-    sources: Sequence[Source],
-    work: Unfinished,
-    key: str,
-    tokenizer: Tokenizer,
-    options: _Options,
-    on_progress: Callable[[PrepareProgress], None],
-) -> None:
-    sizes = [source.n_bytes for source in sources]
-    dtype = token_dtype(tokenizer.vocab_size)
-    given = Input(
-        [chunk_reader(source) for source in sources],
-        lambda chunk: len(chunk.text),
-        TextEncoder(PickledTokenizer.of(tokenizer), dtype),
-        options.workers,
-        None if None in sizes else sum(size or 0 for size in sizes),
+    return DocumentSource(
+        source.name,
+        source.chunks,
+        files=getattr(source, "paths", ()),
+        license=source.license,
+        revision=repr(more),
+        n_bytes=source.n_bytes,
+        parts=source.parts,
     )
-    with SplitWriter(
-        work.folder,
-        dtype,
-        tokenizer.eos_id if options.ends else None,
-        options.seed,
-        options.val_fraction,
-        sources[0].kind,
-        bos_id=tokenizer.bos_id,
-        state=work.state.writer if work.state else None,
-    ) as writer:
-        dropped = work.state.dropped if work.state else {}
-        appender = _Appender(writer, sources[0].kind == "pairs", dropped)
-        done = write_batches(work, key, tokenizer.origin, writer, appender, given, on_progress)
-        if not writer.documents:
-            raise _empty(sources, done)
-        entries = tuple(
-            SourceEntry(
-                source=source.name,
-                license=source.license,
-                documents=done.documents[number],
-                bytes=done.n_bytes[number],
-                parts=source.parts,
+
+
+@contextlib.contextmanager
+def _text_encoder(
+    tokenizer: Tokenizer, dtype: np.dtype[Any]
+) -> Iterator[Callable[[Sequence[TextChunk]], EncodedBatch]]:
+    """Turns chunks of text into tokens; see Encoder."""
+
+    def encode(chunks: Sequence[TextChunk]) -> EncodedBatch:
+        texts = [encodable(chunk.text) for chunk in chunks]
+        made = [
+            Document(
+                np.asarray(ids, dtype=dtype),
+                label=chunk.label,
+                n_bytes=len(text.encode()),
+                ends=chunk.ends,
             )
-            for number, source in enumerate(sources)
-        )
-        described = Described(
-            options.seed,
-            options.val_fraction,
-            entries,
-            done.skipped,
-            sources[0].languages,
-            options.ends,
-        )
-        finish(work, writer, tokenizer, described)
+            for ids, chunk, text in zip(tokenizer.encode_batch(texts), chunks, texts, strict=True)
+        ]
+        return made, Counter()
 
-
-class _Appender:
-    """Appends chunks to a writer. It holds back the first text of a pair until both are complete.
-
-    Attributes:
-        dropped: Counts pairs that were left out, because one of their texts has no tokens.
-    """
-
-    def __init__(self, writer: SplitWriter, pairs: bool, dropped: Mapping[str, int]) -> None:
-        self._writer = writer
-        self._pairs = pairs
-        self.dropped = Counter(dropped)
-        self._texts: list[list[int]] = [[]]
-        self._ended = True
-
-    @property
-    def is_between(self) -> bool:
-        """Whether no document is open and no text of a pair is held back."""
-        return self._ended and self._writer.is_between and self._texts == [[]]
-
-    def append(self, source: int, chunks: Sequence[TextChunk], made: EncodedTexts) -> int:
-        """See Appender."""
-        for ids, chunk in zip(made.ids, chunks, strict=True):
-            self._append(ids, chunk.ends, chunk.label)
-        self._ended = chunks[-1].ends
-        return made.n_bytes
-
-    def _append(self, ids: NDArray[Any], ends: bool, label: str | None) -> None:
-        if not self._pairs:
-            self._writer.append(ids, ends, label)
-            return
-        self._texts[-1] += ids.tolist()
-        if not ends:
-            return
-        if len(self._texts) == 1:
-            self._texts.append([])
-            return
-        if not self._writer.append_pair(*self._texts):
-            self.dropped[NO_PAIR] += 1
-        self._texts = [[]]
+    yield encode
 
 
 def _nothing(sources: Sequence[Source]) -> DataError:
@@ -249,9 +160,5 @@ def _nothing(sources: Sequence[Source]) -> DataError:
     skipped: Counter[str] = Counter()
     for source in sources:
         deque(source.chunks(skipped), maxlen=0)
-    return _empty(sources, Written([], [], dict(skipped)))
-
-
-def _empty(sources: Sequence[Source], done: Written) -> DataError:
-    names = ", ".join(source.name for source in sources)
-    return DataError(f"{names}: there is no text to prepare{done.left_out}")
+    names = [source.name for source in sources]
+    return nothing_error(names, _NOTHING, dict(sorted(skipped.items())))

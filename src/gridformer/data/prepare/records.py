@@ -125,14 +125,7 @@ def checked_text(value: object, where: str, key: str, option: str = "--text-key"
 
 
 def missing_key(where: str, key: str, present: list[str], option: str = "--text-key") -> DataError:
-    """Returns the error for records that lack a key.
-
-    Args:
-        where: The place of the records, with which the message begins.
-        key: The key that they lack.
-        present: The keys that they have.
-        option: The option of `gridformer prepare` that names the key.
-    """
+    """Returns the error for records that lack a key."""
     what = {"--pair-keys": "the two texts", "--label-key": "the label"}.get(option, "the text")
     return DataError(
         f"{where}: has no '{key}'; name {what} with {option}, there are "

@@ -22,7 +22,7 @@ from gridformer.data.prepare import hf
 from gridformer.data.prepare.files import DEFAULT_SUFFIXES, FOLDER_RECORDS, TABLES, file_chunks
 from gridformer.data.prepare.gettext import PREFIX, catalog_source
 from gridformer.data.prepare.parallel_files import parallel_files
-from gridformer.data.prepare.place import ReadingPlace
+from gridformer.data.prepare.reading import Cursor
 from gridformer.data.prepare.records import Fields
 from gridformer.data.prepare.text_chunks import TextChunk, labeled
 from gridformer.data.tokenfolder import Kind, PartEntry
@@ -64,8 +64,11 @@ class Source(Protocol):
     def parts(self) -> tuple[PartEntry, ...]:
         """The parts of the source, if they have their own licenses."""
 
-    def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
-        """Yields all documents, always in the same order, and counts in `skipped` what it skips."""
+    def chunks(self, skipped: Counter[str], cursor: Cursor | None = None) -> Iterator[TextChunk]:
+        """Yields all documents, always in the same order, and counts in `skipped` what it skips.
+
+        It begins after `cursor.mark`, and calls `cursor.reached` where it can begin, if anywhere.
+        """
 
     def sample(self) -> Iterator[TextChunk]:
         """Yields all documents in an order whose beginning is typical of the whole."""
@@ -105,13 +108,11 @@ class FileSource:
             return None
         return sum(path.stat().st_size for path in self.paths)
 
-    def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
-        return self.chunks_from(skipped, ReadingPlace())
-
-    def chunks_from(self, skipped: Counter[str], place: ReadingPlace) -> Iterator[TextChunk]:
-        """Yields the chunks from the file with the number place.mark on."""
-        for number in range(place.mark or 0, len(self.paths)):
-            place.reached(number, skipped)
+    def chunks(self, skipped: Counter[str], cursor: Cursor | None = None) -> Iterator[TextChunk]:
+        """Yields the chunks from the file with the number cursor.mark on."""
+        cursor = cursor or Cursor()
+        for number in range(cursor.mark or 0, len(self.paths)):
+            cursor.reached(number, skipped)
             yield from self._of(self.paths[number], skipped)
 
     def sample(self) -> Iterator[TextChunk]:

@@ -33,10 +33,6 @@ def text_chunks(texts: Iterable[str], limit: int = CHUNK_CHARS) -> Iterator[Text
     Chunks end between a word and the white space after it. GPT-2's pre-tokenizer always splits
     there, so the tokens are those of the whole document. If 4096 characters contain no such place,
     the cut is arbitrary and may add one token.
-
-    Args:
-        texts: The document, in order.
-        limit: The most characters of a chunk.
     """
     held = ""
     for text in texts:

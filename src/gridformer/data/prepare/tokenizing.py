@@ -6,7 +6,6 @@ a time under one lock. A worker process makes these lists in parallel to others 
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 from collections import deque
@@ -14,15 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from gridformer.data.prepare.reading import ItemBatch
-from gridformer.data.prepare.text_chunks import TextChunk
-from gridformer.data.tokenizer import Tokenizer, encodable
+from gridformer.data.prepare.reading import Cursor
 from gridformer.utils.errors import DataError
 from gridformer.utils.hardware import n_cores
 from gridformer.utils.parent import end_with_parent
@@ -32,18 +25,9 @@ _WAITING = 2  # batches of each worker that are read before they are needed
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
-GivenItem = TypeVar("GivenItem", contravariant=True)
-ItsMade = TypeVar("ItsMade", covariant=True)
-
-
-class Encoder(Protocol[GivenItem, ItsMade]):
-    """Turns the items of a batch into tokens. It is pickled into each worker process."""
-
-    def begin(self) -> AbstractContextManager[Callable[[Sequence[GivenItem]], ItsMade]]:
-        """Returns the function that encodes a batch. Each process calls this once.
-
-        The results of a batch depend on its items alone.
-        """
+# Opens the function that encodes the items of a batch, whose results depend on these alone. It is
+# pickled into each worker process, which calls it once.
+Encoder = Callable[[], AbstractContextManager[Callable[[Sequence[Item]], Made]]]
 
 
 def workers_for(wanted: int | None, n_bytes: int | None) -> int:
@@ -61,91 +45,18 @@ def workers_for(wanted: int | None, n_bytes: int | None) -> int:
 
 
 def encoded_batches(
-    batches: Iterator[ItemBatch[Item]], encoder: Encoder[Item, Made], workers: int
-) -> Iterator[tuple[ItemBatch[Item], Made]]:
-    """Yields every batch with its encoding, in order. One worker is this process itself.
-
-    Args:
-        batches: The batches.
-        encoder: Turns a batch into tokens; each worker process has a copy.
-        workers: The number of processes that do it.
+    batches: Iterator[tuple[list[Item], Cursor]], encoder: Encoder[Item, Made], workers: int
+) -> Iterator[tuple[Cursor, Made]]:
+    """Yields the encoding of every batch, in order. One worker is this process itself.
 
     Raises:
         DataError: A worker process died.
     """
     if workers <= 1:
-        with encoder.begin() as encode:
-            for batch in batches:
-                yield batch, encode(batch.items)
+        with encoder() as encode:
+            for items, after in batches:
+                yield after, encode(items)
         return
-    with _pool(encoder, workers) as pool:
-        waiting: deque[tuple[ItemBatch[Item], Future[Made]]] = deque()
-        try:
-            for batch in batches:
-                waiting.append((batch, pool.submit(_work, batch.items)))
-                if len(waiting) >= _WAITING * workers:
-                    first, future = waiting.popleft()
-                    yield first, future.result()
-            for first, future in waiting:
-                yield first, future.result()
-        except BrokenProcessPool:
-            raise DataError(
-                "a worker process of prepare died, probably for lack of memory: use fewer --workers"
-            ) from None
-
-
-@dataclass(frozen=True)
-class PickledTokenizer:
-    """A tokenizer as it is sent to worker processes."""
-
-    text: str
-    eos_token: str
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> PickledTokenizer:
-        """Packs a tokenizer without its origin."""
-        return cls(tokenizer.to_json(), tokenizer.eos_token)
-
-    def unpacked(self) -> Tokenizer:
-        """Returns the tokenizer."""
-        return Tokenizer.from_json(self.text, "tokenizer.json", self.eos_token)
-
-
-@dataclass(frozen=True)
-class EncodedTexts:
-    """The tokens of a batch of texts.
-
-    Attributes:
-        ids: The tokens of each chunk.
-        n_bytes: The bytes of their text as UTF-8.
-    """
-
-    ids: list[NDArray[Any]]
-    n_bytes: int
-
-
-@dataclass(frozen=True)
-class TextEncoder:
-    """Turns chunks of text into tokens."""
-
-    tokenizer: PickledTokenizer
-    dtype: np.dtype[Any]
-
-    @contextlib.contextmanager
-    def begin(self) -> Iterator[Callable[[Sequence[TextChunk]], EncodedTexts]]:
-        """See Encoder."""
-        tokenizer = self.tokenizer.unpacked()
-
-        def encode(chunks: Sequence[TextChunk]) -> EncodedTexts:
-            texts = [encodable(chunk.text) for chunk in chunks]
-            found = [np.asarray(ids, dtype=self.dtype) for ids in tokenizer.encode_batch(texts)]
-            return EncodedTexts(found, sum(len(text.encode()) for text in texts))
-
-        yield encode
-
-
-@contextlib.contextmanager
-def _pool(encoder: Encoder[Any, Any], workers: int) -> Iterator[ProcessPoolExecutor]:
     pool = ProcessPoolExecutor(
         workers,
         # A forked process would have the library's threads only in part.
@@ -153,8 +64,19 @@ def _pool(encoder: Encoder[Any, Any], workers: int) -> Iterator[ProcessPoolExecu
         initializer=_begin,
         initargs=(encoder,),
     )
+    waiting: deque[tuple[Cursor, Future[Made]]] = deque()
     try:
-        yield pool
+        for items, after in batches:
+            waiting.append((after, pool.submit(_work, items)))
+            if len(waiting) >= _WAITING * workers:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        for first, future in waiting:
+            yield first, future.result()
+    except BrokenProcessPool:
+        raise DataError(
+            "a worker process of prepare died, probably for lack of memory: use fewer --workers"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -168,7 +90,7 @@ def _begin(encoder: Encoder[Any, Any]) -> None:
     global _own
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores already
     end_with_parent()
-    _own = _open.enter_context(encoder.begin())
+    _own = _open.enter_context(encoder())
 
 
 def _work(items: Sequence[Any]) -> Any:

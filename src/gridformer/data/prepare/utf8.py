@@ -10,13 +10,7 @@ _WHAT = "with bytes that are not UTF-8 text"
 
 
 def decoded_line(line: bytes, where: str, skipped: Counter[str]) -> str:
-    """Decodes a line; U+FFFD stands for bytes that are not UTF-8 text.
-
-    Args:
-        line: The line.
-        where: Its place, which is told if it is the first such line.
-        skipped: Counts the line if it has such bytes.
-    """
+    """Decodes a line, and counts it if it is not UTF-8 text; U+FFFD stands for such bytes."""
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError:
@@ -25,13 +19,7 @@ def decoded_line(line: bytes, where: str, skipped: Counter[str]) -> str:
 
 
 def decoded_document(chunks: Iterable[bytes], where: str, skipped: Counter[str]) -> Iterator[str]:
-    """Decodes a document piece by piece; U+FFFD stands for bytes that are not UTF-8 text.
-
-    Args:
-        chunks: The document, in order.
-        where: Its place, which is told if it is the first such document.
-        skipped: Counts the document if it has such bytes.
-    """
+    """Decodes a document piece by piece as `decoded_line` does, and counts it once."""
     # "utf-8-sig" drops a byte order mark and keeps line ends.
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
 

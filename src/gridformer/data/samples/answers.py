@@ -52,8 +52,6 @@ class AnswerExamples:
         two_stacks: See `gridformer.data.samples.examples.Reading`.
     """
 
-    n_left_out = 0
-
     def __init__(
         self,
         split: TokenSplit,

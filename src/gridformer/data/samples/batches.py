@@ -6,21 +6,29 @@ from collections.abc import Mapping
 
 from gridformer.config import FINE_TUNING, RunConfig
 from gridformer.config.mixture import whole_weights
-from gridformer.data.opened import RunData
+from gridformer.data.run_data import RunData
 from gridformer.data.samples.answers import AnswerExamples
 from gridformer.data.samples.chat import ChatSamples, PackedChats
-from gridformer.data.samples.documents import with_documents
-from gridformer.data.samples.examples import ChoiceExamples, NumberExamples, TextExamples
-from gridformer.data.samples.labeled import LabeledForDecoder, LabeledForEncoder
+from gridformer.data.samples.documents import DocumentWindows, PackedDocuments, WindowSamples
+from gridformer.data.samples.examples import (
+    ChoiceExamples,
+    LabeledForDecoder,
+    LabeledForEncoder,
+    NumberExamples,
+    TextExamples,
+)
 from gridformer.data.samples.masked import MaskedSamples
 from gridformer.data.samples.mixture import Mixture, Stage
 from gridformer.data.samples.order import Order
-from gridformer.data.samples.samples import Batches, Dealt, Mixed, Restarted, Samples
+from gridformer.data.samples.samples import (
+    Batches,
+    Samples,
+    SequentialBatches,
+    ShuffledBatches,
+)
 from gridformer.data.samples.spans import SpanSamples, sentinels_of
 from gridformer.data.samples.special import SpecialIds
 from gridformer.data.samples.translation import PackedPairs, PairSamples
-from gridformer.data.samples.whole import Whole
-from gridformer.data.samples.windows import WindowSamples
 from gridformer.data.tokenfolder import SplitName, TokenFolder, TokenSplit
 from gridformer.data.tokenizer import Tokenizer
 
@@ -51,7 +59,9 @@ def open_samples(
             return PackedChats(text, run.seq_len, special, run.data.reset_positions)
         return ChatSamples(text, run.seq_len, special)
     if run.data.document_mask and run.task == "causal":
-        return with_documents(run.data, text, run.seq_len, tokenizer.eos_id)
+        if run.data.packing == "documents":
+            return PackedDocuments(text, run.seq_len, tokenizer.eos_id, run.data.reset_positions)
+        return DocumentWindows(text, run.seq_len, run.data.reset_positions)
     if run.task == "causal" and not run.model.n_labels:
         return WindowSamples(text, run.seq_len)
     special = special_ids(run, tokenizer)
@@ -76,7 +86,7 @@ def open_samples(
     return pairs(text, run.source_len, run.seq_len, special)
 
 
-def open_batches(run: RunConfig, folder: TokenFolder, split: SplitName) -> Batches:
+def open_batches(run: RunConfig, folder: TokenFolder, split: SplitName) -> ShuffledBatches:
     """Opens batches of a run in one split of one folder.
 
     Validation batches also have global_batch rows, and batch i is the same in every evaluation.
@@ -90,7 +100,7 @@ def open_batches(run: RunConfig, folder: TokenFolder, split: SplitName) -> Batch
         DataError: The split contains no sample.
     """
     text = folder.train if split == "train" else folder.val
-    return _dealt(run, open_samples(run, text, folder.tokenizer), split)
+    return _shuffled(run, open_samples(run, text, folder.tokenizer), split)
 
 
 def open_training(run: RunConfig, data: RunData, start: int = 0) -> Batches:
@@ -106,23 +116,20 @@ def open_training(run: RunConfig, data: RunData, start: int = 0) -> Batches:
     """
     tokenizer = data.first.tokenizer
     samples = [open_samples(run, one.train, tokenizer) for one in data.sources.values()]
-    batches: Batches
-    if run.data.sources:
-        sizes = tuple(one.n_samples for one in samples)
-        order = Mixture(
-            tuple(data.sources), sizes, _stages(run, start), run.train.global_batch, run.train.seed
-        )
-        batches = Mixed(tuple(samples), order, f"{run.task}/train")
-    else:
-        batches = _dealt(run, samples[0], "train")
-    return Restarted(batches, start) if start else batches
+    if not run.data.sources:
+        return _shuffled(run, samples[0], "train", start)
+    sizes = tuple(one.n_samples for one in samples)
+    order = Mixture(
+        tuple(data.sources), sizes, _stages(run, start), run.train.global_batch, run.train.seed
+    )
+    return ShuffledBatches(tuple(samples), order, f"{run.task}/train", start)
 
 
 def open_validation(run: RunConfig, data: RunData) -> dict[str, Batches]:
     """Opens the batches of each validation set by its name, which is empty for data.path alone.
 
     Batch i of a set is the same in every evaluation, and has global_batch rows. Fine-tuning
-    evaluates all samples of a set, so its batches are `Whole`.
+    evaluates all samples of a set, so its batches are `SequentialBatches`.
 
     Raises:
         DataError: A set contains no sample.
@@ -139,17 +146,22 @@ def _open_sets(run: RunConfig, data: RunData, sets: Mapping[str, TokenSplit]) ->
     tokenizer = data.first.tokenizer
     if run.task in FINE_TUNING:
         return {
-            name: Whole(open_samples(run, text, tokenizer, True), run.train.global_batch)
+            name: SequentialBatches(
+                open_samples(run, text, tokenizer, True), run.train.global_batch
+            )
             for name, text in sets.items()
         }
     return {
-        name: _dealt(run, open_samples(run, text, tokenizer), "val") for name, text in sets.items()
+        name: _shuffled(run, open_samples(run, text, tokenizer), "val")
+        for name, text in sets.items()
     }
 
 
-def _dealt(run: RunConfig, samples: Samples, split: SplitName) -> Batches:
+def _shuffled(
+    run: RunConfig, samples: Samples, split: SplitName, start: int = 0
+) -> ShuffledBatches:
     order = Order(samples.n_samples, run.train.global_batch, run.train.seed)
-    return Dealt(samples, order, f"{run.task}/{split}")
+    return ShuffledBatches((samples,), order, f"{run.task}/{split}", start)
 
 
 def _stages(run: RunConfig, start: int) -> tuple[Stage, ...]:

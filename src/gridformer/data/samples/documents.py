@@ -1,7 +1,7 @@
-"""Samples of running text that know where documents begin, for `data.document_mask`.
+"""Samples of running text, whose next tokens are the targets.
 
-Attention stays within a document, so the last token of a document, which would have to predict the
-first of the next one, predicts nothing. Where documents begin comes from their offsets.
+With `data.document_mask` attention stays within a document, so the last token of a document, which
+would have to predict the first of the next one, predicts nothing.
 """
 
 from __future__ import annotations
@@ -9,13 +9,52 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from gridformer.config import DataConfig
 from gridformer.data.samples.packing import pack
-from gridformer.data.samples.samples import Arrays, Samples, first, more_text, padded
-from gridformer.data.samples.windows import WindowSamples
+from gridformer.data.samples.samples import Arrays, first, more_text, padded
 from gridformer.data.tokenfolder import TokenSplit
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
+
+
+class WindowSamples:
+    """Divides a split into windows of seq_len tokens. They have no random choices.
+
+    Sample i is tokens [i*seq_len, (i+1)*seq_len], one more than seq_len, so that inputs and targets
+    are the same window shifted by one; neighboring samples share that one token. `n_samples` counts
+    the windows whose last target exists.
+
+    Args:
+        split: The split.
+        seq_len: Tokens per sample.
+
+    Raises:
+        DataError: The split is too short for a single sample.
+        ValueError: `seq_len` is less than 1.
+    """
+
+    def __init__(self, split: TokenSplit, seq_len: int) -> None:
+        if seq_len < 1:
+            raise ValueError(f"{seq_len=} must be at least 1")
+        self.split, self.seq_len = split, seq_len
+        self.n_samples = max(0, split.n_tokens - 1) // seq_len
+        if self.n_samples == 0:
+            raise DataError(_too_short(split, seq_len))
+
+    def sample(self, number: int, draw: np.random.Generator) -> Arrays:
+        """Returns tokens and targets [seq_len]."""
+        return {key: value[0] for key, value in self.together(np.array([number])).items()}
+
+    def together(self, numbers: NDArray[np.int64]) -> Arrays:
+        """Returns tokens and targets [len(numbers), seq_len] of several samples.
+
+        It reads only these from the disk.
+
+        Raises:
+            DataError: An id is outside the vocabulary, which happens only in a damaged file.
+        """
+        ids = self.split.windows(numbers * self.seq_len, self.seq_len + 1)
+        tokens, targets = ids[:, :-1], ids[:, 1:]
+        return {"tokens": np.ascontiguousarray(tokens), "targets": np.ascontiguousarray(targets)}
 
 
 class DocumentWindows:
@@ -31,8 +70,6 @@ class DocumentWindows:
     Raises:
         DataError: The split is too short for a single sample.
     """
-
-    n_left_out = 0
 
     def __init__(self, split: TokenSplit, seq_len: int, reset: bool = True) -> None:
         self.split, self.seq_len, self.reset = split, seq_len, reset
@@ -75,8 +112,6 @@ class PackedDocuments:
         DataError: No document has two tokens.
     """
 
-    n_left_out = 0
-
     def __init__(self, split: TokenSplit, seq_len: int, pad: int, reset: bool = True) -> None:
         self.split, self.seq_len, self.pad, self.reset = split, seq_len, pad, reset
         self.packed = pack(np.asarray(split.offsets), seq_len)
@@ -102,23 +137,6 @@ class PackedDocuments:
         }
 
 
-def with_documents(data: DataConfig, split: TokenSplit, seq_len: int, pad: int) -> Samples:
-    """Returns the samples of a split that `document_mask` and `packing` ask for.
-
-    Args:
-        data: The section of the run.
-        split: The split.
-        seq_len: Tokens per sample.
-        pad: The id of padding.
-
-    Raises:
-        DataError: The split holds no sample.
-    """
-    if data.packing == "documents":
-        return PackedDocuments(split, seq_len, pad, data.reset_positions)
-    return DocumentWindows(split, seq_len, data.reset_positions)
-
-
 def places_of(documents: NDArray[np.int64], reset: bool) -> Arrays:
     """Returns the numbers of documents [n], counted from 0, and positions if they restart.
 
@@ -130,3 +148,11 @@ def places_of(documents: NDArray[np.int64], reset: bool) -> Arrays:
     if reset:
         found["positions"] = np.arange(len(documents)) - np.searchsorted(documents, documents)
     return found
+
+
+def _too_short(split: TokenSplit, seq_len: int) -> str:
+    shorter = f"use data.seq_len of at most {split.n_tokens - 1}, or " if split.n_tokens > 1 else ""
+    return (
+        f"{split.path}: {split.n_tokens} tokens hold no sample of data.seq_len={seq_len}, which "
+        f"takes {seq_len + 1}: {shorter}{more_text(split)}"
+    )

@@ -1,4 +1,4 @@
-"""Samples for fine-tuning: a text or a pair of texts with a label, or a question with choices.
+"""Samples with labels: a document, a text or a pair of texts, or a question with choices.
 
 A document of a folder of examples consists of parts, whose lengths are in the column `parts`: the
 two texts of a pair, of which the second may be empty, or a passage and the continuations to choose
@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gridformer.data.samples.masked import Masking
 from gridformer.data.samples.samples import Arrays, first, padded
 from gridformer.data.samples.special import SpecialIds
 from gridformer.data.tokenfolder import TokenSplit
+from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
 
 PARTS, LABELS, RIGHT, VALUE = "parts", "labels", "right", "value"
@@ -61,11 +63,7 @@ class Reading:
         return found
 
     def joined(self, a: Sequence[int], b: Sequence[int] = ()) -> tuple[list[int], int]:
-        """Returns the tokens of a sequence without padding, and how many belong to the first text.
-
-        Args:
-            a, b: See `sequence`.
-        """
+        """Returns the tokens of a sequence, and how many belong to the first text."""
         special = self.special
         before = [*special.begin] if special.cls is None else [special.cls]
         if not self.encoder and list(a[: len(before)]) == before:
@@ -80,8 +78,6 @@ class Reading:
 
 class TextExamples:
     """A text, or a pair of texts, and its label."""
-
-    n_left_out = 0
 
     def __init__(
         self, split: TokenSplit, seq_len: int, special: SpecialIds, two_stacks: bool = False
@@ -109,10 +105,57 @@ class NumberExamples(TextExamples):
         return np.array(self.split.columns[VALUE][number], dtype=np.float32)
 
 
+class LabeledForDecoder:
+    """The document and its end-of-text token, classified by its last token, which sees all others.
+
+    A document longer than seq_len is truncated.
+    """
+
+    def __init__(self, split: TokenSplit, seq_len: int, special: SpecialIds) -> None:
+        self.split, self.seq_len, self.special = split, seq_len, special
+        self.n_samples = split.n_documents
+
+    def sample(self, number: int, draw: np.random.Generator) -> Arrays:
+        """Returns tokens, targets (the next tokens) and valid [seq_len]; at and labels []."""
+        ids = _document(self.split, number, self.seq_len + 1)
+        tokens, targets = ids[: self.seq_len], ids[1:]
+        return {
+            "tokens": padded(tokens, self.seq_len, self.special.pad),
+            "targets": padded(targets, self.seq_len, IGNORE),
+            "valid": first(len(tokens), self.seq_len),
+            "at": np.array(len(tokens) - 1, dtype=np.int64),
+            "labels": label_of(self.split, number),
+        }
+
+
+class LabeledForEncoder:
+    """[CLS] document [SEP] with masked words, classified by its [CLS]."""
+
+    def __init__(self, split: TokenSplit, seq_len: int, special: SpecialIds) -> None:
+        self.split, self.seq_len, self.special = split, seq_len, special
+        self.masking = Masking(special)
+        self.n_samples = split.n_documents
+
+    def sample(self, number: int, draw: np.random.Generator) -> Arrays:
+        """Returns tokens, masked words as targets, valid, segments [seq_len]; at and labels []."""
+        cls, sep = self.special.cls, self.special.sep
+        # The document without its end-of-text token.
+        n_text = min(self.split.document_length(number) - 1, self.seq_len - 2)
+        read, said = self.masking.hide(_document(self.split, number, n_text), draw)
+        tokens = np.concatenate([[cls], read, [sep]]).astype(np.int64)
+        targets = np.concatenate([[IGNORE], said, [IGNORE]])
+        return {
+            "tokens": padded(tokens, self.seq_len, self.special.pad),
+            "targets": padded(targets, self.seq_len, IGNORE),
+            "valid": first(len(tokens), self.seq_len),
+            "segments": np.zeros(self.seq_len, dtype=np.int64),
+            "at": np.array(0, dtype=np.int64),
+            "labels": label_of(self.split, number),
+        }
+
+
 class ChoiceExamples:
     """A passage with n continuations, each a sequence of its own, and which of them is right."""
-
-    n_left_out = 0
 
     def __init__(
         self,
@@ -194,3 +237,8 @@ def truncated(n_a: int, n_b: int, room: int) -> tuple[int, int]:
 def label_of(split: TokenSplit, number: int) -> NDArray[np.int64]:
     """Returns the label of a document []."""
     return np.array(split.columns[LABELS][number], dtype=np.int64)
+
+
+def _document(split: TokenSplit, number: int, at_most: int) -> NDArray[np.int64]:
+    start = int(split.offsets[number])
+    return split.window(start, start + min(at_most, split.document_length(number)))

@@ -66,8 +66,6 @@ class MaskedSamples:
         DataError: The split is too short.
     """
 
-    n_left_out = 0
-
     def __init__(
         self, split: TokenSplit, seq_len: int, special: SpecialIds, sentence_pair: bool
     ) -> None:

@@ -7,15 +7,15 @@ reads the same samples in the same order, and draws the same random numbers for 
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gridformer.data.samples.permutation import permute
-
 # Rows of a global batch: a slice of them, or their numbers in any order.
 Rows = slice | NDArray[np.int64]
+_ROUNDS = 8  # four are enough to shuffle a large n well; tiny domains need some more
 
 
 @dataclass(frozen=True)
@@ -23,19 +23,17 @@ class Order:
     """Assigns n_samples samples to global batches.
 
     Steps go through epochs without a gap. Each epoch visits every sample once, in its own order
-    drawn from (seed, epoch), or in ascending order if `sequential`.
+    drawn from (seed, epoch).
 
     Attributes:
         n_samples: The number of samples.
         global_batch: Samples per step.
         seed: The seed.
-        sequential: Whether samples come in ascending order.
     """
 
     n_samples: int
     global_batch: int
     seed: int
-    sequential: bool = False
 
     def indices(self, step: int, rows: Rows | None = None) -> NDArray[np.int64]:
         """Returns the sample numbers [rows] int64 of a step; a batch may span two epochs.
@@ -54,24 +52,17 @@ class Order:
             raise ValueError(f"{step=} must not be negative")
         wanted = row_numbers(self.global_batch, rows)
         first = step * self.global_batch
-        return in_epochs(first, wanted, self.n_samples, self.seed, self.sequential)
+        return in_epochs(first, wanted, self.n_samples, self.seed)
 
-    def generator(self, step: int, row: int, purpose: str) -> np.random.Generator:
-        """Returns a generator of random numbers for one row of one step and one purpose.
-
-        Every other row, step or purpose has other numbers.
-
-        Args:
-            step: The step.
-            row: The row of its global batch.
-            purpose: A name for what the numbers decide.
-        """
-        return generator_of(self.seed, purpose, step * self.global_batch + row)
+    def places(
+        self, step: int, rows: Rows | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the sources, of which there is one, and `indices`, as a `Mixture` does."""
+        numbers = self.indices(step, rows)
+        return np.zeros_like(numbers), numbers
 
 
-def in_epochs(
-    first: int, ahead: NDArray[np.int64], n: int, seed: int | str, sequential: bool = False
-) -> NDArray[np.int64]:
+def in_epochs(first: int, ahead: NDArray[np.int64], n: int, seed: int | str) -> NDArray[np.int64]:
     """Returns the sample numbers at some places of an endless sequence of epochs.
 
     Args:
@@ -79,7 +70,6 @@ def in_epochs(
         ahead: How far the wanted places are after it, [k] int64 >= 0.
         n: The number of samples, each of which every epoch visits once.
         seed: The seed of the epochs' shuffles.
-        sequential: Whether samples come in ascending order.
 
     Returns:
         int64 [k] in [0, n).
@@ -88,8 +78,6 @@ def in_epochs(
     # epoch cannot.
     epoch, start = divmod(first, n)
     epochs, positions = np.divmod(start + ahead, n)
-    if sequential:
-        return positions
     for later in np.unique(epochs).tolist():
         here = epochs == later
         positions[here] = permute(positions[here], n, seed, epoch + later)
@@ -111,11 +99,60 @@ def generator_of(seed: int, purpose: str, place: int) -> np.random.Generator:
 
 
 def row_numbers(global_batch: int, rows: Rows | None) -> NDArray[np.int64]:
-    """Returns the numbers of `rows` in a global batch, [rows] int64.
-
-    Args:
-        global_batch: Rows of a global batch.
-        rows: The wanted rows; None means all.
-    """
+    """Returns the numbers of `rows` in a global batch, [rows] int64; None means all."""
     every = np.arange(global_batch, dtype=np.int64)
     return every if rows is None else every[rows]
+
+
+def permute(positions: NDArray[np.int64], n: int, seed: int | str, epoch: int) -> NDArray[np.int64]:
+    """Applies the shuffle of [0, n) for (seed, epoch) to each position, without a table.
+
+    A Feistel network over Z_a x Z_b with a*b just above n (Black and Rogaway 2002, "Ciphers with
+    arbitrary finite domains", method 3). Every round adds a hash of one half to the other half,
+    which is invertible for any hash, so the network is a bijection. Results in [n, a*b) go through
+    the network again until they are below n. It uses only integers, so the order is the same
+    everywhere, and besides argument and result it takes O(1) memory.
+
+    Args:
+        positions: int64 [...] in [0, n).
+        n: The size of the domain.
+        seed: The seed; every number and every text has other shuffles.
+        epoch: The epoch; each has its own shuffle.
+
+    Returns:
+        int64 [...] in [0, n).
+    """
+    assert n >= 1
+    assert positions.size == 0 or (positions.min() >= 0 and positions.max() < n)
+    keys = _keys(seed, epoch)
+    a = math.isqrt(n - 1) + 1
+    b = -(-n // a)
+    out = _rounds(positions.astype(np.uint64), a, b, keys)
+    # a*b < n + a, so few positions repeat, and each ends, because its cycle began below n.
+    while (outside := out >= np.uint64(n)).any():
+        out[outside] = _rounds(out[outside], a, b, keys)
+    return out.astype(np.int64)
+
+
+def _rounds(x: NDArray[np.uint64], a: int, b: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    size_a, size_b = np.uint64(a), np.uint64(b)
+    left, right = x // size_b, x % size_b
+    for i, key in enumerate(keys):
+        if i % 2 == 0:
+            left = (left + _hash(right, key) % size_a) % size_a
+        else:
+            right = (right + _hash(left, key) % size_b) % size_b
+    return left * size_b + right
+
+
+def _hash(x: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014); products wrap modulo 2^64."""
+    x = x + np.uint64(0x9E3779B97F4A7C15) ^ key
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _keys(seed: int | str, epoch: int) -> NDArray[np.uint64]:
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)

@@ -1,21 +1,20 @@
-"""Packs documents into samples of a fixed number of places.
+"""Packs documents, or pairs of texts, into samples of a fixed number of places.
 
-It is best-fit decreasing on a histogram of lengths (Krell et al. 2021): from the longest documents
-to the shortest, each goes into the sample with the least room in which it fits. Documents of the
-same length are placed together, so the time grows with the number of different lengths, and only
-sorting and copying grow with the number of documents.
+What has the same length, or the same two lengths, is one kind and is placed together, so the time
+grows with the number of kinds, and only sorting and copying grow with the number of documents.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-# How often each length occurs in a sample, as (length, number of times).
-_Filling = tuple[tuple[int, int], ...]
+_Filling = dict[int, int]  # how often each kind is in a sample
+_MOST_KINDS = 1 << 14  # of pairs
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,9 @@ class Packed:
 def pack(offsets: NDArray[np.int64], seq_len: int) -> Packed:
     """Packs the documents of a split. The result depends on nothing else.
 
+    It is best-fit decreasing on a histogram of lengths (Krell et al. 2021): from the longest
+    documents to the shortest, each goes into the sample with the least room in which it fits.
+
     Args:
         offsets: The starts of documents, and the end of the last, [n_documents + 1].
         seq_len: Places per sample.
@@ -56,20 +58,38 @@ def pack(offsets: NDArray[np.int64], seq_len: int) -> Packed:
     # Few bits sort faster.
     by_length = np.argsort(places.astype(np.min_scalar_type(seq_len)), kind="stable")
     counts = np.bincount(places, minlength=1)
-    taken = counts.cumsum() - counts  # by length, the first unused piece
+    placed, bounds = _placed(_fillings(counts, seq_len), by_length, counts)
+    return Packed(starts[placed], places[placed], bounds)
+
+
+def _placed(
+    fillings: Iterable[tuple[_Filling, int]],
+    by_kind: NDArray[np.int64],
+    counts: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Fills samples.
+
+    Args:
+        fillings: How often each kind is in a sample, and the number of such samples.
+        by_kind: The numbers of what is placed, sorted by kind.
+        counts: How many are of each kind.
+
+    Returns:
+        The numbers in the order of samples, and the place in it of the first one of each sample,
+        and of their end, [samples + 1].
+    """
+    taken = counts.cumsum() - counts  # by kind, the first unused one
     order, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for filling, n in _fillings(counts, seq_len):
+    for filling, n in fillings:
         columns = []
-        for length, times in filling:
-            first = int(taken[length])
-            taken[length] += n * times
-            columns.append(by_length[first : first + n * times].reshape(n, times))
+        for kind, times in filling.items():
+            first = int(taken[kind])
+            taken[kind] += n * times
+            columns.append(by_kind[first : first + n * times].reshape(n, times))
         rows = np.concatenate(columns, 1)
         order.append(rows.ravel())
         sizes.append(np.full(n, rows.shape[1]))
-    placed = np.concatenate(order)
-    bounds = np.concatenate([[0], np.concatenate(sizes).cumsum()])
-    return Packed(starts[placed], places[placed], bounds)
+    return np.concatenate(order), np.concatenate([[0], np.concatenate(sizes).cumsum()])
 
 
 def _fillings(counts: NDArray[np.int64], seq_len: int) -> list[tuple[_Filling, int]]:
@@ -99,11 +119,95 @@ def _fillings(counts: NDArray[np.int64], seq_len: int) -> list[tuple[_Filling, i
                 if not samples[room]:
                     del samples[room], rooms[place]
             else:
-                room, filling, available = seq_len, (), n
+                room, filling, available = seq_len, {}, n
             times = min(room // length, n)
             used = min(available, n // times)
-            add(room - times * length, (*filling, (length, times)), used)
+            add(room - times * length, {**filling, length: times}, used)
             if filling:
                 add(room, filling, available - used)
             n -= used * times
     return [each for room in rooms for each in samples[room]]
+
+
+def pack_pairs(
+    lengths: NDArray[np.int64], room: tuple[int, int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Packs pairs into rows with room for sources and for targets. The result depends on no more.
+
+    Each row begins with the longest pair that is left. Then comes, again and again, the pair that
+    fits and has the largest dot product with the room that is left, so that a pair with a long
+    target goes where much room for targets is left (Panigrahy, Talwar, Uyeda and Wieder 2011,
+    "Heuristics for vector bin packing"). The filling of a row is repeated until one of its kinds is
+    used up.
+
+    Args:
+        lengths: Tokens of source and target of each pair [n, 2], at least 1 and at most `room`.
+        room: Places of a row for sources and for targets.
+
+    Returns:
+        The numbers of the pairs in the order of rows [n], and the place in it of the first pair of
+        each row, and n, [rows + 1].
+    """
+    sizes, rooms = _in_units(lengths, room)
+    kinds = sizes[:, 0] * (rooms[1] + 1) + sizes[:, 1]
+    by_kind = np.argsort(kinds, kind="stable")
+    found, counts = np.unique(kinds, return_counts=True)
+    of_kinds = np.stack(np.divmod(found, rooms[1] + 1), 1)
+    return _placed(_pair_fillings(of_kinds, counts, rooms), by_kind, counts)
+
+
+def _in_units(
+    lengths: NDArray[np.int64], room: tuple[int, int]
+) -> tuple[NDArray[np.int64], tuple[int, int]]:
+    """Returns lengths and rooms in units of several tokens, so large that there are few kinds.
+
+    Lengths are rounded up, so that what fits in units fits in tokens. There are many kinds only
+    where texts are long, and rounding then wastes little of a row.
+    """
+    unit = 1
+    while True:
+        rooms = room[0] // unit, room[1] // unit
+        # A text that fits only because its row is no multiple of the unit fills the row.
+        sizes = np.minimum(-(-lengths // unit), rooms)
+        if len(np.unique(sizes[:, 0] * (rooms[1] + 1) + sizes[:, 1])) <= _MOST_KINDS:
+            return sizes, rooms
+        unit *= 2
+
+
+def _pair_fillings(
+    kinds: NDArray[np.int64], counts: NDArray[np.int64], rooms: tuple[int, int]
+) -> list[tuple[_Filling, int]]:
+    """Returns the fillings of rows: how often each kind is in a row, and the number of such rows.
+
+    Args:
+        kinds: The two sizes of each kind [kinds, 2].
+        counts: How many pairs are of each kind.
+        rooms: The two sizes of a row.
+    """
+    shares = kinds / rooms
+    order = np.argsort(-shares.sum(1), kind="stable")
+    # Separate columns, because nearly all time goes into a few operations on every kind.
+    (a, b), (share_a, share_b), left = kinds[order].T.copy(), shares[order].T.copy(), counts[order]
+    found: list[tuple[_Filling, int]] = []
+    while len(left):
+        filling: _Filling = {}
+        (room_a, room_b), kind = rooms, 0
+        while True:
+            filling[kind] = filling.get(kind, 0) + 1
+            room_a, room_b = room_a - int(a[kind]), room_b - int(b[kind])
+            fits = (a <= room_a) & (b <= room_b)
+            for used, times in filling.items():
+                fits[used] &= times < left[used]
+            products = share_a * (room_a / rooms[0]) + share_b * (room_b / rooms[1])
+            kind = int((products * fits).argmax())
+            if not fits[kind]:
+                break
+        n = min(int(left[used]) // times for used, times in filling.items())
+        found.append(({int(order[used]): times for used, times in filling.items()}, n))
+        for used, times in filling.items():
+            left[used] -= n * times
+        some = left > 0
+        if not some.all():
+            a, b, share_a, share_b = a[some], b[some], share_a[some], share_b[some]
+            left, order = left[some], order[some]
+    return found

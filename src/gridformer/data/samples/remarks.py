@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from gridformer.data.samples.chat import ChatSamples
 from gridformer.data.samples.examples import ChoiceExamples
-from gridformer.data.samples.samples import Batches, Dealt, Mixed, Restarted, Samples
+from gridformer.data.samples.mixture import Mixture
+from gridformer.data.samples.samples import Batches, Samples, SequentialBatches, ShuffledBatches
 from gridformer.data.samples.translation import PairSamples
-from gridformer.data.samples.whole import Whole
 
 
 def remarks(batches: Batches) -> list[str]:
@@ -42,25 +42,16 @@ def alike(*read: Batches) -> list[str]:
 
 
 def _samples_of(batches: Batches) -> tuple[Samples, ...]:
-    if isinstance(batches, Restarted):
-        return _samples_of(batches.batches)
-    if isinstance(batches, Mixed):
+    if isinstance(batches, ShuffledBatches):
         return batches.samples
-    return (batches.samples,) if isinstance(batches, Dealt | Whole) else ()
+    return (batches.samples,) if isinstance(batches, SequentialBatches) else ()
 
 
-def _sources(batches: Batches, start: int = 0) -> list[str]:
-    """Returns the shares of the sources of a mixture, in each stage.
-
-    Args:
-        batches: The batches.
-        start: The step, counted from 0, at which their order begins.
-    """
-    if isinstance(batches, Restarted):
-        return _sources(batches.batches, batches.start)
-    if not isinstance(batches, Mixed):
+def _sources(batches: Batches) -> list[str]:
+    """Returns the shares of the sources of a mixture, in each stage."""
+    if not (isinstance(batches, ShuffledBatches) and isinstance(batches.order, Mixture)):
         return []
-    order, found = batches.order, []
+    order, start, found = batches.order, batches.start, []
     for number, stage in enumerate(order.stages):
         shares = [
             f"{weight / sum(stage.weights):.1%} {name}"

@@ -10,10 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gridformer.data.samples.mixture import Mixture
-from gridformer.data.samples.order import Order, Rows, row_numbers
+from gridformer.data.samples.order import Order, Rows, generator_of, row_numbers
 from gridformer.data.tokenfolder import TokenSplit
+from gridformer.utils.batch import IGNORE
 
 Arrays = dict[str, NDArray[Any]]
+_WANTED = ("labels", "answer", "targets")
 
 
 class Samples(Protocol):
@@ -25,10 +27,6 @@ class Samples(Protocol):
 
     @property
     def n_samples(self) -> int: ...
-
-    @property
-    def n_left_out(self) -> int:
-        """How many more samples the split has that do not fit the lengths of the run."""
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
         """Returns one sample: the keys of `gridformer.utils.batch` without dimension b.
@@ -54,14 +52,10 @@ class Batches(Protocol):
 
     Attributes:
         n_samples: How many samples an epoch has.
-        n_left_out: How many more samples do not fit the lengths of the run.
     """
 
     @property
     def n_samples(self) -> int: ...
-
-    @property
-    def n_left_out(self) -> int: ...
 
     def batch(self, step: int, rows: Rows | None = None) -> Arrays:
         """Returns rows of the global batch of a step, with the keys of `gridformer.utils.batch`.
@@ -82,63 +76,28 @@ class Batches(Protocol):
 
 
 @dataclass(frozen=True)
-class Dealt:
+class ShuffledBatches:
     """Batches of samples in a given order. Each epoch draws the random choices of a sample anew.
-
-    Attributes:
-        samples: The samples.
-        order: Their order.
-        purpose: A name that makes random numbers differ from those of other uses.
-    """
-
-    samples: Samples
-    order: Order
-    purpose: str
-
-    @property
-    def n_samples(self) -> int:
-        return self.samples.n_samples
-
-    @property
-    def n_left_out(self) -> int:
-        return self.samples.n_left_out
-
-    def batch(self, step: int, rows: Rows | None = None) -> Arrays:
-        """See Batches."""
-        wanted, made = _made(self.order.global_batch, rows)
-        numbers = self.order.indices(step, made)
-
-        def draw(place: int) -> np.random.Generator:
-            return self.order.generator(step, int(made[place]), self.purpose)
-
-        read = _read(self.samples, numbers, draw)
-        return {key: value[: len(wanted)] for key, value in read.items()}
-
-
-@dataclass(frozen=True)
-class Mixed:
-    """Batches of the samples of several sources.
 
     Attributes:
         samples: The samples of each source, of one shape and with the same keys.
         order: Their order.
-        purpose: See Dealt.
+        purpose: A name that makes random numbers differ from those of other uses.
+        start: The step at which the order begins.
     """
 
     samples: tuple[Samples, ...]
-    order: Mixture
+    order: Order | Mixture
     purpose: str
+    start: int = 0
 
     @property
     def n_samples(self) -> int:
         return sum(one.n_samples for one in self.samples)
 
-    @property
-    def n_left_out(self) -> int:
-        return sum(one.n_left_out for one in self.samples)
-
     def batch(self, step: int, rows: Rows | None = None) -> Arrays:
         """See Batches."""
+        step -= self.start
         wanted, made = _made(self.order.global_batch, rows)
         sources, numbers = self.order.places(step, made)
         out: Arrays = {}
@@ -146,13 +105,63 @@ class Mixed:
             here = np.flatnonzero(sources == source)
 
             def draw(place: int, made: NDArray[np.int64] = made[here]) -> np.random.Generator:
-                return self.order.generator(step, int(made[place]), self.purpose)
+                number = step * self.order.global_batch + int(made[place])
+                return generator_of(self.order.seed, self.purpose, number)
 
-            for key, value in _read(self.samples[source], numbers[here], draw).items():
+            read = _read(self.samples[source], numbers[here], draw)
+            if len(here) == len(made):
+                out = read
+                break
+            for key, value in read.items():
                 if key not in out:
                     out[key] = np.empty((len(made), *value.shape[1:]), value.dtype)
                 out[key][here] = value
         return {key: value[: len(wanted)] for key, value in out.items()}
+
+
+@dataclass(frozen=True)
+class SequentialBatches:
+    """Batches that hold every sample of a set once, in order: what an exact evaluation reads.
+
+    Batch i holds the samples from i * global_batch on, with their numbers as key `item` [b]. Rows
+    after the last sample repeat the first one. Their number is n_samples, and nothing is predicted
+    for them, so that they count in no loss.
+
+    Attributes:
+        samples: The samples, which must not depend on random choices.
+        global_batch: Samples per batch.
+    """
+
+    samples: Samples
+    global_batch: int
+
+    @property
+    def n_samples(self) -> int:
+        return self.samples.n_samples
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the batches."""
+        return range(-(-self.n_samples // self.global_batch))
+
+    def batch(self, step: int, rows: Rows | None = None) -> Arrays:
+        """See Batches."""
+        wanted, made = _made(self.global_batch, rows)
+        items = np.minimum(step * self.global_batch + made, self.n_samples)
+        read = [self._sample(int(item)) for item in items]
+        return {key: np.stack([one[key] for one in read])[: len(wanted)] for key in read[0]}
+
+    def _sample(self, item: int) -> Arrays:
+        filler = item == self.n_samples
+        found = self.samples.sample(0 if filler else item, np.random.default_rng(0))
+        if filler:
+            found |= {k: _nothing(found[k]) for k in _WANTED if k in found}
+        return found | {"item": np.array(item, dtype=np.int64)}
+
+
+def _nothing(wanted: NDArray[Any]) -> NDArray[Any]:
+    """Returns targets of the same shape that do not count."""
+    return np.full_like(wanted, np.nan if wanted.dtype.kind == "f" else IGNORE)
 
 
 def _made(global_batch: int, rows: Rows | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -178,31 +187,6 @@ def _read(
         return samples.together(numbers)
     read = [samples.sample(number, draw(place)) for place, number in enumerate(numbers.tolist())]
     return {key: np.stack([one[key] for one in read]) for key in read[0]}
-
-
-@dataclass(frozen=True)
-class Restarted:
-    """Batches whose order begins at a later step.
-
-    Attributes:
-        batches: The batches, whose first one is that of step `start`.
-        start: That step.
-    """
-
-    batches: Batches
-    start: int
-
-    @property
-    def n_samples(self) -> int:
-        return self.batches.n_samples
-
-    @property
-    def n_left_out(self) -> int:
-        return self.batches.n_left_out
-
-    def batch(self, step: int, rows: Rows | None = None) -> Arrays:
-        """See Batches."""
-        return self.batches.batch(step - self.start, rows)
 
 
 def padded(ids: NDArray[np.int64], length: int, value: int) -> NDArray[np.int64]:

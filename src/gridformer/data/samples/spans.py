@@ -57,8 +57,6 @@ class SpanSamples:
         DataError: The split is too short for a single sample.
     """
 
-    n_left_out = 0
-
     def __init__(
         self, split: TokenSplit, source_len: int, seq_len: int, special: SpecialIds
     ) -> None:

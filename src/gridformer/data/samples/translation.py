@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gridformer.data.samples.documents import places_of
-from gridformer.data.samples.pair_packing import pack_pairs
+from gridformer.data.samples.packing import pack_pairs
 from gridformer.data.samples.samples import Arrays, first, padded
 from gridformer.data.samples.special import SpecialIds
 from gridformer.data.tokenfolder import TokenSplit

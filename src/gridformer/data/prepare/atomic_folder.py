@@ -1,8 +1,8 @@
-"""A preparation that goes on where it was stopped: its state beside the files that it writes.
+"""Writes a token folder that appears complete or not at all, and goes on where it was stopped.
 
-The state is saved every few seconds, after the files are on disk. A preparation that was killed is
-begun again with the same command; files are cut to what the last state says of them, and sources
-are read from there.
+A state is saved beside the files every few seconds, after they are on disk. A preparation that was
+killed is begun again with the same command; files are cut to what the last state says of them, and
+sources are read from there.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from gridformer.config import Config
-from gridformer.data.prepare.reading import Position
-from gridformer.data.prepare.replacing import check_free, written_whole
-from gridformer.data.prepare.splitting import WriterState
+from gridformer.data.prepare.reading import Cursor
+from gridformer.data.prepare.split_file import WriterState
+from gridformer.data.tokenfolder import INDEX, is_own_file, is_token_folder
+from gridformer.utils.errors import UserError
 from gridformer.utils.files import UnreadableError, read_json
 from gridformer.utils.folders import begin_folder, finish_folder, hidden_folder
 
@@ -36,19 +38,17 @@ class PreparationState(Config):
     Attributes:
         key: What is prepared and how; see `resume_key`.
         origin: Where the tokenizer comes from.
-        position: The place in the sources.
+        cursor: The place in the sources.
         documents: The documents of each source that are written.
         n_bytes: The bytes of text of each source that are tokenized.
-        dropped: What was left out after it was tokenized.
         writer: The files.
     """
 
     key: str
     origin: str
-    position: Position
+    cursor: Cursor
     documents: tuple[int, ...]
     n_bytes: tuple[int, ...]
-    dropped: dict[str, int] = Field(default_factory=dict)
     writer: WriterState
 
 
@@ -64,7 +64,7 @@ class Unfinished:
     def __init__(self, folder: Path, state: PreparationState | None, can_keep: bool) -> None:
         self.folder, self.state = folder, state
         self._can_keep = can_keep
-        self.keeps = can_keep and state is not None
+        self.keeps = state is not None
         self._saved = time.monotonic()
 
     @property
@@ -74,8 +74,6 @@ class Unfinished:
 
     def save(self, state: PreparationState) -> None:
         """Saves the state of files that are on disk."""
-        if not self._can_keep:
-            return
         new = self.folder / f"{STATE}.new"
         with new.open("w", encoding="utf-8") as file:
             file.write(state.model_dump_json())
@@ -92,29 +90,55 @@ class Unfinished:
 
 
 def resume_key(sources: object, files: Iterable[Path], settings: Mapping[str, object]) -> str:
-    """Returns a hash of what determines a folder.
-
-    Args:
-        sources: What describes the sources.
-        files: Their files, whose sizes and times of change count.
-        settings: The settings.
-    """
-    text = json.dumps([sources, [_file(path) for path in files], settings], default=str)
+    """Returns a hash of what determines a folder; the files count by their sizes and times."""
+    stats = [(str(path), path.stat()) for path in files]
+    listed = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    text = json.dumps([sources, listed, settings], default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def check_free(out: Path, overwrite: bool) -> None:
+    """Checks that `out` may be written: it is absent, empty, or a token folder to overwrite.
+
+    A folder that contains anything but a token folder's own files is never replaced.
+
+    Raises:
+        UserError: `out` may not be written.
+    """
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise UserError(f"{out}: is a file; choose another --out")
+    present = {path.name for path in out.iterdir()}
+    if not present:
+        return
+    if foreign := sorted(name for name in present if not is_own_file(name)):
+        raise UserError(
+            f"{out}: holds {', '.join(foreign[:3])}, which prepare did not write, so it is not "
+            f"replaced; choose another --out"
+        )
+    if not is_token_folder(out):
+        raise UserError(
+            f"{out}: is not empty, and its {INDEX} does not make it a token folder, so it is not "
+            f"replaced; choose another --out"
+        )
+    if not overwrite:
+        raise UserError(f"{out}: already is a token folder; add --overwrite to replace it")
+
+
 @contextlib.contextmanager
-def resumable(out: Path, overwrite: bool, key: str) -> Iterator[Unfinished]:
+def atomic_folder(out: Path, overwrite: bool, key: str | None) -> Iterator[Unfinished]:
     """Yields a hidden folder that replaces `out` when the block ends without an error.
 
-    If the block fails before its state was saved, the folder is removed; otherwise it stays, and
-    the next preparation with the same key goes on with it. While another process writes the same
-    folder, the preparation cannot be resumed.
+    If the block fails after its state was saved, the folder stays, and the next preparation with
+    the same key goes on with it; otherwise it is removed. While another process writes the same
+    folder, the preparation cannot be resumed. A process that is killed leaves the hidden folder
+    behind without an index, so that it cannot be mistaken for a token folder.
 
     Args:
         out: The folder to write.
         overwrite: Whether it may replace a token folder.
-        key: What determines the folder; see `resume_key`.
+        key: What determines the folder, see `resume_key`; None cannot be resumed.
 
     Raises:
         UserError: `out` may not be written; see `check_free`.
@@ -122,11 +146,11 @@ def resumable(out: Path, overwrite: bool, key: str) -> Iterator[Unfinished]:
     check_free(out, overwrite)
     target = out.resolve()  # keeps a link, and allows renaming a folder beside its target
     folder = hidden_folder(target)
-    lock = _lock(folder)
+    lock = None if key is None else _lock(folder)
     if lock is None:
-        with written_whole(out, overwrite) as other:
-            yield Unfinished(other, None, can_keep=False)
-        return
+        # The name is random because several processes may write the same folder at a time.
+        folder = hidden_folder(target, f"-{secrets.token_hex(4)}")
+        begin_folder(folder)
     work = None
     try:
         state = _read(folder)
@@ -135,7 +159,7 @@ def resumable(out: Path, overwrite: bool, key: str) -> Iterator[Unfinished]:
             for path in folder.iterdir():
                 if path.name != LOCK:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        work = Unfinished(folder, state, can_keep=True)
+        work = Unfinished(folder, state, can_keep=lock is not None)
         yield work
         check_free(out, overwrite)  # it may have changed since the first check
         for name in (STATE, LOCK):
@@ -144,7 +168,8 @@ def resumable(out: Path, overwrite: bool, key: str) -> Iterator[Unfinished]:
     finally:
         if work is None or not work.keeps:
             shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
 
 
 def documents_kept(out: Path) -> int:
@@ -186,8 +211,3 @@ def _is_whole(folder: Path, state: PreparationState) -> bool:
         return all((folder / name).stat().st_size >= size for name, size in files)
     except FileNotFoundError:
         return False
-
-
-def _file(path: Path) -> tuple[str, int, int]:
-    found = path.stat()
-    return str(path), found.st_size, found.st_mtime_ns

@@ -1,0 +1,477 @@
+"""Splits documents into training and validation, and writes the files of both."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from gridformer.config import Config
+from gridformer.data.columns import LABEL_COLUMN, LABELS, Column
+from gridformer.data.indexed import LONGEST_DOCUMENT, write_index
+from gridformer.data.prepare.records import NO_PAIR
+from gridformer.data.tokenfolder import (
+    SPLITS,
+    Kind,
+    SplitEntry,
+    SplitName,
+    bin_name,
+    borders_name,
+    column_name,
+)
+from gridformer.utils.errors import DataError
+
+MOST_LABELS = 10_000
+Ids = Sequence[int] | NDArray[Any]
+_ONE = {"pairs": "pair", "labeled": "labeled document", "chat": "conversation"}
+_COPY_TOKENS = 1 << 22  # tokens to copy at a time when documents move to the other split
+_LENGTH = np.dtype("<i8")
+
+
+def split_of(seed: int, document: int, val_fraction: float) -> SplitName:
+    """Returns the split of a document, a function of a hash of (seed, document number).
+
+    Args:
+        seed: The seed of the preparation.
+        document: The number of the document, or of the pair, in order of reading.
+        val_fraction: The probability of `val`, from 0 to 1.
+    """
+    digest = hashlib.blake2b(f"{seed}/{document}".encode(), digest_size=8, person=b"val split")
+    return "val" if int.from_bytes(digest.digest(), "little") < val_fraction * 2.0**64 else "train"
+
+
+class WriterState(Config):
+    """What a `SplitWriter` has written, between two documents.
+
+    Attributes:
+        documents: The number of documents.
+        labels: The names of labels in order of appearance.
+        files: The bytes of each file of each split by name.
+        dropped: What was left out after it was tokenized.
+        splits_given: Whether documents came with their splits.
+    """
+
+    documents: int
+    labels: tuple[str, ...]
+    files: dict[SplitName, dict[str, int]]
+    dropped: dict[str, int] = Field(default_factory=dict)
+    splits_given: bool = False
+
+
+class SplitWriter:
+    """Appends documents to train.bin or val.bin in a folder. Use it as a context manager.
+
+    Pairs are appended as two documents each, which go to the same split; both are left out if one
+    has no tokens. Call `finish`, then `finish_labels`, at the end.
+
+    Args:
+        folder: The folder.
+        dtype: The dtype of the token files.
+        eos_id: The id of the end-of-text token; None ends documents with their last own token.
+        seed: The seed that decides the split of a document.
+        val_fraction: The fraction of the documents for validation.
+        kind: The kind of the documents.
+        columns: The columns to write beside the tokens; labeled documents have labels as well.
+        bos_id: The id of a token with which every document begins, if there is one.
+        state: What `state` returned in a process that was stopped; None begins with empty files.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: np.dtype[Any],
+        eos_id: int | None,
+        seed: int,
+        val_fraction: float,
+        kind: Kind = "text",
+        columns: Mapping[str, Column] | None = None,
+        bos_id: int | None = None,
+        state: WriterState | None = None,
+    ) -> None:
+        state = state or WriterState(documents=0, labels=(), files={split: {} for split in SPLITS})
+        labels = {LABELS: LABEL_COLUMN} if kind == "labeled" else {}
+        self.columns = {**(columns or {}), **labels}
+        self._files = {
+            split: _SplitFile(folder, split, dtype, self.columns, state.files[split])
+            for split in SPLITS
+        }
+        self._eos = [] if eos_id is None else [eos_id]
+        self._bos = [] if bos_id is None else [bos_id]
+        self._seed = seed
+        self._val_fraction = val_fraction
+        self.kind: Kind = kind
+        self._open: _SplitFile | None = None
+        self._texts: list[list[Ids]] = [[]]  # of a pair that is not complete
+        self._finished = False
+        self._labels = {name: place for place, name in enumerate(state.labels)}
+        self.documents, self.splits_given = state.documents, state.splits_given
+        self.dropped = Counter(state.dropped)
+        self._unit = 2 if kind == "pairs" else 1  # documents that must stay in one split
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for file in self._files.values():
+            file.close()
+            if self._finished and error is None:
+                file.lengths_path.unlink()
+
+    @property
+    def tokens(self) -> int:
+        """The tokens written so far, end-of-text tokens included."""
+        return sum(file.tokens for file in self._files.values())
+
+    @property
+    def is_between(self) -> bool:
+        """Whether the last document, or pair, has ended."""
+        return self._open is None and self._texts == [[]]
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether finishing changes what is written, instead of adding to it."""
+        return bool(self._labels or self.empty_splits)
+
+    @property
+    def empty_splits(self) -> tuple[SplitName, ...]:
+        """The splits without a document."""
+        return tuple(split for split, file in self._files.items() if not file.tokens)
+
+    def state(self) -> WriterState:
+        """Returns what is written, after waiting until it is on disk."""
+        assert self.is_between
+        return WriterState(
+            documents=self.documents,
+            labels=tuple(self._labels),
+            files={split: file.synced() for split, file in self._files.items()},
+            dropped=dict(self.dropped),
+            splits_given=self.splits_given,
+        )
+
+    def append(
+        self,
+        ids: Ids,
+        ends: bool,
+        label: str | None = None,
+        values: Mapping[str, object] | None = None,
+        split: SplitName | None = None,
+    ) -> None:
+        """Appends tokens to the current document. A document without tokens is not written.
+
+        Args:
+            ids: The tokens.
+            ends: Whether they are the last of the document.
+            label: The label of the document, if it ends.
+            values: The values of columns by name: those of the document, if it ends, and those of
+                the tokens. Of the last tokens there may be one value more, which belongs to the
+                end-of-text token; otherwise that one gets 0.
+            split: The split of the document, for data whose splits are given. Every document has
+                one then, or none.
+
+        Raises:
+            DataError: There are more than 10,000 different labels, or values are missing or do not
+                fit their column.
+        """
+        if self.kind != "pairs":
+            self._append(ids, ends, label, dict(values or {}), split)
+            return
+        self._texts[-1].append(ids)
+        if ends and len(self._texts) == 1:
+            self._texts.append([])
+        elif ends:
+            texts = [np.concatenate(text) for text in self._texts]
+            self._texts = [[]]
+            if not all(len(text) for text in texts):
+                self.dropped[NO_PAIR] += 1
+                return
+            for text in texts:
+                self._append(text, True, None, {}, None)
+
+    def _append(
+        self,
+        ids: Ids,
+        ends: bool,
+        label: str | None,
+        given: dict[str, object],
+        split: SplitName | None,
+    ) -> None:
+        begin: list[int] = []
+        if len(ids) and self._open is None:
+            self.splits_given = split is not None
+            number = self.documents // self._unit
+            self._open = self._files[split or split_of(self._seed, number, self._val_fraction)]
+            begin = self._bos
+        if self._open is None:
+            return
+        if ends and label is not None:
+            given[LABELS] = self._number_of(label)
+        end = self._eos if ends else []
+        tokens = np.concatenate([begin, ids, end]) if begin or end else ids
+        rows = self._columns_of(given, len(begin), len(ids), len(end), ends)
+        self._open.write(tokens, rows)
+        if ends:
+            self._open.end_document()
+            self._open = None
+            self.documents += 1
+
+    def _columns_of(
+        self, given: Mapping[str, object], n_begin: int, n_ids: int, n_end: int, ends: bool
+    ) -> dict[str, NDArray[Any]]:
+        """Returns the rows of all columns for some tokens and, if it ends, their document."""
+        found: dict[str, NDArray[Any]] = {}
+        for name, column in self.columns.items():
+            try:
+                if column.per == "document":
+                    if ends:
+                        found[name] = column.rows(given[name], 1)
+                    continue
+                rows = np.asarray(given[name])
+                missing = n_end if rows.size == n_ids * column.width else 0
+                parts = [np.zeros(n * column.width, rows.dtype) for n in (n_begin, missing)]
+                rows = np.concatenate([parts[0], rows.ravel(), parts[1]])
+                found[name] = column.rows(rows, n_begin + n_ids + n_end)
+            except (KeyError, ValueError) as error:
+                why = "no values" if isinstance(error, KeyError) else error
+                raise DataError(
+                    f"column {name} of document {self.documents}: {why}, and each {column.per} "
+                    f"has {column.width} of {column.dtype}"
+                ) from None
+        return found
+
+    def finish(self) -> dict[SplitName, SplitEntry]:
+        """Closes the files and makes sure that neither split is empty.
+
+        If all documents are in one split, the document whose length is nearest to what the other
+        split should have moves there. A single document is divided. At least one document must have
+        been appended.
+
+        Returns:
+            The sizes of both splits.
+
+        Raises:
+            DataError: There is only one pair or labeled document, which cannot be divided.
+        """
+        assert self.documents >= 1
+        assert self.is_between
+        for file in self._files.values():
+            file.close()
+        train, val = self._files["train"], self._files["val"]
+        if self.documents == self._unit:
+            self._divide(train, val)
+        elif not val.tokens:
+            _move_documents(train, val, self._val_fraction, self._unit)
+        elif not train.tokens:
+            _move_documents(val, train, 1 - self._val_fraction, self._unit)
+        self._finished = True
+        return {split: file.entry() for split, file in self._files.items()}
+
+    def _divide(self, train: _SplitFile, val: _SplitFile) -> None:
+        """Divides the only document: its end goes to val, whichever split the hash chose."""
+        if self.kind != "text":
+            raise DataError(
+                f"there is only one {_ONE[self.kind]}, but training and validation need one each: "
+                f"prepare more text"
+            )
+        whole, other = (train, val) if train.tokens else (val, train)
+        n = whole.tokens
+        if n < 2:
+            raise DataError(
+                "there is only one token, but training and validation need one each: prepare "
+                "more text"
+            )
+        tail = min(max(1, round(self._val_fraction * n)), n - 1)
+        _move_tokens(whole, other, *((n - tail, n) if whole is train else (0, n - tail)))
+        for name, column in self.columns.items():
+            if column.per == "document":
+                other.write_column(name, whole.column(name))
+        for file in (whole, other):
+            file.write_lengths([file.tokens])
+
+    def finish_labels(self) -> tuple[str, ...]:
+        """Renumbers the labels in sorted order, also in the files. Call it after `finish`.
+
+        Returns:
+            The sorted names of the labels; they are sorted as numbers if all of them are numbers.
+        """
+        by_number = all(name.isdecimal() for name in self._labels)
+        names = sorted(self._labels, key=(lambda n: (int(n), n)) if by_number else None)
+        if names:
+            place = np.empty(len(names), dtype=np.int64)
+            place[[self._labels[name] for name in names]] = np.arange(len(names))
+            for file in self._files.values():
+                file.write_column(LABELS, place[file.column(LABELS)])
+        return tuple(names)
+
+    def _number_of(self, label: str) -> int:
+        number = self._labels.setdefault(label, len(self._labels))
+        if number >= MOST_LABELS:
+            raise DataError(
+                f"there are more than {MOST_LABELS:,} different labels, for instance "
+                f"'{label[:40]}': name the key of the label with --label-key"
+            )
+        return number
+
+
+class _SplitFile:
+    """The token file of a split, the lengths of its documents, and its columns.
+
+    Args:
+        folder: The folder.
+        split: The name of the split.
+        dtype: The dtype of the token file.
+        columns: The columns by name.
+        sizes: The bytes to keep of files that are there already, by name.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: SplitName,
+        dtype: np.dtype[Any],
+        columns: Mapping[str, Column],
+        sizes: Mapping[str, int],
+    ) -> None:
+        self.dtype = dtype
+        self.columns = columns
+        self.path = folder / bin_name(split)
+        self.index_path = folder / borders_name(split)
+        self.lengths_path = folder / f"{split}.lengths"  # only until the index is written
+        self.column_paths = {name: folder / column_name(split, name) for name in columns}
+        self.tokens = sizes.get(self.path.name, 0) // dtype.itemsize
+        self._begun = 0  # tokens of the document that has not ended
+        self._files: dict[Path, IO[bytes]] = {
+            path: _opened(path, sizes.get(path.name, 0))
+            for path in (self.path, self.lengths_path, *self.column_paths.values())
+        }
+        # The files with the same number of bytes for every token, and that number.
+        self.per_token = {self.path: dtype.itemsize} | {
+            self.column_paths[name]: column.item_bytes
+            for name, column in columns.items()
+            if column.per == "token"
+        }
+
+    def synced(self) -> dict[str, int]:
+        """Returns the bytes of each file by name, after waiting until they are on disk."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        return {path.name: file.tell() for path, file in self._files.items()}
+
+    def write(self, ids: Ids, rows: Mapping[str, NDArray[Any]]) -> None:
+        """Appends tokens of the current document, and rows to columns."""
+        self._files[self.path].write(np.asarray(ids, dtype=self.dtype).tobytes())
+        for name, values in rows.items():
+            self._files[self.column_paths[name]].write(values.tobytes())
+        self.tokens += len(ids)
+        self._begun += len(ids)
+
+    def end_document(self) -> None:
+        """Ends the current document.
+
+        Raises:
+            DataError: It is longer than the format can say.
+        """
+        if self._begun > LONGEST_DOCUMENT:
+            raise DataError(
+                f"a document has {self._begun:,} tokens; at most {LONGEST_DOCUMENT:,} fit: divide "
+                f"its file into several"
+            )
+        self._files[self.lengths_path].write(np.array([self._begun], dtype=_LENGTH).tobytes())
+        self._begun = 0
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def lengths(self) -> NDArray[np.int64]:
+        """The tokens of each document [n_documents], memory-mapped."""
+        if not self.lengths_path.stat().st_size:
+            return np.zeros(0, dtype=np.int64)
+        return np.memmap(self.lengths_path, dtype=_LENGTH, mode="r")
+
+    def write_lengths(self, lengths: Sequence[int] | NDArray[np.int64]) -> None:
+        """Replaces the lengths of the documents by others, in tokens, as [n_documents]."""
+        self.lengths_path.write_bytes(np.asarray(lengths, dtype=_LENGTH).tobytes())
+
+    def column(self, name: str) -> NDArray[Any]:
+        """The rows of a column [n] or [n, width], read whole."""
+        column = self.columns[name]
+        rows = np.fromfile(self.column_paths[name], dtype=column.item)
+        return rows if column.width == 1 else rows.reshape(-1, column.width)
+
+    def write_column(self, name: str, rows: NDArray[Any]) -> None:
+        """Replaces the values of a column, one row for each document or token."""
+        self.column_paths[name].write_bytes(rows.astype(self.columns[name].item).tobytes())
+
+    def entry(self) -> SplitEntry:
+        """Writes the index, and returns the sizes of the split."""
+        lengths = self.lengths()
+        write_index(self.index_path, self.dtype, lengths)
+        return SplitEntry(
+            tokens=self.tokens,
+            documents=len(lengths),
+            bin_bytes=self.path.stat().st_size,
+            offsets_bytes=self.index_path.stat().st_size,
+        )
+
+
+def _opened(path: Path, size: int) -> IO[bytes]:
+    """Opens a file for appending after its first `size` bytes, without what follows them."""
+    file = path.open("r+b" if size else "wb")
+    file.truncate(size)
+    file.seek(size)
+    return file
+
+
+def _move_documents(source: _SplitFile, target: _SplitFile, share: float, unit: int) -> None:
+    """Moves the `unit` documents whose length is nearest to `share` of all to an empty target.
+
+    Args:
+        source: The split that gives the documents.
+        target: The split that gets them, which has none.
+        share: The wanted length, as a fraction of the tokens of `source`.
+        unit: How many documents belong together: 2 for pairs, otherwise 1.
+    """
+    lengths = np.array(source.lengths())
+    units = lengths.reshape(-1, unit).sum(axis=1)
+    chosen = unit * int(np.abs(units - share * source.tokens).argmin())
+    moved = np.arange(chosen, chosen + unit)
+    start = int(lengths[:chosen].sum())
+    _move_tokens(source, target, start, start + int(lengths[moved].sum()))
+    source.write_lengths(np.delete(lengths, moved))
+    target.write_lengths(lengths[moved])
+    for name, column in source.columns.items():
+        if column.per == "document":
+            rows = source.column(name)
+            source.write_column(name, np.delete(rows, moved, axis=0))
+            target.write_column(name, rows[moved])
+
+
+def _move_tokens(source: _SplitFile, target: _SplitFile, start: int, end: int) -> None:
+    """Moves tokens [start, end) to an empty target and closes the gap, but leaves lengths alone."""
+    for (path, size), to in zip(source.per_token.items(), target.per_token, strict=True):
+        with path.open("r+b") as from_file, to.open("wb") as to_file:
+            for at in range(start, end, _COPY_TOKENS):
+                from_file.seek(at * size)
+                to_file.write(from_file.read(min(_COPY_TOKENS, end - at) * size))
+            for at in range(end, source.tokens, _COPY_TOKENS):
+                from_file.seek(at * size)
+                block = from_file.read(_COPY_TOKENS * size)
+                from_file.seek((at - (end - start)) * size)
+                from_file.write(block)
+            from_file.truncate((source.tokens - (end - start)) * size)
+    source.tokens -= end - start
+    target.tokens += end - start

@@ -1,0 +1,267 @@
+"""Reads the files of data sets for fine-tuning, as they are distributed.
+
+They are the tab-separated files of GLUE (Wang et al. 2019), the JSON files of SQuAD 1.1 and 2.0
+(Rajpurkar et al. 2016 and 2018), and the folders of RACE (Lai et al. 2017): texts with questions,
+each with four answers. A folder such as RACE/train contains the folders high and middle, whose .txt
+files are JSON:
+{"article": ..., "questions": [...], "options": [[...], ...], "answers": ["B", ...], "id": ...}.
+"""
+
+from __future__ import annotations
+
+import math
+import string
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gridformer.data.examples_file import Question
+from gridformer.data.tokenfolder import SplitName
+from gridformer.utils.errors import DataError
+from gridformer.utils.files import UnreadableError, read_json, read_text
+from gridformer.utils.units import GIB
+
+BAD_ROWS = "incomplete rows"
+MISPLACED = "answers that are not at their place"
+NO_CONTEXT = "questions without a context"
+INCOMPLETE = "incomplete questions"
+
+
+@dataclass(frozen=True)
+class Example:
+    """One example.
+
+    Attributes:
+        texts: Its texts, which become the parts of a document.
+        label: Its label, if it has one.
+        values: The values of its columns, beside what its tokens determine.
+        answer: For a question and its context, the characters [begin, end) of the answer in the
+            context; (-1, -1) if it has none.
+        split: Its split.
+    """
+
+    texts: tuple[str, ...]
+    label: str | None = None
+    values: Mapping[str, object] = field(default_factory=dict)
+    answer: tuple[int, int] | None = None
+    split: SplitName | None = None
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """The columns and labels of one data set of GLUE.
+
+    Attributes:
+        train: The file of training examples.
+        val: The file of validation examples.
+        columns: The columns of the first text, of the second one if there is one, and of the label.
+        labels: The labels, in the order of their numbers; none if the last column has numbers.
+        header: Whether the first row names the columns; otherwise columns are numbers.
+    """
+
+    train: str
+    val: str
+    columns: tuple[str, ...]
+    labels: tuple[str, ...]
+    header: bool = True
+
+
+def _mnli(val: str) -> GlueTask:
+    labels = ("contradiction", "entailment", "neutral")
+    return GlueTask("train.tsv", val, ("sentence1", "sentence2", "gold_label"), labels)
+
+
+GLUE: dict[str, GlueTask] = {
+    "mnli": _mnli("dev_matched.tsv"),
+    "mnli-mismatched": _mnli("dev_mismatched.tsv"),
+    "qqp": GlueTask("train.tsv", "dev.tsv", ("question1", "question2", "is_duplicate"), ("0", "1")),
+    "qnli": GlueTask(
+        "train.tsv",
+        "dev.tsv",
+        ("question", "sentence", "label"),
+        ("entailment", "not_entailment"),
+    ),
+    "rte": GlueTask(
+        "train.tsv",
+        "dev.tsv",
+        ("sentence1", "sentence2", "label"),
+        ("entailment", "not_entailment"),
+    ),
+    "mrpc": GlueTask("train.tsv", "dev.tsv", ("#1 String", "#2 String", "Quality"), ("0", "1")),
+    "sst-2": GlueTask("train.tsv", "dev.tsv", ("sentence", "label"), ("0", "1")),
+    "sts-b": GlueTask("train.tsv", "dev.tsv", ("sentence1", "sentence2", "score"), ()),
+    "cola": GlueTask("train.tsv", "dev.tsv", ("3", "1"), ("0", "1"), header=False),
+}
+
+
+def read_glue(task: GlueTask, path: Path, skipped: Counter[str]) -> Iterator[Example]:
+    """Yields the examples of a file of GLUE.
+
+    Args:
+        task: The data set.
+        path: The file.
+        skipped: Counts rows without a text or with a label that is unknown, such as `-` in MNLI's
+            files.
+
+    Raises:
+        DataError: The file cannot be read, lacks a column, or has no usable row.
+    """
+    try:
+        text = read_text(path, GIB).removeprefix("\ufeff")
+    except UnreadableError as error:
+        raise DataError(str(error)) from None
+    lines = text.split("\n")  # splitlines would also split at other separators of Unicode
+    rows = [line.rstrip("\r").split("\t") for line in lines if line.strip()]
+    places, rows = _places(path, task, rows)
+    n = 0
+    for row in rows:
+        values = [row[place].strip() if place < len(row) else "" for place in places]
+        *texts, label = values
+        if not all(texts) or not _known(label, task):
+            skipped[BAD_ROWS] += 1
+            continue
+        n += 1
+        pair = texts[0], texts[1] if len(texts) > 1 else ""
+        if task.labels:
+            yield Example(pair, label)
+        else:
+            yield Example(pair, values={"value": float(label)})
+    if not n:
+        raise DataError(
+            f"{path}: no row has texts and {_wanted(task)}: it is not a file of this data set with "
+            f"{'labels' if task.labels else 'scores'}"
+        )
+
+
+def _known(label: str, task: GlueTask) -> bool:
+    """Returns whether a row has a label of the data set, or a finite number."""
+    if task.labels:
+        return label in task.labels
+    try:
+        return math.isfinite(float(label))
+    except ValueError:
+        return False
+
+
+def _wanted(task: GlueTask) -> str:
+    return f"one of the labels {', '.join(task.labels)}" if task.labels else "a number"
+
+
+def _places(path: Path, task: GlueTask, rows: list[list[str]]) -> tuple[list[int], list[list[str]]]:
+    """Returns the numbers of the columns, and the rows without the header."""
+    if not task.header:
+        return [int(column) for column in task.columns], rows
+    names = rows[0] if rows else []
+    missing = [column for column in task.columns if column not in names]
+    if missing:
+        raise DataError(
+            f"{path}: has no column {', '.join(missing)}, but {', '.join(names) or 'nothing'}: it "
+            "is not a file of this data set"
+        )
+    return [names.index(column) for column in task.columns], rows[1:]
+
+
+def squad_examples(path: Path, skipped: Counter[str]) -> Iterator[Example]:
+    """Yields the questions of a file of SQuAD as examples; see `read_squad`."""
+    for question, start in read_squad(path, skipped):
+        end = start + len(question.answers[0].rstrip()) if question.answers else -1
+        yield Example((question.question, question.context), answer=(start, end))
+
+
+def read_squad(path: Path, skipped: Counter[str]) -> Iterator[tuple[Question, int]]:
+    """Yields the questions of a file of SQuAD.
+
+    Args:
+        path: The file.
+        skipped: Counts questions that are left out.
+
+    Returns:
+        Each question, and the character of its context at which the first answer begins; -1 if it
+        has none.
+
+    Raises:
+        DataError: The file cannot be read or is not of this format.
+    """
+    raw = _json(path, GIB)
+    try:
+        for article in raw["data"]:
+            for paragraph in article["paragraphs"]:
+                for asked in paragraph["qas"]:
+                    found = _asked(paragraph["context"], asked, skipped)
+                    if found is not None:
+                        yield found
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path}: is not a file of SQuAD 1.1 or 2.0 ({type(error).__name__}: {error}); it has "
+            "data, a list of articles with paragraphs, each with a context and qas"
+        ) from None
+
+
+def _asked(
+    context: str, asked: dict[str, Any], skipped: Counter[str]
+) -> tuple[Question, int] | None:
+    if not context.strip() or not asked["question"].strip():
+        skipped[NO_CONTEXT] += 1
+        return None
+    answers = [] if asked.get("is_impossible", False) else asked["answers"]
+    texts = tuple(one["text"] for one in answers)
+    question = Question(str(asked["id"]), context, asked["question"].strip(), texts)
+    if not answers:
+        return question, -1
+    text, start = texts[0], int(answers[0]["answer_start"])
+    if not text.strip() or context[start : start + len(text)] != text:
+        skipped[MISPLACED] += 1
+        return None
+    return question, start
+
+
+def read_race(folder: Path, skipped: Counter[str]) -> Iterator[Example]:
+    """Yields the questions of all texts of a folder of RACE, ordered by the names of files.
+
+    The texts of an example are a passage, and the question with each of its answers.
+
+    Args:
+        folder: The folder.
+        skipped: Counts questions that lack something.
+
+    Raises:
+        DataError: A file cannot be read or is not of this format, or there is none.
+    """
+    files = sorted(folder.rglob("*.txt"))
+    if not files:
+        raise DataError(f"{folder}: has no .txt files of RACE; name a folder such as RACE/train")
+    for file in files:
+        raw = _json(file)
+        try:
+            passage = raw["article"].strip()
+            asked = list(zip(raw["questions"], raw["options"], raw["answers"], strict=True))
+            for question, options, answer in asked:
+                right = string.ascii_uppercase.find(answer.strip())
+                usable = passage and all(o.strip() for o in options)
+                if not usable or right not in range(len(options)):
+                    skipped[INCOMPLETE] += 1
+                    continue
+                filled = (_filled(question, o) for o in options)
+                yield Example((passage, *filled), values={"right": right})
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise DataError(
+                f"{file}: is not a text of RACE ({type(error).__name__}: {error}); it has article, "
+                "questions, options and answers"
+            ) from None
+
+
+def _filled(question: str, option: str) -> str:
+    """Returns a question with an answer in its blank, or after it."""
+    question, option = question.strip(), option.strip()
+    if "_" in question:
+        return question.replace("_", option, 1)
+    return f"{question} {option}".strip()
+
+
+def _json(path: Path, *at_most: int) -> Any:
+    try:
+        return read_json(path, *at_most)
+    except UnreadableError as error:
+        raise DataError(str(error)) from None
