@@ -16,7 +16,7 @@ from gridformer.checkpoint.same_run import check_copy, data_start_of
 from gridformer.launch.failures import Failure, cause, failure_text
 from gridformer.launch.local import attempt
 from gridformer.launch.memory_advice import memory_advice
-from gridformer.launch.stop_signals import signals_seen
+from gridformer.launch.processes import signals_seen
 from gridformer.launch.worker_process import print_last
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan

@@ -16,8 +16,8 @@ from gridformer.launch.copy_last import copy_last
 from gridformer.launch.failure_cause import out_of_memory
 from gridformer.launch.memory_advice import memory_advice
 from gridformer.launch.restarts import launch_with_restarts
-from gridformer.launch.watch import MARGIN_S, HangWatch
-from gridformer.launch.worker_process import end_after_peer, end_with_report, print_last
+from gridformer.launch.watch import MARGIN_S, start_watch
+from gridformer.launch.worker_process import print_last
 from gridformer.mesh.launch_env import Joined, launched_place, use_only
 from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.mesh.rendezvous import store_of
@@ -184,12 +184,7 @@ def worker(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     leave_to_callers()
     set_numerics(train)
     world = init_process_groups(train.device, plan.n_processes, train.timeout_s, MARGIN_S)
-    place, watch = launched_place(), None
-    if place and world.size > 1:
-        nccl = world.backend == "nccl"
-        watch = HangWatch(
-            place, train.timeout_s, plan.out, end_with_report, nccl, peer_failed=end_after_peer
-        )
+    watch = start_watch(world, train.timeout_s, plan.out)
     with without_dynamo():
         trainer = Trainer(plan, world, _measures(plan), callbacks)
         if watch:

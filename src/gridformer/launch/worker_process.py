@@ -271,7 +271,7 @@ def _fail(
         if by_torchrun_or_srun:  # otherwise `launch` prints it, because it started the workers
             _print_failure(error)
         code = error.exit_code if isinstance(error, UserError) else 1
-        from gridformer.launch.boards import asks_s, tell_failed
+        from gridformer.launch.hang_board import asks_s, tell_failed
 
         place = launched_place()
         if (

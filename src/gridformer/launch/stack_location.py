@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 import traceback
 from collections import deque
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -13,10 +12,9 @@ from torch import nn
 
 _DEEPEST = 40  # calls shown of a stack
 _NODES = 200  # of the graph that are looked at to find a parameter
-_SOURCES = Path(__file__).parents[1]
 
 
-class Where:
+class StackLocation:
     """Names places of the model of this process.
 
     Attributes:
@@ -28,18 +26,14 @@ class Where:
 
     def stack(self, frame: FrameType) -> list[str]:
         """Returns the calls of a thread, the innermost last, as a traceback shows them."""
-        calls = [*traceback.walk_stack(frame)][:_DEEPEST]
-        lines = []
-        for call, at in reversed(calls):
+        calls = []
+        for call, number in [*traceback.walk_stack(frame)][:_DEEPEST]:
             name = call.f_code.co_filename
             # Between two lines, such as on leaving a `with`, Python may know none.
-            number: int | None = at
-            source = linecache.getline(name, number).strip() if number else ""
-            line = "?" if number is None else number
-            lines.append(f'  File "{name}", line {line}, in {call.f_code.co_name}\n')
-            if source:
-                lines.append(f"    {source}\n")
-        return lines
+            source = linecache.getline(name, number or 0).strip()
+            text = f'  File "{name}", line {number or "?"}, in {call.f_code.co_name}\n'
+            calls.append(text + (f"    {source}\n" if source else ""))
+        return calls[::-1]
 
     def module(self, frame: FrameType) -> str:
         """Returns the part of the model in which a thread is; empty if it is in none.

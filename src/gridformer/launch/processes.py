@@ -1,4 +1,4 @@
-"""The end of the fork server while a run needs it.
+"""What a launcher sees of its machine: states of processes, the end of their fork server, signals.
 
 Workers are forked from a server (`gridformer.utils.forkserver`), which also tells the launcher when
 one has ended. If the server is killed, every worker seems to have ended with code 255, although all
@@ -13,11 +13,35 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing import forkserver
+from pathlib import Path
+from types import FrameType
 from typing import Any
+
+from gridformer.utils.signals import StopPolicy
 
 UNKNOWN = 255  # the exit code that multiprocessing makes up for what it does not know
 _NOTICED_S = 1.0  # the server's pipes close a moment before the system says that it has ended
+
+
+def process_state(pid: int) -> str:
+    """Returns the state of a process of this machine: a letter of proc(5), or "" if it is gone.
+
+    It is "?" where the system does not say.
+    """
+    if not Path("/proc/self/stat").exists():
+        return "?"
+    return process_stat(pid)[0]
+
+
+def process_stat(pid: int) -> tuple[str, int]:
+    """Returns the state of a process, and when it began; nothing and 0 if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return "", 0
 
 
 class ForkServer:
@@ -111,3 +135,48 @@ def _name(signum: int) -> str:
         return signal.Signals(signum).name
     except ValueError:
         return "a real-time signal"
+
+
+@dataclass
+class Signals:
+    """The first stop signal that the launcher received; `reader` is readable once one arrived.
+
+    `again` says whether that was Ctrl-C, and a second Ctrl-C came.
+    """
+
+    reader: int
+    writer: int
+    first: int | None = None
+    again: bool = False
+
+    def clear(self) -> None:
+        """Empties `reader`, so that only the next signal makes it readable."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.reader, 64)
+
+    def note(self, signum: int, frame: FrameType | None) -> None:
+        """Handler for Python's `signal` module."""
+        self.again = self.again or self.first == signum == signal.SIGINT
+        self.first = self.first or signum
+        with contextlib.suppress(BlockingIOError):
+            os.write(self.writer, b"\0")
+
+
+@contextlib.contextmanager
+def signals_seen(policy: StopPolicy) -> Iterator[Signals]:
+    """Catches stop signals inside the block. A SIGHUP that nohup ignores stays ignored."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    signals = Signals(reader, writer)
+    before: dict[int, Any] = {}
+    try:
+        for caught in policy.signals:
+            if signal.getsignal(caught) is not signal.SIG_IGN:
+                before[caught] = signal.signal(caught, signals.note)
+        yield signals
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+        os.close(reader)
+        os.close(writer)

@@ -1,0 +1,141 @@
+"""Where the ranks of a run tell each other that it hangs, and what each of them sees.
+
+This is the store of the rendezvous, which a thread asks that may be left behind: the process that
+serves the store may be the one that hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from gridformer.launch.hang_report import RankReport, reports
+from gridformer.mesh.launch_env import Joined
+from gridformer.mesh.rendezvous import store_of
+
+_ASKS_S = 2.0  # between two questions to the store of the run, or more if it is large
+_ANSWER_S = 4.0  # the store answers within milliseconds, or hangs itself
+_board: HangBoard | None = None  # that of this process
+
+
+class HangBoard:
+    """What the ranks of a run tell each other.
+
+    Args:
+        place: The place of this process in the run.
+
+    Raises:
+        TimeoutError: From every method, when the store does not answer.
+    """
+
+    def __init__(self, place: Joined) -> None:
+        global _board
+        self.place = place
+        store: Any = store_of(place)
+        self._store = store.clone()  # a connection of its own
+        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]]
+        self._asked = queue.SimpleQueue()
+        threading.Thread(target=self._ask, name="hang board", daemon=True).start()
+        _board = self
+
+    def register(self, path: Path | None) -> None:
+        """Tells where others on this machine may read the progress of this rank."""
+        self._set("place", self.place.rank, json.dumps([socket.gethostname(), str(path or "")]))
+
+    def is_claimed(self) -> bool:
+        """Returns whether a rank has found that the run hangs."""
+        return bool(self._get("hang"))
+
+    def failed(self) -> str:
+        """Returns which rank has failed, or nothing."""
+        return self._get("failed")
+
+    def tell_failed(self) -> None:
+        """Tells the others that this rank has failed, who may wait for it in messages."""
+        self._set("failed", "", f"rank {self.place.rank} on {socket.gethostname()}")
+
+    def claim(self) -> bool:
+        """Says that the run hangs. Returns whether this rank is the first to do so."""
+        first = self._answer(lambda: self._store.add("watch/claims", 1)) == 1
+        self._set("hang", "", str(self.place.rank))
+        return first
+
+    def publish(self, report: RankReport) -> None:
+        """Tells what this rank sees."""
+        self._set("seen", self.place.rank, reports().dump_json(report).decode())
+
+    def published(self, ranks: Iterable[int]) -> dict[int, RankReport]:
+        """Returns what the given ranks see, for those of them that have published it."""
+        texts = {rank: self._get("seen", rank) for rank in ranks}
+        return {rank: reports().validate_json(text) for rank, text in texts.items() if text}
+
+    def neighbors(self) -> dict[int, Path]:
+        """Returns where the progress of each other rank of this machine can be read."""
+        here, found = socket.gethostname(), {}
+        for rank in {*range(self.place.size)} - {self.place.rank}:
+            host, path = json.loads(self._get("place", rank) or '["", ""]')
+            if host == here and path:
+                found[rank] = Path(path)
+        return found
+
+    def _set(self, what: str, rank: int | str, text: str) -> None:
+        self._answer(lambda: self._store.set(f"watch/{what}/{rank}", text))
+
+    def _get(self, what: str, rank: int | str = "") -> str:
+        """Returns a text, or an empty one if there is none."""
+        key = f"watch/{what}/{rank}"
+
+        def get() -> str:
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+
+        return str(self._answer(get))
+
+    def _answer(self, question: Callable[[], Any]) -> Any:
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._asked.put((question, answer))
+        try:
+            found = answer.get(timeout=_ANSWER_S)
+        except queue.Empty:
+            found = None
+        if found is None:
+            raise TimeoutError("the store of the run does not answer")
+        return found[0]
+
+    def _ask(self) -> None:
+        while True:
+            question, answer = self._asked.get()
+            try:
+                answer.put((question(),))
+            except Exception:  # torch's many errors of a lost connection
+                answer.put(None)
+
+
+def tell_failed() -> bool:
+    """Tells the other ranks that this one has failed, if nobody else would.
+
+    Over NCCL they spin in messages to this rank, and notice nothing. `launch` ends its processes
+    itself; torchrun and srun do so on their own machine or after a while.
+
+    Returns:
+        Whether they can read it, as long as the store is there.
+    """
+    if _board is None or _board.place.store_file:
+        return False
+    try:
+        _board.tell_failed()
+    except TimeoutError:
+        return False
+    return True
+
+
+def asks_s(size: int) -> float:
+    """Returns after how many seconds each of `size` ranks asks the store of the run again.
+
+    The store of a large run answers about a thousand questions a second.
+    """
+    return max(_ASKS_S, size / 250)
