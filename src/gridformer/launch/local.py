@@ -34,7 +34,14 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from gridformer.launch.failures import Advise, Failure, cause, general, report_and_exit
+from gridformer.launch.failures import (
+    Advise,
+    Failure,
+    cause,
+    general,
+    print_stopped,
+    report_and_exit,
+)
 from gridformer.launch.processes import (
     UNKNOWN,
     ForkServer,
@@ -43,7 +50,7 @@ from gridformer.launch.processes import (
     process_state,
     signals_seen,
 )
-from gridformer.launch.worker_process import Meeting, print_stopped, work, work_here
+from gridformer.launch.worker_process import Meeting, work, work_here
 from gridformer.mesh.launch_env import launched_place
 from gridformer.utils import oom
 from gridformer.utils.folders import private_prefix, remove_private_leftovers

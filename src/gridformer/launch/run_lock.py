@@ -235,8 +235,8 @@ def _take(path: Path, mine: Holder, tell: Callable[[str], None]) -> None:
             found = (holder.token if holder else "", path.stat().st_mtime)
         except FileNotFoundError:
             continue  # it was released
-        here = holder is not None and holder.is_here
-        if (here and holder.runs) or (not here and seen not in (None, found)):
+        here = holder if holder is not None and holder.is_here else None
+        if here.runs if here else seen not in (None, found):
             raise UserError(
                 f"{path.parent} is in use by {holder or 'another run'}: wait until it ends, or "
                 "choose another --out"

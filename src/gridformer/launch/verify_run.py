@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import MANIFEST, Manifest, verify_checkpoint
+from gridformer.checkpoint.remote import Remote, reading
 from gridformer.checkpoint.same_run import other_model
 from gridformer.config import RunConfig
 from gridformer.config.yaml_text import parse_yaml
@@ -22,6 +24,7 @@ from gridformer.launch.run_lock import LOCK, holder_of, is_held
 from gridformer.train.metrics import METRICS, MOST_BYTES
 from gridformer.utils.errors import CheckpointError, DataError, UserError
 from gridformer.utils.files import read_bytes, read_text
+from gridformer.utils.folders import private_prefix
 from gridformer.utils.units import format_bytes
 
 CONFIG, TOKENIZER = "config.yaml", "tokenizer.json"
@@ -266,3 +269,39 @@ def _others(run_dir: Path, held: bool) -> Iterator[RunFinding]:
 
 def _size(folder: Path) -> str:
     return format_bytes(sum(path.stat().st_size for path in folder.glob("*") if path.is_file()))
+
+
+def verify_copies(
+    url: str, finite: bool = False, tell: Tell = lambda doing: None
+) -> list[RunFinding]:
+    """Checks the checkpoints at a URL. Each is copied into a temporary folder, one at a time.
+
+    Args:
+        url: What `train.checkpoint_to` of a run is.
+        finite: Whether to check besides that all tensors are finite.
+        tell: Receives progress messages.
+
+    Raises:
+        UserError: The URL cannot be read, or has no checkpoint.
+    """
+    found: list[RunFinding] = []
+    with reading(url):
+        remote = Remote(url)
+        names = remote.complete()
+        if not names:
+            raise UserError(
+                f"there is no checkpoint at {url}: name the train.checkpoint_to of the run"
+            )
+        for number, name in enumerate(names, start=1):
+            tell(f"copying and verifying checkpoint {number} of {len(names)}")
+            with tempfile.TemporaryDirectory(prefix=private_prefix()) as folder:
+                found += _verify(remote, name, Path(folder) / name, finite)
+    return found
+
+
+def _verify(remote: Remote, name: str, copy: Path, finite: bool) -> list[RunFinding]:
+    try:
+        remote.download(name, copy)
+    except CheckpointError as error:
+        return [RunFinding(name, False, str(error))]
+    return verify_run(copy, finite)

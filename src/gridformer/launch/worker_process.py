@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gridformer.launch.failure_cause import cause_of, out_of_memory
+from gridformer.launch.failures import cause_of, out_of_memory, print_last, print_stopped
 from gridformer.mesh.launch_env import STORE_FILE, Joined, launched_place
 from gridformer.mesh.process_group import abandon_process_groups, is_effect_of_a_peer
 from gridformer.utils import signals
@@ -363,20 +363,3 @@ def _in_a_group() -> bool:
     import torch.distributed as dist
 
     return bool(dist.is_initialized())
-
-
-def print_stopped(by: str, code: int = 0) -> None:
-    """Prints the one line with which a run ends that was stopped.
-
-    Args:
-        by: What stopped it, for example the name of a signal.
-        code: The exit code.
-    """
-    requeue = f"; exit code {code}: start it again to go on" if code == signals.REQUEUE else ""
-    print_last(f"gridformer: stopped by {by.replace('SIGINT', 'Ctrl-C (SIGINT)', 1)}{requeue}")
-
-
-def print_last(text: str) -> None:
-    """Prints to standard error, after everything that has been printed to standard output."""
-    sys.stdout.flush()
-    print(text, file=sys.stderr, flush=True)
