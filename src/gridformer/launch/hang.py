@@ -165,15 +165,17 @@ class Messages:
 
     def reached(self, first: int) -> list[int]:
         """Returns a rank, those for which it waits, those for which these wait, and so on."""
-        found = [first]
+        found, known = [first], {first}
         for rank in found:  # grows meanwhile
-            found += [other for other in self.missing(rank) if other not in found]
+            others = [other for other in self.missing(rank) if other not in known]
+            found += others
+            known.update(others)
         return found
 
     def circle(self, among: Sequence[int]) -> list[int]:
         """Returns ranks of which each waits for the next one, and the last one for the first."""
         after = {rank: self.missing(rank) for rank in among}
-        while ended := [rank for rank in after if not {*after[rank]} & {*after}]:
+        while ended := [r for r, others in after.items() if not any(o in after for o in others)]:
             for rank in ended:
                 del after[rank]
         path = [*after][:1]

@@ -205,15 +205,7 @@ def end_with_report(text: str) -> NoReturn:
     path = Meeting(folder).error_file(os.environ["RANK"]) if folder else _error_file_of_torchrun()
     if path:
         reason = next(line for line in text.splitlines() if line.startswith("The run hangs"))
-        _write(
-            path,
-            {
-                "message": reason,
-                "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
-                "time": time.time(),
-                "report": text,
-            },
-        )
+        _write(path, reason, text, report=text)
     if not folder:
         print_last(text)
     abandon_process_groups()
@@ -230,11 +222,7 @@ def end_after_peer(who: str) -> NoReturn:
     """
     text = f"rank {os.environ.get('RANK', '?')} ends because {who} has failed"
     if path := _error_file_of_torchrun():
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        _write(
-            path,
-            {"message": text, "extraInfo": extra, "time": time.time(), "caused_by_peer": True},
-        )
+        _write(path, text, text, caused_by_peer=True)
     print_last(text)
     abandon_process_groups()
     signals.end_process(1)
@@ -294,18 +282,11 @@ def _error_file_of_torchrun() -> Path | None:
 
 
 def _write_failure(error: Exception, path: Path) -> None:
-    """Writes why this rank failed to a file, in the format that both torchrun and `launch` read.
-
-    The file is complete as soon as it exists.
-    """
-    first = (
-        error.__traceback__.tb_next if error.__traceback__ else None
-    )  # without the frame of this module
+    """Writes why this rank failed to a file."""
+    # Without the frame of this module.
+    first = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, first))
     message: dict[str, Any] = {
-        "message": f"{type(error).__name__}: {error}",
-        "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
-        "time": time.time(),
         "caused_by_peer": _is_effect_of_a_peer(error),
         "meaning": cause_of(error),
         "out_of_memory": out_of_memory(error) is not None,
@@ -318,10 +299,14 @@ def _write_failure(error: Exception, path: Path) -> None:
         message["report"] = f"gridformer: {error}"
     elif isinstance(error, OSError) and message["meaning"]:  # so does this
         message["report"] = f"rank {os.environ.get('RANK', '?')} failed: {message['meaning']}"
-    _write(path, message)
+    _write(path, f"{type(error).__name__}: {error}", text, **message)
 
 
-def _write(path: Path, message: dict[str, Any]) -> None:
+def _write(path: Path, text: str, callstack: str, **more: Any) -> None:
+    """Writes a report in the format that both torchrun and `launch` read."""
+    now = time.time()
+    extra = {"py_callstack": callstack, "timestamp": str(int(now))}
+    message = {"message": text, "extraInfo": extra, "time": now, **more}
     _write_whole(path, json.dumps({"message": message}))
 
 
