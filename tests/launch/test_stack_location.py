@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gridformer.launch.stack_location import StackLocation
+from gridformer.launch.watch import StackLocation
 
 PLACES: list[str] = []
 WHERE = StackLocation()

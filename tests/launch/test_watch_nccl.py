@@ -19,8 +19,7 @@ from gridformer.checkpoint.saver import Saver
 from gridformer.comm import progress
 from gridformer.config import parse_run
 from gridformer.launch import watch
-from gridformer.launch.stack_location import StackLocation
-from gridformer.launch.watch import HangWatch
+from gridformer.launch.watch import HangWatch, StackLocation
 from gridformer.mesh import Axes, Axis
 
 TIMEOUT_S = 0.2

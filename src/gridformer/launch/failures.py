@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from gridformer.launch.memory_advice import GENERAL
+from gridformer.launch.processes import signal_text
 from gridformer.utils import disk, oom, signals
 from gridformer.utils.errors import ConfigError, UserError
 from gridformer.utils.units import format_bytes
@@ -159,12 +160,8 @@ def cause(failure: Failure) -> str:
     who = f"rank {failure.rank} (pid {failure.pid})"
     if failure.exitcode >= 0:
         return f"{who} exited with code {failure.exitcode} and no error message"
-    try:
-        name = signal.Signals(-failure.exitcode).name
-    except ValueError:
-        name = "a real-time signal"
     by = f" {failure.killer}" if failure.killer else ""
-    return f"{who} was killed by signal {-failure.exitcode} ({name}){by}"
+    return f"{who} was killed by {signal_text(-failure.exitcode)}{by}"
 
 
 def cause_of(error: BaseException) -> str:

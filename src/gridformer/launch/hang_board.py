@@ -7,11 +7,12 @@ serves the store may be the one that hangs.
 from __future__ import annotations
 
 import json
-import queue
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from gridformer.launch.hang_report import RankReport, reports
@@ -38,8 +39,7 @@ class HangBoard:
         self.place = place
         store: Any = store_of(place)
         self._store = store.clone()  # a connection of its own
-        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]]
-        self._asked = queue.SimpleQueue()
+        self._asked: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         threading.Thread(target=self._ask, name="hang board", daemon=True).start()
         _board = self
 
@@ -90,29 +90,24 @@ class HangBoard:
         """Returns a text, or an empty one if there is none."""
         key = f"watch/{what}/{rank}"
 
-        def get() -> str:
-            return self._store.get(key).decode() if self._store.check([key]) else ""
-
-        return str(self._answer(get))
+        check, get = self._store.check, self._store.get
+        return str(self._answer(lambda: get(key).decode() if check([key]) else ""))
 
     def _answer(self, question: Callable[[], Any]) -> Any:
-        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        answer: Future[Any] = Future()
         self._asked.put((question, answer))
         try:
-            found = answer.get(timeout=_ANSWER_S)
-        except queue.Empty:
-            found = None
-        if found is None:
-            raise TimeoutError("the store of the run does not answer")
-        return found[0]
+            return answer.result(_ANSWER_S)
+        except Exception:  # torch's many errors of a lost connection, or no answer in time
+            raise TimeoutError("the store of the run does not answer") from None
 
     def _ask(self) -> None:
         while True:
             question, answer = self._asked.get()
             try:
-                answer.put((question(),))
-            except Exception:  # torch's many errors of a lost connection
-                answer.put(None)
+                answer.set_result(question())
+            except Exception as error:
+                answer.set_exception(error)
 
 
 def tell_failed() -> bool:

@@ -77,7 +77,7 @@ class ForkServer:
             time.sleep(0.01)
         if found.si_code == os.CLD_EXITED:
             return f"{who} has ended with code {found.si_status}"
-        return f"{who} was killed by signal {found.si_status} ({_name(found.si_status)})"
+        return f"{who} was killed by {signal_text(found.si_status)}"
 
 
 def end_orphans(pids: Iterable[int], patience_s: float, is_saving: Callable[[], bool]) -> list[int]:
@@ -130,11 +130,12 @@ def _send(handles: dict[int, int], signum: int) -> None:
             signal.pidfd_send_signal(handle, signum)
 
 
-def _name(signum: int) -> str:
+def signal_text(signum: int) -> str:
+    """Returns a signal in words, such as `signal 9 (SIGKILL)`."""
     try:
-        return signal.Signals(signum).name
+        return f"signal {signum} ({signal.Signals(signum).name})"
     except ValueError:
-        return "a real-time signal"
+        return f"signal {signum} (a real-time signal)"
 
 
 @dataclass

@@ -24,7 +24,7 @@ from gridformer.launch import launch
 from gridformer.launch.failures import Failure, cause, failure_text, out_of_memory, print_last
 from gridformer.launch.local import attempt
 from gridformer.launch.memory_advice import memory_advice
-from gridformer.launch.processes import signals_seen
+from gridformer.launch.processes import process_stat, signals_seen
 from gridformer.launch.watch import MARGIN_S, start_watch
 from gridformer.mesh.launch_env import Joined, launched_place, use_only
 from gridformer.mesh.process_group import close_process_groups, init_process_groups
@@ -163,10 +163,9 @@ def began() -> float:
     place = launched_place()
     pid = os.getppid() if place and place.by == "torchrun" else os.getpid()
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         up_s = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
-        return time.time() - up_s + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):  # not Linux
+        return time.time() - up_s + process_stat(pid)[1] / os.sysconf("SC_CLK_TCK")
+    except OSError:  # not Linux
         return time.time()
 
 
