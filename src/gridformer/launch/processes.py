@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +41,18 @@ def process_stat(pid: int) -> tuple[str, int]:
         return fields[0], int(fields[19])
     except (OSError, ValueError, IndexError):
         return "", 0
+
+
+def runs(pid: int, began: int) -> bool:
+    """Returns whether a process that began then still runs; the number may be used again."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    state, now = process_stat(pid)
+    return state not in ("Z", "X") and now == began
 
 
 class ForkServer:
@@ -93,41 +104,25 @@ def end_orphans(pids: Iterable[int], patience_s: float, is_saving: Callable[[], 
     Returns:
         The ids of those that had to be killed.
     """
-    with _handles(pids) as handles:
-        _send(handles, signal.SIGTERM)
-        until = time.monotonic() + patience_s
-        while (left := _running(handles)) and (time.monotonic() < until or is_saving()):
-            select.select([*left], [], [], 0.1)
-        _send(left, signal.SIGKILL)
-        until = time.monotonic() + _NOTICED_S
-        while _running(left) and time.monotonic() < until:
-            time.sleep(0.01)
-        return [*left.values()]
+    began = {pid: process_stat(pid)[1] for pid in pids}
 
+    def left() -> list[int]:
+        return [pid for pid in began if runs(pid, began[pid])]
 
-@contextlib.contextmanager
-def _handles(pids: Iterable[int]) -> Iterator[dict[int, int]]:
-    """Opens the processes that still run. A handle stays theirs even if an id is used again."""
-    found: dict[int, int] = {}
-    try:
-        for pid in pids:
+    def send(signum: int) -> list[int]:
+        for pid in (sent := left()):
             with contextlib.suppress(ProcessLookupError):
-                found[os.pidfd_open(pid)] = pid
-        yield found
-    finally:
-        for handle in found:
-            os.close(handle)
+                os.kill(pid, signum)
+        return sent
 
-
-def _running(handles: dict[int, int]) -> dict[int, int]:
-    ended, _, _ = select.select([*handles], [], [], 0)
-    return {handle: pid for handle, pid in handles.items() if handle not in ended}
-
-
-def _send(handles: dict[int, int], signum: int) -> None:
-    for handle in handles:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(handle, signum)
+    send(signal.SIGTERM)
+    until = time.monotonic() + patience_s
+    while left() and (time.monotonic() < until or is_saving()):
+        time.sleep(0.1)
+    killed, until = send(signal.SIGKILL), time.monotonic() + _NOTICED_S
+    while left() and time.monotonic() < until:
+        time.sleep(0.01)
+    return killed
 
 
 def signal_text(signum: int) -> str:

@@ -31,7 +31,7 @@ from typing import Self
 from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from gridformer.launch.processes import process_stat
+from gridformer.launch.processes import process_stat, runs
 from gridformer.utils.errors import UserError
 from gridformer.utils.files import parse_json, regular_bytes
 from gridformer.utils.signals import at_end, end_process
@@ -77,14 +77,7 @@ class Holder:
     @property
     def runs(self) -> bool:
         """Whether the holder's process still runs; only for a holder that `is_here`."""
-        try:
-            os.kill(self.pid, 0)
-        except (ProcessLookupError, OverflowError):
-            return False
-        except PermissionError:
-            pass
-        state, began = process_stat(self.pid)
-        return state not in ("Z", "X") and began == self.began
+        return runs(self.pid, self.began)
 
 
 def this_process() -> Holder:
