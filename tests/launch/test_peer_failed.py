@@ -23,21 +23,22 @@ from gridformer.launch.watch import HangWatch
 def board(monkeypatch: pytest.MonkeyPatch) -> HangBoard:
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     monkeypatch.setattr(hang_board, "store_of", lambda place: store)
-    monkeypatch.setattr(hang_board, "_board", None)
-    return HangBoard(SimpleNamespace(rank=3, size=8, store_file=""))  # type: ignore[arg-type]
+    monkeypatch.setattr(hang_board, "at_failure", [])
+    return HangBoard(SimpleNamespace(rank=3, size=8, store_file="", by="torchrun"))  # type: ignore[arg-type]
 
 
 def test_a_failure_is_told_in_the_store(board: HangBoard) -> None:
     assert board.failed() == ""
-    assert hang_board.tell_failed()
+    board.tell_failed()
     assert board.failed().startswith("rank 3 on ")
     assert not board.is_claimed()
 
 
 def test_a_run_of_launch_needs_none(board: HangBoard) -> None:
-    board.place = SimpleNamespace(rank=0, size=2, store_file="store")  # type: ignore[assignment]
-    assert not hang_board.tell_failed()
-    assert board.failed() == ""
+    """`launch` ends the other processes itself."""
+    assert hang_board.at_failure == [board.tell_failed]
+    HangBoard(SimpleNamespace(rank=0, size=2, store_file="store"))  # type: ignore[arg-type]
+    assert hang_board.at_failure == [board.tell_failed]
 
 
 def test_a_large_run_asks_less_often() -> None:
@@ -53,13 +54,13 @@ def test_a_watch_ends_its_process_for_a_failed_peer(
     monkeypatch.setattr(watch, "HangBoard", lambda place: board)
     told: list[str] = []
     monkeypatch.setattr(watch, "end_after_peer", told.append)
-    place: Any = SimpleNamespace(rank=1, size=8, store_file="")
+    place: Any = SimpleNamespace(rank=1, size=8, store_file="", by="torchrun")
     watching = HangWatch(place, 600.0, None, True)
     try:
         time.sleep(0.3)
         assert told == []
         began = time.monotonic()
-        assert hang_board.tell_failed()
+        board.tell_failed()
         while not told and time.monotonic() - began < 60:
             time.sleep(0.05)
     finally:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from gridformer.launch.hang_report import RankReport, reports
+from gridformer.launch.worker_process import at_failure
 from gridformer.mesh.launch_env import Joined
 from gridformer.mesh.rendezvous import store_of
 
 _ASKS_S = 2.0  # between two questions to the store of the run, or more if it is large
 _ANSWER_S = 4.0  # the store answers within milliseconds, or hangs itself
-_board: HangBoard | None = None  # that of this process
 
 
 class HangBoard:
@@ -35,13 +37,14 @@ class HangBoard:
     """
 
     def __init__(self, place: Joined) -> None:
-        global _board
         self.place = place
         store: Any = store_of(place)
         self._store = store.clone()  # a connection of its own
         self._asked: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         threading.Thread(target=self._ask, name="hang board", daemon=True).start()
-        _board = self
+        # `launch` ends its processes itself; torchrun and srun do so on their own machine or late.
+        if not place.store_file:
+            at_failure.append(self.tell_failed)
 
     def register(self, path: Path | None) -> None:
         """Tells where others on this machine may read the progress of this rank."""
@@ -56,8 +59,12 @@ class HangBoard:
         return self._get("failed")
 
     def tell_failed(self) -> None:
-        """Tells the others that this rank has failed, who may wait for it in messages."""
-        self._set("failed", "", f"rank {self.place.rank} on {socket.gethostname()}")
+        """Tells the others that this rank has failed, who over NCCL spin in messages to it."""
+        with suppress(TimeoutError):
+            self._set("failed", "", f"rank {self.place.rank} on {socket.gethostname()}")
+            if self.place.rank == 0 and self.place.by == "srun":
+                # The store of the run is in this process. All ranks ask it in this time.
+                time.sleep(1.5 * asks_s(self.place.size))
 
     def claim(self) -> bool:
         """Says that the run hangs. Returns whether this rank is the first to do so."""
@@ -108,24 +115,6 @@ class HangBoard:
                 answer.set_result(question())
             except Exception as error:
                 answer.set_exception(error)
-
-
-def tell_failed() -> bool:
-    """Tells the other ranks that this one has failed, if nobody else would.
-
-    Over NCCL they spin in messages to this rank, and notice nothing. `launch` ends its processes
-    itself; torchrun and srun do so on their own machine or after a while.
-
-    Returns:
-        Whether they can read it, as long as the store is there.
-    """
-    if _board is None or _board.place.store_file:
-        return False
-    try:
-        _board.tell_failed()
-    except TimeoutError:
-        return False
-    return True
 
 
 def asks_s(size: int) -> float:

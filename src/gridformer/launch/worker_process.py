@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gridformer.launch.failures import cause_of, out_of_memory, print_last, print_stopped
-from gridformer.mesh.launch_env import STORE_FILE, Joined, launched_place
+from gridformer.mesh.launch_env import STORE_FILE, Joined
 from gridformer.mesh.process_group import abandon_process_groups, is_effect_of_a_peer
 from gridformer.utils import signals
 from gridformer.utils.allocator import use_expandable_segments
@@ -34,6 +34,7 @@ from gridformer.utils.streams import never_fail_to_print
 # seconds.
 _LINGER_S = 1.1
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+at_failure: list[Callable[[], None]] = []  # tell the other ranks that this one has failed
 
 
 @dataclass(frozen=True)
@@ -259,18 +260,8 @@ def _fail(
         if by_torchrun_or_srun:  # otherwise `launch` prints it, because it started the workers
             _print_failure(error)
         code = error.exit_code if isinstance(error, UserError) else 1
-        from gridformer.launch.hang_board import asks_s, tell_failed
-
-        place = launched_place()
-        if (
-            not caused_by_peer
-            and tell_failed()
-            and place
-            and place.rank == 0
-            and place.by == "srun"
-        ):
-            # The store of the run is in this process. All ranks ask it in this time.
-            time.sleep(1.5 * asks_s(place.size))
+        for tell in at_failure if not caused_by_peer else ():
+            tell()
     abandon_process_groups()
     # Not sys.exit: at interpreter shutdown the destructors of groups wait for pending messages.
     signals.end_process(code)
