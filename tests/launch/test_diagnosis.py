@@ -112,6 +112,22 @@ def test_a_message_of_another_size() -> None:
     assert found.kind == "late"
 
 
+def test_a_message_before_the_one_that_is_awaited_differs() -> None:
+    """Also over NCCL, where nobody is known to wait for one of two ranks' messages."""
+    ours, theirs = lane((0, 1), 5), lane((0, 1), 5)
+    other = replace(theirs, recent={4: replace(SUM, label="enter"), 5: SUM})
+    found = verdict(
+        rank(0, replace(ours, recent={4: SUM, 5: SUM}), waits=True), rank(1, other, waits=True)
+    )
+    assert (found.kind, found.culprits) == ("diverged", (0, 1))
+    assert "number 4 of ranks 0 and 1" in found.reason
+    sent, awaited = Message("send", "pp", "a", 32), Message("recv", "pp", "b", 64)
+    found = queued(
+        rank(0, lane((0, 1), 3, RECEIVE, 1, awaited)), rank(1, lane((0, 1), 3, SEND, 0, sent))
+    )
+    assert (found.kind, found.culprits) == ("diverged", (0, 1))
+
+
 def test_ranks_that_wait_in_a_circle() -> None:
     """Ranks 0, 1 and 2 each wait for the next one, in different collectives."""
     found = verdict(
