@@ -17,8 +17,7 @@ from torch.distributed.run import get_args_parser
 from gridformer.config import parse_run
 from gridformer.launch.cluster_jobs.job import ClusterJob, make_job
 from gridformer.launch.cluster_jobs.kubernetes import PodSettings, manifest
-from gridformer.launch.cluster_jobs.slurm import sbatch_script
-from gridformer.launch.cluster_jobs.torchrun import torchrun_lines
+from gridformer.launch.cluster_jobs.scripts import sbatch_script, torchrun_lines
 from gridformer.utils.errors import ConfigError
 from tests.support.commands import gridformer_here
 from tests.support.launch.schema import kubernetes, problems

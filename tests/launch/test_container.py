@@ -56,7 +56,7 @@ def test_versions_agree() -> None:
 def test_it_runs_as_an_ordinary_user_and_knows_no_secret() -> None:
     names = [name for name, _ in instructions()]
     (user,) = (rest for name, rest in instructions() if name == "USER")
-    assert int(user) == kubernetes._USER
+    assert f"runAsUser: {user} " in kubernetes._TEMPLATE
     assert names.index("USER") > max(i for i, name in enumerate(names) if name == "RUN")
     assert "ADD" not in names, "it fetches from the network"
     assert not re.search(r"token|password|secret|key=", TEXT, re.IGNORECASE)

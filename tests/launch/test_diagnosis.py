@@ -17,8 +17,8 @@ from gridformer.comm.progress_file import (
     State,
     WaitingMessage,
 )
-from gridformer.launch import seen as telling
-from gridformer.launch.hang import Seen, Verdict, diagnose_hang, ranks_in_words
+from gridformer.launch.hang import diagnose_hang
+from gridformer.launch.hang_report import RankReport, Verdict, ranks_in_words, reports
 from gridformer.mesh.axes import Axis
 
 SUM = Message("all_reduce", "col", "leave", 64)
@@ -35,17 +35,17 @@ def lane(
     return Lane(group, kind, peer, ranks, started, started, {started: what})
 
 
-def rank(number: int, *lanes: Lane, waits: bool = False, **more: object) -> Seen:
+def rank(number: int, *lanes: Lane, waits: bool = False, **more: object) -> RankReport:
     """Return what is known of a rank, which may wait for the last message of its first lane."""
     wait = None
     if waits:
         first = lanes[0]
         wait = WaitingMessage(first, first.started, first.recent[first.started], 5.0)
-    state = State(100 + number, 7, wait, {one.key: one for one in lanes}, 0.1, "", 0.1)
-    return replace(Seen(number, "answers", state), **more)  # type: ignore[arg-type]
+    state = State(100 + number, 7, wait, lanes, 0.1, (), 0.1)
+    return replace(RankReport(number, "answers", state), **more)  # type: ignore[arg-type]
 
 
-def verdict(*ranks: Seen, first: int = 0) -> Verdict:
+def verdict(*ranks: RankReport, first: int = 0) -> Verdict:
     return diagnose_hang({seen.rank: seen for seen in ranks}, first)
 
 
@@ -79,7 +79,7 @@ def test_a_rank_that_cannot_answer_comes_first(status: str) -> None:
 
 
 def test_a_rank_of_a_machine_that_is_gone() -> None:
-    found = verdict(rank(0, lane((0, 1), 5), waits=True), Seen(1, "silent"))
+    found = verdict(rank(0, lane((0, 1), 5), waits=True), RankReport(1, "silent"))
     assert (found.kind, found.culprits) == ("silent", (1,))
     assert "out of reach" in found.reason
 
@@ -112,6 +112,22 @@ def test_a_message_of_another_size() -> None:
     assert found.kind == "late"
 
 
+def test_a_message_before_the_one_that_is_awaited_differs() -> None:
+    """Also over NCCL, where nobody is known to wait for one of two ranks' messages."""
+    ours, theirs = lane((0, 1), 5), lane((0, 1), 5)
+    other = replace(theirs, recent={4: replace(SUM, label="enter"), 5: SUM})
+    found = verdict(
+        rank(0, replace(ours, recent={4: SUM, 5: SUM}), waits=True), rank(1, other, waits=True)
+    )
+    assert (found.kind, found.culprits) == ("diverged", (0, 1))
+    assert "number 4 of ranks 0 and 1" in found.reason
+    sent, awaited = Message("send", "pp", "a", 32), Message("recv", "pp", "b", 64)
+    found = queued(
+        rank(0, lane((0, 1), 3, RECEIVE, 1, awaited)), rank(1, lane((0, 1), 3, SEND, 0, sent))
+    )
+    assert (found.kind, found.culprits) == ("diverged", (0, 1))
+
+
 def test_ranks_that_wait_in_a_circle() -> None:
     """Ranks 0, 1 and 2 each wait for the next one, in different collectives."""
     found = verdict(
@@ -124,9 +140,9 @@ def test_ranks_that_wait_in_a_circle() -> None:
 
 
 def test_what_is_told_survives_the_way() -> None:
-    one = rank(3, lane((1, 3), 8), lane((2, 3), 4, SEND, 2), waits=True)
-    assert one.state is not None
-    assert telling.from_json(telling.to_json(one.state)) == one.state
+    one = rank(3, lane((1, 3), 8), lane((2, 3), 4, SEND, 2), waits=True, threads={"a": ("b",)})
+    one = replace(one, neighbors=(rank(1, status="stopped"), RankReport(2, "dead")))
+    assert reports().validate_json(reports().dump_json(one)) == one
 
 
 def test_the_file_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,12 +172,13 @@ def test_the_file_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     wait = state().wait
     assert wait is not None
     assert (wait.message, wait.number) == (Message("all_gather", "pp", "enter", 99), 21)
-    found = next(one for one in state().lanes.values() if one.kind == COLLECTIVE)
+    found = next(one for one in state().lanes if one.kind == COLLECTIVE)
     assert (found.started, found.ended, found.ranks) == (21, 20, (4, 5, 6))
     assert found.recent[20] == Message("all_reduce", "pp", "leave", 19)
     assert state().step == 12
-    mine.put_stack("here\n")
-    assert state().stack == "here\n"
+    calls = ('  File "a", line 1, in b\n    here\n', '  File "c", line 2, in d\n')
+    mine.put_stack("".join(calls))
+    assert state().stack == calls
     assert progress_file.read(tmp_path / "none") is None
     (tmp_path / "short").write_bytes(b"x" * 100)
     assert progress_file.read(tmp_path / "short") is None
@@ -174,7 +191,7 @@ def test_many_ranks_in_words() -> None:
     assert ranks_in_words(range(100)).endswith("11 and 88 more")
 
 
-def queued(*ranks: Seen, first: int = 0) -> Verdict:
+def queued(*ranks: RankReport, first: int = 0) -> Verdict:
     """Diagnose a run over NCCL, where nobody waits in a message."""
     return diagnose_hang({seen.rank: seen for seen in ranks}, first, queued=True)
 

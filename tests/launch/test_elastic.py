@@ -12,8 +12,7 @@ import torch.distributed as dist
 from gridformer.config import RunConfig
 from gridformer.launch import elastic
 from gridformer.launch.elastic import layouts_for, with_processes
-from gridformer.launch.restarts import launch_with_restarts, resumed
-from gridformer.launch.run import worker
+from gridformer.launch.run import launch_with_restarts, resumed, worker
 from gridformer.memory import room
 from gridformer.mesh.rendezvous import of_this_attempt
 from gridformer.parallel.registry import describe_layout

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from gridformer.comm.progress import Progress
-from gridformer.launch.failure_cause import cause_of, out_of_memory
-from gridformer.launch.failures import Failure, failure_text
+from gridformer.launch.failures import Failure, cause_of, failure_text, out_of_memory
 from gridformer.launch.worker_process import _write_failure
 from gridformer.utils.disk import FullDiskError
 from gridformer.utils.errors import SaveError
@@ -113,5 +112,5 @@ def test_innocent_ranks_show_no_traceback(start: Start) -> None:
 
 
 def test_this_needs_no_torch() -> None:
-    code = "import sys, gridformer.launch.failure_cause; sys.exit('torch' in sys.modules)"
+    code = "import sys, gridformer.launch.failures; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

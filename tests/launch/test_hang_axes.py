@@ -7,15 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gridformer.comm.progress_file import WaitingMessage
-from gridformer.launch.hang import mismatch
-from gridformer.launch.seen import ranks_of
+from gridformer.launch.hang import Messages
+from gridformer.launch.hang_report import all_ranks, reports
 from tests.support.launch.programs import LIMIT_S, ROOT, pid_of, processes
 
 pytestmark = pytest.mark.full
@@ -82,14 +80,8 @@ def test_a_stopped_rank_is_named_on_each_axis(
 
 def assert_messages_agree(report: dict[str, Any]) -> None:
     """Check that in a healthy order no message would be taken for a diverged one."""
-    told = {int(rank): found for rank, found in report["ranks"].items()}
-    n_compared = 0
-    for seen in (ranks := ranks_of(told, len(told) + 1)).values():
-        assert seen.state is not None
-        for lane in seen.state.lanes.values():
-            for number, message in lane.recent.items():
-                waiting = replace(seen.state, wait=WaitingMessage(lane, number, message, 1.0))
-                n_compared += 1
-                found = mismatch(ranks, replace(seen, state=waiting))
-                assert found is None, found
-    assert n_compared
+    told = {int(rank): reports().validate_python(one) for rank, one in report["ranks"].items()}
+    ranks = all_ranks(told, len(told) + 1)
+    assert all(one.lanes for one in ranks.values())
+    found = [Messages(ranks).mismatch(rank) for rank in ranks]
+    assert found == [None] * len(ranks)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from gridformer.launch import local
-from gridformer.launch.stop_signals import signals_seen
+from gridformer.launch.processes import signals_seen
 from gridformer.launch.worker_process import Meeting
 from gridformer.utils.signals import StopPolicy
 from tests.support.launch.programs import Start, assert_gone, finish, wait_for

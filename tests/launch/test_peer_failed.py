@@ -14,33 +14,31 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gridformer.launch import boards, watch
-from gridformer.launch.boards import StoreBoard, asks_s
+from gridformer.launch import hang_board, watch
+from gridformer.launch.hang_board import HangBoard, asks_s
 from gridformer.launch.watch import HangWatch
 
 
 @pytest.fixture
-def board(monkeypatch: pytest.MonkeyPatch) -> StoreBoard:
+def board(monkeypatch: pytest.MonkeyPatch) -> HangBoard:
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    monkeypatch.setattr(boards, "store_of", lambda place: store)
-    monkeypatch.setattr(boards, "_in_store", None)
-    place: Any = SimpleNamespace(rank=3, size=8, store_file="")
-    found = boards.board_of(place)
-    assert isinstance(found, StoreBoard)
-    return found
+    monkeypatch.setattr(hang_board, "store_of", lambda place: store)
+    monkeypatch.setattr(hang_board, "at_failure", [])
+    return HangBoard(SimpleNamespace(rank=3, size=8, store_file="", by="torchrun"))  # type: ignore[arg-type]
 
 
-def test_a_failure_is_told_in_the_store(board: StoreBoard) -> None:
+def test_a_failure_is_told_in_the_store(board: HangBoard) -> None:
     assert board.failed() == ""
-    assert boards.tell_failed()
+    board.tell_failed()
     assert board.failed().startswith("rank 3 on ")
     assert not board.is_claimed()
 
 
-def test_a_run_of_launch_needs_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(boards, "_in_store", None)
-    boards.board_of(SimpleNamespace(rank=0, size=2, store_file=str(tmp_path / "store")))  # type: ignore[arg-type]
-    assert not boards.tell_failed()
+def test_a_run_of_launch_needs_none(board: HangBoard) -> None:
+    """`launch` ends the other processes itself."""
+    assert hang_board.at_failure == [board.tell_failed]
+    HangBoard(SimpleNamespace(rank=0, size=2, store_file="store"))  # type: ignore[arg-type]
+    assert hang_board.at_failure == [board.tell_failed]
 
 
 def test_a_large_run_asks_less_often() -> None:
@@ -49,19 +47,20 @@ def test_a_large_run_asks_less_often() -> None:
 
 
 def test_a_watch_ends_its_process_for_a_failed_peer(
-    board: StoreBoard, monkeypatch: pytest.MonkeyPatch
+    board: HangBoard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In less than 10 s, though the main thread is stuck."""
-    monkeypatch.setattr(boards, "_ASKS_S", 0.1)
-    monkeypatch.setattr(watch, "board_of", lambda place: board)
+    monkeypatch.setattr(hang_board, "_ASKS_S", 0.1)
+    monkeypatch.setattr(watch, "HangBoard", lambda place: board)
     told: list[str] = []
-    place: Any = SimpleNamespace(rank=1, size=8, store_file="")
-    watching = HangWatch(place, 600.0, None, lambda text: None, True, peer_failed=told.append)
+    monkeypatch.setattr(watch, "end_after_peer", told.append)
+    place: Any = SimpleNamespace(rank=1, size=8, store_file="", by="torchrun")
+    watching = HangWatch(place, 600.0, None, True)
     try:
         time.sleep(0.3)
         assert told == []
         began = time.monotonic()
-        assert boards.tell_failed()
+        board.tell_failed()
         while not told and time.monotonic() - began < 60:
             time.sleep(0.05)
     finally:

@@ -10,8 +10,7 @@ import pytest
 import gridformer.check
 from gridformer.check import Problem, Report, report
 from gridformer.config import RunConfig
-from gridformer.launch.plan import plan_checked
-from gridformer.launch.preflight import preflight_problems
+from gridformer.launch.plan import plan_checked, preflight_problems
 from gridformer.memory import room
 from gridformer.memory.room import Room
 from gridformer.parallel.auto.decisions import decide_run

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from gridformer.launch.restarts import launch_with_restarts
-from gridformer.launch.run import worker
+from gridformer.launch.run import launch_with_restarts, worker
 from gridformer.train.metrics import read_metrics
 from gridformer.utils.signals import StopPolicy
 from tests.support.launch.dying import DIES_AT, dies_in_a_save, dies_once, fails_at_once

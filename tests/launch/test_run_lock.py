@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from gridformer.launch import lock_holder, run_lock
-from gridformer.launch.lock_holder import Holder, this_process
-from gridformer.launch.run_lock import LOCK, RunLock, holder_of, is_held
+from gridformer.launch import run_lock
+from gridformer.launch.processes import process_stat
+from gridformer.launch.run_lock import LOCK, Holder, RunLock, holder_of, is_held, this_process
 from gridformer.utils.errors import UserError
 
 
@@ -89,7 +89,7 @@ def test_the_lock_of_an_ended_process_is_stale_at_once(tmp_path: Path) -> None:
 def test_a_zombie_holds_nothing(tmp_path: Path) -> None:
     zombie = subprocess.Popen(["true"])
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
-    written(tmp_path, pid=zombie.pid, began=lock_holder._process(zombie.pid)[1])
+    written(tmp_path, pid=zombie.pid, began=process_stat(zombie.pid)[1])
     assert not is_held(tmp_path)
     zombie.wait()
 
@@ -255,7 +255,7 @@ LOSES = """
 import sys, time
 from pathlib import Path
 from typing import Any
-from gridformer.launch import lock_holder, run_lock
+from gridformer.launch import run_lock
 run_lock.REFRESH_S = 0.05
 with run_lock.RunLock() as lock:
     lock.take(Path(sys.argv[1]))

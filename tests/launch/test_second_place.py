@@ -13,7 +13,7 @@ import yaml
 
 from gridformer.checkpoint.outcome import step_of
 from gridformer.checkpoint.remote import Remote
-from gridformer.launch import copy_last
+from gridformer.launch import run as runner
 from gridformer.launch.plan import plan_run
 from gridformer.launch.run import execute
 from gridformer.launch.run_lock import RunLock
@@ -115,7 +115,7 @@ def test_the_copy_of_the_last_checkpoint_is_tried_again(
             broken.clear()
 
     clock = SimpleNamespace(monotonic=lambda: sum(pauses), time=lambda: 0.0, sleep=sleep)
-    monkeypatch.setattr(copy_last, "time", clock)
+    monkeypatch.setattr(runner, "time", clock)
     broken.add(4)
     train(run_file, tmp_path / "out", "train.full_disk_wait_s=900")
     assert pauses == [5, 10, 20, 40, 60, 60]

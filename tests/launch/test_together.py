@@ -23,8 +23,7 @@ import yaml
 from gridformer.config import RunConfig
 from gridformer.launch import run as execution
 from gridformer.launch import together
-from gridformer.launch.lock_holder import Holder
-from gridformer.launch.run_lock import RunLock
+from gridformer.launch.run_lock import Holder, RunLock
 from gridformer.launch.together import plan_together
 from gridformer.memory import room
 from gridformer.memory.room import Room

@@ -19,8 +19,7 @@ from gridformer.checkpoint.saver import Saver
 from gridformer.comm import progress
 from gridformer.config import parse_run
 from gridformer.launch import watch
-from gridformer.launch.watch import HangWatch
-from gridformer.launch.where import Where
+from gridformer.launch.watch import HangWatch, StackLocation
 from gridformer.mesh import Axes, Axis
 
 TIMEOUT_S = 0.2
@@ -143,7 +142,7 @@ def test_a_watch_keeps_no_tensor_alive_and_ends_before_the_process(watched: Any)
     code than the run has chosen.
     """
     watched.timeout_s = 4.0  # it looks eight times in it
-    watched.where, watched._main = Where(), threading.get_ident()
+    watched.where, watched._main = StackLocation(), threading.get_ident()
     watched.place = SimpleNamespace(store_file="store", size=4)
     watched._board = SimpleNamespace(is_claimed=lambda: False, failed=lambda: "")
     watched._ended = threading.Event()

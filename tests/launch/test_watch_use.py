@@ -16,7 +16,7 @@ import torch
 
 from gridformer.checkpoint import checkpoint
 from gridformer.config import parse_run
-from gridformer.launch.watch_use import UseWatch
+from gridformer.launch.watch import UseWatch
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper

@@ -115,7 +115,7 @@ def evaluate(
         timeout_of,
     )
     from gridformer.launch import launch
-    from gridformer.launch.watch_use import UseWatch
+    from gridformer.launch.watch import UseWatch
     from gridformer.utils.errors import ConfigError
 
     if not tasks and not sets:

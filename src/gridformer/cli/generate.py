@@ -133,7 +133,7 @@ def generate(
     from gridformer.evaluate.prompts import read_prompts
     from gridformer.evaluate.sampling import Sampling
     from gridformer.launch import launch
-    from gridformer.launch.watch_use import UseWatch
+    from gridformer.launch.watch import UseWatch
     from gridformer.utils.errors import ConfigError
 
     asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}

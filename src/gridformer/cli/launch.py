@@ -186,7 +186,7 @@ def launch(
         loaded, run, overrides or [], cluster, devices_per_node or 0, run_dir, hours, interface
     )
     if kind is JobKind.SLURM:
-        from gridformer.launch.cluster_jobs.slurm import sbatch_script
+        from gridformer.launch.cluster_jobs.scripts import sbatch_script
 
         text = sbatch_script(job, tasks.value, sbatch or [], before)
     elif kind is JobKind.KUBERNETES:
@@ -200,7 +200,7 @@ def launch(
         )
         text = manifest(job, place)
     else:
-        from gridformer.launch.cluster_jobs.torchrun import torchrun_lines
+        from gridformer.launch.cluster_jobs.scripts import torchrun_lines
 
         text = torchrun_lines(job, rendezvous.value, master, max_restarts)
     if out is None:

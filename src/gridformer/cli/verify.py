@@ -34,8 +34,7 @@ def verify(
 
     from gridformer.checkpoint.elsewhere import url_of
     from gridformer.cli.waiting import waiting
-    from gridformer.launch.verify_copies import verify_copies
-    from gridformer.launch.verify_run import verify_run
+    from gridformer.launch.verify_run import verify_copies, verify_run
 
     url = url_of(run_dir)
     with waiting() as tell:

@@ -35,8 +35,10 @@ MOST_LANES = 512
 STACK = 8 * (LANES + MOST_LANES * WORDS)  # where the stack begins, in bytes
 NAMES = STACK + 32_768
 LENGTH = 8 << 20  # a sparse file: only what was written takes memory
+_CALL = "  File "  # how the calls of a stack begin
 
 COLLECTIVE, EXCHANGE, SEND, RECEIVE = "collective", "exchange", "send", "recv"
+Channel = tuple[str, str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,19 @@ class Lane:
     recent: dict[int, Message] = field(default_factory=dict)
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        """The key that identifies the lane within its process."""
-        return self.group, self.kind, self.peer
+    def others(self) -> tuple[int, ...]:
+        """The ranks that count the same messages; this rank may be one of them."""
+        return self.ranks if self.peer < 0 else (self.peer,)
+
+    def channel(self, rank: int) -> Channel:
+        """Returns what identifies these messages on every rank that counts them.
+
+        Args:
+            rank: The rank whose lane this is.
+        """
+        if self.peer < 0:
+            return self.group, self.kind, self.ranks
+        return self.group, SEND, (rank, self.peer) if self.kind == SEND else (self.peer, rank)
 
 
 @dataclass(frozen=True)
@@ -99,18 +111,18 @@ class State:
         pid: Its process id.
         step: The step, counted from 1; 0 before the first.
         wait: The message for which it waits, or None.
-        lanes: All lanes by key.
+        lanes: All lanes.
         beat_s: Seconds since the last heartbeat of its watch.
-        stack: Its stack when it was last written.
+        stack: Its calls when they were last written.
         stack_s: Seconds since then.
     """
 
     pid: int
     step: int
     wait: WaitingMessage | None
-    lanes: dict[tuple[str, str, int], Lane]
+    lanes: tuple[Lane, ...]
     beat_s: float
-    stack: str
+    stack: tuple[str, ...]
     stack_s: float
 
 
@@ -147,7 +159,7 @@ def state_of(data: mmap.mmap) -> State:
         started, ended, *pairs = words(name["lane"], WORDS)
         recent = {
             number: message(*pairs[2 * (number % KEPT) :][:2])
-            for number in range(max(1, started - KEPT + 1), started + 1)
+            for number in range(max(1, started - KEPT + 2), started + 1)  # one may be written now
         }
         lanes[name["lane"]] = Lane(
             name["group"], name["kind"], name["peer"], tuple(name["ranks"]), started, ended, recent
@@ -162,8 +174,8 @@ def state_of(data: mmap.mmap) -> State:
         pid=head[PID],
         step=head[STEP],
         wait=wait,
-        lanes={lane.key: lane for lane in lanes.values()},
+        lanes=tuple(lanes.values()),
         beat_s=(now - head[BEAT]) / 1e9,
-        stack=stack,
+        stack=tuple(f"{_CALL}{call}" for call in stack.split(_CALL)[1:]),
         stack_s=(now - head[STACK_AT]) / 1e9,
     )

@@ -1,18 +1,27 @@
-"""Failures of workers as the launcher sees them: which one explains the end, and how it is told."""
+"""What a failure is, which one of a run explains its end, and how it is told."""
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from gridformer.launch.memory_advice import GENERAL
-from gridformer.launch.worker_process import print_last, print_stopped
-from gridformer.utils import oom, signals
+from gridformer.launch.processes import signal_text
+from gridformer.utils import disk, oom, signals
 from gridformer.utils.errors import ConfigError, UserError
+from gridformer.utils.units import format_bytes
 
 Advise = Callable[[], str]  # returns a part of a sentence
+_ASKED_CPU = re.compile(r"you tried to allocate (\d+) bytes", re.IGNORECASE)
+_ASKED_GPU = re.compile(r"Tried to allocate ([\d.]+ [KMGT]iB)")
+_OF_GPU = re.compile(r"total capacity of ([\d.]+ [KMGT]iB)")
+_ASKED_NUMPY = re.compile(r"Unable to allocate ([\d.]+ [KMGT]?i?B)")
 
 
 def general() -> str:
@@ -151,9 +160,61 @@ def cause(failure: Failure) -> str:
     who = f"rank {failure.rank} (pid {failure.pid})"
     if failure.exitcode >= 0:
         return f"{who} exited with code {failure.exitcode} and no error message"
-    try:
-        name = signal.Signals(-failure.exitcode).name
-    except ValueError:
-        name = "a real-time signal"
     by = f" {failure.killer}" if failure.killer else ""
-    return f"{who} was killed by signal {-failure.exitcode} ({name}){by}"
+    return f"{who} was killed by {signal_text(-failure.exitcode)}{by}"
+
+
+def cause_of(error: BaseException) -> str:
+    """Returns what an error means and what to do, or an empty text if it speaks for itself."""
+    if (text := out_of_memory(error)) is not None:
+        return text
+    if disk.is_full(error):
+        assert isinstance(error, OSError)
+        return disk.full_disk_message(error) + "; free some, or choose --out on another disk"
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{os.strerror(error.errno).lower()}: raise the limit, such as by `ulimit -n 4096`"
+    return ""
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """Returns what was asked for if an error means that memory is used up, otherwise None."""
+    text = str(error)
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch
+        asked = _found(_ASKED_GPU, text)
+        whole = _found(_OF_GPU, text)
+        of = f" of {whole}" if whole else ""
+        return f"the memory of the GPU{of} is used up" + (
+            f": {asked} more were asked for" * bool(asked)
+        )
+    host = "the memory of this machine, or what this process may have of it, is used up"
+    if found := _ASKED_CPU.search(text):
+        return host + _more(format_bytes(int(found[1])))
+    if isinstance(error, MemoryError):
+        return host + _more(_found(_ASKED_NUMPY, text))
+    return None
+
+
+def _more(asked: str) -> str:
+    return f": {asked} more were asked for" if asked else ""
+
+
+def _found(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.search(text)
+    return found[1] if found else ""
+
+
+def print_stopped(by: str, code: int = 0) -> None:
+    """Prints the one line with which a run ends that was stopped.
+
+    Args:
+        by: What stopped it, for example the name of a signal.
+        code: The exit code.
+    """
+    requeue = f"; exit code {code}: start it again to go on" if code == signals.REQUEUE else ""
+    print_last(f"gridformer: stopped by {by.replace('SIGINT', 'Ctrl-C (SIGINT)', 1)}{requeue}")
+
+
+def print_last(text: str) -> None:
+    """Prints to standard error, after everything that has been printed to standard output."""
+    sys.stdout.flush()
+    print(text, file=sys.stderr, flush=True)

@@ -34,11 +34,23 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from gridformer.launch.boards import process_state
-from gridformer.launch.failures import Advise, Failure, cause, general, report_and_exit
-from gridformer.launch.fork_server import UNKNOWN, ForkServer, end_orphans
-from gridformer.launch.stop_signals import Signals, signals_seen
-from gridformer.launch.worker_process import Meeting, print_stopped, work, work_here
+from gridformer.launch.failures import (
+    Advise,
+    Failure,
+    cause,
+    general,
+    print_stopped,
+    report_and_exit,
+)
+from gridformer.launch.processes import (
+    UNKNOWN,
+    ForkServer,
+    Signals,
+    end_orphans,
+    process_state,
+    signals_seen,
+)
+from gridformer.launch.worker_process import Meeting, work, work_here
 from gridformer.mesh.launch_env import launched_place
 from gridformer.utils import oom
 from gridformer.utils.folders import private_prefix, remove_private_leftovers

@@ -1,28 +1,37 @@
-"""Executes a plan: starts its processes, each of which trains."""
+"""Executes a plan: starts its processes, each of which trains, and copies the last checkpoint.
+
+With `train.max_restarts`, a local run that fails goes on in new processes from its newest
+checkpoint. Each attempt has worker processes, a folder and a store of its own, so nothing of a
+failed one can reach the next. The launcher stays, and with it the lock of the run directory.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from gridformer.checkpoint.copies import choose_or_replace, copy_newest
 from gridformer.checkpoint.place import LocalPlace
+from gridformer.checkpoint.same_run import check_copy, data_start_of
 from gridformer.config import TrainConfig
 from gridformer.launch import launch
-from gridformer.launch.copy_last import copy_last
-from gridformer.launch.failure_cause import out_of_memory
+from gridformer.launch.failures import Failure, cause, failure_text, out_of_memory, print_last
+from gridformer.launch.local import attempt
 from gridformer.launch.memory_advice import memory_advice
-from gridformer.launch.restarts import launch_with_restarts
-from gridformer.launch.watch import MARGIN_S, HangWatch
-from gridformer.launch.worker_process import end_after_peer, end_with_report, print_last
+from gridformer.launch.processes import process_stat, signals_seen
+from gridformer.launch.watch import MARGIN_S, start_watch
 from gridformer.mesh.launch_env import Joined, launched_place, use_only
 from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.mesh.rendezvous import store_of
 from gridformer.train.callbacks import Callback
 from gridformer.train.evaluation import Measure
+from gridformer.train.metrics import read_metrics
 from gridformer.train.numerics import set_numerics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
@@ -32,6 +41,7 @@ from gridformer.utils.no_dynamo import without_dynamo
 from gridformer.utils.signals import StopPolicy, install
 
 _ENDED = "run/ended"
+_FIRST_S, _LONGEST_S = 5.0, 60.0  # between two attempts to copy the last checkpoint
 _LOOK_S = 1.0  # a spare process checks this often whether the run has ended
 
 
@@ -153,10 +163,9 @@ def began() -> float:
     place = launched_place()
     pid = os.getppid() if place and place.by == "torchrun" else os.getpid()
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         up_s = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
-        return time.time() - up_s + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):  # not Linux
+        return time.time() - up_s + process_stat(pid)[1] / os.sysconf("SC_CLK_TCK")
+    except OSError:  # not Linux
         return time.time()
 
 
@@ -184,12 +193,7 @@ def worker(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     leave_to_callers()
     set_numerics(train)
     world = init_process_groups(train.device, plan.n_processes, train.timeout_s, MARGIN_S)
-    place, watch = launched_place(), None
-    if place and world.size > 1:
-        nccl = world.backend == "nccl"
-        watch = HangWatch(
-            place, train.timeout_s, plan.out, end_with_report, nccl, peer_failed=end_after_peer
-        )
+    watch = start_watch(world, train.timeout_s, plan.out)
     with without_dynamo():
         trainer = Trainer(plan, world, _measures(plan), callbacks)
         if watch:
@@ -198,3 +202,117 @@ def worker(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     close_process_groups()
     if watch:
         watch.end()
+
+
+def copy_last(plan: Plan, ends_at: float | None = None) -> None:
+    """Copies the last checkpoint of a run that is done to `train.checkpoint_to`, if need be.
+
+    The processes of the run have ended, so none of them waits meanwhile. This process, or under
+    torchrun and srun that of rank 0, tries again for `train.full_disk_wait_s`.
+
+    Args:
+        plan: The run, which has done all its steps.
+        ends_at: When this process must have ended (`time.time`); None means never.
+
+    Raises:
+        SystemExit: The last checkpoint is not there, with code 1.
+    """
+    train, place = plan.run.train, launched_place()
+    if not train.checkpoint_to or (place and place.rank):
+        return
+    wait_s, pause = train.full_disk_wait_s, _FIRST_S
+    if ends_at is not None:
+        wait_s = min(wait_s, ends_at - time.time())
+    until = time.monotonic() + wait_s
+    while why := copy_newest(train, plan.out):
+        if time.monotonic() + pause > until:
+            print_last(
+                f"gridformer: all steps are done and their checkpoint is in {plan.out}, but it is "
+                f"not at {train.checkpoint_to} ({why}): run the same command to copy it"
+            )
+            raise SystemExit(1)
+        if pause == _FIRST_S:
+            print_last(
+                f"gridformer: the last checkpoint is not at {train.checkpoint_to} yet ({why}); "
+                f"trying again for {wait_s:.0f} s (train.full_disk_wait_s)"
+            )
+        time.sleep(pause)
+        pause = min(_LONGEST_S, 2 * pause)
+
+
+def launch_with_restarts(
+    entrypoint: Callable[[Plan], None], plan: Plan, policy: StopPolicy
+) -> None:
+    """Runs a plan in worker processes, and again after a failure. It never runs in this process.
+
+    There is no further attempt after a UserError, which would come again, after a stop, or if two
+    attempts in a row fail in the same step with the same error.
+
+    Args:
+        entrypoint: See `gridformer.launch.launch`; its argument is the plan.
+        plan: The first attempt.
+        policy: How the processes answer stop signals.
+
+    Raises:
+        UserError: See `gridformer.launch.launch`.
+        SystemExit: See there.
+    """
+    attempts, before = 1 + plan.run.train.max_restarts, None
+    with signals_seen(policy) as signals:
+        for number in range(1, attempts + 1):
+            ended = attempt(entrypoint, (plan,), plan.n_processes, policy, signals)
+            failure = ended.failure
+            if failure is None or failure.is_user_error or failure.told_to_stop or signals.first:
+                ended.tell()
+                return
+            here = _step_of(plan), re.sub(r"\d+", "#", cause(failure))
+            if number == attempts or here == before:
+                _print_last_attempt(failure, plan, number, here[0] if here == before else None)
+                raise SystemExit(1)
+            before, plan = here, resumed(plan)
+            goes_on = f"resumes from step {plan.resume_step}" if plan.resume else "begins anew"
+            print_last(f"{failure_text(failure)}\n")
+            print_last(
+                f"gridformer: attempt {number + 1} of {attempts} {goes_on}, as {cause(failure)}"
+            )
+
+
+def resumed(plan: Plan) -> Plan:
+    """Returns the plan of a run that goes on from its newest checkpoint.
+
+    Args:
+        plan: An earlier attempt of the run.
+
+    Raises:
+        CheckpointError: The newest checkpoint is damaged; see `train.fallback`.
+    """
+    check = partial(check_copy, plan.run, plan.data)
+    found = choose_or_replace(plan.run.train, plan.out, check)
+    if found is None:
+        return plan
+    return replace(
+        plan,
+        resume=found.folder,
+        resume_step=found.manifest.step,
+        start=None,
+        data_start=data_start_of(found.manifest, plan.run, plan.data),
+        older=found.older,
+        damaged=found.damaged,
+    )
+
+
+def _step_of(plan: Plan) -> int:
+    """Returns the last step of which there are metrics."""
+    steps = [line["step"] for line in read_metrics(plan.out)[-1:]]
+    return int(steps[0]) if steps else 0
+
+
+def _print_last_attempt(failure: Failure, plan: Plan, number: int, same_step: int | None) -> None:
+    if same_step is not None:
+        print_last(
+            f"gridformer: two attempts in a row failed with the same error after step {same_step}, "
+            "so there is no other:\n"
+        )
+    else:
+        print_last(f"gridformer: attempt {number} was the last (train.max_restarts):\n")
+    print_last(failure_text(failure, partial(memory_advice, plan)))

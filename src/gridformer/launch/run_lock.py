@@ -13,21 +13,27 @@ a file named after a stale lock may remove that lock, so a new one is never take
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
+import shlex
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
-from gridformer.launch.lock_holder import Holder, this_process
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from gridformer.launch.processes import process_stat, runs
 from gridformer.utils.errors import UserError
-from gridformer.utils.files import UnreadableError, parse_json, read_json, regular_bytes
+from gridformer.utils.files import parse_json, regular_bytes
 from gridformer.utils.signals import at_end, end_process
 from gridformer.utils.units import MIB
 
@@ -37,6 +43,57 @@ STALE_S = 60.0
 _POLL_S = 1.0  # between two looks at the lock of another host
 _SHORT_S = 0.02
 _JOIN_S = 5.0  # for a thread that may write the lock, if the storage is not away
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock.
+
+    Attributes:
+        host, pid, command: The launcher of a local run, otherwise rank 0.
+        since: When it took the lock, in seconds since 1970.
+        machine: Differs between hosts and containers, in which `pid` means another process.
+        began: When the process began (`process_stat`), because numbers are used again.
+        token: A random text.
+    """
+
+    host: str
+    pid: int
+    since: float
+    command: str
+    machine: str
+    began: int
+    token: str
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"process {self.pid} on {self.host} since {since} ({self.command})"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process sees the holder's process if it still runs."""
+        return (self.host, self.machine) == (socket.gethostname(), _machine())
+
+    @property
+    def runs(self) -> bool:
+        """Whether the holder's process still runs; only for a holder that `is_here`."""
+        return runs(self.pid, self.began)
+
+
+def this_process() -> Holder:
+    """Returns this process as the holder of a lock."""
+    command, pid = shlex.join(["gridformer", *sys.argv[1:]]), os.getpid()
+    host, began = socket.gethostname(), process_stat(pid)[1]
+    return Holder(host, pid, time.time(), command, _machine(), began, secrets.token_hex(8))
+
+
+def _machine() -> str:
+    """Returns a text that differs between hosts, their starts, and containers; empty if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 class RunLock:
@@ -49,7 +106,7 @@ class RunLock:
     """
 
     def __init__(self) -> None:
-        self._path: Path | None = None
+        self._path = Path()
         self._mine: Holder | None = None
         self._made: list[Path] = []  # folders that did not exist before
         self._end = threading.Event()
@@ -81,24 +138,23 @@ class RunLock:
         if self._mine is not None:
             return
         self._made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
-        self._path = run_dir / LOCK
-        mine = replace(this_process(), token=secrets.token_hex(8))
+        self._path, mine = run_dir / LOCK, this_process()
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             _take(self._path, mine, tell)
-        except OSError as error:
+        except BaseException as error:
             self._remove_made()
+            if not isinstance(error, OSError):
+                raise
             raise UserError(
                 f"{run_dir} cannot be written ({error.strerror or error}): choose another --out"
             ) from None
-        except BaseException:
-            self._remove_made()
-            raise
         self._mine = mine
         at_end.append(self.release)
         self._end.clear()
-        self._refreshing = threading.Thread(target=self._refresh, name="run lock", daemon=True)
-        self._refreshing.start()
+        refresh = threading.Thread(target=self._refresh, args=(mine,), name="run lock", daemon=True)
+        self._refreshing = refresh
+        refresh.start()
 
     def release(self) -> None:
         """Gives the lock back, and removes folders that were created for it and are empty."""
@@ -109,78 +165,53 @@ class RunLock:
         # It may be about to write a removed lock again.
         if self._refreshing not in (None, threading.current_thread()):
             self._refreshing.join(_JOIN_S)
-        with contextlib.suppress(ValueError):
+        with suppress(ValueError):
             at_end.remove(self.release)
-        assert self._path is not None
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if _token_of(self._path) == mine.token:
                 self._path.unlink()
         self._remove_made()
 
     def _remove_made(self) -> None:
         for path in self._made:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 path.rmdir()
         self._made = []
 
-    def _refresh(self) -> None:
+    def _refresh(self, mine: Holder) -> None:
         """Refreshes the lock until it is released; ends the process if another run has it."""
-        path, mine = self._path, self._mine
-        assert path is not None
-        while mine is not None and not self._end.wait(REFRESH_S):
-            with contextlib.suppress(OSError):  # the storage may be away for a moment
-                if not path.exists():  # somebody removed it
-                    _write_new(path, mine)
-                if _token_of(path) == mine.token:
-                    os.utime(path)
-                    continue
-                other = holder_of(path.parent)
-                if other is None or self._end.is_set():
-                    continue
-                message = (
-                    f"gridformer: {path} was taken by {other}, because this process did not "
-                    f"refresh it for {STALE_S:g} s: it ends, so that no two runs write into one "
-                    "folder\n"
-                )
-                os.write(2, message.encode())
-                end_process(1)
+        while not self._end.wait(REFRESH_S):
+            with suppress(OSError):  # the storage may be away for a moment
+                if not self._path.exists():  # somebody removed it
+                    _write_new(self._path, mine)
+                other = _read(self._path)
+                if other is not None and other.token == mine.token:
+                    os.utime(self._path)
+                elif other is not None and not self._end.is_set():
+                    message = (
+                        f"gridformer: {self._path} was taken by {other}, because this process did "
+                        f"not refresh it for {STALE_S:g} s: it ends, so that no two runs write "
+                        "into one folder\n"
+                    )
+                    os.write(2, message.encode())
+                    end_process(1)
 
 
 def holder_of(run_dir: Path) -> Holder | None:
     """Returns who holds, or held, the lock of a run directory; None if there is none to read."""
-    try:
-        found = read_json(run_dir / LOCK, MIB)
-        return Holder(
-            host=str(found["host"]),
-            pid=int(found["pid"]),
-            since=float(found["since"]),
-            command=str(found["command"]),
-            machine=str(found["machine"]),
-            began=int(found["began"]),
-            token=str(found["token"]),
-        )
-    except (UnreadableError, ValueError, KeyError, TypeError, OverflowError):
-        return None
+    with suppress(OSError, ValueError):
+        return _read(run_dir / LOCK)
+    return None
 
 
 def is_held(run_dir: Path) -> bool:
     """Returns whether a run holds the lock of a run directory, as far as one look can tell."""
     holder = holder_of(run_dir)
-    if holder is None:
-        return False
-    if holder.is_here:
-        return holder.runs
-    try:
-        return time.time() - (run_dir / LOCK).stat().st_mtime < STALE_S
-    except OSError:
-        return False
-
-
-def _refusal(run_dir: Path, holder: Holder | None) -> UserError:
-    return UserError(
-        f"{run_dir} is in use by {holder or 'another run'}: wait until it ends, or choose another "
-        "--out"
-    )
+    with suppress(OSError):
+        if holder is not None:
+            fresh = time.time() - (run_dir / LOCK).stat().st_mtime < STALE_S
+            return holder.runs if holder.is_here else fresh
+    return False
 
 
 def _take(path: Path, mine: Holder, tell: Callable[[str], None]) -> None:
@@ -191,30 +222,25 @@ def _take(path: Path, mine: Holder, tell: Callable[[str], None]) -> None:
     """
     seen: tuple[str, float] | None = None  # the token and time of another host's lock
     since = time.monotonic()
-    while True:
-        if _write_new(path, mine):
-            return
+    while not _write_new(path, mine):
         holder = holder_of(path.parent)  # over NFS, opening it makes its time below a fresh one
-        if holder is not None and holder.is_here:
-            if holder.runs:
-                raise _refusal(path.parent, holder)
-            if _take_over(path, holder.token, mine):
-                return
-            time.sleep(_SHORT_S)  # another process takes it over
-            continue
         try:
-            refreshed = path.stat().st_mtime
+            found = (holder.token if holder else "", path.stat().st_mtime)
         except FileNotFoundError:
             continue  # it was released
-        found = (holder.token if holder else "", refreshed)
-        if seen not in (None, found):
-            raise _refusal(path.parent, holder)
+        here = holder if holder is not None and holder.is_here else None
+        if here.runs if here else seen not in (None, found):
+            raise UserError(
+                f"{path.parent} is in use by {holder or 'another run'}: wait until it ends, or "
+                "choose another --out"
+            )
         seen = found
-        age = max(_now(path.parent) - refreshed, time.monotonic() - since)  # a clock may be ahead
-        if age > STALE_S:
+        # The clock of the other host may be ahead.
+        age = max(_now(path.parent) - found[1], time.monotonic() - since)
+        if here or age > STALE_S:
             if _take_over(path, found[0], mine):
                 return
-            time.sleep(_SHORT_S)
+            time.sleep(_SHORT_S)  # another process takes it over
             continue
         tell(
             f"{path} is held by {holder or 'an unknown process'} and {age:.0f} s old: waiting "
@@ -259,47 +285,49 @@ def _take_over(path: Path, token: str, mine: Holder) -> bool:
 
     Of all processes that find the lock stale, the one that creates a file of its name does this.
     """
-    name = sha256(token.encode()).hexdigest()[:16]
-    claim = path.with_name(f".lock-claim-{name}")
+    claim = path.with_name(f".lock-claim-{sha256(token.encode()).hexdigest()[:16]}")
     try:
         claim.open("x").close()
     except FileExistsError:
-        with contextlib.suppress(OSError):  # of a process that was killed in the lines below
+        with suppress(OSError):  # of a process that was killed in the lines below
             if _now(path.parent) - claim.stat().st_mtime > STALE_S:
                 claim.unlink()
         return False
     try:
-        try:
-            if _token_of(path) != token:
-                return False  # another process was faster
-        except FileNotFoundError:
-            return False
-        _displace(path, token)
-        return _write_new(path, mine)
+        found = _token_of(path)  # else another process was faster
+        return found == token and _displace(path, token) and _write_new(path, mine)
+    except FileNotFoundError:
+        return False
     finally:
         claim.unlink(missing_ok=True)
 
 
-def _displace(path: Path, token: str) -> None:
-    """Removes a stale lock, and no other that has taken its place in the meantime."""
+def _displace(path: Path, token: str) -> bool:
+    """Removes a stale lock, and no other that has taken its place; returns whether it did."""
     aside = path.with_name(f".lock-stale-{secrets.token_hex(8)}")
-    with contextlib.suppress(FileNotFoundError):
-        path.rename(aside)
-        try:
-            if _token_of(aside) != token:
-                with contextlib.suppress(OSError):
-                    os.link(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+    path.rename(aside)
+    try:
+        if _token_of(aside) == token:
+            return True
+        with suppress(OSError):
+            os.link(aside, path)
+        return False
+    finally:
+        aside.unlink(missing_ok=True)
 
 
-def _token_of(path: Path) -> str:
-    """Returns the token in a lock file, or nothing if it is torn.
+def _read(path: Path) -> Holder | None:
+    """Returns the holder that a lock file names; None if it is torn.
 
     Raises:
         OSError: It cannot be read.
     """
-    try:
-        return str(parse_json(regular_bytes(path, MIB))["token"])
-    except (ValueError, KeyError, TypeError):
-        return ""
+    with suppress(ValueError):
+        return TypeAdapter(Holder).validate_python(parse_json(regular_bytes(path, MIB)))
+    return None
+
+
+def _token_of(path: Path) -> str:
+    """Returns the token in a lock file, or nothing if it is torn; raises OSError."""
+    holder = _read(path)
+    return holder.token if holder else ""

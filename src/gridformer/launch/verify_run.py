@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import MANIFEST, Manifest, verify_checkpoint
+from gridformer.checkpoint.remote import Remote, reading
 from gridformer.checkpoint.same_run import other_model
 from gridformer.config import RunConfig
 from gridformer.config.yaml_text import parse_yaml
@@ -20,8 +22,9 @@ from gridformer.data import RunData, Tokenizer
 from gridformer.data.fingerprint import fingerprint
 from gridformer.launch.run_lock import LOCK, holder_of, is_held
 from gridformer.train.metrics import METRICS, MOST_BYTES
-from gridformer.utils.errors import CheckpointError, DataError, UserError
+from gridformer.utils.errors import CheckpointError, UserError
 from gridformer.utils.files import read_bytes, read_text
+from gridformer.utils.folders import private_prefix
 from gridformer.utils.units import format_bytes
 
 CONFIG, TOKENIZER = "config.yaml", "tokenizer.json"
@@ -67,7 +70,12 @@ def verify_run(
             f"{parts[-1]}: name one that `gridformer train` wrote, such as runs/demo"
         )
     held = is_held(run_dir)
-    findings = [*_lock(run_dir, held), (configured := _config(run_dir))[0]]
+    findings, run = _checked(LOCK, lambda: _lock(run_dir / LOCK, held)), None
+    try:
+        run = _config(run_dir / CONFIG)
+        findings.append(RunFinding(CONFIG, True, "readable"))
+    except UserError as error:
+        findings.append(RunFinding(CONFIG, False, str(error)))
     manifests: list[Manifest] = []
     folders = find.complete(run_dir)
     for number, folder in enumerate(folders, start=1):
@@ -80,45 +88,51 @@ def verify_run(
         findings.append(found)
     if not folders:
         findings.append(RunFinding("checkpoints", True, "there are none"))
-    run, last = configured[1], manifests[-1] if manifests else None
+    last = manifests[-1] if manifests else None
     if run and run.train.checkpoint_to:
         url = run.train.checkpoint_to
         note = f"at {url}, not looked at: `gridformer verify {url}` verifies them"
         findings.append(RunFinding("copies", True, note))
-    if run and last:
-        findings += _agree(run, last)
-    findings += [*_metrics(run_dir, last, held), *_tokenizer(run_dir, last)]
-    findings += [*_data(run, last), *_others(run_dir, held)]
-    return findings
+    if run and last and (different := "; ".join(other_model(last, run))):
+        note = f"it belongs to another run than step {last.step} does ({different})"
+        findings.append(RunFinding(CONFIG, False, note))
+    findings += _checked(METRICS, lambda: _metrics(run_dir / METRICS, last, held))
+    findings += _checked(TOKENIZER, lambda: _tokenizer(run_dir / TOKENIZER, last))
+    findings += _checked("data", lambda: _data(run, last))
+    return [*findings, *_others(run_dir, held)]
 
 
-def _lock(run_dir: Path, held: bool) -> Iterator[RunFinding]:
-    path, holder = run_dir / LOCK, holder_of(run_dir)
-    if held:
-        yield RunFinding(LOCK, True, f"in use by {holder}")
-    elif path.is_file():
-        yield RunFinding(LOCK, True, f"left by {holder or 'a run'}; the next run replaces it")
-    elif os.path.lexists(path):
-        yield RunFinding(LOCK, False, f"{path} is no file, so no run can use it: remove it")
-
-
-def _config(run_dir: Path) -> tuple[RunFinding, RunConfig | None]:
-    path = run_dir / CONFIG
-    if not path.exists():
-        return RunFinding(CONFIG, False, f"{path} is missing: the next run writes it"), None
+def _checked(what: str, check: Callable[[], str]) -> list[RunFinding]:
+    """Returns what a check says: its note, nothing if that is empty, or the error it raises."""
     try:
-        run = RunConfig.model_validate(parse_yaml(read_text(path)))
+        note = check()
+    except (UserError, OSError) as error:
+        return [RunFinding(what, False, str(error))]
+    return [RunFinding(what, True, note)] if note else []
+
+
+def _lock(path: Path, held: bool) -> str:
+    holder = holder_of(path.parent)
+    if held:
+        return f"in use by {holder}"
+    if path.is_file():
+        return f"left by {holder or 'a run'}; the next run replaces it"
+    if os.path.lexists(path):
+        raise UserError(f"{path} is no file, so no run can use it: remove it")
+    return ""
+
+
+def _config(path: Path) -> RunConfig:
+    if not path.exists():
+        raise UserError(f"{path} is missing: the next run writes it")
+    try:
+        return RunConfig.model_validate(parse_yaml(read_text(path)))
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        why = " ".join(f"{where}: {first['msg']}".split())
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     except (UserError, ValueError) as error:
-        why = " ".join(str(error).split())
-    else:
-        return RunFinding(CONFIG, True, "readable"), run
-    return RunFinding(
-        CONFIG, False, f"{path} is damaged ({why}): the next run writes it anew"
-    ), None
+        why = str(error)
+    raise UserError(f"{path} is damaged ({' '.join(why.split())}): the next run writes it anew")
 
 
 def _checkpoint(folder: Path, finite: bool) -> tuple[RunFinding, Manifest | None]:
@@ -160,83 +174,57 @@ def _agree(run: RunConfig, last: Manifest) -> Iterator[RunFinding]:
         )
 
 
-def _metrics(run_dir: Path, last: Manifest | None, held: bool) -> Iterator[RunFinding]:
-    path = run_dir / METRICS
+def _metrics(path: Path, last: Manifest | None, held: bool) -> str:
     if last is not None and last.weights_only:
-        return
+        return ""
     if not path.is_file():
-        if last is not None:
-            yield RunFinding(METRICS, False, f"{path} is missing: losses so far are lost")
-        return
+        if last is None:
+            return ""
+        raise UserError(f"{path} is missing: losses so far are lost")
     steps: list[int] = []
-    try:
-        lines = read_bytes(path, MOST_BYTES).split(b"\n")
-    except UserError as error:
-        yield RunFinding(METRICS, False, str(error))
-        return
+    lines = read_bytes(path, MOST_BYTES).split(b"\n")
     torn = lines.pop() != b""
     for number, line in enumerate(lines, start=1):
         try:
             steps.append(int(json.loads(line)["step"]))
         except (ValueError, KeyError, TypeError, RecursionError):
-            yield RunFinding(METRICS, False, f"line {number} cannot be read: remove that line")
-            return
+            raise UserError(f"line {number} cannot be read: remove that line") from None
     for before, after in pairwise(steps):
         if after != before + 1:
-            yield RunFinding(METRICS, False, f"after step {before} comes step {after}")
-            return
+            raise UserError(f"after step {before} comes step {after}")
     end = steps[-1] if steps else 0
     if last is not None and end < last.step:
-        yield RunFinding(
-            METRICS, False, f"it ends at step {end}, but a checkpoint is of step {last.step}"
-        )
-        return
+        raise UserError(f"it ends at step {end}, but a checkpoint is of step {last.step}")
     if last is not None and steps and steps[0] > 1:
-        yield RunFinding(METRICS, False, f"it begins at step {steps[0]}")
-        return
-    note = f"{len(lines)} lines, up to step {end}"
-    if torn and not held:
-        note += "; a killed run left half a line, which the next run removes"
-    yield RunFinding(METRICS, True, note)
+        raise UserError(f"it begins at step {steps[0]}")
+    half = "; a killed run left half a line, which the next run removes" * (torn and not held)
+    return f"{len(lines)} lines, up to step {end}{half}"
 
 
-def _tokenizer(run_dir: Path, last: Manifest | None) -> Iterator[RunFinding]:
-    path = run_dir / TOKENIZER
-    if not path.is_file():
-        if last is not None and not last.weights_only:
-            yield RunFinding(TOKENIZER, False, f"{path} is missing: copy that of the data there")
-        return
-    try:
-        found = Tokenizer.load(path)
-    except DataError as error:
-        yield RunFinding(TOKENIZER, False, str(error))
-        return
+def _tokenizer(path: Path, last: Manifest | None) -> str:
     ours = last if last is not None and not last.weights_only else None
+    if not path.is_file():
+        if ours is None:
+            return ""
+        raise UserError(f"{path} is missing: copy that of the data there")
+    found = Tokenizer.load(path)
     if ours and found.vocab_size > ours.model.vocab_size:
-        yield RunFinding(
-            TOKENIZER,
-            False,
+        raise UserError(
             f"it has {found.vocab_size} words, but the model only {ours.model.vocab_size}: it is "
-            "another tokenizer, so copy that of the data there",
+            "another tokenizer, so copy that of the data there"
         )
-    else:
-        yield RunFinding(TOKENIZER, True, f"{found.vocab_size} words")
+    return f"{found.vocab_size} words"
 
 
-def _data(run: RunConfig | None, last: Manifest | None) -> Iterator[RunFinding]:
+def _data(run: RunConfig | None, last: Manifest | None) -> str:
     """Compares the data with that of the last checkpoint, if both are there."""
     if run is None or last is None or last.data is None or not run.data.exists:
-        return
-    try:
-        changed = fingerprint(RunData.open(run.data)).differences(last.data)
-    except (DataError, OSError) as error:
-        yield RunFinding("data", False, str(error))
-        return
+        return ""
+    changed = fingerprint(RunData.open(run.data)).differences(last.data)
     if changed:
         told = ", ".join(changed)
-        yield RunFinding("data", False, f"{_named(run)} has changed since the checkpoint ({told})")
-    else:
-        yield RunFinding("data", True, f"{_named(run)} is that of the checkpoint")
+        raise UserError(f"{_named(run)} has changed since the checkpoint ({told})")
+    return f"{_named(run)} is that of the checkpoint"
 
 
 def _named(run: RunConfig) -> str:
@@ -266,3 +254,39 @@ def _others(run_dir: Path, held: bool) -> Iterator[RunFinding]:
 
 def _size(folder: Path) -> str:
     return format_bytes(sum(path.stat().st_size for path in folder.glob("*") if path.is_file()))
+
+
+def verify_copies(
+    url: str, finite: bool = False, tell: Tell = lambda doing: None
+) -> list[RunFinding]:
+    """Checks the checkpoints at a URL. Each is copied into a temporary folder, one at a time.
+
+    Args:
+        url: What `train.checkpoint_to` of a run is.
+        finite: Whether to check besides that all tensors are finite.
+        tell: Receives progress messages.
+
+    Raises:
+        UserError: The URL cannot be read, or has no checkpoint.
+    """
+    found: list[RunFinding] = []
+    with reading(url):
+        remote = Remote(url)
+        names = remote.complete()
+        if not names:
+            raise UserError(
+                f"there is no checkpoint at {url}: name the train.checkpoint_to of the run"
+            )
+        for number, name in enumerate(names, start=1):
+            tell(f"copying and verifying checkpoint {number} of {len(names)}")
+            with tempfile.TemporaryDirectory(prefix=private_prefix()) as folder:
+                found += _verify(remote, name, Path(folder) / name, finite)
+    return found
+
+
+def _verify(remote: Remote, name: str, copy: Path, finite: bool) -> list[RunFinding]:
+    try:
+        remote.download(name, copy)
+    except CheckpointError as error:
+        return [RunFinding(name, False, str(error))]
+    return verify_run(copy, finite)

@@ -13,43 +13,76 @@ All of this is over within MARGIN_S, and only then do torch's own timeouts end w
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections import deque
 from contextlib import suppress
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch import nn
+
 from gridformer.comm import progress, progress_file
-from gridformer.launch import seen as telling
-from gridformer.launch.boards import Board, FolderBoard, Report, asks_s, board_of, process_state
-from gridformer.launch.hang import (
-    Seen,
-    Verdict,
-    diagnose_hang,
-    lane_name,
-    progress_line,
-    ranks_in_words,
-)
-from gridformer.launch.where import Where
-from gridformer.mesh.launch_env import Joined
+from gridformer.launch.hang import diagnose_hang
+from gridformer.launch.hang_board import HangBoard, asks_s
+from gridformer.launch.hang_report import RankReport, all_ranks, hang_text, reports
+from gridformer.launch.processes import process_state
+from gridformer.launch.worker_process import end_after_peer, end_with_report
+from gridformer.mesh.launch_env import Joined, launched_place
+from gridformer.mesh.process_group import World
 
 MARGIN_S = 9.0  # torch's own timeouts come this much later than the watch
 _LOOKS_S = 1.0  # between two looks, or an eighth of the timeout if that is less
+_DEEPEST = 40  # calls that are kept of a stack
+_NODES = 200  # of the graph that are looked at to find a parameter
 _SAMPLES, _APART_S = 6, 0.15  # of the stack of a rank, once the run hangs
 _ANSWERS_S = 3.0  # how long the first rank waits for what others see
 _LEAVES_S = 25.0  # a rank ends by itself this long after it told what it saw
-_CALLS = 8  # shown of a stack; the file has them all
 _RECORDS_S = 1.5  # for torch's records of messages
 _END_S = 2.0  # how long the end of a run waits for the watch, which may ask a store that is gone
 _LINGERS_S = 2.0  # from when a peer has failed until this process is ended for it
 _QUIET_S = 2.5  # a watch that has not looked for this long is not running
+_STATUS = {"": "dead", "Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}  # see proc(5)
+
+
+class UseWatch:
+    """Starts the watch of commands that use a trained model; see `gridformer.evaluate.job.Job`.
+
+    Nothing is written to the run directory, which such commands only read.
+    """
+
+    margin_s = MARGIN_S
+
+    def start(self, world: World, timeout_s: float) -> HangWatch | None:
+        """Starts to watch this process; see `start_watch`."""
+        return start_watch(world, timeout_s, None, "--timeout", trains=False)
+
+
+def start_watch(
+    world: World,
+    timeout_s: float,
+    out: Path | None,
+    limit: str = "train.timeout_s",
+    trains: bool = True,
+) -> HangWatch | None:
+    """Starts to watch this process, unless it is the only one.
+
+    Args:
+        world: The processes.
+        timeout_s, out, limit, trains: See `HangWatch`.
+    """
+    place = launched_place()
+    if place is None or world.size == 1:
+        return None
+    return HangWatch(place, timeout_s, out, world.backend == "nccl", limit, trains)
 
 
 class HangWatch:
@@ -59,10 +92,8 @@ class HangWatch:
         place: The place of this process in the run.
         timeout_s: Seconds after which a message that still waits is a hang.
         out: The run directory, in which the report is written; None writes none.
-        fail: Called with the report on the rank that noticed first; it ends the process.
         nccl: Whether messages run on GPUs, where the host waits elsewhere than in messages.
         limit: What users call the limit.
-        peer_failed: Called with the name of a rank that has failed; it ends the process.
         trains: Whether the run has steps, before the first of which nothing is known over NCCL.
     """
 
@@ -71,23 +102,20 @@ class HangWatch:
         place: Joined,
         timeout_s: float,
         out: Path | None,
-        fail: Callable[[str], None],
         nccl: bool = False,
         limit: str = "train.timeout_s",
         trains: bool = True,
-        peer_failed: Callable[[str], None] = lambda who: None,
     ) -> None:
         self.place, self.timeout_s, self.out, self.nccl = place, timeout_s, out, nccl
         self._limit, self._trains = limit, trains
-        self._fail, self._peer_failed = fail, peer_failed
-        self._board: Board = board_of(place)
+        self._board = HangBoard(place)
         own = None
-        if isinstance(self._board, FolderBoard):
-            own = self._board.progress_file(place.rank)
+        if place.store_file:
+            own = Path(place.store_file).with_name(f"progress-{place.rank}")
         self._progress = progress.start(own)
         with suppress(TimeoutError):
             self._board.register(self._progress.path)
-        self.where = Where()
+        self.where = StackLocation()
         self._main = threading.main_thread().ident or 0
         self._ended = threading.Event()
         self._still_since = time.monotonic()
@@ -107,8 +135,7 @@ class HangWatch:
 
     def _run(self) -> None:
         look_s = min(_LOOKS_S, self.timeout_s / 8)
-        ask_s = 0.0 if self.place.store_file else asks_s(self.place.size)
-        asked = time.monotonic()
+        ask_s, asked = asks_s(self.place.size), time.monotonic()
         while not self._ended.wait(look_s):
             hangs, now = self._beat(), time.monotonic()
             if not hangs and now - asked >= ask_s:
@@ -118,16 +145,13 @@ class HangWatch:
                         self._tell(False)
                         return
                     if who := self._board.failed():
-                        self._leave(who)
+                        # Over gloo connections break, and it raises an error.
+                        if not self._ended.wait(_LINGERS_S):
+                            end_after_peer(who)
                         return
             if hangs:
                 self._tell(True)
                 return
-
-    def _leave(self, who: str) -> None:
-        """Ends this process because another one has failed, unless that ends it anyway."""
-        if not self._ended.wait(_LINGERS_S):  # over gloo connections break, and it raises an error
-            self._peer_failed(who)
 
     def _beat(self) -> bool:
         """Notes where this process is, and returns whether it hangs.
@@ -170,23 +194,25 @@ class HangWatch:
             first = lost = True
         report = self._look()
         if first and at_claim.wait is not None:  # even if it has ended by now
-            report["state"] = telling.to_json(at_claim)
-        reports = {self.place.rank: report}
+            report = replace(report, state=at_claim)
         with suppress(TimeoutError):
-            report["neighbors"] = self._neighbors()
+            report = replace(report, neighbors=self._neighbors())
             self._board.publish(report)
-        if first:
-            if not lost:
-                with suppress(TimeoutError):
-                    reports |= self._collect()
-            self._conclude(reports, lost)
-        elif not self._ended.wait(_LEAVES_S):
-            os._exit(1)  # the first rank has ended, and this one only waits for it
+        if not first:
+            if not self._ended.wait(_LEAVES_S):
+                os._exit(1)  # the first rank has ended, and this one only waits for it
+            return
+        told = {self.place.rank: report}
+        if not lost:
+            with suppress(TimeoutError):
+                self._collect(told)
+        self._conclude(told, lost)
 
-    def _look(self) -> Report:
+    def _look(self) -> RankReport:
         """Samples the stack of the main thread and its processor time."""
         began, cpu = time.monotonic(), time.process_time()
-        moved, last, stack, module = 0, None, [], ""
+        moved, last, module = 0, None, ""
+        stack: list[str] = []
         for number in range(_SAMPLES):
             frame = sys._current_frames().get(self._main)
             if frame is not None:
@@ -200,133 +226,65 @@ class HangWatch:
         used = (time.process_time() - cpu) / max(1e-9, time.monotonic() - began)
         frames = sys._current_frames()
         threads = {
-            thread.name: self.where.stack(frames[thread.ident])
+            thread.name: tuple(self.where.stack(frames[thread.ident]))
             for thread in threading.enumerate()
             if thread.ident in frames and thread.ident not in (self._main, threading.get_ident())
         }
-        return {
-            "rank": self.place.rank,
-            "host": socket.gethostname(),
-            "state": telling.to_json(self._progress.read()),
-            "module": module,
-            "moved": moved,
-            "cpu": round(used, 3),
-            "stack": stack,
-            "threads": threads,
-            **({"nccl": _flight_records()} if self.nccl else {}),
-        }
+        return RankReport(
+            self.place.rank,
+            state=self._progress.read(),
+            host=socket.gethostname(),
+            module=module,
+            moved=moved,
+            cpu=round(used, 3),
+            stack=tuple(stack),
+            threads=threads,
+            nccl=_flight_records() if self.nccl else None,
+        )
 
-    def _neighbors(self) -> dict[str, Any]:
+    def _neighbors(self) -> tuple[RankReport, ...]:
         """Returns what is known of the processes of this machine that cannot tell themselves."""
-        found: dict[str, Any] = {}
+        found: list[RankReport] = []
         for rank, path in self._board.neighbors().items():
-            if rank == self.place.rank:
-                continue
             state = progress_file.read(path)
-            if state is None:
-                found[str(rank)] = {"status": "dead", "state": None}
-                continue
-            letter = process_state(state.pid)
-            if letter in ("", "Z", "X"):
-                status = "dead"
-            elif letter in ("T", "t"):
-                status = "stopped"
-            elif state.beat_s > _QUIET_S:
-                status = "silent"
-            else:
-                continue
-            found[str(rank)] = {"status": status, "state": telling.to_json(state)}
-        return found
+            letter = process_state(state.pid) if state else ""
+            if status := _STATUS.get(letter, "silent" if state and state.beat_s > _QUIET_S else ""):
+                found.append(RankReport(rank, status, state, socket.gethostname()))
+        return tuple(found)
 
-    def _collect(self) -> dict[int, Report]:
-        """Returns what the other ranks see, as far as they tell within seconds."""
+    def _collect(self, told: dict[int, RankReport]) -> None:
+        """Adds what the other ranks see, as far as they tell within seconds."""
         until = time.monotonic() + _ANSWERS_S
-        others = {*range(self.place.size)} - {self.place.rank}
-        found: dict[int, Report] = {}
-        while others and time.monotonic() < until:
-            found |= self._board.published(others)
-            others -= {*found}
-            gone = {int(rank) for report in found.values() for rank in report.get("neighbors", {})}
-            if others <= gone:
-                break
+        while time.monotonic() < until:
+            others = {*range(self.place.size)} - {*told}
+            told |= self._board.published(others)
+            if {*all_ranks(told, 0)} >= others:
+                return
             time.sleep(0.1)
-        return found
 
-    def _conclude(self, reports: Mapping[int, Report], lost: bool) -> None:
-        ranks = telling.ranks_of(reports, self.place.size)
-        verdict = diagnose_hang(ranks, self.place.rank, self._limit, queued=self.nccl)
-        text = self._text(ranks, verdict, lost)
-        if self.out is not None:
-            text += self._kept(self.out, reports, verdict, text)
-        self._fail(text)
-
-    def _kept(self, out: Path, reports: Mapping[int, Report], verdict: Verdict, text: str) -> str:
-        """Writes all that ranks have told to the run directory, and returns a line about it."""
-        path = out / f"hang-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-        content = {
-            "reason": verdict.reason,
-            "kind": verdict.kind,
-            "culprits": verdict.culprits,
-            "noticed_by": self.place.rank,
-            "arrived": verdict.arrived,
-            "missing": verdict.missing,
-            "report": text.splitlines(),
-            "ranks": {str(rank): report for rank, report in sorted(reports.items())},
-        }
-        try:
-            path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            return f"\nThe report of all ranks could not be written: {error}."
-        return f"\nAll ranks' messages and stacks are in {path}."
-
-    def _text(self, ranks: Mapping[int, Seen], verdict: Verdict, lost: bool) -> str:
-        """Returns what a user reads last."""
-        first, lines = ranks[verdict.witness], []
-        for rank in dict.fromkeys([first.rank, *verdict.culprits[:3]]):
-            lines += _stack_text(ranks[rank])
-        lines.append(f"The run hangs: {verdict.reason}.")
-        if (wait := first.wait) is not None:
-            step = f", in step {first.state.step}" if first.state and first.state.step else ""
-            module = f", in {first.module}" if first.module else ""
-            arrived = ranks_in_words(verdict.arrived)
-            if not verdict.missing and verdict.kind != "late":
-                arrived += ", which does not mean that each could finish it"
-            missing = f" Missing: {ranks_in_words(verdict.missing)}." if verdict.missing else ""
-            lines += [
-                f"Rank {first.rank} has waited {wait.seconds:.1f} s ({self._limit}="
-                f"{self.timeout_s:g}) in {wait.message}, message {wait.number} of "
-                f"{lane_name(wait.lane)}{step}{module}.",
-                f"Arrived: {arrived}.{missing}",
-            ]
-        else:
-            lines.append(
-                f"Rank {self.place.rank} has been in one place for {self.timeout_s:g} s "
-                f"({self._limit}). Over NCCL a process does not wait in a message but where it "
-                "reads from the GPU, and the messages below may have been started, not finished."
-            )
+    def _conclude(self, told: dict[int, RankReport], lost: bool) -> None:
+        ranks, rank = all_ranks(told, self.place.size), self.place.rank
+        verdict = diagnose_hang(ranks, rank, self._limit, queued=self.nccl)
+        text = hang_text(ranks, verdict, rank, f"{self._limit}={self.timeout_s:g}", self._trains)
         if lost:
-            lines.append(
-                "The store of the run, which torchrun or, with srun, rank 0 serves, does not "
+            text += (
+                "\nThe store of the run, which torchrun or, with srun, rank 0 serves, does not "
                 "answer, so nothing is known of other machines."
             )
-        others = [rank for rank in sorted(ranks) if rank != first.rank]
-        shown = sorted({*others[:8], *verdict.culprits[:8]} - {first.rank})
-        lines += [progress_line(ranks[rank], self._trains) for rank in shown]
-        if len(others) > len(shown):
-            lines.append(f"and {len(others) - len(shown)} other ranks")
-        return "\n".join(lines)
-
-
-def _stack_text(seen: Seen) -> list[str]:
-    """Returns the innermost calls of a rank as lines."""
-    if not seen.stack:
-        return []
-    age = ""
-    if seen.status != "answers" and seen.state:
-        age = f", as it was {seen.state.stack_s:.0f} s ago"
-    calls = [number for number, line in enumerate(seen.stack) if line.startswith("  File ")]
-    lines = seen.stack[calls[-_CALLS] :] if len(calls) > _CALLS else seen.stack
-    return [f"Stack of rank {seen.rank}{age}:", *(line.rstrip() for line in lines)]
+        if self.out is not None:
+            path = self.out / f"hang-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+            content = {
+                **asdict(verdict),
+                "noticed_by": rank,
+                "report": text.splitlines(),
+                "ranks": {r: reports().dump_python(told[r], mode="json") for r in sorted(told)},
+            }
+            try:
+                path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+                text += f"\nAll ranks' messages and stacks are in {path}."
+            except OSError as error:
+                text += f"\nThe report of all ranks could not be written: {error}."
+        end_with_report(text)
 
 
 def _flight_records() -> Any:
@@ -338,3 +296,60 @@ def _flight_records() -> Any:
     thread.start()
     thread.join(_RECORDS_S)  # torch asks the GPU, which may not answer
     return answer[0] if answer else None
+
+
+class StackLocation:
+    """Names places of the model of this process.
+
+    Attributes:
+        model: The model, once there is one.
+    """
+
+    def __init__(self) -> None:
+        self.model: nn.Module | None = None
+
+    def stack(self, frame: FrameType) -> list[str]:
+        """Returns the calls of a thread, the innermost last, as a traceback shows them."""
+        calls = []
+        for call, number in [*traceback.walk_stack(frame)][:_DEEPEST]:
+            name = call.f_code.co_filename
+            # Between two lines, such as on leaving a `with`, Python may know none.
+            source = linecache.getline(name, number or 0).strip()
+            text = f'  File "{name}", line {number or "?"}, in {call.f_code.co_name}\n'
+            calls.append(text + (f"    {source}\n" if source else ""))
+        return calls[::-1]
+
+    def module(self, frame: FrameType) -> str:
+        """Returns the part of the model in which a thread is; empty if it is in none.
+
+        In a forward pass this is the innermost module on the stack. In a backward pass there are no
+        modules on the stack, but the autograd function that runs, and the next parameter of its
+        graph is one of the same module or of the one before it.
+        """
+        if self.model is None:
+            return ""
+        modules = {id(module): name for name, module in self.model.named_modules()}
+        for call, _ in traceback.walk_stack(frame):
+            found = call.f_locals
+            if (name := modules.get(id(found.get("self")))) is not None:
+                return f"{name or 'the model'} (forward)"
+            node = found.get("ctx")  # also in the forward pass of an autograd function
+            if call.f_code.co_name == "backward" and hasattr(node, "next_functions"):
+                parameter = self._next_parameter(node)
+                return f"the backward pass near {parameter}" if parameter else "the backward pass"
+        return ""
+
+    def _next_parameter(self, node: Any) -> str:
+        assert self.model is not None
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        waiting, seen = deque([node]), {node}
+        while waiting and len(seen) < _NODES:
+            for found, _ in waiting.popleft().next_functions:
+                if found is None or found in seen:
+                    continue
+                name = names.get(id(getattr(found, "variable", None)))
+                if name is not None:
+                    return name
+                seen.add(found)
+                waiting.append(found)
+        return ""

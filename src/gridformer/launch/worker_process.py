@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gridformer.launch.failure_cause import cause_of, out_of_memory
-from gridformer.mesh.launch_env import STORE_FILE, Joined, launched_place
+from gridformer.launch.failures import cause_of, out_of_memory, print_last, print_stopped
+from gridformer.mesh.launch_env import STORE_FILE, Joined
 from gridformer.mesh.process_group import abandon_process_groups, is_effect_of_a_peer
 from gridformer.utils import signals
 from gridformer.utils.allocator import use_expandable_segments
@@ -34,6 +34,7 @@ from gridformer.utils.streams import never_fail_to_print
 # seconds.
 _LINGER_S = 1.1
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+at_failure: list[Callable[[], None]] = []  # tell the other ranks that this one has failed
 
 
 @dataclass(frozen=True)
@@ -205,15 +206,7 @@ def end_with_report(text: str) -> NoReturn:
     path = Meeting(folder).error_file(os.environ["RANK"]) if folder else _error_file_of_torchrun()
     if path:
         reason = next(line for line in text.splitlines() if line.startswith("The run hangs"))
-        _write(
-            path,
-            {
-                "message": reason,
-                "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
-                "time": time.time(),
-                "report": text,
-            },
-        )
+        _write(path, reason, text, report=text)
     if not folder:
         print_last(text)
     abandon_process_groups()
@@ -230,11 +223,7 @@ def end_after_peer(who: str) -> NoReturn:
     """
     text = f"rank {os.environ.get('RANK', '?')} ends because {who} has failed"
     if path := _error_file_of_torchrun():
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        _write(
-            path,
-            {"message": text, "extraInfo": extra, "time": time.time(), "caused_by_peer": True},
-        )
+        _write(path, text, text, caused_by_peer=True)
     print_last(text)
     abandon_process_groups()
     signals.end_process(1)
@@ -271,18 +260,8 @@ def _fail(
         if by_torchrun_or_srun:  # otherwise `launch` prints it, because it started the workers
             _print_failure(error)
         code = error.exit_code if isinstance(error, UserError) else 1
-        from gridformer.launch.boards import asks_s, tell_failed
-
-        place = launched_place()
-        if (
-            not caused_by_peer
-            and tell_failed()
-            and place
-            and place.rank == 0
-            and place.by == "srun"
-        ):
-            # The store of the run is in this process. All ranks ask it in this time.
-            time.sleep(1.5 * asks_s(place.size))
+        for tell in at_failure if not caused_by_peer else ():
+            tell()
     abandon_process_groups()
     # Not sys.exit: at interpreter shutdown the destructors of groups wait for pending messages.
     signals.end_process(code)
@@ -294,18 +273,11 @@ def _error_file_of_torchrun() -> Path | None:
 
 
 def _write_failure(error: Exception, path: Path) -> None:
-    """Writes why this rank failed to a file, in the format that both torchrun and `launch` read.
-
-    The file is complete as soon as it exists.
-    """
-    first = (
-        error.__traceback__.tb_next if error.__traceback__ else None
-    )  # without the frame of this module
+    """Writes why this rank failed to a file."""
+    # Without the frame of this module.
+    first = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, first))
     message: dict[str, Any] = {
-        "message": f"{type(error).__name__}: {error}",
-        "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
-        "time": time.time(),
         "caused_by_peer": _is_effect_of_a_peer(error),
         "meaning": cause_of(error),
         "out_of_memory": out_of_memory(error) is not None,
@@ -318,10 +290,14 @@ def _write_failure(error: Exception, path: Path) -> None:
         message["report"] = f"gridformer: {error}"
     elif isinstance(error, OSError) and message["meaning"]:  # so does this
         message["report"] = f"rank {os.environ.get('RANK', '?')} failed: {message['meaning']}"
-    _write(path, message)
+    _write(path, f"{type(error).__name__}: {error}", text, **message)
 
 
-def _write(path: Path, message: dict[str, Any]) -> None:
+def _write(path: Path, text: str, callstack: str, **more: Any) -> None:
+    """Writes a report in the format that both torchrun and `launch` read."""
+    now = time.time()
+    extra = {"py_callstack": callstack, "timestamp": str(int(now))}
+    message = {"message": text, "extraInfo": extra, "time": now, **more}
     _write_whole(path, json.dumps({"message": message}))
 
 
@@ -363,20 +339,3 @@ def _in_a_group() -> bool:
     import torch.distributed as dist
 
     return bool(dist.is_initialized())
-
-
-def print_stopped(by: str, code: int = 0) -> None:
-    """Prints the one line with which a run ends that was stopped.
-
-    Args:
-        by: What stopped it, for example the name of a signal.
-        code: The exit code.
-    """
-    requeue = f"; exit code {code}: start it again to go on" if code == signals.REQUEUE else ""
-    print_last(f"gridformer: stopped by {by.replace('SIGINT', 'Ctrl-C (SIGINT)', 1)}{requeue}")
-
-
-def print_last(text: str) -> None:
-    """Prints to standard error, after everything that has been printed to standard output."""
-    sys.stdout.flush()
-    print(text, file=sys.stderr, flush=True)

@@ -10,21 +10,104 @@ Data and run directory are on a volume that all pods share.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from gridformer.launch.cluster_jobs.job import PORT, ClusterJob, one_word
-from gridformer.launch.cluster_jobs.shell import PYTHON, comments
+from gridformer.launch.cluster_jobs.scripts import PYTHON, comments
 from gridformer.utils.signals import REQUEUE
 
-_GROUP = "nodes"  # the name of the pods of a JobSet: NAME-nodes-0-INDEX
-_CONTAINER = "gridformer"
-_FILE = "/etc/gridformer/run.yaml"
-_USER = 1000  # that of docker/Dockerfile
-# The first heartbeat comes once all processes have met, which waits for all images and machines.
-_START_S, _START_EVERY_S, _ALIVE_EVERY_S = 3600, 10, 60
+# Values that are `$name` are filled in, and left out where there is none. The network policy lets
+# nobody but the pods of the run connect to them: their store knows no password.
+_TEMPLATE = """\
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: $label
+  labels: {app.kubernetes.io/name: gridformer, app.kubernetes.io/instance: $label}
+data: {run.yaml: $run}
+---
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: $label
+  labels: {app.kubernetes.io/name: gridformer, app.kubernetes.io/instance: $label}
+spec: {podSelector: $pods, policyTypes: [Ingress], ingress: [from: [podSelector: $pods]]}
+---
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: $label
+  labels: {app.kubernetes.io/name: gridformer, app.kubernetes.io/instance: $label}
+spec:
+  # A service without an address of its own gives each pod a name in DNS.
+  network: {enableDNSHostnames: true, publishNotReadyAddresses: true}
+  failurePolicy:
+    maxRestarts: $max_restarts
+    rules:
+    - name: requeue
+      action: RestartJobSetAndIgnoreMaxRestarts
+      onJobFailureReasons: [PodFailurePolicy]
+  replicatedJobs:
+  - name: nodes  # the pods are LABEL-nodes-0-INDEX
+    replicas: 1
+    template:
+      spec:
+        parallelism: $nodes
+        completions: $nodes
+        completionMode: Indexed
+        backoffLimit: 0  # one pod cannot start again alone: its peers would wait for it
+        podFailurePolicy:
+          rules:
+          - action: FailJob
+            onExitCodes: {containerName: gridformer, operator: In, values: [$requeue]}
+          - action: FailJob
+            onPodConditions: [{type: DisruptionTarget, status: "True"}]
+        template:
+          metadata:
+            labels: {app.kubernetes.io/name: gridformer, app.kubernetes.io/instance: $label}
+          spec:
+            restartPolicy: Never
+            terminationGracePeriodSeconds: $grace_s
+            activeDeadlineSeconds: $limit_s
+            securityContext:
+              runAsNonRoot: true
+              runAsUser: 1000  # that of docker/Dockerfile
+              fsGroup: 1000
+              seccompProfile: {type: RuntimeDefault}
+            containers:
+            - name: gridformer
+              image: $image
+              workingDir: $mount
+              command: $command
+              env: $env
+              resources: $resources
+              # The first heartbeat comes once all processes have met, which waits for all images
+              # and machines, for at most an hour.
+              startupProbe:
+                exec: {command: $starting}
+                periodSeconds: 10
+                timeoutSeconds: 10
+                failureThreshold: 360
+              livenessProbe:
+                exec: {command: $health}
+                periodSeconds: 60
+                timeoutSeconds: 30
+                failureThreshold: 3
+              securityContext: {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
+              volumeMounts:
+              - {name: workspace, mountPath: $mount}
+              - {name: run, mountPath: /etc/gridformer, readOnly: true}
+              - {name: shared-memory, mountPath: /dev/shm}
+            volumes:
+            - {name: workspace, persistentVolumeClaim: {claimName: $claim}}
+            - {name: run, configMap: {name: $label}}
+            # The 64 MiB that containers have are too small for NCCL.
+            - {name: shared-memory, emptyDir: {medium: Memory}}
+"""
 
 
 @dataclass(frozen=True)
@@ -48,10 +131,54 @@ class PodSettings:
 
 def manifest(job: ClusterJob, place: PodSettings) -> str:
     """Returns a ConfigMap, a NetworkPolicy and a JobSet as YAML for `kubectl apply -f -`."""
-    sentences = ["Written by `gridformer launch kubernetes`.", *job.notes]
-    documents = [_config_map(job), _network_policy(job), _job_set(job, place)]
+    labels = {"app.kubernetes.io/name": "gridformer", "app.kubernetes.io/instance": job.label}
+    health = _literal(PYTHON, "-m", "gridformer", "health", str(job.run_dir))
+    program, env = ["gridformer"], {}
+    if job.nodes > 1:
+        program = ["gridformer.launch.node", f"--nodes={job.nodes}"]
+        program += [f"--processes={job.per_node}", "--"]
+        # The name of the first pod in the JobSet's service. Kubernetes sets JOB_COMPLETION_INDEX.
+        env = {"MASTER_ADDR": f"{job.label}-nodes-0-0.{job.label}", "MASTER_PORT": str(PORT)}
+        env |= job.environment
+    gpus = {"nvidia.com/gpu": str(job.per_node)} if job.gpus else {}
+    memory = {"memory": f"{round(place.memory_gib * 1024)}Mi"} if place.memory_gib else {}
+    cpu = {"cpu": str(job.cores * job.per_node)} if job.cores else {}
+    limited = {"limits": gpus | memory, "requests": cpu}
+    values = {
+        "label": job.label,
+        "run": job.run.to_yaml(),
+        "pods": {"matchLabels": labels},
+        "max_restarts": place.max_restarts,
+        "nodes": job.nodes,
+        "requeue": REQUEUE,
+        "grace_s": job.grace_s,
+        "limit_s": max(1, round(job.hours * 3600)) if job.hours else None,
+        "image": one_word("--image", place.image),
+        "mount": place.mount,
+        "claim": place.claim,
+        "command": _literal(PYTHON, "-m", *program, *job.train_words("/etc/gridformer/run.yaml")),
+        "env": [{"name": n, "value": value} for n, value in zip(env, _literal(*env.values()))],
+        "resources": {name: amounts for name, amounts in limited.items() if amounts},
+        "health": health,
+        "starting": [*health, "--max-age-s=30"],  # not what the last attempt wrote
+    }
+    documents = [_filled(document, values) for document in yaml.safe_load_all(_TEMPLATE)]
     text = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=100)
-    return "\n".join(comments(sentences)) + f"\n---\n{text}"
+    return f"{comments(['Written by `gridformer launch kubernetes`.', *job.notes])}---\n{text}"
+
+
+def _filled(node: Any, values: Mapping[str, Any]) -> Any:
+    if isinstance(node, dict):
+        filled = {key: _filled(value, values) for key, value in node.items()}
+        return {key: value for key, value in filled.items() if value is not None}
+    if isinstance(node, list):
+        return [_filled(value, values) for value in node]
+    return values[node[1:]] if isinstance(node, str) and node.startswith("$") else node
+
+
+def _literal(*words: str) -> list[str]:
+    """Keeps Kubernetes from replacing `$(NAME)` in words by a variable."""
+    return [word.replace("$(", "$$(") for word in words]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -64,164 +191,3 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _text)
-
-
-def _network_policy(job: ClusterJob) -> dict[str, Any]:
-    """Lets nobody but the pods of the run connect to them: their store knows no password."""
-    run = {"podSelector": {"matchLabels": _labels(job)}}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": job.label, "labels": _labels(job)},
-        "spec": {**run, "policyTypes": ["Ingress"], "ingress": [{"from": [run]}]},
-    }
-
-
-def _config_map(job: ClusterJob) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": job.label, "labels": _labels(job)},
-        "data": {"run.yaml": job.run.to_yaml()},
-    }
-
-
-def _job_set(job: ClusterJob, place: PodSettings) -> dict[str, Any]:
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": job.label, "labels": _labels(job)},
-        "spec": {
-            # A service without an address of its own gives each pod a name in DNS.
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": {
-                "maxRestarts": place.max_restarts,
-                "rules": [
-                    {
-                        "name": "requeue",
-                        "action": "RestartJobSetAndIgnoreMaxRestarts",
-                        "onJobFailureReasons": ["PodFailurePolicy"],
-                    }
-                ],
-            },
-            "replicatedJobs": [
-                {"name": _GROUP, "replicas": 1, "template": {"spec": _job_spec(job, place)}}
-            ],
-        },
-    }
-
-
-def _job_spec(job: ClusterJob, place: PodSettings) -> dict[str, Any]:
-    requeue = {"containerName": _CONTAINER, "operator": "In", "values": [REQUEUE]}
-    evicted = [{"type": "DisruptionTarget", "status": "True"}]
-    return {
-        "parallelism": job.nodes,
-        "completions": job.nodes,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,  # one pod cannot start again alone: its peers would wait for it
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "FailJob", "onExitCodes": requeue},
-                {"action": "FailJob", "onPodConditions": evicted},
-            ]
-        },
-        "template": {"metadata": {"labels": _labels(job)}, "spec": _pod(job, place)},
-    }
-
-
-def _pod(job: ClusterJob, place: PodSettings) -> dict[str, Any]:
-    return {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": job.grace_s,
-        **({"activeDeadlineSeconds": max(1, round(job.hours * 3600))} if job.hours else {}),
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": _USER,
-            "fsGroup": _USER,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "containers": [_container(job, place)],
-        "volumes": [
-            {"name": "workspace", "persistentVolumeClaim": {"claimName": place.claim}},
-            {"name": "run", "configMap": {"name": job.label}},
-            # The 64 MiB that containers have are too small for NCCL.
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-        ],
-    }
-
-
-def _container(job: ClusterJob, place: PodSettings) -> dict[str, Any]:
-    health = [PYTHON, "-m", "gridformer", "health", str(job.run_dir)]
-    starting = [*health, f"--max-age-s={3 * _START_EVERY_S}"]  # not what the last attempt wrote
-    return {
-        "name": _CONTAINER,
-        "image": one_word("--image", place.image),
-        "workingDir": place.mount,
-        "command": _literal(_program(job)),
-        "env": [{"name": name, "value": _dollar(value)} for name, value in _variables(job).items()],
-        "resources": _resources(job, place),
-        "startupProbe": {
-            "exec": {"command": _literal(starting)},
-            "periodSeconds": _START_EVERY_S,
-            "timeoutSeconds": _START_EVERY_S,
-            "failureThreshold": _START_S // _START_EVERY_S,
-        },
-        "livenessProbe": {
-            "exec": {"command": _literal(health)},
-            "periodSeconds": _ALIVE_EVERY_S,
-            "timeoutSeconds": 30,
-            "failureThreshold": 3,
-        },
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-        },
-        "volumeMounts": [
-            {"name": "workspace", "mountPath": place.mount},
-            {"name": "run", "mountPath": "/etc/gridformer", "readOnly": True},
-            {"name": "shared-memory", "mountPath": "/dev/shm"},
-        ],
-    }
-
-
-def _program(job: ClusterJob) -> list[str]:
-    train = job.train_words(_FILE)
-    if job.nodes == 1:
-        return [PYTHON, "-m", "gridformer", *train]
-    return [PYTHON, "-m", "gridformer.launch.node", f"--nodes={job.nodes}",
-            f"--processes={job.per_node}", "--", *train]  # fmt: skip
-
-
-def _variables(job: ClusterJob) -> dict[str, str]:
-    """Returns the variables by which the pods meet. Kubernetes sets JOB_COMPLETION_INDEX itself."""
-    if job.nodes == 1:
-        return {}
-    # The name of the first pod in the JobSet's service.
-    first = f"{job.label}-{_GROUP}-0-0.{job.label}"
-    return {"MASTER_ADDR": first, "MASTER_PORT": str(PORT), **job.environment}
-
-
-def _resources(job: ClusterJob, place: PodSettings) -> dict[str, Any]:
-    limits: dict[str, str] = {}
-    if job.gpus:
-        limits["nvidia.com/gpu"] = str(job.per_node)
-    if place.memory_gib:
-        limits["memory"] = f"{round(place.memory_gib * 1024)}Mi"
-    requests = {"cpu": str(job.cores * job.per_node)} if job.cores else {}
-    return {
-        **({"limits": limits} if limits else {}),
-        **({"requests": requests} if requests else {}),
-    }
-
-
-def _labels(job: ClusterJob) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "gridformer", "app.kubernetes.io/instance": job.label}
-
-
-def _literal(words: list[str]) -> list[str]:
-    return [_dollar(word) for word in words]
-
-
-def _dollar(text: str) -> str:
-    """Keeps Kubernetes from replacing `$(NAME)` by a variable."""
-    return text.replace("$(", "$$(")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gridformer.launch.where import Where
+from gridformer.launch.watch import StackLocation
 
 PLACES: list[str] = []
-WHERE = Where()
+WHERE = StackLocation()
 
 
 class Sum(torch.autograd.Function):
@@ -61,6 +61,6 @@ def test_a_call_between_two_lines_has_no_number(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_stack_ends_with_the_innermost_call() -> None:
-    stack = WHERE.stack(sys._getframe())
-    assert stack[-2].endswith("in test_the_stack_ends_with_the_innermost_call\n")
-    assert stack[-1] == "    stack = WHERE.stack(sys._getframe())\n"
+    call = WHERE.stack(sys._getframe())[-1]
+    source = "    call = WHERE.stack(sys._getframe())[-1]\n"
+    assert call.endswith("in test_the_stack_ends_with_the_innermost_call\n" + source)
