@@ -49,7 +49,8 @@ class Parts:
         least = _LEAST * sum(row[1] for row in found)
         small = sum(row[1] for row in found if row[1] < least)
         rows = sorted((row for row in found if row[1] >= least > 0), key=lambda row: -row[1])
-        return [*rows, ("other", small)] if small else rows
+        rounding = 1e-9 * sum(row[1] for row in found)
+        return [*rows, ("other", small)] if small > rounding else rows
 
     def as_json(self) -> dict[str, Any]:
         """Returns the parts by name, in seconds."""
