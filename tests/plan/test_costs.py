@@ -10,8 +10,8 @@ import torch
 from gridformer.cluster import load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.plan.costs import EventTimes
-from gridformer.record.events import Part, Place, Start
+from gridformer.plan.costs import EventTimes, dtypes_without_peak
+from gridformer.record.events import Kernel, Part, Passed, Place, Start, Trace
 from tests.support.round_cluster import round_cluster
 
 
@@ -106,3 +106,11 @@ def test_messages_of_other_sizes_take_another_time() -> None:
 
     found = [seconds(size) for size in (1 << 20, 1 << 24, 1 << 20)]
     assert found[0] == found[2] < found[1]
+
+
+def test_kernels_of_parts_within_parts_count() -> None:
+    kernel = Kernel("mm", "product", (1, 2, 2, 2), "complex64", 16, 96, Place("", 0, ""))
+    sent = Passed((Passed((kernel,), 0, closed=True),), 1)
+    assert dtypes_without_peak([Trace(0, events=[sent])], load_cluster("dgx-h100"), False) == [
+        "complex64"
+    ]

@@ -212,7 +212,7 @@ def test_a_prediction_of_a_step_of_its_layers_and_of_its_forward_passes(gpu: InP
     assert any(event.get("cat") == "products" and event["dur"] > 0 for event in events)
 
 
-@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_copies_record_a_part_of_the_steps(fails: bool) -> None:
     """In a process of its own, for copies of one that has computed gradients compute none."""
     script = f"""
@@ -282,6 +282,14 @@ def of_all_and_of_layers() -> tuple[float, float]:
     )
 
 
+def test_the_peak_is_that_of_the_fullest_rank() -> None:
+    layout = {"pp": 3, "micro_batches": 6}
+    run = run_of(layout, {"n_layers": 6}, {"device": "cuda"})
+    found = predict(run, load_cluster("dgx-h100"))
+    peaks = [estimate_rank(run, rank).needed for rank in range(3)]
+    assert min(peaks) < max(peaks) == found.peak_gib * 2**30
+
+
 def test_no_memory_is_told_of_forward_passes() -> None:
     """What is estimated is an optimizer step, which needs more."""
     found = predict(run_of({}, {}, {}), load_cluster("dgx-h100"), training=False)
@@ -337,6 +345,7 @@ def test_phases_of_a_pipeline_are_those_of_all_ranks(gpu: InProcess) -> None:
     deep, flat, ends = gpu(of_pipelines, run)
     for one in (deep, flat):
         assert one.forward_s + one.backward_s + one.update_s == pytest.approx(one.step_s)
+        assert sum(seconds for _, seconds in one.parts.rows()) == pytest.approx(one.step_s)
     before = deep.forward_s + deep.backward_s
     assert max(ends) <= before
     assert deep.update_s < 0.2 * before, "waiting for other ranks belongs to the passes"
