@@ -13,7 +13,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/gridformer"
-HOMES = ("comm/", "record/", "utils/torch_private.py", "utils/no_dynamo.py")
+HOMES = ("comm/", "record/", "utils/torch_private.py", "utils/placeholder_module.py")
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 # Each item of a cell is one name, or several of which torch has at least one.
 LISTED = [

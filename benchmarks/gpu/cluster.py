@@ -53,7 +53,7 @@ from gridformer.train.numerics import set_numerics
 from gridformer.train.step import Ahead, Stepper
 from gridformer.utils.batch import next_words
 from gridformer.utils.errors import ConfigError, UserError
-from gridformer.utils.gpus import peak_tflops
+from gridformer.utils.hardware import peak_tflops
 from gridformer.utils.units import GIB
 
 WARM_UP = 3

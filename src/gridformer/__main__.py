@@ -17,7 +17,7 @@ def main() -> None:
     # As it ends, Python would look through all objects of torch for cycles to free: 0.6 s.
     atexit.register(gc.freeze)
     from gridformer.cli.app import main as run
-    from gridformer.utils.short_lived import begin_command
+    from gridformer.utils.process import begin_command
 
     begin_command()
     run()

@@ -6,7 +6,7 @@ import pytest
 
 from gridformer.cli.door import checked
 from gridformer.utils.errors import ConfigError
-from gridformer.utils.limits import LARGEST_INTEGER
+from gridformer.utils.units import LARGEST_INTEGER
 
 
 @pytest.mark.parametrize(

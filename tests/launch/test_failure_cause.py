@@ -13,8 +13,8 @@ import torch
 from gridformer.comm.progress import Progress
 from gridformer.launch.failures import Failure, cause_of, failure_text, out_of_memory
 from gridformer.launch.worker_process import _write_failure
-from gridformer.utils.disk import FullDiskError
 from gridformer.utils.errors import SaveError
+from gridformer.utils.files import FullDiskError
 from tests.support.launch.programs import ROOT, TORCHRUN, Start, finish
 
 GPU = (

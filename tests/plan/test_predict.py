@@ -220,7 +220,7 @@ def test_copies_record_a_part_of_the_steps(fails: bool) -> None:
     from gridformer.cluster.file import load_cluster
     from gridformer.plan import predict
     from gridformer.record import rank
-    from gridformer.utils import beside
+    from gridformer.utils import fork_pool
     from tests.plan.test_predict import run_of
 
     layout = {{"scheme": "optimus", "rows": 2, "cols": 2, "pp": 4, "micro_batches": 8}}
@@ -229,11 +229,11 @@ def test_copies_record_a_part_of_the_steps(fails: bool) -> None:
 
     def recorded(run, rank, *more, **named):
         ranks.append(rank)
-        assert not ({fails} and beside.is_copy())
+        assert not ({fails} and fork_pool.is_copy())
         return real(run, rank, *more, **named)
 
     found = []
-    with patch.object(rank, "record_step", recorded), patch.object(beside, "n_cores", lambda: 2):
+    with patch.object(rank, "record_step", recorded), patch.object(fork_pool, "n_cores", lambda: 2):
         for on_all_cores in (True, False, True):  # the last copies have threads for gradients
             ranks.clear()
             found.append(predict.predict(run, cluster, on_all_cores=on_all_cores).to_json())

@@ -22,7 +22,7 @@ from gridformer.plan.remedies import remedies
 from gridformer.plan.roofline import estimate
 from gridformer.plan.search import Search, default_batch
 from gridformer.plan.settings import changed, neighbors
-from gridformer.utils import beside
+from gridformer.utils import fork_pool
 from tests.support.plans import cluster, found_on_8, predictor, run_of, search, trace_of
 
 
@@ -43,8 +43,8 @@ def test_no_change_of_a_setting_makes_the_best_faster() -> None:
 
 
 def test_copies_of_the_process_rank_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "can_copy", lambda: True)
-    monkeypatch.setattr(beside, "n_cores", lambda: 2)
+    monkeypatch.setattr(fork_pool, "can_copy", lambda: True)
+    monkeypatch.setattr(fork_pool, "n_cores", lambda: 2)
     found, result = Search(run_of(), cluster(), 8).ranked(copies=True)
     alone, counted = Search(run_of(), cluster(), 8).ranked()
     assert [(one.run, one.estimate) for one in found] == [(one.run, one.estimate) for one in alone]

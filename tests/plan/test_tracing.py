@@ -22,7 +22,7 @@ from gridformer.plan.roofline import estimate
 from gridformer.plan.search import REPLICAS, Found, Kind, Search, kind_of
 from gridformer.plan.settings import changed
 from gridformer.plan.tracing import MOST, OF_EACH, Queue, Tracing
-from gridformer.utils import beside
+from gridformer.utils import fork_pool
 from gridformer.utils.errors import ConfigError
 from tests.support.plans import cluster, found_on_8, predictor, run_of, search
 
@@ -202,7 +202,7 @@ def test_loading_counts_in_the_processor_time_of_a_plan(
         def run(self, limit_s: float, _: object) -> None:
             raise Asked(limit_s)
 
-    monkeypatch.setattr(beside, "processor_s", lambda: 100.0)
+    monkeypatch.setattr(fork_pool, "processor_s", lambda: 100.0)
     monkeypatch.setattr(plan_tracing, "Tracing", Asking)
     with pytest.raises(Asked) as asked:
         plan_command.plan("gpt2-124m", cluster="dgx-h100", devices=devices, seconds=seconds)
@@ -271,7 +271,7 @@ def test_copies_of_the_process_find_the_same(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(plan_tracing, "predict", elsewhere)
     monkeypatch.setattr(plan_tracing, "fast_fakes", lambda: None)
-    for module in (plan_tracing, beside):
+    for module in (plan_tracing, fork_pool):
         monkeypatch.setattr(module, "can_copy", lambda: True)
         monkeypatch.setattr(module, "n_cores", lambda: 2)
     found = search(run_of(), cluster(), 8, top=4, predictor=elsewhere)

@@ -9,8 +9,8 @@ import pytest
 
 from gridformer.launch.plan import read_run_without_data
 from gridformer.plan.recorded import record_run
-from gridformer.utils.beside import beside, is_copy
-from gridformer.utils.short_lived import ends_with_its_work, last_work
+from gridformer.utils.fork_pool import as_far_as, is_copy
+from gridformer.utils.process import ends_with_its_work, last_work
 from tests.support.fake_gpu import own_process
 
 SLOW = ("sympy.core", "torch._dynamo.eval_frame", "torch.distributed.tensor._api")
@@ -24,7 +24,9 @@ def loaded_by_a_trace() -> tuple[bool, list[str]]:
         record_run(run)
         return is_copy(), [name for name in SLOW if name in sys.modules]
 
-    return beside(trace)()
+    [result] = as_far_as([trace], 600)
+    assert result is not None
+    return result
 
 
 def test_traces_in_copies_load_neither_sympy_nor_dtensors() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gridformer.utils.storage import allocate_storage, free_storage
+from gridformer.utils.tensors import allocate_storage, free_storage
 from tests.support.memory_log import MemoryLog
 
 

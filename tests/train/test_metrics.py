@@ -16,7 +16,7 @@ from gridformer.config import load_run
 from gridformer.train.console import title_of
 from gridformer.train.loggers.tensorboard import TensorBoard
 from gridformer.train.metrics import EVENTS, METRICS, PLOT, MetricsFile, plot_loss, read_metrics
-from gridformer.utils.disk import FullDiskError
+from gridformer.utils.files import FullDiskError
 
 
 def test_a_full_disk_is_named_also_where_tensorboard_meets_it(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from gridformer.train.results import StartedStep, StepResult
 from gridformer.train.under_way import StepsUnderWay
-from gridformer.utils import moment
-from gridformer.utils.moment import Moment
+from gridformer.utils import tensors
+from gridformer.utils.tensors import DeviceEvent
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def a_second_a_moment() -> Iterator[None]:
     """Every look at the clock is a second later."""
-    with patch.object(moment.time, "perf_counter", itertools.count().__next__):
+    with patch.object(tensors.time, "perf_counter", itertools.count().__next__):
         yield
 
 
@@ -28,11 +28,11 @@ class Done(StartedStep):
     """A step that is over when it was launched."""
 
     def __init__(self) -> None:
-        self.ended = Moment(CPU)
+        self.ended = DeviceEvent(CPU)
 
     def result(self) -> StepResult:
         for _ in range(5):  # reading it late changes nothing
-            moment.time.perf_counter()
+            tensors.time.perf_counter()
         return StepResult(1.0, {}, 1.0, 0.1, 7)
 
 
@@ -40,7 +40,7 @@ def test_a_step_that_is_read_late_took_no_longer() -> None:
     steps = StepsUnderWay(lag=1)
     seconds = []
     for number in range(4):
-        steps.add(number, Moment(CPU), Done(), 0.0)
+        steps.add(number, DeviceEvent(CPU), Done(), 0.0)
         seconds += [ended.seconds for ended in steps.end(left=int(number < 3))]
     assert seconds == [1.0] * 4
 
@@ -67,5 +67,5 @@ class Event:
 
 def test_a_gpu_tells_the_time_of_its_steps() -> None:
     with patch.object(torch.cuda, "Event", Event):
-        began, ended = (Moment(torch.device("cuda", 0)) for _ in range(2))
+        began, ended = (DeviceEvent(torch.device("cuda", 0)) for _ in range(2))
         assert ended.seconds_since(began) == 2.0

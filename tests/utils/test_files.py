@@ -1,7 +1,8 @@
-"""Files that a user names: what cannot be written is refused before the work."""
+"""Files that a user names: what cannot be written is refused before the work; full disks."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from gridformer.cli.app import app
 from gridformer.config import configs_dir
 from gridformer.utils.errors import UserError
-from gridformer.utils.files import check_output
+from gridformer.utils.files import FullDiskError, check_output, is_full, writing
 from tests.support.commands import gridformer_here
 
 
@@ -101,3 +102,33 @@ def test_commands_look_at_it_first(words: str, monkeypatch: pytest.MonkeyPatch) 
     done = CliRunner().invoke(app, words.split())
     assert isinstance(done.exception, UserError), done.output
     assert "/dev/full: is a device" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "quota")]
+)
+def test_a_full_disk_names_file_need_and_free_space(
+    tmp_path: Path, number: int, words: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(FullDiskError) as raised, writing(path, 5 << 20):
+        raise OSError(number, os.strerror(number))  # as `write` raises it, without a name
+    text = str(raised.value)
+    assert words in text
+    assert f"{path} could not be written (5 MiB were to be written, " in text
+    assert text.endswith(" are free there)")
+    assert is_full(raised.value)
+
+
+def test_a_device_that_is_always_full(tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no /dev/full")
+    with pytest.raises(FullDiskError, match="/dev/full could not be written"), writing(full):
+        full.write_text("x")
+
+
+def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError), writing(tmp_path):
+        raise PermissionError(errno.EACCES, "no")
+    assert not is_full(PermissionError(errno.EACCES, "no"))

@@ -1,7 +1,12 @@
-"""A folder is written completely or not at all, and what it replaces stays until then."""
+"""Folders are written completely or not at all; those of killed processes are removed."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +17,9 @@ from gridformer.utils.folders import (
     hidden_folder,
     remove_folder,
     remove_leftovers,
+    remove_private_leftovers,
 )
+from tests.support.launch.programs import ROOT
 
 
 def write(target: Path, text: str) -> Path:
@@ -58,3 +65,56 @@ def test_removed_folders_leave_nothing(tmp_path: Path) -> None:
     remove_folder(target)
     remove_leftovers(tmp_path)
     assert not [*tmp_path.iterdir()]
+
+
+# `warm_up` would let the server load torch, which takes seconds.
+STARTS = """
+import multiprocessing.forkserver
+from gridformer.utils import forkserver
+forkserver.PRELOAD.clear()
+forkserver.warm_up()
+print(flush=True)
+input()
+"""
+
+
+def started(folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTS],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(folder)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "\n"
+    return process
+
+
+def test_a_killed_process_leaves_a_folder_that_the_next_run_removes() -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as short:
+        folder = Path(short)
+        ended, killed = started(folder), started(folder)
+        names = [path.name for path in folder.iterdir()]
+        assert len(names) == 2, names
+        remove_private_leftovers(folder)
+        assert len([*folder.iterdir()]) == 2, "their processes run"
+        ended.communicate("\n")
+        assert len([*folder.iterdir()]) == 1
+        killed.send_signal(signal.SIGKILL)
+        killed.communicate()
+        assert len([*folder.iterdir()]) == 1
+        remove_private_leftovers(folder)
+        assert not [*folder.iterdir()]
+
+
+def test_a_folder_whose_path_is_too_long_for_sockets_is_refused() -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as short:
+        long = Path(short) / ("x" * 90)
+        long.mkdir()
+        env, command = {**os.environ, "TMPDIR": str(long)}, [sys.executable, "-c", STARTS]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert f"UserError: TMPDIR={long} is too long for the path of a socket" in done.stderr
+    left = int(done.stderr.split("at least ")[1].split()[0])
+    assert len(str(long)) - left + len("/pymp-12345678/listener-12345678") == 103

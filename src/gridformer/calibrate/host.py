@@ -22,7 +22,7 @@ from gridformer.parallel import build_parallel
 from gridformer.record.kernels import launched_work
 from gridformer.train.step import Ahead, Stepper
 from gridformer.utils.batch import next_words
-from gridformer.utils.no_dynamo import without_dynamo
+from gridformer.utils.placeholder_module import without_dynamo
 from gridformer.utils.torch_private import DispatchMode
 
 _LAYERS = (2, 8)

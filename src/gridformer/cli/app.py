@@ -30,8 +30,7 @@ from gridformer.cli.prepare import prepare
 from gridformer.cli.report import report
 from gridformer.cli.train import train
 from gridformer.cli.verify import verify
-from gridformer.utils.allocator import use_expandable_segments
-from gridformer.utils.threads import let_threads_sleep
+from gridformer.utils.process import let_threads_sleep, use_expandable_segments
 
 
 def flowing(text: str) -> str:

@@ -23,8 +23,8 @@ from typing import Any, Final
 import typer
 
 from gridformer.utils.errors import ConfigError, UserError
-from gridformer.utils.limits import LARGEST_INTEGER, LONGEST_PART, LONGEST_PATH
-from gridformer.utils.streams import never_fail_to_print
+from gridformer.utils.process import never_fail_to_print
+from gridformer.utils.units import LARGEST_INTEGER, LONGEST_PART, LONGEST_PATH
 
 FAILED: Final = 1
 BAD_INPUT: Final = 2

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gridformer.utils.limits import MOST_PROCESSES, MOST_TOKENS
+from gridformer.utils.units import MOST_PROCESSES, MOST_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,7 +78,7 @@ def layouts(
     from gridformer.config import SCHEMES, any_of, find_run_file, load_run, model_names, parse_run
     from gridformer.memory.layouts import candidates, common_batch, list_layouts
     from gridformer.utils.errors import ConfigError
-    from gridformer.utils.limits import ESTIMATED_TOKENS
+    from gridformer.utils.units import ESTIMATED_TOKENS
 
     wrong = [name for name in scheme or () if name not in SCHEMES]
     if wrong:

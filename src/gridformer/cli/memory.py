@@ -9,7 +9,7 @@ import typer
 
 from gridformer.cli.patience import Seconds, time_limit
 from gridformer.cli.run_argument import Overrides, RunFile
-from gridformer.utils.short_lived import last_work
+from gridformer.utils.process import last_work
 
 
 @last_work()
@@ -64,7 +64,7 @@ def memory(
     from gridformer.memory.show import print_breakdowns, write_memory_page
     from gridformer.parallel.auto.decisions import decide_run
     from gridformer.plan.recorded import on_device_type
-    from gridformer.utils.extras import require
+    from gridformer.utils.errors import require
     from gridformer.utils.files import check_output
     from gridformer.utils.units import GIB
 

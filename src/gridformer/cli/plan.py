@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gridformer.utils.short_lived import last_work
+from gridformer.utils.process import last_work
 
 if TYPE_CHECKING:
     from gridformer.cluster import Cluster
@@ -83,7 +83,7 @@ def plan(
 
     gridformer plan mine.yaml --cluster selene-a100 --devices 64 --batch 512 --emit best.yaml
     """
-    from gridformer.utils.beside import processor_s
+    from gridformer.utils.fork_pool import processor_s
 
     began = processor_s()  # loading torch is a part of the time
     import json
@@ -98,7 +98,7 @@ def plan(
     from gridformer.plan.remedies import remedies
     from gridformer.plan.search import Search
     from gridformer.plan.tracing import Tracing
-    from gridformer.utils.extras import require
+    from gridformer.utils.errors import require
     from gridformer.utils.files import check_output
 
     inputs = [model, cluster_path(cluster) or cluster]

@@ -10,7 +10,7 @@ import typer
 
 from gridformer.cli.patience import Seconds, time_limit
 from gridformer.cli.run_argument import Overrides, RunFile
-from gridformer.utils.short_lived import last_work
+from gridformer.utils.process import last_work
 
 
 @last_work()

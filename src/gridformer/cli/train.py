@@ -62,7 +62,7 @@ def train(
     from gridformer.launch.run_lock import RunLock
     from gridformer.mesh.launch_env import launched_place
     from gridformer.utils.forkserver import warm_up
-    from gridformer.utils.no_dynamo import DYNAMO
+    from gridformer.utils.placeholder_module import DYNAMO
 
     overrides = overrides or []
     if explain:

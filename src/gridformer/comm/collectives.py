@@ -19,7 +19,7 @@ from gridformer.comm import progress
 from gridformer.comm.recorder import Noted, Targets, note
 from gridformer.mesh import groups
 from gridformer.mesh.axes import Axis
-from gridformer.utils.storage import free_storage
+from gridformer.utils.tensors import free_storage
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,

@@ -50,7 +50,7 @@ from gridformer.comm.progress_file import (
     state_of,
 )
 from gridformer.mesh.axes import Axis
-from gridformer.utils.disk import writing
+from gridformer.utils.files import writing
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from gridformer.utils.limits import (
+from gridformer.utils.units import (
     LARGEST_FLOAT,
     LARGEST_INTEGER,
     LONGEST_NAME,

@@ -20,7 +20,7 @@ from gridformer.config.mixture import (
 )
 from gridformer.config.model import Family
 from gridformer.utils.files import tokens_exist
-from gridformer.utils.limits import MOST_TOKENS
+from gridformer.utils.units import MOST_TOKENS
 
 Task = Literal[
     "auto",

@@ -7,7 +7,7 @@ from typing import Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from gridformer.config.base import Config
-from gridformer.utils.limits import MOST_LAYERS, MOST_PROCESSES
+from gridformer.utils.units import MOST_LAYERS, MOST_PROCESSES
 
 Scheme = Literal["single", "megatron", "megatron_2d", "optimus", "subgraph"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)  # described in gridformer.parallel.registry

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from gridformer.config.base import AnyPath, Config, any_of, shortened_text
-from gridformer.utils.limits import LARGEST_FLOAT
+from gridformer.utils.units import LARGEST_FLOAT
 
 # Samples after which the order of sources repeats. A table has an entry for each, and making it
 # takes a few microseconds per entry.

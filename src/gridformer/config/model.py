@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from gridformer.config.base import Config, any_of, divisors
 from gridformer.config.rope import RopeScaling
-from gridformer.utils.limits import MOST_LAYERS, MOST_TOKENS, WIDEST
+from gridformer.utils.units import MOST_LAYERS, MOST_TOKENS, WIDEST
 
 Family = Literal["gpt2", "bert", "t5", "transformer", "llama"]
 ENCODER_DECODER: tuple[Family, ...] = ("t5", "transformer")

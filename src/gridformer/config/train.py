@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from gridformer.config.base import AnyPath
 from gridformer.config.faults import FaultsConfig
-from gridformer.utils.limits import MOST_TOKENS
+from gridformer.utils.units import MOST_TOKENS
 
 Logger = Literal["tensorboard", "wandb", "mlflow"]
 LRSchedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]

@@ -15,8 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from gridformer.utils.errors import DataError, UserError
 from gridformer.utils.files import UnreadableError, read_json, read_text
-from gridformer.utils.limits import MOST_IDS
-from gridformer.utils.units import GIB
+from gridformer.utils.units import GIB, MOST_IDS
 
 END_OF_TEXT = "<|endoftext|>"
 # Names of the end-of-text token, looked up in this order when a tokenizer is loaded.

@@ -21,7 +21,7 @@ from gridformer.evaluate.loading import Trained
 from gridformer.train.forward_backward import Pipeline
 from gridformer.train.metrics import complete_lines
 from gridformer.train.step import Stepper
-from gridformer.utils.disk import writing
+from gridformer.utils.files import writing
 
 SAMPLES_FILE = "samples.jsonl"
 _SHOWN = 5  # pairs of each evaluation that are written to SAMPLES_FILE

@@ -17,8 +17,7 @@ from gridformer.evaluate.measures import Numbers, Options
 from gridformer.evaluate.prompts import read_input_text, read_texts
 from gridformer.evaluate.sets import check_named_set
 from gridformer.evaluate.wikitext import read_pages
-from gridformer.utils.errors import ConfigError, DataError, UserError
-from gridformer.utils.extras import require
+from gridformer.utils.errors import ConfigError, DataError, UserError, require
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from gridformer.launch.memory_advice import GENERAL
 from gridformer.launch.processes import signal_text
-from gridformer.utils import disk, oom, signals
+from gridformer.utils import files, oom, signals
 from gridformer.utils.errors import ConfigError, UserError
 from gridformer.utils.units import format_bytes
 
@@ -168,9 +168,9 @@ def cause_of(error: BaseException) -> str:
     """Returns what an error means and what to do, or an empty text if it speaks for itself."""
     if (text := out_of_memory(error)) is not None:
         return text
-    if disk.is_full(error):
+    if files.is_full(error):
         assert isinstance(error, OSError)
-        return disk.full_disk_message(error) + "; free some, or choose --out on another disk"
+        return files.full_disk_message(error) + "; free some, or choose --out on another disk"
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return f"{os.strerror(error.errno).lower()}: raise the limit, such as by `ulimit -n 4096`"
     return ""

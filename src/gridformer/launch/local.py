@@ -55,9 +55,8 @@ from gridformer.mesh.launch_env import launched_place
 from gridformer.utils import oom
 from gridformer.utils.folders import private_prefix, remove_private_leftovers
 from gridformer.utils.forkserver import warm_up
+from gridformer.utils.process import leave_progress_bar, threads_of
 from gridformer.utils.signals import REQUEUE, StopPolicy
-from gridformer.utils.streams import leave_progress_bar
-from gridformer.utils.threads import threads_of
 
 # Workers end by themselves at the end of their grace period, unless one of them saves. Those that
 # still run after this number of further seconds are killed.

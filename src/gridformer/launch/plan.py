@@ -13,9 +13,8 @@ from gridformer.config import RunConfig, find_run_file, load_run, model_names, p
 from gridformer.data import RunData, resolve
 from gridformer.mesh.process_group import check_devices
 from gridformer.parallel.validation import check_layout
-from gridformer.utils.errors import ConfigError, DataError
-from gridformer.utils.extras import installed
-from gridformer.utils.limits import ESTIMATED_TOKENS
+from gridformer.utils.errors import ConfigError, DataError, installed
+from gridformer.utils.units import ESTIMATED_TOKENS
 
 if TYPE_CHECKING:
     from gridformer.check import Problem

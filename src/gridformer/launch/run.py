@@ -35,9 +35,9 @@ from gridformer.train.metrics import read_metrics
 from gridformer.train.numerics import set_numerics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
-from gridformer.utils.disk import leave_to_callers
 from gridformer.utils.errors import SaveError
-from gridformer.utils.no_dynamo import without_dynamo
+from gridformer.utils.files import leave_to_callers
+from gridformer.utils.placeholder_module import without_dynamo
 from gridformer.utils.signals import StopPolicy, install
 
 _ENDED = "run/ended"

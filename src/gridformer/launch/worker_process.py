@@ -24,10 +24,8 @@ from gridformer.launch.failures import cause_of, out_of_memory, print_last, prin
 from gridformer.mesh.launch_env import STORE_FILE, Joined
 from gridformer.mesh.process_group import abandon_process_groups, is_effect_of_a_peer
 from gridformer.utils import signals
-from gridformer.utils.allocator import use_expandable_segments
 from gridformer.utils.errors import SaveError, UserError
-from gridformer.utils.parent import end_with_parent
-from gridformer.utils.streams import never_fail_to_print
+from gridformer.utils.process import end_with_parent, never_fail_to_print, use_expandable_segments
 
 # Under torchrun, a rank whose peer broke the connection waits this long before it ends, because
 # torchrun polls its workers ten times a second, blames the one that ended first, and compares whole

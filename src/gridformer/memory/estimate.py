@@ -16,7 +16,7 @@ from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.record.device import Backend
 from gridformer.record.rank import RankRecord, RecordOptions, record_ranks
 from gridformer.record.step import record_step
-from gridformer.utils.beside import on_all_cores
+from gridformer.utils.fork_pool import on_all_cores
 
 
 def estimate_ranks(

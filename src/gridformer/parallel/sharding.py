@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gridformer.mesh import Axes
 from gridformer.models.blocks import Init, init_of
-from gridformer.utils.tensor_attribute import TensorAttribute
+from gridformer.utils.tensors import TensorAttribute
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The figures of a report about layouts: where time goes, memory, timeline, outlook.
 
-plotly is an extra, see `gridformer.utils.extras`.
+plotly is an extra, see `gridformer.utils.errors`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes what a search has found as a page: ranking, where time goes, memory, timeline, outlook.
 
-The page is one file that needs no network. plotly is an extra, see `gridformer.utils.extras`.
+The page is one file that needs no network. plotly is an extra, see `gridformer.utils.errors`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from gridformer.plan.predict import predict
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.search import Found, Kind, Predict, Search, kind_of
 from gridformer.record.fast_fake import fast_fakes
-from gridformer.utils.beside import as_far_as, can_copy, processor_s
+from gridformer.utils.fork_pool import as_far_as, can_copy, processor_s
 from gridformer.utils.hardware import n_cores
 
 OF_EACH = 5  # layouts of each kind are traced, if as many fit

@@ -24,9 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gridformer.utils.no_dynamo import without_dynamo
-from gridformer.utils.placeholder_module import PlaceholderModule, substituted
-from gridformer.utils.short_lived import ends_with_its_work
+from gridformer.utils.placeholder_module import PlaceholderModule, substituted, without_dynamo
+from gridformer.utils.process import ends_with_its_work
 
 _DTENSORS = "torch.distributed.tensor"
 _SHAPES = "torch.fx.experimental.symbolic_shapes"

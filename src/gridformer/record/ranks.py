@@ -14,10 +14,10 @@ from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.record.events import Trace
 from gridformer.record.rank import RecordOptions, record_ranks, trace_rank
-from gridformer.utils.beside import on_all_cores
+from gridformer.utils.fork_pool import on_all_cores
 from gridformer.utils.forkserver import warm_up
-from gridformer.utils.garbage import no_garbage_collection
 from gridformer.utils.hardware import n_cores
+from gridformer.utils.process import no_garbage_collection
 
 WARM = "gridformer.record.warm"  # imports slow modules
 

@@ -52,8 +52,8 @@ from gridformer.record.tracker import Entry, MemoryChange, MemoryTracker
 from gridformer.train.forward_backward import Pipeline, WholeModel
 from gridformer.train.step import Stepper
 from gridformer.utils.errors import UserError
-from gridformer.utils.garbage import no_garbage_collection
-from gridformer.utils.loops import recorded
+from gridformer.utils.process import no_garbage_collection
+from gridformer.utils.tensors import shortened_loops
 from gridformer.utils.torch_private import in_backward
 
 Recorded = Start | Awaited | Kernel | Read | Held
@@ -198,7 +198,7 @@ def record_step(
                 stack.enter_context(tracker.resizes())
                 watch.storages = tracker
             if not complete:
-                stack.enter_context(recorded(partial(_repeated, log)))
+                stack.enter_context(shortened_loops(partial(_repeated, log)))
             if training:
                 stepper(0, partial(rows_like, run))
             else:

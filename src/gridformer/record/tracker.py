@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gridformer.utils import storage as storages
+from gridformer.utils import tensors
 from gridformer.utils.torch_private import in_backward
 
 
@@ -65,7 +65,7 @@ class MemoryTracker:
     """Keeps the log. A dispatch mode calls `see`, and the code that is watched sets `place`.
 
     Storages that are resized in place (a message's buffer is freed, a parameter is gathered again)
-    do not go through an operator; `gridformer.utils.storage` tells of them.
+    do not go through an operator; `gridformer.utils.tensors` tells of them.
 
     Args:
         device: The type of device whose memory counts; None counts every one with memory.
@@ -108,12 +108,12 @@ class MemoryTracker:
 
     @contextmanager
     def resizes(self) -> Iterator[None]:
-        """Follows storages that `gridformer.utils.storage` resizes, inside the context."""
-        storages.listeners.append(self._resized)
+        """Follows storages that `gridformer.utils.tensors` resizes, inside the context."""
+        tensors.storage_listeners.append(self._resized)
         try:
             yield
         finally:
-            storages.listeners.remove(self._resized)
+            tensors.storage_listeners.remove(self._resized)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         known = self._known.get(id(storage))

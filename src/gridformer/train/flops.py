@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from gridformer.config import ModelConfig, RunConfig
-from gridformer.utils.gpus import peak_tflops
+from gridformer.utils.hardware import peak_tflops
 
 TERA = 1e12
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gridformer.config import FINE_TUNING
 from gridformer.train.callbacks import Callback
-from gridformer.utils.disk import writing
-from gridformer.utils.files import read_text
+from gridformer.utils.files import read_text, writing
 from gridformer.utils.units import GIB
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from gridformer.config import TrainConfig
 from gridformer.train.loss_scale import LossScale
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import DivergedError
-from gridformer.utils.moment import Moment
+from gridformer.utils.tensors import DeviceEvent
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class StartedStep:
         self._check, self._step, self._lr, self._scale = check, step, lr, scale
         self._losses, self._copied = losses, copied
         self._result: StepResult | None = None
-        self.ended: Moment | None = None
+        self.ended: DeviceEvent | None = None
 
     def wait(self) -> None:
         """Waits until the device has computed the loss and the norm."""

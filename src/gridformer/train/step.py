@@ -35,7 +35,7 @@ from gridformer.train.results import (
 from gridformer.train.rows import RowSplit
 from gridformer.train.schedules import learning_rate
 from gridformer.utils.batch import Batch
-from gridformer.utils.moment import Moment
+from gridformer.utils.tensors import DeviceEvent
 
 
 class Stepper:
@@ -134,7 +134,7 @@ class Stepper:
             self.updates.finish(totals[-2:], self._overflow(totals), scale)
             share_parts(self.by_layer, self.axes)
             share_copies(self.parameters, self.axes)
-        self._last.ended = Moment(self.device)
+        self._last.ended = DeviceEvent(self.device)
         return self._last
 
     def _overflow(self, totals: Tensor) -> Tensor:

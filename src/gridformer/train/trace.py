@@ -19,7 +19,7 @@ from gridformer import comm
 from gridformer.comm import Record, Recorder
 from gridformer.mesh import Axes
 from gridformer.parallel.pipeline import Clock, Event, OnAction, idle_fraction
-from gridformer.utils.disk import writing
+from gridformer.utils.files import writing
 
 _PASSES = ("forward", "backward")
 

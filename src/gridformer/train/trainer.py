@@ -42,8 +42,8 @@ from gridformer.train.trace import StepTrace
 from gridformer.train.under_way import FinishedStep, StepsUnderWay, lag_of
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import CheckpointError, DivergedError
-from gridformer.utils.moment import Moment
 from gridformer.utils.signals import install
+from gridformer.utils.tensors import DeviceEvent
 from gridformer.utils.units import GIB
 
 _SAVED_PER_S = 200e6  # bytes that a rank is expected to write in a second before it has written any
@@ -195,7 +195,7 @@ class Trainer:
 
     def _start(self, step: int) -> None:
         """Launches a step, or runs it if its timeline is written."""
-        began = Moment(self.stepper.device)
+        began = DeviceEvent(self.stepper.device)
         progress.at_step(step + 1)
         read = partial(self.ahead.read, step)
         if step + 1 == self.run.train.trace_step:

@@ -10,7 +10,7 @@ import torch
 
 from gridformer.config import TrainConfig
 from gridformer.train.results import Copied, StartedStep, StepResult
-from gridformer.utils.moment import Moment
+from gridformer.utils.tensors import DeviceEvent
 
 
 class FinishedStep(NamedTuple):
@@ -42,12 +42,12 @@ class StepsUnderWay:
 
     def __init__(self, lag: int) -> None:
         self.lag = lag
-        self._started: deque[tuple[int, Moment, StartedStep, float, Copied | None]] = deque()
+        self._started: deque[tuple[int, DeviceEvent, StartedStep, float, Copied | None]] = deque()
 
     def add(
         self,
         step: int,
-        began: Moment,
+        began: DeviceEvent,
         started: StartedStep,
         data_wait_s: float,
         peak: Copied | None = None,

@@ -1,5 +1,6 @@
 """Errors that a user can fix. The command line prints only their text, without a traceback."""
 
+import importlib.util
 from collections.abc import Sequence
 
 
@@ -69,3 +70,23 @@ class SaveError(Exception):
     def __init__(self, message: str, elsewhere: bool = False) -> None:
         super().__init__(message)
         self.elsewhere = elsewhere
+
+
+def installed(package: str) -> bool:
+    """Returns whether a package can be imported, without importing it."""
+    return importlib.util.find_spec(package) is not None
+
+
+def require(package: str, what: str, extra: str) -> None:
+    """Checks that an optional package is installed, which only one command needs.
+
+    Args:
+        package: Name of the package to import.
+        what: The option or command that needs it, for the message.
+        extra: The extra of gridformer that installs it.
+
+    Raises:
+        UserError: The package is missing; the message says how to install it.
+    """
+    if not installed(package):
+        raise UserError(f"{what} needs {package}: pip install 'gridformer[{extra}]'")

@@ -18,7 +18,7 @@ from typing import Any
 from gridformer.utils import signals
 from gridformer.utils.errors import UserError
 from gridformer.utils.folders import private_prefix
-from gridformer.utils.threads import let_threads_sleep
+from gridformer.utils.process import let_threads_sleep
 
 # Characters of the path of a socket on macOS; Linux allows four more.
 _LONGEST_SOCKET = 103

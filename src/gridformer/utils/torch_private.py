@@ -1,7 +1,7 @@
 """The private names of torch that packages need which may not import `comm`.
 
-All others are in `comm`, `record` and `no_dynamo`; docs/architecture.md lists them. Commands that
-need no tensors import this file late, as torch takes a second to import.
+All others are in `comm`, `record` and `placeholder_module`; docs/architecture.md lists them.
+Commands that need no tensors import this file late, as torch takes a second to import.
 """
 
 from __future__ import annotations

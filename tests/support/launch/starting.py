@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gridformer.launch import worker_process
 from gridformer.mesh.process_group import init_process_groups
-from gridformer.utils.disk import writing
+from gridformer.utils.files import writing
 
 
 def killing_the_server(folder: Path, n: int) -> None:

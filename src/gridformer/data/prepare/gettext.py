@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gridformer.data.prepare.reading import Cursor
 from gridformer.data.prepare.text_chunks import TextChunk, text_chunks
 from gridformer.data.tokenfolder import Kind, PartEntry
-from gridformer.utils.errors import DataError, UserError
-from gridformer.utils.extras import require
+from gridformer.utils.errors import DataError, UserError, require
 
 if TYPE_CHECKING:
     import polib

@@ -13,8 +13,7 @@ from gridformer.data.prepare.reading import Cursor
 from gridformer.data.prepare.records import Fields, record_chunks
 from gridformer.data.prepare.text_chunks import TextChunk
 from gridformer.data.tokenfolder import Kind, PartEntry
-from gridformer.utils.errors import DataError, UserError
-from gridformer.utils.extras import require
+from gridformer.utils.errors import DataError, UserError, require
 
 _ROWS = 64  # rows to read at a time
 _TIMEOUT_S = 30.0  # for a question to the hub

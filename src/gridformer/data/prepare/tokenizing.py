@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from gridformer.data.prepare.reading import Cursor
 from gridformer.utils.errors import DataError
 from gridformer.utils.hardware import n_cores
-from gridformer.utils.parent import end_with_parent
+from gridformer.utils.process import end_with_parent
 
 WORTH_WORKERS = 64_000_000  # bytes of text below which starting processes takes longer
 _WAITING = 2  # batches of each worker that are read before they are needed

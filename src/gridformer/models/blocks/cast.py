@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gridformer.utils.tensor_attribute import TensorAttribute
+from gridformer.utils.tensors import TensorAttribute
 from gridformer.utils.torch_private import base_of
 
 # GPUs multiply blocks of this many columns. With 50,257 words instead of 50,304, a multiple of it,

@@ -13,7 +13,7 @@ from gridformer.models.kernels import dropout as kernel
 from gridformer.models.kernels import library
 from gridformer.models.kernels.library import LIBRARY, define
 from gridformer.utils import rng
-from gridformer.utils.loops import loop
+from gridformer.utils.tensors import loop
 
 
 class Dropout(Site):

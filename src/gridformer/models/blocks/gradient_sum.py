@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gridformer.models.blocks.cast import parameter_behind
 from gridformer.models.kernels import products
-from gridformer.utils.tensor_attribute import TensorAttribute
+from gridformer.utils.tensors import TensorAttribute
 from gridformer.utils.torch_private import base_of
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gridformer.models.blocks.cast import cast, stands_for_parameters
 from gridformer.models.blocks.gradient_sum import continued, sum_behind
 from gridformer.models.kernels.products import wide_product
-from gridformer.utils.tensor_attribute import TensorAttribute
+from gridformer.utils.tensors import TensorAttribute
 
 Section = Literal["attention", "feed_forward", "head"]
 Activation = Literal["gelu", "gelu_tanh", "relu"]

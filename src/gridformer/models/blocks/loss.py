@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gridformer.models.blocks.gradient_sum import summed
 from gridformer.utils.batch import IGNORE, counts
-from gridformer.utils.loops import loop
+from gridformer.utils.tensors import loop
 
 Chunk = tuple[slice, Tensor]  # positions of each sequence, and their targets
 

@@ -37,7 +37,7 @@ from gridformer.models import Model
 from gridformer.models.blocks import Layer, Recompute, copy_of
 from gridformer.parallel.data.zero import FlatBucket, replica_part, unshard
 from gridformer.parallel.sharding import info_of
-from gridformer.utils.storage import free_storage
+from gridformer.utils.tensors import free_storage
 
 LABEL = "parameters"
 

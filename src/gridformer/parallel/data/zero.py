@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from gridformer.mesh import Axes, Axis
 from gridformer.models.blocks import gradient_place
 from gridformer.parallel.sharding import ParamInfo, info_of, set_info, shard_of
-from gridformer.utils.storage import allocate_storage, free_storage
+from gridformer.utils.tensors import allocate_storage, free_storage
 
 Mode = Literal["replicate", "zero1", "fsdp"]
 

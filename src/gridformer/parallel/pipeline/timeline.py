@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from gridformer.utils.moment import Moment
+from gridformer.utils.tensors import DeviceEvent
 
 
 class Event(NamedTuple):
@@ -28,15 +28,15 @@ class Event(NamedTuple):
     kind: str
     stage: int
     micro: int
-    start: float | Moment
-    end: float | Moment
+    start: float | DeviceEvent
+    end: float | DeviceEvent
 
     @property
     def span(self) -> tuple[float, float]:
         """Start and end in seconds. Times of a GPU must have been converted by a `Clock`."""
         start, end = self.start, self.end
-        assert not isinstance(start, Moment), "a GPU's time that no Clock has converted"
-        assert not isinstance(end, Moment), "a GPU's time that no Clock has converted"
+        assert not isinstance(start, DeviceEvent), "a GPU's time that no Clock has converted"
+        assert not isinstance(end, DeviceEvent), "a GPU's time that no Clock has converted"
         return start, end
 
 
@@ -66,8 +66,8 @@ def timed(
     on_action(Event(kind, stage, micro, began, _now(on_gpu)))
 
 
-def _now(on_gpu: bool) -> float | Moment:
-    return Moment(torch.device("cuda")) if on_gpu else time.perf_counter()
+def _now(on_gpu: bool) -> float | DeviceEvent:
+    return DeviceEvent(torch.device("cuda")) if on_gpu else time.perf_counter()
 
 
 class Clock:
@@ -79,12 +79,12 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.zero = time.perf_counter()
-        self._moment = Moment(device)
+        self._moment = DeviceEvent(device)
 
     def told(self, event: Event) -> Event:
         """Returns an event with times of `time.perf_counter`, for which it waits for the device."""
         start, end = (
-            self.zero + at.seconds_since(self._moment) if isinstance(at, Moment) else at
+            self.zero + at.seconds_since(self._moment) if isinstance(at, DeviceEvent) else at
             for at in (event.start, event.end)
         )
         return event._replace(start=start, end=end)

@@ -8,7 +8,7 @@ from typing import Any
 
 from gridformer.train.callbacks import Callback
 from gridformer.train.metrics import EVENTS, grouped
-from gridformer.utils.disk import writing
+from gridformer.utils.files import writing
 
 
 class TensorBoard(Callback):

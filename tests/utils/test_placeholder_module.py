@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gridformer.launch.run import worker
 from gridformer.memory.estimate import estimate_rank
 from gridformer.train.plan import Plan
-from gridformer.utils.no_dynamo import without_dynamo
+from gridformer.utils.placeholder_module import without_dynamo
 from tests.support.fake_gpu import own_process
 from tests.support.multirank.memory import a_run
 from tests.support.multirank.runs import plan_of

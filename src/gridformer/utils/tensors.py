@@ -1,0 +1,122 @@
+"""Tensors: what is noted on them, memory freed under them, and loops over their chunks.
+
+Operators show neither freed memory nor repeated turns of a loop, so records of a step listen here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+_FEWEST = 5  # turns of a loop that is shortened
+_mark: Callable[[int], Callable[[], None]] | None = None
+storage_listeners: list[Callable[[torch.UntypedStorage], object]] = []  # get resized storages
+
+
+class TensorAttribute(Generic[T]):
+    """An attribute that may be set on any tensor, with values of one type.
+
+    Each is a constant of the module that it belongs to, so `git grep TensorAttribute` lists all
+    that gridformer notes on tensors.
+
+    Args:
+        name: The name of the attribute, which no other has.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = f"_gridformer_{name}"
+
+    def get(self, tensor: Tensor) -> T | None:
+        """Returns the value that was set on a tensor, or None."""
+        return cast("T | None", getattr(tensor, self._name, None))
+
+    def set(self, tensor: Tensor, value: T) -> None:
+        """Sets the value on a tensor, instead of the one that it may have."""
+        setattr(tensor, self._name, value)
+
+    def remove(self, tensor: Tensor) -> None:
+        """Removes the value from a tensor that has one."""
+        delattr(tensor, self._name)
+
+
+def free_storage(x: Tensor) -> None:
+    """Frees the memory of a tensor.
+
+    The tensor, and its views that autograd has saved, are valid again when the storage has been
+    allocated (`allocate_storage`) and filled.
+    """
+    _resize(x, 0)
+
+
+def allocate_storage(x: Tensor) -> None:
+    """Allocates uninitialized memory for a tensor whose storage was freed."""
+    _resize(x, x.numel() * x.element_size())
+
+
+def _resize(x: Tensor, n_bytes: int) -> None:
+    storage = x.untyped_storage()
+    storage.resize_(n_bytes)
+    for listener in storage_listeners:
+        listener(storage)
+
+
+def loop(items: Sequence[T]) -> Iterable[T]:
+    """Returns the items of a loop; while a step is recorded, the first three and the last.
+
+    The third turn stands for all but these. So each turn must do the same to memory and devices,
+    except that the first ones begin sums and the last one may be smaller.
+    """
+    return items if _mark is None or len(items) < _FEWEST else _few(items, _mark)
+
+
+def _few(items: Sequence[T], mark: Callable[[int], Callable[[], None]]) -> Iterator[T]:
+    yield from items[:2]
+    ends = mark(len(items) - 4)
+    yield items[2]
+    ends()
+    yield items[-1]
+
+
+@contextmanager
+def shortened_loops(mark: Callable[[int], Callable[[], Any]]) -> Iterator[None]:
+    """Shortens loops inside the context.
+
+    Args:
+        mark: Is called when the third turn begins, with how many more turns it stands for, and
+            returns what is to be called when it has ended.
+    """
+    global _mark
+    before, _mark = _mark, mark
+    try:
+        yield
+    finally:
+        _mark = before
+
+
+class DeviceEvent:
+    """The time at which a device has done all work that was launched before the event was made.
+
+    The difference between two events is the time that the device took, however far the host runs
+    ahead.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        self._time = time.perf_counter()
+
+    def seconds_since(self, earlier: DeviceEvent) -> float:
+        """Waits for this event and returns the seconds from an earlier one of the same device."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        self._event.synchronize()
+        return earlier._event.elapsed_time(self._event) / 1e3
