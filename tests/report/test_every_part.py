@@ -46,9 +46,9 @@ class Part:
 
     rows: list[list[str]] = field(default_factory=list)
     text: str = ""
-    titles: list[str] = field(default_factory=list)  # of the parts of bars
+    titles: list[str] = field(default_factory=list)  # of the parts of its bars
     blocks: list[str] = field(default_factory=list)  # texts in <pre>
-    ids: set[str] = field(default_factory=set)
+    figures: set[str | None] = field(default_factory=set)
 
 
 class Page(HTMLParser):
@@ -60,8 +60,8 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.heading = ""
         whole = path.read_text(encoding="utf-8")
-        self.data: dict[str, Any] = json.loads(
-            whole.partition('id="data">')[2].partition("</script>")[0]
+        self.figures: dict[str, Any] = json.loads(
+            whole.partition('id="figures">')[2].partition("</script>")[0]
         )
         self.feed(whole)
 
@@ -82,10 +82,12 @@ class Page(HTMLParser):
             self.part.rows[-1].append("")
         elif tag == "pre":
             self.part.blocks.append("")
-        if title := given.get("title"):
-            self.part.titles.append(title)
-        if name := given.get("id"):
-            self.part.ids.add(name)
+        if (name := given.get("id")) in self.figures:
+            self.part.figures.add(name)
+            for bar in self.figures[name]["data"] if name else ():
+                if bar["type"] == "bar":
+                    values = zip(bar["x"], bar["hovertext"])
+                    self.part.titles += [text for value, text in values if value]
 
     def handle_endtag(self, tag: str) -> None:
         self.open.pop()
@@ -107,9 +109,29 @@ class Page(HTMLParser):
         return {first: rest for first, *rest in self.parts[heading].rows}
 
     def curves(self, title: str) -> dict[tuple[int, str], tuple[list[int], list[float]]]:
-        """Return the curves of a chart by run and metric: steps and values."""
-        [chart] = [one for one in self.data["charts"] if one["title"] == title]
-        return {(one["run"], one["key"]): (one["x"], one["y"]) for one in chart["curves"]}
+        """Return the curves of a chart by run and metric, not smoothed: steps and values."""
+        figure = self.figures["curves"]
+        notes = figure["layout"]["annotations"]
+        titles = [one["text"].removesuffix("</sup>") for one in notes]
+        number = titles.index(title) + 1
+        axis = f"x{number}" if number > 1 else "x"
+        curves, raw = {}, None
+        for trace in figure["data"]:
+            if trace["xaxis"] != axis:
+                continue
+            if trace.get("opacity"):
+                raw = trace["y"]  # of the smoothed curve that follows
+                continue
+            metric = trace["hovertemplate"].partition(" ")[2].partition("<")[0]
+            run = self.runs.index(trace["name"]) if len(self.runs) > 1 else 0
+            curves[run, metric] = trace["x"], raw or trace["y"]
+            raw = None
+        return curves
+
+    @property
+    def runs(self) -> list[str]:
+        """The labels of its runs, as the summary has them."""
+        return self.parts[""].rows[0][1:]
 
 
 def trained(plan: Plan) -> None:
@@ -182,37 +204,35 @@ def page(request: pytest.FixtureRequest) -> Page:
 @pytest.fixture
 def shown(page: Page, folders: dict[str, Path]) -> list[Path]:
     """The run directories that the page shows."""
-    return [*folders.values()][: len(page.data["runs"])]
+    return [*folders.values()][: len(page.runs)]
 
 
 CHARTS = {
-    # title: unit, metrics, by what their values are multiplied
-    "Loss": ("nats per target", ("loss", "val_loss"), 1),
-    "Learning rate": ("", ("lr",), 1),
-    "Gradient norm": ("before clipping", ("grad_norm",), 1),
-    "Speed": ("tokens/s", ("tokens_per_s",), 1),
-    "Utilization (MFU)": ("% of the peak", ("mfu",), 100),
-    "Memory": ("GiB at the peak of the fullest process", ("peak_memory_gib",), 1),
-    "Time of a step": ("seconds", ("step_time_s", "data_wait_s"), 1),
-    "Validation BLEU": ("", ("val_bleu",), 1),
+    # title with its unit: names of the metrics, by what their values are multiplied
+    "Loss<br><sup>nats per target": ({"Training loss": "loss", "Validation loss": "val_loss"}, 1),
+    "Learning rate": ({"Learning rate": "lr"}, 1),
+    "Gradient norm<br><sup>before clipping": ({"Gradient norm": "grad_norm"}, 1),
+    "Speed<br><sup>tokens/s": ({"Speed": "tokens_per_s"}, 1),
+    "Utilization (MFU)<br><sup>% of the peak": ({"Utilization (MFU)": "mfu"}, 100),
+    "Memory<br><sup>GiB at the peak of the fullest process": ({"Memory": "peak_memory_gib"}, 1),
+    "Time of a step<br><sup>seconds": (
+        {"All of it": "step_time_s", "Waiting for data": "data_wait_s"},
+        1,
+    ),
+    "Validation BLEU": ({"Validation BLEU": "val_bleu"}, 1),
 }
 
 
 @pytest.mark.parametrize("title", CHARTS)
 def test_curves_have_all_values_of_the_metrics(page: Page, shown: list[Path], title: str) -> None:
-    unit, keys, factor = CHARTS[title]
-    [chart] = [one for one in page.data["charts"] if one["title"] == title]
-    assert chart["unit"] == unit
+    names, factor = CHARTS[title]
     curves = page.curves(title)
-    assert {*curves} == {(number, key) for number in range(len(shown)) for key in keys}
-    for (number, key), (steps, values) in curves.items():
-        lines = [line for line in metrics_of(shown[number]) if key in line]
+    assert {*curves} == {(number, name) for number in range(len(shown)) for name in names}
+    for (number, name), (steps, values) in curves.items():
+        lines = [line for line in metrics_of(shown[number]) if names[name] in line]
         assert steps == [line["step"] for line in lines] != []
-        assert values == pytest.approx([factor * line[key] for line in lines], rel=1e-5)
-
-
-def test_the_page_has_places_for_its_curves(page: Page) -> None:
-    assert {"bar", "charts"} <= page.parts["Training"].ids
+        assert values == pytest.approx([factor * line[names[name]] for line in lines], rel=1e-5)
+    assert "curves" in page.parts["Training"].figures
 
 
 def test_the_summary_has_loss_speed_utilization_and_memory(page: Page, shown: list[Path]) -> None:
@@ -251,23 +271,26 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_the_timeline_is_that_of_the_traced_step(page: Page, shown: list[Path]) -> None:
     part = page.parts["Timeline of a step"]
-    assert len(page.data["timelines"]) == len(shown)
-    for number, (line, folder) in enumerate(zip(page.data["timelines"], shown)):
-        assert f"timeline-{number}" in part.ids
+    for number, folder in enumerate(shown):
+        assert f"timeline-{number}" in part.figures
         assert f"{folder.name}: step {TRACED}" in part.text
+        tracks = page.figures[f"timeline-{number}"]["data"]
+        drawn = {one["name"]: Counter(map(round, one["y"][::3])) for one in tracks}
         events = events_of(folder)
-        assert (line["place"], line["step"], len(line["names"])) == (number, TRACED, 2)
-        for rank in range(2):
-            spans = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
-            work = Counter(e["name"].rstrip(" 0") for e in spans if e["cat"] != "wait")
-            assert Counter(kind for _, _, kind, _ in line["work"][rank]) == work
-            assert {"forward", "backward", "update", "read the batch", "wait for data"} <= {*work}
-            waits = [e for e in spans if e["cat"] == "wait"]
-            assert len(line["waits"][rank]) == len(waits) > 0
-            begun = [e for e in events if e["ph"] == "b" and e["pid"] == rank]
-            assert len(line["messages"][rank]) == len(begun) > 0
+        spans = [e for e in events if e["ph"] == "X" and e["cat"] != "wait"]
+        kinds = {e["name"].rstrip(" 0") for e in spans}
+        assert {"forward", "backward", "update", "read the batch", "wait for data"} <= kinds
+        for kind in kinds & {*drawn}:
+            ranks = Counter(e["pid"] for e in spans if e["name"].rstrip(" 0") == kind)
+            assert drawn[kind] == ranks, kind
+        waits = Counter(e["pid"] for e in events if e["ph"] == "X" and e["cat"] == "wait")
+        assert drawn["waits for messages"] == waits
+        begun = Counter(e["pid"] for e in events if e["ph"] == "b")
+        messages = [count for name, count in drawn.items() if name.startswith("messages over")]
+        assert sum(messages, Counter()) == begun
         last = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") / 1000
-        assert line["end"] == pytest.approx(last)
+        times = [x for one in tracks for x in one["x"] if x is not None]
+        assert max(times) == pytest.approx(last, abs=0.5)
     # The bars below add up what each process spent its time on.
     for kind in ("forward", "backward", "update", "wait for data"):
         titles = [one for one in part.titles if re.fullmatch(rf"{kind}: [\d.,e-]+ ms", one)]
@@ -313,7 +336,9 @@ def test_memory_is_what_the_code_holds(page: Page, shown: list[Path]) -> None:
         kind, _, text = title.rpartition(": ")
         found.setdefault(kind, []).append(amount(text))
     for number, folder in enumerate(shown):
-        assert f"{folder.name} (rank " in part.text
+        assert (
+            f"{number + 1}. {folder.name} (rank " in page.figures["memory"]["data"][0]["y"][number]
+        )
         assert f"{folder.name}: the peak is in " in part.text
         n = found["parameters"][number] / bytes_of["parameters"]
         shared = 2 if folder.name == "copies" else 1

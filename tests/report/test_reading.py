@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gridformer.report.charts import chart_list, decimated
-from gridformer.report.history import marks_of
-from gridformer.report.reading import read_runs, short_labels
-from gridformer.report.settings import table
+from gridformer.report.figures import chart_list, decimated
+from gridformer.report.reading import marks_of, read_runs, settings_table, short_labels
 from gridformer.report.summary import summary
 from gridformer.utils.errors import UserError
 
@@ -81,9 +79,9 @@ def test_scores_of_numbers_have_no_perplexity(tmp_path: Path) -> None:
 
 def test_only_settings_that_differ_are_listed_and_no_path_of_the_machine(tmp_path: Path) -> None:
     runs = read_runs([run_folder(tmp_path / "a", "a"), run_folder(tmp_path / "b", "b", 2)])
-    differing = dict(table(runs, differing=True))
+    differing = dict(settings_table(runs, differing=True))
     assert differing == {"name": ["a", "b"], "layout.rows": ["1", "2"]}
-    assert dict(table(runs, differing=False))["data.path"] == [".../tokens"] * 2
+    assert dict(settings_table(runs, differing=False))["data.path"] == [".../tokens"] * 2
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

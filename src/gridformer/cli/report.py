@@ -50,10 +50,12 @@ def report(
     from rich.console import Console
 
     from gridformer.report.reading import read_runs
-    from gridformer.report.text import print_summary
+    from gridformer.report.summary import print_summary
+    from gridformer.utils.extras import require
     from gridformer.utils.files import check_output
 
     if html is not None:
+        require("plotly", "--html", "html")
         check_output("--html", html)
     console = Console(highlight=False)
     found = read_runs(runs)

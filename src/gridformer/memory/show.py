@@ -20,7 +20,7 @@ from gridformer.utils.units import byte_unit
 
 _COLUMNS = 5  # ranks side by side in a table
 # States are blue, activations orange, and the rest green and gray.
-_COLORS = {
+MEMORY_COLORS = {
     "parameters": "#08306b",
     "gradients": "#2171b5",
     "optimizer": "#6baed6",
@@ -113,8 +113,8 @@ def write_memory_page(
                         legendgroup=kind,
                         showlegend=row == 1,
                         stackgroup="all",
-                        line={"width": 0, "color": _COLORS[kind], "shape": "hv"},
-                        fillcolor=_COLORS[kind],
+                        line={"width": 0, "color": MEMORY_COLORS[kind], "shape": "hv"},
+                        fillcolor=MEMORY_COLORS[kind],
                         hovertemplate="%{y:.4g} " + name,
                     ),
                     row=row,

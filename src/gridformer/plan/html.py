@@ -9,6 +9,7 @@ import html
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
@@ -27,7 +28,10 @@ from gridformer.plan.ranking import (
     words_of_kind,
 )
 from gridformer.plan.search import Found, Kind, Result, Search, kind_of
-from gridformer.utils.page import document
+from gridformer.utils.page import document, figure_place
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 FACTORS = (0.25, 0.5, 1, 2, 4)  # of the batch and of the number of devices
 _STYLE = "td:nth-child(2), th:nth-child(2) { text-align: left; } ul { margin-top: 4px; }"
@@ -63,8 +67,9 @@ def write_plan_page(
             "cluster file says what its kernels and messages take. Nothing here was measured."
         ),
     ]
+    drawn: dict[str, go.Figure] = {}
     if result.layouts:
-        sections = _sections(run, cluster, n_devices, result, advice)
+        sections = _sections(run, cluster, n_devices, result, advice, drawn)
     else:
         sections = [
             "<h2>Nothing fits</h2>",
@@ -73,13 +78,19 @@ def write_plan_page(
             _list(doubts(cluster, n_devices)),
         ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = document(title, "\n".join([*heading, *sections]), _STYLE)
+    text = document(title, "\n".join([*heading, *sections]), drawn, _STYLE)
     path.write_text(text, encoding="utf-8")
 
 
 def _sections(
-    run: RunConfig, cluster: Cluster, n: int, result: Result, advice: Sequence[Advice]
+    run: RunConfig,
+    cluster: Cluster,
+    n: int,
+    result: Result,
+    advice: Sequence[Advice],
+    drawn: dict[str, go.Figure],
 ) -> list[str]:
+    """Returns the sections of a page, and puts the figures in them into `drawn`."""
     batch, best = run.train.global_batch, result.layouts[0]
     costs = Search(run, cluster, n).costs  # all of them remember the same messages
     factors = memory_factors([*result.layouts, *result.refused])
@@ -94,17 +105,13 @@ def _sections(
     devices = [k for k in (round(n * f) for f in FACTORS) if k <= cluster.size]
     counts = outlook([k / n for k in devices], n, lambda k: best_of(batch, k))
     unit = "sequences a second"
-    drawn = [
-        figures.where(result.listed),
-        figures.memory_bars(result.listed),
-        figures.timeline(best, cluster),
-        figures.outlook_line(batches, "global batch", unit, _per_second),
-        figures.outlook_line(counts, "devices", unit, _per_second),
-    ]
-    plots = [
-        figure.to_html(full_html=False, include_plotlyjs=i == 0, config={"displayModeBar": False})
-        for i, figure in enumerate(drawn)
-    ]
+    drawn |= {
+        "where": figures.where(result.listed),
+        "memory": figures.memory_bars(result.listed),
+        "timeline": figures.timeline(best, cluster),
+        "batches": figures.outlook_line(batches, "global batch", unit, _per_second),
+        "devices": figures.outlook_line(counts, "devices", unit, _per_second),
+    }
     by_estimate = "The one in the ranking is predicted from its trace, and all others are estimated"
     return [
         "<h2>Ranking</h2>",
@@ -116,26 +123,26 @@ def _sections(
             "the device waits; those that travel while it computes are <i>hidden</i>, in the "
             "table above and below under the reasons."
         ),
-        plots[0],
+        figure_place("where"),
         "<h2>Memory</h2>",
         _note("The fullest device of each layout, and what a device has for tensors."),
-        plots[1],
+        figure_place("memory"),
         "<h2>Timeline of the best</h2>",
         _note(
             "The ranks that differ; all others do what one of these does. Each moment has the "
             "color of what takes most of it."
         ),
-        plots[2],
+        figure_place("timeline"),
         "<h2>Why</h2>",
         _reasons(run, result, advice),
         "<h2>How certain this is</h2>",
         _list(certainty(result, cluster, [point.at for point in counts])),
         "<h2>Other batches</h2>",
         _note(f"The fastest layout for each batch. {by_estimate}."),
-        plots[3],
+        figure_place("batches"),
         "<h2>Other numbers of devices</h2>",
         _note(f"The fastest layout for each number, with the same batch. {by_estimate}."),
-        plots[4],
+        figure_place("devices"),
     ]
 
 

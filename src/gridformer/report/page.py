@@ -1,32 +1,44 @@
 """Writes what was read from run directories as a page: one file that loads nothing from elsewhere.
 
-Runs are not trusted: every text that comes from one is escaped, and the page's own script is the
-only one that the page allows.
+Runs are not trusted: every text that comes from one is escaped.
 """
 
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gridformer import __version__
-from gridformer.report import charts
-from gridformer.report.bars import KINDS, RUNS, axis_colors, bars, memory_colors, time_colors
+from gridformer.memory.show import MEMORY_COLORS
+from gridformer.report import figures
 from gridformer.report.estimates import Estimates
-from gridformer.report.history import Mark, marks_of
-from gridformer.report.reading import RunReading, Sample
-from gridformer.report.settings import table as settings_table
-from gridformer.report.steptrace import PurposeTraffic, Slice, StepTimeline, read_timeline
+from gridformer.report.reading import Mark, RunReading, Sample, marks_of, settings_table
+from gridformer.report.steptrace import PurposeTraffic, StepTimeline, read_timeline
 from gridformer.report.summary import summary
-from gridformer.utils.page import DARK, document
+from gridformer.utils.page import document, figure_place, stacked_bars
 from gridformer.utils.units import byte_unit, format_bytes, three_digits
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 _MOST_MARKS = 60  # rows of a run in the table of what has happened; starts and troubles stay
 _MOST_TRAFFIC = 12
+_STYLE = """
+.scroll { overflow-x: auto; }
+.runs td, .runs th { text-align: left; vertical-align: top; }
+.runs tr > :first-child { color: var(--soft); white-space: nowrap; }
+.runs td, .many td { overflow-wrap: break-word; }
+.many td, .many th { text-align: left; }
+.many td.n, .many th.n { text-align: right; white-space: nowrap; }
+.bad { color: #c0392b; }
+pre { background: var(--code); padding: 8px 10px; white-space: pre-wrap; overflow-wrap: anywhere;
+  font-size: 13px; margin: 4px 0 12px; max-height: 340px; overflow-y: auto; }
+pre b { font-weight: 600; color: #4a90d9; }
+details { margin: 10px 0; } summary { cursor: pointer; }
+footer { margin: 40px 0 20px; color: var(--soft); font-size: 13px; }
+"""
 
 
 def write_report_page(
@@ -39,27 +51,24 @@ def write_report_page(
         estimates: For each run what its code shows; None if that was not asked for.
         path: The file, whose folder is created if needed.
     """
-    timelines = [_last_timeline(run) for run in runs]
+    traced = [_last_timeline(run) for run in runs]
     title = f"{runs[0].label}: report" if len(runs) == 1 else f"Comparison of {len(runs)} runs"
+    drawn: dict[str, go.Figure] = {}
     sections = [
         f"<h1>{_text(title)}</h1>",
         _summary(runs),
         _differences(runs),
-        _curves(),
+        _curves(runs, drawn),
         _history(runs),
-        _timelines(runs, timelines),
-        _communication(runs, timelines, estimates),
-        _memory(runs, estimates),
+        _timelines(runs, traced, drawn),
+        _communication(runs, traced, estimates, drawn),
+        _memory(runs, estimates, drawn),
         _samples(runs),
         _all_settings(runs),
         f"<footer>Written by gridformer {_text(__version__)} from run directories.</footer>",
-        f'<script type="application/json" id="data">{_data(runs, timelines)}</script>',
     ]
-    here = files("gridformer.report")
-    style = DARK + (here / "page.css").read_text(encoding="utf-8")
-    script = (here / "page.js").read_text(encoding="utf-8")
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = document(title, "\n".join(filter(None, sections)), style, script)
+    text = document(title, "\n".join(filter(None, sections)), drawn, _STYLE)
     # A name of a file may have bytes that are not UTF-8.
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
@@ -68,33 +77,9 @@ def _text(value: object) -> str:
     return html.escape(str(value))
 
 
-def _data(runs: Sequence[RunReading], timelines: Sequence[StepTimeline | None]) -> str:
-    """Returns what the script draws, as JSON that no text in it can end."""
-    found = charts.charts_as_json(runs)
-    found["timelines"] = [
-        {
-            "place": number,
-            "step": line.step,
-            "names": line.names,
-            "end": line.end,
-            "work": _rounded(line.work),
-            "waits": _rounded(line.waits),
-            "messages": _rounded(line.messages),
-        }
-        for number, line in enumerate(timelines)
-        if line is not None
-    ]
-    slices = (one for line in timelines if line for row in line.messages for one in row)
-    found |= {"colors": RUNS, "kinds": KINDS, "axes": axis_colors(one.kind for one in slices)}
-    text = json.dumps(found, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _rounded(rows: Sequence[Sequence[Slice]]) -> list[list[list[Any]]]:
-    return [
-        [[round(one.start, 3), round(one.end, 3), one.kind, one.name] for one in row]
-        for row in rows
-    ]
+def _place(drawn: dict[str, go.Figure], name: str, figure: go.Figure) -> str:
+    drawn[name] = figure
+    return figure_place(name)
 
 
 def _last_timeline(run: RunReading) -> StepTimeline | None:
@@ -134,19 +119,7 @@ def _summary(runs: Sequence[RunReading]) -> str:
         for run in runs
         if run.problem
     )
-    return _run_colors(runs) + _rows(_labels(runs), rows, "runs") + problems
-
-
-def _run_colors(runs: Sequence[RunReading]) -> str:
-    """Returns which run has which color; the controls above the curves are not printed."""
-    if len(runs) == 1:
-        return ""
-    found = "".join(
-        f'<span><span class="swatch" style="background:{RUNS[number % len(RUNS)]}"></span>'
-        f"{_text(run.label)}</span>"
-        for number, run in enumerate(runs)
-    )
-    return f'<div class="keys">{found}</div>'
+    return _rows(_labels(runs), rows, "runs") + problems
 
 
 def _differences(runs: Sequence[RunReading]) -> str:
@@ -164,15 +137,16 @@ def _all_settings(runs: Sequence[RunReading]) -> str:
     return f"<details><summary>All settings</summary>{_rows(_labels(runs), rows, 'runs')}</details>"
 
 
-def _curves() -> str:
+def _curves(runs: Sequence[RunReading], drawn: dict[str, go.Figure]) -> str:
+    if not any(run.names for run in runs):
+        return ""
     return (
         "<h2>Training</h2>"
         '<p class="note">Drag over a chart to enlarge a part of all charts, and double-click for '
-        "the whole run. Dashed blue lines mark where a run was resumed, red lines steps that were "
-        "not finite and saves that failed, and short gray ones checkpoints. Of long runs each "
-        "curve shows the smallest and the largest value of every small part.</p>"
-        '<div id="bar"></div><div id="charts"></div>'
-        "<noscript><p>The curves need JavaScript.</p></noscript>"
+        "the whole run. Pale lines are not smoothed; where a run has several curves in one chart, "
+        "they are dashed. Triangles mark where a run was resumed, crosses steps that were not "
+        "finite and saves that failed. Of long runs each curve shows the smallest and the largest "
+        f"value of every small part.</p>{_place(drawn, 'curves', figures.curves(runs))}"
     )
 
 
@@ -212,7 +186,11 @@ def _important(marks: Sequence[Mark]) -> list[Mark]:
 # --------------------------------------------------------------------------- one step
 
 
-def _timelines(runs: Sequence[RunReading], timelines: Sequence[StepTimeline | None]) -> str:
+def _timelines(
+    runs: Sequence[RunReading],
+    timelines: Sequence[StepTimeline | None],
+    drawn: dict[str, go.Figure],
+) -> str:
     found = []
     for number, (run, line) in enumerate(zip(runs, timelines)):
         if line is None:
@@ -225,8 +203,12 @@ def _timelines(runs: Sequence[RunReading], timelines: Sequence[StepTimeline | No
         rows = [(name, _in_order(seconds)) for name, seconds in zip(line.names, line.seconds)]
         found.append(
             f"<h3>{_text(run.label)}: step {line.step}{shown}</h3>"
-            f'<div id="timeline-{number}"></div>'
-            + bars(rows, time_colors(rows), lambda value: f"{three_digits(1000 * value)} ms")
+            + _place(drawn, f"timeline-{number}", figures.timeline(line))
+            + _place(
+                drawn,
+                f"seconds-{number}",
+                stacked_bars(rows, figures.time_colors(rows), "seconds", _milliseconds),
+            )
         )
     if not found:
         return ""
@@ -236,6 +218,10 @@ def _timelines(runs: Sequence[RunReading], timelines: Sequence[StepTimeline | No
         "process shows messages under way; where the process waits for one, it is orange. The bars "
         "add up what each process spent its time on.</p>" + "".join(found)
     )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{three_digits(1000 * seconds)} ms"
 
 
 def _in_order(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -248,6 +234,7 @@ def _communication(
     runs: Sequence[RunReading],
     timelines: Sequence[StepTimeline | None],
     estimates: Sequence[Estimates | None],
+    drawn: dict[str, go.Figure],
 ) -> str:
     """Shows the messages of a step: those that were measured, or else those of the run's code."""
     found: list[tuple[str, list[PurposeTraffic]]] = []
@@ -264,6 +251,7 @@ def _communication(
         for one in traffic:
             by_axis[one.axis] = by_axis.get(one.axis, 0.0) + one.bytes
         rows.append((name, dict(sorted(by_axis.items(), key=lambda item: -item[1]))))
+    colors = figures.axis_colors([axis for _, parts in rows for axis in parts])
     tables = "".join(
         f"<details><summary>{_text(name)}: {_of_all(traffic)}</summary>{_traffic(traffic)}"
         "</details>"
@@ -273,7 +261,7 @@ def _communication(
         "<h2>Where communication goes</h2>"
         '<p class="note">Bytes that a process sends or receives in a step, by axis of the layout: '
         "those that have to cross its link with any algorithm.</p>"
-        + bars(rows, axis_colors(axis for _, parts in rows for axis in parts), format_bytes)
+        + _place(drawn, "communication", stacked_bars(rows, colors, "bytes", format_bytes))
         + tables
     )
 
@@ -296,7 +284,11 @@ def _traffic(traffic: Sequence[PurposeTraffic]) -> str:
     return _rows(head, rows, "many", numbers=(3, 4))
 
 
-def _memory(runs: Sequence[RunReading], estimates: Sequence[Estimates | None]) -> str:
+def _memory(
+    runs: Sequence[RunReading],
+    estimates: Sequence[Estimates | None],
+    drawn: dict[str, go.Figure],
+) -> str:
     rows, notes = [], []
     for run, found in zip(runs, estimates):
         if found is None:
@@ -309,15 +301,20 @@ def _memory(runs: Sequence[RunReading], estimates: Sequence[Estimates | None]) -
         notes.append(f"{run.label}: the peak is in {found.moment}.")
     if not rows and not notes:
         return ""
-    unit, name = byte_unit(max((sum(values.values()) for _, values in rows), default=0.0))
     return (
         "<h2>Memory</h2>"
         '<p class="note">What the tensors of the fullest process hold at the peak of a step, as '
         "<code>gridformer memory</code> estimates it from the run's code. "
         + " ".join(_text(note) for note in notes)
         + "</p>"
-        + bars(rows, memory_colors(rows), lambda value: f"{three_digits(value / unit)} {name}")
+        + (_place(drawn, "memory", _memory_bars(rows)) if rows else "")
     )
+
+
+def _memory_bars(rows: Sequence[tuple[str, Mapping[str, float]]]) -> go.Figure:
+    unit, name = byte_unit(max(sum(parts.values()) for _, parts in rows))
+    scaled = [(row, {kind: value / unit for kind, value in parts.items()}) for row, parts in rows]
+    return stacked_bars(scaled, MEMORY_COLORS, name, lambda value: f"{three_digits(value)} {name}")
 
 
 # --------------------------------------------------------------------------- samples

@@ -10,8 +10,9 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from datetime import UTC, datetime
+from pathlib import Path, PurePath
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -23,13 +24,16 @@ from gridformer.train.heartbeat import HEARTBEAT
 from gridformer.train.metrics import METRICS
 from gridformer.utils.errors import UserError
 from gridformer.utils.files import read_bytes
-from gridformer.utils.units import GIB
+from gridformer.utils.units import GIB, format_bytes, format_value, three_digits
 
 SAMPLES = "samples.jsonl"
 CONFIG = "config.yaml"
 _MOST_BYTES = GIB  # of a file of lines: a million steps have a third of that
 _MOST_SAMPLES = 40  # the last ones
 _LONGEST = 4000  # characters of a text that is shown
+_LONGEST_MARK, _LONGEST_VALUE = 400, 200
+NOT_SET = "-"
+MarkKind = Literal["start", "save", "trouble", "end"]
 
 
 @dataclass(frozen=True)
@@ -213,3 +217,159 @@ def _sample(line: dict[str, Any]) -> Sample:
     step = line.get("step")
     texts = (str(line.get(key) or "")[:_LONGEST] for key in ("prompt", "text", "reference"))
     return Sample(step if isinstance(step, int) else None, *texts)
+
+
+# --------------------------------------------------------------------------- history
+
+
+class Mark(NamedTuple):
+    """Something that happened to a run.
+
+    Attributes:
+        step: After how many steps.
+        kind: What kind of thing it was.
+        text: A sentence about it.
+        time: When it was, in UTC; empty if that is not known.
+    """
+
+    step: int
+    kind: MarkKind
+    text: str
+    time: str = ""
+
+
+def marks_of(run: RunReading) -> list[Mark]:
+    """Returns what has happened to a run, in the order in which it happened."""
+    told = [mark for event in run.events if (mark := _mark(event)) is not None]
+    saved = {mark.step for mark in told if mark.kind == "save"}
+    found = [
+        Mark(step, "save", f"Checkpoint of step {step}.")
+        for step in run.checkpoints
+        if step not in saved
+    ]
+    if not run.events:
+        found += _from_metrics(run)
+        return sorted(found, key=lambda mark: mark.step)
+    return [*found, *told]
+
+
+def starts(run: RunReading) -> int:
+    """Returns how often a run was started; 0 if that is not known."""
+    return sum(event["event"] == "start" for event in run.events)
+
+
+def _mark(event: dict[str, Any]) -> Mark | None:
+    step, kind = event.get("step"), event["event"]
+    if not isinstance(step, int) or not 0 <= step < 2**53:
+        return None
+    made = _SENTENCES.get(kind)
+    if made is None:
+        return None
+    mark, text = made(event, step)
+    return Mark(step, mark, text[:_LONGEST_MARK], _time(event.get("time")))
+
+
+def _start(event: dict[str, Any], step: int) -> tuple[MarkKind, str]:
+    where = f" on {event['layout']}" if event.get("layout") else ""
+    n, device = event.get("devices"), event.get("device")
+    many = f" ({n} x {device})" if n and device else ""
+    return "start", f"{'Resumed after' if step else 'Started at'} step {step}{where}{many}."
+
+
+def _saved(event: dict[str, Any], step: int) -> tuple[MarkKind, str]:
+    text = f"Checkpoint of step {step}"
+    n_bytes, seconds, stalled = (_number(event.get(k)) for k in ("bytes", "seconds", "stalled_s"))
+    if n_bytes is not None and seconds is not None:
+        text += f": {format_bytes(n_bytes)} in {three_digits(seconds)} s"
+    if stalled is not None:
+        text += f"; training waited for {three_digits(stalled)} s"
+    return "save", f"{text}."
+
+
+def _not_saved(event: dict[str, Any], step: int) -> tuple[MarkKind, str]:
+    return "trouble", f"No checkpoint of step {step} was saved: {event.get('why', '')}."
+
+
+def _diverged(event: dict[str, Any], step: int) -> tuple[MarkKind, str]:
+    return "trouble", f"{event.get('why') or f'Step {step} was not finite'}."
+
+
+def _failed(event: dict[str, Any], step: int) -> tuple[MarkKind, str]:
+    return "trouble", f"The run failed after step {step}: {event.get('why', '')}."
+
+
+def _end(event: dict[str, Any], step: int) -> tuple[MarkKind, str]:
+    how = "Stopped after" if event.get("stopped") else "Done with"
+    return "end", f"{how} step {step}."
+
+
+_SENTENCES = {
+    "start": _start,
+    "saved": _saved,
+    "not_saved": _not_saved,
+    "diverged": _diverged,
+    "failed": _failed,
+    "end": _end,
+}
+
+
+def _from_metrics(run: RunReading) -> list[Mark]:
+    found, rollbacks = [], 0.0
+    for line in run.metrics:
+        step = line["step"]
+        if isinstance(line.get("left_out"), str):
+            found.append(Mark(step, "trouble", f"Step {step} was left out: {line['left_out']}."))
+        now = _number(line.get("rollbacks")) or 0.0
+        if now > rollbacks:
+            text = f"The run went back to the checkpoint of step {step - 1}."
+            found.append(Mark(step - 1, "trouble", text))
+            rollbacks = now
+    return found
+
+
+def _number(value: object) -> float | None:
+    return float(value) if _is_number(value) else None  # type: ignore[arg-type]
+
+
+def _time(value: object) -> str:
+    seconds = _number(value)
+    if seconds is None or not 0 < seconds < 4e9:
+        return ""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+# --------------------------------------------------------------------------- settings
+
+
+def settings_table(runs: Sequence[RunReading], differing: bool) -> list[tuple[str, list[str]]]:
+    """Returns settings as rows: the key, and the value of each run.
+
+    Args:
+        runs: The runs.
+        differing: Whether only settings are wanted in which runs differ.
+    """
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    rows = []
+    for key in keys:
+        values = [shown(run.settings[key]) if key in run.settings else NOT_SET for run in runs]
+        raw = [run.settings.get(key, NOT_SET) for run in runs]
+        if not differing or any(value != raw[0] for value in raw):
+            rows.append((key, values))
+    return rows
+
+
+def shown(value: Any) -> str:
+    """Returns a value as in a run file. Of absolute paths only the last part is shown.
+
+    A page is sent to others, and where a machine keeps its files does not concern them.
+    """
+    if isinstance(value, list):
+        return f"[{', '.join(shown(one) for one in value)}]"[:_LONGEST_VALUE]
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {shown(one)}' for key, one in value.items())}}}"[
+            :_LONGEST_VALUE
+        ]
+    text = "null" if value is None else format_value(value)
+    if isinstance(value, str) and PurePath(text).is_absolute():
+        text = f".../{PurePath(text).name}"
+    return text[:_LONGEST_VALUE]

@@ -1,13 +1,22 @@
-"""The frame of the HTML pages: one file that needs no network, readable on screen and on paper."""
+"""HTML pages in one file that needs no network, with plotly's figures, for screens and paper."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import html
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 STYLE = """
-:root { --text: #222; --soft: #555; --line: #ddd; --code: #f3f3f3; --page: #fff; }
+:root { --text: #222; --soft: #555; --line: #ddd; --code: #f3f3f3; --page: #fff;
+  color-scheme: light dark; }
+@media screen and (prefers-color-scheme: dark) {
+  :root { --text: #e4e4e4; --soft: #a2a7ad; --line: #3a3f45; --code: #2a2e33; --page: #16181b; }
+}
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
   max-width: 1080px; margin: 32px auto; padding: 0 24px; }
 h1 { font-size: 26px; margin-bottom: 4px; } h2 { font-size: 19px; margin: 36px 0 4px; }
@@ -16,31 +25,111 @@ code { background: var(--code); padding: 1px 4px; font-size: 13px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 td, th { text-align: right; padding: 4px 10px; border-bottom: 1px solid var(--line); }
 ol li { margin-bottom: 12px; }
+@media print { h2, h3 { break-after: avoid; } tr, .figure { break-inside: avoid; } }
 """
-DARK = """
-:root { color-scheme: light dark; }
-@media screen and (prefers-color-scheme: dark) {
-  :root { --text: #e4e4e4; --soft: #a2a7ad; --line: #3a3f45; --code: #2a2e33; --page: #16181b; }
+# Figures are JSON that no text in it can end, and this script alone may draw them.
+_DRAW = """
+const figures = JSON.parse(document.getElementById("figures").textContent);
+for (const [name, {data, layout}] of Object.entries(figures)) {
+  Plotly.newPlot(name, data, layout, {responsive: true, displayModeBar: false});
 }
 """
+ABOVE = {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
 
 
-def document(title: str, body: str, style: str = "", script: str = "") -> str:
-    """Returns a whole page.
+def document(title: str, body: str, figures: Mapping[str, go.Figure], style: str = "") -> str:
+    """Returns a whole page, which loads nothing and runs no script but its own.
 
     Args:
         title: The title, as text.
         body: The content of the body, as HTML in which all text is escaped.
+        figures: The figures by the name that `figure_place` was given.
         style: More CSS, after that of all pages.
-        script: JavaScript that runs after the body. The page then allows this script alone, and
-            lets it load nothing.
     """
     head = "<meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
-    if script:
+    if figures:
+        from plotly.offline import get_plotlyjs
+
+        data = ",".join(f'"{name}":{figure.to_json()}' for name, figure in figures.items())
+        data = f"{{{data}}}".replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+        body += f'\n<script type="application/json" id="figures">{data}</script>'
+        scripts = [get_plotlyjs(), _DRAW]
         # A script that a name from a run could bring in would have another checksum.
-        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        rules = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+        sums = " ".join(f"'sha256-{_checksum(script)}'" for script in scripts)
+        loads = "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:"
+        rules = f"{loads}; script-src {sums}"
         head += f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
-        body += f"\n<script>{script}</script>"
+        body += "".join(f"\n<script>{script}</script>" for script in scripts)
     head += f"<title>{html.escape(title)}</title><style>{STYLE}{style}</style>"
     return f"<!doctype html><html lang='en'><head>{head}</head><body>{body}</body></html>\n"
+
+
+def figure_place(name: str) -> str:
+    """Returns the element of a page in which a figure is drawn."""
+    return f'<div class="figure" id="{name}"></div>'
+
+
+def figure(height: int, **layout: Any) -> go.Figure:
+    """Returns an empty figure that can be read on light and dark pages.
+
+    Args:
+        height: Its height in pixels.
+        layout: More of plotly's layout.
+    """
+    import plotly.graph_objects as go
+
+    return styled(go.Figure(), height, **layout)
+
+
+def styled(made: go.Figure, height: int, **layout: Any) -> go.Figure:
+    """Gives a figure the style of all figures, and returns it. See `figure`."""
+    line = {"gridcolor": "rgba(128,128,128,0.25)", "zerolinecolor": "rgba(128,128,128,0.5)"}
+    made.update_layout(
+        template="none",
+        height=height,
+        margin={"l": 60, "r": 20, "t": 40, "b": 45},
+        font={"size": 13, "color": "#808080", "family": "system-ui, sans-serif"},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+    )
+    made.update_layout(**layout)
+    made.update_xaxes(**line)
+    made.update_yaxes(**line)
+    return made
+
+
+def stacked_bars(
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    colors: Mapping[str, str],
+    axis: str,
+    unit: Callable[[float], str],
+) -> go.Figure:
+    """Returns horizontal bars of stacked parts, all to one scale.
+
+    Args:
+        rows: For each bar its name and its parts, both as text that is not escaped.
+        colors: The color of each part, in the order of the legend.
+        axis: The name of the axis of values.
+        unit: Writes a value with its unit.
+    """
+    made = figure(130 + 34 * len(rows), barmode="stack", legend=ABOVE)
+    names = [html.escape(f"{number}. {name}") for number, (name, _) in enumerate(rows, start=1)]
+    for kind, color in colors.items():
+        values = [parts.get(kind, 0.0) for _, parts in rows]
+        if any(values):
+            made.add_bar(
+                y=names,
+                x=values,
+                name=html.escape(kind),
+                orientation="h",
+                marker={"color": color},
+                hovertext=[html.escape(f"{kind}: {unit(value)}") for value in values],
+                hoverinfo="text",
+            )
+    made.update_yaxes(autorange="reversed", automargin=True, ticksuffix="  ")
+    made.update_xaxes(title=axis)
+    return made
+
+
+def _checksum(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
