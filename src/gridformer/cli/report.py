@@ -51,7 +51,7 @@ def report(
 
     from gridformer.report.reading import read_runs
     from gridformer.report.summary import print_summary
-    from gridformer.utils.extras import require
+    from gridformer.utils.errors import require
     from gridformer.utils.files import check_output
 
     if html is not None:
