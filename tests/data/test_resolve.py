@@ -8,7 +8,7 @@ import pytest
 
 from gridformer.data import RunData, TokenFolder, resolve, special_ids
 from gridformer.data.resolve import check_set
-from gridformer.data.samples.spans import target_length
+from gridformer.data.samples.masked import target_length
 from gridformer.utils.errors import ConfigError
 from tests.support.data import a_run
 from tests.support.tasks import examples

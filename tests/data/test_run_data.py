@@ -19,7 +19,7 @@ from gridformer.data import (
 )
 from gridformer.data.fingerprint import fingerprint
 from gridformer.data.prepare.prepare import prepare_corpus
-from gridformer.data.samples.remarks import remarks
+from gridformer.data.samples.batches import remarks
 from gridformer.train.console import set_losses
 from gridformer.utils.errors import ConfigError
 from tests.support.data import labeled_source, listed, sentences

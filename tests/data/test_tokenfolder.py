@@ -12,7 +12,6 @@ import pytest
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.indexed import HEADER_BYTES, Indexed, write_index
 from gridformer.data.prepare.prepare import prepare_corpus
-from gridformer.data.samples.documents import WindowSamples
 from gridformer.utils.errors import DataError
 from tests.support.data import listed, sentences
 
@@ -52,14 +51,6 @@ def test_opened(folder: Path) -> None:
         tokens.val.document(tokens.val.n_documents)
     with pytest.raises((ValueError, TypeError)):
         tokens.train.tokens[0] = 1
-
-
-def test_sampled(folder: Path) -> None:
-    train = TokenFolder.open(folder).train
-    batch = WindowSamples(train, 8).together(np.arange(4, 8))
-    flat = np.asarray(train.tokens[32:65])
-    assert np.array_equal(batch["tokens"].ravel(), flat[:-1])
-    assert np.array_equal(batch["targets"].ravel(), flat[1:])
 
 
 def test_missing_folder_names_the_command(tmp_path: Path) -> None:

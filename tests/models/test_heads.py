@@ -14,8 +14,8 @@ from torch import Tensor
 from gridformer.checkpoint.convert.kinds import entries_of
 from gridformer.checkpoint.convert.table import to_ours
 from gridformer.config import ModelConfig
+from gridformer.data.samples.batches import SequentialBatches
 from gridformer.data.samples.examples import ChoiceExamples
-from gridformer.data.samples.samples import SequentialBatches
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.models.blocks import IGNORE

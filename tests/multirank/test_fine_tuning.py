@@ -14,8 +14,7 @@ from gridformer.checkpoint.convert.importing import import_folder
 from gridformer.config import RunConfig
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.label_names import read_label_names
-from gridformer.data.samples.batches import open_samples
-from gridformer.data.samples.samples import SequentialBatches
+from gridformer.data.samples.batches import SequentialBatches, open_samples
 from gridformer.evaluate.examples import score_examples
 from gridformer.evaluate.loading import load_model
 from gridformer.evaluate.sets import measure_set

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from gridformer.data import Tokenizer
-from gridformer.data.samples.answers import AnswerExamples
-from gridformer.data.samples.special import SpecialIds
+from gridformer.data.samples.examples import AnswerExamples
+from gridformer.data.samples.sample import SpecialIds
 from gridformer.train.scorers import AnswerScorer, best_spans
 from gridformer.train.task_scores import answer_scores
 from tests.support.tasks import examples

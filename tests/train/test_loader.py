@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from gridformer.data.samples.order import Rows
-from gridformer.data.samples.samples import Arrays
+from gridformer.data.samples.sample import Arrays
 from gridformer.train import loader as module
 from gridformer.train.loader import BatchLoader, PinnedBuffer, ToGpu
 

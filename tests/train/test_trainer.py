@@ -11,8 +11,9 @@ from unittest.mock import patch
 
 import pytest
 
+from gridformer.data.samples.batches import ShuffledBatches
 from gridformer.data.samples.order import Rows
-from gridformer.data.samples.samples import Arrays, ShuffledBatches
+from gridformer.data.samples.sample import Arrays
 from gridformer.train.heartbeat import health_of
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan

@@ -7,14 +7,14 @@ run's config from them, and `open_training` and `open_validation` open its batch
 from gridformer.data.resolve import resolve
 from gridformer.data.run_data import RunData
 from gridformer.data.samples.batches import (
+    Batches,
     open_batches,
     open_samples,
     open_training,
     open_validation,
     special_ids,
 )
-from gridformer.data.samples.samples import Batches
-from gridformer.data.samples.special import SpecialIds
+from gridformer.data.samples.sample import SpecialIds
 from gridformer.data.tokenfolder import TokenFolder, TokenSplit
 from gridformer.data.tokenizer import Tokenizer
 

@@ -12,10 +12,9 @@ from gridformer.config.data import TASKS
 from gridformer.data.columns import LABELS
 from gridformer.data.examples_file import without_questions
 from gridformer.data.run_data import RunData
-from gridformer.data.samples.answers import ANSWER
 from gridformer.data.samples.batches import open_samples, special_ids
-from gridformer.data.samples.examples import RIGHT, VALUE
-from gridformer.data.samples.spans import SHORTEST_SOURCE, target_length
+from gridformer.data.samples.examples import ANSWER, RIGHT, VALUE
+from gridformer.data.samples.masked import SHORTEST_SOURCE, target_length
 from gridformer.data.tokenfolder import TokenFolder
 from gridformer.data.tokenizer import Tokenizer
 from gridformer.utils.errors import ConfigError, DataError

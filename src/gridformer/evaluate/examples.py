@@ -13,9 +13,7 @@ from torch import Tensor
 
 from gridformer.config import FINE_TUNING, RunConfig
 from gridformer.data import Batches, TokenFolder, resolve
-from gridformer.data.samples.batches import open_samples
-from gridformer.data.samples.remarks import alike
-from gridformer.data.samples.samples import SequentialBatches
+from gridformer.data.samples.batches import SequentialBatches, alike, open_samples
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.scoring import in_batches
 from gridformer.train.scorers import scorer_of

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from gridformer.config import FINE_TUNING
-from gridformer.data.samples.remarks import alike, remarks
+from gridformer.data.samples.batches import alike, remarks
 from gridformer.models import count_parameters
 from gridformer.parallel.auto.decisions import notes
 from gridformer.parallel.registry import describe_layout

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gridformer.data import Batches
 from gridformer.data.samples.order import Rows
-from gridformer.data.samples.samples import Arrays
+from gridformer.data.samples.sample import Arrays
 from gridformer.utils.batch import Batch
 
 DEPTH = 2  # batches that are made ahead: one to take, and one that evens out slow reads

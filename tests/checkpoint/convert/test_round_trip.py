@@ -23,7 +23,7 @@ from gridformer.checkpoint.shapes import shapes_of
 from gridformer.config.rope import RopeScaling
 from gridformer.data import Tokenizer, special_ids
 from gridformer.data.samples.masked import MaskedSamples
-from gridformer.data.samples.special import SpecialIds
+from gridformer.data.samples.sample import SpecialIds
 from gridformer.evaluate.beams import BeamSearch
 from gridformer.evaluate.generate import translate
 from gridformer.evaluate.loading import load_model

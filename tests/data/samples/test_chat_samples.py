@@ -7,8 +7,8 @@ import pytest
 
 from gridformer.data import TokenFolder
 from gridformer.data.prepare.chat import FORGED, NO_ANSWER, prepare_chat
-from gridformer.data.samples.chat import ChatSamples
-from gridformer.data.samples.special import SpecialIds
+from gridformer.data.samples.sample import SpecialIds
+from gridformer.data.samples.texts import ChatSamples
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
 from tests.support.chats import chat_folder, written

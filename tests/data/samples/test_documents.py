@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gridformer.data.samples.documents import PackedDocuments
 from gridformer.data.samples.packing import pack
-from gridformer.data.samples.samples import Arrays
+from gridformer.data.samples.sample import Arrays
+from gridformer.data.samples.texts import PackedDocuments
 from gridformer.data.tokenfolder import TokenSplit
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError

@@ -8,18 +8,16 @@ from functools import partial
 import numpy as np
 import pytest
 
-from gridformer.data.samples.answers import AnswerExamples
+from gridformer.data.samples.batches import SequentialBatches, ShuffledBatches, alike
 from gridformer.data.samples.examples import (
+    AnswerExamples,
     ChoiceExamples,
-    NumberExamples,
     Reading,
     TextExamples,
     truncated,
 )
 from gridformer.data.samples.order import Order
-from gridformer.data.samples.remarks import alike
-from gridformer.data.samples.samples import SequentialBatches, ShuffledBatches
-from gridformer.data.samples.special import SpecialIds
+from gridformer.data.samples.sample import SpecialIds
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
 from tests.support import data
@@ -93,7 +91,7 @@ def test_both_stacks_read_a_sequence() -> None:
 
 def test_numbers_are_labels() -> None:
     split = split_of([[1, 2], [3]], parts=[[1, 1], [1, 0]], value=[0.5, 3.25])
-    whole = SequentialBatches(NumberExamples(split, 6, DECODER), 3).batch(0)
+    whole = SequentialBatches(TextExamples(split, 6, DECODER, wanted="value"), 3).batch(0)
     assert whole["labels"].dtype == np.float32
     assert whole["labels"][:2].tolist() == [0.5, 3.25]
     assert np.isnan(whole["labels"][2])
@@ -141,7 +139,8 @@ def test_choices_that_truncation_makes_equal_are_counted(
     few = ChoiceExamples(split, 9, special, 2, two_stacks)
     assert (few.n_alike, ChoiceExamples(split, 20, special, 2, two_stacks).n_alike) == (2, 0)
     (said,) = alike(
-        SequentialBatches(few, 2), ShuffledBatches((few,), Order(few.n_samples, 2, 0), "test")
+        SequentialBatches(few, 2),
+        ShuffledBatches((few,), Order.of_one(few.n_samples, 2, 0), "test"),
     )
     assert said.startswith("Warning: at least 4 of 8 questions have choices that are equal once")
     assert not alike(SequentialBatches(TextExamples(split_of([[1]], labels=[0]), 9, special), 1))

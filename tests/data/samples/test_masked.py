@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gridformer.data.samples.masked import MaskedSamples, Masking
-from gridformer.data.samples.special import SpecialIds
+from gridformer.data.samples.sample import SpecialIds
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
 from tests.support.data import counting_split

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gridformer.data.samples.spans import (
+from gridformer.data.samples.masked import (
     SpanSamples,
     corrupted,
     noise_of,
@@ -15,7 +15,7 @@ from gridformer.data.samples.spans import (
     target_length,
     window_length,
 )
-from gridformer.data.samples.special import SpecialIds
+from gridformer.data.samples.sample import SpecialIds
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
 from tests.support.data import counting_split

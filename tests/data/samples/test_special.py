@@ -3,7 +3,7 @@
 import tokenizers
 from tokenizers import models
 
-from gridformer.data.samples.special import SENTINELS, SpecialIds
+from gridformer.data.samples.sample import SENTINELS, SpecialIds
 from gridformer.data.tokenizer import Tokenizer
 from tests.support.data import sentences
 

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gridformer.config import RunConfig
-from gridformer.data import RunData, TokenFolder, open_training, resolve
+from gridformer.data import TokenFolder
 from gridformer.data.samples.packing import pack_pairs
-from gridformer.data.samples.special import SpecialIds
-from gridformer.data.samples.translation import PackedPairs, PairSamples
+from gridformer.data.samples.sample import SpecialIds
+from gridformer.data.samples.texts import PairSamples
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
 
@@ -83,33 +82,3 @@ def test_rows_of_pairs_have_little_padding(room: tuple[int, int], excess: float)
     _, bounds = pack_pairs(lengths, room)
     least = (lengths.sum(0) / room).max()  # rows that the fuller side takes
     assert len(bounds) - 1 <= (1 + excess) * least
-
-
-def test_sources_of_packed_pairs_are_mixed(pairs_folder: TokenFolder) -> None:
-    """Each goes through all of its rows before it reads one again."""
-    names = ("one", "other")
-    sources = [{"name": name, "path": pairs_folder.path, "weight": 1} for name in names]
-    run = RunConfig.model_validate(
-        {
-            "model": {"family": "t5", "n_layers": 1, "hidden_size": 8, "n_heads": 2},
-            "data": {
-                "sources": sources,
-                "task": "pairs",
-                "seq_len": 64,
-                "source_len": 64,
-                "document_mask": True,
-                "packing": "documents",
-            },
-            "train": {"global_batch": 2},
-        }
-    )
-    data = RunData.open(run.data)
-    run = resolve(run, data)
-    special = SpecialIds.of("t5", "pairs", pairs_folder.tokenizer)
-    packed = PackedPairs(pairs_folder.train, 64, 64, special)
-    want = [packed.sample(number, DRAW) for number in range(packed.n_samples)]
-    batches = open_training(run, data)
-    steps = [batches.batch(step) for step in range(packed.n_samples)]
-    assert steps[0].keys() == want[0].keys()
-    found = sorted(row.tobytes() for step in steps for row in step["source"])
-    assert found == sorted(2 * [one["source"].tobytes() for one in want])

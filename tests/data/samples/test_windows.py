@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gridformer.data import TokenSplit
-from gridformer.data.samples.documents import WindowSamples
+from gridformer.data.samples.batches import ShuffledBatches
 from gridformer.data.samples.order import Order, Rows
-from gridformer.data.samples.samples import ShuffledBatches
+from gridformer.data.samples.texts import WindowSamples
 from gridformer.utils.errors import DataError
 from tests.support.data import counting_split
 
@@ -21,8 +21,11 @@ class Windows:
     def __init__(self, split: TokenSplit, seq_len: int, global_batch: int, seed: int = 0) -> None:
         samples = WindowSamples(split, seq_len)
         self.n_samples = samples.n_samples
-        order = Order(samples.n_samples, global_batch, seed)
-        self.batches, self.indices = ShuffledBatches((samples,), order, "test"), order.indices
+        self.order = Order.of_one(samples.n_samples, global_batch, seed)
+        self.batches = ShuffledBatches((samples,), self.order, "test")
+
+    def indices(self, step: int) -> np.ndarray:
+        return self.order.places(step)[1]
 
     def batch(self, step: int, rows: Rows | None = None) -> np.ndarray:
         found = self.batches.batch(step, rows)

@@ -11,7 +11,7 @@ from gridformer.checkpoint.convert.kinds import KINDS
 from gridformer.checkpoint.convert.table import to_ours
 from gridformer.config import ModelConfig
 from gridformer.data.samples.examples import read_by
-from gridformer.data.samples.special import SpecialIds
+from gridformer.data.samples.sample import SpecialIds
 from gridformer.models import Model
 from gridformer.utils.batch import Batch
 from tests.support.reference import folders

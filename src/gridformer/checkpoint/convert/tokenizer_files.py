@@ -87,7 +87,7 @@ def _around(
 ) -> tuple[list[str], list[str]]:
     """Returns the special tokens around one text and around two, where the model has read them.
 
-    See `gridformer.data.samples.examples.Reading` and `gridformer.data.samples.answers`.
+    See `gridformer.data.samples.examples`.
     """
     model = run.model
     eos = tokenizer.eos_token

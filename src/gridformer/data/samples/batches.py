@@ -3,34 +3,159 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gridformer.config import FINE_TUNING, RunConfig
 from gridformer.config.mixture import whole_weights
 from gridformer.data.run_data import RunData
-from gridformer.data.samples.answers import AnswerExamples
-from gridformer.data.samples.chat import ChatSamples, PackedChats
-from gridformer.data.samples.documents import DocumentWindows, PackedDocuments, WindowSamples
 from gridformer.data.samples.examples import (
+    VALUE,
+    AnswerExamples,
     ChoiceExamples,
-    LabeledForDecoder,
-    LabeledForEncoder,
-    NumberExamples,
+    LabeledDocuments,
     TextExamples,
 )
-from gridformer.data.samples.masked import MaskedSamples
-from gridformer.data.samples.mixture import Mixture, Stage
-from gridformer.data.samples.order import Order
-from gridformer.data.samples.samples import (
-    Batches,
-    Samples,
-    SequentialBatches,
-    ShuffledBatches,
+from gridformer.data.samples.masked import MaskedSamples, SpanSamples, sentinels_of
+from gridformer.data.samples.order import Order, Rows, Stage, generator_of, row_numbers
+from gridformer.data.samples.sample import Arrays, Samples, SpecialIds, stacked
+from gridformer.data.samples.texts import (
+    ChatSamples,
+    PackedDocuments,
+    PairSamples,
+    WindowSamples,
 )
-from gridformer.data.samples.spans import SpanSamples, sentinels_of
-from gridformer.data.samples.special import SpecialIds
-from gridformer.data.samples.translation import PackedPairs, PairSamples
 from gridformer.data.tokenfolder import SplitName, TokenFolder, TokenSplit
 from gridformer.data.tokenizer import Tokenizer
+from gridformer.utils.batch import IGNORE
+
+_WANTED = ("labels", "answer", "targets")
+
+
+class Batches(Protocol):
+    """The global batches of a run, one for every step without end.
+
+    Attributes:
+        n_samples: How many samples an epoch has.
+    """
+
+    @property
+    def n_samples(self) -> int: ...
+
+    def batch(self, step: int, rows: Rows | None = None) -> Arrays:
+        """Returns rows of the global batch of a step, with the keys of `gridformer.utils.batch`.
+
+        Each row is a function of (seed, step, row) alone, so it is the same whichever other rows
+        are read with it, under every layout, and after every resume.
+
+        Args:
+            step: The number of the step, counted from 0.
+            rows: The rows; None returns all.
+
+        Returns:
+            int64 and bool arrays by key.
+
+        Raises:
+            DataError: A file is damaged.
+        """
+
+
+@dataclass(frozen=True)
+class ShuffledBatches:
+    """Batches of samples in a given order. Each epoch draws the random choices of a sample anew.
+
+    Attributes:
+        samples: The samples of each source, of one shape and with the same keys.
+        order: Their order.
+        purpose: A name that makes random numbers differ from those of other uses.
+        start: The step at which the order begins.
+    """
+
+    samples: tuple[Samples, ...]
+    order: Order
+    purpose: str
+    start: int = 0
+
+    @property
+    def n_samples(self) -> int:
+        return sum(one.n_samples for one in self.samples)
+
+    def batch(self, step: int, rows: Rows | None = None) -> Arrays:
+        """See Batches."""
+        step -= self.start
+        wanted, made = _made(self.order.global_batch, rows)
+        sources, numbers = self.order.places(step, made)
+        out: Arrays = {}
+        for source in np.unique(sources).tolist():
+            here = np.flatnonzero(sources == source)
+
+            def draw(place: int, made: NDArray[np.int64] = made[here]) -> np.random.Generator:
+                number = step * self.order.global_batch + int(made[place])
+                return generator_of(self.order.seed, self.purpose, number)
+
+            read = self.samples[source].read(numbers[here], draw)
+            if len(here) == len(made):
+                out = read
+                break
+            for key, value in read.items():
+                if key not in out:
+                    out[key] = np.empty((len(made), *value.shape[1:]), value.dtype)
+                out[key][here] = value
+        return {key: value[: len(wanted)] for key, value in out.items()}
+
+
+@dataclass(frozen=True)
+class SequentialBatches:
+    """Batches that hold every sample of a set once, in order: what an exact evaluation reads.
+
+    Batch i holds the samples from i * global_batch on, with their numbers as key `item` [b]. Rows
+    after the last sample repeat the first one. Their number is n_samples, and nothing is predicted
+    for them, so that they count in no loss.
+
+    Attributes:
+        samples: The samples, which must not depend on random choices.
+        global_batch: Samples per batch.
+    """
+
+    samples: Samples
+    global_batch: int
+
+    @property
+    def n_samples(self) -> int:
+        return self.samples.n_samples
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the batches."""
+        return range(-(-self.n_samples // self.global_batch))
+
+    def batch(self, step: int, rows: Rows | None = None) -> Arrays:
+        """See Batches."""
+        wanted, made = _made(self.global_batch, rows)
+        items = np.minimum(step * self.global_batch + made, self.n_samples)
+        read = stacked([self._sample(int(item)) for item in items])
+        return {key: rows[: len(wanted)] for key, rows in read.items()}
+
+    def _sample(self, item: int) -> Arrays:
+        filler = item == self.n_samples
+        found = self.samples.sample(0 if filler else item, np.random.default_rng(0))
+        if filler:
+            for key in {*_WANTED} & {*found}:
+                ignored = np.nan if found[key].dtype.kind == "f" else IGNORE
+                found[key] = np.full_like(found[key], ignored)
+        return found | {"item": np.array(item, dtype=np.int64)}
+
+
+def _made(global_batch: int, rows: Rows | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the numbers of the rows, and of those to make.
+
+    An empty batch takes its keys and shapes from the first row.
+    """
+    wanted = row_numbers(global_batch, rows)
+    return wanted, wanted if len(wanted) else np.zeros(1, dtype=np.int64)
 
 
 def special_ids(run: RunConfig, tokenizer: Tokenizer) -> SpecialIds:
@@ -53,37 +178,32 @@ def open_samples(
     Raises:
         DataError: The split contains no sample.
     """
-    if run.task == "chat":
-        special = special_ids(run, tokenizer)
-        if run.data.document_mask:
-            return PackedChats(text, run.seq_len, special, run.data.reset_positions)
-        return ChatSamples(text, run.seq_len, special)
-    if run.data.document_mask and run.task == "causal":
-        if run.data.packing == "documents":
-            return PackedDocuments(text, run.seq_len, tokenizer.eos_id, run.data.reset_positions)
-        return DocumentWindows(text, run.seq_len, run.data.reset_positions)
-    if run.task == "causal" and not run.model.n_labels:
-        return WindowSamples(text, run.seq_len)
+    task, n, data, two = run.task, run.seq_len, run.data, run.model.two_stacks
+    mask, reset, packed = data.document_mask, data.reset_positions, data.packing == "documents"
+    if task == "causal" and mask and packed:
+        return PackedDocuments(text, n, tokenizer.eos_id, reset)
+    if task == "causal" and (mask or not run.model.n_labels):
+        return WindowSamples(text, n, mask, reset)
     special = special_ids(run, tokenizer)
-    if run.task == "classify":
-        return TextExamples(text, run.seq_len, special, run.model.two_stacks)
-    if run.task == "regression":
-        return NumberExamples(text, run.seq_len, special, run.model.two_stacks)
-    if run.task == "choice":
-        n, two = run.data.n_choices, run.model.two_stacks
-        return ChoiceExamples(text, run.seq_len, special, n, two)
-    if run.task == "answer":
-        stride, two = run.data.stride, run.model.two_stacks
-        return AnswerExamples(text, run.seq_len, special, stride, evaluating, two)
-    if run.model.n_labels:
-        kind = LabeledForEncoder if run.task == "masked" else LabeledForDecoder
-        return kind(text, run.seq_len, special)
-    if run.task == "masked":
-        return MaskedSamples(text, run.seq_len, special, run.model.sentence_pair)
-    if run.task == "spans":
-        return SpanSamples(text, run.source_len, run.seq_len, special)
-    pairs = PackedPairs if run.data.packing == "documents" else PairSamples
-    return pairs(text, run.source_len, run.seq_len, special)
+    if run.model.n_labels and task in ("causal", "masked"):
+        return LabeledDocuments(text, n, special)
+    match task:
+        case "chat":
+            return ChatSamples(text, n, special, mask, reset)
+        case "classify":
+            return TextExamples(text, n, special, two)
+        case "regression":
+            return TextExamples(text, n, special, two, VALUE)
+        case "choice":
+            return ChoiceExamples(text, n, special, data.n_choices, two)
+        case "answer":
+            return AnswerExamples(text, n, special, data.stride, evaluating, two)
+        case "masked":
+            return MaskedSamples(text, n, special, run.model.sentence_pair)
+        case "spans":
+            return SpanSamples(text, run.source_len, n, special)
+        case _:
+            return PairSamples(text, run.source_len, n, special, packed)
 
 
 def open_batches(run: RunConfig, folder: TokenFolder, split: SplitName) -> ShuffledBatches:
@@ -119,7 +239,7 @@ def open_training(run: RunConfig, data: RunData, start: int = 0) -> Batches:
     if not run.data.sources:
         return _shuffled(run, samples[0], "train", start)
     sizes = tuple(one.n_samples for one in samples)
-    order = Mixture(
+    order = Order(
         tuple(data.sources), sizes, _stages(run, start), run.train.global_batch, run.train.seed
     )
     return ShuffledBatches(tuple(samples), order, f"{run.task}/train", start)
@@ -143,24 +263,20 @@ def open_tests(run: RunConfig, data: RunData) -> dict[str, Batches]:
 
 
 def _open_sets(run: RunConfig, data: RunData, sets: Mapping[str, TokenSplit]) -> dict[str, Batches]:
-    tokenizer = data.first.tokenizer
-    if run.task in FINE_TUNING:
-        return {
-            name: SequentialBatches(
-                open_samples(run, text, tokenizer, True), run.train.global_batch
-            )
-            for name, text in sets.items()
-        }
-    return {
-        name: _shuffled(run, open_samples(run, text, tokenizer), "val")
+    samples = {
+        name: open_samples(run, text, data.first.tokenizer, evaluating=True)
         for name, text in sets.items()
     }
+    if run.task in FINE_TUNING:
+        size = run.train.global_batch
+        return {name: SequentialBatches(one, size) for name, one in samples.items()}
+    return {name: _shuffled(run, one, "val") for name, one in samples.items()}
 
 
 def _shuffled(
     run: RunConfig, samples: Samples, split: SplitName, start: int = 0
 ) -> ShuffledBatches:
-    order = Order(samples.n_samples, run.train.global_batch, run.train.seed)
+    order = Order.of_one(samples.n_samples, run.train.global_batch, run.train.seed)
     return ShuffledBatches((samples,), order, f"{run.task}/{split}", start)
 
 
@@ -173,3 +289,57 @@ def _stages(run: RunConfig, start: int) -> tuple[Stage, ...]:
     found = [Stage(max(0, n - start), whole_weights(of)) for n, of in zip(first, weights)]
     # Of those that begin before the order does, the last one holds.
     return tuple(found[max(n for n, one in enumerate(found) if one.first_step == 0) :])
+
+
+def remarks(batches: Batches) -> list[str]:
+    """Returns sentences without a period about the samples of a run."""
+    found, samples = _sources(batches), _samples_of(batches)
+    if left_out := sum(one.n_left_out for one in samples):
+        pairs = any(isinstance(one, PairSamples) for one in samples)
+        what, why = (
+            ("pairs", "they are longer than that")
+            if pairs
+            else ("conversations", "no answer begins within that length")
+        )
+        found.append(f"{left_out:,} {what} are left out: {why}")
+    if truncated := sum(one.n_truncated for one in samples):
+        found.append(f"{truncated:,} conversations are truncated: they are longer than that")
+    if positions := sum(one.n_samples * one.n_positions for one in samples):
+        held = sum(one.n_held for one in samples)
+        found.append(f"{1 - held / positions:.0%} of the positions are padding")
+    return found
+
+
+def alike(*read: Batches) -> list[str]:
+    """Returns a warning about questions whose choices truncation makes equal, if there are any."""
+    samples = [one for batches in read for one in _samples_of(batches)]
+    questions = [one for one in samples if isinstance(one, ChoiceExamples)]
+    if not (n := sum(one.n_alike for one in questions)):
+        return []
+    return [
+        f"Warning: at least {n:,} of {sum(one.n_samples for one in questions):,} questions have "
+        f"choices that are equal once truncated to data.seq_len={questions[0].reading.seq_len}, so "
+        "that rounding decides which one is chosen: use a larger data.seq_len or shorter choices"
+    ]
+
+
+def _samples_of(batches: Batches) -> tuple[Samples, ...]:
+    if isinstance(batches, ShuffledBatches):
+        return batches.samples
+    return (batches.samples,) if isinstance(batches, SequentialBatches) else ()
+
+
+def _sources(batches: Batches) -> list[str]:
+    """Returns the shares of the sources of a mixture, in each stage."""
+    if not (isinstance(batches, ShuffledBatches) and any(batches.order.names)):
+        return []
+    order, start, found = batches.order, batches.start, []
+    for number, stage in enumerate(order.stages):
+        shares = [
+            f"{weight / sum(stage.weights):.1%} {name}"
+            + ("" if number else f" ({one.n_samples:,} samples)")
+            for name, weight, one in zip(order.names, stage.weights, batches.samples)
+        ]
+        since = f"from step {start + stage.first_step + 1} on " if number else "a mixture of "
+        found.append(since + ", ".join(shares))
+    return found

@@ -1,30 +1,45 @@
-"""Samples with labels: a document, a text or a pair of texts, or a question with choices.
+"""Samples of fine-tuning: labels of texts, choices between texts, and answers within contexts.
 
 A document of a folder of examples consists of parts, whose lengths are in the column `parts`: the
 two texts of a pair, of which the second may be empty, or a passage and the continuations to choose
 from. An encoder reads [CLS] A [SEP] B [SEP], and a decoder A and B with an end-of-text token each,
 behind the begin-of-text token if its tokenizer puts one before a text.
 An encoder-decoder pair reads that as its source, and its decoder the same one token later.
+
+A question with a context is [CLS] question [SEP] context [SEP]. For decoders and encoder-decoder
+pairs all three are the end-of-text token, or the first one is what the tokenizer puts before a
+text. A context that is too long is read in several windows, which are samples of their own (Devlin
+et al. 2019, section 4.2). The answer of a window that does not hold all of it is the first token,
+as is that of a question without an answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gridformer.data.columns import LABELS
 from gridformer.data.samples.masked import Masking
-from gridformer.data.samples.samples import Arrays, first, padded
-from gridformer.data.samples.special import SpecialIds
+from gridformer.data.samples.sample import (
+    Arrays,
+    Samples,
+    SpecialIds,
+    first,
+    padded,
+    stacked,
+)
 from gridformer.data.tokenfolder import TokenSplit
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
 
-PARTS, LABELS, RIGHT, VALUE = "parts", "labels", "right", "value"
+PARTS, RIGHT, VALUE = "parts", "right", "value"
+ANSWER = "answer"  # the column of the first and last token of the answer in the context; -1 if none
+MOST_QUESTION = 64  # tokens of a question that are read, as in the original code
 _MOST_COMPARED = 10_000  # questions with truncated choices, which takes about three seconds
 
 
@@ -76,85 +91,71 @@ class Reading:
         return ids, len(before) + n_a + 1
 
 
-class TextExamples:
-    """A text, or a pair of texts, and its label."""
+class TextExamples(Samples):
+    """A text, or a pair of texts, and its label, or its value for regression."""
 
     def __init__(
-        self, split: TokenSplit, seq_len: int, special: SpecialIds, two_stacks: bool = False
+        self,
+        split: TokenSplit,
+        seq_len: int,
+        special: SpecialIds,
+        two_stacks: bool = False,
+        wanted: str = LABELS,
     ) -> None:
         self.split, self.reading = split, Reading(seq_len, special, two_stacks)
         self.n_samples = split.n_documents
+        self.wanted, self.dtype = wanted, np.float32 if wanted == VALUE else np.int64
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
-        """Returns what `Reading.sequence` returns, and labels []."""
+        """Returns what `Reading.sequence` returns, and labels [], the head's targets."""
         ids = self.split.document(number)[:-1]  # without the end-of-text token
         parts = self.split.columns.get(PARTS)
         n_a = int(parts[number][0]) if parts is not None else len(ids)
-        return self.reading.sequence(ids[:n_a], ids[n_a:]) | {LABELS: self.wanted(number)}
-
-    def wanted(self, number: int) -> NDArray[Any]:
-        """Returns what the head should predict []."""
-        return label_of(self.split, number)
+        wanted = np.array(self.split.columns[self.wanted][number], dtype=self.dtype)
+        return self.reading.sequence(ids[:n_a], ids[n_a:]) | {LABELS: wanted}
 
 
-class NumberExamples(TextExamples):
-    """A text, or a pair of texts, and a number."""
+class LabeledDocuments(Samples):
+    """Documents for a language model that also classifies them, truncated to seq_len.
 
-    def wanted(self, number: int) -> NDArray[Any]:
-        """Returns the number that the head should predict []."""
-        return np.array(self.split.columns[VALUE][number], dtype=np.float32)
-
-
-class LabeledForDecoder:
-    """The document and its end-of-text token, classified by its last token, which sees all others.
-
-    A document longer than seq_len is truncated.
+    A decoder reads the document and its end-of-text token, and classifies it by its last token,
+    which sees all others. An encoder reads [CLS] document [SEP] with masked words, and classifies
+    it by its [CLS].
     """
 
     def __init__(self, split: TokenSplit, seq_len: int, special: SpecialIds) -> None:
         self.split, self.seq_len, self.special = split, seq_len, special
+        self.masking = None if special.mask is None else Masking(special)
         self.n_samples = split.n_documents
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
-        """Returns tokens, targets (the next tokens) and valid [seq_len]; at and labels []."""
-        ids = _document(self.split, number, self.seq_len + 1)
-        tokens, targets = ids[: self.seq_len], ids[1:]
-        return {
+        """Returns tokens, targets, valid and, for encoders, segments [seq_len]; at and labels [].
+
+        The targets are the next tokens, or the masked words.
+        """
+        start, length = int(self.split.offsets[number]), self.split.document_length(number)
+        if self.masking is None:
+            ids = self.split.window(start, start + min(self.seq_len + 1, length))
+            tokens, targets = ids[: self.seq_len], ids[1:]
+        else:  # without the end-of-text token
+            ids = self.split.window(start, start + min(self.seq_len - 2, length - 1))
+            read, said = self.masking.hide(ids, draw)
+            ends = (self.special.cls, self.special.sep)
+            tokens = np.concatenate([ends[:1], read, ends[1:]]).astype(np.int64)
+            targets = np.concatenate([[IGNORE], said, [IGNORE]])
+        found = {
             "tokens": padded(tokens, self.seq_len, self.special.pad),
             "targets": padded(targets, self.seq_len, IGNORE),
             "valid": first(len(tokens), self.seq_len),
-            "at": np.array(len(tokens) - 1, dtype=np.int64),
-            "labels": label_of(self.split, number),
         }
+        if self.masking is not None:
+            found["segments"] = np.zeros(self.seq_len, dtype=np.int64)
+        at = 0 if self.masking is not None else len(tokens) - 1
+        label = self.split.columns[LABELS][number]
+        return found | {"at": np.array(at, np.int64), LABELS: np.array(label, np.int64)}
 
 
-class LabeledForEncoder:
-    """[CLS] document [SEP] with masked words, classified by its [CLS]."""
-
-    def __init__(self, split: TokenSplit, seq_len: int, special: SpecialIds) -> None:
-        self.split, self.seq_len, self.special = split, seq_len, special
-        self.masking = Masking(special)
-        self.n_samples = split.n_documents
-
-    def sample(self, number: int, draw: np.random.Generator) -> Arrays:
-        """Returns tokens, masked words as targets, valid, segments [seq_len]; at and labels []."""
-        cls, sep = self.special.cls, self.special.sep
-        # The document without its end-of-text token.
-        n_text = min(self.split.document_length(number) - 1, self.seq_len - 2)
-        read, said = self.masking.hide(_document(self.split, number, n_text), draw)
-        tokens = np.concatenate([[cls], read, [sep]]).astype(np.int64)
-        targets = np.concatenate([[IGNORE], said, [IGNORE]])
-        return {
-            "tokens": padded(tokens, self.seq_len, self.special.pad),
-            "targets": padded(targets, self.seq_len, IGNORE),
-            "valid": first(len(tokens), self.seq_len),
-            "segments": np.zeros(self.seq_len, dtype=np.int64),
-            "at": np.array(0, dtype=np.int64),
-            "labels": label_of(self.split, number),
-        }
-
-
-class ChoiceExamples:
+class ChoiceExamples(Samples):
     """A passage with n continuations, each a sequence of its own, and which of them is right."""
 
     def __init__(
@@ -194,9 +195,113 @@ class ChoiceExamples:
         passage = ids[: ends[0]]
         choices = [ids[begin:end] for begin, end in pairwise(ends)]
         read = [self.reading.sequence(passage, choice) for choice in choices]
-        return {key: np.stack([one[key] for one in read]) for key in read[0]} | {
-            LABELS: np.array(self.split.columns[RIGHT][number], dtype=np.int64)
-        }
+        return stacked(read) | {LABELS: np.array(self.split.columns[RIGHT][number], dtype=np.int64)}
+
+
+@dataclass(frozen=True)
+class ContextWindow:
+    """One window of a context.
+
+    Attributes:
+        document: The number of the question.
+        start: The first token of the context in it.
+        length: How many tokens of the context it holds.
+        place: The position of its first token of the context in the sequence.
+    """
+
+    document: int
+    start: int
+    length: int
+    place: int
+
+
+class AnswerExamples(Samples):
+    """The windows of all questions.
+
+    Args:
+        split: A split of a folder of questions.
+        seq_len: Tokens of a sequence.
+        special: The special ids.
+        stride: How many tokens a window begins after the previous one.
+        evaluating: Whether samples tell where answers may be, in the key `context`.
+        two_stacks: Whether an encoder reads a sequence, and a decoder the same one token later.
+    """
+
+    def __init__(
+        self,
+        split: TokenSplit,
+        seq_len: int,
+        special: SpecialIds,
+        stride: int,
+        evaluating: bool = False,
+        two_stacks: bool = False,
+    ) -> None:
+        self.split, self.seq_len, self.special = split, seq_len, special
+        cls = special.eos if special.cls is None else special.cls
+        self.before = [*special.begin] or [cls]
+        self.sep = special.eos if special.sep is None else special.sep
+        self.evaluating, self.two_stacks = evaluating, two_stacks
+        parts = np.asarray(split.columns[PARTS], dtype=np.int64)
+        self.n_context = parts[:, 1]
+        n = len(self.before) + 2  # special tokens
+        self.n_question = np.minimum(parts[:, 0], min(MOST_QUESTION, (seq_len - n) // 2))
+        self.room = seq_len - n - self.n_question  # for tokens of the context
+        self.step = np.minimum(self.room, stride)
+        more = np.maximum(0, self.n_context - self.room)
+        # The first window of each question, and the number of all windows.
+        self.firsts = np.concatenate([[0], np.cumsum(1 - (-more // self.step))])
+        self.n_samples = int(self.firsts[-1])
+
+    def window(self, number: int) -> ContextWindow:
+        """Returns the window that is a sample."""
+        document = int(np.searchsorted(self.firsts, number, side="right")) - 1
+        start = (number - int(self.firsts[document])) * int(self.step[document])
+        length = min(int(self.n_context[document]) - start, int(self.room[document]))
+        place = len(self.before) + int(self.n_question[document]) + 1
+        return ContextWindow(document, start, length, place)
+
+    def sample(self, number: int, draw: np.random.Generator) -> Arrays:
+        """Returns what `read_by` returns, segments (and context) [seq_len], and answer [2]."""
+        window = self.window(number)
+        ids = self.split.document(window.document)
+        question = ids[: int(self.n_question[window.document])]
+        begin = int(self.split.columns[PARTS][window.document][0]) + window.start
+        context = ids[begin : begin + window.length]
+        tokens = np.concatenate([self.before, question, [self.sep], context, [self.sep]])
+        found = read_by(tokens.astype(np.int64), self.seq_len, self.special, self.two_stacks)
+        found["answer"] = self._answer(window)
+        if self.special.cls is not None:
+            of_context = first(len(tokens), self.seq_len) & ~first(window.place, self.seq_len)
+            found["segments"] = of_context.astype(np.int64)
+        if self.evaluating:
+            found["context"] = self._context(number, window)
+        return found
+
+    def _answer(self, window: ContextWindow) -> NDArray[np.int64]:
+        low, high = (int(n) for n in self.split.columns[ANSWER][window.document])
+        if low < window.start or high >= window.start + window.length:
+            return np.zeros(2, dtype=np.int64)
+        return np.array([low, high], dtype=np.int64) - window.start + window.place
+
+    def _context(self, number: int, window: ContextWindow) -> NDArray[np.int64]:
+        """Returns where an answer may end (1), and where it may also begin (2) [seq_len].
+
+        An answer begins in the window that has the most context on both sides of its first token,
+        or in the first of several such windows. The score of a token is the smaller number of
+        tokens on its left and right in the window, plus a hundredth of the window's length, as in
+        the original code.
+        """
+        place = np.arange(window.start, window.start + window.length)
+        here = _score(window, place)
+        begins = np.ones(window.length, dtype=bool)
+        firsts = self.firsts[window.document : window.document + 2]
+        for other in range(int(firsts[0]), int(firsts[1])):
+            if other != number:
+                score = _score(self.window(other), place)
+                begins &= here > score if other < number else here >= score
+        found = np.zeros(self.seq_len, dtype=np.int64)
+        found[window.place : window.place + window.length] = 1 + begins
+        return found
 
 
 def read_by(ids: NDArray[np.int64], seq_len: int, special: SpecialIds, two_stacks: bool) -> Arrays:
@@ -206,7 +311,7 @@ def read_by(ids: NDArray[np.int64], seq_len: int, special: SpecialIds, two_stack
         ids: Its tokens, at most `seq_len`.
         seq_len: Its length with padding.
         special: The special ids.
-        two_stacks: See Reading.
+        two_stacks: Whether a decoder reads them one token later than an encoder.
     """
     tokens, valid = padded(ids, seq_len, special.pad), first(len(ids), seq_len)
     if not two_stacks:
@@ -234,11 +339,8 @@ def truncated(n_a: int, n_b: int, room: int) -> tuple[int, int]:
     return n_a - both // 2, n_b - (both - both // 2)
 
 
-def label_of(split: TokenSplit, number: int) -> NDArray[np.int64]:
-    """Returns the label of a document []."""
-    return np.array(split.columns[LABELS][number], dtype=np.int64)
-
-
-def _document(split: TokenSplit, number: int, at_most: int) -> NDArray[np.int64]:
-    start = int(split.offsets[number])
-    return split.window(start, start + min(at_most, split.document_length(number)))
+def _score(window: ContextWindow, place: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Returns how much context a window has around tokens; -1 where it does not hold them."""
+    left, right = place - window.start, window.start + window.length - 1 - place
+    score = np.minimum(left, right) + 0.01 * window.length
+    return np.where((left >= 0) & (right >= 0), score, -1.0)

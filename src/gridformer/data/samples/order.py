@@ -1,14 +1,17 @@
-"""The order of samples: the sample of each row of each step, as a function of (seed, step, row).
+"""The order of samples: the source and the sample of each row of each step.
 
-It does not depend on the layout or on earlier steps. Every layout and every resumed run therefore
-reads the same samples in the same order, and draws the same random numbers for them.
+It is a function of (seed, step, row), and depends neither on the layout nor on earlier steps. Every
+layout and every resumed run therefore reads the same samples in the same order, and draws the same
+random numbers for them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import math
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,24 +22,107 @@ _ROUNDS = 8  # four are enough to shuffle a large n well; tiny domains need some
 
 
 @dataclass(frozen=True)
-class Order:
-    """Assigns n_samples samples to global batches.
-
-    Steps go through epochs without a gap. Each epoch visits every sample once, in its own order
-    drawn from (seed, epoch).
+class Stage:
+    """Weights that hold from a step on.
 
     Attributes:
-        n_samples: The number of samples.
+        first_step: The first of these steps, counted from 0.
+        weights: One whole number per source, without a common divisor.
+    """
+
+    first_step: int
+    weights: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """The order of sources, which repeats after `length` samples; every prefix has their shares.
+
+    With weights w_i that add up to 1, the first n samples contain more than n*w_i - 1 and fewer
+    than n*w_i + 1 of source i, for every n. Sample j of source i (counted from 0) may therefore be
+    neither before slot floor(j / w_i) nor after slot ceil((j + 1) / w_i) - 1. Taking the source
+    whose next sample is due first, of those that may come, keeps all these deadlines: it is the
+    schedule of periodic tasks that Baruah, Cohen, Plaxton and Varvel (1996, "Proportionate
+    progress: a notion of fairness in resource allocation") call P-fair. With whole weights the
+    order repeats after their sum, so one table of that length says everything about a run of any
+    length.
+
+    Attributes:
+        sources: The source of each slot of the cycle, [length] int64.
+        ranks: How many earlier slots of the cycle have the same source, [length] int64.
+        counts: How many slots each source has, which are the whole weights.
+    """
+
+    sources: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    counts: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """How many samples a cycle has."""
+        return len(self.sources)
+
+    def before(self, slot: int) -> list[int]:
+        """Returns how many of the slots before `slot`, in any cycle, each source has."""
+        cycles, rest = divmod(slot, self.length)
+        found = np.bincount(self.sources[:rest], minlength=len(self.counts)).tolist()
+        return [cycles * count + more for count, more in zip(self.counts, found)]
+
+
+@lru_cache(maxsize=64)
+def cycle_of(weights: tuple[int, ...]) -> Cycle:
+    """Returns the cycle of whole weights >= 0 without a common divisor."""
+    length = sum(weights)
+    # One entry per source: the first slot of its next sample, or the slot before which it is due.
+    waiting = [(0, i, 0) for i, weight in enumerate(weights) if weight]
+    due: list[tuple[int, int, int]] = []
+    sources = np.empty(length, dtype=np.int64)
+    for slot in range(length):
+        while waiting and waiting[0][0] <= slot:
+            _, i, number = heapq.heappop(waiting)
+            heapq.heappush(due, (-(-(number + 1) * length // weights[i]), i, number))
+        _, i, number = heapq.heappop(due)
+        sources[slot] = i
+        heapq.heappush(waiting, ((number + 1) * length // weights[i], i, number + 1))
+    ranks = np.empty(length, dtype=np.int64)
+    for i, weight in enumerate(weights):
+        ranks[sources == i] = np.arange(weight)
+    return Cycle(sources, ranks, weights)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Assigns the samples of one or several sources to global batches.
+
+    Each source goes through epochs of its own, without a gap and across stages: it visits every
+    sample once before it visits one again. `Cycle` says which source comes when; it begins anew
+    with every stage. A batch may span two epochs.
+
+    Attributes:
+        names: The names of the sources. Each has its own shuffles, drawn from the seed and its
+            name, so that a source that is added does not change the others' order. A single source
+            may have the empty name.
+        sizes: The number of samples of each source.
+        stages: At least one stage, in ascending order; the first one begins with step 0.
         global_batch: Samples per step.
         seed: The seed.
     """
 
-    n_samples: int
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    stages: tuple[Stage, ...]
     global_batch: int
     seed: int
 
-    def indices(self, step: int, rows: Rows | None = None) -> NDArray[np.int64]:
-        """Returns the sample numbers [rows] int64 of a step; a batch may span two epochs.
+    @classmethod
+    def of_one(cls, n_samples: int, global_batch: int, seed: int) -> Order:
+        """Returns the order of the samples of a single source."""
+        return cls(("",), (n_samples,), (Stage(0, (1,)),), global_batch, seed)
+
+    def places(
+        self, step: int, rows: Rows | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the sources and the sample numbers in them, each [rows] int64, of a step.
 
         Only the wanted rows are computed, so a device's time for them depends on its own rows and
         not on the size of the global batch.
@@ -50,16 +136,32 @@ class Order:
         """
         if step < 0:
             raise ValueError(f"{step=} must not be negative")
+        number = max(n for n, stage in enumerate(self.stages) if stage.first_step <= step)
+        stage = self.stages[number]
+        cycle = cycle_of(stage.weights)
         wanted = row_numbers(self.global_batch, rows)
-        first = step * self.global_batch
-        return in_epochs(first, wanted, self.n_samples, self.seed)
+        # Slots of a stage are counted with Python's integers; those within a cycle are small.
+        cycles, start = divmod((step - stage.first_step) * self.global_batch, cycle.length)
+        ahead, slots = np.divmod(start + wanted, cycle.length)
+        sources = cycle.sources[slots]
+        numbers = np.empty_like(sources)
+        for i in np.unique(sources).tolist():
+            here = sources == i
+            first = self._read_before[number][i] + cycles * cycle.counts[i]
+            later = ahead[here] * cycle.counts[i] + cycle.ranks[slots[here]]
+            seed = f"{self.seed}/{self.names[i]}" if self.names[i] else str(self.seed)
+            numbers[here] = in_epochs(first, later, self.sizes[i], seed)
+        return sources, numbers
 
-    def places(
-        self, step: int, rows: Rows | None = None
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the sources, of which there is one, and `indices`, as a `Mixture` does."""
-        numbers = self.indices(step, rows)
-        return np.zeros_like(numbers), numbers
+    @cached_property
+    def _read_before(self) -> list[list[int]]:
+        """For each stage, how many samples of each source are read before it."""
+        found = [[0] * len(self.names)]
+        for stage, after in zip(self.stages, self.stages[1:]):
+            slots = (after.first_step - stage.first_step) * self.global_batch
+            new = cycle_of(stage.weights).before(slots)
+            found.append([one + more for one, more in zip(found[-1], new)])
+        return found
 
 
 def in_epochs(first: int, ahead: NDArray[np.int64], n: int, seed: int | str) -> NDArray[np.int64]:

@@ -1,12 +1,19 @@
-"""Ids of special tokens: padding, masks, separators, sentinels."""
+"""What samples of all tasks share: their arrays, and the ids of special tokens in them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gridformer.config import Family, Task
+from gridformer.data.tokenfolder import TokenSplit
 from gridformer.data.tokenizer import Tokenizer
 
+Arrays = dict[str, NDArray[Any]]
 # Their names in tokenizers, looked up in this order.
 _NAMES: dict[str, tuple[str, ...]] = {
     "pad": ("[PAD]", "<pad>", "<|pad|>"),
@@ -24,6 +31,70 @@ _SENTINEL = "<extra_id_{}>"
 SENTINELS = 100  # as in T5; more if a sample needs more
 
 
+class Samples:
+    """All samples of one split for one task.
+
+    Attributes:
+        n_samples: How many samples there are.
+        n_left_out: The pairs or conversations that no sample holds.
+        n_truncated: The conversations of which a sample holds the beginning only.
+        n_held: The tokens of all pairs or conversations in samples; what else these have is
+            padding.
+        n_positions: The positions of a sample of pairs or conversations.
+    """
+
+    n_samples: int
+    n_left_out = 0
+    n_truncated = 0
+    n_held = 0
+    n_positions = 0
+
+    def sample(self, number: int, draw: np.random.Generator) -> Arrays:
+        """Returns one sample: the keys of `gridformer.utils.batch` without dimension b.
+
+        All samples have the same shapes.
+
+        Args:
+            number: The number of the sample, in [0, n_samples).
+            draw: The source of the sample's random choices.
+        """
+        raise NotImplementedError
+
+    def read(
+        self, numbers: NDArray[np.int64], draw: Callable[[int], np.random.Generator]
+    ) -> Arrays:
+        """Returns several samples, with dimension b first.
+
+        Args:
+            numbers: Their numbers [b].
+            draw: Returns the source of random choices of the sample at an index of `numbers`.
+        """
+        return stacked([self.sample(n, draw(i)) for i, n in enumerate(numbers.tolist())])
+
+
+def stacked(samples: list[Arrays]) -> Arrays:
+    """Returns samples of the same keys and shapes with a new dimension in front."""
+    return {key: np.stack([one[key] for one in samples]) for key in samples[0]}
+
+
+def padded(ids: NDArray[np.int64], length: int, value: int) -> NDArray[np.int64]:
+    """Pads ids [n] with `value` to [length]; n <= length."""
+    out = np.full(length, value, dtype=np.int64)
+    out[: len(ids)] = ids
+    return out
+
+
+def first(n: int, length: int) -> NDArray[np.bool_]:
+    """Returns a mask [length] whose first n elements are true."""
+    return np.arange(length) < n
+
+
+def more_text(split: TokenSplit) -> str:
+    """Returns the remedy for a split that is too short, as the end of a sentence."""
+    larger = "" if split.name == "train" else " or a larger --val-fraction"
+    return f"prepare more text{larger}"
+
+
 @dataclass(frozen=True)
 class SpecialIds:
     """The special ids of one task and one tokenizer.
@@ -33,11 +104,6 @@ class SpecialIds:
     are None or empty.
 
     Attributes:
-        eos: End of text.
-        pad: Padding.
-        mask: [MASK].
-        cls: [CLS].
-        sep: [SEP].
         start: The first token that a decoder reads.
         sentinels: One for each span of a sample.
         vocab_size: The size of the vocabulary, special ids included.
@@ -76,34 +142,32 @@ class SpecialIds:
             n_sentinels: How many sentinels the task spans needs; it gets at least 100.
         """
         size, eos = tokenizer.vocab_size, tokenizer.eos_id
-        wanted = _WANTED.get(family, ("pad",))
-        found: dict[str, int] = {}
         total = size
-        for role in wanted:
-            present = _first(tokenizer, _NAMES[role])
-            if present is None:
-                present, total = total, total + 1
-            found[role] = present
-        sentinels = []
-        for number in range(max(SENTINELS, n_sentinels) if task == "spans" else 0):
-            present = tokenizer.id_of(_SENTINEL.format(number))
-            if present is None:
-                present, total = total, total + 1
-            sentinels.append(present)
-        pad = found.get("pad", _first(tokenizer, _NAMES["pad"]))
+
+        def own_or_new(names: tuple[str, ...]) -> int:
+            nonlocal total
+            if (own := _first(tokenizer, names)) is not None:
+                return own
+            total += 1
+            return total - 1
+
+        ids = {role: own_or_new(_NAMES[role]) for role in _WANTED.get(family, ("pad",))}
+        n_sentinels = max(SENTINELS, n_sentinels) if task == "spans" else 0
+        sentinels = [own_or_new((_SENTINEL.format(number),)) for number in range(n_sentinels)]
+        pad = ids.get("pad", _first(tokenizer, _NAMES["pad"]))
         pad = eos if pad is None else pad
         return cls(
             eos=eos,
             pad=pad,
-            mask=found.get("mask"),
-            cls=found.get("cls"),
-            sep=found.get("sep"),
+            mask=ids.get("mask"),
+            cls=ids.get("cls"),
+            sep=ids.get("sep"),
             start=pad if family == "t5" else eos,
             sentinels=tuple(sentinels),
             vocab_size=total,
             ordinary_size=size,
             not_words=tokenizer.special_ids
-            | {i for i in (eos, *found.values(), *sentinels) if i < size},
+            | {i for i in (eos, *ids.values(), *sentinels) if i < size},
             begin=tuple(tokenizer.begin_ids) if family in ("gpt2", "llama") else (),
         )
 
