@@ -22,7 +22,7 @@ from gridformer.config import (
     parse_run,
     shipped_model,
 )
-from gridformer.config.renamed import with_new_names
+from gridformer.config.synonyms import with_new_names
 from gridformer.parallel.registry import describe_layout
 from gridformer.utils.errors import ConfigError
 

@@ -18,7 +18,7 @@ import yaml
 from hypothesis import strategies as st
 
 from gridformer.config import Config, DataConfig, LayoutConfig, ModelConfig, RunConfig, TrainConfig
-from gridformer.config.rope import RopeScaling
+from gridformer.config.model import RopeScaling
 
 RUN: dict[str, Any] = {
     "name": "tiny",

@@ -18,7 +18,7 @@ from gridformer.checkpoint import manifest as manifest_module
 from gridformer.checkpoint.manifest import MANIFEST, read_manifest, verify_checkpoint
 from gridformer.checkpoint.same_run import check_same_run
 from gridformer.config import DataConfig, LayoutConfig, ModelConfig, RunConfig, parse_run
-from gridformer.config.rope import RopeScaling
+from gridformer.config.model import RopeScaling
 from gridformer.data.fingerprint import Fingerprint
 from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.mesh import Axes

@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 
 from gridformer.checkpoint.index import BlockIndex
 from gridformer.config import Config, ModelConfig, RunConfig
-from gridformer.config.renamed import with_new_names
+from gridformer.config.synonyms import with_new_names
 from gridformer.data.fingerprint import Fingerprint
 from gridformer.utils.errors import CheckpointError, RemovedError, UserError
 from gridformer.utils.files import UnreadableError, parse_json, read_bytes

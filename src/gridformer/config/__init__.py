@@ -9,7 +9,7 @@ reports all problems at once in a `ConfigError`, each with a value that works.
 from gridformer.config.base import Config, any_of, divisors
 from gridformer.config.data import FINE_TUNING, TASKS, DataConfig, Task
 from gridformer.config.layout import SCHEMES, LayoutConfig, PipelineOrder, Scheme
-from gridformer.config.model import ENCODER_DECODER, Family, ModelConfig
+from gridformer.config.model import ENCODER_DECODER, Family, ModelConfig, RopeScaling
 from gridformer.config.reading import (
     closest,
     configs_dir,
@@ -19,7 +19,6 @@ from gridformer.config.reading import (
     parse_run,
     shipped_model,
 )
-from gridformer.config.rope import RopeScaling
 from gridformer.config.run import RunConfig
 from gridformer.config.train import DecayShape, LRSchedule, TrainConfig
 

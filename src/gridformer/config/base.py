@@ -50,7 +50,11 @@ class Config(Bounded):
     """Base class of every section: instances are immutable and unknown keys are errors."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 

@@ -55,113 +55,62 @@ FINE_TUNING: dict[Task, dict[str, Any]] = {
 class DataConfig(Config):
     """The tokens that a run reads, and how samples are made from them."""
 
-    path: AnyPath = Field(
-        default=Path(),
-        description="This is the token folder that `gridformer prepare` wrote, the PREFIX of "
-        "Megatron-LM's PREFIX.bin and PREFIX.idx, or datatrove's NAME.ds.",
-    )
-    sources: tuple[SourceConfig, ...] = Field(
-        default=(),
-        description="Instead of data.path, these sources are mixed. Each has a name, a path "
-        "and a weight, which is its share of the samples; data: [{path, weight}, ...] is short "
-        "for this key.",
-    )
-    stages: tuple[StageConfig, ...] = Field(
-        default=(),
-        description="From the step from_step on, the sources have these weights. A source that a "
-        "stage does not name is not read in it.",
-    )
-    validation: tuple[ValidationConfig, ...] = Field(
-        default=(),
-        description="These sets are read for the validation loss, each with a loss of its own. By "
-        "default they are the validation splits of the sources.",
-    )
-    test: tuple[ValidationConfig, ...] = Field(
-        default=(),
-        description="These sets are read once, after the last step, each with a loss of its own, "
-        "test_loss_NAME. By default there are none.",
-    )
-    task: Task = Field(
-        default="auto",
-        description="The model learns to predict next tokens (causal, for gpt2 and llama), masked "
-        "tokens (masked, for bert), masked spans (spans, for t5), or the second text of a pair "
-        "from the first (pairs, for transformer and t5), or the answers of conversations (chat, "
-        "for gpt2 and llama). Fine-tuning predicts no tokens, but the label of a text or of a pair "
-        "of texts (classify), a number that belongs to it (regression), the right one of several "
-        "answers (choice), or where a text answers a question (answer), all for bert, gpt2, llama "
-        "and t5. auto means the first task of the family.",
-    )
-    seq_len: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_TOKENS,
-        description="A sample, or its target if it has a source, has this number of tokens. 0 "
-        "means model.max_seq_len, or for spans as many tokens as the masked spans take.",
-    )
-    source_len: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_TOKENS,
-        description="For t5 and transformer, a source has this number of tokens; 0 means "
-        "model.max_seq_len, or data.seq_len for the tasks of fine-tuning, in which encoder and "
-        "decoder read the same tokens.",
-    )
-    n_choices: int = Field(
-        default=4,
-        ge=2,
-        le=64,
-        description="For choice, each question has this number of answers to choose from.",
-    )
-    stride: int = Field(
-        default=128,
-        ge=1,
-        le=MOST_TOKENS,
-        description="For answer, a context that is too long is read in windows, each of which "
-        "begins this number of tokens after the one before.",
-    )
-    max_answer_len: int = Field(
-        default=30,
-        ge=1,
-        le=MOST_TOKENS,
-        description="For answer, an evaluation looks for answers of at most this number of tokens.",
-    )
-    tokenizer: AnyPath | None = Field(
-        default=None,
-        description="This is the tokenizer.json, or its folder, of token files that another "
-        "program wrote. By default it is the one beside them. A folder of `gridformer prepare` "
-        "has its own.",
-    )
-    val_fraction: float = Field(
-        default=0.02,
-        ge=0,
-        lt=1,
-        description="In token files that another program wrote, the last documents, with this "
-        "fraction of the tokens, are for validation; 0 means none. A folder of `gridformer "
-        "prepare` has its own validation split.",
-    )
-    document_mask: bool = Field(
-        default=False,
-        description="true keeps attention within documents, for gpt2 and llama on running text, "
-        "and with packing=documents on conversations (data.task=chat), and for t5 and transformer "
-        "on pairs (data.task=pairs). The last token of a document then predicts nothing.",
-    )
-    reset_positions: bool = Field(
-        default=True,
-        description="With document_mask, positions begin at 0 in each document; false counts them "
-        "from the start of the sample, which is not possible for pairs.",
-    )
-    packing: Literal["windows", "documents"] = Field(
-        default="windows",
-        description="windows divides the text into samples of equal length, wherever documents "
-        "begin. documents fills samples with whole documents, conversations or pairs, which needs "
-        "document_mask: only documents that are longer than a sample are divided, and the rest of "
-        "a sample is padding.",
-    )
-    restart: bool = Field(
-        default=False,
-        description="true lets a run that resumes have another train.global_batch, or other "
-        "values of this section. If it does, the order of samples begins anew at that step.",
-    )
+    path: AnyPath = Path()
+    """This is the token folder that `gridformer prepare` wrote, the PREFIX of Megatron-LM's
+    PREFIX.bin and PREFIX.idx, or datatrove's NAME.ds."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Instead of data.path, these sources are mixed. Each has a name, a path and a weight, which is
+    its share of the samples; data: [{path, weight}, ...] is short for this key."""
+    stages: tuple[StageConfig, ...] = ()
+    """From the step from_step on, the sources have these weights. A source that a stage does not
+    name is not read in it."""
+    validation: tuple[ValidationConfig, ...] = ()
+    """These sets are read for the validation loss, each with a loss of its own. By default they are
+    the validation splits of the sources."""
+    test: tuple[ValidationConfig, ...] = ()
+    """These sets are read once, after the last step, each with a loss of its own, test_loss_NAME.
+    By default there are none."""
+    task: Task = "auto"
+    """The model learns to predict next tokens (causal, for gpt2 and llama), masked tokens (masked,
+    for bert), masked spans (spans, for t5), or the second text of a pair from the first (pairs, for
+    transformer and t5), or the answers of conversations (chat, for gpt2 and llama). Fine-tuning
+    predicts no tokens, but the label of a text or of a pair of texts (classify), a number that
+    belongs to it (regression), the right one of several answers (choice), or where a text answers a
+    question (answer), all for bert, gpt2, llama and t5. auto means the first task of the family."""
+    seq_len: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    """A sample, or its target if it has a source, has this number of tokens. 0 means
+    model.max_seq_len, or for spans as many tokens as the masked spans take."""
+    source_len: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    """For t5 and transformer, a source has this number of tokens; 0 means model.max_seq_len, or
+    data.seq_len for the tasks of fine-tuning, in which encoder and decoder read the same tokens."""
+    n_choices: int = Field(default=4, ge=2, le=64)
+    """For choice, each question has this number of answers to choose from."""
+    stride: int = Field(default=128, ge=1, le=MOST_TOKENS)
+    """For answer, a context that is too long is read in windows, each of which begins this number
+    of tokens after the one before."""
+    max_answer_len: int = Field(default=30, ge=1, le=MOST_TOKENS)
+    """For answer, an evaluation looks for answers of at most this number of tokens."""
+    tokenizer: AnyPath | None = None
+    """This is the tokenizer.json, or its folder, of token files that another program wrote. By
+    default it is the one beside them. A folder of `gridformer prepare` has its own."""
+    val_fraction: float = Field(default=0.02, ge=0, lt=1)
+    """In token files that another program wrote, the last documents, with this fraction of the
+    tokens, are for validation; 0 means none. A folder of `gridformer prepare` has its own
+    validation split."""
+    document_mask: bool = False
+    """true keeps attention within documents, for gpt2 and llama on running text, and with
+    packing=documents on conversations (data.task=chat), and for t5 and transformer on pairs
+    (data.task=pairs). The last token of a document then predicts nothing."""
+    reset_positions: bool = True
+    """With document_mask, positions begin at 0 in each document; false counts them from the start
+    of the sample, which is not possible for pairs."""
+    packing: Literal["windows", "documents"] = "windows"
+    """windows divides the text into samples of equal length, wherever documents begin. documents
+    fills samples with whole documents, conversations or pairs, which needs document_mask: only
+    documents that are longer than a sample are divided, and the rest of a sample is padding."""
+    restart: bool = False
+    """true lets a run that resumes have another train.global_batch, or other values of this
+    section. If it does, the order of samples begins anew at that step."""
 
     @model_validator(mode="before")
     @classmethod

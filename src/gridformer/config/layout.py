@@ -26,147 +26,79 @@ class LayoutConfig(Config):
     (gridformer.parallel.auto.cost).
     """
 
-    scheme: Scheme = Field(
-        default="single",
-        description="The scheme determines how weights and activations are sharded: single leaves "
-        "the model on one device, megatron shards it over columns, megatron_2d and optimus shard "
-        "it over a grid of rows and columns, and subgraph divides its branches among sub-grids.",
-    )
-    rows: int = Field(
-        default=1,
-        ge=1,
-        le=MOST_PROCESSES,
-        description="The device grid has this number of rows (r).",
-    )
-    cols: int = Field(
-        default=1,
-        ge=1,
-        le=MOST_PROCESSES,
-        description="The device grid has this number of columns (c).",
-    )
-    branches: int = Field(
-        default=1,
-        ge=1,
-        le=MOST_PROCESSES,
-        description="For subgraph, attention heads and feed-forward columns are divided among "
-        "this number of sub-grids (g).",
-    )
-    dp: int = Field(
-        default=1,
-        ge=1,
-        le=MOST_PROCESSES,
-        description="The run has this number of data-parallel replicas, or for subgraph this "
-        "number of processes in each sub-grid.",
-    )
-    dp_mode: Literal["replicate", "zero1", "fsdp"] = Field(
-        default="replicate",
-        description="The mode determines what is sharded over replicas: nothing (replicate), "
-        "gradients and optimizer state (zero1), or also parameters, which are then gathered "
-        "layer by layer (fsdp).",
-    )
-    reshard: Literal["auto", "layer", "step"] = Field(
-        default="layer",
-        description="With fsdp, a layer's gathered parameters are freed after its forward pass "
-        "and after its backward pass (layer), or when the step ends (step). The latter gathers "
-        "each of them once per step and needs memory for all of them. auto keeps them if there is "
-        "enough memory.",
-    )
-    pp: int = Field(
-        default=1,
-        ge=1,
-        le=MOST_PROCESSES,
-        description="The model is divided over this number of pipeline-parallel ranks.",
-    )
-    stages_per_rank: int = Field(
-        default=1,
-        ge=1,
-        le=MOST_LAYERS,
-        description="Each pipeline rank holds this number of stages. More than 1 interleaves them.",
-    )
-    pipeline: Literal["auto", "gpipe", "1f1b", "interleaved"] = Field(
-        default="auto",
-        description="The pipeline schedule is the order in which stages process micro-batches. "
-        "auto means interleaved with several stages per rank, gpipe with fewer micro-batches "
-        "than stages, and 1f1b otherwise.",
-    )
-    micro_batches: int = Field(
-        default=1,
-        ge=1,
-        le=MOST_PROCESSES,
-        description="The batch of each replica is divided into this number of micro-batches (m). "
-        "They go through the model one after the other, and their gradients are accumulated.",
-    )
-    sequence_parallel: bool = Field(
-        default=False,
-        description="For megatron, true shards the activations between sections along the "
-        "sequence.",
-    )
-    scatter_gather: bool = Field(
-        default=True,
-        description="For megatron with a pipeline, all devices of a stage have equal copies of "
-        "the activations. true lets each device send one slice of them, and the next stage "
-        "gathers the slices; false lets each device send its whole copy.",
-    )
-    schedule: Literal["auto", "broadcast", "pipelined", "gather"] = Field(
-        default="auto",
-        description="For optimus, the schedule determines how the operands of a product are "
-        "communicated: one panel at a time (broadcast), one panel at a time while the next is on "
-        "its way (pipelined), or all panels at once (gather).",
-    )
-    stationary: Literal["auto", "output", "input"] = Field(
-        default="auto",
-        description="For optimus, one activation of each product stays where it is, and the other "
-        "one is communicated with the weight: the result stays (output) or the operand does "
-        "(input). auto communicates the narrower of the two.",
-    )
-    keep_gathered: Literal["auto", "none", "inputs", "weights", "all"] = Field(
-        default="auto",
-        description="These gathered operands are kept instead of being gathered again: the inputs "
-        "of a product until its backward pass (inputs), its weights until the step ends "
-        "(weights), both (all), or neither (none). auto keeps what saves the most traffic within "
-        "a share of the memory.",
-    )
-    common: Literal["all", "first"] = Field(
-        default="all",
-        description="For subgraph, the layers outside branches run on all processes (all, D&SP) "
-        "or only on the first sub-grid (first, D&SP-cSub).",
-    )
-    attention: Literal["inside", "outside"] = Field(
-        default="inside",
-        description="For subgraph, the projections of attention run in the branches (inside) or "
-        "in the common layers (outside).",
-    )
-    feed_forward: Literal["branched", "common"] = Field(
-        default="branched",
-        description="For subgraph, the feed-forward layers run in the branches (branched) or are "
-        "common layers (common).",
-    )
-    order: Literal["topology", "contiguous"] = Field(
-        default="topology",
-        description="For subgraph, neighboring ranks belong to the same segmented collective "
-        "(topology) or to the same sub-grid (contiguous).",
-    )
-    devices_per_node: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_PROCESSES,
-        description="Each node has this number of devices, and blocks of the grid are placed on "
-        "nodes. 0 means that ranks are placed in order, row by row.",
-    )
-    nodes_per_rack: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_PROCESSES,
-        description="Each rack has this number of nodes, and blocks of nodes are placed in racks. "
-        "0 means that nodes are placed in order. It needs devices_per_node.",
-    )
-    cluster: str = Field(
-        default="",
-        description="auto settings are decided by the times of products and messages on this "
-        "cluster. The value is the name of a shipped cluster or the path of a file that "
-        "gridformer calibrate wrote. The file must be the same on all machines of a run. Empty "
-        "means that volumes and thresholds decide them.",
-    )
+    scheme: Scheme = "single"
+    """The scheme determines how weights and activations are sharded: single leaves the model on one
+    device, megatron shards it over columns, megatron_2d and optimus shard it over a grid of rows
+    and columns, and subgraph divides its branches among sub-grids."""
+    rows: int = Field(default=1, ge=1, le=MOST_PROCESSES)
+    """The device grid has this number of rows (r)."""
+    cols: int = Field(default=1, ge=1, le=MOST_PROCESSES)
+    """The device grid has this number of columns (c)."""
+    branches: int = Field(default=1, ge=1, le=MOST_PROCESSES)
+    """For subgraph, attention heads and feed-forward columns are divided among this number of
+    sub-grids (g)."""
+    dp: int = Field(default=1, ge=1, le=MOST_PROCESSES)
+    """The run has this number of data-parallel replicas, or for subgraph this number of processes
+    in each sub-grid."""
+    dp_mode: Literal["replicate", "zero1", "fsdp"] = "replicate"
+    """The mode determines what is sharded over replicas: nothing (replicate), gradients and
+    optimizer state (zero1), or also parameters, which are then gathered layer by layer (fsdp)."""
+    reshard: Literal["auto", "layer", "step"] = "layer"
+    """With fsdp, a layer's gathered parameters are freed after its forward pass and after its
+    backward pass (layer), or when the step ends (step). The latter gathers each of them once per
+    step and needs memory for all of them. auto keeps them if there is enough memory."""
+    pp: int = Field(default=1, ge=1, le=MOST_PROCESSES)
+    """The model is divided over this number of pipeline-parallel ranks."""
+    stages_per_rank: int = Field(default=1, ge=1, le=MOST_LAYERS)
+    """Each pipeline rank holds this number of stages. More than 1 interleaves them."""
+    pipeline: Literal["auto", "gpipe", "1f1b", "interleaved"] = "auto"
+    """The pipeline schedule is the order in which stages process micro-batches. auto means
+    interleaved with several stages per rank, gpipe with fewer micro-batches than stages, and 1f1b
+    otherwise."""
+    micro_batches: int = Field(default=1, ge=1, le=MOST_PROCESSES)
+    """The batch of each replica is divided into this number of micro-batches (m). They go through
+    the model one after the other, and their gradients are accumulated."""
+    sequence_parallel: bool = False
+    """For megatron, true shards the activations between sections along the sequence."""
+    scatter_gather: bool = True
+    """For megatron with a pipeline, all devices of a stage have equal copies of the activations.
+    true lets each device send one slice of them, and the next stage gathers the slices; false lets
+    each device send its whole copy."""
+    schedule: Literal["auto", "broadcast", "pipelined", "gather"] = "auto"
+    """For optimus, the schedule determines how the operands of a product are communicated: one
+    panel at a time (broadcast), one panel at a time while the next is on its way (pipelined), or
+    all panels at once (gather)."""
+    stationary: Literal["auto", "output", "input"] = "auto"
+    """For optimus, one activation of each product stays where it is, and the other one is
+    communicated with the weight: the result stays (output) or the operand does (input). auto
+    communicates the narrower of the two."""
+    keep_gathered: Literal["auto", "none", "inputs", "weights", "all"] = "auto"
+    """These gathered operands are kept instead of being gathered again: the inputs of a product
+    until its backward pass (inputs), its weights until the step ends (weights), both (all), or
+    neither (none). auto keeps what saves the most traffic within a share of the memory."""
+    common: Literal["all", "first"] = "all"
+    """For subgraph, the layers outside branches run on all processes (all, D&SP) or only on the
+    first sub-grid (first, D&SP-cSub)."""
+    attention: Literal["inside", "outside"] = "inside"
+    """For subgraph, the projections of attention run in the branches (inside) or in the common
+    layers (outside)."""
+    feed_forward: Literal["branched", "common"] = "branched"
+    """For subgraph, the feed-forward layers run in the branches (branched) or are common layers
+    (common)."""
+    order: Literal["topology", "contiguous"] = "topology"
+    """For subgraph, neighboring ranks belong to the same segmented collective (topology) or to the
+    same sub-grid (contiguous)."""
+    devices_per_node: int = Field(default=0, ge=0, le=MOST_PROCESSES)
+    """Each node has this number of devices, and blocks of the grid are placed on nodes. 0 means
+    that ranks are placed in order, row by row."""
+    nodes_per_rack: int = Field(default=0, ge=0, le=MOST_PROCESSES)
+    """Each rack has this number of nodes, and blocks of nodes are placed in racks. 0 means that
+    nodes are placed in order. It needs devices_per_node."""
+    cluster: str = ""
+    """auto settings are decided by the times of products and messages on this cluster. The value is
+    the name of a shipped cluster or the path of a file that gridformer calibrate wrote. The file
+    must be the same on all machines of a run. Empty means that volumes and thresholds decide
+    them."""
 
     @model_validator(mode="after")
     def _check_processes(self) -> Self:

@@ -40,48 +40,37 @@ Weight = Annotated[float, Field(ge=0, le=LARGEST_FLOAT)]
 class SourceConfig(Config):
     """Tokens that a run reads, and their weight in the mixture."""
 
-    name: SourceName = Field(
-        default="",
-        description="Stages, metrics and messages call the source by this name. By default it is "
-        "that of the folder or file.",
-    )
-    path: AnyPath = Field(
-        description="This is a token folder that `gridformer prepare` wrote, the PREFIX of "
-        "Megatron-LM's PREFIX.bin and PREFIX.idx, or datatrove's NAME.ds."
-    )
-    weight: Weight = Field(
-        default=1.0,
-        description="The source's share of a run's samples is its weight divided by the sum of "
-        "all weights.",
-    )
+    name: SourceName = ""
+    """Stages, metrics and messages call the source by this name. By default it is that of the
+    folder or file."""
+    path: AnyPath
+    """This is a token folder that `gridformer prepare` wrote, the PREFIX of Megatron-LM's
+    PREFIX.bin and PREFIX.idx, or datatrove's NAME.ds."""
+    weight: Weight = 1.0
+    """The source's share of a run's samples is its weight divided by the sum of all weights."""
 
 
 class StageConfig(Config):
     """The weights of sources from some step on."""
 
-    from_step: int = Field(ge=2, description="This step is the first one with these weights.")
-    weights: dict[str, Weight] = Field(
-        description="These are weights by the names of sources. A source that is not named is not "
-        "read in this stage."
-    )
+    from_step: int = Field(ge=2)
+    """This step is the first one with these weights."""
+    weights: dict[str, Weight]
+    """These are weights by the names of sources. A source that is not named is not read in this
+    stage."""
 
 
 class ValidationConfig(Config):
     """A validation or test set: a split of a token folder, with a loss of its own."""
 
-    name: SourceName = Field(
-        default="",
-        description="The loss of the set is val_loss_NAME in metrics.jsonl, and that of a test set "
-        "test_loss_NAME. By default it is the name of the folder or file.",
-    )
-    path: AnyPath | None = Field(
-        default=None,
-        description="This is a token folder, or files of Megatron-LM or datatrove. By default it "
-        "is the path of the source of this name.",
-    )
-    split: Literal["train", "val"] = Field(
-        default="val", description="The set consists of this split of the path."
-    )
+    name: SourceName = ""
+    """The loss of the set is val_loss_NAME in metrics.jsonl, and that of a test set test_loss_NAME.
+    By default it is the name of the folder or file."""
+    path: AnyPath | None = None
+    """This is a token folder, or files of Megatron-LM or datatrove. By default it is the path of
+    the source of this name."""
+    split: Literal["train", "val"] = "val"
+    """The set consists of this split of the path."""
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:

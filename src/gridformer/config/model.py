@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from gridformer.config.base import Config, any_of, divisors
-from gridformer.config.rope import RopeScaling
 from gridformer.utils.units import MOST_LAYERS, MOST_TOKENS, WIDEST
 
 Family = Literal["gpt2", "bert", "t5", "transformer", "llama"]
@@ -29,6 +29,74 @@ _ONLY_IN: dict[str, tuple[Family, ...]] = {
     "window": ("llama",),
     "tied_head": ("llama",),
 }
+_LENGTH = "original_max_position_embeddings"
+_LLAMA3 = ("low_freq_factor", "high_freq_factor")
+_YARN = ("attention_factor", "beta_fast", "beta_slow", "truncate")
+
+
+class RopeScaling(Config):
+    """How rotary positions are changed for longer sequences than those of the first training.
+
+    Keys and defaults are those of Hugging Face's `rope_scaling`, whose `rope_type` is `kind` here.
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    """All frequencies are divided by factor (linear), or low frequencies are (llama3, as in Llama
+    3.1, and yarn)."""
+    factor: float = Field(ge=1.0)
+    """Sequences may be longer by about this factor."""
+    original_max_position_embeddings: int = Field(default=0, ge=0)
+    """For llama3 and yarn, the first training had sequences of this length."""
+    low_freq_factor: float = Field(default=1.0, gt=0.0)
+    """For llama3, frequencies below this number of turns in the original length are divided by
+    factor."""
+    high_freq_factor: float = Field(default=4.0, gt=0.0)
+    """For llama3, frequencies above this number of turns in the original length are kept."""
+    attention_factor: float | None = Field(default=None, gt=0.0)
+    """For yarn, rotated queries and keys are multiplied by this; the default is 0.1 ln(factor) +
+    1."""
+    beta_fast: float = Field(default=32.0, gt=0.0)
+    """For yarn, frequencies of at least this number of turns in the original length are kept."""
+    beta_slow: float = Field(default=1.0, gt=0.0)
+    """For yarn, frequencies of at most this number of turns in the original length are divided by
+    factor."""
+    truncate: bool = True
+    """For yarn, true rounds the borders of the interpolated frequencies outward."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        others = {"linear": (_LENGTH, *_LLAMA3, *_YARN), "llama3": _YARN, "yarn": _LLAMA3}[
+            self.kind
+        ]
+        problems = [
+            f"{key}={getattr(self, key)} does not belong to kind={self.kind}: leave it out"
+            for key in others
+            if getattr(self, key) != type(self).model_fields[key].default
+        ]
+        if self.kind != "linear" and not self.original_max_position_embeddings:
+            problems.append(
+                f"kind={self.kind} needs original_max_position_embeddings, the length of sequences "
+                "in the first training, such as 8192"
+            )
+        if self.low_freq_factor >= self.high_freq_factor:
+            problems.append(
+                f"low_freq_factor={self.low_freq_factor} must be below "
+                f"high_freq_factor={self.high_freq_factor}"
+            )
+        if self.beta_slow >= self.beta_fast:
+            problems.append(f"beta_slow={self.beta_slow} must be below beta_fast={self.beta_fast}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def attention(self) -> float:
+        """The factor of rotated queries and keys, which is `attention_factor` or its default."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is None:
+            return 0.1 * math.log(self.factor) + 1.0
+        return self.attention_factor
 
 
 class ModelConfig(Config):
@@ -41,165 +109,77 @@ class ModelConfig(Config):
     must keep their defaults.
     """
 
-    name: str = Field(
-        default="custom",
-        description="A run file may name a shipped model, whose values are used where the file "
-        "sets none, or give a model any other name.",
-    )
-    family: Family = Field(
-        default="gpt2", description="The family determines the architecture of the model."
-    )
-    n_layers: int = Field(
-        ge=1,
-        le=MOST_LAYERS,
-        description="The model has this number of layers, or for t5 and transformer this number "
-        "of encoder layers.",
-    )
-    n_decoder_layers: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_LAYERS,
-        description="t5 and transformer have this number of decoder layers; 0 means n_layers.",
-    )
-    hidden_size: int = Field(ge=1, le=WIDEST, description="The residual stream has this width (h).")
-    n_heads: int = Field(
-        ge=1, le=WIDEST, description="Each layer has this number of attention heads (n)."
-    )
-    n_kv_heads: int = Field(
-        default=0,
-        ge=0,
-        le=WIDEST,
-        description="For llama, each layer has this number of key/value heads (m), which n / m "
-        "attention heads share; 0 means n_heads.",
-    )
-    head_dim: int = Field(
-        default=0,
-        ge=0,
-        le=WIDEST,
-        description="Each attention head has this width; 0 means hidden_size / n_heads.",
-    )
-    ffn_size: int = Field(
-        default=0,
-        ge=0,
-        le=WIDEST,
-        description="The feed-forward layers have this inner width (f); 0 means 4 times "
-        "hidden_size.",
-    )
-    vocab_size: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_TOKENS,
-        description="The vocabulary has this number of tokens (v); 0 means the vocabulary of the "
-        "data.",
-    )
-    max_seq_len: int = Field(
-        default=1024,
-        ge=1,
-        le=MOST_TOKENS,
-        description="The model reads sequences of at most this number of tokens.",
-    )
-    norm_position: Literal["auto", "pre", "post"] = Field(
-        default="auto",
-        description="Normalization is applied at the input of each sub-layer (pre) or after the "
-        "residual addition (post). auto means post for bert and transformer, as published; gpt2, "
-        "t5 and llama support only pre.",
-    )
-    sentence_pair: bool = Field(
-        default=True,
-        description="For bert, true adds a head that predicts whether sentence B follows "
-        "sentence A.",
-    )
-    n_labels: int = Field(
-        default=0,
-        ge=0,
-        le=WIDEST,
-        description="The model gets a classification head with this number of labels, which t5 "
-        "has only with token_head=false; 0 means that there is no such head. transformer has none.",
-    )
-    span_head: bool = Field(
-        default=False,
-        description="true adds a head that tells where an answer begins and ends, which "
-        "transformer cannot have; data.task=answer sets it.",
-    )
-    token_head: bool = Field(
-        default=True,
-        description="false leaves out the head that predicts tokens, for models that are "
-        "fine-tuned; data.task=classify, regression, choice and answer set it.",
-    )
-    relative_buckets: int = Field(
-        default=32,
-        ge=4,
-        le=WIDEST,
-        description="For t5, the distances between tokens are grouped into this number of buckets.",
-    )
-    relative_max_distance: int = Field(
-        default=128,
-        ge=2,
-        le=MOST_TOKENS,
-        description="For t5, all distances from this one on share the last bucket.",
-    )
-    rope_theta: float = Field(
-        default=10000.0,
-        gt=1.0,
-        description="For llama, the wavelengths of rotary positions grow with this base.",
-    )
-    rope_scaling: RopeScaling | None = Field(
-        default=None,
-        description="For llama, rotary positions are changed for sequences that are longer than "
-        "those of the first training; leave it out for none.",
-    )
-    qkv_bias: bool = Field(
-        default=False,
-        description="For llama, true adds biases to queries, keys and values (Qwen2).",
-    )
-    qk_norm: bool = Field(
-        default=False,
-        description="For llama, true normalizes each head's queries and keys (Qwen3).",
-    )
-    window: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_TOKENS,
-        description="For llama, a token attends to this number of tokens at most, itself included "
-        "(Mistral's sliding window); 0 means all tokens before it.",
-    )
-    tied_head: bool = Field(
-        default=True,
-        description="For llama, true uses the table of the embedding as the weight of the head, "
-        "and false gives the head a weight of its own. Other families are always tied.",
-    )
-    label_smoothing: float = Field(
-        default=0.0,
-        ge=0.0,
-        lt=1.0,
-        description="The training loss smooths labels by this amount (0.1 in Vaswani et al. 2017).",
-    )
-    dropout: float = Field(
-        default=0.0,
-        ge=0.0,
-        lt=1.0,
-        description="Dropout zeroes elements of embeddings and sub-layer outputs with this "
-        "probability.",
-    )
-    attention_dropout: float = Field(
-        default=0.0,
-        ge=0.0,
-        lt=1.0,
-        description="Dropout zeroes attention probabilities with this probability. A value above "
-        "0 uses the unfused attention path, except on GPUs with train.kernels=fused.",
-    )
-    norm_eps: float = Field(
-        default=1e-5,
-        gt=0.0,
-        description="Normalization adds this constant to the variance (for t5 and llama, to the "
-        "mean square).",
-    )
-    init_std: float = Field(
-        default=0.02,
-        gt=0.0,
-        description="For gpt2, bert and llama, initial weight matrices have this standard "
-        "deviation. t5 and transformer derive it from the size of each matrix.",
-    )
+    name: str = "custom"
+    """A run file may name a shipped model, whose values are used where the file sets none, or give
+    a model any other name."""
+    family: Family = "gpt2"
+    """The family determines the architecture of the model."""
+    n_layers: int = Field(ge=1, le=MOST_LAYERS)
+    """The model has this number of layers, or for t5 and transformer this number of encoder
+    layers."""
+    n_decoder_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
+    """t5 and transformer have this number of decoder layers; 0 means n_layers."""
+    hidden_size: int = Field(ge=1, le=WIDEST)
+    """The residual stream has this width (h)."""
+    n_heads: int = Field(ge=1, le=WIDEST)
+    """Each layer has this number of attention heads (n)."""
+    n_kv_heads: int = Field(default=0, ge=0, le=WIDEST)
+    """For llama, each layer has this number of key/value heads (m), which n / m attention heads
+    share; 0 means n_heads."""
+    head_dim: int = Field(default=0, ge=0, le=WIDEST)
+    """Each attention head has this width; 0 means hidden_size / n_heads."""
+    ffn_size: int = Field(default=0, ge=0, le=WIDEST)
+    """The feed-forward layers have this inner width (f); 0 means 4 times hidden_size."""
+    vocab_size: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    """The vocabulary has this number of tokens (v); 0 means the vocabulary of the data."""
+    max_seq_len: int = Field(default=1024, ge=1, le=MOST_TOKENS)
+    """The model reads sequences of at most this number of tokens."""
+    norm_position: Literal["auto", "pre", "post"] = "auto"
+    """Normalization is applied at the input of each sub-layer (pre) or after the residual addition
+    (post). auto means post for bert and transformer, as published; gpt2, t5 and llama support only
+    pre."""
+    sentence_pair: bool = True
+    """For bert, true adds a head that predicts whether sentence B follows sentence A."""
+    n_labels: int = Field(default=0, ge=0, le=WIDEST)
+    """The model gets a classification head with this number of labels, which t5 has only with
+    token_head=false; 0 means that there is no such head. transformer has none."""
+    span_head: bool = False
+    """true adds a head that tells where an answer begins and ends, which transformer cannot have;
+    data.task=answer sets it."""
+    token_head: bool = True
+    """false leaves out the head that predicts tokens, for models that are fine-tuned;
+    data.task=classify, regression, choice and answer set it."""
+    relative_buckets: int = Field(default=32, ge=4, le=WIDEST)
+    """For t5, the distances between tokens are grouped into this number of buckets."""
+    relative_max_distance: int = Field(default=128, ge=2, le=MOST_TOKENS)
+    """For t5, all distances from this one on share the last bucket."""
+    rope_theta: float = Field(default=10000.0, gt=1.0)
+    """For llama, the wavelengths of rotary positions grow with this base."""
+    rope_scaling: RopeScaling | None = None
+    """For llama, rotary positions are changed for sequences that are longer than those of the first
+    training; leave it out for none."""
+    qkv_bias: bool = False
+    """For llama, true adds biases to queries, keys and values (Qwen2)."""
+    qk_norm: bool = False
+    """For llama, true normalizes each head's queries and keys (Qwen3)."""
+    window: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    """For llama, a token attends to this number of tokens at most, itself included (Mistral's
+    sliding window); 0 means all tokens before it."""
+    tied_head: bool = True
+    """For llama, true uses the table of the embedding as the weight of the head, and false gives
+    the head a weight of its own. Other families are always tied."""
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """The training loss smooths labels by this amount (0.1 in Vaswani et al. 2017)."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Dropout zeroes elements of embeddings and sub-layer outputs with this probability."""
+    attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Dropout zeroes attention probabilities with this probability. A value above 0 uses the
+    unfused attention path, except on GPUs with train.kernels=fused."""
+    norm_eps: float = Field(default=1e-5, gt=0.0)
+    """Normalization adds this constant to the variance (for t5 and llama, to the mean square)."""
+    init_std: float = Field(default=0.02, gt=0.0)
+    """For gpt2, bert and llama, initial weight matrices have this standard deviation. t5 and
+    transformer derive it from the size of each matrix."""
 
     @model_validator(mode="before")
     @classmethod

@@ -13,9 +13,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from gridformer.config.base import shortened_text
-from gridformer.config.renamed import RENAMED
 from gridformer.config.run import RunConfig
-from gridformer.config.synonyms import NOTES, key_meant, value_meant
+from gridformer.config.synonyms import NOTES, RENAMED, key_meant, value_meant
 from gridformer.config.yaml_text import parse_yaml
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.files import UnreadableError, exists, meant_beside, read_text

@@ -55,7 +55,7 @@ def _inner(kind: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
 def _table(fields: dict[str, FieldInfo], before: str) -> list[str]:
     lines = ["| key | values | default | |", "|---|---|---|---|"]
     for key, field in fields.items():
-        text = (field.description or "").replace("|", "\\|")
+        text = " ".join((field.description or "").split()).replace("|", "\\|")
         lines.append(f"| `{before}{key}` | {_values(field)} | {_default(field)} | {text} |")
     return lines
 

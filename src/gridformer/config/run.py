@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from gridformer.config.base import Config, FileName, any_of
 from gridformer.config.data import FINE_TUNING, TASKS, DataConfig, Task
@@ -26,9 +26,8 @@ def _heads_of(task: Task, family: Any) -> dict[str, Any]:
 class RunConfig(Config):
     """Everything that a run needs. Its resolved form is written to the run directory."""
 
-    name: FileName = Field(
-        default="run", description="The run directory is runs/NAME unless --out sets another."
-    )
+    name: FileName = "run"
+    """The run directory is runs/NAME unless --out sets another."""
     model: ModelConfig
     data: DataConfig
     layout: LayoutConfig = LayoutConfig()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.kinds import KINDS
 from gridformer.config import ModelConfig
-from gridformer.config.rope import RopeScaling
+from gridformer.config.model import RopeScaling
 from tests.support.reference.shared import transformers
 
 LLAMAS = [name for name, kind in KINDS.items() if kind.family == "llama"]

@@ -20,7 +20,7 @@ from gridformer.checkpoint.convert.kinds import entries_of
 from gridformer.checkpoint.convert.table import to_ours, to_theirs
 from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
 from gridformer.checkpoint.shapes import shapes_of
-from gridformer.config.rope import RopeScaling
+from gridformer.config.model import RopeScaling
 from gridformer.data import Tokenizer, special_ids
 from gridformer.data.samples.masked import MaskedSamples
 from gridformer.data.samples.sample import SpecialIds
