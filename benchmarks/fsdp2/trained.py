@@ -20,7 +20,7 @@ from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.models.blocks import Layer
 from gridformer.parallel.sharding import ParamShard
-from gridformer.train.rows import RowSplit
+from gridformer.train.forward_backward import RowSplit
 from gridformer.utils.batch import IGNORE, Batch
 
 Tensors = dict[str, Tensor]

@@ -27,8 +27,8 @@ from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train.compile import compile_model
+from gridformer.train.in_flight_steps import StartedStep
 from gridformer.train.optimizer import Updates
-from gridformer.train.results import StartedStep
 from gridformer.train.step import Ahead, Stepper, learning_rate
 from gridformer.utils.batch import next_words
 

@@ -19,7 +19,7 @@ from gridformer.data.samples.examples import ChoiceExamples
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.models.blocks import IGNORE
-from gridformer.train.rows import RowSplit
+from gridformer.train.forward_backward import RowSplit
 from gridformer.utils.batch import Batch
 from tests.support.data import split_of
 from tests.support.marks import full_unless

@@ -16,7 +16,7 @@ from gridformer.checkpoint.fallback import choose_checkpoint
 from gridformer.checkpoint.going_on import until
 from gridformer.checkpoint.manifest import MANIFEST
 from gridformer.checkpoint.remote import Remote
-from gridformer.train import resuming
+from gridformer.train import saves
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import CheckpointError
 from tests.support.multirank.pool import RankFailed, WorkerPool
@@ -86,7 +86,7 @@ def train_and_watch(plan: Plan) -> None:
             time.sleep(0.01)
         download(self, *args)
 
-    with patch.object(Remote, "download", copy), patch.object(resuming, "until", wait):
+    with patch.object(Remote, "download", copy), patch.object(saves, "until", wait):
         train(plan)
 
 

@@ -17,11 +17,10 @@ from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import read_manifest, verify_checkpoint
 from gridformer.checkpoint.saver import Saver
 from gridformer.config import TrainConfig
+from gridformer.train.in_flight_steps import StartedStep, max_in_flight
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
-from gridformer.train.results import StartedStep
 from gridformer.train.step import Stepper
-from gridformer.train.under_way import lag_of
 from tests.support.marks import full_unless
 from tests.support.multirank.layouts import n_of
 from tests.support.multirank.poison import poisoned
@@ -59,7 +58,7 @@ def recorded(plan: Plan) -> list[str]:
         return call
 
     def noted_result(self: StartedStep) -> Any:
-        did.append(f"read {self._step}")
+        did.append(f"read {self.step}")
         return result(self)
 
     with (
@@ -169,7 +168,7 @@ def test_a_step_is_dropped_while_the_one_before_it_is_under_way(
 
 def test_gpus_train_a_step_ahead_unless_the_host_waits_anyway() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert lag_of(TrainConfig(), cuda) == 1
-    assert lag_of(TrainConfig(dtype="float16"), cuda) == 0
-    assert lag_of(TrainConfig(update="in_backward", clip_by="layer"), cuda) == 0
-    assert lag_of(TrainConfig(), cpu) == 0
+    assert max_in_flight(TrainConfig(), cuda) == 1
+    assert max_in_flight(TrainConfig(dtype="float16"), cuda) == 0
+    assert max_in_flight(TrainConfig(update="in_backward", clip_by="layer"), cuda) == 0
+    assert max_in_flight(TrainConfig(), cpu) == 0

@@ -15,8 +15,7 @@ from torch import Tensor
 from gridformer.data import Tokenizer
 from gridformer.data.samples.examples import AnswerExamples
 from gridformer.data.samples.sample import SpecialIds
-from gridformer.train.scorers import AnswerScorer, best_spans
-from gridformer.train.task_scores import answer_scores
+from gridformer.train.scorers import AnswerScorer, answer_scores, best_spans
 from tests.support.tasks import examples
 
 SEQ, STRIDE, LONGEST = 24, 7, 4

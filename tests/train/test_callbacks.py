@@ -16,7 +16,7 @@ from gridformer.mesh.process_group import World
 from gridformer.train import Callback, RunEnd, RunStart, Saved, journal
 from gridformer.train.callbacks import Callbacks
 from gridformer.train.console import title_of
-from gridformer.train.events import EVENTS_FILE
+from gridformer.train.metrics import EVENTS_FILE
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
 from tests.support.multirank.pool import WorkerPool

@@ -26,8 +26,8 @@ from gridformer.parallel.data.zero import stored
 from gridformer.train import compile as compiling
 from gridformer.train import trainer
 from gridformer.train.compile import compile_model, compile_problems
+from gridformer.train.in_flight_steps import StepResult
 from gridformer.train.metrics import read_metrics
-from gridformer.train.results import StepResult
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch, next_words
 from tests.support.marks import full_unless

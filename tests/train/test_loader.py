@@ -85,7 +85,7 @@ def test_the_wait_for_a_batch_is_timed() -> None:
         assert slow.is_set()
         assert began <= waited_from < waited_to <= time.perf_counter()
         assert waited_to - waited_from > 0.01
-        wait_until(lambda: batches.made == [0, 1, 2] and bool(loader._ready))
+        wait_until(lambda: batches.made == [0, 1, 2] and not loader._made.empty())
         loader.read(2, ROWS)
         assert loader.waited[0] > waited_to, "the wait of the last read"
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gridformer.train import console, peak_memory
+from gridformer.train import console, in_flight_steps
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.utils.units import GIB
@@ -28,8 +28,8 @@ def test_only_gpus_count_what_they_give(monkeypatch: pytest.MonkeyPatch) -> None
         return 7
 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", most)
-    assert peak_memory.allocated(gpu) == 7
-    assert peak_memory.allocated(torch.device("cpu")) is None
+    assert in_flight_steps.peak_bytes(gpu) == 7
+    assert in_flight_steps.peak_bytes(torch.device("cpu")) is None
     assert asked == [gpu]
 
 
@@ -39,7 +39,7 @@ def as_on_gpus(plan: Plan) -> str:
     out = io.StringIO()
     with (
         patch.object(
-            peak_memory, "allocated", lambda _: (10 * dist.get_rank() + next(steps)) * GIB
+            in_flight_steps, "peak_bytes", lambda _: (10 * dist.get_rank() + next(steps)) * GIB
         ),
         patch.object(console, "_LINE_EVERY_S", -1.0),
         contextlib.redirect_stdout(out),

@@ -15,7 +15,7 @@ from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.plan import Plan
-from gridformer.train.resuming import intact
+from gridformer.train.saves import intact_checkpoint
 from gridformer.train.step import Stepper
 from gridformer.utils.errors import CheckpointError
 
@@ -55,11 +55,11 @@ def test_a_new_order_of_samples_begins_where_the_run_goes_on(tmp_path: Path) -> 
     saved(tmp_path, a_run(4), 3, data_start=0)
     newest = saved(tmp_path, a_run(4), 5, data_start=0)
     run = a_run(2, restart=True)
-    plan, verified = intact(planned(tmp_path, run), Axes())
+    plan, verified = intact_checkpoint(planned(tmp_path, run), Axes())
     assert (plan.resume_step, plan.data_start) == (5, 5)
     assert verified is not None
     flip(newest)
-    plan, verified = intact(planned(tmp_path, run), Axes())
+    plan, verified = intact_checkpoint(planned(tmp_path, run), Axes())
     assert (plan.resume_step, plan.data_start) == (3, 3)
     assert verified is not None
     assert verified.step == 3
@@ -69,8 +69,8 @@ def test_an_older_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
     """The data have changed after step 3, and nothing says that they may do so once more."""
     saved(tmp_path, a_run(4), 3, data_start=0)
     newest = saved(tmp_path, a_run(2), 5, data_start=3)
-    plan, _ = intact(planned(tmp_path, a_run(2)), Axes())
+    plan, _ = intact_checkpoint(planned(tmp_path, a_run(2)), Axes())
     assert (plan.resume_step, plan.data_start) == (5, 3)
     flip(newest)
     with pytest.raises(CheckpointError, match=r"step-00000003 belongs to a run with other data"):
-        intact(planned(tmp_path, a_run(2)), Axes())
+        intact_checkpoint(planned(tmp_path, a_run(2)), Axes())

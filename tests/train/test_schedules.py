@@ -9,7 +9,7 @@ import torch
 
 from gridformer.config import TrainConfig, load_run, parse_run
 from gridformer.config.reading import configs_dir
-from gridformer.train.schedules import learning_rate
+from gridformer.train.optimizer import learning_rate
 from gridformer.utils.errors import ConfigError
 from tests.support.reference.shared import transformers
 

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from gridformer.train.scorers import best_spans
-from gridformer.train.task_scores import (
+from gridformer.train.scorers import (
     answer_scores,
+    best_spans,
     label_scores,
     normalized,
     regression_scores,

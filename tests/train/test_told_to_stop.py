@@ -54,7 +54,7 @@ def train(folder: Path, out: Path, told: int, lag: int, before: int = 2) -> tupl
             replace(plan, unevaluated=step == STEPS and lacks_evaluation(out, STEPS)),
             World(rank, rank, 2, torch.device("cpu"), "gloo", ""),
         )
-        trainer.under_way.lag = lag
+        trainer.max_in_flight = lag
         start = trainer._start
 
         def told_before(step: int) -> None:

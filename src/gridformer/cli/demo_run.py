@@ -28,7 +28,7 @@ from gridformer.evaluate.sampling import Sampling
 from gridformer.launch.plan import check_run_dir, plan_run
 from gridformer.launch.run import execute
 from gridformer.launch.run_lock import RunLock
-from gridformer.train.metrics import EVENTS, PLOT, perplexity, read_metrics
+from gridformer.train.metrics import PLOT, TENSORBOARD, perplexity, read_metrics
 from gridformer.utils.errors import DataError
 from gridformer.utils.forkserver import warm_up
 from gridformer.utils.units import format_count
@@ -89,7 +89,10 @@ def show_summary(out: Path, console: Console) -> None:
         ("speed", _speed(steps)),
         ("loss curve", str(out / PLOT)),
         ("checkpoint", str(find.latest(out))),
-        ("TensorBoard", f"{_command('tensorboard')} --logdir {shlex.quote(str(out / EVENTS))}"),
+        (
+            "TensorBoard",
+            f"{_command('tensorboard')} --logdir {shlex.quote(str(out / TENSORBOARD))}",
+        ),
     ):
         table.add_row(name, value)
     trained = load_model(out, torch.device("cpu"))

@@ -22,7 +22,7 @@ from gridformer.models.blocks import KVCache
 from gridformer.parallel.pipeline.stage_io import LABEL
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
-from gridformer.train.rows import RowSplit
+from gridformer.train.forward_backward import RowSplit
 from gridformer.utils.batch import Batch
 
 

@@ -20,8 +20,7 @@ from gridformer.models.blocks import places_per_chunk
 from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
-from gridformer.train.forward_backward import Passes, Pipeline, WholeModel
-from gridformer.train.rows import RowSplit
+from gridformer.train.forward_backward import Passes, Pipeline, RowSplit, WholeModel
 from gridformer.utils.batch import IGNORE, Batch
 
 CHUNK_TOKENS = 1024  # about how many tokens' logits exist at a time on a device

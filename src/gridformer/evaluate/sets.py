@@ -15,10 +15,9 @@ from gridformer.evaluate.scoring import passes_of
 from gridformer.parallel.offers import Broken, with_offers
 from gridformer.parallel.validation import broken_rules
 from gridformer.train.evaluation import Answers
+from gridformer.train.forward_backward import RowSplit, mean_losses
 from gridformer.train.loader import BatchLoader
-from gridformer.train.mean_losses import mean_losses
 from gridformer.train.metrics import perplexity
-from gridformer.train.rows import RowSplit
 from gridformer.train.scorers import validation_sets
 from gridformer.utils.errors import ConfigError
 
@@ -109,8 +108,8 @@ def measure_set(trained: Trained, name: str) -> dict[str, float]:
     numbers = {"loss": found.loss}
     if len(found.losses) > 1:
         numbers |= {f"loss_{part}": loss for part, loss in found.losses.items()}
-    if one.scorer is not None and answers is not None:
-        numbers |= one.scorer.scores(answers.gathered())
+    if answers is not None:
+        numbers |= answers.scores()
     elif "tokens" in found.losses:
         numbers["perplexity"] = perplexity(found.losses["tokens"])
     return numbers | {"batches": len(one.numbers)}

@@ -19,9 +19,8 @@ import yaml
 from gridformer.checkpoint import find
 from gridformer.checkpoint.elsewhere import url_of
 from gridformer.config import RunConfig, load_run
-from gridformer.train.events import EVENTS_FILE
 from gridformer.train.heartbeat import HEARTBEAT
-from gridformer.train.metrics import METRICS
+from gridformer.train.metrics import EVENTS_FILE, METRICS
 from gridformer.utils.errors import UserError
 from gridformer.utils.files import read_bytes
 from gridformer.utils.units import GIB, format_bytes, format_value, three_digits

@@ -1,9 +1,4 @@
-"""Evaluations during training: losses and scores of validation sets, and further measures.
-
-A validation set is a sequence of global batches. Its mean losses are computed from all of them;
-sets whose samples have right answers also get scores, such as accuracy. `Measure`s from elsewhere
-add numbers that take more than a forward pass, such as BLEU of generated texts.
-"""
+"""Evaluations during training: losses and scores of validation sets, and further measures."""
 
 from __future__ import annotations
 
@@ -21,26 +16,23 @@ from gridformer.data.samples.order import Rows
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel.data.copies import assert_copies_equal
-from gridformer.train.ending import Ending, StepDropped
+from gridformer.train.in_flight_steps import Evaluation
 from gridformer.train.loader import BatchLoader
-from gridformer.train.results import Evaluation
 from gridformer.train.step import Stepper
+from gridformer.train.stop_protocol import StepDropped, StopProtocol
 from gridformer.utils.batch import Batch
 
 LABEL = "scores"
 
 
 class Measure(Protocol):
-    """Further numbers of an evaluation during training."""
+    """Numbers that take more than a forward pass, such as BLEU of generated texts."""
 
     def __call__(self, stepper: Stepper, step: int) -> Mapping[str, float]:
         """Returns numbers by their keys in metrics.jsonl, such as `val_bleu`.
 
-        All ranks call it together and get the same numbers.
-
-        Args:
-            stepper: Holds this rank's model and axes. The model is in no particular mode.
-            step: How many steps the model has been trained.
+        All ranks call it together and get the same numbers, after `step` steps of training. The
+        model of the stepper is in no particular mode.
         """
 
 
@@ -69,11 +61,11 @@ class Scorer(Protocol):
             The numbers; None if another process computes them.
         """
 
-    def scores(self, found: Tensor) -> dict[str, float]:
+    def scores(self, answers: Tensor) -> dict[str, float]:
         """Returns scores by name, such as `accuracy`, from the numbers of all samples.
 
         Args:
-            found: The numbers [n_samples, n_columns] in float64 on the CPU, equal on all ranks.
+            answers: The numbers [n_samples, n_columns] in float64 on the CPU, equal on all ranks.
         """
 
 
@@ -119,76 +111,69 @@ class Evaluator:
         self.stepper, self.sets, self.device = stepper, sets, device
         self.measures, self.check_copies = measures, check_copies
 
-    def __call__(self, step: int, ending: Ending, last: bool = False) -> dict[str, float]:
+    def __call__(self, step: int, stopping: StopProtocol, last: bool = False) -> dict[str, float]:
         """Returns `val_loss`, its parts, those of named sets, scores and measures.
 
         The loss of several validation sets is the mean of their losses.
 
         Args:
             step: How many steps the model has been trained.
-            ending: Decides whether the run ends inside the evaluation.
+            stopping: Decides whether the run stops inside the evaluation.
             last: Whether the run is done, so that test sets are read, too.
 
         Raises:
-            StepDropped: The run ends inside the evaluation.
+            StepDropped: The run stops inside the evaluation.
         """
         if self.check_copies:
             assert_copies_equal(self.stepper.model, self.stepper.axes)
-        sets = [one for one in self.sets if last or one.kind == "val"]
-        if ending.begins("evaluation", sum(len(one.numbers) for one in sets)):
+        sets = [each for each in self.sets if last or each.kind == "val"]
+        if stopping.begins("evaluation", sum(len(each.numbers) for each in sets)):
             raise StepDropped
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         losses = []
-        border = 0  # the number of batches of earlier sets
-        for one in sets:
+        n_before = 0  # the number of batches of earlier sets
+        for each in sets:
             answers = None
-            if one.scorer is not None:
-                answers = Answers(one.scorer, self.stepper.model, self.stepper.axes, self.device)
-            result = self._losses(one, ending, border, answers)
-            border += len(one.numbers)
-            if one.kind == "val":
+            if each.scorer is not None:
+                answers = Answers(each.scorer, self.stepper.model, self.stepper.axes, self.device)
+            result = self._losses(each, stopping, n_before, answers)
+            n_before += len(each.numbers)
+            if each.kind == "val":
                 losses.append(result.loss)
-            suffix = f"_{one.name}" if one.name else ""
-            found |= {f"{one.kind}_loss{suffix}": result.loss}
-            if len(result.losses) > 1:
-                found |= {f"{one.kind}_loss_{part}{suffix}": v for part, v in result.losses.items()}
-            if one.scorer is not None and answers is not None:
-                scores = one.scorer.scores(answers.gathered())
-                found |= {f"{one.kind}_{name}{suffix}": value for name, value in scores.items()}
+            suffix = f"_{each.name}" if each.name else ""
+            metrics[f"{each.kind}_loss{suffix}"] = result.loss
+            for part, value in result.losses.items() if len(result.losses) > 1 else ():
+                metrics[f"{each.kind}_loss_{part}{suffix}"] = value
+            if answers is not None:
+                for name, value in answers.scores().items():
+                    metrics[f"{each.kind}_{name}{suffix}"] = value
         for measure in self.measures:
-            found |= measure(self.stepper, step)
-        ending.ended()
-        return {"val_loss": sum(losses) / len(losses), **found}
+            metrics |= measure(self.stepper, step)
+        stopping.ended()
+        return {"val_loss": sum(losses) / len(losses), **metrics}
 
     def _losses(
-        self, one: ValidationSet, ending: Ending, border: int, answers: Answers | None
+        self, one: ValidationSet, stopping: StopProtocol, n_before: int, answers: Answers | None
     ) -> Evaluation:
         rows = self.stepper.all_rows
         with BatchLoader(one.batches, rows, one.numbers, self.device) as ahead:
 
             def read(number: int, rows: Rows) -> Batch:
-                if border + number - one.numbers.start:
-                    ending.drop_at(border + number - one.numbers.start)
+                if n_read := n_before + number - one.numbers.start:
+                    stopping.drop_at(n_read)
                 return ahead.read(number, rows)
 
             return self.stepper.evaluate([partial(read, number) for number in one.numbers], answers)
 
 
 class Answers:
-    """Collects what a scorer needs of every sample, from all ranks.
-
-    Args:
-        scorer: The scorer.
-        model: This rank's part of the model.
-        axes: The axes of the mesh.
-        device: Where the model computes.
-    """
+    """Collects what a scorer needs of every sample, from all ranks."""
 
     def __init__(self, scorer: Scorer, model: Model, axes: Axes, device: torch.device) -> None:
         self.scorer, self.model, self.axes = scorer, model, axes
         # One more row, for the rows that pad the last batch.
         shape = (scorer.n_samples + 1, scorer.n_columns)
-        self.found = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.answers = torch.zeros(shape, dtype=torch.float64, device=device)
         # Ranks that hold the same rows have the same answers, and one of them contributes them.
         self.speaks = axes.same_batch.index == 0
 
@@ -196,9 +181,9 @@ class Answers:
         """Keeps the answers to the samples of a micro-batch, where its last link has run."""
         values = self.scorer.answers(self.model, hidden_BSH, batch)
         if values is not None and self.speaks:
-            self.found[batch["item"]] = values.double()
+            self.answers[batch["item"]] = values.double()
 
-    def gathered(self) -> Tensor:
-        """Returns the answers to all samples [n_samples, n_columns] on the CPU of every rank."""
-        whole = self.found[:-1].contiguous()
-        return comm.all_reduce(whole, self.axes.world, label=LABEL).cpu()
+    def scores(self) -> dict[str, float]:
+        """Returns the scores of the answers to all samples, on every rank."""
+        whole = self.answers[:-1].contiguous()
+        return self.scorer.scores(comm.all_reduce(whole, self.axes.world, label=LABEL).cpu())

@@ -63,13 +63,9 @@ class StepFlops:
 
 @dataclass(frozen=True)
 class _Stack:
-    """The layers of an encoder or a decoder, and their operations for one sequence.
+    """The layers of an encoder or a decoder, and their operations for one sequence of s tokens.
 
-    Attributes:
-        model: The model's config.
-        n_layers: The number of layers.
-        s: The tokens of a sequence.
-        source: The tokens that cross-attention reads; 0 without it.
+    `source` is the number of tokens that cross-attention reads; 0 without it.
     """
 
     model: ModelConfig
@@ -90,7 +86,6 @@ class _Stack:
 
     @property
     def forward(self) -> int:
-        """The forward pass."""
         h, inner = self.model.hidden_size, self.model.n_heads * self.model.head_width
         both = inner + self.model.kv_heads * self.model.head_width
         weights = self.s * 2 * both * h  # queries and output, keys and values
@@ -105,23 +100,23 @@ class _Stack:
         return self.forward - self.last * spared
 
     def recomputed_selectively(self, unfused: bool) -> int:
-        """Operations that recompute=selective computes again: a fused kernel has both products."""
+        """Operations that recompute=selective computes again; a fused kernel has both products."""
         return self.scores * (1 if unfused else 2)
 
 
 def _heads(model: ModelConfig, s: int) -> int:
     """The forward pass of all heads for one sequence."""
     h = model.hidden_size
-    found = 2 * s * h * model.vocab_size * model.token_head
+    flops = 2 * s * h * model.vocab_size * model.token_head
     if model.family == "bert":
-        found += 2 * s * h * h * model.token_head  # the transform before the head
+        flops += 2 * s * h * h * model.token_head  # the transform before the head
         if model.sentence_pair and not model.n_labels:
-            found += 2 * h * (h + 2)
-    found += 2 * s * h * 2 * model.span_head
+            flops += 2 * h * (h + 2)
+    flops += 2 * s * h * 2 * model.span_head
     if model.n_labels:
         pooled = model.pooled_labels  # reads one token; without a pooler, the head reads them all
-        found += 2 * h * (h + model.n_labels) if pooled else 2 * s * h * model.n_labels
-    return found
+        flops += 2 * h * (h + model.n_labels) if pooled else 2 * s * h * model.n_labels
+    return flops
 
 
 @dataclass(frozen=True)
@@ -140,13 +135,7 @@ class Utilization:
 
     @staticmethod
     def of(run: RunConfig, device: torch.device, stops_early: bool) -> Utilization:
-        """Looks up the peak of a device, unless `train.peak_tflops` sets it.
-
-        Args:
-            run: The run, with its vocabulary and lengths resolved.
-            device: The device of this process.
-            stops_early: Whether recomputation stops early; see `StepFlops.of`.
-        """
+        """Looks up the peak of a device, unless `train.peak_tflops` sets it."""
         peak = run.train.peak_tflops
         if not peak and device.type == "cuda":
             name = torch.cuda.get_device_name(device)
@@ -157,7 +146,7 @@ class Utilization:
         """Returns a step's TFLOP/s of each device and, if the peak is known, MFU and HFU."""
         each = seconds * self.n_devices * TERA
         model, hardware = self.flops.model / each, self.flops.hardware / each
-        found = {"model_tflops": model, "hardware_tflops": hardware}
+        speeds = {"model_tflops": model, "hardware_tflops": hardware}
         if self.peak:
-            found |= {"mfu": model / self.peak, "hfu": hardware / self.peak}
-        return found
+            speeds |= {"mfu": model / self.peak, "hfu": hardware / self.peak}
+        return speeds

@@ -2,25 +2,95 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from gridformer import comm
+from gridformer.data.samples.order import Rows
+from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel.data.gradients import GradientSums
-from gridformer.parallel.pipeline import AtBorder, Executor, OnAction, timed
-from gridformer.train.ending import StepDropped
+from gridformer.parallel.pipeline import Executor, OnAction, StopsBefore, timed
+from gridformer.parallel.tensor.linear import weights_kept
+from gridformer.train.in_flight_steps import Evaluation
+from gridformer.train.stop_protocol import StepDropped
 from gridformer.utils.batch import Batch, MicroBatch
 
 Losses = dict[str, Tensor]
 # Called with the last hidden states of a micro-batch, and the micro-batch.
 Finish = Callable[[Tensor, Batch], None]
+# Reads rows of a step's global batch; see gridformer.utils.batch.
+ReadRows = Callable[[Rows], Batch]
+# The keys of a batch whose tensors have an entry for every sequence.
+_OF_SEQUENCES = ("tokens", "valid", "segments", "source", "source_valid", "at")
 
 
-class Passes(Protocol):
+class RowSplit:
+    """The rows of a global batch that this device reads.
+
+    A global batch of B sequences is split into dp contiguous parts, each part into micro-batches,
+    and each micro-batch over the grid's rows or over branches.
+
+    Args:
+        n_rows: B, which the number of parts must divide; see `n_parts`.
+        micro_batches: Micro-batches of each replica.
+        axes: The axes of the mesh.
+    """
+
+    def __init__(self, n_rows: int, micro_batches: int, axes: Axes) -> None:
+        self.n_rows, self.n_micro, self.axes = n_rows, micro_batches, axes
+
+    @staticmethod
+    def n_parts(micro_batches: int, axes: Axes) -> int:
+        """Returns the number of parts of a global batch."""
+        return axes.dp.size * micro_batches * axes.batch.size
+
+    def rows(self, micro: int) -> slice:
+        """Returns the rows of the global batch that are this device's micro-batch `micro`."""
+        batch = self.axes.batch
+        size, rest = divmod(self.n_rows, self.n_parts(self.n_micro, self.axes))
+        assert not rest, "gridformer.parallel.validation.check_layout was not called"
+        part = (self.axes.dp.index * self.n_micro + micro) * batch.size + batch.index
+        return slice(part * size, (part + 1) * size)
+
+    @cached_property
+    def all_rows(self) -> NDArray[np.int64]:
+        """The rows of the global batch that this device reads: its micro-batches' rows in order."""
+        parts = [self.rows(micro) for micro in range(self.n_micro)]
+        return np.concatenate([np.arange(part.start, part.stop) for part in parts])
+
+    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        """Divides the data of `all_rows` into micro-batches, which are views of it.
+
+        Models see the n sequences of each sample of `data.task: choice` as rows of their own.
+        """
+        size = len(self.all_rows) // self.n_micro
+        tokens = batch["tokens"]
+        n = tokens.shape[1] if tokens.dim() == 3 else 1
+        if n > 1:
+            batch = {k: x.flatten(0, 1) if k in _OF_SEQUENCES else x for k, x in batch.items()}
+        parts = {
+            key: value.split(size * n if key in _OF_SEQUENCES else size)
+            for key, value in batch.items()
+        }
+        rows = [self.rows(micro) for micro in range(self.n_micro)]
+        return [
+            MicroBatch(
+                slice(n * rows[micro].start, n * rows[micro].stop),
+                {key: part[micro] for key, part in parts.items()},
+            )
+            for micro in range(self.n_micro)
+        ]
+
+
+class Passes(ABC):
     """Runs the micro-batches of a step through this process's part of a model.
 
     `train` and `evaluate` return this process's sum of each loss in float64, which is 0 if other
@@ -28,13 +98,15 @@ class Passes(Protocol):
 
     Attributes:
         on_action: Called with each pass and each message between stages, and their times.
-        at_border: Called in training before each micro-batch but the first, with its number; True
+        stops_before: Called in training with the number of each micro-batch but the first; True
             means that this micro-batch and all later ones are left out, on all ranks.
     """
 
+    model: Model
     on_action: OnAction | None
-    at_border: AtBorder | None
+    stops_before: StopsBefore | None
 
+    @abstractmethod
     def train(
         self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor], scale: float = 1.0
     ) -> Losses:
@@ -50,6 +122,7 @@ class Passes(Protocol):
                 parameter was updated.
         """
 
+    @abstractmethod
     def forward(self, work: Sequence[MicroBatch], finish: Finish) -> None:
         """Runs forward passes, and calls `finish(hidden states, batch)` where the last link runs.
 
@@ -58,15 +131,24 @@ class Passes(Protocol):
 
     def evaluate(self, work: Sequence[MicroBatch], also: Finish | None = None) -> Losses:
         """Computes the losses without gradients, and calls `also` as `forward` calls `finish`."""
+        totals = _zeros(Model.counts(work[0].batch))
 
-    def loads_again(self) -> None:
+        def finish(hidden: Tensor, batch: Batch) -> None:
+            _add(totals, self.model.losses_of(hidden, batch))
+            if also is not None:
+                also(hidden, batch)
+
+        self.forward(work, finish)
+        return totals
+
+    def loads_again(self) -> None:  # noqa: B027 - only a pipeline has messages between its passes
         """Notes that hooks of modules are going to launch kernels of their own.
 
         All ranks call it together; see `gridformer.parallel.pipeline.Executor.loads`.
         """
 
 
-class WholeModel:
+class WholeModel(Passes):
     """Runs one micro-batch after the other through the whole model.
 
     Args:
@@ -79,22 +161,16 @@ class WholeModel:
 
     def __init__(self, model: Model, sums: GradientSums) -> None:
         self.model, self.sums = model, sums
-        self.on_action: OnAction | None = None
-        self.at_border: AtBorder | None = None
+        self.on_action = self.stops_before = None
         self.follows: Sequence[int] | None = None
 
     def train(
         self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor], scale: float = 1.0
     ) -> Losses:
-        """Runs the micro-batches forward and backward; see `Passes.train`.
-
-        Raises:
-            StepDropped: Micro-batches were left out, on all ranks.
-        """
-        totals = zeros(counts)
+        totals = _zeros(counts)
         for number in self.follows or range(len(work)):
             micro = work[number]
-            if number and self.at_border and self.at_border(number):
+            if number and self.stops_before and self.stops_before(number):
                 raise StepDropped
             self.model.clock.at(micro.rows)
             with self._timed("forward", number):
@@ -103,7 +179,7 @@ class WholeModel:
             summing = self.sums.last_backward() if last else nullcontext()
             with self._timed("backward", number), summing:
                 weighted(losses, counts, scale).backward()
-            add(totals, losses)
+            _add(totals, losses)
         return totals
 
     def forward(self, work: Sequence[MicroBatch], finish: Finish) -> None:
@@ -112,17 +188,11 @@ class WholeModel:
             with self._timed("forward", number):
                 finish(self.model.hidden(batch), batch)
 
-    def evaluate(self, work: Sequence[MicroBatch], also: Finish | None = None) -> Losses:
-        return evaluated(self, work, also)
-
-    def loads_again(self) -> None:
-        """Does nothing: no message waits between its passes."""
-
     def _timed(self, kind: str, micro: int) -> AbstractContextManager[None]:
         return timed(self.on_action, kind, 0, micro, torch.cuda.is_initialized())
 
 
-class Pipeline:
+class Pipeline(Passes):
     """Runs micro-batches through the pipeline stages that this process holds.
 
     The last stage computes the losses; the sums of other ranks stay 0.
@@ -140,26 +210,21 @@ class Pipeline:
         self.executor.on_action = told
 
     @property
-    def at_border(self) -> AtBorder | None:
-        return self.executor.at_border
+    def stops_before(self) -> StopsBefore | None:
+        return self.executor.stops_before
 
-    @at_border.setter
-    def at_border(self, told: AtBorder | None) -> None:
-        self.executor.at_border = told
+    @stops_before.setter
+    def stops_before(self, told: StopsBefore | None) -> None:
+        self.executor.stops_before = told
 
     def train(
         self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor], scale: float = 1.0
     ) -> Losses:
-        """Runs the micro-batches forward and backward; see `Passes.train`.
-
-        Raises:
-            StepDropped: Micro-batches were left out, on all ranks.
-        """
-        totals = zeros(counts)
+        totals = _zeros(counts)
 
         def finish(hidden: Tensor, batch: Batch) -> Tensor:
             losses = self.model.losses_of(hidden, batch)
-            add(totals, losses)
+            _add(totals, losses)
             return weighted(losses, counts, scale)
 
         self.executor.train(work, finish)
@@ -170,32 +235,54 @@ class Pipeline:
     def forward(self, work: Sequence[MicroBatch], finish: Finish) -> None:
         self.executor.evaluate(work, finish)
 
-    def evaluate(self, work: Sequence[MicroBatch], also: Finish | None = None) -> Losses:
-        return evaluated(self, work, also)
-
     def loads_again(self) -> None:
         self.executor.loads_again()
 
 
-def evaluated(
-    passes: WholeModel | Pipeline, work: Sequence[MicroBatch], also: Finish | None = None
-) -> Losses:
-    """Returns `Passes.evaluate`: the sum of each loss over micro-batches.
+@torch.no_grad()
+def mean_losses(
+    model: Model,
+    passes: Passes,
+    split: RowSplit,
+    device: torch.device,
+    reads: Sequence[ReadRows],
+    also: Finish | None = None,
+) -> Evaluation:
+    """Computes mean losses over several global batches, without dropout.
+
+    All ranks call it together and get the same result.
 
     Args:
-        passes: Runs the micro-batches.
-        work: This process's micro-batches.
-        also: Called with the last hidden states of a micro-batch and the micro-batch.
+        model: This rank's part of the model.
+        passes: Runs micro-batches through it.
+        split: Which rows of a batch are this rank's.
+        device: Where it computes.
+        reads: For each global batch, a function that reads rows of it, called once each.
+        also: Called with the last hidden states of each micro-batch, and the micro-batch, where its
+            last link runs.
     """
-    totals = zeros(Model.counts(work[0].batch))
+    axes = split.axes
+    model.eval()
+    totals: dict[str, Tensor] = {}
+    with weights_kept(model):
+        for read in reads:
+            batch = on_device(read(split.all_rows), device)
+            counts = Model.counts(batch)
+            for name, loss in passes.evaluate(split.micro_batches(batch), also).items():
+                # All ranks of a pipeline read the same rows. Only the last stage has losses.
+                count = counts[name] * int(axes.pp.index == 0)
+                both = torch.stack((loss, count.to(loss.dtype)))
+                totals[name] = totals[name] + both if name in totals else both
+    # One of the ranks that hold the same rows counts them.
+    sums = torch.stack([*totals.values()]) * int(axes.same_batch.index == 0)
+    means = comm.all_reduce(sums, axes.world, label="metrics").tolist()
+    parts = {name: loss / max(1.0, count) for name, (loss, count) in zip(totals, means)}
+    return Evaluation(sum(parts.values()), parts)
 
-    def finish(hidden: Tensor, batch: Batch) -> None:
-        add(totals, passes.model.losses_of(hidden, batch))
-        if also is not None:
-            also(hidden, batch)
 
-    passes.forward(work, finish)
-    return totals
+def on_device(rows: Batch, device: torch.device) -> Batch:
+    """Copies rows to a device."""
+    return {key: value.to(device, non_blocking=True) for key, value in rows.items()}
 
 
 def weighted(losses: Losses, counts: Mapping[str, Tensor], scale: float) -> Tensor:
@@ -214,7 +301,7 @@ def weighted(losses: Losses, counts: Mapping[str, Tensor], scale: float) -> Tens
     return total * scale
 
 
-def zeros(counts: Mapping[str, Tensor]) -> Losses:
+def _zeros(counts: Mapping[str, Tensor]) -> Losses:
     """Returns a zero in float64 for each loss, on the device of its count."""
     return {
         name: torch.zeros((), dtype=torch.float64, device=count.device)
@@ -222,7 +309,7 @@ def zeros(counts: Mapping[str, Tensor]) -> Losses:
     }
 
 
-def add(totals: Losses, losses: Losses) -> None:
+def _add(totals: Losses, losses: Losses) -> None:
     """Adds losses to totals in place."""
     for name, loss in losses.items():
         if not loss.is_meta:  # another device computes it (D&SP-cSub)

@@ -17,10 +17,9 @@ from gridformer.data.tokenizer import SETTINGS
 from gridformer.parallel.registry import describe_layout
 from gridformer.train.callbacks import Callback, Callbacks, RunEnd, RunStart, Saved, State
 from gridformer.train.console import Reporter, overflow_note, title_of, trace_note
-from gridformer.train.events import Events
 from gridformer.train.heartbeat import Heartbeat
 from gridformer.train.loggers import open_loggers
-from gridformer.train.metrics import MetricsFile, plot_loss
+from gridformer.train.metrics import Events, MetricsFile, plot_loss
 
 if TYPE_CHECKING:
     from gridformer.checkpoint.saver import SaveReport
@@ -123,19 +122,19 @@ class Journal:
         """Tells a sentence that a reader of the terminal wants to know."""
         self.told.tell(lambda callback: callback.on_note(sentence))
 
-    def saved(self, one: SaveReport) -> None:
+    def saved(self, report: SaveReport) -> None:
         """Tells what became of a save."""
-        found = one.outcome
+        outcome = report.outcome
         saved = Saved(
-            found.step,
-            found.target,
-            found.n_bytes,
-            found.seconds,
-            one.stalled_s,
-            one.waited_s,
-            found.failure,
-            tuple(found.removed),
-            found.not_copied,
+            outcome.step,
+            outcome.target,
+            outcome.n_bytes,
+            outcome.seconds,
+            report.stalled_s,
+            report.waited_s,
+            outcome.failure,
+            tuple(outcome.removed),
+            outcome.not_copied,
         )
         self.told.tell(lambda callback: callback.on_saved(saved))
 

@@ -1,23 +1,18 @@
 """Makes the batches of the next steps in a background thread while the device computes.
 
-A thread is enough. Most of the time is spent on reading and copying, during which numpy releases
-Python's lock; the rest takes turns with the training thread, so it costs no more than it would
-there. A child process would instead have to be forked or started from a worker that has process
-groups, GPUs and threads, and would outlive it if the worker were killed.
-
-A batch depends only on (seed, step, row). So batches that are made ahead are the same as those made
-when they are needed, and nothing about them has to be saved in a checkpoint.
+Reading and copying release Python's lock, so a thread is enough, and a child process would outlive
+a worker that is killed. A batch depends only on (seed, step, row), so nothing about batches that
+are made ahead has to be saved in a checkpoint.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from queue import SimpleQueue
 from typing import Protocol, Self
 
 import numpy as np
@@ -61,13 +56,12 @@ class BatchLoader:
         device: torch.device,
         depth: int = DEPTH,
     ) -> None:
-        self.batches, self.rows, self.steps, self.depth = batches, rows, steps, depth
+        self.batches, self.rows, self.steps = batches, rows, steps
         self.waited = (0.0, 0.0)
         self._transfer = transfer_to(device, depth + 1)
-        self._changed = threading.Condition()  # guards the next three
-        self._ready: deque[tuple[int, Batch | BaseException]] = deque()
+        self._made: SimpleQueue[tuple[int, Batch | BaseException | None]] = SimpleQueue()
+        self._free = threading.Semaphore(depth)  # how many more may be made
         self._closed = False
-        self._ended = False
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._thread.start()
 
@@ -84,12 +78,10 @@ class BatchLoader:
         """
         assert rows is self.rows, "the loader makes other rows"
         began = time.perf_counter()
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._ended)
-            self.waited = (began, time.perf_counter())
-            assert self._ready, f"no batch is left for step {step}"
-            number, made = self._ready.popleft()
-            self._changed.notify_all()
+        number, made = self._made.get()
+        self.waited = (began, time.perf_counter())
+        self._free.release()
+        assert made is not None, f"no batch is left for step {step}"
         assert number == step, f"the next batch is that of step {number}, not {step}"
         if isinstance(made, BaseException):
             try:
@@ -100,10 +92,8 @@ class BatchLoader:
 
     def close(self) -> None:
         """Ends the thread. If it is making a batch, it ends after that one."""
-        with self._changed:
-            self._closed = True
-            self._ready.clear()
-            self._changed.notify_all()
+        self._closed = True
+        self._free.release()
         self._thread.join(_CLOSE_S)
 
     def __enter__(self) -> Self:
@@ -113,31 +103,17 @@ class BatchLoader:
         self.close()
 
     def _run(self) -> None:
-        with self._telling_the_end():
-            for step in self.steps:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closed or len(self._ready) < self.depth)
-                    if self._closed:
-                        return
-                made: Batch | BaseException
-                try:
-                    made = self._transfer.from_host(self.batches.batch(step, self.rows))
-                except BaseException as error:
-                    made = error
-                with self._changed:
-                    self._ready.append((step, made))
-                    self._changed.notify_all()
-                if isinstance(made, BaseException):
-                    return
-
-    @contextmanager
-    def _telling_the_end(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+        for step in self.steps:
+            self._free.acquire()
+            if self._closed:
+                return
+            try:
+                batch = self._transfer.from_host(self.batches.batch(step, self.rows))
+            except BaseException as error:
+                self._made.put((step, error))
+                break
+            self._made.put((step, batch))
+        self._made.put((-1, None))
 
 
 class Transfer(Protocol):
@@ -225,10 +201,10 @@ class ToGpu:
         assert batch is buffer.batch, "batches are copied in the order in which they were made"
         training = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self.stream):
-            found = {key: x.to(self.device, non_blocking=True) for key, x in batch.items()}
+            on_gpu = {key: x.to(self.device, non_blocking=True) for key, x in batch.items()}
             buffer.copied = self.stream.record_event()
         training.wait_event(buffer.copied)
-        for tensor in found.values():
+        for tensor in on_gpu.values():
             tensor.record_stream(training)  # its memory belongs to the other stream
         self._copied += 1
-        return found
+        return on_gpu

@@ -1,25 +1,26 @@
-"""The metrics of a run: metrics.jsonl and loss.png, and how metrics are named and shown."""
+"""metrics.jsonl, events.jsonl and loss.png of a run, and how metrics are named and shown."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gridformer.config import FINE_TUNING
-from gridformer.train.callbacks import Callback
+from gridformer.train.callbacks import Callback, RunEnd, RunStart, Saved
 from gridformer.utils.files import read_text, writing
 from gridformer.utils.units import GIB
 
 if TYPE_CHECKING:
     from gridformer.config import RunConfig
 
-METRICS = "metrics.jsonl"
-PLOT = "loss.png"
-EVENTS = "tensorboard"
+METRICS, EVENTS_FILE = "metrics.jsonl", "events.jsonl"
+PLOT, TENSORBOARD = "loss.png", "tensorboard"
 MOST_BYTES = 8 * GIB  # of metrics.jsonl: a million steps have a third of a GiB
 _NAMES = ("BLEU", "F1", "Matthews", "Pearson", "Spearman")
 _SPELLED = {name.lower(): name for name in _NAMES}
@@ -68,6 +69,42 @@ class MetricsFile(Callback):
             self._file.close()
 
 
+class Events(Callback):
+    """Writes events.jsonl: when a run started, saved, diverged and ended.
+
+    metrics.jsonl has one line for each step, as if the run had never been interrupted. A run that
+    is resumed appends to this file. The run goes on if it cannot be written, as on a full disk.
+    """
+
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time) -> None:
+        self.path, self._clock = run_dir / EVENTS_FILE, clock
+
+    def on_start(self, start: RunStart) -> None:
+        about = {"layout": start.layout, "devices": start.devices, "device": start.device}
+        self._write("start", start.step, about)
+
+    def on_saved(self, saved: Saved) -> None:
+        if saved.failure:
+            self._write("not_saved", saved.step, {"why": saved.failure})
+            return
+        about = {"bytes": saved.n_bytes, "seconds": saved.seconds, "stalled_s": saved.stalled_s}
+        self._write("saved", saved.step, about)
+
+    def on_diverged(self, step: int, why: str, back_to: int | None) -> None:
+        self._write("diverged", step, {"why": why, "back_to": back_to})
+
+    def on_end(self, end: RunEnd) -> None:
+        if end.how == "failed":
+            self._write("failed", end.step, {"why": end.why})
+        else:
+            self._write("end", end.step, {"stopped": end.how == "stopped"})
+
+    def _write(self, event: str, step: int, about: dict[str, Any]) -> None:
+        line = json.dumps({"event": event, "time": self._clock(), "step": step, **about})
+        with suppress(OSError), self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
 def lacks_evaluation(run_dir: Path, step: int) -> bool:
     """Returns whether a run has written the metrics of a step, but not of an evaluation there."""
     lines = [line for line in read_metrics(run_dir) if line["step"] == step]
@@ -97,13 +134,7 @@ def loss_unit(run: RunConfig) -> str:
 
 
 def token_perplexity(run: RunConfig, metrics: Mapping[str, float]) -> float | None:
-    """Returns the perplexity of the validation set's tokens; None for a task without tokens.
-
-    Args:
-        run: The run.
-        metrics: The metrics of a step, with `val_loss`, and with `val_loss_tokens` if the loss has
-            several parts.
-    """
+    """Returns the perplexity of the validation set's tokens; None for a task without tokens."""
     if run.task in FINE_TUNING:
         return None
     return perplexity(metrics.get("val_loss_tokens", metrics["val_loss"]))
@@ -123,31 +154,20 @@ def complete_lines(path: Path) -> list[dict[str, Any]]:
     """Returns the objects in a file of JSON lines, without lines truncated by a crash."""
     if not path.exists():
         return []
-    found = []
+    objects = []
     for line in read_text(path, MOST_BYTES).split("\n"):
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return found
+        with suppress(json.JSONDecodeError):
+            objects.append(json.loads(line))
+    return objects
 
 
-def plot_loss(run_dir: Path, title: str, run: RunConfig) -> Path | None:
-    """Plots training and validation loss over steps.
-
-    Args:
-        run_dir: The run directory, into which the picture is written.
-        title: The title of the picture.
-        run: The run.
-
-    Returns:
-        The path of the picture, or None if the run has no metrics yet.
-    """
+def plot_loss(run_dir: Path, title: str, run: RunConfig) -> None:
+    """Plots training and validation loss over steps into the run directory, if it has metrics."""
     metrics = read_metrics(run_dir)
     train = [(m["step"], m["loss"]) for m in metrics if "loss" in m]
     val = [(m["step"], m["val_loss"]) for m in metrics if "val_loss" in m]
     if not train:
-        return None
+        return
     import matplotlib
 
     matplotlib.use("Agg")
@@ -181,7 +201,6 @@ def plot_loss(run_dir: Path, title: str, run: RunConfig) -> Path | None:
     with writing(path):
         figure.savefig(path, dpi=130)
     plt.close(figure)
-    return path
 
 
 def _short(value: float) -> str:

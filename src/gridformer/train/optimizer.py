@@ -1,4 +1,4 @@
-"""The optimizer. It clips, updates and offloads parameters in units.
+"""The optimizer, which clips, updates and offloads parameters in units, and the learning rate.
 
 A unit is the matrices of one layer; the last unit is everything else: embeddings, heads, vectors.
 After the backward pass, units are updated one after the other. With `update: in_backward` a layer
@@ -20,6 +20,7 @@ it is updated. The arithmetic is the same as without offloading.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -134,8 +135,8 @@ class Updates:
         # The norms of layers are all-reduced in the backward pass, so all ranks of a stage must
         # have the same lag, including ranks that hold no matrix of any layer (on the other
         # sub-grids of D&SP-cSub).
-        under_way = axes.dp.size > 1 or not in_layers.isdisjoint(self.sums.parameters)
-        self._lag = int(under_way)
+        in_flight = axes.dp.size > 1 or not in_layers.isdisjoint(self.sums.parameters)
+        self._lag = int(in_flight)
         if self.in_backward:
             for number, layer in enumerate(layers):
                 model.recompute.before_backward(layer, partial(self._reach, number))
@@ -158,12 +159,12 @@ class Updates:
         """AdamW's state by updated parameter. With offloading, the moments are in host memory."""
         if self.train.offload == "optimizer" and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # moments of the last update may still be on their way
-        found: dict[nn.Parameter, dict[str, Tensor]] = {}
-        for unit in self.units:
-            for parameter in unit.updated:
-                if parameter in unit.optimizer.state:
-                    found[parameter] = unit.optimizer.state[parameter]
-        return found
+        return {
+            parameter: unit.optimizer.state[parameter]
+            for unit in self.units
+            for parameter in unit.updated
+            if parameter in unit.optimizer.state
+        }
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -234,13 +235,7 @@ class Updates:
     def _update(
         self, unit: UpdateUnit, factor: Tensor | None = None, overflow: Tensor | None = None
     ) -> None:
-        """Updates a unit.
-
-        Args:
-            unit: The unit.
-            factor: Scales its gradients, a scalar on the device.
-            overflow: See `finish`; None means 0.
-        """
+        """Updates a unit, with its gradients scaled by `factor`; see `finish` for `overflow`."""
         optimizer: Any = unit.optimizer
         # The fused optimizer multiplies gradients by 1 / grad_scale, and updates nothing if
         # found_inf is 1. torch's GradScaler gives it both in the same way.
@@ -322,3 +317,32 @@ class Updates:
             overflow = torch.maximum(overflow, self._overflow)
         self._overflow = overflow
         self._update(unit, clippings(square.sqrt(), self.train.clip_norm), overflow)
+
+
+def learning_rate(step: int, train: TrainConfig) -> float:
+    """Returns the learning rate of a step (counted from 0).
+
+    It is a function of the step and the config alone, so a resumed run goes on with the rates that
+    it would have had, and nothing is saved for them. It rises linearly to `lr` over `warmup_steps`,
+    and then follows `lr_schedule`:
+
+    - inverse_sqrt: falls as 1 / sqrt(step) (Vaswani et al. 2017)
+    - cosine: falls along half a wave (Loshchilov and Hutter 2017) until the last step
+    - wsd: stays, and falls over the last steps (Hu et al. 2024; "1-sqrt": Hägele et al. 2024)
+    """
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    if train.lr_schedule == "constant":
+        return train.lr
+    if train.lr_schedule == "inverse_sqrt":
+        return train.lr * math.sqrt(train.warmup_steps / (step + 1))
+    start, shape = train.warmup_steps, str(train.lr_schedule)
+    if train.lr_schedule == "wsd":
+        start, shape = train.steps - 1 - train.decay_steps, train.decay_shape
+    x = min(1.0, max(0.0, (step - start) / max(1, train.steps - 1 - start)))
+    # What remains of the fall after a fraction x of its steps: 1 at x = 0, 0 at x = 1.
+    if shape == "cosine":
+        left = 0.5 * (1.0 + math.cos(math.pi * x))
+    else:
+        left = 1.0 - (x if shape == "linear" else math.sqrt(x))
+    return train.lr * (train.min_lr_ratio + (1.0 - train.min_lr_ratio) * left)

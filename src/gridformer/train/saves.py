@@ -1,12 +1,24 @@
-"""The saves of a run: starts them with `gridformer.checkpoint.saver`, and reports their results."""
+"""The checkpoints of a run: the one that it resumes from, and its own saves."""
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint.copies import copy_newest, replace_damaged
+from gridformer.checkpoint.fallback import Damaged, choose_together, set_aside
+from gridformer.checkpoint.going_on import CopyPatience, going_on, until
 from gridformer.checkpoint.manifest import Manifest
+from gridformer.checkpoint.place import LocalPlace
+from gridformer.checkpoint.same_run import check_copy, check_same_run, data_start_of
 from gridformer.checkpoint.saver import Saver
+from gridformer.comm.agree import first_text
 from gridformer.mesh import Axes
 from gridformer.mesh.process_group import is_effect_of_a_peer, is_gpu_error
 from gridformer.models import Model
@@ -16,15 +28,99 @@ from gridformer.train.step import Stepper
 from gridformer.utils.signals import StopRequest
 
 
-class Saves:
-    """Saves the checkpoints of a run.
+def intact_checkpoint(plan: Plan, axes: Axes) -> tuple[Plan, Manifest | None]:
+    """Replaces a damaged checkpoint by the newest undamaged one, if `train.fallback` is true.
 
-    Args:
-        plan: The checked run.
-        model: This rank's model.
-        axes: The axes of the mesh.
-        stop: The stop request of this process.
-        journal: It is told what becomes of saves.
+    All ranks call it together. A checkpoint that should be at `train.checkpoint_to` is copied.
+
+    Returns:
+        The plan with the checkpoint, and its manifest if its checksums are verified by now.
+    """
+    verified = None
+    if plan.run.train.fallback and plan.resume is not None:
+        chosen = choose_together([plan.resume, *plan.older], axes, partial(_replace, plan, axes))
+        verified = chosen.manifest
+        if chosen.folder != plan.resume:
+            check_same_run(verified, plan.run, chosen.folder, plan.data)
+        plan = replace(
+            plan,
+            resume=chosen.folder,
+            resume_step=verified.step,
+            data_start=data_start_of(verified, plan.run, plan.data),
+            damaged=(*plan.damaged, *chosen.damaged),
+        )
+    if axes.world.index == 0:
+        for damaged in plan.damaged:
+            kept = set_aside(damaged.folder, "damaged")
+            _say(
+                f"{damaged.reason}; resuming from {plan.resume}, as train.fallback=true says, and "
+                f"keeping the damaged one as {kept}"
+            )
+    if plan.resume is not None and plan.run.train.checkpoint_to:
+        _first_works(plan, axes, partial(_copy, plan))
+    return plan, verified
+
+
+def _replace(
+    plan: Plan, axes: Axes, damaged: Sequence[Damaged], before: Path | None
+) -> Path | None:
+    """Replaces damaged checkpoints by a copy; see `replace_damaged`. All ranks call it together."""
+    url = plan.run.train.checkpoint_to
+    if not url:
+        return None
+
+    def work() -> str:
+        check = partial(check_copy, plan.run, plan.data)
+        copy = replace_damaged(url, plan.out, check, damaged, before)
+        return copy.name if copy else ""
+
+    name = _first_works(plan, axes, work)
+    return plan.out / "checkpoints" / name if name else None
+
+
+def _copy(plan: Plan) -> str:
+    """Copies the newest checkpoint if the copy is missing, or says why it cannot."""
+    if why := copy_newest(plan.run.train, plan.out):
+        url = plan.run.train.checkpoint_to
+        _say(f"the newest checkpoint is not at {url} ({why}): the next save copies again")
+    return ""
+
+
+def _first_works(plan: Plan, axes: Axes, work: Callable[[], str]) -> str:
+    """Lets the first rank do work that may take longer than the timeout of a message.
+
+    All ranks call it together.
+
+    Returns:
+        The result of `work`, on all ranks; an empty text if the first rank cannot write to the run
+        directory that it is at work.
+    """
+    world, timeout_s = axes.world, plan.run.train.timeout_s
+    draft = LocalPlace(plan.out).draft("copy")
+    result = ""
+    if world.index:
+        first_text("", world)  # the first rank has begun
+        patience = CopyPatience(draft, timeout_s, timeout_s)
+        until(lambda: not draft.exists() or patience.is_over())
+    else:
+        with ExitStack() as marked:
+            try:
+                marked.enter_context(going_on(draft, timeout_s))
+                works = True
+            except OSError as error:
+                works = False
+                _say(f"copies cannot be made or used now: {error}")
+            first_text("", world)
+            result = work() if works else ""
+    return first_text(result, world)
+
+
+def _say(sentence: str) -> None:
+    print(f"gridformer: {sentence}", file=sys.stderr, flush=True)
+
+
+class Saves:
+    """Saves the checkpoints of a run, and tells its journal what becomes of them.
 
     Attributes:
         save_s: How many seconds the last one took; None before the first.
@@ -56,11 +152,6 @@ class Saves:
     def save(self, manifest: Manifest, stepper: Stepper, last: bool) -> None:
         """Saves a checkpoint; see `Saver.save`. All ranks call it together, between two steps.
 
-        Args:
-            manifest: The manifest without files and index.
-            stepper: Holds the model and its updates, whose shards are saved.
-            last: Whether the run ends after it.
-
         Raises:
             SaveError: It is the last one and could not be written. All ranks raise it.
         """
@@ -70,10 +161,10 @@ class Saves:
         self.tell()
 
     def tell(self) -> None:
-        """Prints what became of saves."""
-        for one in self.saver.news():
-            self.save_s = one.outcome.seconds
-            self.journal.saved(one)
+        """Tells what became of saves."""
+        for report in self.saver.news():
+            self.save_s = report.outcome.seconds
+            self.journal.saved(report)
 
     def finish(self) -> None:
         """Waits for a save under way, also after an error."""

@@ -1,13 +1,25 @@
-"""Scorers of the fine-tuning tasks: what to keep of every sample, and the scores of a set."""
+"""Scorers of the fine-tuning tasks: what to keep of every sample, and the scores of a set.
+
+The scores are those of GLUE (Wang et al. 2019: accuracy, the F1 score of class 1, the Matthews
+correlation, the correlations of Pearson and Spearman) and of SQuAD 1.1 and 2.0 (Rajpurkar et al.
+2016 and 2018: exact match, the F1 score of the words of an answer). All are fractions; papers often
+multiply them by 100.
+"""
 
 from __future__ import annotations
 
+import math
+import re
+import string
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gridformer.config import RunConfig
@@ -21,8 +33,10 @@ from gridformer.data.tokenizer import Tokenizer
 from gridformer.models import Model
 from gridformer.models.blocks import by_label
 from gridformer.train.evaluation import Scorer, ValidationSet
-from gridformer.train.task_scores import answer_scores, label_scores, regression_scores
 from gridformer.utils.batch import Batch
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def validation_sets(run: RunConfig, data: RunData) -> list[ValidationSet]:
@@ -44,27 +58,20 @@ def _sets(
     splits: Mapping[str, TokenSplit],
     kind: Literal["val", "test"],
 ) -> list[ValidationSet]:
-    found = []
+    sets = []
     for name, batches in opened.items():
         numbers, scorer = range(run.train.eval_batches), None
         if isinstance(batches, SequentialBatches):
             numbers = batches.numbers
             scorer = scorer_of(run, data.folder_of(splits[name]), splits[name], batches.samples)
-        found.append(ValidationSet(name, batches, numbers, scorer, kind))
-    return found
+        sets.append(ValidationSet(name, batches, numbers, scorer, kind))
+    return sets
 
 
 def scorer_of(
     run: RunConfig, folder: TokenFolder, split: TokenSplit, samples: Samples
 ) -> Scorer | None:
-    """Returns the scorer of a validation set, or None if its task has no right answers.
-
-    Args:
-        run: The run.
-        folder: The folder of the set.
-        split: The split that the set consists of.
-        samples: The samples of the set.
-    """
+    """Returns the scorer of a validation set, or None if its task has no right answers."""
     if run.task in ("classify", "choice"):
         n_labels = run.data.n_choices if run.task == "choice" else run.model.n_labels
         return LabelScorer(samples.n_samples, n_labels)
@@ -85,16 +92,14 @@ class LabelScorer:
     n_columns: int = 2
 
     def answers(self, model: Model, hidden_BSH: Tensor, batch: Batch) -> Tensor | None:
-        """See Scorer."""
         logits = model.branch_logits(hidden_BSH, batch)["labels"]
         if logits.is_meta:
             return None
-        found = by_label(logits, batch["labels"]).argmax(-1)
-        return torch.stack((found, batch["labels"]), 1)
+        labels = by_label(logits, batch["labels"]).argmax(-1)
+        return torch.stack((labels, batch["labels"]), 1)
 
-    def scores(self, found: Tensor) -> dict[str, float]:
-        """See Scorer."""
-        said, wanted = found.long().t().tolist()
+    def scores(self, answers: Tensor) -> dict[str, float]:
+        said, wanted = answers.long().t().tolist()
         return label_scores(said, wanted, self.n_labels)
 
 
@@ -106,15 +111,13 @@ class NumberScorer:
     n_columns: int = 2
 
     def answers(self, model: Model, hidden_BSH: Tensor, batch: Batch) -> Tensor | None:
-        """See Scorer."""
         logits = model.branch_logits(hidden_BSH, batch)["labels"]
         if logits.is_meta:
             return None
         return torch.stack((logits.squeeze(1).double(), batch["labels"].double()), 1)
 
-    def scores(self, found: Tensor) -> dict[str, float]:
-        """See Scorer."""
-        said, wanted = found.t().tolist()
+    def scores(self, answers: Tensor) -> dict[str, float]:
+        said, wanted = answers.t().tolist()
         return regression_scores(said, wanted)
 
 
@@ -125,12 +128,6 @@ class AnswerScorer:
     The answer to a question is the span with the largest sum of both logits in any window, of at
     most `max_length` tokens. If the set has questions without an answer, the result is no answer
     where the smallest sum of the logits of [CLS] in any window is larger than that.
-
-    Attributes:
-        samples: The windows.
-        folder: The folder.
-        split: The name of its split.
-        max_length: The most tokens of an answer.
     """
 
     samples: AnswerExamples
@@ -150,16 +147,15 @@ class AnswerScorer:
             return None
         return best_spans(logits, batch["context"], self.max_length)
 
-    def scores(self, found: Tensor) -> dict[str, float]:
-        """See Scorer."""
-        return answer_scores(self.said(found), [one.answers for one in self.questions])
+    def scores(self, answers: Tensor) -> dict[str, float]:
+        return answer_scores(self.said(answers), [one.answers for one in self.questions])
 
-    def said(self, found: Tensor) -> list[str]:
+    def said(self, answers: Tensor) -> list[str]:
         """Returns the answer to each question of the set, empty for none."""
         may_be_none = any(not one.answers for one in self.questions)
         best: dict[int, tuple[float, int, int]] = {}
         none: dict[int, float] = {}
-        for number, (score, low, high, null) in enumerate(found.tolist()):
+        for number, (score, low, high, null) in enumerate(answers.tolist()):
             window = self.samples.window(number)
             none[window.document] = min(null, none.get(window.document, null))
             before = best.get(window.document, (-torch.inf, 0, 0))
@@ -192,9 +188,9 @@ def offsets_of(
     tokenizer: Tokenizer, texts: Sequence[str]
 ) -> list[tuple[list[int], Sequence[tuple[int, int]]]]:
     """Returns the ids of texts and the characters of each token; equal texts are encoded once."""
-    once = [*dict.fromkeys(texts)]
-    found = dict(zip(once, tokenizer.encode_with_offsets(once)))
-    return [found[text] for text in texts]
+    different = [*dict.fromkeys(texts)]
+    encoded = dict(zip(different, tokenizer.encode_with_offsets(different)))
+    return [encoded[text] for text in texts]
 
 
 def best_spans(logits_B2S: Tensor, context_BS: Tensor, max_length: int) -> Tensor:
@@ -223,3 +219,99 @@ def best_spans(logits_B2S: Tensor, context_BS: Tensor, max_length: int) -> Tenso
         length = torch.where(better, more, length)
     null = logits_B2S[:, 0, 0].double() + logits_B2S[:, 1, 0].double()
     return torch.stack((best, low.double(), (low + length).double(), null), 1)
+
+
+# --------------------------------------------------------------------------- scores
+
+
+def label_scores(said: Sequence[int], wanted: Sequence[int], n_labels: int) -> dict[str, float]:
+    """Returns the accuracy of labels, and for two labels also F1 of label 1 and Matthews' score."""
+    pairs = Counter(zip(said, wanted))
+    right = sum(n for (a, b), n in pairs.items() if a == b)
+    scores = {"accuracy": right / max(1, len(wanted))}
+    if n_labels == 2:
+        both, only_said = pairs[1, 1], pairs[1, 0]
+        only_wanted, neither = pairs[0, 1], pairs[0, 0]
+        scores["f1"] = _ratio(2 * both, 2 * both + only_said + only_wanted)
+        sizes = (both + only_said, both + only_wanted, neither + only_said, neither + only_wanted)
+        top = both * neither - only_said * only_wanted
+        scores["matthews"] = _ratio(top, math.sqrt(math.prod(sizes)))
+    return scores
+
+
+def regression_scores(said: Sequence[float], wanted: Sequence[float]) -> dict[str, float]:
+    """Returns the correlations of numbers with the right ones: Pearson's, and Spearman's of ranks.
+
+    They are 0 if all numbers of one side are equal.
+    """
+    x, y = np.asarray(said, np.float64), np.asarray(wanted, np.float64)
+    return {"pearson": _correlation(x, y), "spearman": _correlation(_ranks(x), _ranks(y))}
+
+
+def _correlation(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+    x, y = x - x.mean(), y - y.mean()
+    return _ratio(float(x @ y), math.sqrt(float(x @ x) * float(y @ y)))
+
+
+def _ranks(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns the rank of each number; equal numbers have the mean of their ranks."""
+    _, group, sizes = np.unique(x, return_inverse=True, return_counts=True)
+    return (np.cumsum(sizes) - (sizes - 1) / 2)[group]
+
+
+def answer_scores(said: Sequence[str], wanted: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Returns exact_match and f1 of answers, and both for questions with and without an answer.
+
+    Of several right answers the best match counts.
+
+    Args:
+        said: The answer to each question, empty for none.
+        wanted: The right answers to each question; none if there is no answer.
+    """
+    each = [
+        (
+            max(float(normalized(text) == normalized(one)) for one in right),
+            max(word_f1(text, one) for one in right),
+            bool(answers),
+        )
+        for text, answers in zip(said, wanted)
+        for right in [_real(answers)]
+    ]
+    scores = _means(each, "")
+    kinds = (("has_answer", True), ("no_answer", False))
+    parts = [(f"_{what}", [one for one in each if one[2] is has]) for what, has in kinds]
+    if all(some for _, some in parts):
+        for suffix, some in parts:
+            scores |= _means(some, suffix)
+    return scores
+
+
+def normalized(answer: str) -> str:
+    """Returns an answer in lower case, without punctuation, articles and extra white space."""
+    return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
+
+
+def word_f1(said: str, wanted: str) -> float:
+    """Returns the F1 score of the words of an answer; without words, 1 if both have none."""
+    ours, theirs = normalized(said).split(), normalized(wanted).split()
+    if not ours or not theirs:
+        return float(ours == theirs)
+    same = sum((Counter(ours) & Counter(theirs)).values())
+    return 2 * same / (len(ours) + len(theirs))
+
+
+def _real(answers: Sequence[str]) -> Sequence[str]:
+    """Leaves out right answers that consist of articles and punctuation alone."""
+    return [one for one in answers if normalized(one)] or [""]
+
+
+def _means(each: Sequence[tuple[float, float, bool]], suffix: str) -> dict[str, float]:
+    n = max(1, len(each))
+    return {
+        f"exact_match{suffix}": sum(match for match, _, _ in each) / n,
+        f"f1{suffix}": sum(f1 for _, f1, _ in each) / n,
+    }
+
+
+def _ratio(top: float, bottom: float) -> float:
+    return top / bottom if bottom else 0.0

@@ -20,20 +20,19 @@ from gridformer.parallel.data.copies import share_copies, share_parts
 from gridformer.parallel.data.gradients import clear_gradients, reduce_gradients
 from gridformer.parallel.pipeline import Executor, timed
 from gridformer.parallel.tensor.linear import KeptWeights
-from gridformer.train.forward_backward import Finish, Passes, Pipeline, WholeModel
-from gridformer.train.loss_scale import LossScale
-from gridformer.train.mean_losses import ReadRows, mean_losses, on_device
-from gridformer.train.optimizer import Updates
-from gridformer.train.results import (
-    Copied,
-    Evaluation,
-    FiniteCheck,
-    Repeated,
-    StartedStep,
-    StepResult,
+from gridformer.train.forward_backward import (
+    Finish,
+    Passes,
+    Pipeline,
+    ReadRows,
+    RowSplit,
+    WholeModel,
+    mean_losses,
+    on_device,
 )
-from gridformer.train.rows import RowSplit
-from gridformer.train.schedules import learning_rate
+from gridformer.train.in_flight_steps import Copied, Evaluation, Repeated, StartedStep, StepResult
+from gridformer.train.loss_scale import FiniteCheck, LossScale
+from gridformer.train.optimizer import Updates, learning_rate
 from gridformer.utils.batch import Batch
 from gridformer.utils.tensors import DeviceEvent
 
@@ -88,10 +87,7 @@ class Stepper:
         return self.split.all_rows
 
     def __call__(self, step: int, read: ReadRows, flag: bool = False) -> StepResult:
-        """Trains on the global batch of one step and waits for its result.
-
-        It is `start(...).result()`; see both for the arguments and errors.
-        """
+        """Trains on the global batch of one step and waits for its result; see `start`."""
         return self.start(step, read, flag).result()
 
     def start(self, step: int, read: ReadRows, flag: bool = False) -> StartedStep:
@@ -154,10 +150,6 @@ class Stepper:
         """Computes the loss and the gradients of a step once more and updates nothing.
 
         All ranks call it together. With `update: in_backward` it computes no gradients.
-
-        Args:
-            step: The number of the step, counted from 0.
-            read: Reads rows of the step's global batch.
         """
         self.forget()
         batch = self._read(read)
@@ -165,7 +157,7 @@ class Stepper:
         counts, tokens_and_flags = self._count(batch, False)
         clear_gradients(self.parameters)
         self.model.clock.step = step
-        border, self.passes.at_border = self.passes.at_border, None
+        stops_before, self.passes.stops_before = self.passes.stops_before, None
         self.passes.loads_again()  # the search for the cause launches kernels of its own
         with self.kept.open(), one_thread():
             if self.updates.in_backward:
@@ -177,7 +169,7 @@ class Stepper:
                 self.updates.begin(0.0)
                 losses = self.passes.train(work, counts, self.scale.scale)
                 reduce_gradients(self.parameters, self.axes, self.sums, self.updates.done)
-        self.passes.at_border = border
+        self.passes.stops_before = stops_before
         return Repeated(batch, losses, int(tokens_and_flags[0]))
 
     def forget(self) -> None:
@@ -189,15 +181,10 @@ class Stepper:
         return mean_losses(self.model, self.passes, self.split, self.device, reads, also)
 
     def _read(self, read: ReadRows) -> Batch:
-        """Reads all rows of this device at once and copies them to the device."""
         return on_device(read(self.all_rows), self.device)
 
     def _count(self, batch: Batch, flag: bool) -> tuple[dict[str, Tensor], Tensor]:
-        """Counts over the global batch, on the device.
-
-        Returns:
-            The targets of each loss, and [tokens read, flags raised].
-        """
+        """Counts targets of each loss, and [tokens read, flags raised], over the global batch."""
         counts = Model.counts(batch)
         mine = [*counts.values(), Model.n_tokens(batch)]
         mine = [count * self._first() * self._reads_first() for count in mine]
@@ -206,17 +193,11 @@ class Stepper:
         return dict(zip(counts, totals.unbind())), totals[-2:]
 
     def _first(self) -> int:
-        """Returns 1 on one of the ranks that hold the same rows and 0 on the others.
-
-        With this factor, a sum over all ranks counts every row once.
-        """
+        """Returns 1 on one of the ranks that hold the same rows: a sum then counts a row once."""
         return int(self.axes.same_batch.index == 0)
 
     def _reads_first(self) -> int:
-        """Returns 1 on one rank of a pipeline, since all of them read the same rows, otherwise 0.
-
-        Losses do not need this factor, because only the last stage has them.
-        """
+        """Returns 1 on one rank of a pipeline, all of which read the same rows, otherwise 0."""
         return int(self.axes.pp.index == 0)
 
 

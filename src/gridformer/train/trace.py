@@ -92,21 +92,21 @@ def merged_trace(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     several machines each process counts from the barrier before the step.
     """
     one_clock = len({part["host"] for part in parts}) == 1
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     for rank, part in enumerate(parts):
         zero = parts[0]["zero"] if one_clock else part["zero"]
         place = ", ".join(f"{name} {index}" for name, index in part["place"].items())
         title = f"rank {rank}" + (f" ({place})" if place else "")
-        found += [
+        events += [
             _meta("process_name", rank, {"name": title}),
             _meta("process_sort_index", rank, {"sort_index": rank}),
             _meta("thread_name", rank, {"name": "computes, and waits"}),
         ]
-        found += [_slice(rank, zero, Event(*event)) for event in part["events"]]
+        events += [_slice(rank, zero, Event(*event)) for event in part["events"]]
         for number, message in enumerate(part["messages"]):
-            found += _traveling(rank, zero, f"{rank}.{number}", message)
-    found.sort(key=lambda event: (event.get("ts", -1.0), -event.get("dur", 0.0)))
-    return {"traceEvents": found, "displayTimeUnit": "ms"}
+            events += _traveling(rank, zero, f"{rank}.{number}", message)
+    events.sort(key=lambda event: (event.get("ts", -1.0), -event.get("dur", 0.0)))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _message(record: Record) -> dict[str, Any]:

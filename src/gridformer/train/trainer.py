@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -24,22 +25,24 @@ from gridformer.parallel.data.fsdp import drop_copies
 from gridformer.parallel.pipeline import Event
 from gridformer.train.callbacks import Callback
 from gridformer.train.compile import compile_model
-from gridformer.train.diagnosis import diagnose, not_finite
-from gridformer.train.divergence import Recovery
-from gridformer.train.ending import Ending, StepDropped
+from gridformer.train.divergence import Recovery, diagnose, not_finite
 from gridformer.train.evaluation import Evaluator, Measure
 from gridformer.train.flops import Utilization
+from gridformer.train.forward_backward import ReadRows
+from gridformer.train.in_flight_steps import (
+    StartedStep,
+    StepResult,
+    max_in_flight,
+    start_largest_peak,
+)
 from gridformer.train.journal import Journal
 from gridformer.train.loader import BatchLoader
-from gridformer.train.peak_memory import start_largest
 from gridformer.train.plan import Plan
-from gridformer.train.results import StartedStep
-from gridformer.train.resuming import intact
-from gridformer.train.saves import Saves
+from gridformer.train.saves import Saves, intact_checkpoint
 from gridformer.train.scorers import validation_sets
-from gridformer.train.step import ReadRows, Stepper
+from gridformer.train.step import Stepper
+from gridformer.train.stop_protocol import StepDropped, StopProtocol
 from gridformer.train.trace import StepTrace
-from gridformer.train.under_way import FinishedStep, StepsUnderWay, lag_of
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import CheckpointError, DivergedError
 from gridformer.utils.signals import install
@@ -72,7 +75,7 @@ class Trainer:
         self.journal = Journal(plan, world, callbacks)
         decisions = plan.decisions
         self.axes = build_axes(run.layout, world.device.type, decisions.block)
-        self.plan, verified = intact(plan, self.axes)
+        self.plan, verified = intact_checkpoint(plan, self.axes)
         plan = self.plan
         data = RunData.open(run.data)
         self.batches = open_training(run, data, plan.data_start)
@@ -93,7 +96,8 @@ class Trainer:
             self.stepper, sets, world.device, measures, run.train.sanity_checks
         )
         self.utilization = Utilization.of(run, world.device, self.model.recompute.stops_early)
-        self.under_way = StepsUnderWay(lag_of(run.train, world.device))
+        self.in_flight: deque[StartedStep] = deque()  # launched, and not read yet, oldest first
+        self.max_in_flight = max_in_flight(run.train, world.device)
         self.tokens = 0
         self.evaluated = plan.resume_step if plan.done else -1  # the step of the last evaluation
         self.recovery = Recovery(run.train, plan.out, self.axes, plan.data_start)
@@ -106,7 +110,7 @@ class Trainer:
                 raise with_copy(error, run.train, plan.out) from None
             self.stepper.train = self.recovery.present
         self.saves = Saves(plan, self.model, self.axes, self.stop, self.journal)
-        evaluated = [one.batches for one in sets]
+        evaluated = [each.batches for each in sets]
         self.journal.begin(plan, data.n_train_tokens, self.batches, *evaluated)
 
     def _load(self, folder: Path, verified: Manifest | None = None) -> Manifest:
@@ -129,9 +133,9 @@ class Trainer:
         saved, told = step, False
         with ExitStack() as at_end:
             at_end.push(self._leave)
-            self.ending = self._ending()
-            at_end.callback(self.ending.close)
-            self.stepper.passes.at_border = self.ending.at
+            self.stopping = self._stop_protocol()
+            at_end.callback(self.stopping.close)
+            self.stepper.passes.stops_before = self.stopping.stops_before
             self.ahead = self._loader(self.batches, range(step, train.steps))
             at_end.callback(lambda: self.ahead.close())  # a rollback opens another
             at_end.callback(self.saves.finish)
@@ -141,20 +145,20 @@ class Trainer:
                     evaluated = self._evaluate(step)
                     self.journal.metrics({"step": step, "tokens": self.tokens, **evaluated})
             while step < train.steps and not told:
-                if self.ending.begins("step", self.stepper.micro_batches):
+                if self.stopping.begins("step", self.stepper.micro_batches):
                     break
                 try:
                     self._start(step)
                 except StepDropped:
                     break
                 step, metrics, told = self._results(step + 1)
-                self.ending.ended()
+                self.stopping.ended()
                 if metrics is None:
                     saved = step
                 if not metrics:
                     continue
                 if not told and self._evaluates_after(step):
-                    with suppress(StepDropped):  # the next border ends the run
+                    with suppress(StepDropped):  # the next stop point ends the run
                         metrics |= self._evaluate(step)
                 self.journal.metrics(metrics)
                 self.journal.state("training", metrics["step"], metrics.get("loss"))
@@ -174,14 +178,14 @@ class Trainer:
                 self._end(step)
             self.journal.end(step, saved, self.evaluated == train.steps)
 
-    def _ending(self) -> Ending:
-        """Returns the object that decides where this run ends if it is told to stop."""
+    def _stop_protocol(self) -> StopProtocol:
+        """Returns the object that decides where this run stops if it is told to."""
         place = launched_place()
         store = store_of(place) if place and self.world.size > 1 else None
         ends_at = self.stop.policy.ends_at
         n_bytes = sum(3 * p.numel() * p.element_size() for p in self.model.parameters())
-        first_save_s = n_bytes / _SAVED_PER_S
-        return Ending(self.stop, self.world.rank, self.world.size, store, ends_at, first_save_s)
+        save_s, world = n_bytes / _SAVED_PER_S, self.world
+        return StopProtocol(self.stop, world.rank, world.size, store, ends_at, save_s)
 
     def _end(self, step: int) -> None:
         """Says how the run has ended. Its work is saved."""
@@ -190,7 +194,7 @@ class Trainer:
             self.stop.done()
         else:
             self.journal.state("stopped", step)
-            self.ending.adopt()
+            self.stopping.adopt_cause()
             self.stop.saved()
 
     def _start(self, step: int) -> None:
@@ -202,9 +206,10 @@ class Trainer:
             started = self._traced(step, read)
         else:
             started = self.stepper.start(step, read, self.stop.requested)
-        peak = start_largest(self.world.device, self.axes.world)
         waited_from, waited_to = self.ahead.waited
-        self.under_way.add(step, began, started, waited_to - waited_from, peak)
+        started.began, started.data_wait_s = began, waited_to - waited_from
+        started.peak = start_largest_peak(self.world.device, self.axes.world)
+        self.in_flight.append(started)
 
     def _evaluates_after(self, step: int) -> bool:
         return step == self.run.train.steps or _due(step, self.run.train.eval_every)
@@ -219,7 +224,7 @@ class Trainer:
 
         Args:
             step: How many steps have been started.
-            left: How many of them may be left under way; None decides.
+            left: How many of them may be left in flight; None decides.
 
         Returns:
             How many steps are started or done now; the metrics of the last one that it waited for,
@@ -228,7 +233,7 @@ class Trainer:
         """
         if left is None:
             due = self._evaluates_after(step) or self._saves_after(step)
-            left = 0 if due else self.under_way.lag
+            left = 0 if due else self.max_in_flight
         try:
             metrics, told = self._end_steps(left)
         except DivergedError as error:
@@ -236,12 +241,9 @@ class Trainer:
         return step, metrics, told
 
     def _end_steps(self, left: int) -> tuple[dict[str, Any], bool]:
-        """Waits for the results of started steps, oldest first, and writes their metrics.
+        """Waits for the results of started steps, oldest first, until `left` are in flight.
 
         If a rank was told to stop, it waits for all of them.
-
-        Args:
-            left: How many of them may be left under way.
 
         Returns:
             The metrics of the last one, which are not written yet, empty if it waited for none; and
@@ -252,25 +254,25 @@ class Trainer:
         """
         metrics: dict[str, Any] = {}
         told = False
-        try:
-            for ended in self.under_way.end(left):
-                if metrics:
+        while len(self.in_flight) > (0 if told else left):
+            started = self.in_flight.popleft()
+            try:
+                result = started.result()
+            finally:
+                if metrics:  # of the step before it
                     self.journal.metrics(metrics)
-                metrics = self._metrics_of(ended)
-                told = told or ended.result.flagged
-        except DivergedError:
-            if metrics:  # of the step before it
-                self.journal.metrics(metrics)
-            raise
+            told = told or result.flagged
+            metrics = self._metrics_of(started, result)
         return metrics, told
 
-    def _metrics_of(self, ended: FinishedStep) -> dict[str, Any]:
+    def _metrics_of(self, started: StartedStep, result: StepResult) -> dict[str, Any]:
         """Counts a step that is over, and returns its line of metrics.jsonl."""
-        step, result, seconds, data_wait_s, peak = ended
+        step, seconds = started.step, started.seconds
+        peak = {} if started.peak is None else {"peak_memory_gib": started.peak.read()[0] / GIB}
         self.recovery.succeeded()
         self.tokens += result.tokens
         self.saves.tell()
-        self.ending.save_s = self.saves.save_s or self.ending.save_s
+        self.stopping.save_s = self.saves.save_s or self.stopping.save_s
         scale: dict[str, Any] = {}
         if self.run.train.dtype == "float16":
             scale = {"loss_scale": self.stepper.scale.scale, "skipped": result.skipped}
@@ -286,9 +288,9 @@ class Trainer:
             "tokens": self.tokens,
             "tokens_per_s": result.tokens / seconds,
             "step_time_s": seconds,
-            "data_wait_s": data_wait_s,
+            "data_wait_s": started.data_wait_s,
             **self.utilization.metrics(seconds),
-            **({} if peak is None else {"peak_memory_gib": peak / GIB}),
+            **peak,
             **self.saves.saver.metrics(),
         }
         if self.recovery.done.rollbacks:
@@ -306,21 +308,21 @@ class Trainer:
             DivergedError: The run ends.
         """
         with self._loader(self.batches, range(step, step + 1)) as again:
-            found = diagnose(self.stepper, step, partial(again.read, step))
+            diagnosis = diagnose(self.stepper, step, partial(again.read, step))
         self.saves.finish()  # it may be the checkpoint to go back to
-        decision = self.recovery.decide(error, found)
+        decision = self.recovery.decide(error, diagnosis)
         self.ahead.close()
-        self.under_way.clear()
-        back_to = None if decision.back_to is None else int(decision.back_to.name.split("-")[1])
+        self.in_flight.clear()  # those after it have updated nothing
+        back_to, folder = decision.back_to or (None, None)
         self.journal.diverged(step + 1, decision.told, back_to)
         left_out = None
-        if decision.back_to is None:
+        if folder is None:
             step += 1
             self.stepper.scale.skipped += 1
-            self.tokens += found.tokens
-            left_out = {"step": step, "left_out": found.cause, "tokens": self.tokens}
+            self.tokens += diagnosis.tokens
+            left_out = {"step": step, "left_out": diagnosis.cause, "tokens": self.tokens}
         else:
-            step = self._load(decision.back_to).step
+            step = self._load(folder).step
             self.evaluated = min(self.evaluated, step)
             for parameter in self.model.parameters():
                 drop_copies(parameter)
@@ -351,9 +353,9 @@ class Trainer:
 
     def _evaluate(self, step: int) -> dict[str, float]:
         self.journal.state("evaluating")
-        found = self.evaluate(step, self.ending, last=step == self.run.train.steps)
+        metrics = self.evaluate(step, self.stopping, last=step == self.run.train.steps)
         self.evaluated = step
-        return found
+        return metrics
 
     def _save(self, step: int, last: bool) -> None:
         """Saves a checkpoint. All ranks call it together.
@@ -375,7 +377,7 @@ class Trainer:
             self.recovery.done,
         )
         self.saves.save(manifest, self.stepper, last)
-        self.ending.save_s = self.saves.save_s or self.ending.save_s
+        self.stopping.save_s = self.saves.save_s or self.stopping.save_s
 
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from gridformer.models import Model
 from gridformer.train import trainer
+from gridformer.train.in_flight_steps import StartedStep
 from gridformer.train.plan import Plan
-from gridformer.train.results import StartedStep
 from gridformer.train.step import Stepper
 from gridformer.utils.errors import DivergedError
 from tests.support.multirank.runs import train

@@ -81,7 +81,7 @@ def train_a_step_ahead(how: Callable[..., Result], *args: Any) -> Result:
 
     Example: `pool.run(2, train_a_step_ahead, train, plan)`.
     """
-    with patch.object(trainer, "lag_of", lambda *_: 1):
+    with patch.object(trainer, "max_in_flight", lambda *_: 1):
         return how(*args)
 
 

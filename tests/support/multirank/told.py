@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from gridformer.train import ending
-from gridformer.train.ending import Ending
+from gridformer.train import stop_protocol
 from gridformer.train.plan import Plan
+from gridformer.train.stop_protocol import StopProtocol
 from gridformer.train.trainer import Trainer
 from gridformer.utils import signals
 from tests.support.multirank.runs import train
@@ -20,10 +20,10 @@ from tests.support.multirank.runs import train
 MICRO = 6  # micro-batches of a step
 
 
-def told(plan: Plan, store: Path, step: int, border: int) -> tuple[int, int, str]:
+def told(plan: Plan, store: Path, step: int, point: int) -> tuple[int, int, str]:
     """Send SIGTERM to a rank inside a step; return micro-batches left out, exit code and cause.
 
-    It is a rank that needs no message of a rank which waits at the same border.
+    It is a rank that needs no message of a rank which waits at the same point.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     chosen = 0 if plan.run.layout.pp > 1 else size - 1
@@ -32,20 +32,20 @@ def told(plan: Plan, store: Path, step: int, border: int) -> tuple[int, int, str
     stop = signals.install(policy)
     steps, left_out = 0, 0
 
-    def ending_of(self: Trainer) -> Ending:
-        return Ending(self.stop, rank, size, dist.FileStore(str(store)))
+    def protocol_of(self: Trainer) -> StopProtocol:
+        return StopProtocol(self.stop, rank, size, dist.FileStore(str(store)))
 
-    passes = Ending.at
+    passes = StopProtocol.stops_before
 
-    def at(self: Ending, number: int) -> bool:
+    def stops_before(self: StopProtocol, number: int) -> bool:
         nonlocal steps, left_out
         steps += number == 0 and self._kind == "step"
-        if (steps, number, rank) == (step, border, chosen) and not stop.requested:
+        if (steps, number, rank) == (step, point, chosen) and not stop.requested:
             os.kill(os.getpid(), signal.SIGTERM)
             while not stop.requested:
                 time.sleep(0.001)
-        if steps == step and number == border:
-            while self._promise is None:  # all have heard of it
+        if steps == step and number == point:
+            while self._pause_at is None:  # all have heard of it
                 time.sleep(0.001)
         ends = passes(self, number)
         left_out = left_out or (MICRO - number) * ends
@@ -53,10 +53,10 @@ def told(plan: Plan, store: Path, step: int, border: int) -> tuple[int, int, str
 
     try:
         with (
-            patch.object(Trainer, "_ending", ending_of),
-            patch.object(Ending, "at", at),
-            patch.object(Ending, "_rest_s", lambda self: float("inf")),
-            patch.object(ending, "_LOOK_S", 0.01),
+            patch.object(Trainer, "_stop_protocol", protocol_of),
+            patch.object(StopProtocol, "stops_before", stops_before),
+            patch.object(StopProtocol, "_rest_s", lambda self: float("inf")),
+            patch.object(stop_protocol, "_POLL_S", 0.01),
         ):
             train(plan)
         return left_out, stop.exit_code, stop.cause

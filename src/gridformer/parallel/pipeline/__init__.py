@@ -9,7 +9,7 @@ executor      runs a schedule
 timeline      measures it
 """
 
-from gridformer.parallel.pipeline.executor import LOADING_RUNS, AtBorder, Executor
+from gridformer.parallel.pipeline.executor import LOADING_RUNS, Executor, StopsBefore
 from gridformer.parallel.pipeline.partition import stages_of
 from gridformer.parallel.pipeline.prefetching import prefetch_within_stages
 from gridformer.parallel.pipeline.stage_params import keep_stages, mark_shared, modules_of
@@ -17,11 +17,11 @@ from gridformer.parallel.pipeline.timeline import Clock, Event, OnAction, idle_f
 
 __all__ = [
     "LOADING_RUNS",
-    "AtBorder",
     "Clock",
     "Event",
     "Executor",
     "OnAction",
+    "StopsBefore",
     "idle_fraction",
     "keep_stages",
     "mark_shared",

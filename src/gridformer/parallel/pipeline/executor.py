@@ -43,7 +43,7 @@ Completed = dict[Action, set[nn.Parameter]]
 # loss.
 Finish = Callable[[Tensor, Batch], Tensor | None]
 # Called in training before a micro-batch other than the first; returns whether it is left out.
-AtBorder = Callable[[int], bool]
+StopsBefore = Callable[[int], bool]
 # Runs in which kernels are loaded: in the first one torch compiles for these shapes, and in the
 # second one again if what it took for constant is not.
 LOADING_RUNS = 2
@@ -60,7 +60,7 @@ class Executor:
         on_action: Called with an `Event` after each action, with times of the device.
 
     Attributes:
-        at_border: See AtBorder; None leaves out nothing.
+        stops_before: See StopsBefore; None leaves out nothing.
         dropped: Whether the last training step left out micro-batches.
         follows: The schedule of this rank, instead of that of the layout; a record of a step has a
             shorter one.
@@ -77,7 +77,7 @@ class Executor:
         assert len(model.stages) == layout.n_stages, "the model was not cut for this layout"
         self.model, self.layout, self.pp = model, layout, axes.pp
         self.sums, self.on_action = sums, on_action
-        self.at_border: AtBorder | None = None
+        self.stops_before: StopsBefore | None = None
         self.dropped = False
         self.follows: Itinerary | None = None
         self.links = model.links()
@@ -292,9 +292,10 @@ class _Run:
             self._finish_send(message)
 
     def _leaves_out(self, micro: int) -> bool:
-        """Returns whether a micro-batch is left out, at the border before its forward pass."""
-        at_border = self.executor.at_border
-        if micro < self.left_out and self.training and micro and at_border and at_border(micro):
+        """Returns whether a micro-batch is left out, at the stop point before its forward pass."""
+        stops_before = self.executor.stops_before
+        may_stop = self.training and 0 < micro < self.left_out
+        if may_stop and stops_before and stops_before(micro):
             self.left_out = micro
         return micro >= self.left_out
 

@@ -1,4 +1,7 @@
-"""The results of steps and evaluations, and steps whose result is not read yet."""
+"""Steps that were launched and whose results are not read yet, and the results of steps.
+
+A GPU gets the next step before the result of this one is read, so it never waits for the host.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gridformer import comm
 from gridformer.config import TrainConfig
-from gridformer.train.loss_scale import LossScale
+from gridformer.mesh import Axis
+from gridformer.train.loss_scale import FiniteCheck
 from gridformer.utils.batch import Batch
-from gridformer.utils.errors import DivergedError
 from gridformer.utils.tensors import DeviceEvent
 
 
@@ -40,7 +44,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean losses over the evaluated batches; see `StepResult`."""
+    """Mean losses over the evaluated batches; the loss is the sum of `losses`."""
 
     loss: float
     losses: dict[str, float]
@@ -69,60 +73,25 @@ class Copied:
         """Waits until the numbers have come, and returns them."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        found: list[float] = self._numbers.tolist()
-        return found
-
-
-@dataclass(frozen=True)
-class FiniteCheck:
-    """Judges whether the loss and the gradient norm of a step are finite.
-
-    It does not know the `Stepper`, so that a step whose result nobody reads keeps no model alive.
-
-    Attributes:
-        train: The training config.
-        scale: The loss scale, which it adapts.
-    """
-
-    train: TrainConfig
-    scale: LossScale
-
-    def __call__(self, step: int, loss: float, norm: float) -> bool:
-        """Returns whether a step has updated the parameters, and adapts the loss scale.
-
-        Raises:
-            DivergedError: The loss or the norm is not finite, and no smaller loss scale can help.
-        """
-        if math.isfinite(loss) and math.isfinite(norm):
-            self.scale.succeeded()
-            return True
-        if math.isfinite(loss) and not self.scale.exhausted:
-            self.scale.overflowed()
-            return False
-        raise DivergedError(
-            f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
-            f"{self._unchanged()}. Lower train.lr ({self.train.lr:g}), raise "
-            f"train.warmup_steps ({self.train.warmup_steps}){self._wider()} or inspect the "
-            "data of this step",
-            step,
-        )
-
-    def _unchanged(self) -> str:
-        if self.train.update == "in_backward":
-            return "layers were updated before this was known, so resume from a checkpoint"
-        return "nothing was updated"
-
-    def _wider(self) -> str:
-        """The remedy if the forward pass, or gradients at loss scale 1, overflow float16."""
-        return ", use train.dtype=bfloat16" if self.train.dtype == "float16" else ""
+        numbers: list[float] = self._numbers.tolist()
+        return numbers
 
 
 class StartedStep:
     """A step whose work has been launched.
 
     Attributes:
+        step: Its number, counted from 0.
+        began: An event made before the step was launched.
         ended: When the device is done with the step and its update; set when that is launched.
+        data_wait_s: For how many seconds its launch waited for the batch to be made.
+        peak: The largest peak of memory on GPUs, see `start_largest_peak`; None on CPUs.
     """
+
+    began: DeviceEvent
+    ended: DeviceEvent
+    data_wait_s: float = 0.0
+    peak: Copied | None = None
 
     def __init__(
         self,
@@ -133,10 +102,15 @@ class StartedStep:
         losses: list[str],
         copied: Copied,
     ) -> None:
-        self._check, self._step, self._lr, self._scale = check, step, lr, scale
+        self.step = step
+        self._check, self._lr, self._scale = check, lr, scale
         self._losses, self._copied = losses, copied
         self._result: StepResult | None = None
-        self.ended: DeviceEvent | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long the device took for it, with the update and with waiting for the host."""
+        return self.ended.seconds_since(self.began)
 
     def wait(self) -> None:
         """Waits until the device has computed the loss and the norm."""
@@ -160,8 +134,38 @@ class StartedStep:
             name: total / max(1, count) for name, total, count in zip(self._losses, means, divisors)
         }
         loss, norm = sum(parts.values()), math.sqrt(square) / self._scale
-        updated = self._check(self._step, loss, norm)
+        updated = self._check(self.step, loss, norm)
         self._result = StepResult(
             loss, parts, norm, self._lr, tokens, flags > 0, skipped=not updated
         )
         return self._result
+
+
+def max_in_flight(train: TrainConfig, device: torch.device) -> int:
+    """Returns how many steps a run may have in flight while it launches the next one.
+
+    With float16 and `update: in_backward` the host waits for each step anyway, and on a CPU the
+    step is over when its launch returns.
+    """
+    return int(device.type == "cuda" and not train.waits_each_step)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Returns the most bytes that tensors have taken on a GPU; None on a CPU, where none counts."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def start_largest_peak(device: torch.device, world: Axis) -> Copied | None:
+    """Launches the search for the largest peak of memory of all processes; no host waits for it.
+
+    All ranks call it together, after they have launched a step. The host knows what the step takes
+    as soon as it is launched.
+
+    Returns:
+        The bytes that tensors have taken, on their way to the host; None on CPUs.
+    """
+    peak = peak_bytes(device)
+    if peak is None:
+        return None
+    mine = torch.full((1,), peak, dtype=torch.int64, device=device)  # a copy would wait
+    return Copied(comm.all_reduce(mine, world, "max", label="metrics"))

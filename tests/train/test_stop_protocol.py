@@ -1,4 +1,4 @@
-"""Where a run ends that is told to stop: all ranks stop at one border, and in time."""
+"""Where a run stops that is told to: all ranks stop at one point, and in time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gridformer.train import ending
-from gridformer.train.ending import Ending
+from gridformer.train import stop_protocol
+from gridformer.train.stop_protocol import StopProtocol
 from gridformer.utils.signals import MAX_HOURS, StopPolicy, StopRequest
 
-BORDERS = 7  # of a step
+POINTS = 7  # of a step
 
 
 class Stop:
@@ -41,13 +41,13 @@ class Stop:
         self.told.append(told)
 
 
-def run_of(one: Ending, meet: threading.Barrier, pause: float) -> tuple[int, int]:
-    """Take steps until the run ends; return the steps done and the borders passed in the last."""
+def run_of(one: StopProtocol, meet: threading.Barrier, pause: float) -> tuple[int, int]:
+    """Take steps until the run ends; return the steps done and the points passed in the last."""
     for step in range(10_000):
-        if one.begins("step", BORDERS):
+        if one.begins("step", POINTS):
             return step, 0
-        for number in range(BORDERS):
-            if number and one.at(number):
+        for number in range(POINTS):
+            if number and one.stops_before(number):
                 return step, number
             meet.wait(60.0)  # a collective: no rank passes it without the others
             time.sleep(pause)
@@ -57,26 +57,26 @@ def run_of(one: Ending, meet: threading.Barrier, pause: float) -> tuple[int, int
 
 @pytest.mark.parametrize("fits", [False, True])
 @pytest.mark.parametrize("told", [[1], [0, 2], [0, 1, 2]])
-def test_all_ranks_stop_at_one_border(
+def test_all_ranks_stop_at_one_point(
     told: list[int], fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the rest of the step fits in the grace period, it is the border after the step."""
-    monkeypatch.setattr(ending, "_LOOK_S", 0.01)
-    monkeypatch.setattr(Ending, "_rest_s", lambda self: 0.0 if fits else float("inf"))
+    """If the rest of the step fits in the grace period, it is the point after the step."""
+    monkeypatch.setattr(stop_protocol, "_POLL_S", 0.01)
+    monkeypatch.setattr(StopProtocol, "_rest_s", lambda self: 0.0 if fits else float("inf"))
     draw = random.Random(str(told))
     for _ in range(3):
         store, meet = dist.HashStore(), threading.Barrier(3)
         stops: list[Any] = [Stop() for _ in range(3)]
-        endings = [Ending(stop, rank, 3, store) for rank, stop in enumerate(stops)]
+        protocols = [StopProtocol(stop, rank, 3, store) for rank, stop in enumerate(stops)]
         found: dict[int, tuple[int, int]] = {}
         pauses = [draw.uniform(0, 0.003) for _ in range(3)]
 
-        def work(rank: int, endings: Any, meet: Any, pauses: Any, found: Any) -> None:
-            found[rank] = run_of(endings[rank], meet, pauses[rank])
-            endings[rank].adopt()
+        def work(rank: int, protocols: Any, meet: Any, pauses: Any, found: Any) -> None:
+            found[rank] = run_of(protocols[rank], meet, pauses[rank])
+            protocols[rank].adopt_cause()
 
         threads = [
-            threading.Thread(target=work, args=(rank, endings, meet, pauses, found))
+            threading.Thread(target=work, args=(rank, protocols, meet, pauses, found))
             for rank in range(3)
         ]
         for thread in threads:
@@ -86,7 +86,7 @@ def test_all_ranks_stop_at_one_border(
             stops[rank].ask("SIGUSR1")
         for thread in threads:
             thread.join(60.0)
-        for one in endings:
+        for one in protocols:
             one.close()
         assert len(found) == 3, "a rank waits for ever"
         assert len({*found.values()}) == 1, found
@@ -95,53 +95,53 @@ def test_all_ranks_stop_at_one_border(
             assert found[0][1] == 0, "the step was not finished"
 
 
-def test_a_rank_that_makes_no_promise_keeps_nobody_waiting(
+def test_a_rank_that_does_not_answer_keeps_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 1 is dead. Rank 0 goes on, and would find its connection broken."""
-    monkeypatch.setattr(ending, "_WAIT_S", 0.2)
+    monkeypatch.setattr(stop_protocol, "_WAIT_S", 0.2)
     stop: Any = Stop()
-    one = Ending(stop, 0, 2, dist.HashStore())
+    one = StopProtocol(stop, 0, 2, dist.HashStore())
     stop.ask("SIGTERM")
-    assert not one.begins("step", BORDERS)
-    assert not any(one.at(number) for number in range(1, BORDERS))
+    assert not one.begins("step", POINTS)
+    assert not any(one.stops_before(number) for number in range(1, POINTS))
     one.close()
 
 
 @pytest.mark.parametrize(
     ("left_s", "after"),
-    [(600.0, 0), (30.0, 3)],  # the step takes 100 s, of which 50 s are over at border 3
+    [(600.0, 0), (30.0, 3)],  # the step takes 100 s, of which 50 s are over at point 3
 )
 def test_a_step_is_finished_if_it_fits(
     left_s: float, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(ending.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stop_protocol.time, "monotonic", lambda: now[0])
     stop: Any = Stop(left_s)
-    one = Ending(stop, 0, 1, None)
+    one = StopProtocol(stop, 0, 1, None)
     for step in range(2):
-        assert not one.begins("step", BORDERS)
-        for number in range(1, BORDERS):
-            now[0] += 100.0 / (BORDERS - 1)
+        assert not one.begins("step", POINTS)
+        for number in range(1, POINTS):
+            now[0] += 100.0 / (POINTS - 1)
             if step and number == 3:
                 stop.ask("SIGTERM")
-            if one.at(number):
+            if one.stops_before(number):
                 assert number == after
                 return
         one.ended()
     assert after == 0
-    assert one.begins("step", BORDERS)
+    assert one.begins("step", POINTS)
 
 
 def test_time_is_left_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 100 s end before 1,000 s are over, with 20 s for the save, and at least one does."""
     now = [0.0]
-    monkeypatch.setattr(ending.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(ending.time, "time", lambda: now[0])
+    monkeypatch.setattr(stop_protocol.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stop_protocol.time, "time", lambda: now[0])
     for ends_at, least, most in ((1000.0, 700.0, 970.0), (1.0, 100.0, 100.0)):
         now[0] = 0.0
         stop: Any = Stop()
-        one = Ending(stop, 0, 1, None, ends_at, save_s=20.0)
+        one = StopProtocol(stop, 0, 1, None, ends_at, save_s=20.0)
         while not one.begins("step", 1):
             now[0] += 100.0
             one.ended()
