@@ -14,8 +14,7 @@ from gridformer.cli.generate import generate
 from gridformer.config import LayoutConfig, parse_run
 from gridformer.data import TokenFolder
 from gridformer.data.chat import read_chat, write_chat
-from gridformer.evaluate.chat import chat_prompts, stored_chat
-from gridformer.evaluate.continuing import Prompt
+from gridformer.evaluate.continuing import Prompt, Sampling
 from gridformer.evaluate.generate import (
     check_options,
     continue_prompts,
@@ -24,8 +23,13 @@ from gridformer.evaluate.generate import (
     stream,
 )
 from gridformer.evaluate.loading import load_model
-from gridformer.evaluate.prompts import read_conversations, said_by_system, said_by_user
-from gridformer.evaluate.sampling import Sampling
+from gridformer.evaluate.prompts import (
+    chat_prompts,
+    read_conversations,
+    said_by_system,
+    said_by_user,
+    stored_chat,
+)
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper

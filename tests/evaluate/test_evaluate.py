@@ -22,14 +22,12 @@ from gridformer.config import Family, LayoutConfig, parse_run
 from gridformer.config.data import Task
 from gridformer.data import Tokenizer
 from gridformer.evaluate.beams import BeamSearch
-from gridformer.evaluate.evaluating import as_dict, show
+from gridformer.evaluate.continuing import Sampling
 from gridformer.evaluate.generate import answer, answer_prompts, translate
-from gridformer.evaluate.job import Job, plan_job
-from gridformer.evaluate.loading import Trained, load_model
+from gridformer.evaluate.loading import Job, Trained, load_model, plan_job
+from gridformer.evaluate.measures import restored
 from gridformer.evaluate.prompts import read_prompts, read_texts
-from gridformer.evaluate.sampling import Sampling
-from gridformer.evaluate.tasks import Options, check_tasks, measure, parse_tasks
-from gridformer.evaluate.wikitext import restored
+from gridformer.evaluate.tasks import Options, as_dict, check_tasks, measure, parse_tasks, show
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper

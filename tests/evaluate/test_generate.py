@@ -15,10 +15,16 @@ from torch import Tensor, nn
 from gridformer.checkpoint import checkpoint
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.data import TokenFolder, Tokenizer
-from gridformer.evaluate.continuing import Prompt, Speed, continue_texts
+from gridformer.evaluate.continuing import (
+    Prompt,
+    Sampling,
+    Speed,
+    continue_texts,
+    sample_tokens,
+    uniform,
+)
 from gridformer.evaluate.generate import continue_prompts, stream, text_after
 from gridformer.evaluate.loading import Trained, load_model
-from gridformer.evaluate.sampling import Sampling, sample_tokens, uniform
 from gridformer.mesh import Axes
 from gridformer.models import GPT2, Activations, Model
 from gridformer.parallel import build_parallel

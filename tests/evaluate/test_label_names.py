@@ -13,7 +13,7 @@ from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.config import parse_run
 from gridformer.data.label_names import write_label_names
-from gridformer.evaluate.labels import predicted
+from gridformer.evaluate.examples import predicted
 from gridformer.evaluate.loading import load_model
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel

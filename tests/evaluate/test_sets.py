@@ -9,7 +9,7 @@ import pytest
 
 from gridformer.config import RunConfig, parse_run
 from gridformer.data import RunData, resolve
-from gridformer.evaluate.sets import check_named_set, named_sets
+from gridformer.evaluate.examples import check_named_set, named_sets
 from gridformer.utils.errors import ConfigError, DataError
 
 

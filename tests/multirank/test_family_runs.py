@@ -11,11 +11,10 @@ import torch
 
 from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
-from gridformer.evaluate.beams import BeamSearch
-from gridformer.evaluate.fill import spans_of
+from gridformer.evaluate.beams import BeamSearch, spans_of
+from gridformer.evaluate.continuing import Sampling
 from gridformer.evaluate.generate import answer
 from gridformer.evaluate.loading import Trained, load_model
-from gridformer.evaluate.sampling import Sampling
 from gridformer.launch.plan import plan_run
 from gridformer.train.metrics import read_metrics
 from gridformer.utils.errors import UserError

@@ -15,9 +15,8 @@ from gridformer.config import RunConfig
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.label_names import read_label_names
 from gridformer.data.samples.batches import SequentialBatches, open_samples
-from gridformer.evaluate.examples import score_examples
+from gridformer.evaluate.examples import measure_set, score_examples
 from gridformer.evaluate.loading import load_model
-from gridformer.evaluate.sets import measure_set
 from gridformer.launch.plan import plan_run
 from gridformer.train.metrics import read_metrics
 from gridformer.utils.errors import ConfigError

@@ -14,8 +14,8 @@ from gridformer.config import DataConfig, LayoutConfig
 from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.data.tokenizer import Tokenizer
+from gridformer.evaluate.examples import measure_set
 from gridformer.evaluate.loading import load_model
-from gridformer.evaluate.sets import measure_set
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from tests.support.multirank.exactness import CPU, axes_of

@@ -22,9 +22,9 @@ from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.data.tokenfolder import TokenFolder
 from gridformer.evaluate.beams import BeamSearch
+from gridformer.evaluate.continuing import Sampling
 from gridformer.evaluate.generate import answer
 from gridformer.evaluate.loading import load_model
-from gridformer.evaluate.sampling import Sampling
 from gridformer.launch.plan import check_run_dir, plan_run
 from gridformer.launch.run import execute
 from gridformer.launch.run_lock import RunLock

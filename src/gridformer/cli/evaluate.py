@@ -103,14 +103,12 @@ def evaluate(
 
     from gridformer.checkpoint.elsewhere import url_of
     from gridformer.cli.waiting import waiting
-    from gridformer.evaluate.evaluating import evaluate_worker
-    from gridformer.evaluate.folders import run_directory
-    from gridformer.evaluate.job import plan_job
-    from gridformer.evaluate.loading import checkpoint_label_names
+    from gridformer.evaluate.loading import checkpoint_label_names, plan_job, run_directory
     from gridformer.evaluate.tasks import (
         Options,
         TaskArgument,
         check_tasks,
+        evaluate_worker,
         parse_tasks,
         timeout_of,
     )

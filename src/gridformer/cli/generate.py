@@ -126,12 +126,10 @@ def generate(
 
     from gridformer.cli.waiting import waiting
     from gridformer.evaluate.beams import BeamSearch
-    from gridformer.evaluate.folders import run_directory
-    from gridformer.evaluate.generate import check_options
-    from gridformer.evaluate.generating import Generation, generate_worker
-    from gridformer.evaluate.job import plan_job
+    from gridformer.evaluate.continuing import Sampling
+    from gridformer.evaluate.generate import Generation, check_options, generate_worker
+    from gridformer.evaluate.loading import plan_job, run_directory
     from gridformer.evaluate.prompts import read_prompts
-    from gridformer.evaluate.sampling import Sampling
     from gridformer.launch import launch
     from gridformer.launch.watch import UseWatch
     from gridformer.utils.errors import ConfigError
@@ -165,8 +163,12 @@ def generate(
             check_options(job.run.model, given, chat)
         wanted = Generation(texts, prompts is not None, batch_size, sampling, how)
         if chat:
-            from gridformer.evaluate.chat import chat_prompts
-            from gridformer.evaluate.prompts import read_conversations, said_by_system, said_by_user
+            from gridformer.evaluate.prompts import (
+                chat_prompts,
+                read_conversations,
+                said_by_system,
+                said_by_user,
+            )
 
             talks = read_conversations(prompts) if prompts else [said_by_user(texts[0])]
             talks = [said_by_system(system, talk) for talk in talks] if system else talks

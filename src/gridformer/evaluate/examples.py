@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gridformer.config import FINE_TUNING, RunConfig
-from gridformer.data import Batches, TokenFolder, resolve
+from gridformer.config import FINE_TUNING, RunConfig, closest
+from gridformer.config.mixture import ValidationConfig
+from gridformer.data import Batches, RunData, TokenFolder, Tokenizer, resolve
+from gridformer.data.label_names import LABELS_FILE
+from gridformer.data.resolve import check_set, same_tokenizer
 from gridformer.data.samples.batches import SequentialBatches, alike, open_samples
-from gridformer.evaluate.loading import Trained
-from gridformer.evaluate.scoring import in_batches
-from gridformer.train.scorers import scorer_of
+from gridformer.data.samples.examples import Reading, read_by
+from gridformer.evaluate.loading import Trained, of_layout
+from gridformer.evaluate.prompts import read_fields
+from gridformer.evaluate.scoring import in_batches, passes_of
+from gridformer.parallel.offers import Broken, with_offers
+from gridformer.parallel.validation import broken_rules
+from gridformer.train.evaluation import Answers
+from gridformer.train.forward_backward import RowSplit, mean_losses
+from gridformer.train.loader import BatchLoader
+from gridformer.train.metrics import perplexity
+from gridformer.train.scorers import scorer_of, validation_sets
 from gridformer.utils.batch import Batch
+from gridformer.utils.errors import ConfigError, DataError
 
 _OF_TOKENS = ("tokens", "valid", "segments", "context", "source", "source_valid")
 
@@ -80,3 +93,183 @@ def score_examples(trained: Trained, path: str, batch_size: int) -> dict[str, fl
     order = range(scorer.n_samples)
     found = in_batches(trained, order, batch_size, batch_of, answers, scorer.n_columns)
     return scorer.scores(found) | {"documents": folder.val.n_documents}
+
+
+def read_labeled(path: Path, run: RunConfig, known: Sequence[str] = ()) -> list[tuple[str, int]]:
+    """Returns the texts of a file of JSON lines with the keys text and label, and label numbers.
+
+    Args:
+        path: The file. Its labels are numbers or names.
+        run: The run that trained the model.
+        known: The names of labels 0, 1, ...; if there are none, those that the run's data has.
+
+    Raises:
+        DataError: The file cannot be read, or a label is none of the model's.
+    """
+    records, n_labels = read_fields(path, "text", "label"), run.model.n_labels
+    names = tuple(known)
+    if not names and any(isinstance(label, str) for _, label in records):
+        try:
+            names = TokenFolder.open(run.data.first_path).index.labels
+        except DataError:
+            raise DataError(
+                f"{path}: labels are words, and neither {LABELS_FILE} of the model nor "
+                f"{run.data.first_path}, whose names of labels it has learned, is here: write "
+                f"numbers from 0 to {n_labels - 1}"
+            ) from None
+    found = []
+    for number, (text, label) in enumerate(records, 1):
+        value = names.index(label) if label in names else label
+        if not isinstance(value, int) or not 0 <= value < n_labels:
+            known = f"one of {', '.join(names)}" if names else f"a number from 0 to {n_labels - 1}"
+            raise DataError(f"{path}: record {number} has the label {label!r}: write {known}")
+        found.append((str(text), value))
+    return found
+
+
+def predicted(trained: Trained, texts: Sequence[str], batch_size: int) -> list[int]:
+    """Returns the most likely label of each text, the same on every process.
+
+    Texts are cut to the length of training.
+
+    Args:
+        trained: A model with a classifier.
+        texts: The texts.
+        batch_size: About how many texts go through the model together.
+    """
+    length, special, model = trained.run.seq_len, trained.special, trained.run.model
+    tokens = trained.tokenizer.encode_batch(texts)
+    if model.family == "bert" or not model.token_head:
+        reading = Reading(length, special)
+        read = [reading.joined(ids)[0] for ids in tokens]
+    else:
+        # Documents with labels begin as those of running text, see `prepare --bos`.
+        bos = trained.tokenizer.bos_id
+        begin = [] if bos is None else [bos]
+        read = [[*begin, *ids, special.eos][:length] for ids in tokens]
+    at = [0 if model.family == "bert" else len(ids) - 1 for ids in read]
+    order = sorted(range(len(texts)), key=lambda i: -len(read[i]))
+
+    def batch_of(numbers: Sequence[int], multiple: int) -> Batch:
+        n = -(-max(len(read[i]) for i in numbers) // multiple) * multiple
+        rows = [read_by(np.array(read[i]), n, special, model.two_stacks) for i in numbers]
+        found = {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}
+        return found | {"at": torch.tensor([at[i] for i in numbers])}
+
+    def columns(hidden: Tensor, batch: Batch) -> Tensor | None:
+        logits = trained.model.branch_logits(hidden, batch)["labels"]
+        return None if logits.is_meta else logits.argmax(-1, keepdim=True)
+
+    found = in_batches(trained, order, batch_size, batch_of, columns, 1)
+    return [int(label) for label in found[:, 0].tolist()]
+
+
+_ONLY = "val"  # what the validation split of data.path is called, which has no name
+
+
+def named_sets(run: RunConfig) -> dict[str, ValidationConfig]:
+    """Returns the validation and test sets of a run by name.
+
+    A test set that is called like a validation set is `test/NAME`.
+    """
+    found = {one.name or _ONLY: one for one in run.data.validation_sets}
+    for one in run.data.test_sets:
+        found[f"test/{one.name}" if one.name in found else one.name] = one
+    return found
+
+
+def find_set(run: RunConfig, name: str) -> ValidationConfig:
+    """Returns the set of a name.
+
+    Raises:
+        ConfigError: The run has none of this name.
+    """
+    sets = named_sets(run)
+    if name not in sets:
+        raise ConfigError([f"--set {name}: the run has no such set{closest(name, sets)}"])
+    return sets[name]
+
+
+def check_named_set(name: str, run: RunConfig) -> None:
+    """Checks whether a model can be evaluated on a set, on the layout of `run`.
+
+    Raises:
+        ConfigError: The set is unknown or does not fit the run, or its batches do not fit the
+            layout.
+        DataError: Its folder is missing or damaged.
+    """
+    one = find_set(run, name)
+    check_set(run, f"--set {name}", RunData.open_set(run.data, one))
+    problems = [str(problem) for problem in with_offers(run, _broken_rules)]
+    if problems:
+        raise ConfigError([f"--set {name}: {text}{_fewer(run)}" for text in problems])
+
+
+def same_as_trained(trained: Trained, tokenizer: Tokenizer, name: str) -> None:
+    """Refuses a set whose tokens are not those of a model.
+
+    Args:
+        trained: The model.
+        tokenizer: That of the set.
+        name: The name of the set.
+
+    Raises:
+        ConfigError: The set has another tokenizer than the model.
+    """
+    if not same_tokenizer(trained.tokenizer, tokenizer):
+        raise ConfigError(
+            [
+                f"--set {name}: its folder has another tokenizer than the model: prepare it again "
+                "with --tokenizer and the run directory"
+            ]
+        )
+
+
+def measure_set(trained: Trained, name: str) -> dict[str, float]:
+    """Returns the loss of a set, its parts and its scores, the numbers of metrics.jsonl.
+
+    All processes call it together and get the same numbers. It reads train.eval_batches batches,
+    the ones that evaluations during training read; of sets with right answers it reads everything.
+
+    Args:
+        trained: The model.
+        name: The name of the set.
+    """
+    run, model, device = trained.run, trained.model, trained.device
+    data = RunData.open_set(run.data, find_set(run, name))
+    same_as_trained(trained, data.first.tokenizer, name)
+    (one,) = validation_sets(run, data)
+    warn_of_alike(trained, one.batches)
+    model.loss_chunk_tokens = run.train.loss_chunk_tokens
+    split = RowSplit(run.train.global_batch, trained.layout.micro_batches, trained.axes)
+    answers = None
+    if one.scorer is not None:
+        answers = Answers(one.scorer, model, trained.axes, device)
+    with BatchLoader(one.batches, split.all_rows, one.numbers, device) as ahead:
+        reads = [partial(ahead.read, number) for number in one.numbers]
+        found = mean_losses(model, passes_of(trained), split, device, reads, answers)
+    numbers = {"loss": found.loss}
+    if len(found.losses) > 1:
+        numbers |= {f"loss_{part}": loss for part, loss in found.losses.items()}
+    if answers is not None:
+        numbers |= answers.scores()
+    elif "tokens" in found.losses:
+        numbers["perplexity"] = perplexity(found.losses["tokens"])
+    return numbers | {"batches": len(one.numbers)}
+
+
+def _fewer(run: RunConfig) -> str:
+    """Returns the end of an error: fewer replicas with which the batches of a run fit."""
+    for dp in range(run.layout.dp - 1, 0, -1):
+        fewer = run.model_copy(update={"layout": run.layout.model_copy(update={"dp": dp})})
+        if not broken_rules(fewer):
+            return f"; use layout.dp={dp}"
+    return ""
+
+
+def _broken_rules(run: RunConfig) -> list[Broken]:
+    """Returns the broken rules, with ways to fix them that change only the layout."""
+    return [
+        Broken(one.rule, one.text, [of_layout(way) for way in one.ways])
+        for one in broken_rules(run)
+    ]

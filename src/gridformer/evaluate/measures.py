@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
 from gridformer.config import ModelConfig
 from gridformer.evaluate.beams import BeamSearch
-from gridformer.evaluate.examples import score_examples
+from gridformer.evaluate.examples import measure_set, predicted, read_labeled, score_examples
 from gridformer.evaluate.generate import translate
-from gridformer.evaluate.labels import predicted, read_labeled
+from gridformer.evaluate.harness import Team
 from gridformer.evaluate.loading import Trained
-from gridformer.evaluate.prompts import read_input_text, read_texts
-from gridformer.evaluate.scoring import ScoredWindow, score
-from gridformer.evaluate.sets import measure_set
-from gridformer.evaluate.team import Team
-from gridformer.evaluate.wikitext import n_words, read_pages, restored
-from gridformer.evaluate.windows import continuation, prefix_id, sliding
+from gridformer.evaluate.prompts import JSON_LINES, read_input_text, read_texts
+from gridformer.evaluate.scoring import ScoredWindow, continuation, prefix_id, score, sliding
 from gridformer.utils.errors import DataError
 
 Item = TypeVar("Item")
@@ -33,7 +31,7 @@ class Options:
 
     Attributes:
         batch_size: About how many windows or texts go through the model together.
-        stride: See `gridformer.evaluate.windows.sliding`; 0 means what the model reads at once.
+        stride: See `gridformer.evaluate.scoring.sliding`; 0 means what the model reads at once.
         limit: Only this number of documents is measured, the first ones; 0 means all.
         length: The model reads at most this number of tokens at once; 0 means `max_seq_len`.
         search: Settings of the search of tasks that translate.
@@ -251,3 +249,56 @@ def lm_eval(trained: Trained, task: str, options: Options) -> Numbers:
 
 def _first(values: Sequence[Item], options: Options) -> Sequence[Item]:
     return values[: options.limit] if options.limit else values
+
+
+# A heading of the first level begins a page: ` = Title = `.
+_HEADING = re.compile(r"^ = [^=\n](?:.*[^=\n])? = *$", re.MULTILINE)
+# Spaces that were put between marks, in the order in which they are taken out.
+_WITHIN = [("s '", "s'"), (" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", ".")]
+_BEFORE = ":;.!?,"
+_PAIRS = [("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'")]
+_AFTER = [
+    *((" ".join("=" * n), "=" * n) for n in (4, 3, 2)),
+    (" ° ", "°"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+]
+
+
+def restored(page: str) -> str:
+    """Returns the text of a page without the spaces that tokenization has put in."""
+    for old, new in _WITHIN:
+        page = page.replace(old, new)
+    for mark in _BEFORE:
+        page = page.replace(f" {mark} ", f"{mark} ")
+    for left, right in _PAIRS:
+        inside = rf"{re.escape(left)}\s*([^{re.escape(right)}]*?)\s*{re.escape(right)}"
+        page = re.sub(inside, rf"{left}\1{right}", page)
+    for old, new in _AFTER:
+        page = page.replace(old, new)
+    return page
+
+
+def n_words(page: str) -> int:
+    """Returns the number of words of an original page, by which perplexity is normalized."""
+    return len(re.split(r"\s+", page))
+
+
+def read_pages(path: Path) -> list[str]:
+    """Returns the pages of a file: JSON lines with the key `page`, or the text of WikiText.
+
+    Raises:
+        DataError: The file cannot be read, or has no text.
+    """
+    if path.suffix in JSON_LINES:
+        pages = [page for (page,) in read_texts(path, "page")]
+    else:
+        text = read_input_text(path)
+        starts = [found.start() for found in _HEADING.finditer(text)]
+        cuts = sorted({0, *starts, len(text)})
+        pages = [text[a:b] for a, b in pairwise(cuts) if text[a:b].strip()]
+    if not any(page.strip() for page in pages):
+        raise DataError(f"{path}: has no text")
+    return pages

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gridformer.config import ModelConfig, RunConfig, any_of, closest
 from gridformer.evaluate import measures
-from gridformer.evaluate.examples import check_examples, example_problem
+from gridformer.evaluate.examples import (
+    check_examples,
+    check_named_set,
+    example_problem,
+    read_labeled,
+)
 from gridformer.evaluate.generate import continues
-from gridformer.evaluate.labels import read_labeled
-from gridformer.evaluate.loading import Trained
-from gridformer.evaluate.measures import Numbers, Options
+from gridformer.evaluate.loading import Job, Trained
+from gridformer.evaluate.measures import Numbers, Options, read_pages
 from gridformer.evaluate.prompts import read_input_text, read_texts
-from gridformer.evaluate.sets import check_named_set
-from gridformer.evaluate.wikitext import read_pages
+from gridformer.parallel.registry import describe_layout
 from gridformer.utils.errors import ConfigError, DataError, UserError, require
 
 
@@ -249,3 +256,76 @@ def measure(
         The numbers of each task, by the name that it has on the command line.
     """
     return {str(one): TASKS[one.kind].measure(trained, one.what, options) for one in asked}
+
+
+_MANY = 1e9  # from here on, numbers are shown as powers of ten
+
+
+def evaluate_worker(
+    job: Job, asked: Sequence[TaskArgument], options: Options, as_json: bool
+) -> None:
+    """The entrypoint of every process of `gridformer evaluate`; rank 0 prints the results.
+
+    Args:
+        job: The model and its layout.
+        asked: The tasks.
+        options: Settings of the tasks.
+        as_json: Whether to print one JSON object, and no table.
+    """
+    with job.open() as (trained, rank):
+        began = time.perf_counter()
+        found = measure(trained, asked, options)
+        seconds = time.perf_counter() - began
+        if rank == 0 and as_json:
+            print(json.dumps(as_dict(job, found, seconds), indent=2))
+        elif rank == 0:
+            show(job, found, seconds)
+
+
+def as_dict(job: Job, found: Mapping[str, Numbers], seconds: float) -> dict[str, Any]:
+    """Returns the results for --json, which has no numbers that are not finite: they are null.
+
+    Args:
+        job: The model and its layout.
+        found: The numbers of each task by name, as `measure` returns them.
+        seconds: How long the tasks took.
+    """
+    return {
+        "model": job.name or str(job.folder),
+        "layout": job.run.layout.model_dump(mode="json", exclude_defaults=True),
+        "tasks": {
+            task: {name: value if math.isfinite(value) else None for name, value in one.items()}
+            for task, one in found.items()
+        },
+        "seconds": seconds,
+    }
+
+
+def show(job: Job, found: Mapping[str, Numbers], seconds: float) -> None:
+    """Prints the results as a table.
+
+    Args:
+        job: The model and its layout.
+        found: The numbers of each task by name, as `measure` returns them.
+        seconds: How long the tasks took.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("task", "measure", box=None, pad_edge=False)
+    table.add_column("value", justify="right")
+    for task, numbers in found.items():
+        for place, (name, value) in enumerate(numbers.items()):
+            table.add_row("" if place else task, name, _shown(value))
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(
+        f"{job.name or job.folder} on {describe_layout(job.run.layout)}: {seconds:.1f} s",
+        soft_wrap=True,
+    )
+
+
+def _shown(value: float) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4f}" if abs(value) < _MANY else f"{value:.4e}"

@@ -54,7 +54,7 @@ _STATUS = {"": "dead", "Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}
 
 
 class UseWatch:
-    """Starts the watch of commands that use a trained model; see `gridformer.evaluate.job.Job`.
+    """Starts the watch of commands that use a trained model; see `gridformer.evaluate.loading.Job`.
 
     Nothing is written to the run directory, which such commands only read.
     """

@@ -21,11 +21,11 @@ from gridformer.data import SpecialIds, Tokenizer, special_ids
 from gridformer.data.chat import read_chat, write_chat
 from gridformer.data.samples.examples import Reading
 from gridformer.data.tokenizer import SETTINGS
+from gridformer.evaluate.continuing import Sampling
+from gridformer.evaluate.examples import predicted
 from gridformer.evaluate.generate import sampled_ids, stream
-from gridformer.evaluate.labels import predicted
 from gridformer.evaluate.loading import Trained, load_model
-from gridformer.evaluate.sampling import Sampling
-from gridformer.evaluate.windows import prefix_id
+from gridformer.evaluate.scoring import prefix_id
 from tests.support.chats import chat_folder
 from tests.support.reference.shared import transformers
 
