@@ -100,7 +100,7 @@ def test_classes_of_the_same_name_are_found(tmp_path: Path) -> None:
 SET_OUTSIDE = {
     *("sys.unraisablehook", "sys.excepthook", "threading.excepthook", "setattr(sys)", "os.environ"),
     *("torch.backends.cudnn.allow_tf32", "torch.backends.cudnn.benchmark"),
-    *("deterministic.fill_uninitialized_memory", "document_mask.attention_in_parts"),
+    *("deterministic.fill_uninitialized_memory", "scores.attention_in_parts"),
     "setattr(distributed_c10d)",
 }
 

@@ -242,7 +242,7 @@ class Pipelined(Trained):
         done: list[tuple[Tensor | None, Tensor]] = []
         for micro in range(self.method.micro_batches):
             rows = self.split.rows(micro)
-            self.model.clock.at(rows)
+            self.model.dropout_rng.at(rows)
             here = {key: value[rows] for key, value in batch.items()}
             entered = None
             if not first:

@@ -85,7 +85,7 @@ class Trained:
         for micro in range(self.method.micro_batches):
             self.sums_now(micro == self.method.micro_batches - 1)
             rows = self.split.rows(micro)
-            self.model.clock.at(rows)
+            self.model.dropout_rng.at(rows)
             part = {key: value[rows] for key, value in batch.items()}
             loss = torch.stack([*self.model.losses(part).values()]).sum()
             (loss / count).backward()
@@ -124,7 +124,7 @@ class Trained:
 
     def _step(self, number: int) -> None:
         batch = batch_of(self.model.config, number)
-        self.model.clock.step = number
+        self.model.dropout_rng.step = number
         self.model.zero_grad(set_to_none=True)
         count = (batch["targets"] != IGNORE).sum()
         total = self.gradients(batch, count) * (self.axes.same_batch.index == 0)

@@ -43,7 +43,7 @@ from benchmarks.gpu.step_report import step_flops
 from gridformer.config import LayoutConfig, RunConfig, TrainConfig, shipped_model
 from gridformer.launch import launch
 from gridformer.mesh.groups import objects_group
-from gridformer.mesh.launch_env import launched_place
+from gridformer.mesh.launch_env import rank_env
 from gridformer.mesh.process_group import World, close_process_groups, init_process_groups
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
@@ -135,7 +135,7 @@ def work(n: int, options: Options) -> None:
 
 
 def _n_machines(n: int) -> int:
-    place = launched_place()
+    place = rank_env()
     return max(1, n // place.local_size) if place else 1
 
 
@@ -397,7 +397,7 @@ def main(
 ) -> None:
     """Writes one report on exactness, speed, memory and overlap of all layouts."""
     try:
-        place = launched_place()
+        place = rank_env()
         n = place.size if place else processes or _n_devices(device)
         known = layouts_of(n)
         unknown = [title for title in only or () if title not in known]

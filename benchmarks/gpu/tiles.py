@@ -70,8 +70,8 @@ def milliseconds(tile: Tile, device: str, repeats: int) -> tuple[float, float]:
         return torch.randn(b, s, n, d, device=device, dtype=torch.bfloat16).transpose(1, 2)
 
     q, k, v, grad = (random() for _ in range(4))
-    stamp = torch.tensor([*rng.halves(rng.key(1, 2, "tiles")), 0, 0], device=device)
-    inputs, settings = (q, k, v, None, None, None, stamp), (True, d**-0.5, 0, P, 0)
+    counter = torch.tensor([*rng.halves(rng.key(1, 2, "tiles")), 0, 0], device=device)
+    inputs, settings = (q, k, v, None, None, None, counter), (True, d**-0.5, 0, P, 0)
     names = dict(zip(("R", "C", "num_warps", "num_stages"), tile), D=d)
     sizes = (lambda q, forward: names) if tile else flash_launch.tile_sizes
     with patch.object(flash_launch, "tile_sizes", sizes):

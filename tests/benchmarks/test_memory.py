@@ -12,7 +12,7 @@ from benchmarks.memory.limits import largest_batch
 from benchmarks.memory.report import plot, report
 
 from gridformer.memory.estimate import estimate_rank
-from gridformer.parallel.validation import broken_rules
+from gridformer.parallel.validation import violations
 
 MACHINE = dict.fromkeys(("date", "cpu", "cores", "torch", "commit", "command"), "-")
 
@@ -42,7 +42,7 @@ def test_at_9_processes_512_tokens_divide_over_neither_3_nor_9_columns() -> None
     """These are the empty cells of README's table of memory at an equal batch."""
     paper = SCALINGS["paper"]
     found = {
-        title: [one.text for one in broken_rules(paper.run(layout, 9))]
+        title: [one.text for one in violations(paper.run(layout, 9))]
         for title, layout in schemes(9).items()
     }
     assert {title: said for title, said in found.items() if said} == {

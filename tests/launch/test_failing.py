@@ -132,7 +132,7 @@ def test_the_report_comes_before_the_groups_are_given_up(
     monkeypatch.setattr(working, "abandon_process_groups", abandon)
     monkeypatch.setattr(working.signals, "end_process", end)
     monkeypatch.setenv("RANK", "0")
-    place = working.Joined(0, 2, 0, 2, "torchrun")
+    place = working.RankEnv(0, 2, 0, 2, "torchrun")
 
     def entrypoint() -> None:
         raise ValueError("the root cause")

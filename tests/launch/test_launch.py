@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gridformer.mesh.launch_env import launched_place
+from gridformer.mesh.launch_env import rank_env
 from gridformer.mesh.process_group import check_devices, init_process_groups
 from gridformer.mesh.slurm_notation import expand_counts, expand_nodes
 from gridformer.utils.errors import UserError
@@ -190,12 +190,12 @@ def test_a_user_error_is_its_message(start: Start, entrypoint: str) -> None:
 
 
 def test_srun_variables() -> None:
-    place = launched_place(SRUN)
+    place = rank_env(SRUN)
     assert place is not None
     assert (place.rank, place.size, place.local_rank, place.local_size) == (5, 7, 1, 3)
     assert (place.master_addr, place.by) == ("gpu08", "srun")
     assert 10_000 <= place.master_port < 30_000
-    other_step = launched_place({**SRUN, "SLURM_STEP_ID": "3"})
+    other_step = rank_env({**SRUN, "SLURM_STEP_ID": "3"})
     assert other_step is not None
     assert other_step.master_port != place.master_port
 
@@ -210,21 +210,21 @@ def test_srun_variables() -> None:
     ],
 )
 def test_an_allocation_alone_is_not_joined(change: dict[str, str]) -> None:
-    assert launched_place({**SRUN, **change}) is None
+    assert rank_env({**SRUN, **change}) is None
 
 
 def test_torchrun_inside_srun_wins() -> None:
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    place = launched_place({**SRUN, **torchrun, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2950"})
+    place = rank_env({**SRUN, **torchrun, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2950"})
     assert place is not None
     assert (place.by, place.rank, place.size, place.master_port) == ("torchrun", 1, 2, 2950)
 
 
 def test_invalid_variables_are_refused() -> None:
     with pytest.raises(UserError, match="SLURM_PROCID is 'x'"):
-        launched_place({**SRUN, "SLURM_PROCID": "x"})
+        rank_env({**SRUN, "SLURM_PROCID": "x"})
     with pytest.raises(UserError, match="rank 7 of 7"):
-        launched_place({**SRUN, "SLURM_PROCID": "7"})
+        rank_env({**SRUN, "SLURM_PROCID": "7"})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gridformer.launch.node import Node, environments, exit_code, node_of, run_node
-from gridformer.mesh.launch_env import launched_place
+from gridformer.mesh.launch_env import rank_env
 from gridformer.utils.errors import UserError
 
 MEET = {"MASTER_ADDR": "mine-nodes-0-0.mine", "MASTER_PORT": "29500"}
@@ -41,7 +41,7 @@ def test_nodes_and_their_processes(
 ) -> None:
     node = node_of(nodes, environ)
     assert node[:3] == (1, 2, address)
-    places = [launched_place(one) for one in environments(node, 3, environ)]
+    places = [rank_env(one) for one in environments(node, 3, environ)]
     assert [(p.rank, p.size, p.local_rank, p.local_size) for p in places if p] == [
         (3, 6, 0, 3), (4, 6, 1, 3), (5, 6, 2, 3),
     ]  # fmt: skip

@@ -28,7 +28,7 @@ from gridformer.launch.together import plan_together
 from gridformer.memory import room
 from gridformer.memory.room import Room
 from gridformer.mesh import rendezvous
-from gridformer.mesh.launch_env import Joined
+from gridformer.mesh.launch_env import RankEnv
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import ConfigError
@@ -91,7 +91,7 @@ class Ranks:
 
     def _one(self, rank: int) -> Any:
         here = rank % ON_A_MACHINE
-        place = Joined(rank, SIZE, here, ON_A_MACHINE, "torchrun", "10.0.0.1", 29500)
+        place = RankEnv(rank, SIZE, here, ON_A_MACHINE, "torchrun", "10.0.0.1", 29500)
         try:
             return plan_together(place, "mine.yaml", (), None, self.out, None, self.lock)
         except (Exception, SystemExit) as error:
@@ -128,7 +128,7 @@ def test_what_a_rank_asks_of_the_store_does_not_grow(
     monkeypatch.setattr(rendezvous, "store_of", lambda place: store)
 
     def plan(rank: int) -> None:
-        place = Joined(rank, size, rank % 2, 2, "torchrun", "10.0.0.1", 29500)
+        place = RankEnv(rank, size, rank % 2, 2, "torchrun", "10.0.0.1", 29500)
         plan_together(place, "mine.yaml", (), None, Path("runs/mine"))
 
     threads = [Thread(target=plan, args=(rank,), name=str(rank)) for rank in range(size)]
@@ -171,7 +171,7 @@ def test_rank_0_alone_refuses(
 def test_a_machine_with_too_few_gpus_is_refused(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def machine(run: RunConfig, place: Joined) -> str:
+    def machine(run: RunConfig, place: RankEnv) -> str:
         return json.dumps({"problems": ["no GPU"] * (place.rank > 3), "gpu": "[]"})
 
     monkeypatch.setattr(together, "_machine", machine)
@@ -213,8 +213,8 @@ def test_rank_0_alone_says_that_a_run_is_done(
 ) -> None:
     plan = Plan(ranks.run, Path("runs/mine"), None, ranks.run.train.steps, decide_run(ranks.run))
     for rank in range(2):
-        place = Joined(rank, 2, rank, 2, "torchrun", "10.0.0.1", 29500)
-        monkeypatch.setattr(execution, "launched_place", lambda place=place: place)
+        place = RankEnv(rank, 2, rank, 2, "torchrun", "10.0.0.1", 29500)
+        monkeypatch.setattr(execution, "rank_env", lambda place=place: place)
         execution.execute(plan)
         assert capsys.readouterr().out.count("has done") == (rank == 0)
 

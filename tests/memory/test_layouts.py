@@ -92,7 +92,7 @@ def test_listed_layouts_work_as_written(family: str) -> None:
         if one.problems:
             with pytest.raises(ConfigError) as error:
                 check_layout(run)
-            with_offers = error.value.problems
+            with_fixes = error.value.problems
             assert len(with_offers) == len(one.problems)
             assert all(map(str.startswith, with_offers, one.problems))
             assert not one.modes

@@ -11,7 +11,7 @@ from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.quick import quick_estimate, states_of, total_states
 from gridformer.memory.savings import cheapest_first
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.parallel.validation import broken_rules
+from gridformer.parallel.validation import violations
 from gridformer.utils.units import GIB
 from tests.support.multirank.memory import a_run
 
@@ -62,6 +62,6 @@ def test_without_a_limit_copies_of_layers_take_a_share_of_what_a_device_holds() 
 def test_auto_is_valid_where_nothing_is_gathered() -> None:
     """It decides nothing there, while `step` is a mistake."""
     replicate = {"dp_mode": "replicate"}
-    assert not broken_rules(run_of("auto", 1.0, **replicate))
-    assert broken_rules(run_of("step", 1.0, **replicate))
+    assert not violations(run_of("auto", 1.0, **replicate))
+    assert violations(run_of("step", 1.0, **replicate))
     assert decide_run(run_of("auto", 1.0, **replicate)).choices.reshard == "layer"

@@ -16,7 +16,7 @@ from gridformer.mesh.gpus import (
     processes_on_a_gpu,
     too_few_gpus,
 )
-from gridformer.mesh.launch_env import Joined
+from gridformer.mesh.launch_env import RankEnv
 from gridformer.mesh.process_group import check_devices
 
 ENVIRON = {"RANK": "2", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
@@ -28,8 +28,8 @@ def see(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
 
 
-def place_of(by: str = "torchrun", local: int = 2, of: int = 4, knows: bool = True) -> Joined:
-    return Joined(2, 8, local, of, by, "node01", 29500, knows_local=knows)  # type: ignore[arg-type]
+def place_of(by: str = "torchrun", local: int = 2, of: int = 4, knows: bool = True) -> RankEnv:
+    return RankEnv(2, 8, local, of, by, "node01", 29500, knows_local=knows)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def place_of(by: str = "torchrun", local: int = 2, of: int = 4, knows: bool = Tr
 )
 def test_own_gpu(
     visible: int,
-    place: Joined,
+    place: RankEnv,
     gpu: int | None,
     here: list[int],
     monkeypatch: pytest.MonkeyPatch,

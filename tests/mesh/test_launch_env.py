@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gridformer.mesh.launch_env import Joined, launched_place
+from gridformer.mesh.launch_env import RankEnv, rank_env
 from gridformer.utils.errors import UserError
 
 MEET = {"MASTER_ADDR": "node01", "MASTER_PORT": "29500"}
@@ -27,7 +27,7 @@ OMPI = {
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
-def local(place: Joined | None) -> tuple[int, int, bool]:
+def local(place: RankEnv | None) -> tuple[int, int, bool]:
     assert place is not None
     assert (place.rank, place.size) == (3, 8)
     assert (place.master_addr, place.store_file) != ("", "")
@@ -48,41 +48,39 @@ def local(place: Joined | None) -> tuple[int, int, bool]:
 def test_rank_and_world_size_are_joined(
     environ: dict[str, str], place: tuple[int, int, bool]
 ) -> None:
-    assert local(launched_place({**MEET, **RANKED, **environ})) == place
+    assert local(rank_env({**MEET, **RANKED, **environ})) == place
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
 def test_a_rank_without_a_place_to_meet_is_refused(missing: str) -> None:
     with pytest.raises(UserError, match=f"but {missing}, where they meet, is not set"):
-        launched_place({**MEET, **RANKED, missing: ""})
+        rank_env({**MEET, **RANKED, missing: ""})
 
 
 @pytest.mark.parametrize("environ", [{"RANK": "3"}, {"WORLD_SIZE": "8"}, MEET])
 def test_a_part_of_the_variables_says_nothing(environ: dict[str, str]) -> None:
-    assert launched_place(environ) is None
+    assert rank_env(environ) is None
 
 
 def test_a_world_of_one_starts_its_own_processes() -> None:
-    assert launched_place({**MEET, "RANK": "0", "WORLD_SIZE": "1"}) is None
-    assert (
-        launched_place({**OMPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) is None
-    )
+    assert rank_env({**MEET, "RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert rank_env({**OMPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) is None
 
 
 @pytest.mark.parametrize("mpi", [OMPI, MPICH], ids=["Open MPI", "MPICH"])
 def test_mpirun_is_joined(mpi: dict[str, str]) -> None:
-    place = launched_place({**mpi, **MEET})
+    place = rank_env({**mpi, **MEET})
     assert local(place) == (1, 2, True)
     assert place is not None
     assert (place.by, place.master_addr, place.master_port) == ("mpirun", "node01", 29500)
     # Its daemons on the nodes are tasks of srun, whose variables the processes inherit.
     daemon = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
-    assert launched_place({**mpi, **MEET, **daemon}) == place
+    assert rank_env({**mpi, **MEET, **daemon}) == place
 
 
 def test_mpirun_on_one_machine_needs_no_address() -> None:
     alone = {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
-    place = launched_place(alone)
+    place = rank_env(alone)
     assert local(place) == (3, 8, True)
     assert place is not None
     assert place.master_addr == "127.0.0.1"
@@ -91,17 +89,17 @@ def test_mpirun_on_one_machine_needs_no_address() -> None:
 @pytest.mark.parametrize("mpi", [OMPI, MPICH, {"PMI_RANK": "3", "PMI_SIZE": "8"}])
 def test_mpirun_on_several_machines_needs_an_address(mpi: dict[str, str]) -> None:
     with pytest.raises(UserError, match="-x MASTER_ADDR=HOST -x MASTER_PORT=29500"):
-        launched_place(mpi)
+        rank_env(mpi)
 
 
 def test_srun_may_set_the_variables_of_mpi() -> None:
-    place = launched_place({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "8"})
+    place = rank_env({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "8"})
     assert place is not None
     assert (place.by, place.master_addr) == ("srun", "node01")
 
 
 def test_numbers_are_checked() -> None:
     with pytest.raises(UserError, match="WORLD_SIZE is 'many'"):
-        launched_place({**MEET, "RANK": "1", "WORLD_SIZE": "many"})
+        rank_env({**MEET, "RANK": "1", "WORLD_SIZE": "many"})
     with pytest.raises(UserError, match="the launcher describes this process as rank 8 of 8"):
-        launched_place({**MEET, "RANK": "8", "WORLD_SIZE": "8"})
+        rank_env({**MEET, "RANK": "8", "WORLD_SIZE": "8"})

@@ -28,7 +28,7 @@ from gridformer.mesh.node_placement import (
     sizes_of,
 )
 from gridformer.mesh.placement_table import explain_racks
-from gridformer.parallel.offers import ProblemWithOffers
+from gridformer.parallel.fixes import Refusal
 from gridformer.parallel.validation import problems
 from tests.support.meshes import Traffic, cases, grid
 
@@ -332,7 +332,7 @@ def plan(n_rows: int, n_cols: int, dp: int, devices_per_node: int) -> LayoutConf
     )
 
 
-def of_nodes(layout: LayoutConfig, rule: str = "devices_per_node") -> list[ProblemWithOffers]:
+def of_nodes(layout: LayoutConfig, rule: str = "devices_per_node") -> list[Refusal]:
     """Return the problems of a layout's nodes, or racks, only."""
     run = {"model": {"n_layers": 1, "hidden_size": 8, "n_heads": 2}, "data": {"path": "x"}}
     found = problems(RunConfig.model_validate({**run, "layout": layout}))
@@ -365,5 +365,5 @@ def test_a_layout_without_problems_has_a_block(
         assert devices_per_node == 0 or blocks(sizes_of(layout), devices_per_node)
         return
     assert not blocks(sizes_of(layout), devices_per_node)
-    for offer in found[0].offers:
+    for offer in found[0].changes:
         assert offer.keys() == {"layout.devices_per_node"}

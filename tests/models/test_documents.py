@@ -15,7 +15,7 @@ from gridformer.checkpoint.convert.table import to_ours
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
-from gridformer.models.blocks import document_mask, scores
+from gridformer.models.blocks import scores
 from gridformer.models.blocks.scores import document_bounds
 from gridformer.parallel import build_parallel
 from gridformer.utils.batch import IGNORE, Batch
@@ -135,7 +135,7 @@ def test_some_queries_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     model, batch = build(name), batch_of()
     found = []
     for queries in (S, 5):
-        monkeypatch.setattr(document_mask, "QUERIES", queries)
+        monkeypatch.setattr(scores, "QUERIES", queries)
         if queries < S:
             monkeypatch.setattr(scores, "same_document", None)  # which makes the whole mask
         model.zero_grad()

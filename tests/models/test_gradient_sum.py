@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from gridformer.models.blocks import (
     Init,
-    JoinedLinear,
     Linear,
+    MergedLinear,
     PartSize,
     Role,
     attach_copies,
-    attach_gradient_places,
-    gradient_place,
+    attach_gradient_slots,
+    gradient_slot,
 )
 from gridformer.models.blocks.cast import transposed
 from gridformer.models.blocks.gradient_sum import GradientSum, continued, summed
@@ -28,18 +28,18 @@ PARTS = {"q": PartSize(6, Init(std=1.0)), "k": PartSize(2, Init(std=1.0))}
 
 def made(kind: str) -> nn.Module:
     """Return a product of bfloat16 activations with float32 weights, which are filled."""
-    product = Linear(8, 6, ROLE, Init(std=1.0)) if kind == "one" else JoinedLinear(8, PARTS, ROLE)
+    product = Linear(8, 6, ROLE, Init(std=1.0)) if kind == "one" else MergedLinear(8, PARTS, ROLE)
     generator = torch.Generator().manual_seed(1)
     for parameter in product.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator)
     attach_copies(product, torch.bfloat16, once=True)
-    attach_gradient_places(product)
+    attach_gradient_slots(product)
     return product
 
 
 @contextmanager
 def adding(module: nn.Module) -> Iterator[None]:
-    places = [at for p in module.parameters() if (at := gradient_place(p))]
+    places = [at for p in module.parameters() if (at := gradient_slot(p))]
     assert places
     for place in places:
         place.continued = True
@@ -106,7 +106,7 @@ def test_a_weight_may_be_read_in_either_order(by_columns: bool, turned: bool) ->
     product = Linear(8, 6, ROLE, Init(std=1.0))
     if by_columns:
         product.weight = nn.Parameter(torch.randn(6, 8).t())
-    attach_gradient_places(product)
+    attach_gradient_slots(product)
     parameter = product.weight
     earlier = torch.randn_like(parameter)
     assert earlier.stride() == parameter.stride()
@@ -130,7 +130,7 @@ def test_a_weight_may_be_read_in_either_order(by_columns: bool, turned: bool) ->
 
 def test_a_part_of_a_weight_is_not_the_weight() -> None:
     product = Linear(8, 6, ROLE, Init(std=1.0))
-    attach_gradient_places(product)
+    attach_gradient_slots(product)
     with adding(product):
         assert continued(product.weight[:, :3]) is None
         assert continued(product.weight * 2) is None

@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gridformer.models.blocks import Init, JoinedLinear, PartSize, Role, attach_copies, keep_copies
+from gridformer.models.blocks import Init, MergedLinear, PartSize, Role, attach_copies, keep_copies
 from gridformer.models.blocks.cast import cast, copy_of
 
 WIDTHS = {"q": 12, "k": 4, "v": 4}
 
 
-def made(dtype: torch.dtype, bias: bool = False) -> JoinedLinear:
+def made(dtype: torch.dtype, bias: bool = False) -> MergedLinear:
     parts = {name: PartSize(n, Init(std=1.0)) for name, n in WIDTHS.items()}
-    product = JoinedLinear(8, parts, Role("qkv", "attention"), bias)
+    product = MergedLinear(8, parts, Role("qkv", "attention"), bias)
     generator = torch.Generator().manual_seed(1)
     for parameter in product.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype)
@@ -28,7 +28,7 @@ def loss_of(out: Sequence[Tensor]) -> Tensor:
     return torch.stack([(i + 1) * part.float().square().sum() for i, part in enumerate(out)]).sum()
 
 
-def results(product: JoinedLinear, x: Tensor) -> list[Tensor]:
+def results(product: MergedLinear, x: Tensor) -> list[Tensor]:
     """Return the outputs and all gradients of a loss that reads every output differently."""
     x = x.clone().requires_grad_()
     with keep_copies(product.parameters()):
@@ -37,7 +37,7 @@ def results(product: JoinedLinear, x: Tensor) -> list[Tensor]:
     return [*(part.detach() for part in out), *grads]
 
 
-def separately(product: JoinedLinear, x: Tensor) -> list[Tensor]:
+def separately(product: MergedLinear, x: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
     out = []
     for part in product.parts():

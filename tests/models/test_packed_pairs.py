@@ -13,7 +13,7 @@ from torch import Tensor
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
-from gridformer.models.blocks import SinusoidalPositions, document_mask, scores
+from gridformer.models.blocks import SinusoidalPositions, scores
 from gridformer.models.blocks.scores import document_bounds
 from gridformer.parallel import build_parallel
 from gridformer.utils.batch import IGNORE, Batch
@@ -181,7 +181,7 @@ def test_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask of all queries never exists, and the gradients are the same."""
     model, batch = build("transformer"), packed()
     want = loss_and_gradients(model, batch)
-    monkeypatch.setattr(document_mask, "QUERIES", 5)
+    monkeypatch.setattr(scores, "QUERIES", 5)
     monkeypatch.setattr(scores, "same_document", None)  # which makes the whole mask
     assert_same(loss_and_gradients(model, batch), want)
 

@@ -43,7 +43,7 @@ def both_losses(model: Model, batch: Tensor, rows: slice) -> tuple[Tensor, Tenso
     at = torch.randint(0, CONFIG.max_seq_len, (B,), generator=generator)
     at[0], at[-1] = 0, CONFIG.max_seq_len - 1
     labels = torch.randint(0, N_LABELS, (B,), generator=generator)
-    model.clock.first_sample = rows.start
+    model.dropout_rng.first_sample = rows.start
     part = batch[rows]
     logits = model.logits({"tokens": part[:, :-1], "at": at[rows]})["labels"]
     assert logits.shape == (len(part), N_LABELS)

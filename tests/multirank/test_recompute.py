@@ -73,7 +73,7 @@ def start(
     model.recomputes(recompute)
     each = B // axes.batch.size
     rows = slice(axes.batch.index * each, (axes.batch.index + 1) * each)
-    model.clock.at(rows)
+    model.dropout_rng.at(rows)
     batch = {key: value[rows] for key, value in batches_of(0, config, B).items()}
     return model.train(), batch, plan
 
@@ -191,9 +191,9 @@ def kept(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> int:
     """Return the bytes that one rank holds after a forward pass and did not hold before."""
     model, batch, _ = start(layout, config, recompute)
     with weights_kept(model), MemoryLog() as tracker:
-        clock = model.clock
-        stamps = [clock.stamp(site, block, CPU) for site, block in clock.sites.items()]
-        tracker.mark([*model.parameters(), *batch.values(), *stamps], "before")
+        clock = model.dropout_rng
+        counters = [clock.counter(site, block, CPU) for site, block in clock.sites.items()]
+        tracker.mark([*model.parameters(), *batch.values(), *counters], "before")
         loss = loss_of(model, batch)
         # gloo's threads free a message a moment after it is waited for.
         found, before = held(tracker), -1

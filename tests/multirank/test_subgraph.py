@@ -178,7 +178,7 @@ def label_losses(model: Model, batch: Tensor, rows: slice) -> list[Tensor]:
     generator = torch.Generator().manual_seed(5)
     at = torch.randint(0, CONFIG.max_seq_len, (B,), generator=generator)
     labels = torch.randint(0, N_LABELS, (B,), generator=generator)
-    model.clock.at(rows)
+    model.dropout_rng.at(rows)
     part = batch[rows]
     logits = model.logits({"tokens": part[:, :-1], "at": at[rows]})["labels"]
     if logits.is_meta:
@@ -208,7 +208,7 @@ def compare_labels(layout: Layout) -> dict[str, float]:
         for model, rows, the_axes in ((whole, slice(0, B), Axes()), (cut, mine, axes)):
             model.train()
             model.zero_grad()
-            model.clock.step = step
+            model.dropout_rng.step = step
             lm, label = label_losses(model, batch, rows)
             (lm / (B * CONFIG.max_seq_len) + label / B).backward()
             reduce_gradients(model.parameters(), the_axes)

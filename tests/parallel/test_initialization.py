@@ -15,7 +15,7 @@ from gridformer.mesh import Axes
 from gridformer.models.blocks import Init, new_parameter
 from gridformer.parallel import build_parallel
 from gridformer.parallel.initialization import initialize
-from gridformer.parallel.sharding import ParamPlacement, place, shard_of
+from gridformer.parallel.sharding import ParamPlacement, shard_of, shard_parameter
 from gridformer.utils import rng
 from tests.support.layouts import LAYOUTS, name_of, ranks
 
@@ -55,7 +55,7 @@ def test_transposed_blocks_are_stored_column_by_column() -> None:
         module = nn.Module()
         with torch.device("meta"):
             module.weight = new_parameter(7, 10, init=Init(std=0.5))
-        place(
+        shard_parameter(
             module,
             "weight",
             ParamPlacement(("row", "col"), pad=(6, 6), transposed=transposed),
@@ -176,7 +176,7 @@ def test_any_spread_of_vectors_and_matrices(
         module = nn.Module()
         with torch.device("meta"):
             module.weight = new_parameter(*shape, init=Init(mean=3.0, std=0.5))
-        place(module, "weight", ParamPlacement(cut), axes)
+        shard_parameter(module, "weight", ParamPlacement(cut), axes)
         initialize(module, 1, CPU, torch.float64)
         return module.get_parameter("weight")
 

@@ -20,8 +20,8 @@ from gridformer.parallel.sharding import (
     ParamPlacement,
     ParamShard,
     info_of,
-    place,
     shard_of,
+    shard_parameter,
     vocabulary_multiple,
 )
 from tests.support.layouts import LAYOUTS, name_of, ranks
@@ -33,7 +33,7 @@ def placed(shape: tuple[int, ...], placement: ParamPlacement, axes: Axes) -> nn.
     module = nn.Module()
     with torch.device("meta"):
         module.weight = new_parameter(*shape, init=Init(std=0.5))
-    place(module, "weight", placement, axes)
+    shard_parameter(module, "weight", placement, axes)
     return module.get_parameter("weight")
 
 
@@ -121,7 +121,7 @@ def test_placing_keeps_type_and_initial_values() -> None:
     weight: Any = nn.Parameter(torch.empty(4, 6, dtype=torch.float64, device="meta"))
     with_init(weight, Init(mean=1.0, std=0.5))
     module.weight = weight
-    place(module, "weight", ParamPlacement(("row", "col")), axes)
+    shard_parameter(module, "weight", ParamPlacement(("row", "col")), axes)
     local: Any = module.get_parameter("weight")
     assert local.dtype == torch.float64
     assert info_of(local).init == Init(mean=1.0, std=0.5)

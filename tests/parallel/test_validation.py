@@ -16,7 +16,7 @@ from gridformer.parallel.axes import build_axes
 from gridformer.parallel.registry import SPECS
 from gridformer.parallel.validation import check_layout, problems
 from gridformer.utils.errors import ConfigError
-from tests.support.offers import changed, rules, run_of
+from tests.support.fixes import changed, rules, run_of
 
 # --------------------------------------------------------------------------- each rule
 
@@ -206,7 +206,7 @@ def test_one_rule_broken(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_layout(run)
     assert error.value.problems == [str(only)]
-    for offer in only.offers:
+    for offer in only.changes:
         check_layout(changed(run, offer))
 
 
@@ -285,7 +285,7 @@ def test_a_pooler_is_sharded_over_columns() -> None:
     assert rules(pooled(**bert, **{"model.sentence_pair": False})) == set()
     (problem,) = problems(pooled(**bert))
     sizes = {"layout.cols": [1, 2], "model.hidden_size": [28, 32]}
-    assert [*problem.offers] == [{key: n} for key, some in sizes.items() for n in some]
+    assert [*problem.changes] == [{key: n} for key, some in sizes.items() for n in some]
     grid = {"layout.scheme": "megatron_2d", "layout.rows": 2}
     assert rules(pooled(**grid)) == set()
     assert rules(pooled(**grid, **bert)) == {"cols cuts model.hidden_size"}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
-from gridformer.models.blocks import DropoutClock
+from gridformer.models.blocks import DropoutRng
 from gridformer.models.blocks.attention import _Heads
 from gridformer.models.blocks.scores import (
     DocumentBounds,
@@ -69,7 +69,7 @@ LARGE = ((2, 4, 300, 333, 64), True, True, True, 0.1, 2, 70)
 
 
 def stamp_of(first_sample: int, device: str = "cpu") -> Tensor:
-    """Return the stamp of a site whose key is `KEY`."""
+    """Return the counter of a site whose key is `KEY`."""
     return torch.tensor([*rng.halves(KEY), first_sample, 0], device=device)
 
 
@@ -130,7 +130,7 @@ def run_attention(
     if biased:
         bias = random(n, s, seen, dtype=torch.promote_types(dtype, torch.float32))
         inputs.append(bias.requires_grad_())
-    heads = _Heads(d, True, p, "x", DropoutClock(1, 2, 2**32 + 3)).train()
+    heads = _Heads(d, True, p, "x", DropoutRng(1, 2, 2**32 + 3)).train()
     heads.head_block, heads.fused = 2, fused
     window = Window(size, seen, torch.device(device)) if size else None
     bounds = bounds_of(s, seen, device) if "documents" in name else None
@@ -173,8 +173,8 @@ def run_model(
     config = ModelConfig(family=family, **values, **rates)  # type: ignore[arg-type]
     model = build_parallel(config, LayoutConfig(), Axes(), 1, torch.device("cpu"), "float64")
     model.uses_kernels(fused)
-    model.clock.step = 3
-    model.clock.at(slice(4, 6))
+    model.dropout_rng.step = 3
+    model.dropout_rng.at(slice(4, 6))
     with ExitStack() as stack:
         if fused:
             for owner, name in ((rng, "keep"), (_Heads, "_unfused")):
@@ -219,8 +219,8 @@ def run_compiled(family: str, backend: str) -> tuple[list[float], dict[str, Tens
     losses: list[float] = []
     with patch.object(rng, "keep", side_effect=AssertionError):
         for step, rows in ((0, slice(0, 2)), (0, slice(2, 4)), (1, slice(0, 2))):
-            model.clock.step = step
-            model.clock.at(rows)
+            model.dropout_rng.step = step
+            model.dropout_rng.at(rows)
             with torch.compiler.set_stance("fail_on_recompile" if losses else "default"):
                 loss = model.losses(batch_of(config, False))["tokens"]
                 loss.backward()

@@ -190,8 +190,8 @@ def test_gpt2_trains_as_torch_trains_it(micro_batches: int, dropout: bool) -> No
 def gradients_of(ours: Model, batch: Batch, step: int, first_sample: int) -> dict[str, Tensor]:
     """Return gradients of summed losses in training, for samples from `first_sample` on."""
     ours.train()
-    ours.clock.seed, ours.clock.step = SEED, step
-    ours.clock.first_sample = first_sample
+    ours.dropout_rng.seed, ours.dropout_rng.step = SEED, step
+    ours.dropout_rng.first_sample = first_sample
     losses = ours.losses(batch)
     torch.stack([*losses.values()]).sum().backward()
     found = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}

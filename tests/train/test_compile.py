@@ -19,7 +19,7 @@ from gridformer.launch.plan import plan_run
 from gridformer.launch.run import execute
 from gridformer.mesh import Axes
 from gridformer.models import Model
-from gridformer.models.blocks import document_mask
+from gridformer.models.blocks import scores
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.zero import stored
@@ -148,7 +148,7 @@ def test_compiled_steps_are_the_same_steps(evaluates: bool) -> None:
 
 def test_documents_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention takes its queries in parts, outside of the compiled code."""
-    monkeypatch.setattr(document_mask, "QUERIES", 4)
+    monkeypatch.setattr(scores, "QUERIES", 4)
     config = tiny(n_layers=2)
     got, want = (train(config, backend, 2, documents=True) for backend in ("aot_eager", ""))
     assert_same(got, want)

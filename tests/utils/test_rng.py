@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gridformer.models.blocks import Dropout, DropoutClock
+from gridformer.models.blocks import Dropout, DropoutRng
 from gridformer.utils import rng
 
 KEY = rng.key(1234, "tokens.weight")
@@ -216,7 +216,7 @@ def test_share_that_is_kept(p: float) -> None:
 
 
 def dropped(seed: int = 1, step: int = 2, site: str = "layers.0", sample: int = 0) -> Tensor:
-    dropout = Dropout(0.5, site, DropoutClock(seed, step, sample))
+    dropout = Dropout(0.5, site, DropoutRng(seed, step, sample))
     return dropout(torch.ones(2, 32, 64))
 
 
@@ -237,7 +237,7 @@ def test_samples_have_masks_of_their_own() -> None:
 
 
 def test_dropout_keeps_the_mean() -> None:
-    dropout = Dropout(0.25, "x", DropoutClock())
+    dropout = Dropout(0.25, "x", DropoutRng())
     y = dropout(torch.ones(4, 256, 256))
     assert set(y.unique().tolist()) == {0.0, float(torch.tensor(1 / 0.75))}
     assert abs(float(y.mean()) - 1) < 4 * math.sqrt(0.25 / 0.75) / 512

@@ -163,7 +163,7 @@ def _attention(shape: AttentionShape, dtype: str) -> Iterator[Operation]:
 
 def _own_attention(shape: AttentionShape, dtype: str) -> Iterator[Operation]:
     """Yields the kernel of `gridformer.models.kernels` with dropout."""
-    from gridformer.models.blocks import DropoutClock
+    from gridformer.models.blocks import DropoutRng
     from gridformer.models.kernels import attention as kernel
 
     settings = kernel.Settings(shape.causal, shape.width**-0.5, p=0.1)
@@ -171,10 +171,10 @@ def _own_attention(shape: AttentionShape, dtype: str) -> Iterator[Operation]:
 
         def build(device: torch.device, backward: bool = backward) -> Run:
             q, k, v = _heads(shape, dtype, device)
-            stamp = DropoutClock().stamp("attention", 0, device)
+            counter = DropoutRng().counter("attention", 0, device)
 
             def forward() -> Tensor:
-                return kernel.attention(q, k, v, None, None, settings, stamp=stamp)
+                return kernel.attention(q, k, v, None, None, settings, counter=counter)
 
             return _passes(forward, (q, k, v), backward)
 

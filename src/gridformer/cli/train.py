@@ -60,7 +60,7 @@ def train(
     from gridformer.cli.waiting import waiting
     from gridformer.launch.plan import check_run, plan_checked
     from gridformer.launch.run_lock import RunLock
-    from gridformer.mesh.launch_env import launched_place
+    from gridformer.mesh.launch_env import rank_env
     from gridformer.utils.forkserver import warm_up
     from gridformer.utils.placeholder_module import DYNAMO
 
@@ -74,7 +74,7 @@ def train(
         checked = read_run(run, overrides)
         print_decisions(checked, decide_run(checked), Console())
         return
-    place = launched_place()
+    place = rank_env()
     with RunLock() as lock:
         if place and place.size > 1:
             from gridformer.launch.together import plan_together

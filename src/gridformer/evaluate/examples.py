@@ -22,8 +22,8 @@ from gridformer.data.samples.examples import Reading, read_by
 from gridformer.evaluate.loading import Trained, of_layout
 from gridformer.evaluate.prompts import read_fields
 from gridformer.evaluate.scoring import in_batches, passes_of
-from gridformer.parallel.offers import Broken, with_offers
-from gridformer.parallel.validation import broken_rules
+from gridformer.parallel.fixes import Violation, with_fixes
+from gridformer.parallel.validation import violations
 from gridformer.train.evaluation import Answers
 from gridformer.train.forward_backward import RowSplit, mean_losses
 from gridformer.train.loader import BatchLoader
@@ -200,7 +200,7 @@ def check_named_set(name: str, run: RunConfig) -> None:
     """
     one = find_set(run, name)
     check_set(run, f"--set {name}", RunData.open_set(run.data, one))
-    problems = [str(problem) for problem in with_offers(run, _broken_rules)]
+    problems = [str(problem) for problem in with_fixes(run, _violations)]
     if problems:
         raise ConfigError([f"--set {name}: {text}{_fewer(run)}" for text in problems])
 
@@ -262,14 +262,14 @@ def _fewer(run: RunConfig) -> str:
     """Returns the end of an error: fewer replicas with which the batches of a run fit."""
     for dp in range(run.layout.dp - 1, 0, -1):
         fewer = run.model_copy(update={"layout": run.layout.model_copy(update={"dp": dp})})
-        if not broken_rules(fewer):
+        if not violations(fewer):
             return f"; use layout.dp={dp}"
     return ""
 
 
-def _broken_rules(run: RunConfig) -> list[Broken]:
+def _violations(run: RunConfig) -> list[Violation]:
     """Returns the broken rules, with ways to fix them that change only the layout."""
     return [
-        Broken(one.rule, one.text, [of_layout(way) for way in one.ways])
-        for one in broken_rules(run)
+        Violation(one.rule, one.text, [of_layout(fix) for fix in one.fixes])
+        for one in violations(run)
     ]

@@ -37,11 +37,11 @@ from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.gradients import GradientSums
-from gridformer.parallel.offers import Broken, Changes, Way, with_offers
+from gridformer.parallel.fixes import Changes, Fix, Violation, with_fixes
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.tensor.linear import weights_kept
-from gridformer.parallel.validation import broken_rules
+from gridformer.parallel.validation import violations
 from gridformer.utils.errors import ConfigError, RemovedError
 from gridformer.utils.folders import private_prefix
 
@@ -303,15 +303,15 @@ def plan_job(
     run = run.model_copy(update={"layout": chosen, "train": train})
     if run.model.family == "bert":
         length = length or 0  # padding takes part in its texts
-    check = partial(_broken_rules, length=length)
-    found = [str(problem) for problem in with_offers(run, check)]
+    check = partial(_violations, length=length)
+    found = [str(problem) for problem in with_fixes(run, check)]
     found += check_devices(device, chosen.n_processes)
     if found:
         raise ConfigError(found)
     return Job(folder, run, device)
 
 
-def _broken_rules(run: RunConfig, length: int | None) -> list[Broken]:
+def _violations(run: RunConfig, length: int | None) -> list[Violation]:
     """Returns the broken rules of a model that is used, whose batches are made to fit."""
     layout, longest = run.layout, run.model.max_seq_len
     parts = spec_of(layout).batch_parts(layout) * layout.micro_batches
@@ -324,15 +324,15 @@ def _broken_rules(run: RunConfig, length: int | None) -> list[Broken]:
     train = run.train.model_copy(update={"global_batch": parts})
     fitted = run.model_copy(update={"data": data, "train": train})
     return [
-        Broken(one.rule, one.text, [of_layout(way) for way in one.ways])
-        for one in broken_rules(fitted)
+        Violation(one.rule, one.text, [of_layout(fix) for fix in one.fixes])
+        for one in violations(fitted)
     ]
 
 
-def of_layout(way: Way) -> Way:
+def of_layout(fix: Fix) -> Fix:
     """Returns a way without changes of the model or its training, which have been decided."""
 
     def changes() -> Iterable[Changes]:
-        return (one for one in way.changes() if all(key.startswith("layout.") for key in one))
+        return (one for one in fix.changes() if all(key.startswith("layout.") for key in one))
 
-    return Way(changes, way.at_most)
+    return Fix(changes, fix.at_most)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from gridformer.cluster import load_cluster
 from gridformer.config import LayoutConfig, RunConfig, divisors
 from gridformer.mesh.gpus import gpus_are_shared
-from gridformer.mesh.launch_env import launched_place
+from gridformer.mesh.launch_env import rank_env
 from gridformer.parallel.registry import describe_layout, spec_of
-from gridformer.parallel.validation import broken_rules
+from gridformer.parallel.validation import violations
 from gridformer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def processes_present(run: RunConfig, nproc: int | None = None) -> int:
         run: The run.
         nproc: How many processes the user asked for.
     """
-    place = launched_place()
+    place = rank_env()
     if place:
         return place.size
     if nproc is not None or run.train.device == "cpu" or run.layout.n_processes == 1:
@@ -117,7 +117,7 @@ def layouts_for(run: RunConfig, n: int) -> Iterator[RunConfig]:
         for one in found:
             layout = one.run.layout.model_copy(update={"cluster": run.layout.cluster})
             other = one.run.model_copy(update={"layout": layout})
-            if not broken_rules(other):
+            if not violations(other):
                 yield other
         return
     from gridformer.memory.layouts import candidates
@@ -159,7 +159,7 @@ def _carried_over(run: RunConfig, arrangement: LayoutConfig) -> RunConfig | None
         for micro_batches in _micro_batches(run, base)[:3]:
             layout = base.model_copy(update={"micro_batches": micro_batches})
             other = run.model_copy(update={"layout": layout})
-            if not broken_rules(other):
+            if not violations(other):
                 return other
     return None
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from gridformer.launch.hang_report import RankReport, reports
 from gridformer.launch.worker_process import at_failure
-from gridformer.mesh.launch_env import Joined
+from gridformer.mesh.launch_env import RankEnv
 from gridformer.mesh.rendezvous import store_of
 
 _ASKS_S = 2.0  # between two questions to the store of the run, or more if it is large
@@ -36,7 +36,7 @@ class HangBoard:
         TimeoutError: From every method, when the store does not answer.
     """
 
-    def __init__(self, place: Joined) -> None:
+    def __init__(self, place: RankEnv) -> None:
         self.place = place
         store: Any = store_of(place)
         self._store = store.clone()  # a connection of its own

@@ -51,7 +51,7 @@ from gridformer.launch.processes import (
     signals_seen,
 )
 from gridformer.launch.worker_process import Meeting, work, work_here
-from gridformer.mesh.launch_env import launched_place
+from gridformer.mesh.launch_env import rank_env
 from gridformer.utils import oom
 from gridformer.utils.folders import private_prefix, remove_private_leftovers
 from gridformer.utils.forkserver import warm_up
@@ -94,7 +94,7 @@ def launch(
         SystemExit: A worker failed (code 1; its traceback has been printed), or the run was stopped
             (code 75, or 128 + the signal's number; one line has been printed).
     """
-    place, policy = launched_place(), policy or StopPolicy()
+    place, policy = rank_env(), policy or StopPolicy()
     if n_processes == 1 or place:
         work_here(entrypoint, args, place, policy)
         return

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
-from gridformer.mesh.launch_env import launched_place
+from gridformer.mesh.launch_env import rank_env
 from gridformer.utils.errors import UserError
 from gridformer.utils.signals import REQUEUE
 
@@ -62,7 +62,7 @@ def node_of(nodes: int | None, environ: Mapping[str, str]) -> Node:
         UserError: The environment does not say it.
     """
     ranked = {k: v for k, v in environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    task = launched_place(ranked)
+    task = rank_env(ranked)
     if task and task.by == "srun":
         if nodes not in (None, task.size):
             raise UserError(f"--nodes={nodes}, but srun started {task.size} tasks: leave it out")

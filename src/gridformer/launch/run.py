@@ -26,7 +26,7 @@ from gridformer.launch.local import attempt
 from gridformer.launch.memory_advice import memory_advice
 from gridformer.launch.processes import process_stat, signals_seen
 from gridformer.launch.watch import MARGIN_S, start_watch
-from gridformer.mesh.launch_env import Joined, launched_place, use_only
+from gridformer.mesh.launch_env import RankEnv, rank_env, use_only
 from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.mesh.rendezvous import store_of
 from gridformer.train.callbacks import Callback
@@ -57,7 +57,7 @@ def execute(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
         SystemExit: A worker failed or a signal stopped the run, see `launch`; or the last
             checkpoint is not at `train.checkpoint_to`, see `copy_last`.
     """
-    policy, place = policy_of(plan.run.train), launched_place()
+    policy, place = policy_of(plan.run.train), rank_env()
     if plan.done:
         if place and place.rank:
             return
@@ -128,7 +128,7 @@ def train(
         execute(plan_run(run, [*overrides], out=out, lock=lock), callbacks)
 
 
-def wait_as_spare(place: Joined) -> None:
+def wait_as_spare(place: RankEnv) -> None:
     """Waits until a run has ended in which this process, one of too many, does not take part.
 
     torchrun takes a process that ends for one that is done, and its machine would leave the run.
@@ -142,7 +142,7 @@ def wait_as_spare(place: Joined) -> None:
     stop.uninstall()
 
 
-def release_spares(place: Joined) -> None:
+def release_spares(place: RankEnv) -> None:
     """Called on rank 0 when a run has ended: lets processes end that took no part in it."""
     if place.rank == 0:
         store_of(place).set(_ENDED, "yes")
@@ -160,7 +160,7 @@ def began() -> float:
 
     Under torchrun that is torchrun itself, whose workers may be restarted.
     """
-    place = launched_place()
+    place = rank_env()
     pid = os.getppid() if place and place.by == "torchrun" else os.getpid()
     try:
         up_s = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
@@ -217,7 +217,7 @@ def copy_last(plan: Plan, ends_at: float | None = None) -> None:
     Raises:
         SystemExit: The last checkpoint is not there, with code 1.
     """
-    train, place = plan.run.train, launched_place()
+    train, place = plan.run.train, rank_env()
     if not train.checkpoint_to or (place and place.rank):
         return
     wait_s, pause = train.full_disk_wait_s, _FIRST_S

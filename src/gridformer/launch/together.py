@@ -22,7 +22,7 @@ from gridformer.config import RunConfig
 from gridformer.launch.plan import check_run, plan_checked
 from gridformer.launch.run_lock import holder_of
 from gridformer.mesh.gpus import CPU, GPU, device_or_problem, identity, own_gpu
-from gridformer.mesh.launch_env import Joined
+from gridformer.mesh.launch_env import RankEnv
 from gridformer.mesh.process_group import check_devices
 from gridformer.mesh.rendezvous import collect, gather, receive, share, wait_until_heard
 from gridformer.utils.errors import ConfigError, UserError
@@ -47,7 +47,7 @@ _LOOK_S = 0.1
 
 
 def plan_together(
-    place: Joined,
+    place: RankEnv,
     path: Path | str,
     overrides: Sequence[str] = (),
     nproc: int | None = None,
@@ -97,7 +97,7 @@ def plan_together(
     return plan
 
 
-def _machine(run: RunConfig, place: Joined) -> str:
+def _machine(run: RunConfig, place: RankEnv) -> str:
     """Returns what rank 0 needs to know of this process's machine, as JSON."""
     elastic = run.train.elastic
     problems = check_devices(run.train.device, run.layout.n_processes, None, elastic)
@@ -157,7 +157,7 @@ def _check_folder(out: Path, not_seen: Sequence[str]) -> None:
         )
 
 
-def _received(place: Joined, name: str) -> Any:
+def _received(place: RankEnv, name: str) -> Any:
     """Returns what rank 0 shares, or ends this process if rank 0 has refused the run."""
     message = json.loads(receive(place, name))
     if "refused" in message:

@@ -36,7 +36,7 @@ from gridformer.launch.hang_board import HangBoard, asks_s
 from gridformer.launch.hang_report import RankReport, all_ranks, hang_text, reports
 from gridformer.launch.processes import process_state
 from gridformer.launch.worker_process import end_after_peer, end_with_report
-from gridformer.mesh.launch_env import Joined, launched_place
+from gridformer.mesh.launch_env import RankEnv, rank_env
 from gridformer.mesh.process_group import World
 
 MARGIN_S = 9.0  # torch's own timeouts come this much later than the watch
@@ -79,7 +79,7 @@ def start_watch(
         world: The processes.
         timeout_s, out, limit, trains: See `HangWatch`.
     """
-    place = launched_place()
+    place = rank_env()
     if place is None or world.size == 1:
         return None
     return HangWatch(place, timeout_s, out, world.backend == "nccl", limit, trains)
@@ -99,7 +99,7 @@ class HangWatch:
 
     def __init__(
         self,
-        place: Joined,
+        place: RankEnv,
         timeout_s: float,
         out: Path | None,
         nccl: bool = False,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gridformer.launch.failures import cause_of, out_of_memory, print_last, print_stopped
-from gridformer.mesh.launch_env import STORE_FILE, Joined
+from gridformer.mesh.launch_env import STORE_FILE, RankEnv
 from gridformer.mesh.process_group import abandon_process_groups, is_effect_of_a_peer
 from gridformer.utils import signals
 from gridformer.utils.errors import SaveError, UserError
@@ -149,7 +149,7 @@ def _mark(path: Path, exists: bool) -> None:
 def work_here(
     entrypoint: Callable[..., None],
     args: tuple[Any, ...],
-    place: Joined | None,
+    place: RankEnv | None,
     policy: signals.StopPolicy | None = None,
 ) -> None:
     """Runs the entrypoint in this process: the whole run, or a rank that torchrun or srun started.

@@ -17,7 +17,7 @@ from gridformer.memory.ranks import largest_ranks
 from gridformer.memory.room import Room, Tell, gpus_of, room_of, silent
 from gridformer.memory.savings import cheapest_first, smaller_batches, valid_change
 from gridformer.parallel.auto.decisions import Decisions, decide_run
-from gridformer.parallel.offers import Changes
+from gridformer.parallel.fixes import Changes
 from gridformer.record.step import STATES
 from gridformer.utils.units import format_bytes, format_setting
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from gridformer.config import LayoutConfig, RunConfig, Scheme, divisors, parse_run
 from gridformer.parallel.registry import SPECS, describe_layout, spec_of
-from gridformer.parallel.validation import broken_rules
+from gridformer.parallel.validation import violations
 from gridformer.utils.units import format_setting
 
 _OF_MACHINES = ("cluster", "devices_per_node", "nodes_per_rack", "order")  # keys of machines
@@ -196,7 +196,7 @@ def _cause(one: Listed) -> tuple[str, dict[str, int]]:
 
 
 def _problems(run: RunConfig) -> list[str]:
-    return [broken.text for broken in broken_rules(run)]
+    return [broken.text for broken in violations(run)]
 
 
 def _held(run: RunConfig) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
 from gridformer.mesh.gpus import gpus_here, n_visible_gpus, processes_on_a_gpu
-from gridformer.mesh.launch_env import launched_place
+from gridformer.mesh.launch_env import rank_env
 from gridformer.utils.hardware import free_memory
 from gridformer.utils.units import GIB, format_bytes
 
@@ -71,7 +71,7 @@ def room_of(run: RunConfig) -> Room | None:
     if run.train.memory_gib:
         gib = run.train.memory_gib
         return room_of_budget(gib, f"train.memory_gib={gib:g}")
-    place, gpus = launched_place(), gpus_of(run)
+    place, gpus = rank_env(), gpus_of(run)
     n_here = place.local_size if place else run.layout.n_processes
     if gpus:
         import torch
@@ -97,7 +97,7 @@ def room_of(run: RunConfig) -> Room | None:
 
 def gpus_of(run: RunConfig) -> list[int]:
     """Returns the GPUs that a run started now would use on this machine."""
-    return gpus_here(launched_place(), run.layout.n_processes) if run.train.device != "cpu" else []
+    return gpus_here(rank_env(), run.layout.n_processes) if run.train.device != "cpu" else []
 
 
 def on_gpu(run: RunConfig) -> bool:

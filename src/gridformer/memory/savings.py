@@ -9,9 +9,9 @@ from gridformer.config import RunConfig
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.work import replica_work
-from gridformer.parallel.offers import Changes, with_changes
+from gridformer.parallel.fixes import Changes, with_changes
 from gridformer.parallel.registry import spec_of
-from gridformer.parallel.validation import broken_rules
+from gridformer.parallel.validation import violations
 
 
 def cheapest_first(run: RunConfig) -> Iterator[Changes]:
@@ -62,4 +62,4 @@ def valid_change(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None
         changes: Values by dotted key, such as `layout.pp`.
     """
     other = with_changes(run, changes)
-    return None if other is None or broken_rules(other) else other
+    return None if other is None or violations(other) else other

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from gridformer.mesh.launch_env import Joined
+from gridformer.mesh.launch_env import RankEnv
 
 CPU, GPU = "cpu", "gpu"  # what `device_or_problem` returns if all is well
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"  # the variable of NCCL that lets processes share GPUs
@@ -32,7 +32,7 @@ def gpus_are_shared() -> bool:
     return os.environ.get(SHARING, "").strip() not in ("", "0")
 
 
-def own_gpu(place: Joined | None) -> int | None:
+def own_gpu(place: RankEnv | None) -> int | None:
     """Returns the GPU of this process, or None if it has none of its own.
 
     Args:
@@ -47,7 +47,7 @@ def own_gpu(place: Joined | None) -> int | None:
     return 0 if visible == 1 and _may_be_bound(place) else None
 
 
-def gpus_here(place: Joined | None, n_processes: int) -> list[int]:
+def gpus_here(place: RankEnv | None, n_processes: int) -> list[int]:
     """Returns those of the visible GPUs that the run's processes on this machine use; maybe none.
 
     Args:
@@ -66,7 +66,7 @@ def gpus_here(place: Joined | None, n_processes: int) -> list[int]:
     return [*range(place.local_size)] if place.local_size <= visible else [mine]
 
 
-def processes_on_a_gpu(place: Joined | None, n_processes: int) -> int:
+def processes_on_a_gpu(place: RankEnv | None, n_processes: int) -> int:
     """Returns how many of the run's processes use the same GPU, at most; 1 unless GPUs are shared.
 
     Args:
@@ -79,7 +79,7 @@ def processes_on_a_gpu(place: Joined | None, n_processes: int) -> int:
     return -(-here // max(1, len(gpus_here(place, n_processes))))
 
 
-def too_few_gpus(place: Joined | None, n_local: int) -> list[str]:
+def too_few_gpus(place: RankEnv | None, n_local: int) -> list[str]:
     """Returns why `n_local` processes on this machine cannot each have a GPU; empty if they can.
 
     Args:
@@ -174,7 +174,7 @@ def n_visible_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _n_visible(place: Joined | None, n_processes: int = 1) -> int:
+def _n_visible(place: RankEnv | None, n_processes: int = 1) -> int:
     """Returns the number of GPUs that a run of several processes, or of one, can use."""
     visible = n_visible_gpus()
     if not visible or (place.size if place else n_processes) == 1:
@@ -213,6 +213,6 @@ def nccl_version() -> tuple[int, int, int] | None:
     return number.value // 10000, number.value // 100 % 100, number.value % 100
 
 
-def _may_be_bound(place: Joined | None) -> bool:
+def _may_be_bound(place: RankEnv | None) -> bool:
     """Whether processes may see different GPUs; those that gridformer starts see the same."""
     return place is not None and place.by != "gridformer.launch"

@@ -42,7 +42,7 @@ _MPI = (
 
 
 @dataclass(frozen=True)
-class Joined:
+class RankEnv:
     """The place of this process in a run of `size` processes, `local_size` of them on this machine.
 
     If `launch` started the processes, they rendezvous in the file `store_file`, which is in a
@@ -72,7 +72,7 @@ def use_only(n_processes: int) -> None:
     _used = n_processes
 
 
-def launched_place(environ: Mapping[str, str] = os.environ) -> Joined | None:
+def rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
     """Returns this process's place as its launcher set it, or None if no launcher started it.
 
     A batch script or a shell inside a Slurm allocation is not one of several tasks, so the result
@@ -110,9 +110,9 @@ def launched_place(environ: Mapping[str, str] = os.environ) -> Joined | None:
     return place if _used is None else replace(place, size=min(place.size, _used))
 
 
-def _from_launch(environ: Mapping[str, str]) -> Joined:
+def _from_launch(environ: Mapping[str, str]) -> RankEnv:
     size = _number(environ, "WORLD_SIZE")
-    return Joined(
+    return RankEnv(
         rank=_number(environ, "RANK"),
         size=size,
         local_rank=_number(environ, "LOCAL_RANK"),
@@ -122,9 +122,9 @@ def _from_launch(environ: Mapping[str, str]) -> Joined:
     )
 
 
-def _from_torchrun(environ: Mapping[str, str]) -> Joined:
+def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
     size = _number(environ, "WORLD_SIZE")
-    return Joined(
+    return RankEnv(
         rank=_number(environ, "RANK"),
         size=size,
         local_rank=_number(environ, "LOCAL_RANK"),
@@ -141,7 +141,7 @@ def _is_one_of_several(environ: Mapping[str, str]) -> bool:
     return bool(both) and _number(environ, "WORLD_SIZE") > 1
 
 
-def _from_rank(environ: Mapping[str, str]) -> Joined:
+def _from_rank(environ: Mapping[str, str]) -> RankEnv:
     """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and LOCAL_RANK where it is known."""
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
@@ -153,7 +153,7 @@ def _from_rank(environ: Mapping[str, str]) -> Joined:
             "29500), start the processes with torchrun or srun, or unset RANK and WORLD_SIZE for a "
             "run that starts its own processes"
         )
-    place = Joined(
+    place = RankEnv(
         rank=rank,
         size=size,
         local_rank=0,
@@ -191,7 +191,7 @@ def _is_the_same_in_slurm(environ: Mapping[str, str], mpi: _Names) -> bool:
     return here == (environ["SLURM_PROCID"], environ["SLURM_STEP_NUM_TASKS"])
 
 
-def _from_mpi(environ: Mapping[str, str], names: _Names) -> Joined:
+def _from_mpi(environ: Mapping[str, str], names: _Names) -> RankEnv:
     rank, size = _number(environ, names.rank), _number(environ, names.size)
     knows = bool(environ.get(names.local_rank) and environ.get(names.local_size))
     local_rank = _number(environ, names.local_rank) if knows else 0
@@ -204,7 +204,7 @@ def _from_mpi(environ: Mapping[str, str], names: _Names) -> Joined:
             "MPI) or `-genv MASTER_ADDR HOST -genv MASTER_PORT 29500` (MPICH, Intel MPI) with the "
             "host of rank 0, or start the processes with torchrun or srun"
         )
-    return Joined(
+    return RankEnv(
         rank=rank,
         size=size,
         local_rank=local_rank,
@@ -224,7 +224,7 @@ def _is_srun_task(environ: Mapping[str, str]) -> bool:
     return _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1
 
 
-def _from_srun(environ: Mapping[str, str]) -> Joined:
+def _from_srun(environ: Mapping[str, str]) -> RankEnv:
     job = _number(environ, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environ else 0
     step = _number(environ, "SLURM_STEP_ID")
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "localhost"
@@ -233,7 +233,7 @@ def _from_srun(environ: Mapping[str, str]) -> Joined:
     node = _number(environ, "SLURM_NODEID", 0)
     # Below the range of ephemeral ports, and different for each step of a job.
     port = 10_000 + (31 * job + step) % 20_000
-    return Joined(
+    return RankEnv(
         rank=_number(environ, "SLURM_PROCID"),
         size=size,
         local_rank=_number(environ, "SLURM_LOCALID"),

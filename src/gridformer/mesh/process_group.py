@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from gridformer.mesh.gpus import CPU, GPU, device_or_problem, identity, own_gpu, too_few_gpus
-from gridformer.mesh.launch_env import launched_place
+from gridformer.mesh.launch_env import rank_env
 from gridformer.mesh.rendezvous import share_result, store_of, wait_until_heard
 from gridformer.utils.errors import UserError
 from gridformer.utils.hardware import n_cores
@@ -58,7 +58,7 @@ def check_devices(
         The problems, each with its remedy.
     """
     problems = []
-    place = launched_place()
+    place = rank_env()
     if nproc is not None and nproc != n_processes:
         problems.append(
             f"--nproc={nproc}, but the layout needs {n_processes} processes ({_PRODUCT}): leave "
@@ -103,7 +103,7 @@ def init_process_groups(
     """
     import torch.distributed as dist
 
-    place = launched_place()
+    place = rank_env()
     gpu = None if device == "cpu" else own_gpu(place)
     if (place.size if place else 1) != n_processes or (device == "cuda" and gpu is None):
         problems = check_devices(device, n_processes) or [

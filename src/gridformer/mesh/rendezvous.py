@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING
 
-from gridformer.mesh.launch_env import Joined
+from gridformer.mesh.launch_env import RankEnv
 from gridformer.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ WAIT_S = 600.0
 _LONGEST_PAUSE_S = 0.2  # between two polls; one process may serve a thousand ranks
 
 
-def store_of(place: Joined) -> dist.Store:
+def store_of(place: RankEnv) -> dist.Store:
     """Returns the store for the rendezvous, which is empty at every attempt.
 
     Workers that `launch` started use a file in a private folder, so no port is open. Those of
@@ -42,7 +42,7 @@ def store_of(place: Joined) -> dist.Store:
 
 
 @cache  # the process that serves a TCP store can open its port only once
-def _store(place: Joined) -> dist.Store:
+def _store(place: RankEnv) -> dist.Store:
     import torch.distributed as dist
 
     timeout = timedelta(seconds=WAIT_S)
@@ -108,7 +108,9 @@ def of_this_attempt(store: dist.Store, rank: int, size: int) -> dist.Store:
     return dist.PrefixStore(mine, store)
 
 
-def share_result(place: Joined, name: str, text: str, judge: Callable[[Sequence[str]], str]) -> str:
+def share_result(
+    place: RankEnv, name: str, text: str, judge: Callable[[Sequence[str]], str]
+) -> str:
     """Lets rank 0 judge what all ranks say, and returns its judgment on every rank.
 
     All ranks call it with the same name, once. Each sends and receives one text, whatever the
@@ -128,7 +130,7 @@ def share_result(place: Joined, name: str, text: str, judge: Callable[[Sequence[
     return receive(place, name)
 
 
-def collect(place: Joined, name: str, text: str) -> list[str]:
+def collect(place: RankEnv, name: str, text: str) -> list[str]:
     """Sends a text to rank 0. All ranks call it with the same name, once.
 
     Args:
@@ -146,7 +148,7 @@ def collect(place: Joined, name: str, text: str) -> list[str]:
     return gather(place, name, range(place.size))
 
 
-def gather(place: Joined, name: str, ranks: Iterable[int]) -> list[str]:
+def gather(place: RankEnv, name: str, ranks: Iterable[int]) -> list[str]:
     """Returns on rank 0 the texts that some ranks have shared, each under `NAME/RANK`.
 
     Raises:
@@ -155,7 +157,7 @@ def gather(place: Joined, name: str, ranks: Iterable[int]) -> list[str]:
     return [_get(place, f"{name}/{rank}", f"rank {rank}") for rank in ranks]
 
 
-def share(place: Joined, name: str, text: str) -> None:
+def share(place: RankEnv, name: str, text: str) -> None:
     """Sends a text from rank 0 to all others, each of which calls `receive` with the same name.
 
     Args:
@@ -166,7 +168,7 @@ def share(place: Joined, name: str, text: str) -> None:
     store_of(place).set(name, text)
 
 
-def receive(place: Joined, name: str) -> str:
+def receive(place: RankEnv, name: str) -> str:
     """Returns the text that rank 0 shares under this name.
 
     Raises:
@@ -179,7 +181,7 @@ def receive(place: Joined, name: str) -> str:
     return text
 
 
-def wait_until_heard(place: Joined, name: str, timeout_s: float) -> None:
+def wait_until_heard(place: RankEnv, name: str, timeout_s: float) -> None:
     """Waits on rank 0 until all others have received a text, at most `timeout_s` seconds.
 
     Rank 0 may serve the store, which ends with it.
@@ -193,7 +195,7 @@ def wait_until_heard(place: Joined, name: str, timeout_s: float) -> None:
         store_of(place).wait([f"{name}/heard by all"], timedelta(seconds=timeout_s))
 
 
-def _get(place: Joined, key: str, source: str) -> str:
+def _get(place: RankEnv, key: str, source: str) -> str:
     """Returns a value as soon as another rank has set it."""
     store = store_of(place)
     _poll(lambda: store.check([key]), time.monotonic() + WAIT_S, lambda: source, place.rank)

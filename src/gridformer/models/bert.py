@@ -55,11 +55,13 @@ class BERT(Model):
         self.segments = SegmentEmbedding(h, std)
         if self.post:
             self.embedding_norm = LayerNorm(h, config.norm_eps)
-        self.dropout = Dropout(config.dropout, "embedding", self.clock)
+        self.dropout = Dropout(config.dropout, "embedding", self.dropout_rng)
         self.mask = PaddingMask()
         self.layers = nn.ModuleDict(
             {
-                str(i): StyledLayer(config, style, self.clock, "", f"layers.{i}", causal=False)
+                str(i): StyledLayer(
+                    config, style, self.dropout_rng, "", f"layers.{i}", causal=False
+                )
                 for i in layer_numbers("layers", config.n_layers)
             }
         )

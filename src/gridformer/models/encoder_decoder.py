@@ -11,7 +11,7 @@ from gridformer.config import ModelConfig
 from gridformer.models.blocks import (
     AttendingRows,
     Dropout,
-    DropoutClock,
+    DropoutRng,
     KVCache,
     PaddingMask,
     RelativeBias,
@@ -42,14 +42,14 @@ class Stack(nn.Module):
         self,
         config: ModelConfig,
         style: Style,
-        clock: DropoutClock,
+        dropout_rng: DropoutRng,
         name: StackName,
         head_scale: float,
     ) -> None:
         super().__init__()
         decoder = name == "decoder"
         n = config.n_decoder_layers if decoder else config.n_layers
-        self.dropout = Dropout(config.dropout, f"{name}.embedding", clock)
+        self.dropout = Dropout(config.dropout, f"{name}.embedding", dropout_rng)
         if config.family == "t5":
             std = config.hidden_size**-0.5
             self.bias = RelativeBias(
@@ -64,7 +64,7 @@ class Stack(nn.Module):
                 str(i): StyledLayer(
                     config,
                     style,
-                    clock,
+                    dropout_rng,
                     "decoder." if decoder else "encoder.",
                     f"{name}.layers.{i}",
                     causal=decoder,
@@ -104,8 +104,8 @@ class EncoderDecoder(Model):
         self.relative = config.family == "t5"
         self.tokens = TokenEmbedding(config.vocab_size, config.hidden_size, embedding_std)
         self.source_mask, self.mask, self.rows = PaddingMask(), PaddingMask(), AttendingRows()
-        self.encoder = Stack(config, style, self.clock, "encoder", 1.0)
-        self.decoder = Stack(config, style, self.clock, "decoder", head_scale)
+        self.encoder = Stack(config, style, self.dropout_rng, "encoder", 1.0)
+        self.decoder = Stack(config, style, self.dropout_rng, "decoder", head_scale)
         self.head = TiedHead()
         self._add_heads(config.hidden_size**-0.5)
 

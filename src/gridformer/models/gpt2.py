@@ -45,12 +45,12 @@ class GPT2(Model):
         style = Style(Spread(std, std, std, std_out, std, std_out), "gelu_tanh")
         self.tokens = TokenEmbedding(config.vocab_size, h, std)
         self.positions = PositionEmbedding(config.max_seq_len, h, std)
-        self.dropout = Dropout(config.dropout, "embedding", self.clock)
+        self.dropout = Dropout(config.dropout, "embedding", self.dropout_rng)
         self.mask, self.rows = PaddingMask(), AttendingRows()
         # A ModuleDict keeps parameter names the same on a device that holds only some layers.
         self.layers = nn.ModuleDict(
             {
-                str(i): StyledLayer(config, style, self.clock, "", f"layers.{i}", causal=True)
+                str(i): StyledLayer(config, style, self.dropout_rng, "", f"layers.{i}", causal=True)
                 for i in layer_numbers("layers", n)
             }
         )

@@ -43,13 +43,13 @@ class Llama(Model):
         super().__init__(config)
         h, v, std = config.hidden_size, config.vocab_size, config.init_std
         self.tokens = TokenEmbedding(v, h, std)
-        self.dropout = Dropout(config.dropout, "embedding", self.clock)
+        self.dropout = Dropout(config.dropout, "embedding", self.dropout_rng)
         self.mask, self.rows = PaddingMask(), AttendingRows()
         self.rotary = RotaryPositions(config.head_width, config.rope_theta, config.rope_scaling)
         # A ModuleDict keeps parameter names the same on a device that holds only some layers.
         self.layers = nn.ModuleDict(
             {
-                str(i): GatedLayer(config, self.clock, f"layers.{i}")
+                str(i): GatedLayer(config, self.dropout_rng, f"layers.{i}")
                 for i in layer_numbers("layers", config.n_layers)
             }
         )

@@ -21,14 +21,14 @@ from gridformer.models.blocks import (
     Classifier,
     CrossAttention,
     CrossEntropy,
-    DropoutClock,
+    DropoutRng,
+    DropoutSite,
     KVCache,
     LabelLoss,
     LastTokenClassifier,
     PooledDropout,
     Recompute,
     RecomputeMode,
-    Site,
     SpanHead,
     TiedHead,
     TokenEmbedding,
@@ -116,7 +116,7 @@ class Model(nn.Module):
         self.config = config
         self.compute_dtype: torch.dtype | None = None
         self.stages: tuple[range, ...] = ()
-        self.clock = DropoutClock()
+        self.dropout_rng = DropoutRng()
         self.loss = CrossEntropy(config.label_smoothing, config.vocab_size)
         self.label_loss = LabelLoss()
         self.loss_chunk_tokens = 0
@@ -290,12 +290,12 @@ class Model(nn.Module):
         """Sets whether GPUs use `gridformer.models.kernels`, or PyTorch's operators only."""
         self.fused = fused
         for module in self.modules():
-            if isinstance(module, Site):
+            if isinstance(module, DropoutSite):
                 module.fused = fused
 
     def sites(self) -> dict[str, int]:
         """Returns the name and the `sample_block` of each module that drops elements."""
-        found = [module for module in self.modules() if isinstance(module, Site)]
+        found = [module for module in self.modules() if isinstance(module, DropoutSite)]
         return {module.site: module.sample_block for module in found if module.p > 0.0}
 
     def _add_heads(self, std: float) -> None:
@@ -306,7 +306,7 @@ class Model(nn.Module):
         elif config.n_labels:
             # A fine-tuned BERT drops out what the pooler returns. Pre-training and T5 do not.
             drops = config.dropout * (config.family == "bert" and not config.token_head)
-            dropout = PooledDropout(drops, "classifier", self.clock) if drops else None
+            dropout = PooledDropout(drops, "classifier", self.dropout_rng) if drops else None
             self.classifier = Classifier(h, config.n_labels, std, dropout)
         if config.span_head:
             self.span = SpanHead(h, std)

@@ -9,7 +9,7 @@ import torch
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import FAMILIES, Model, build_model
-from gridformer.models.blocks import attach_copies, attach_gradient_places
+from gridformer.models.blocks import attach_copies, attach_gradient_slots
 from gridformer.models.held_layers import only_layers
 from gridformer.parallel import pipeline
 from gridformer.parallel.auto.cost import Choices
@@ -103,10 +103,10 @@ def build_parallel(
     cut = partial(cut_over_replicas, axes=axes, mode=layout.dp_mode)
     initialize(model, seed, device, PARAMETER_DTYPE[dtype], cut, filled)
     attach_copies(model, getattr(torch, dtype), choices.cast_once)
-    attach_gradient_places(model)
+    attach_gradient_slots(model)
     reserve_padding(model.parameters(), axes)
-    model.clock.seed, model.clock.device = seed, device
-    model.clock.sites = model.sites()
+    model.dropout_rng.seed, model.dropout_rng.device = seed, device
+    model.dropout_rng.sites = model.sites()
     model.compute_dtype = getattr(torch, dtype)
     if layout.dp_mode == "fsdp":
         fsdp.install_gathering(model, axes, reshards=choices.reshard == "layer")

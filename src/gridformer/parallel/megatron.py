@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.products import Product
-from gridformer.parallel.offers import Changes
+from gridformer.parallel.fixes import Changes
 from gridformer.parallel.scheme import (
     BoundarySpec,
     Cuts,
@@ -115,7 +115,7 @@ def one_dimensional(
         whole: Placement of vectors that every device needs in full between sections.
         partition: How saved inputs of recomputed blocks are sharded, if at all.
     """
-    from gridformer.parallel.sharding import ParamPlacement, place, vocabulary_width
+    from gridformer.parallel.sharding import ParamPlacement, shard_parameter, vocabulary_width
     from gridformer.parallel.tensor.boundary import Replicated, boundary_of
     from gridformer.parallel.tensor.joined import grid_product, shard_heads
     from gridformer.parallel.tensor.linear import (
@@ -141,7 +141,7 @@ def one_dimensional(
     def everywhere(parameter: nn.Parameter) -> ParamPlacement:
         return replace(whole, cut=(None,) * parameter.dim())
 
-    def linear(plain: blocks.Linear | blocks.JoinedLinear) -> nn.Module:
+    def linear(plain: blocks.Linear | blocks.MergedLinear) -> nn.Module:
         bias = opening if plain.role.opens else whole
         return grid_product(plain, choices[plain.role.product], bias, schedules)
 
@@ -152,14 +152,16 @@ def one_dimensional(
         plain.part = part
 
     def relative_bias(plain: blocks.RelativeBias) -> None:
-        place(plain, "weight", ParamPlacement((None, "col"), copies="row", partial=True), axes)
+        shard_parameter(
+            plain, "weight", ParamPlacement((None, "col"), copies="row", partial=True), axes
+        )
 
     def attention(plain: blocks.Attention | blocks.CrossAttention) -> None:
         shard_heads(plain, model.config, col)
 
     def head_norm(plain: blocks.HeadNorm) -> None:
         # A column has other heads, so gradients are partial sums whether tokens are sharded or not.
-        place(plain, "weight", ParamPlacement((None,), copies="grid", partial=True), axes)
+        shard_parameter(plain, "weight", ParamPlacement((None,), copies="grid", partial=True), axes)
 
     def dropout(plain: blocks.Dropout) -> None:
         plain.block = (col.index, 0)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gridformer.config import LayoutConfig, RunConfig, divisors
 from gridformer.parallel.auto.cost import Choices, Stays
 from gridformer.parallel.auto.products import Product
-from gridformer.parallel.offers import Changes
+from gridformer.parallel.fixes import Changes
 from gridformer.parallel.scheme import (
     HEADS_WIDTH,
     BoundarySpec,
@@ -83,7 +83,7 @@ class Optimus(SchemeSpec):
     def table(
         self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
     ) -> ModuleTable:
-        from gridformer.parallel.sharding import ParamPlacement, place, vocabulary_width
+        from gridformer.parallel.sharding import ParamPlacement, shard_parameter, vocabulary_width
         from gridformer.parallel.tensor.boundary import boundary_of
         from gridformer.parallel.tensor.joined import grid_product, shard_heads
         from gridformer.parallel.tensor.linear import (
@@ -104,14 +104,14 @@ class Optimus(SchemeSpec):
         # columns: they are small, and no device needs the columns of another.
         over_columns = ParamPlacement(cut=(None, "col"), copies="row", partial=True)
 
-        def linear(plain: blocks.Linear | blocks.JoinedLinear) -> nn.Module:
+        def linear(plain: blocks.Linear | blocks.MergedLinear) -> nn.Module:
             return grid_product(plain, choices[plain.role.product], VECTOR, schedules)
 
         def norm(plain: blocks.LayerNorm | blocks.RMSNorm) -> nn.Module:
             return DeferredNorm(plain, axes) if plain.reader in inside else grid_norm(plain, axes)
 
         def looked_up(plain: nn.Module) -> None:
-            place(plain, "weight", over_columns, axes)
+            shard_parameter(plain, "weight", over_columns, axes)
 
         def waves(plain: blocks.SinusoidalPositions) -> None:
             plain.columns = (axes.col.index, axes.col.size)
@@ -123,7 +123,7 @@ class Optimus(SchemeSpec):
             shard_heads(plain, model.config, axes.col)
 
         def head_norm(plain: blocks.HeadNorm) -> None:
-            place(plain, "weight", DeferredNorm.PLACE, axes)
+            shard_parameter(plain, "weight", DeferredNorm.PLACE, axes)
 
         return ModuleTable(
             {

@@ -21,7 +21,7 @@ from gridformer.config import LayoutConfig, ModelConfig, RunConfig, Scheme
 from gridformer.mesh.node_placement import NodeBlock, rank_grid, sizes_of
 from gridformer.parallel.auto.cost import Choices, Stays
 from gridformer.parallel.auto.products import Product
-from gridformer.parallel.offers import Changes
+from gridformer.parallel.fixes import Changes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

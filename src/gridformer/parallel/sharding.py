@@ -1,8 +1,4 @@
-"""How a parameter is sharded: `ParamInfo`, the one record that is attached to it.
-
-place(module, name, ParamPlacement(cut=("row", "col")), axes)   shards a parameter over the mesh
-info_of(parameter).shard                                        this device's block, and its owner
-"""
+"""How a parameter is sharded: `ParamInfo`, the one record that is attached to it."""
 
 from __future__ import annotations
 
@@ -175,12 +171,12 @@ def shared_by_stages(model: nn.Module) -> dict[tuple[int, ...], list[tuple[str, 
     return {stages: found[stages] for stages in sorted(found)}
 
 
-def is_placed(parameter: Tensor) -> bool:
+def is_sharded(parameter: Tensor) -> bool:
     """Returns whether a parameter has a ParamInfo, as all have that `place` made."""
     return _INFO.get(parameter) is not None
 
 
-def place(module: nn.Module, name: str, placement: ParamPlacement, axes: Axes) -> None:
+def shard_parameter(module: nn.Module, name: str, placement: ParamPlacement, axes: Axes) -> None:
     """Replaces a full parameter of a module by this device's block, on the meta device.
 
     Args:

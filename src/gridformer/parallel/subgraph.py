@@ -163,7 +163,7 @@ class Branched(SchemeSpec):
         from torch import nn
 
         from gridformer.models import blocks
-        from gridformer.parallel.sharding import ParamPlacement, place
+        from gridformer.parallel.sharding import ParamPlacement, shard_parameter
         from gridformer.parallel.tensor.boundary import boundary_of
         from gridformer.parallel.tensor.branched import (
             ConcatLinear,
@@ -192,7 +192,7 @@ class Branched(SchemeSpec):
                 (None,) * parameter.dim(), replicas="dp" if first else "dp_branch"
             )
 
-        def linear(plain: blocks.Linear | blocks.JoinedLinear) -> nn.Module | None:
+        def linear(plain: blocks.Linear | blocks.MergedLinear) -> nn.Module | None:
             choice = choices[plain.role.product]
             if not choice.common:
                 bias = ParamPlacement(cut=("col",))
@@ -201,7 +201,7 @@ class Branched(SchemeSpec):
                     if absent:
                         plain.bias = None  # added on the first sub-grid, after the sum
                 return grid_product(plain, choice, bias, schedules, "branch")
-            if isinstance(plain, blocks.JoinedLinear) and plain.role.section == "attention":
+            if isinstance(plain, blocks.MergedLinear) and plain.role.section == "attention":
                 return SliceJoined(plain, axes, first)
             if isinstance(plain, blocks.Linear) and plain.role.section == "attention":
                 slices = SliceLinear if plain.role.opens else ConcatLinear
@@ -220,10 +220,12 @@ class Branched(SchemeSpec):
                 plain.sample_block = branch.index  # it gets the samples of all g processes
 
         def head_norm(plain: blocks.HeadNorm) -> None:
-            place(plain, "weight", ParamPlacement((None,), copies="branch", partial=True), axes)
+            shard_parameter(
+                plain, "weight", ParamPlacement((None,), copies="branch", partial=True), axes
+            )
 
         def relative_bias(plain: blocks.RelativeBias) -> None:
-            place(plain, "weight", ParamPlacement(cut=(None, "col")), as_grid)
+            shard_parameter(plain, "weight", ParamPlacement(cut=(None, "col")), as_grid)
 
         roles: dict[str, Any] = {
             "opening": linear,

@@ -10,7 +10,7 @@ from typing import Any
 
 from gridformer.cluster import cluster_names, cluster_path, load_cluster
 from gridformer.config import LayoutConfig, RunConfig, any_of, divisors
-from gridformer.parallel.offers import Broken, Changes, ProblemWithOffers, Way, with_offers
+from gridformer.parallel.fixes import Changes, Fix, Refusal, Violation, with_fixes
 from gridformer.parallel.registry import SPECS, spec_of
 from gridformer.parallel.scheme import HEADS_WIDTH, LayoutAxis
 from gridformer.utils.errors import ConfigError
@@ -30,12 +30,12 @@ def check_layout(run: RunConfig) -> None:
         raise ConfigError([str(problem) for problem in found])
 
 
-def problems(run: RunConfig) -> list[ProblemWithOffers]:
+def problems(run: RunConfig) -> list[Refusal]:
     """Returns every broken rule of a run, with changes that fix it and break no other rule."""
-    return with_offers(run, broken_rules)
+    return with_fixes(run, violations)
 
 
-def broken_rules(run: RunConfig) -> list[Broken]:
+def violations(run: RunConfig) -> list[Violation]:
     """Returns every broken rule of a run, with changes that may fix it."""
     return [broken for rule in _RULES for broken in rule(run)]
 
@@ -43,36 +43,36 @@ def broken_rules(run: RunConfig) -> list[Broken]:
 # --------------------------------------------------------------------------- the layout by itself
 
 
-def _axes(run: RunConfig) -> Iterator[Broken]:
+def _axes(run: RunConfig) -> Iterator[Violation]:
     layout, spec = run.layout, spec_of(run.layout)
     wrong = [axis for axis in AXES if axis not in spec.axes and getattr(layout, axis) > 1]
     if not wrong:
         return
     alone: Changes = {f"layout.{axis}": 1 for axis in wrong}
-    ways = [Way(lambda: [alone])]
+    fixes = [Fix(lambda: [alone])]
     if len(spec.axes) == 1:  # keeps the number of devices
         (own,) = spec.axes
         devices = layout.rows * layout.cols * layout.branches
         sizes = [n for n in range(devices, 0, -1) if n != getattr(layout, own)]
-        ways.insert(0, Way(lambda: [alone | {f"layout.{own}": n} for n in sizes]))
+        fixes.insert(0, Fix(lambda: [alone | {f"layout.{own}": n} for n in sizes]))
     others = [
         {"layout.scheme": other.name}
         | {f"layout.{axis}": 1 for axis in AXES if _idle(layout, axis, other.axes)}
         for other in SPECS.values()
         if {*wrong} <= {*other.axes}
     ]
-    ways.append(Way(lambda: others, at_most=len(SPECS)))
+    fixes.append(Fix(lambda: others, at_most=len(SPECS)))
     over = " and ".join(f"layout.{axis}" for axis in spec.axes) or "no grid"
     sizes_said = " and ".join(f"layout.{axis}={getattr(layout, axis)}" for axis in wrong)
     text = f"layout.scheme={spec.name} uses {over} and cannot use {sizes_said}"
-    yield Broken("axes", text, ways)
+    yield Violation("axes", text, fixes)
 
 
 def _idle(layout: LayoutConfig, axis: LayoutAxis, axes: Iterable[LayoutAxis]) -> bool:
     return axis not in axes and getattr(layout, axis) > 1
 
 
-def _keys(run: RunConfig) -> Iterator[Broken]:
+def _keys(run: RunConfig) -> Iterator[Violation]:
     """Keys that apply only to other schemes must have their default value."""
     layout, spec, plain = run.layout, spec_of(run.layout), LayoutConfig()
     for key in dict.fromkeys(key for other in SPECS.values() for key in other.keys):
@@ -81,10 +81,10 @@ def _keys(run: RunConfig) -> Iterator[Broken]:
             continue
         owners = any_of(other.name for other in SPECS.values() if key in other.keys)
         text = f"layout.{key}={format_value(value)} belongs to scheme={owners}, not {spec.name}"
-        yield Broken(f"key {key}", text, [_one(f"layout.{key}", [default])])
+        yield Violation(f"key {key}", text, [_one(f"layout.{key}", [default])])
 
 
-def _kept(run: RunConfig) -> Iterator[Broken]:
+def _kept(run: RunConfig) -> Iterator[Violation]:
     layout = run.layout
     gathers = {"auto", *spec_of(layout).gathers(layout)}
     if layout.keep_gathered in gathers:
@@ -93,18 +93,18 @@ def _kept(run: RunConfig) -> Iterator[Broken]:
     if layout.schedule != "auto":
         name += f" with schedule={layout.schedule}"
     text = f"layout.keep_gathered={layout.keep_gathered} does not apply to {name}"
-    yield Broken("keep_gathered", text, [_one("layout.keep_gathered", sorted(gathers), 4)])
+    yield Violation("keep_gathered", text, [_one("layout.keep_gathered", sorted(gathers), 4)])
 
 
-def _replicas(run: RunConfig) -> Iterator[Broken]:
+def _replicas(run: RunConfig) -> Iterator[Violation]:
     layout = run.layout
     if layout.reshard == "step" and layout.dp_mode != "fsdp":
         text = (
             f"layout.reshard={layout.reshard} is for parameters that are gathered, but "
             f"layout.dp_mode={layout.dp_mode} gathers none"
         )
-        ways = [_one("layout.reshard", ["layer"]), _one("layout.dp_mode", ["fsdp"])]
-        yield Broken("reshard", text, ways)
+        fixes = [_one("layout.reshard", ["layer"]), _one("layout.dp_mode", ["fsdp"])]
+        yield Violation("reshard", text, fixes)
     if layout.dp_mode == "replicate" or spec_of(layout).replicas(layout) > 1:
         return
     text = (
@@ -113,10 +113,10 @@ def _replicas(run: RunConfig) -> Iterator[Broken]:
     replicate: Changes = {"layout.dp_mode": "replicate"}
     if layout.reshard == "step":
         replicate |= {"layout.reshard": "layer"}
-    yield Broken("dp_mode", text, [Way(lambda: [replicate])])
+    yield Violation("dp_mode", text, [Fix(lambda: [replicate])])
 
 
-def _nodes(run: RunConfig) -> Iterator[Broken]:
+def _nodes(run: RunConfig) -> Iterator[Violation]:
     """The number of devices per node must divide the number of processes, unless it is larger.
 
     A node can then hold a block of the mesh: give each axis in turn its greatest common divisor
@@ -129,10 +129,10 @@ def _nodes(run: RunConfig) -> Iterator[Broken]:
     grid = " x ".join(spec_of(layout).axes) or "1"
     text = f"layout.devices_per_node={k} does not divide {grid} x dp x pp={n}"
     nearest = sorted(divisors(n), key=lambda d: abs(d - k))
-    yield Broken("devices_per_node", text, [_one("layout.devices_per_node", nearest, 3)])
+    yield Violation("devices_per_node", text, [_one("layout.devices_per_node", nearest, 3)])
 
 
-def _racks(run: RunConfig) -> Iterator[Broken]:
+def _racks(run: RunConfig) -> Iterator[Violation]:
     """The number of nodes per rack must divide the number of nodes, unless it is larger."""
     layout = run.layout
     n, k, in_rack = layout.n_processes, layout.devices_per_node, layout.nodes_per_rack
@@ -141,14 +141,14 @@ def _racks(run: RunConfig) -> Iterator[Broken]:
     none = _one("layout.nodes_per_rack", [0])
     if not k:
         text = f"layout.nodes_per_rack={in_rack} needs layout.devices_per_node, which is 0"
-        yield Broken("nodes_per_rack", text, [none])
+        yield Violation("nodes_per_rack", text, [none])
     elif k < n and n % k == 0 and in_rack < n // k and (n // k) % in_rack:
         text = f"layout.nodes_per_rack={in_rack} does not divide the number of nodes, {n // k}"
         nearest = sorted(divisors(n // k), key=lambda d: abs(d - in_rack))
-        yield Broken("nodes_per_rack", text, [_one("layout.nodes_per_rack", nearest, 3), none])
+        yield Violation("nodes_per_rack", text, [_one("layout.nodes_per_rack", nearest, 3), none])
 
 
-def _cluster(run: RunConfig) -> Iterator[Broken]:
+def _cluster(run: RunConfig) -> Iterator[Violation]:
     """The cluster that decides must be a shipped one, or a file without problems."""
     name = run.layout.cluster
     if not name:
@@ -157,19 +157,19 @@ def _cluster(run: RunConfig) -> Iterator[Broken]:
     if cluster_path(name) is None:
         text = f"layout.cluster={name} is not a shipped cluster, and there is no such file"
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-        yield Broken("cluster", text, [_one("layout.cluster", near or names, len(names))])
+        yield Violation("cluster", text, [_one("layout.cluster", near or names, len(names))])
         return
     try:
         load_cluster(name)
     except ConfigError as error:
         text = f"layout.cluster={name} cannot be read: {'; '.join(error.problems)}"
-        yield Broken("cluster file", text, [_one("layout.cluster", names, len(names))])
+        yield Violation("cluster file", text, [_one("layout.cluster", names, len(names))])
 
 
 # --------------------------------------------------------------------------- pipelines
 
 
-def _pipeline(run: RunConfig) -> Iterator[Broken]:
+def _pipeline(run: RunConfig) -> Iterator[Violation]:
     """Stages, their schedule and the micro-batches must fit each other."""
     layout, n_links = run.layout, run.model.n_links
     m, k, pp, order = (
@@ -184,10 +184,10 @@ def _pipeline(run: RunConfig) -> Iterator[Broken]:
     if pp == 1:
         if k > 1:
             text = f"layout.stages_per_rank={k} needs a pipeline, but layout.pp=1 has none"
-            yield Broken("no pipeline", text, [one_stage])
+            yield Violation("no pipeline", text, [one_stage])
         if order != "auto":
             text = f"layout.pipeline={order} needs a pipeline, but layout.pp=1 has none"
-            yield Broken("no order", text, [no_order])
+            yield Violation("no order", text, [no_order])
         return
     if pp * k > n_links:
         ranks: list[Changes] = [{"layout.pp": n} for n in range(min(pp - 1, n_links // k), 0, -1)]
@@ -195,74 +195,76 @@ def _pipeline(run: RunConfig) -> Iterator[Broken]:
             f"layout.pp={pp} x layout.stages_per_rank={k}: more stages than layers, embeddings "
             f"and heads ({n_links})"
         )
-        ways = [
-            Way(lambda: [*ranks, {"layout.pp": 1, **fewest}]),
+        fixes = [
+            Fix(lambda: [*ranks, {"layout.pp": 1, **fewest}]),
             _one("layout.stages_per_rank", range(k - 1, 0, -1)),
         ]
-        yield Broken("stages", text, ways)
+        yield Violation("stages", text, fixes)
     if k > 1 and order in ("gpipe", "1f1b"):
         text = f"layout.pipeline={order} has one stage per rank, not layout.stages_per_rank={k}"
-        in_turns = Way(lambda: [{"layout.pipeline": "auto"}, fewest])
-        yield Broken("one stage", text, [in_turns, one_stage])
+        in_turns = Fix(lambda: [{"layout.pipeline": "auto"}, fewest])
+        yield Violation("one stage", text, [in_turns, one_stage])
     if k == 1 and order == "interleaved":
         text = (
             "layout.pipeline=interleaved needs several stages per rank, not "
             "layout.stages_per_rank=1"
         )
-        yield Broken("several stages", text, [no_order, _one("layout.stages_per_rank", [2])])
+        yield Violation("several stages", text, [no_order, _one("layout.stages_per_rank", [2])])
     if k == 1 and order == "1f1b" and m < pp:
         text = (
             f"layout.pipeline=1f1b needs at least as many micro-batches as layout.pp={pp} stages, "
             f"not layout.micro_batches={m}"
         )
-        yield Broken("1f1b", text, [no_order, _one("layout.micro_batches", range(pp, most + 1))])
+        yield Violation("1f1b", text, [no_order, _one("layout.micro_batches", range(pp, most + 1))])
     if k > 1 and order in ("auto", "interleaved") and m % max(1, m // pp) != 0:
         text = (
             f"layout.micro_batches={m} cannot form equal rounds of at least layout.pp={pp} "
             "micro-batches, which interleaved stages need"
         )
         equal = _one("layout.micro_batches", sorted(range(1, most + 1), key=lambda n: abs(n - m)))
-        yield Broken("rounds", text, [equal, Way(lambda: [{"layout.stages_per_rank": 1}, fewest])])
+        yield Violation(
+            "rounds", text, [equal, Fix(lambda: [{"layout.stages_per_rank": 1}, fewest])]
+        )
 
 
 # --------------------------------------------------------------------------- model and batch
 
 
-def _divides(run: RunConfig) -> Iterator[Broken]:
+def _divides(run: RunConfig) -> Iterator[Violation]:
     for axis, cut in spec_of(run.layout).cuts(run).items():
         size = getattr(run.layout, axis)
         for key, value in cut.items():
             if value % size:
                 text = f"{key}={value} does not divide over layout.{axis}={size}"
-                yield Broken(f"{axis} cuts {key}", text, _dividing(run, axis, key, value))
+                yield Violation(f"{axis} cuts {key}", text, _dividing(run, axis, key, value))
 
 
-def _dividing(run: RunConfig, axis: LayoutAxis, key: str, value: int) -> list[Way]:
+def _dividing(run: RunConfig, axis: LayoutAxis, key: str, value: int) -> list[Fix]:
     """Suggests sizes of the axis that divide what it shards, and nearby divisible values."""
     layout, model = run.layout, run.model
     cut = spec_of(layout).cuts(run)[axis]
     largest = max(16, 2 * getattr(layout, axis))
     sizes = [n for n in divisors(math.gcd(*cut.values())) if n <= largest]
-    ways = [_one(f"layout.{axis}", sizes, len(sizes))]
+    fixes = [_one(f"layout.{axis}", sizes, len(sizes))]
     over = partial(_pieces, run)
     if key in ("model.n_heads", HEADS_WIDTH) and model.head_dim:
         width = over(HEADS_WIDTH)  # the factor of the width of all heads
         factor = math.lcm(over("model.n_heads"), width // math.gcd(width, model.head_dim))
         factor = math.lcm(factor, model.n_kv_heads or 1)
-        ways.append(_one("model.n_heads", _multiples_near(model.n_heads, factor), 2))
+        fixes.append(_one("model.n_heads", _multiples_near(model.n_heads, factor), 2))
         if key == HEADS_WIDTH:
             factor = width // math.gcd(width, model.n_heads)
-            ways.append(_one("model.head_dim", _multiples_near(model.head_dim, factor), 2))
+            fixes.append(_one("model.head_dim", _multiples_near(model.head_dim, factor), 2))
     elif key == "model.n_heads":  # which must also divide hidden_size
         each = math.lcm(over(key), model.n_kv_heads or 1)
         heads = [n for n in divisors(model.hidden_size) if n % each == 0]
-        ways.append(_one(key, sorted(heads, key=lambda n: abs(n - value)), 2))
+        fixes.append(_one(key, sorted(heads, key=lambda n: abs(n - value)), 2))
     elif key == "model.hidden_size":
         factor = over(key) if model.head_dim else math.lcm(over(key), model.n_heads)
-        ways.append(_one(key, _multiples_near(value, factor), 2))
+        fixes.append(_one(key, _multiples_near(value, factor), 2))
     else:
-        ways.append(_one(key, _multiples_near(value, over(key)), 2))
-    return ways
+        fixes.append(_one(key, _multiples_near(value, over(key)), 2))
+    return fixes
 
 
 def _pieces(run: RunConfig, key: str) -> int:
@@ -271,7 +273,7 @@ def _pieces(run: RunConfig, key: str) -> int:
     return math.lcm(*(getattr(run.layout, axis) for axis, cut in cuts.items() if key in cut))
 
 
-def _batch(run: RunConfig) -> Iterator[Broken]:
+def _batch(run: RunConfig) -> Iterator[Violation]:
     layout, batch = run.layout, run.train.global_batch
     axis = spec_of(layout).samples_over(layout)
     factors = {"layout.dp": layout.dp}
@@ -283,20 +285,20 @@ def _batch(run: RunConfig) -> Iterator[Broken]:
         return
     names = " x ".join(f"{name} ({size})" for name, size in factors.items() if size > 1)
     text = f"train.global_batch={batch} does not divide over {names}"
-    yield Broken("batch", text, [_one("train.global_batch", _multiples_near(batch, parts), 2)])
+    yield Violation("batch", text, [_one("train.global_batch", _multiples_near(batch, parts), 2)])
 
 
-def _length(run: RunConfig) -> Iterator[Broken]:
+def _length(run: RunConfig) -> Iterator[Violation]:
     longest = run.model.max_seq_len
     if run.seq_len <= longest or run.model.two_stacks:  # which have no position table
         return
     text = f"data.seq_len={run.seq_len} is longer than model.max_seq_len={longest}"
     step = _pieces(run, "data.seq_len")
     shorter = _one("data.seq_len", range(longest // step * step, 0, -step))
-    yield Broken("length", text, [shorter, _one("model.max_seq_len", [run.seq_len])])
+    yield Violation("length", text, [shorter, _one("model.max_seq_len", [run.seq_len])])
 
 
-_RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
+_RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _axes,
     _keys,
     _kept,
@@ -311,9 +313,9 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
 )
 
 
-def _one(key: str, values: Iterable[Any], at_most: int = 1) -> Way:
+def _one(key: str, values: Iterable[Any], at_most: int = 1) -> Fix:
     """Returns a way that changes one key to one of some values."""
-    return Way(lambda: ({key: value} for value in values), at_most)
+    return Fix(lambda: ({key: value} for value in values), at_most)
 
 
 def _multiples_near(value: int, factor: int) -> list[int]:

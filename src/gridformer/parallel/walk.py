@@ -7,7 +7,7 @@ from torch import nn
 from gridformer.mesh import Axes
 from gridformer.models import Model, blocks
 from gridformer.parallel.scheme import ModuleTable
-from gridformer.parallel.sharding import is_placed, place
+from gridformer.parallel.sharding import is_sharded, shard_parameter
 
 _ROLES: dict[type[nn.Module], str] = {
     blocks.LayerNorm: "norm",
@@ -45,7 +45,7 @@ def role_of(module: nn.Module) -> str | None:
     The product that opens a section is `opening`, the one that closes it `closing`. A product of a
     head has its own name as role: `pooler` or `transform`.
     """
-    if isinstance(module, blocks.Linear | blocks.JoinedLinear):
+    if isinstance(module, blocks.Linear | blocks.MergedLinear):
         if module.role.section == "head":
             return module.role.product
         return "opening" if module.role.opens else "closing"
@@ -73,5 +73,5 @@ def apply_table(model: Model, table: ModuleTable, axes: Axes) -> None:
         return
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if not is_placed(parameter):
-                place(module, name, table.rest(parameter), axes)
+            if not is_sharded(parameter):
+                shard_parameter(module, name, table.rest(parameter), axes)

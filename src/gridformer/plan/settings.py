@@ -7,7 +7,7 @@ from typing import Any
 
 from gridformer.config import LayoutConfig, RunConfig, divisors
 from gridformer.parallel.registry import spec_of
-from gridformer.parallel.validation import broken_rules
+from gridformer.parallel.validation import violations
 
 STAGES_PER_RANK = (1, 2, 3, 4, 6, 8, 12)
 
@@ -82,4 +82,4 @@ def changed(run: RunConfig, changes: dict[str, Any]) -> RunConfig | None:
             name: getattr(run, name).model_copy(update=values) for name, values in sections.items()
         }
     )
-    return None if broken_rules(other) else other
+    return None if violations(other) else other

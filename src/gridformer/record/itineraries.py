@@ -207,7 +207,7 @@ def kinds_of(
         me = like(action)
         ends = last[action.kind, action.stage] == action
         pass_of = action.kind, action.stage
-        fresh = action.micro not in micros  # stamps of dropout are copied to the device
+        fresh = action.micro not in micros  # counters of dropout are copied to the device
         kinds.append((me, pass_of in seen, fresh, ends, before, tuple(posts), begun))
         if action in itinerary.sends:
             sent[itinerary.sends[action][0]] = me

@@ -144,7 +144,7 @@ def _hides(given: dict[str, Any]) -> int:
 
 def _is_plain(given: dict[str, Any]) -> bool:
     """Whether PyTorch's kernel takes these arguments of gridformer's, too."""
-    adds = any(given[name] is not None for name in ("valid", "bias", "documents", "stamp"))
+    adds = any(given[name] is not None for name in ("valid", "bias", "documents", "counter"))
     return not adds and given["window"] == 0
 
 

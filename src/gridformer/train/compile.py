@@ -29,22 +29,22 @@ from torch import nn
 from gridformer import parallel
 from gridformer.config import RunConfig
 from gridformer.mesh.gpus import gpus_here
-from gridformer.mesh.launch_env import launched_place
+from gridformer.mesh.launch_env import rank_env
 from gridformer.models import Model
 from gridformer.models.blocks import (
     CrossEntropy,
-    JoinedLinear,
+    DropoutSite,
     Layer,
     Linear,
-    Site,
+    MergedLinear,
     copy_of,
-    document_mask,
+    scores,
 )
 from gridformer.models.kernels import library
 from gridformer.parallel.sharding import info_of
 from gridformer.parallel.tensor.branched import Elsewhere
 
-_in_parts = document_mask.attention_in_parts
+_in_parts = scores.attention_in_parts
 _OFF = "use train.compile=false"
 _left_out: set[type[nn.Module]] = set()  # whose forward passes are excluded
 
@@ -57,7 +57,7 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
 
     Dropout masks depend on the seed, the step, the micro-batch and the layer, which compiled code
     would treat as constants if they were Python numbers. It reads them from a tensor of each site,
-    its stamp, which is looked up before a block runs. The masks themselves are computed by
+    its counter, which is looked up before a block runs. The masks themselves are computed by
     operators that the compiler does not trace, so they are bit-identical to those of uncompiled
     code.
 
@@ -75,7 +75,7 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
 
     if any(isinstance(module, Elsewhere) for module in model.modules()):
         # The first sub-grid has the common layers, which stand here as meta tensors: the compiler
-        # cannot keep those for the backward pass. Dropout that is compiled there saves its stamp
+        # cannot keep those for the backward pass. Dropout that is compiled there saves its counter
         # behind the last product of a block, so that recomputation goes on to it, as it must here.
         model.recompute.stops_early &= not model.config.dropout
         return
@@ -88,7 +88,7 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
         if type(module).__module__.startswith(parallel.__name__ + "."):
             _leave_out_all(type(module))
         kind = type(module)
-        if kind in (Linear, JoinedLinear) and _reads_gathered_copies(module):
+        if kind in (Linear, MergedLinear) and _reads_gathered_copies(module):
             module.__class__ = _uncompiled(kind)
     _leave_out_documents()
     for part in parts:
@@ -112,11 +112,13 @@ def toolchain_problems(device_type: str) -> list[str]:
 
 
 def _stamped(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a forward pass that first takes the stamps of its dropout masks.
+    """Returns a forward pass that first takes the counters of its dropout masks.
 
     It does so whenever it is called, so that recomputation takes those of its own micro-batch.
     """
-    sites = [module for module in part.modules() if isinstance(module, Site) and module.p > 0.0]
+    sites = [
+        module for module in part.modules() if isinstance(module, DropoutSite) and module.p > 0.0
+    ]
     if not sites:
         return forward
 
@@ -146,8 +148,8 @@ def _leave_out_documents() -> None:
     """Excludes attention within documents, whose parts would each be compiled."""
     from torch.compiler import disable
 
-    if document_mask.attention_in_parts is _in_parts:
-        document_mask.attention_in_parts = disable(_in_parts)
+    if scores.attention_in_parts is _in_parts:
+        scores.attention_in_parts = disable(_in_parts)
 
 
 def _reads_gathered_copies(product: nn.Module) -> bool:
@@ -167,7 +169,7 @@ def _takes_cuda(run: RunConfig) -> bool:
     """Returns whether the run will use GPUs, as `init_process_groups` decides it."""
     if run.train.device != "auto":
         return run.train.device == "cuda"
-    return bool(gpus_here(launched_place(), run.layout.n_processes))
+    return bool(gpus_here(rank_env(), run.layout.n_processes))
 
 
 def _problems_on_cpu() -> list[str]:

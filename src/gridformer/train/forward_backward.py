@@ -172,7 +172,7 @@ class WholeModel(Passes):
             micro = work[number]
             if number and self.stops_before and self.stops_before(number):
                 raise StepDropped
-            self.model.clock.at(micro.rows)
+            self.model.dropout_rng.at(micro.rows)
             with self._timed("forward", number):
                 losses = self.model.losses(micro.batch)
             last = number == len(work) - 1

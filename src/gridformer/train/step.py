@@ -112,7 +112,7 @@ class Stepper:
             counts, tokens_and_flags = self._count(batch, flag)
         self.model.train()
         clear_gradients(self.parameters)
-        self.model.clock.step = step
+        self.model.dropout_rng.step = step
         lr = learning_rate(step, self.train)
         self.updates.begin(lr)
         scale = self.scale.scale
@@ -156,7 +156,7 @@ class Stepper:
         work = self.split.micro_batches(batch)
         counts, tokens_and_flags = self._count(batch, False)
         clear_gradients(self.parameters)
-        self.model.clock.step = step
+        self.model.dropout_rng.step = step
         stops_before, self.passes.stops_before = self.passes.stops_before, None
         self.passes.loads_again()  # the search for the cause launches kernels of its own
         with self.kept.open(), one_thread():

@@ -16,7 +16,7 @@ from gridformer.comm import progress
 from gridformer.comm.agree import first_text
 from gridformer.data import Batches, RunData, open_training
 from gridformer.data.samples.order import Rows
-from gridformer.mesh.launch_env import launched_place
+from gridformer.mesh.launch_env import rank_env
 from gridformer.mesh.process_group import World
 from gridformer.mesh.rendezvous import store_of
 from gridformer.parallel import build_parallel
@@ -180,7 +180,7 @@ class Trainer:
 
     def _stop_protocol(self) -> StopProtocol:
         """Returns the object that decides where this run stops if it is told to."""
-        place = launched_place()
+        place = rank_env()
         store = store_of(place) if place and self.world.size > 1 else None
         ends_at = self.stop.policy.ends_at
         n_bytes = sum(3 * p.numel() * p.element_size() for p in self.model.parameters())

@@ -55,7 +55,7 @@ def compile_dropout(dtype: torch.dtype, architecture: int) -> int:
     from gridformer.models.kernels import masking
 
     constants = {"THRESHOLD": threshold(0.1), "SCALE": 1 / 0.9, "ROWS": 2, "COLUMNS": 1024}
-    pointers = {"x": TYPES[dtype], "out": TYPES[dtype], "stamp": "*i64"}
+    pointers = {"x": TYPES[dtype], "out": TYPES[dtype], "counter": "*i64"}
     return shared_memory(masking._masked, pointers, constants, architecture, {"num_warps": 4})
 
 
@@ -88,7 +88,7 @@ def compile_attention(name: str, dtype: torch.dtype, head_dim: int, architecture
             types[argument] = ("i32",) * 6
         elif argument == "first_head":
             types[argument] = "i32"
-        elif argument == "stamp":
+        elif argument == "counter":
             types[argument] = "*i64"
         elif argument == "valid":
             types[argument] = "*u8"

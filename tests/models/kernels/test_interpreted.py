@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gridformer.models.blocks import DropoutClock
+from gridformer.models.blocks import DropoutRng
 from gridformer.models.blocks.dropout import Dropout, drop_elements
 from gridformer.models.kernels import attention, dropout
 from gridformer.utils import rng
@@ -81,7 +81,7 @@ def test_backward_computes_the_mask_again(cpu: InProcess) -> None:
 
 
 def run_dropout() -> tuple[Tensor, Tensor]:
-    module = Dropout(0.5, "x", DropoutClock(1, 2, 3))
+    module = Dropout(0.5, "x", DropoutRng(1, 2, 3))
     x = torch.ones(2, 3, 32, requires_grad=True)
 
     def kept(_: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from gridformer.config import (
     RunConfig,
     TrainConfig,
 )
-from gridformer.parallel.validation import broken_rules
+from gridformer.parallel.validation import violations
 
 Sections = dict[str, dict[str, Any]]
 SECTIONS: dict[str, type[Config]] = {
@@ -318,8 +318,11 @@ def refusals(sections: Mapping[str, Mapping[str, Any]]) -> list[Refusal]:
     except ValidationError as error:
         return [_of_schema([*map(str, each["loc"])], each["msg"]) for each in error.errors()]
     return [
-        Refusal(_settings_in(broken.text), (each for way in broken.ways for each in way.changes()))
-        for broken in broken_rules(run)
+        Refusal(
+            _settings_in(violation.text),
+            (each for fix in violation.fixes for each in fix.changes()),
+        )
+        for violation in violations(run)
     ]
 
 

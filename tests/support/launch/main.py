@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from gridformer.launch import launch
-from gridformer.mesh.launch_env import launched_place
+from gridformer.mesh.launch_env import rank_env
 from gridformer.utils.errors import UserError
 from gridformer.utils.forkserver import warm_up
 from gridformer.utils.signals import StopPolicy
@@ -32,7 +32,7 @@ def main() -> None:
     file, _, name = sys.argv[1].rpartition(":")
     n, folder = int(sys.argv[2]), Path(sys.argv[3])
     module = f"tests.support.launch.{file or 'entrypoints'}"
-    if n > 1 and not launched_place():
+    if n > 1 and not rank_env():
         warm_up(module)
     try:
         launch(run_named, (module, name, folder, n), n, POLICIES.get(name))

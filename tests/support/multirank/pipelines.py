@@ -122,7 +122,7 @@ def first_gradients(stepper: Stepper, read: ReadRows) -> Tensors:
     model = stepper.model
     model.train()
     model.zero_grad()
-    model.clock.step = 0
+    model.dropout_rng.step = 0
     work = stepper.split.micro_batches(stepper._read(read))
     ones = {name: torch.ones(()) for name in Model.counts(work[0].batch)}
     with weights_kept(model):

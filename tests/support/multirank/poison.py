@@ -34,7 +34,7 @@ class Poison:
 
     def _hook(self, model: Model) -> Callable[..., Tensor | None]:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
-            if model.clock.step not in self.steps or not model.training or self.times == 0:
+            if model.dropout_rng.step not in self.steps or not model.training or self.times == 0:
                 return None
             self.times -= 1
             if self.what == "output":

@@ -6,7 +6,7 @@ is [in, out], so that `y = x W + b` reads as in the papers; see `gridformer.para
 are sharded.
 """
 
-from gridformer.models.blocks.attention import Attention, CrossAttention
+from gridformer.models.blocks.attention import Attention, CrossAttention, GroupedAttention, KVCache
 from gridformer.models.blocks.branch import (
     ChosenToken,
     Classifier,
@@ -17,10 +17,8 @@ from gridformer.models.blocks.branch import (
     TokenHead,
     WholeSequence,
 )
-from gridformer.models.blocks.cache import KVCache
 from gridformer.models.blocks.cast import attach_copies, cast, copy_of, keep_copies, make_copies
-from gridformer.models.blocks.clock import DropoutClock, Site
-from gridformer.models.blocks.dropout import Dropout
+from gridformer.models.blocks.dropout import Dropout, DropoutRng, DropoutSite
 from gridformer.models.blocks.embedding import (
     PositionEmbedding,
     SegmentEmbedding,
@@ -29,15 +27,22 @@ from gridformer.models.blocks.embedding import (
     TokenEmbedding,
     UntiedHead,
 )
-from gridformer.models.blocks.gated import GatedFeedForward, GatedLayer
-from gridformer.models.blocks.gradient_sum import attach_gradient_places, gradient_place
-from gridformer.models.blocks.grouped import GroupedAttention
-from gridformer.models.blocks.joined import JoinedLinear, JoinedParts, PartSize
-from gridformer.models.blocks.layer import Layer, Spread, Style, StyledLayer
+from gridformer.models.blocks.gradient_sum import attach_gradient_slots, gradient_slot
+from gridformer.models.blocks.layer import (
+    GatedFeedForward,
+    GatedLayer,
+    Layer,
+    Spread,
+    Style,
+    StyledLayer,
+)
 from gridformer.models.blocks.linear import (
     FeedForward,
     Init,
     Linear,
+    MergedLinear,
+    MergedParts,
+    PartSize,
     Role,
     init_of,
     new_parameter,
@@ -74,15 +79,14 @@ __all__ = [
     "CrossAttention",
     "CrossEntropy",
     "Dropout",
-    "DropoutClock",
+    "DropoutRng",
+    "DropoutSite",
     "FeedForward",
     "GatedFeedForward",
     "GatedLayer",
     "GroupedAttention",
     "HeadNorm",
     "Init",
-    "JoinedLinear",
-    "JoinedParts",
     "KVCache",
     "LabelHead",
     "LabelLoss",
@@ -90,6 +94,8 @@ __all__ = [
     "Layer",
     "LayerNorm",
     "Linear",
+    "MergedLinear",
+    "MergedParts",
     "PaddingMask",
     "PartSize",
     "PooledDropout",
@@ -103,7 +109,6 @@ __all__ = [
     "Rotation",
     "SegmentEmbedding",
     "SinusoidalPositions",
-    "Site",
     "SpanHead",
     "Spread",
     "Style",
@@ -116,13 +121,13 @@ __all__ = [
     "Window",
     "added_to_scores",
     "attach_copies",
-    "attach_gradient_places",
+    "attach_gradient_slots",
     "by_label",
     "cast",
     "chunked_loss",
     "copy_of",
     "document_bounds",
-    "gradient_place",
+    "gradient_slot",
     "init_of",
     "keep_copies",
     "make_copies",

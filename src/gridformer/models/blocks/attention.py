@@ -1,4 +1,4 @@
-"""Self-attention and cross-attention."""
+"""Self-attention, grouped and cross-attention, and the keys and values that generation keeps."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from gridformer.models.blocks import document_mask
-from gridformer.models.blocks.cache import KVCache
-from gridformer.models.blocks.clock import DropoutClock, Site
-from gridformer.models.blocks.document_mask import DocumentMask
-from gridformer.models.blocks.dropout import keep_scores
-from gridformer.models.blocks.linear import Linear
+from gridformer.models.blocks import scores as scores_module
+from gridformer.models.blocks.dropout import DropoutRng, DropoutSite, keep_scores
+from gridformer.models.blocks.linear import Linear, MergedLinear
+from gridformer.models.blocks.norm import HeadNorm
 from gridformer.models.blocks.recompute import Recompute
-from gridformer.models.blocks.scores import ScoreBias, ScoreParts, SharedBias, past
+from gridformer.models.blocks.rotary import Rotation
+from gridformer.models.blocks.scores import DocumentMask, ScoreBias, ScoreParts, SharedBias, past
 from gridformer.models.kernels import attention as kernel
 from gridformer.models.kernels import library
 
 
-class _Heads(Site):
+class _Heads(DropoutSite):
     """The part that both attentions share: from q, k and v of this device's heads to their results.
 
     Args:
@@ -28,16 +27,16 @@ class _Heads(Site):
         scaled: Whether scores are divided by sqrt(head_dim).
         dropout: Probability of dropping an attention probability.
         site: The name of this module in dropout masks.
-        clock: The step and rows on which dropout masks depend.
+        dropout_rng: The step and rows on which dropout masks depend.
 
     With `fused`, a GPU uses a kernel of `gridformer.models.kernels` where PyTorch has no fused one:
     with dropout, and with what `added_to_scores` returns.
     """
 
     def __init__(
-        self, head_dim: int, scaled: bool, dropout: float, site: str, clock: DropoutClock
+        self, head_dim: int, scaled: bool, dropout: float, site: str, dropout_rng: DropoutRng
     ) -> None:
-        super().__init__(dropout, site, clock)
+        super().__init__(dropout, site, dropout_rng)
         self.head_dim = head_dim
         self.scale = 1.0 / math.sqrt(head_dim) if scaled else 1.0
         self.head_block = 0  # index of the block of heads that this device holds
@@ -63,7 +62,7 @@ class _Heads(Site):
             mask = mask.sum(s, q_BNSD.dtype)
         if isinstance(mask, DocumentMask):
             if not dropped:
-                in_parts = document_mask.attention_in_parts
+                in_parts = scores_module.attention_in_parts
                 o_BNSD = in_parts(q_BNSD, k_BNTD, v_BNTD, mask, self.scale)
                 return o_BNSD.transpose(1, 2).reshape(b, s, -1)
             mask = mask.whole()
@@ -90,11 +89,13 @@ class _Heads(Site):
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, parts: ScoreParts) -> Tensor:
         """Attention in a kernel that computes the same dropout mask as `_unfused`."""
         window = 0 if parts.window is None else parts.window.size
-        settings, stamp = kernel.Settings(parts.causal, self.scale, window=window), None
+        settings, counter = kernel.Settings(parts.causal, self.scale, window=window), None
         if self.training and self.p > 0.0:
-            head, stamp = self.head_block * q.shape[1], self.stamp(q.device)
+            head, counter = self.head_block * q.shape[1], self.counter(q.device)
             settings = kernel.Settings(parts.causal, self.scale, head, self.p, window)
-        return kernel.attention(q, k, v, parts.valid, parts.bias, settings, parts.documents, stamp)
+        return kernel.attention(
+            q, k, v, parts.valid, parts.bias, settings, parts.documents, counter
+        )
 
     def _unfused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention with a globally indexed dropout mask, which PyTorch's kernels do not have."""
@@ -107,7 +108,7 @@ class _Heads(Site):
         elif mask is not None:
             scores = scores + mask
         shape = b, n, s, k.shape[2]
-        keep = keep_scores(self.stamp(q.device), shape, self.head_block * n, self.p)
+        keep = keep_scores(self.counter(q.device), shape, self.head_block * n, self.p)
         probabilities = torch.softmax(scores, -1) * keep / (1.0 - self.p)
         return probabilities.to(v.dtype) @ v
 
@@ -128,9 +129,9 @@ class Attention(_Heads):
         scaled: bool,
         dropout: float,
         site: str,
-        clock: DropoutClock,
+        dropout_rng: DropoutRng,
     ) -> None:
-        super().__init__(head_dim, scaled, dropout, site, clock)
+        super().__init__(head_dim, scaled, dropout, site, dropout_rng)
         self.causal = causal
         self.qkv, self.out = qkv, out
 
@@ -167,9 +168,9 @@ class CrossAttention(_Heads):
         scaled: bool,
         dropout: float,
         site: str,
-        clock: DropoutClock,
+        dropout_rng: DropoutRng,
     ) -> None:
-        super().__init__(head_dim, scaled, dropout, site, clock)
+        super().__init__(head_dim, scaled, dropout, site, dropout_rng)
         self.q, self.kv, self.out = q, kv, out
 
     def forward(
@@ -204,3 +205,129 @@ def _heads(x: Tensor, n_parts: int, head_dim: int) -> tuple[Tensor, ...]:
     """Splits [b, s, n * n_parts * d] into `n_parts` tensors [b, n, s, d]."""
     b, s, _ = x.shape
     return x.view(b, s, -1, n_parts, head_dim).permute(3, 0, 2, 1, 4).unbind(0)
+
+
+class KVCache:
+    """One layer's keys and values of past tokens and of the source, for generation.
+
+    Attributes:
+        k: Keys of the past tokens [b, n, s, d]; None before the first one.
+        v: Values of the past tokens.
+        first: The position of the first token in `k` and `v`; a window forgets those before it.
+        source: Keys and values of the source.
+    """
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+        self.source: tuple[Tensor, Tensor] | None = None
+
+    def append(self, k_BNSD: Tensor, v_BNSD: Tensor, window: int = 0) -> tuple[Tensor, Tensor]:
+        """Adds keys and values of new tokens [b, n, s, d] and returns those of all tokens.
+
+        With a window, no new token sees more than `window` - 1 of the past tokens, and the others
+        are forgotten.
+
+        Args:
+            k_BNSD: Keys of the new tokens [b, n, s, d].
+            v_BNSD: Values of the new tokens [b, n, s, d].
+            window: How many keys a query sees at most, its own among them; 0 means all of them.
+
+        Returns:
+            The keys and the values of all tokens that a new one may see, [b, n, S, d] with S >= s.
+        """
+        if self.k is not None and self.v is not None:
+            unseen = max(0, self.k.shape[2] - window + 1) if window else 0
+            self.first += unseen
+            k_BNSD = torch.cat((self.k[:, :, unseen:], k_BNSD), 2)
+            v_BNSD = torch.cat((self.v[:, :, unseen:], v_BNSD), 2)
+        self.k, self.v = k_BNSD, v_BNSD
+        return k_BNSD, v_BNSD
+
+    def keep(self, n: int) -> None:
+        """Forgets the tokens from position n on."""
+        if self.k is not None and self.v is not None:
+            kept = max(0, n - self.first)
+            self.k, self.v = self.k[:, :, :kept], self.v[:, :, :kept]
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps the sequences that `rows` indexes, in that order, as a beam search needs."""
+        if self.k is not None and self.v is not None:
+            self.k, self.v = self.k[rows], self.v[rows]
+        if self.source is not None:
+            self.source = self.source[0][rows], self.source[1][rows]
+
+
+class GroupedAttention(Attention):
+    """Causal attention of n heads of queries to m heads of keys and values (Ainslie et al. 2023).
+
+    The columns of q, k and v are ordered [n, d] and [m, d], so that a contiguous block of columns
+    holds whole heads.
+
+    Args:
+        qkv: The joined product of q [h, n d], k and v [h, m d].
+        out: The product that closes the section.
+        head_dim: Size d of a head.
+        norms: The norms of each head's queries and keys, if there are any.
+        window: A query sees this many keys at most, its own included; 0 means all of them.
+        dropout: Probability of dropping an attention probability.
+        site: The name of this module in dropout masks.
+        dropout_rng: The step and rows on which dropout masks depend.
+
+    Attributes:
+        kv_heads: For each head of queries on this device, the index of the head of keys that it
+            reads among those on this device. None means that n / m heads in a row share one.
+    """
+
+    qkv: MergedLinear  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        qkv: MergedLinear,
+        out: Linear,
+        head_dim: int,
+        norms: tuple[HeadNorm, HeadNorm] | None,
+        window: int,
+        dropout: float,
+        site: str,
+        dropout_rng: DropoutRng,
+    ) -> None:
+        super().__init__(qkv, out, head_dim, True, True, dropout, site, dropout_rng)  # type: ignore[arg-type]
+        self.window = window
+        self.kv_heads: tuple[int, ...] | None = None
+        self.q_norm: nn.Module | None
+        self.k_norm: nn.Module | None
+        self.q_norm, self.k_norm = norms or (None, None)
+
+    def forward(  # type: ignore[override]
+        self,
+        x_BSH: Tensor,
+        rotation: Rotation,
+        mask: ScoreBias | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Attends from x [b, s, h] to itself, and to the tokens in `cache`, which it extends.
+
+        Args:
+            x_BSH: Input [b, s, h].
+            rotation: The rotations of the positions of x.
+            mask: The result of `added_to_scores` for causal attention with this module's window.
+            cache: Keys and values of past tokens, for generation.
+        """
+        # The product may return more sequences, or longer ones, than this device has of x.
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x_BSH))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.transpose(1, 2) for part in (rotation.of(q), rotation.of(k), v))
+        if cache is not None:
+            k, v = cache.append(k, v, self.window)
+        found = self.recompute.attention(self._grouped, q, k, v, mask)
+        out: Tensor = self.out(found)
+        return out
+
+    def _grouped(self, q: Tensor, k: Tensor, v: Tensor, mask: ScoreBias | None) -> Tensor:
+        if self.kv_heads is not None:
+            # Views are stacked, because indexing would send the indices to a GPU at each call.
+            k, v = (torch.stack([x[:, i] for i in self.kv_heads], 1) for x in (k, v))
+        return self._attend(q, k, v, True, mask)

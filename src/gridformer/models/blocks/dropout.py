@@ -1,22 +1,141 @@
-"""Dropout whose masks do not depend on the layout."""
+"""Dropout whose masks do not depend on the layout, and the counters that kernels read them from.
+
+A mask is a function of the seed, the step, the name of its site in the model, and global indices.
+All but the indices is in a site's counter, a tensor on the model's device, so that compiled code
+and kernels stay the same from step to step. The counters of all sites are made together and copied
+once per micro-batch. They are new tensors each time: kernels that were launched earlier may still
+read the old ones, and a pipeline runs backward through several micro-batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
-from gridformer.models.blocks.clock import Site
 from gridformer.models.kernels import dropout as kernel
 from gridformer.models.kernels import library
 from gridformer.models.kernels.library import LIBRARY, define
 from gridformer.utils import rng
 from gridformer.utils.tensors import loop
 
+# int64 numbers of a counter: the low and the high half of the key, the index of the first sample,
+# and a zero, since Triton compiles kernels again for addresses that are not multiples of 16 bytes.
+COUNTER_SIZE = 4
 
-class Dropout(Site):
+
+@dataclass
+class DropoutRng:
+    """Tells all sites of a model which step and which samples their masks are for.
+
+    Attributes:
+        seed: The seed of the run.
+        step: The optimizer step.
+        first_sample: The index of this rank's first sequence within the step's global batch.
+        n_samples: The number of sequences in this rank's micro-batch.
+        sites: The model's sites and the `sample_block` of each, whose counters are made together.
+        device: Where counters are.
+    """
+
+    seed: int = 0
+    step: int = 0
+    first_sample: int = 0
+    n_samples: int = 0
+    sites: Mapping[str, int] = field(default_factory=dict)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _moment: tuple[object, ...] = ()
+    _keys: NDArray[np.uint32] = field(default_factory=lambda: rng.keys((), ()), repr=False)
+    _counters: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict, repr=False)
+
+    def at(self, rows: slice) -> None:
+        """Sets the rows of the step's global batch that the model runs next."""
+        self.first_sample, self.n_samples = rows.start, rows.stop - rows.start
+        if self.sites:
+            self._of_now()
+
+    def counter(self, site: str, sample_block: int, device: torch.device) -> Tensor:
+        """Returns a site's counter for the step and the rows that are set, int64 [COUNTER_SIZE].
+
+        Args:
+            site: The name of the site.
+            sample_block: See `DropoutSite`.
+            device: Where the counter is wanted.
+        """
+        self.device = device
+        counters = self._of_now()
+        found = counters.get(site)
+        if found is None:  # of a module outside of a model
+            keys = rng.keys((self.seed, self.step), [site])
+            counters.update(self._made({site: sample_block}, keys))
+            found = counters[site]
+        return found
+
+    def _of_now(self) -> dict[str, Tensor]:
+        """Returns the counters of all sites. Those of a step are kept until the next one begins."""
+        moment = self.seed, self.step, self.device, self.sites
+        if moment != self._moment:
+            self._moment, self._counters = moment, {}
+            self._keys = rng.keys((self.seed, self.step), self.sites)
+        rows = self.first_sample, self.n_samples
+        found = self._counters.get(rows)
+        if found is None:
+            found = self._counters[rows] = self._made(self.sites, self._keys)
+        return found
+
+    def _made(self, sites: Mapping[str, int], keys: NDArray[np.uint32]) -> dict[str, Tensor]:
+        """Makes the counters of sites with these halves of keys, without waiting for a GPU."""
+        if not sites:
+            return {}
+        numbers = np.zeros((len(sites), COUNTER_SIZE), np.int64)
+        blocks = np.array([*sites.values()], np.int64)
+        numbers[:, :2] = keys
+        numbers[:, 2] = self.first_sample - blocks * self.n_samples
+        on_host = torch.from_numpy(numbers)
+        if self.device.type == "cuda":
+            on_host = on_host.pin_memory()
+        return dict(zip(sites, on_host.to(self.device, non_blocking=True).unbind()))
+
+
+class DropoutSite(nn.Module):
+    """The base class of modules that have dropout masks of their own.
+
+    Args:
+        p: The probability of dropping an element.
+        site: The name of the module in dropout masks.
+        dropout_rng: The step and rows on which the masks depend.
+
+    Attributes:
+        sample_block: Index of this device's micro-batch among those that the module gets, if it
+            gets the micro-batches of several devices.
+        fused: Whether a GPU computes masks in kernels of `gridformer.models.kernels`.
+        held: The counter that compiled code reads, see `hold`.
+    """
+
+    def __init__(self, p: float, site: str, dropout_rng: DropoutRng) -> None:
+        super().__init__()
+        self.site, self.p, self.dropout_rng = site, p, dropout_rng
+        self.sample_block = 0
+        self.fused = True
+        self.held: Tensor | None = None
+
+    def hold(self) -> None:
+        """Makes the counter that compiled code reads next, because compiled code cannot make it."""
+        counter = self.dropout_rng.counter(self.site, self.sample_block, self.dropout_rng.device)
+        object.__setattr__(self, "held", counter)  # faster than nn.Module's __setattr__
+
+    def counter(self, device: torch.device) -> Tensor:
+        """Returns the counter of the step and the rows that are set; see `DropoutRng`."""
+        if self.held is not None and torch.compiler.is_compiling():
+            return self.held
+        return self.dropout_rng.counter(self.site, self.sample_block, device)
+
+
+class Dropout(DropoutSite):
     """Dropout whose mask is a function of (seed, step, site, global element index).
 
     The input is [b, s, h] or a block of it; `block` holds the indices along s and along h of the
@@ -31,8 +150,8 @@ class Dropout(Site):
         _, s, h = x_BSH.shape
         token, column = self.block[0] * s, self.block[1] * h
         fused = self.fused and library.available(x_BSH.device, x_BSH.dtype)
-        stamp = self.stamp(x_BSH.device)
-        out: Tensor = _Masked.apply(x_BSH, stamp, token, column, self.p, fused)
+        counter = self.counter(x_BSH.device)
+        out: Tensor = _Masked.apply(x_BSH, counter, token, column, self.p, fused)
         return out
 
 
@@ -45,36 +164,36 @@ class _Masked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_BSH: Tensor, stamp: Tensor, token: int, column: int, p: float, fused: bool
+        ctx: Any, x_BSH: Tensor, counter: Tensor, token: int, column: int, p: float, fused: bool
     ) -> Tensor:
-        # Recomputation would run until the stamp is saved; a compiled block is run as a whole.
-        ctx.stamp = None if torch.compiler.is_compiling() else stamp
+        # Recomputation would run until the counter is saved; a compiled block is run as a whole.
+        ctx.counter = None if torch.compiler.is_compiling() else counter
         if torch.compiler.is_compiling():
-            ctx.save_for_backward(stamp)
+            ctx.save_for_backward(counter)
         ctx.rest = token, column, p, fused
-        return _masked(x_BSH, stamp, token, column, p, fused)
+        return _masked(x_BSH, counter, token, column, p, fused)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (stamp,) = ctx.saved_tensors or (ctx.stamp,)
-        return _masked(grads[0], stamp, *ctx.rest), None, None, None, None, None
+        (counter,) = ctx.saved_tensors or (ctx.counter,)
+        return _masked(grads[0], counter, *ctx.rest), None, None, None, None, None
 
 
-def _masked(x: Tensor, stamp: Tensor, token: int, column: int, p: float, fused: bool) -> Tensor:
+def _masked(x: Tensor, counter: Tensor, token: int, column: int, p: float, fused: bool) -> Tensor:
     if fused:
-        return kernel.masked(x, stamp, token, column, p)
+        return kernel.masked(x, counter, token, column, p)
     if torch.compiler.is_compiling():
-        out: Tensor = torch.ops.gridformer.masked_unfused(x, stamp, token, column, p)
+        out: Tensor = torch.ops.gridformer.masked_unfused(x, counter, token, column, p)
         return out
-    return drop_elements(x, stamp, token, column, p)
+    return drop_elements(x, counter, token, column, p)
 
 
-def drop_elements(x_BSH: Tensor, stamp: Tensor, token: int, column: int, p: float) -> Tensor:
+def drop_elements(x_BSH: Tensor, counter: Tensor, token: int, column: int, p: float) -> Tensor:
     """Zeroes elements of x with probability p and multiplies the others by 1 / (1 - p).
 
     Args:
         x_BSH: Activations [b, s, h].
-        stamp: The stamp of the site, see `DropoutClock`.
+        counter: The counter of the site, see `DropoutRng`.
         token: The index of the first token within its sequence.
         column: The index of the first column.
         p: The probability of zeroing an element, below 1.
@@ -83,7 +202,7 @@ def drop_elements(x_BSH: Tensor, stamp: Tensor, token: int, column: int, p: floa
         [b, s, h], contiguous.
     """
     b, s, h = x_BSH.shape
-    low, high, first_sample, _ = stamp.unbind()
+    low, high, first_sample, _ = counter.unbind()
     # Runs on some rows at a time: the random integers take several times the memory of x.
     samples = (indices(0, b, x_BSH) + first_sample).view(b, 1)
     rows = rng.hash_indices(samples, indices(token, s, x_BSH)).view(-1)
@@ -101,29 +220,29 @@ _CHUNK_ELEMENTS = {False: 1 << 18, True: 1 << 24}
 
 
 def keep_scores(
-    stamp: Tensor, shape: tuple[int, int, int, int], first_head: int, p: float
+    counter: Tensor, shape: tuple[int, int, int, int], first_head: int, p: float
 ) -> Tensor:
     """Returns which attention probabilities dropout keeps, bool [b, n, s, S].
 
     Args:
-        stamp: The stamp of the site, see `DropoutClock`.
+        counter: The counter of the site, see `DropoutRng`.
         shape: b, n, s, S.
         first_head: The global index of the first head.
         p: The probability of dropping one.
     """
     if torch.compiler.is_compiling():
-        out: Tensor = torch.ops.gridformer.keep_scores(stamp, shape, first_head, p)
+        out: Tensor = torch.ops.gridformer.keep_scores(counter, shape, first_head, p)
         return out
-    return _keep_scores(stamp, shape, first_head, p)
+    return _keep_scores(counter, shape, first_head, p)
 
 
-def _keep_scores(stamp: Tensor, shape: Sequence[int], first_head: int, p: float) -> Tensor:
+def _keep_scores(counter: Tensor, shape: Sequence[int], first_head: int, p: float) -> Tensor:
     b, n, s, seen = shape
-    low, high, first_sample, _ = stamp.unbind()
-    samples = (indices(0, b, stamp) + first_sample).view(b, 1, 1)
-    heads = indices(first_head, n, stamp).view(n, 1)
-    rows = rng.hash_indices(samples, heads, indices(0, s, stamp))
-    return rng.keep((low, high), rows, indices(0, seen, stamp), p)
+    low, high, first_sample, _ = counter.unbind()
+    samples = (indices(0, b, counter) + first_sample).view(b, 1, 1)
+    heads = indices(first_head, n, counter).view(n, 1)
+    rows = rng.hash_indices(samples, heads, indices(0, s, counter))
+    return rng.keep((low, high), rows, indices(0, seen, counter), p)
 
 
 def indices(start: int, n: int, like: Tensor) -> Tensor:
@@ -143,17 +262,17 @@ def indices(start: int, n: int, like: Tensor) -> Tensor:
 # Compiled code calls the two functions as operators, which the compiler does not trace: it then
 # gives the same bits as uncompiled code, and does not keep 64-bit random integers for the backward
 # pass.
-define("masked_unfused(Tensor x, Tensor stamp, int token, int column, float p) -> Tensor")
-define("keep_scores(Tensor stamp, int[] shape, int first_head, float p) -> Tensor")
+define("masked_unfused(Tensor x, Tensor counter, int token, int column, float p) -> Tensor")
+define("keep_scores(Tensor counter, int[] shape, int first_head, float p) -> Tensor")
 torch.library.impl(LIBRARY, "masked_unfused", "CompositeExplicitAutograd")(drop_elements)
 torch.library.impl(LIBRARY, "keep_scores", "CompositeExplicitAutograd")(_keep_scores)
 
 
 @torch.library.register_fake("gridformer::masked_unfused", lib=LIBRARY)
-def _(x: Tensor, stamp: Tensor, token: int, column: int, p: float) -> Tensor:
+def _(x: Tensor, counter: Tensor, token: int, column: int, p: float) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.register_fake("gridformer::keep_scores", lib=LIBRARY)
-def _(stamp: Tensor, shape: Sequence[int], first_head: int, p: float) -> Tensor:
-    return stamp.new_empty(shape, dtype=torch.bool)
+def _(counter: Tensor, shape: Sequence[int], first_head: int, p: float) -> Tensor:
+    return counter.new_empty(shape, dtype=torch.bool)

@@ -119,7 +119,7 @@ def sum_behind(weight: Tensor) -> GradientSum | None:
     return total if of.numel() == weight.numel() else None
 
 
-class GradientPlace:
+class GradientSlot:
     """The information that products have about the gradient of one weight.
 
     Args:
@@ -134,10 +134,10 @@ class GradientPlace:
         self.continued = False
 
 
-_PLACE = TensorAttribute[GradientPlace]("gradient_place")
+_PLACE = TensorAttribute[GradientSlot]("gradient_slot")
 
 
-class ContinuedGradient:
+class MainGrad:
     """The gradient of a weight [m, n] in one backward pass, added to that of earlier ones.
 
     It takes the gradient from the parameter. Autograd stores what `result` returns as the new one
@@ -179,13 +179,13 @@ class ContinuedGradient:
         return self.total.value.t() if self._turned else self.total.value
 
 
-def gradient_place(parameter: Tensor) -> GradientPlace | None:
+def gradient_slot(parameter: Tensor) -> GradientSlot | None:
     """Returns the place of a parameter's gradient, if products may add to it."""
     return _PLACE.get(parameter)
 
 
-def attach_gradient_places(model: nn.Module) -> None:
-    """Attaches a `GradientPlace` to each weight whose gradient is summed in products of a model.
+def attach_gradient_slots(model: nn.Module) -> None:
+    """Attaches a `GradientSlot` to each weight whose gradient is summed in products of a model.
 
     A module names these parameters in its attribute `summed_parameters`.
     """
@@ -193,17 +193,17 @@ def attach_gradient_places(model: nn.Module) -> None:
         for name in getattr(module, "summed_parameters", ()):
             parameter = getattr(module, name)
             if parameter is not None:
-                _PLACE.set(parameter, GradientPlace(parameter.numel()))
+                _PLACE.set(parameter, GradientSlot(parameter.numel()))
 
 
-def continued(weight: Tensor) -> ContinuedGradient | None:
+def continued(weight: Tensor) -> MainGrad | None:
     """Takes the gradient that earlier backward passes have left, for a product that adds to it.
 
     Args:
         weight: A parameter or its transpose.
 
     Returns:
-        The gradient; None if autograd is to add it, for instance because `GradientPlace.continued`
+        The gradient; None if autograd is to add it, for instance because `GradientSlot.continued`
         is false or a chunk of a loss wants its own.
     """
     parameter = parameter_behind(weight)
@@ -221,4 +221,4 @@ def continued(weight: Tensor) -> ContinuedGradient | None:
         parameter.grad = None
     shape = parameter.shape[::-1] if by_columns else parameter.shape
     total = GradientSum(shape, parameter.dtype, begin, place.elements)
-    return ContinuedGradient(total, (weight is parameter) == by_columns)
+    return MainGrad(total, (weight is parameter) == by_columns)

@@ -1,19 +1,28 @@
-"""One layer of most families: self-attention, cross-attention and feed-forward with residuals."""
+"""The layers of all families: attention and feed-forward with residuals."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridformer.config import ModelConfig
-from gridformer.models.blocks.attention import Attention, CrossAttention
-from gridformer.models.blocks.cache import KVCache
-from gridformer.models.blocks.clock import DropoutClock
-from gridformer.models.blocks.dropout import Dropout
-from gridformer.models.blocks.linear import Activation, FeedForward, Init, Linear, Role
-from gridformer.models.blocks.norm import NormKind, new_norm
+from gridformer.models.blocks.attention import Attention, CrossAttention, GroupedAttention, KVCache
+from gridformer.models.blocks.dropout import Dropout, DropoutRng
+from gridformer.models.blocks.linear import (
+    Activation,
+    FeedForward,
+    Init,
+    Linear,
+    MergedLinear,
+    PartSize,
+    Role,
+)
+from gridformer.models.blocks.norm import HeadNorm, NormKind, RMSNorm, new_norm
+from gridformer.models.blocks.rotary import Rotation
 from gridformer.models.blocks.scores import ScoreBias
 
 
@@ -66,7 +75,7 @@ class StyledLayer(Layer):
     Args:
         config: The model's config.
         style: The style that all layers of the family share.
-        clock: The step and rows on which dropout masks depend.
+        dropout_rng: The step and rows on which dropout masks depend.
         stack: The prefix of the names of the layer's products; empty if the model has one stack.
         site: The name of the layer in dropout masks.
         causal: Whether self-attention sees only the past.
@@ -79,7 +88,7 @@ class StyledLayer(Layer):
         self,
         config: ModelConfig,
         style: Style,
-        clock: DropoutClock,
+        dropout_rng: DropoutRng,
         stack: Literal["", "encoder.", "decoder."],
         site: str,
         causal: bool,
@@ -110,22 +119,24 @@ class StyledLayer(Layer):
         qkv = linear("qkv", h, 3 * inner, (spread.q, spread.k, spread.v))
         out = linear("out", inner, h, spread.out, opens=False)
         where = f"{site}.attention"
-        self.attention = Attention(qkv, out, d, causal, style.scaled, drop, where, clock)
-        self.dropout1 = Dropout(config.dropout, f"{site}.dropout1", clock)
+        self.attention = Attention(qkv, out, d, causal, style.scaled, drop, where, dropout_rng)
+        self.dropout1 = Dropout(config.dropout, f"{site}.dropout1", dropout_rng)
         if crossed:
             self.cross_norm = norm("q")
             q = linear("q", h, inner, spread.q)
             kv = linear("kv", h, 2 * inner, (spread.k, spread.v))
             out = linear("cross_out", inner, h, spread.out, opens=False)
             where = f"{site}.cross_attention"
-            self.cross_attention = CrossAttention(q, kv, out, d, style.scaled, drop, where, clock)
-            self.cross_dropout = Dropout(config.dropout, f"{site}.cross_dropout", clock)
+            self.cross_attention = CrossAttention(
+                q, kv, out, d, style.scaled, drop, where, dropout_rng
+            )
+            self.cross_dropout = Dropout(config.dropout, f"{site}.cross_dropout", dropout_rng)
         self.crossed = crossed
         self.norm2 = norm("up")
         up = linear("up", h, f, spread.up)
         down = linear("down", f, h, spread.down, opens=False)
         self.mlp = FeedForward(up, down, style.activation)
-        self.dropout2 = Dropout(config.dropout, f"{site}.dropout2", clock)
+        self.dropout2 = Dropout(config.dropout, f"{site}.dropout2", dropout_rng)
 
     def forward(
         self,
@@ -155,4 +166,79 @@ class StyledLayer(Layer):
         if self.crossed:
             found = self.cross_attention(self.cross_norm(x), memory, memory_mask, cache)
             x = x + self.cross_dropout(found)
+        return x + self.dropout2(self.mlp(self.norm2(x)))
+
+
+class GatedFeedForward(nn.Module):
+    """Computes down(silu(gate(x)) * up(x)): [b, s, h] to [b, s, h] (Shazeer 2020)."""
+
+    def __init__(self, up: MergedLinear, down: Linear) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        out: Tensor = self.down(_Gated.apply(*self.up(x_BSH)))
+        return out
+
+
+class _Gated(torch.autograd.Function):
+    """Computes silu(gate) * up and keeps both factors, but not silu(gate)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        activated = F.silu(gate)
+        # See gridformer.models.blocks.norm.
+        return activated * up if torch.compiler.is_compiling() else activated.mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grads[0] * up, gate)
+        return grad_gate, F.silu(gate).mul_(grads[0])
+
+
+class GatedLayer(Layer):
+    """One layer of Llama-like models, [b, s, h] to [b, s, h]: x + f(norm(x)) for each sub-layer f.
+
+    Args:
+        config: The model's config.
+        dropout_rng: The step and rows on which dropout masks depend.
+        site: The name of the layer in dropout masks.
+    """
+
+    def __init__(self, config: ModelConfig, dropout_rng: DropoutRng, site: str) -> None:
+        super().__init__()
+        h, f, d, eps = config.hidden_size, config.ffn_size, config.head_width, config.norm_eps
+        n, m, init = config.n_heads, config.kv_heads, Init(std=config.init_std)
+        self.norm1 = RMSNorm(h, eps, "qkv")
+        parts = {
+            "q": PartSize(n * d, init),
+            "k": PartSize(m * d, init, m),
+            "v": PartSize(m * d, init, m),
+        }
+        qkv = MergedLinear(h, parts, Role("qkv", "attention"), config.qkv_bias)
+        out = Linear(n * d, h, Role("out", "attention", opens=False), init, bias=False)
+        norms = (HeadNorm(d, eps), HeadNorm(d, eps)) if config.qk_norm else None
+        drop, where = config.attention_dropout, f"{site}.attention"
+        self.attention = GroupedAttention(
+            qkv, out, d, norms, config.window, drop, where, dropout_rng
+        )
+        self.dropout1 = Dropout(config.dropout, f"{site}.dropout1", dropout_rng)
+        self.norm2 = RMSNorm(h, eps, "up")
+        halves = {"gate": PartSize(f, init), "up": PartSize(f, init)}
+        up = MergedLinear(h, halves, Role("up", "feed_forward"))
+        down = Linear(f, h, Role("down", "feed_forward", opens=False), init, bias=False)
+        self.mlp = GatedFeedForward(up, down)
+        self.dropout2 = Dropout(config.dropout, f"{site}.dropout2", dropout_rng)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        mask: ScoreBias | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Runs the layer on x [b, s, h]; for the other arguments see `GroupedAttention`."""
+        x = x + self.dropout1(self.attention(self.norm1(x), rotation, mask, cache))
         return x + self.dropout2(self.mlp(self.norm2(x)))

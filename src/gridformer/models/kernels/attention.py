@@ -13,7 +13,7 @@ from gridformer.models.kernels.library import LIBRARY, define
 MAX_HEAD_BYTES = 512  # tiles of a larger head do not fit into a GPU's shared memory
 
 _INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? valid, Tensor? bias, Tensor? documents, Tensor? stamp"
+    "Tensor q, Tensor k, Tensor v, Tensor? valid, Tensor? bias, Tensor? documents, Tensor? counter"
 )
 _SETTINGS = "bool causal, float scale, int first_head, float p, int window"
 define(f"attention({_INPUTS}, {_SETTINGS}) -> (Tensor, Tensor)")
@@ -56,7 +56,7 @@ def attention(
     bias_NST: Tensor | None,
     settings: Settings,
     documents: tuple[Tensor, Tensor] | None = None,
-    stamp: Tensor | None = None,
+    counter: Tensor | None = None,
 ) -> Tensor:
     """Computes attention; it is differentiable in q, k, v and the bias.
 
@@ -71,7 +71,7 @@ def attention(
         documents: Where the document of each query, which it does not leave, begins and ends among
             the keys, int32 [b, 2, s], and where that of each key begins and ends among the queries,
             int32 [b, 2, S]. Both ascend. Tiles outside are left out.
-        stamp: What the dropout mask depends on, if there is one; see `dropout.masked`.
+        counter: What the dropout mask depends on, if there is one; see `dropout.masked`.
 
     Returns:
         [b, n, s, d], in memory [b, s, n, d]. A query that sees no key gets zeros.
@@ -79,8 +79,8 @@ def attention(
     of_queries, of_keys = documents or (None, None)
     assert of_queries is None or q_BNSD.shape[2] == of_queries.shape[2]
     assert of_keys is None or k_BNTD.shape[2] == of_keys.shape[2]
-    assert stamp is not None or settings.p == 0.0
-    masks = valid_BT, bias_NST, of_queries, stamp, of_keys
+    assert counter is not None or settings.p == 0.0
+    masks = valid_BT, bias_NST, of_queries, counter, of_keys
     out: Tensor = _Attention.apply(q_BNSD, k_BNTD, v_BNTD, *masks, settings)
     return out
 
@@ -97,12 +97,12 @@ class _Attention(torch.autograd.Function):
         valid: Tensor | None,
         bias: Tensor | None,
         of_queries: Tensor | None,
-        stamp: Tensor | None,
+        counter: Tensor | None,
         of_keys: Tensor | None,
         settings: Settings,
     ) -> Tensor:
         ops = torch.ops.gridformer
-        inputs = q, k, v, valid, bias, of_queries, stamp
+        inputs = q, k, v, valid, bias, of_queries, counter
         out, lse = ops.attention(*inputs, *settings.arguments())
         ctx.save_for_backward(*inputs, of_keys, out, lse)
         ctx.settings = settings
@@ -159,7 +159,7 @@ def _(
     valid: Tensor | None,
     bias: Tensor | None,
     documents: Tensor | None,
-    stamp: Tensor | None,
+    counter: Tensor | None,
     key_documents: Tensor | None,
     out: Tensor,
     lse: Tensor,

@@ -11,9 +11,9 @@ import triton.language as tl
 
 
 @triton.jit
-def load_stamp(stamp):
-    """Loads a stamp: the two halves of its key and the index of the first sample, all int64."""
-    return tl.load(stamp), tl.load(stamp + 1), tl.load(stamp + 2)
+def load_counter(counter):
+    """Loads a counter: the two halves of its key and the index of the first sample, all int64."""
+    return tl.load(counter), tl.load(counter + 1), tl.load(counter + 2)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ def forward(
     valid,
     bias,
     documents,
-    stamp,
+    counter,
     out,
     lse,
     q_strides,
@@ -60,7 +60,7 @@ def forward(
         bias: [n, s, S], contiguous.
         documents: Where each query's document begins and ends among the keys, int32 [b, 2, s],
             contiguous.
-        stamp: What dropout masks depend on, if `THRESHOLD`; see `dropout.masked`.
+        counter: What dropout masks depend on, if `THRESHOLD`; see `dropout.masked`.
         lse: For backward, the logarithm of each query's sum of exponentials [b, n, s].
         q_strides, k_strides, v_strides, out_strides, sizes: See `tiles`.
         first_head: The global index of the first head.
@@ -85,7 +85,7 @@ def forward(
     row = first_row + tl.arange(0, R)
     tile_q = load_rows(q, q_strides, first_row, n_rows, width, R, D)
     wide: tl.constexpr = tl.float64 if tile_q.dtype == tl.float64 else tl.float32
-    key_low, key_high, first_sample = dropout_key(stamp, THRESHOLD)
+    key_low, key_high, first_sample = dropout_key(counter, THRESHOLD)
     total = tl.zeros([R, D], wide)
     largest, exps = tl.full([R], float("-inf"), wide), tl.zeros([R], wide)
     begin, end = 0, n_columns

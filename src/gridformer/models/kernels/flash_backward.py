@@ -29,7 +29,7 @@ def backward_queries(
     valid,
     bias,
     documents,
-    stamp,
+    counter,
     out,
     grad,
     lse,
@@ -73,7 +73,7 @@ def backward_queries(
     tile_out = load_rows(out, out_strides, first_row, n_rows, width, R, D)
     tile_grad = load_rows(grad, grad_strides, first_row, n_rows, width, R, D)
     wide: tl.constexpr = tl.float64 if tile_q.dtype == tl.float64 else tl.float32
-    key_low, key_high, first_sample = dropout_key(stamp, THRESHOLD)
+    key_low, key_high, first_sample = dropout_key(counter, THRESHOLD)
     row_delta = tl.sum(tile_out.to(wide) * tile_grad.to(wide), 1)
     place = pair * n_rows + row
     tl.store(delta + place, row_delta, row < n_rows)
@@ -121,7 +121,7 @@ def backward_keys(
     valid,
     bias,
     documents,
-    stamp,
+    counter,
     key_documents,
     grad,
     lse,
@@ -167,7 +167,7 @@ def backward_keys(
     tile_k = load_rows(k, k_strides, start, n_columns, width, C, D)
     tile_v = load_rows(v, v_strides, start, n_columns, width, C, D)
     wide: tl.constexpr = tl.float64 if tile_k.dtype == tl.float64 else tl.float32
-    key_low, key_high, first_sample = dropout_key(stamp, THRESHOLD)
+    key_low, key_high, first_sample = dropout_key(counter, THRESHOLD)
     total_k, total_v = tl.zeros([C, D], wide), tl.zeros([C, D], wide)
     begin, end = 0, n_rows
     if CAUSAL:  # the tile of the first query that sees one of these keys
@@ -224,7 +224,7 @@ def backward_bias(
     valid,
     bias,
     documents,
-    stamp,
+    counter,
     grad,
     lse,
     delta,
@@ -262,7 +262,7 @@ def backward_bias(
     row, column = first_row + tl.arange(0, R), start + tl.arange(0, C)
     bias, grad_bias = bias + head * n_rows * n_columns, grad_bias + head * n_rows * n_columns
     wide: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float64 else tl.float32
-    key_low, key_high, first_sample = dropout_key(stamp, THRESHOLD)
+    key_low, key_high, first_sample = dropout_key(counter, THRESHOLD)
     total = tl.zeros([R, C], wide)
     end = n_samples
     if CAUSAL:  # no sample adds to a tile in the future

@@ -25,7 +25,7 @@ def launch_attention(
     valid: Tensor | None,
     bias: Tensor | None,
     documents: Tensor | None,
-    stamp: Tensor | None,
+    counter: Tensor | None,
     causal: bool,
     scale: float,
     first_head: int,
@@ -42,7 +42,7 @@ def launch_attention(
         bias: Added to the scores [n, s, S]; None adds nothing.
         documents: Where the document of each query begins and ends among the keys, int32 [b, 2, s];
             None means that there is one document.
-        stamp: What the dropout mask depends on; None without dropout.
+        counter: What the dropout mask depends on; None without dropout.
         causal: Whether a query sees only keys up to its own position.
         scale: A factor of the scores.
         first_head: The global index of the first head.
@@ -62,7 +62,7 @@ def launch_attention(
             q,
             k,
             v,
-            *_masks(q, valid, bias, documents, stamp),
+            *_masks(q, valid, bias, documents, counter),
             out,
             lse,
             *(x.stride()[:3] for x in (q, k, v, out)),
@@ -82,7 +82,7 @@ def launch_attention_backward(
     valid: Tensor | None,
     bias: Tensor | None,
     documents: Tensor | None,
-    stamp: Tensor | None,
+    counter: Tensor | None,
     key_documents: Tensor | None,
     out: Tensor,
     lse: Tensor,
@@ -104,7 +104,7 @@ def launch_attention_backward(
         bias: Added to the scores [n, s, S]; None adds nothing.
         documents: Where the document of each query begins and ends among the keys, int32 [b, 2, s];
             None means that there is one document.
-        stamp: What the dropout mask depends on; None without dropout.
+        counter: What the dropout mask depends on; None without dropout.
         key_documents: Where the document of each key begins and ends among the queries, int32
             [b, 2, S]; None as for `documents`.
         out: The result of the forward pass [b, n, s, d].
@@ -128,7 +128,7 @@ def launch_attention_backward(
     if not lse.numel():
         return grad_q, grad_k.zero_(), grad_v.zero_(), grad_bias.zero_()
     delta = torch.empty_like(lse)
-    tiles, masks = tile_sizes(q, forward=False), _masks(q, valid, bias, documents, stamp)
+    tiles, masks = tile_sizes(q, forward=False), _masks(q, valid, bias, documents, counter)
     sizes = _sizes(q, k)
     heads, of_keys = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
     n_rows, n_columns = triton.cdiv(sizes[2], tiles["R"]), triton.cdiv(sizes[3], tiles["C"])
@@ -214,13 +214,13 @@ def _masks(
     valid: Tensor | None,
     bias: Tensor | None,
     documents: Tensor | None,
-    stamp: Tensor | None,
+    counter: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the masks as the kernels read them; q takes the place of a missing one."""
     mask = q if valid is None else valid.contiguous().view(torch.uint8)
     added = q if bias is None else bias.contiguous()
     bounds = q if documents is None else documents.contiguous()
-    return mask, added, bounds, q if stamp is None else stamp
+    return mask, added, bounds, q if counter is None else counter
 
 
 def _sizes(q: Tensor, k: Tensor) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gridformer.models.kernels.bits import hash_column, hash_index, hash_row, kept, load_stamp
+from gridformer.models.kernels.bits import hash_column, hash_index, hash_row, kept, load_counter
 from gridformer.models.kernels.library import threshold
 
 _ELEMENTS = 2048  # of a program's tile: 16 for each of 128 threads
@@ -17,7 +17,7 @@ _ELEMENTS = 2048  # of a program's tile: 16 for each of 128 threads
 def _masked(
     x,
     out,
-    stamp,
+    counter,
     n_rows,
     n_columns,
     n_tokens,
@@ -31,7 +31,7 @@ def _masked(
     program, n_blocks = tl.program_id(0), tl.cdiv(n_columns, COLUMNS)
     row = (program // n_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (program % n_blocks).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    key_low, key_high, first_sample = load_stamp(stamp)
+    key_low, key_high, first_sample = load_counter(counter)
     joined = hash_index(tl.zeros([ROWS], tl.uint32), first_sample + row // n_tokens)
     joined = hash_index(joined, first_token + row % n_tokens)
     keep = kept(hash_row(joined, key_low), hash_column(first_column + column, key_high), THRESHOLD)
@@ -46,13 +46,13 @@ def _masked(
 
 
 def launch_masking(
-    x_BSH: Tensor, stamp: Tensor, first_token: int, first_column: int, p: float
+    x_BSH: Tensor, counter: Tensor, first_token: int, first_column: int, p: float
 ) -> Tensor:
     """Drops elements on a GPU; see `dropout.masked`.
 
     Args:
         x_BSH: Activations [b, s, h].
-        stamp: What the mask depends on; see `dropout.masked`.
+        counter: What the mask depends on; see `dropout.masked`.
         first_token: The index of the first token within its sequence.
         first_column: The index of the first column.
         p: The probability of dropping an element.
@@ -72,7 +72,7 @@ def launch_masking(
     _masked[grid](
         x_BSH,
         out,
-        stamp,
+        counter,
         n_rows,
         h,
         x_BSH.shape[1],

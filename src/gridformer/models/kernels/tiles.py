@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gridformer.models.kernels.bits import hash_column, hash_index, hash_row, kept, load_stamp
+from gridformer.models.kernels.bits import hash_column, hash_index, hash_row, kept, load_counter
 
 
 @triton.jit
@@ -122,11 +122,11 @@ def within(documents, begin, end, start, size, length, TILE: tl.constexpr):
 
 
 @triton.jit
-def dropout_key(stamp, THRESHOLD: tl.constexpr):
+def dropout_key(counter, THRESHOLD: tl.constexpr):
     """Returns the two halves of a key and the index of the first sample; zeros without dropout."""
     found = (tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64))
     if THRESHOLD > 0:
-        found = load_stamp(stamp)
+        found = load_counter(counter)
     return found
 
 

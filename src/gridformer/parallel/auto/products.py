@@ -133,10 +133,10 @@ def _built(sized: ModelConfig) -> list[Product]:
     read = {module.reader: module for module in modules if isinstance(module, norms)}
     found: dict[str, Product] = {}
     for module in modules:
-        if isinstance(module, blocks.Linear | blocks.JoinedLinear):
+        if isinstance(module, blocks.Linear | blocks.MergedLinear):
             role = module.role
             parts: tuple[tuple[int, int], ...] = ()
-            if isinstance(module, blocks.JoinedLinear):
+            if isinstance(module, blocks.MergedLinear):
                 n_in, n_out = module.n_in, module.n_out
                 bias = any(part.bias is not None for part in module.parts())
                 parts = tuple((part.weight.shape[1], part.pieces) for part in module.parts())

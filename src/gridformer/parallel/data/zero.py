@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from gridformer.mesh import Axes, Axis
-from gridformer.models.blocks import gradient_place
+from gridformer.models.blocks import gradient_slot
 from gridformer.parallel.sharding import ParamInfo, info_of, set_info, shard_of
 from gridformer.utils.tensors import allocate_storage, free_storage
 
@@ -85,7 +85,7 @@ def reserve_padding(parameters: Iterable[nn.Parameter], axes: Axes) -> None:
         axes: The axes of the mesh.
     """
     for parameter in parameters:
-        place = gradient_place(parameter)
+        place = gradient_slot(parameter)
         if place is not None and replica_part(parameter) is not None:
             axis = axes[shard_of(parameter).replicas or ""]
             place.elements = FlatBucket([parameter], axis).share * axis.size

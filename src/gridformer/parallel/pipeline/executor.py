@@ -319,7 +319,7 @@ class _Run:
         if self.training:
             leaves, entered = self.executor.enter(action, entered)
         with self.executor.timed("forward", action):
-            self.model.clock.at(micro.rows)
+            self.model.dropout_rng.at(micro.rows)
             entering = Activations(**entered)
             del entered
             leaving, roots = self.executor.forward(action, micro.batch, entering, self.finish)
@@ -338,7 +338,9 @@ class _Run:
             return
         leaves, roots = self._kept.pop((action.stage, action.micro))
         with self.executor.timed("backward", action):
-            self.model.clock.at(self.work[action.micro].rows)  # recomputed blocks read the clock
+            self.model.dropout_rng.at(
+                self.work[action.micro].rows
+            )  # recomputed blocks read the clock
             with self._summing(action):
                 self.executor.backward(action, leaves, roots, grads)
             del grads

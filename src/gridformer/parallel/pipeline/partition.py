@@ -161,7 +161,7 @@ def _cost(module: nn.Module, config: ModelConfig, work: Work) -> float:
         case blocks.Linear():
             n_in, n_out = module.weight.shape
             return 2.0 * n_in * n_out * rows[module.role.reads]
-        case blocks.JoinedLinear():
+        case blocks.MergedLinear():
             return 2.0 * module.n_in * module.n_out * rows[module.role.reads]
         case blocks.Attention():
             n_tokens = rows[module.qkv.role.reads]

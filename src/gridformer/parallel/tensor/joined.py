@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from gridformer.config import ModelConfig
 from gridformer.mesh import Axes, Axis
 from gridformer.models import blocks
-from gridformer.models.blocks.joined import JoinedPart, side_by_side
-from gridformer.models.blocks.linear import linear
+from gridformer.models.blocks.linear import MergedPart, linear, side_by_side
 from gridformer.parallel.auto.cost import Choice
 from gridformer.parallel.auto.products import blocks_of
 from gridformer.parallel.axes import replicated
 from gridformer.parallel.data.fsdp import materialized
-from gridformer.parallel.sharding import ParamPlacement, place
+from gridformer.parallel.sharding import ParamPlacement, shard_parameter
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.branched import elsewhere, sliced_for_branches
 from gridformer.parallel.tensor.linear import (
@@ -38,7 +37,7 @@ from gridformer.parallel.tensor.linear import (
 )
 
 
-class GridJoinedLinear(blocks.JoinedParts):
+class GridJoinedLinear(blocks.MergedParts):
     """A joined product, x [.., in/c] to an output [.., n/c] for each part; its output stays.
 
     Args:
@@ -51,7 +50,7 @@ class GridJoinedLinear(blocks.JoinedParts):
 
     def __init__(
         self,
-        plain: blocks.JoinedLinear,
+        plain: blocks.MergedLinear,
         choice: Choice,
         bias: ParamPlacement,
         schedules: Schedules,
@@ -63,11 +62,11 @@ class GridJoinedLinear(blocks.JoinedParts):
         self.schedule, self.keep = schedules[choice], keep_gathered_of(choice)
         axes = schedules.axes
         for name in plain.names:
-            part: JoinedPart = getattr(plain, name)
+            part: MergedPart = getattr(plain, name)
             weights, biases = _placements(part, bias, axes, over)
-            place(part, "weight", weights, axes)
+            shard_parameter(part, "weight", weights, axes)
             if part.bias is not None:
-                place(part, "bias", biases, axes)
+                shard_parameter(part, "bias", biases, axes)
             self.add_module(name, part)
         if self.keep.weight is not None:
             self.keep.weight.source = self._source
@@ -84,7 +83,7 @@ class GridJoinedLinear(blocks.JoinedParts):
 
 
 def grid_product(
-    plain: blocks.Linear | blocks.JoinedLinear,
+    plain: blocks.Linear | blocks.MergedLinear,
     choice: Choice,
     bias: ParamPlacement,
     schedules: Schedules,
@@ -102,13 +101,13 @@ def grid_product(
     Returns:
         A `GridJoinedLinear` for a joined product, and a `GridLinear` for a single one.
     """
-    if isinstance(plain, blocks.JoinedLinear):
+    if isinstance(plain, blocks.MergedLinear):
         return GridJoinedLinear(plain, choice, bias, schedules, over)
     return GridLinear(plain, choice, bias, schedules)
 
 
 def _placements(
-    part: JoinedPart, bias: ParamPlacement, axes: Axes, over: str
+    part: MergedPart, bias: ParamPlacement, axes: Axes, over: str
 ) -> tuple[ParamPlacement, ParamPlacement]:
     """Returns how the weight and the bias of a part are sharded.
 
@@ -160,7 +159,7 @@ def kv_heads_of(heads: int, kv_heads: int, index: int, columns: int) -> tuple[in
     return None if even else read
 
 
-class SliceJoined(blocks.JoinedParts):
+class SliceJoined(blocks.MergedParts):
     """A common joined projection, followed by SUPER's slice: the heads of each branch.
 
     Maps x [b, s, h] to outputs [g b, s, n/g] (D&SP: all-to-all in both directions) or [b, s, n/g]
@@ -173,7 +172,7 @@ class SliceJoined(blocks.JoinedParts):
         first: Whether only the first sub-grid holds the projection (cSub).
     """
 
-    def __init__(self, plain: blocks.JoinedLinear, axes: Axes, first: bool) -> None:
+    def __init__(self, plain: blocks.MergedLinear, axes: Axes, first: bool) -> None:
         super().__init__()
         self.branch, self.first = axes.branch, first
         self.device = torch.device(axes.device_type)

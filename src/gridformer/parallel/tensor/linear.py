@@ -25,7 +25,7 @@ from gridformer.models.blocks.cast import transposed
 from gridformer.models.blocks.linear import linear
 from gridformer.parallel.auto.cost import Choice
 from gridformer.parallel.data.fsdp import gathered, materialized
-from gridformer.parallel.sharding import ParamPlacement, place, vocabulary_multiple
+from gridformer.parallel.sharding import ParamPlacement, shard_parameter, vocabulary_multiple
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.boundary import Boundary
 
@@ -99,9 +99,11 @@ class GridLinear(nn.Module):
         self.output_stays = choice.stays == "output"
         self.schedule, self.keep = schedules[choice], keep_gathered_of(choice)
         self.weight, self.bias = plain.weight, plain.bias
-        place(self, "weight", OUTPUT_STAYS if self.output_stays else INPUT_STAYS, schedules.axes)
+        shard_parameter(
+            self, "weight", OUTPUT_STAYS if self.output_stays else INPUT_STAYS, schedules.axes
+        )
         if plain.bias is not None:
-            place(self, "bias", bias, schedules.axes)
+            shard_parameter(self, "bias", bias, schedules.axes)
         if self.keep.weight is not None:
             self.keep.weight.source = self._source
             role = plain.role
@@ -151,7 +153,7 @@ class GridTokenEmbedding(nn.Module):
         self.head_output_stays = head.stays == "output"
         self.cast_multiple = _cast_multiple(plain, self.head_output_stays, self.schedule)
         self.weight = plain.weight
-        place(self, "weight", table_placement(self.head_output_stays, axes), axes)
+        shard_parameter(self, "weight", table_placement(self.head_output_stays, axes), axes)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         table = self.weight.t() if self.head_output_stays else self.weight
@@ -211,12 +213,12 @@ class GridTiedHead(nn.Module):
         if plain.bias is not None:
             pad = (vocabulary_multiple(axes),)
             lies = ParamPlacement(("col",), copies="row", partial=True, pad=pad)
-            place(self, "bias", lies, axes)
+            shard_parameter(self, "bias", lies, axes)
         if isinstance(plain, blocks.UntiedHead):
             self.keep, self.cast_parameters = keep_gathered_of(choice), ("bias", "weight")
             self.cast_multiple = _cast_multiple(plain, self.output_stays, self.schedule)
             self.weight = plain.weight
-            place(self, "weight", table_placement(self.output_stays, axes), axes)
+            shard_parameter(self, "weight", table_placement(self.output_stays, axes), axes)
 
     def prepare(self, table_VH: Tensor, dtype: torch.dtype) -> Tensor:
         """Gathers the part of the table that this column of devices reads, for several products.
@@ -277,13 +279,15 @@ class RowParallelLabelHead(nn.Module):
         self.col = axes.col
         self.weight, self.bias = plain.weight, plain.bias
         partial = copies is not None
-        place(
+        shard_parameter(
             self, "weight", ParamPlacement(cut=("col", None), copies=copies, partial=partial), axes
         )
         if self.col.index:
             self.bias = None
         if self.bias is not None:
-            place(self, "bias", ParamPlacement(cut=(None,), copies=copies, partial=partial), axes)
+            shard_parameter(
+                self, "bias", ParamPlacement(cut=(None,), copies=copies, partial=partial), axes
+            )
 
     def forward(self, x_BH: Tensor) -> Tensor:
         terms = linear(x_BH, self.weight, None)
@@ -343,7 +347,7 @@ class KeptWeights:
             keep.weight for keep in keeps if isinstance(keep, summa.KeepGathered) and keep.weight
         ]
         self.copied = [p for p in model.parameters() if blocks.copy_of(p) is not None]
-        self.places = [at for p in model.parameters() if (at := blocks.gradient_place(p))]
+        self.places = [at for p in model.parameters() if (at := blocks.gradient_slot(p))]
         self.in_pipeline = len(vars(model).get("stages", ())) > 1
 
     @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gridformer import comm
 from gridformer.mesh import Axes
 from gridformer.models import blocks
-from gridformer.parallel.sharding import ParamPlacement, place
+from gridformer.parallel.sharding import ParamPlacement, shard_parameter
 from gridformer.parallel.tensor import summa
 
 # Weight and bias are sharded over h, as activations are. Each row of the grid holds a copy and sees
@@ -34,11 +34,11 @@ class DeferredNorm(nn.Module):
         super().__init__()
         self.eps, self.weight = plain.eps, plain.weight
         self.scale = plain.scale if isinstance(plain, blocks.RMSNorm) else 1.0
-        place(self, "weight", self.PLACE, axes)
+        shard_parameter(self, "weight", self.PLACE, axes)
         self.bias: nn.Parameter | None = None
         if isinstance(plain, blocks.LayerNorm):
             self.bias = plain.bias
-            place(self, "bias", self.PLACE, axes)
+            shard_parameter(self, "bias", self.PLACE, axes)
 
     def forward(self, x_BSH: Tensor) -> summa.Normed:
         weight = self.weight if self.scale == 1.0 else self.weight * self.scale
@@ -56,8 +56,8 @@ class GridLayerNorm(nn.Module):
         super().__init__()
         self.eps, self.axes = plain.eps, axes
         self.weight, self.bias = plain.weight, plain.bias
-        place(self, "weight", VECTOR, axes)
-        place(self, "bias", VECTOR, axes)
+        shard_parameter(self, "weight", VECTOR, axes)
+        shard_parameter(self, "bias", VECTOR, axes)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         y_BSH: Tensor = _GridLayerNorm.apply(x_BSH, self.weight, self.bias, self.eps, self.axes)
@@ -105,7 +105,7 @@ class GridRMSNorm(nn.Module):
         super().__init__()
         self.eps, self.scale, self.axes = plain.eps, plain.scale, axes
         self.weight = plain.weight
-        place(self, "weight", VECTOR, axes)
+        shard_parameter(self, "weight", VECTOR, axes)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         weight = self.weight if self.scale == 1.0 else self.weight * self.scale

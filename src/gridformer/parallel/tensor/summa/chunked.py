@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gridformer.comm import Pending
 from gridformer.mesh import Axes
-from gridformer.models.blocks.gradient_sum import ContinuedGradient
+from gridformer.models.blocks.gradient_sum import MainGrad
 from gridformer.parallel.tensor.boundary import Boundary
 from gridformer.parallel.tensor.summa.chunks import (
     ALL,
@@ -62,13 +62,13 @@ class ChunkedGather(Gather):
             return super().abt(a, b)
         return self.abt_by_chunks(a.local, weight)
 
-    def atb(self, a: Operand, b: Operand, into: ContinuedGradient | None = None) -> Pending:
+    def atb(self, a: Operand, b: Operand, into: MainGrad | None = None) -> Pending:
         if isinstance(a, OneHotOperand) or self._at_once(a):
             return super().atb(a, b, into)
         return self.atb_by_chunks(tensor_of(a), b.local, into)
 
     def ab_and_atb(
-        self, a: Operand, b: Operand, c: Tensor, into: ContinuedGradient | None = None
+        self, a: Operand, b: Operand, c: Tensor, into: MainGrad | None = None
     ) -> tuple[Pending, Pending]:
         if self._at_once(a):
             return super().ab_and_atb(a, b, c, into)
@@ -95,7 +95,7 @@ class ChunkedGather(Gather):
             sums.start(chunk, times(self._chunk_of(a, chunk), weight))
         return sums.pending()
 
-    def atb_by_chunks(self, a: Tensor, b: Matrix, into: ContinuedGradient | None) -> Pending:
+    def atb_by_chunks(self, a: Tensor, b: Matrix, into: MainGrad | None) -> Pending:
         """Computes Aᵀ B."""
         operand = Operand(a)
         terms = self.weight_gradient(operand, into)
@@ -105,7 +105,7 @@ class ChunkedGather(Gather):
         return terms.pending()
 
     def ab_and_atb_by_chunks(
-        self, a: Tensor, b: Operand, c: Tensor, into: ContinuedGradient | None
+        self, a: Tensor, b: Operand, c: Tensor, into: MainGrad | None
     ) -> tuple[Pending, Pending]:
         """Computes A B and Aᵀ C. The weight B may still be in flight."""
         operand = Operand(a)
@@ -145,7 +145,7 @@ class ChunkedGather(Gather):
                 yield chunks[number - 1], coming.pop(0)
         yield chunks[-1], coming.pop()
 
-    def weight_gradient(self, a: Operand, into: ContinuedGradient | None = None) -> WeightGradient:
+    def weight_gradient(self, a: Operand, into: MainGrad | None = None) -> WeightGradient:
         n_chunks = 1 if self._at_once(a) else len(self.chunks(a.local.shape))
         return WeightGradient(self.sum_of_blocks, self.row, n_chunks, into)
 

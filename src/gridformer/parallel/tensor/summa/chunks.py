@@ -15,7 +15,7 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.comm import Pending
 from gridformer.mesh import Axis
-from gridformer.models.blocks.gradient_sum import ContinuedGradient
+from gridformer.models.blocks.gradient_sum import MainGrad
 from gridformer.parallel.tensor.boundary import LABEL, Boundary
 from gridformer.parallel.tensor.summa.operands import (
     Matrix,
@@ -121,10 +121,10 @@ class WeightGradient:
 
     def __init__(
         self,
-        at_once: Callable[[Matrix, Matrix, ContinuedGradient | None], Pending],
+        at_once: Callable[[Matrix, Matrix, MainGrad | None], Pending],
         row: Axis,
         n_chunks: int,
-        into: ContinuedGradient | None = None,
+        into: MainGrad | None = None,
     ) -> None:
         self._at_once, self._row, self._n_chunks = at_once, row, n_chunks
         self._into = into

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gridformer.comm import Pending
-from gridformer.models.blocks.gradient_sum import ContinuedGradient
+from gridformer.models.blocks.gradient_sum import MainGrad
 from gridformer.parallel.tensor.summa.chunks import ALL
 from gridformer.parallel.tensor.summa.gather import Gather
 from gridformer.parallel.tensor.summa.operands import (
@@ -151,7 +151,7 @@ def gradients_of_norm(
     grad: Tensor,
     columns: list[Tensor],
     norm: Norm,
-    into: ContinuedGradient | None,
+    into: MainGrad | None,
 ) -> tuple[Pending, ...]:
     """Computes the gradients of C = norm(X) B, chunk by chunk of X.
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.comm import Pending
 from gridformer.mesh import Axes
-from gridformer.models.blocks.gradient_sum import ContinuedGradient
+from gridformer.models.blocks.gradient_sum import MainGrad
 from gridformer.parallel.tensor.boundary import LABEL, Boundary
 from gridformer.parallel.tensor.summa.chunks import ALL, ChunkedSum, WeightGradient
 from gridformer.parallel.tensor.summa.operands import (
@@ -76,13 +76,13 @@ class Gather:
         """Computes C = A Bᵀ. a [.., K/c], b [N/r, K/c], result [.., N/c]."""
         return self.boundary.reduce_scatter(times(a.local, self.whole_column(b).t()))
 
-    def atb(self, a: Operand, b: Operand, into: ContinuedGradient | None = None) -> Pending:
+    def atb(self, a: Operand, b: Operand, into: MainGrad | None = None) -> Pending:
         """Computes C = Aᵀ B. a [.., M/c], b [.., N/c], result [M/r, N/c]."""
         whole = a.all if isinstance(a, OneHotOperand) else self._take_whole(a).wait()
         return self.sum_of_blocks(whole, b.local, into)
 
     def ab_and_atb(
-        self, a: Operand, b: Operand, c: Tensor, into: ContinuedGradient | None = None
+        self, a: Operand, b: Operand, c: Tensor, into: MainGrad | None = None
     ) -> tuple[Pending, Pending]:
         """Computes A B [.., N/c] and Aᵀ C [K/r, M/c] and gathers A only once.
 
@@ -92,9 +92,7 @@ class Gather:
         atc = self.sum_of_blocks(whole, c, into)
         return Pending(times(whole, self.whole_column(b))), atc
 
-    def sum_of_blocks(
-        self, whole: Matrix, local: Matrix, into: ContinuedGradient | None = None
-    ) -> Pending:
+    def sum_of_blocks(self, whole: Matrix, local: Matrix, into: MainGrad | None = None) -> Pending:
         """Computes Aᵀ B summed down the column; this device keeps its block of rows.
 
         The blocks of other devices are multiplied first, and travel while this device's block is
@@ -175,6 +173,6 @@ class Gather:
         """
         return ChunkedSum(self.boundary, shape, like)
 
-    def weight_gradient(self, a: Operand, into: ContinuedGradient | None = None) -> WeightGradient:
+    def weight_gradient(self, a: Operand, into: MainGrad | None = None) -> WeightGradient:
         """Returns the accumulator of Aᵀ B for the chunks of A that `arriving` yields."""
         return WeightGradient(self.sum_of_blocks, self.row, 1, into)

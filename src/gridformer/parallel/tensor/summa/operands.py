@@ -12,7 +12,7 @@ from torch import Tensor
 from gridformer.comm import Pending
 from gridformer.mesh import Axis
 from gridformer.models.blocks.cast import cast
-from gridformer.models.blocks.gradient_sum import ContinuedGradient, continued
+from gridformer.models.blocks.gradient_sum import MainGrad, continued
 from gridformer.models.blocks.linear import as_rows
 
 
@@ -159,7 +159,7 @@ def transposed_times_into(out: Tensor, a: Matrix, b: Matrix) -> None:
         torch.mm(a.flatten(0, -2).t(), b.flatten(0, -2), out=out)
 
 
-def add_transposed_times(into: ContinuedGradient, a: Matrix, b: Matrix) -> Tensor:
+def add_transposed_times(into: MainGrad, a: Matrix, b: Matrix) -> Tensor:
     """Adds the transpose of a [.., M] times b [.., N] to a gradient [M, N], and returns that."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         into.add_product(a.flatten(0, -2).t(), b.flatten(0, -2))
@@ -202,9 +202,7 @@ def arrived(
     return None if gradient is None else _columns(gradient.wait(), n_columns).to(dtype)
 
 
-def continued_by(
-    schedule: AddsGradients, weight: Tensor, dtype: torch.dtype
-) -> ContinuedGradient | None:
+def continued_by(schedule: AddsGradients, weight: Tensor, dtype: torch.dtype) -> MainGrad | None:
     """Returns the gradient to which a product adds; None if that is left to autograd.
 
     A gradient that was summed over devices is added by autograd just as well, unless it must be
@@ -221,7 +219,7 @@ def continued_by(
 
 
 def weight_gradient(
-    gradient: Pending | None, into: ContinuedGradient | None, dtype: torch.dtype, n_columns: int
+    gradient: Pending | None, into: MainGrad | None, dtype: torch.dtype, n_columns: int
 ) -> Tensor | None:
     """Waits for a weight's gradient, and adds it to that of earlier micro-batches.
 

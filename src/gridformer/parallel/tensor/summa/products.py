@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gridformer.comm import Pending
 from gridformer.mesh import Axes
-from gridformer.models.blocks.gradient_sum import ContinuedGradient
+from gridformer.models.blocks.gradient_sum import MainGrad
 from gridformer.parallel.tensor.summa.operands import (
     Operand,
     accumulator,
@@ -59,7 +59,7 @@ class Schedule(Protocol):
     def abt(self, a: Operand, b: Operand) -> Pending:
         """Computes C = A Bᵀ: a [.., K/c], b [N/r, K/c], result [.., N/c]."""
 
-    def atb(self, a: Operand, b: Operand, into: ContinuedGradient | None = None) -> Pending:
+    def atb(self, a: Operand, b: Operand, into: MainGrad | None = None) -> Pending:
         """Computes C = Aᵀ B: a [.., M/c], b [.., N/c], result [M/r, N/c].
 
         The leading dimensions of `a` and `b` are equal and are summed over.
@@ -122,7 +122,7 @@ class Broadcast:
         sums.finish()
         return Pending(c)
 
-    def atb(self, a: Operand, b: Operand, into: ContinuedGradient | None = None) -> Pending:
+    def atb(self, a: Operand, b: Operand, into: MainGrad | None = None) -> Pending:
         """Optimus, Algorithm 3: for each panel l, reduce A_ilᵀ B_ij over i to C_lj on its owner."""
         like = a.local if isinstance(a.local, Tensor) else tensor_of(b)
         m, n = a.local.shape[-1] * self.axes.col.size, b.local.shape[-1]

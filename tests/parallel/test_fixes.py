@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gridformer.config import SCHEMES, Family, LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from gridformer.parallel.validation import problems
-from tests.support.offers import changed, rules, run_of
+from tests.support.fixes import changed, rules, run_of
 
 
 @st.composite
@@ -62,7 +62,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
 
 
 def one_head_on_a_wrong_grid() -> RunConfig:
-    """Of the many ways to keep its devices none works, and only two changes together do."""
+    """Of the many fixes to keep its devices none works, and only two changes together do."""
     changes = {"layout.rows": 4, "layout.cols": 6, "layout.dp": 3, "layout.devices_per_node": 2}
     model = {"model.n_heads": 1, "model.hidden_size": 1, "model.head_dim": 1, "model.ffn_size": 4}
     model |= {"model.n_layers": 1, "model.max_seq_len": 1, "data.seq_len": 0}
@@ -82,8 +82,8 @@ def mends_and_breaks_nothing(run: RunConfig) -> None:
     before = {problem.rule for problem in found}
     assert len(before) == len(found)
     for problem in found:
-        assert problem.offers, problem
-        for offer in problem.offers:
+        assert problem.changes, problem
+        for offer in problem.changes:
             assert rules(changed(run, offer)) <= before - {problem.rule}, (problem, offer)
             assert all(key in str(problem) for key in offer)
 
@@ -115,7 +115,7 @@ def test_following_the_first_offers_leads_to_a_run_that_fits(run: RunConfig) -> 
     for _ in problems(run):
         found = problems(run)
         if found:
-            run = changed(run, found[0].offers[0])
+            run = changed(run, found[0].changes[0])
     assert problems(run) == []
 
 
@@ -125,7 +125,7 @@ def test_changes_are_combined_where_one_alone_does_not_suffice() -> None:
     run = run_of(**layout, **{"train.global_batch": 25})
     by_rule = {problem.rule: problem for problem in problems(run)}
     heads = by_rule["branches cuts model.n_heads"]
-    assert heads.offers == ({"layout.branches": 1, "layout.dp_mode": "replicate"},)
+    assert heads.changes == ({"layout.branches": 1, "layout.dp_mode": "replicate"},)
     assert str(heads).endswith(": use layout.branches=1 and layout.dp_mode=replicate")
 
 

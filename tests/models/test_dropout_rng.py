@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
-from gridformer.models.blocks import DropoutClock, Site
+from gridformer.models.blocks import DropoutRng, DropoutSite
 from gridformer.parallel import build_parallel
 from gridformer.utils import rng
 
@@ -25,28 +25,28 @@ def build(**changes: Any) -> Model:
     return build_parallel(config, LayoutConfig(), Axes(), 7, CPU)
 
 
-def whole_key(stamp: Tensor) -> int:
-    low, high, _, _ = stamp.tolist()
+def whole_key(counter: Tensor) -> int:
+    low, high, _, _ = counter.tolist()
     return int(low + (high << 32))
 
 
 def test_a_stamp_holds_the_key_and_the_first_sample() -> None:
-    clock = DropoutClock(seed=3, step=5)
-    clock.at(slice(2**40, 2**40 + 4))
+    dropout_rng = DropoutRng(seed=3, step=5)
+    dropout_rng.at(slice(2**40, 2**40 + 4))
     for block in (0, 3):
-        stamp = clock.stamp(f"site{block}", block, CPU)
-        assert whole_key(stamp) == rng.key(3, 5, f"site{block}")
-        assert stamp[2:].tolist() == [2**40 - 4 * block, 0]
-        assert stamp.data_ptr() % 16 == 0, "else Triton compiles kernels again"
+        counter = dropout_rng.counter(f"site{block}", block, CPU)
+        assert whole_key(counter) == rng.key(3, 5, f"site{block}")
+        assert counter[2:].tolist() == [2**40 - 4 * block, 0]
+        assert counter.data_ptr() % 16 == 0, "else Triton compiles kernels again"
 
 
 def test_a_model_lists_all_its_sites() -> None:
     model = build()
-    found = [module.site for module in model.modules() if isinstance(module, Site)]
+    found = [module.site for module in model.modules() if isinstance(module, DropoutSite)]
     assert len(found) == len(set(found)) == 1 + 3 * 2
-    assert set(model.clock.sites) == set(found)
-    assert set(build(dropout=0.0).clock.sites) == {f"layers.{i}.attention" for i in range(2)}
-    assert not build(dropout=0.0, attention_dropout=0.0).clock.sites
+    assert set(model.dropout_rng.sites) == set(found)
+    assert set(build(dropout=0.0).dropout_rng.sites) == {f"layers.{i}.attention" for i in range(2)}
+    assert not build(dropout=0.0, attention_dropout=0.0).dropout_rng.sites
 
 
 class Copies(TorchDispatchMode):
@@ -64,21 +64,21 @@ class Copies(TorchDispatchMode):
 def test_stamps_of_all_sites_are_made_once_per_micro_batch() -> None:
     """Those of earlier micro-batches stay as they are, and a pipeline finds them again."""
     model = build()
-    clock, sites = model.clock, [*model.clock.sites]
+    dropout_rng, sites = model.dropout_rng, [*model.dropout_rng.sites]
     seen: list[list[Tensor]] = []
     with Copies() as copies:
         for step, rows in ((0, slice(0, 2)), (0, slice(2, 4)), (0, slice(0, 2)), (1, slice(0, 2))):
-            clock.step = step
-            clock.at(rows)
-            seen.append([clock.stamp(site, 0, CPU) for site in sites])
+            dropout_rng.step = step
+            dropout_rng.at(rows)
+            seen.append([dropout_rng.counter(site, 0, CPU) for site in sites])
     assert copies.n == 3
     one, other, again, later = seen
     assert all(a is b for a, b in zip(one, again))
     for a, b, c, site in zip(one, other, later, sites):
         assert whole_key(a) == whole_key(b) == rng.key(7, 0, site)
         assert whole_key(c) == rng.key(7, 1, site)
-        assert [int(stamp[2]) for stamp in (a, b, c)] == [0, 2, 0]
-        assert len({stamp.data_ptr() for stamp in (a, b, c)}) == 3
+        assert [int(counter[2]) for counter in (a, b, c)] == [0, 2, 0]
+        assert len({counter.data_ptr() for counter in (a, b, c)}) == 3
 
 
 def test_a_gpu_gets_stamps_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +97,8 @@ def test_a_gpu_gets_stamps_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Tensor, "pin_memory", pinned)
     monkeypatch.setattr(Tensor, "to", copied)
-    clock = DropoutClock(seed=3, step=5)
-    clock.at(slice(4, 6))
-    stamp = clock.stamp("site", 0, torch.device("cuda"))
+    dropout_rng = DropoutRng(seed=3, step=5)
+    dropout_rng.at(slice(4, 6))
+    counter = dropout_rng.counter("site", 0, torch.device("cuda"))
     assert done == ["pinned", "copied"]
-    assert whole_key(stamp) == rng.key(3, 5, "site")
+    assert whole_key(counter) == rng.key(3, 5, "site")

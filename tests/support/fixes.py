@@ -1,4 +1,4 @@
-"""Runs that may be invalid, the problems found in them, and the offered changes."""
+"""Runs that may be invalid, the problems found in them, and the suggested changes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from gridformer.config import RunConfig
-from gridformer.parallel.validation import broken_rules
+from gridformer.parallel.validation import violations
 
-Offer = Mapping[str, Any]  # keys to set together, with their values
+Changes = Mapping[str, Any]  # keys to set together, with their values
 
 
 def run_of(**changes: Any) -> RunConfig:
@@ -25,10 +25,10 @@ def run_of(**changes: Any) -> RunConfig:
     return RunConfig.model_validate(raw)
 
 
-def changed(run: RunConfig, offer: Offer) -> RunConfig:
-    """Apply an offer to a run as a run file would; raises if the result is no valid run."""
+def changed(run: RunConfig, changes: Changes) -> RunConfig:
+    """Apply changes to a run as a run file would; raises if the result is no valid run."""
     raw = run.model_dump()
-    for key, value in offer.items():
+    for key, value in changes.items():
         section, name = key.split(".")
         assert name in raw[section], key
         raw[section][name] = str(value)
@@ -37,4 +37,4 @@ def changed(run: RunConfig, offer: Offer) -> RunConfig:
 
 def rules(run: RunConfig) -> set[str]:
     """Return the names of the rules that a run breaks."""
-    return {broken.rule for broken in broken_rules(run)}
+    return {violation.rule for violation in violations(run)}
