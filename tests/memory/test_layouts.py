@@ -93,8 +93,8 @@ def test_listed_layouts_work_as_written(family: str) -> None:
             with pytest.raises(ConfigError) as error:
                 check_layout(run)
             with_fixes = error.value.problems
-            assert len(with_offers) == len(one.problems)
-            assert all(map(str.startswith, with_offers, one.problems))
+            assert len(with_fixes) == len(one.problems)
+            assert all(map(str.startswith, with_fixes, one.problems))
             assert not one.modes
             continue
         check_layout(run)

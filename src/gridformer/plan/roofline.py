@@ -24,7 +24,7 @@ from gridformer.parallel.auto.decisions import Decisions, choices_of, placements
 from gridformer.parallel.auto.loads import Load, ProductTimes
 from gridformer.parallel.auto.work import parameter_bytes, replica_work, resolved
 from gridformer.parallel.data.buckets import BUCKET_BYTES
-from gridformer.parallel.pipeline.partition import (
+from gridformer.parallel.pipeline.stage_shares import (
     StageShares,
     shares_of_ranks,
     stack_of,
