@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from gridformer.config import load_run
 from gridformer.data import RunData, open_training, resolve
-from gridformer.data.fingerprint import fingerprint
+from gridformer.data.run_data import fingerprint
 
 T = TypeVar("T")
 

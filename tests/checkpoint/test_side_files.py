@@ -20,8 +20,8 @@ from gridformer.checkpoint.remote import Remote
 from gridformer.checkpoint.side_files import load_tokenizer, root_of
 from gridformer.config import RunConfig, parse_run
 from gridformer.data import TokenFolder, Tokenizer
-from gridformer.data.fingerprint import fingerprint
-from gridformer.data.label_names import write_label_names
+from gridformer.data.run_data import fingerprint
+from gridformer.data.side_texts import write_label_names
 from gridformer.evaluate.loading import load_model
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel

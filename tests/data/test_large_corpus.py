@@ -23,10 +23,10 @@ from gridformer.data import (
     indexed,
     open_training,
     resolve,
-    tokenfolder,
+    tokensplit,
 )
-from gridformer.data.fingerprint import fingerprint
 from gridformer.data.indexed import write_index
+from gridformer.data.run_data import fingerprint
 from gridformer.utils.units import MIB
 from tests.support.data import sentences
 
@@ -123,8 +123,8 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cost, Cost]:
     few = write_corpus(folder / "few", SMALL, 64 * BLOCK)
     many = write_corpus(folder / "many", LARGE, 192 * BLOCK)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (indexed, tokenfolder):
-            patch.setattr(module, "_AT_A_TIME", BLOCK)
+        for module in (indexed, tokensplit):
+            patch.setattr(module, "BLOCK", BLOCK)
         return cost(few), cost(many)
 
 

@@ -12,7 +12,7 @@ import torch
 from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.config import parse_run
-from gridformer.data.label_names import write_label_names
+from gridformer.data.side_texts import write_label_names
 from gridformer.evaluate.examples import predicted
 from gridformer.evaluate.loading import load_model
 from gridformer.mesh import Axes

@@ -13,8 +13,8 @@ from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.checkpoint.convert.importing import import_folder
 from gridformer.config import RunConfig
 from gridformer.data import TokenFolder, Tokenizer
-from gridformer.data.label_names import read_label_names
 from gridformer.data.samples.batches import SequentialBatches, open_samples
+from gridformer.data.side_texts import read_label_names
 from gridformer.evaluate.examples import measure_set, score_examples
 from gridformer.evaluate.loading import load_model
 from gridformer.launch.plan import plan_run

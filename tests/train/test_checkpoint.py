@@ -19,7 +19,7 @@ from gridformer.checkpoint.manifest import MANIFEST, read_manifest, verify_check
 from gridformer.checkpoint.same_run import check_same_run
 from gridformer.config import DataConfig, LayoutConfig, ModelConfig, RunConfig, parse_run
 from gridformer.config.model import RopeScaling
-from gridformer.data.fingerprint import Fingerprint
+from gridformer.data.run_data import Fingerprint
 from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.mesh import Axes
 from gridformer.models import Model

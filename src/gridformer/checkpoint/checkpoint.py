@@ -24,7 +24,7 @@ from gridformer.checkpoint.block import MOMENTS, PARAMETER
 from gridformer.checkpoint.index import index_of_files
 from gridformer.checkpoint.manifest import Divergences, Manifest, verify_checkpoint
 from gridformer.config import RunConfig
-from gridformer.data.fingerprint import Fingerprint
+from gridformer.data.run_data import Fingerprint
 from gridformer.mesh import Axes
 from gridformer.parallel.data.gradients import owned
 from gridformer.parallel.data.zero import stored

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 from gridformer.checkpoint.index import BlockIndex
 from gridformer.config import Config, ModelConfig, RunConfig
 from gridformer.config.synonyms import with_new_names
-from gridformer.data.fingerprint import Fingerprint
+from gridformer.data.run_data import Fingerprint
 from gridformer.utils.errors import CheckpointError, RemovedError, UserError
 from gridformer.utils.files import UnreadableError, parse_json, read_bytes
 from gridformer.utils.units import MIB

@@ -10,7 +10,7 @@ from typing import Any
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.config import RunConfig
 from gridformer.config.mixture import whole_weights
-from gridformer.data.fingerprint import Fingerprint
+from gridformer.data.run_data import Fingerprint
 from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.utils.errors import CheckpointError
 

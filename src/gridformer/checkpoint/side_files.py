@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from gridformer.checkpoint.manifest import KEPT, FileEntry, Manifest
 from gridformer.data.chat.template import CHAT_FILE
-from gridformer.data.label_names import LABELS_FILE
+from gridformer.data.side_texts import LABELS_FILE
 from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.data.tokenizer import SETTINGS, Tokenizer
 from gridformer.utils.errors import DataError

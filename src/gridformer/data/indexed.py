@@ -27,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gridformer.data.tokensplit import DocumentStarts
+from gridformer.data.tokensplit import BLOCK, DocumentStarts, blocks
 from gridformer.utils.errors import DataError
 
 MAGIC: Final = b"MMIDIDX\x00\x00"
@@ -40,7 +40,6 @@ _FLOATS: Final = {6: "float64", 7: "float32"}
 _CODES: Final = {np.dtype(name): code for code, name in DTYPES.items()}
 _LENGTH, _POINTER = np.dtype("<i4"), np.dtype("<i8")
 LONGEST_DOCUMENT: Final = 2**31 - 1  # tokens, which the format counts in 32 bits
-_AT_A_TIME = 1 << 20  # sequences that are read or written at a time
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ class Indexed:
         Raises:
             DataError: They are not.
         """
-        for some in _blocks(len(self.lengths)):
+        for some in blocks(len(self.lengths)):
             lengths = self.lengths[some].astype(np.int64)
             steps = np.diff(self.pointers[some])
             wrong = (steps != lengths[: len(steps)] * self.dtype.itemsize) | (steps < 0)
@@ -158,7 +157,7 @@ class Indexed:
     def _check_documents(self) -> bool:
         """Checks the order of documents, and returns whether some have no tokens."""
         empty = False
-        for some in _blocks(self.n_documents):
+        for some in blocks(self.n_documents):
             steps = np.diff(self.documents[some])
             empty = empty or bool((steps == 0).any())
             if (steps < 0).any():
@@ -185,28 +184,21 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: NDArray[np.integer[An
     """
     n = len(lengths)
 
-    def blocks() -> Iterator[NDArray[np.int64]]:
-        for begin in range(0, n, _AT_A_TIME):
-            yield np.asarray(lengths[begin : begin + _AT_A_TIME], dtype=np.int64)
+    def each() -> Iterator[NDArray[np.int64]]:
+        for begin in range(0, n, BLOCK):
+            yield np.asarray(lengths[begin : begin + BLOCK], dtype=np.int64)
 
     with path.open("wb") as file:
         file.write(MAGIC + _HEADER.pack(VERSION, _CODES[dtype.newbyteorder("<")], n, n + 1))
-        for block in blocks():
+        for block in each():
             file.write(block.astype(_LENGTH).tobytes())
         at = 0
-        for block in blocks():
+        for block in each():
             ends = at + np.cumsum(block) * dtype.itemsize
             file.write((ends - block * dtype.itemsize).astype(_POINTER).tobytes())
             at = int(ends[-1])
-        for begin in range(0, n + 1, _AT_A_TIME):
-            some = np.arange(begin, min(begin + _AT_A_TIME, n + 1))
-            file.write(some.astype(_POINTER).tobytes())
-
-
-def _blocks(n: int) -> Iterator[slice]:
-    """Yields slices of n values and the value after each slice, a million at a time."""
-    for begin in range(0, n, _AT_A_TIME):
-        yield slice(begin, begin + _AT_A_TIME + 1)
+        for begin in range(0, n + 1, BLOCK):
+            file.write(np.arange(begin, min(begin + BLOCK, n + 1), dtype=_POINTER).tobytes())
 
 
 def _bytes_of(sequences: int, borders: int) -> int:

@@ -9,14 +9,14 @@ from pydantic import ValidationError
 
 from gridformer.config import FINE_TUNING, RunConfig, Task, TrainConfig
 from gridformer.config.data import TASKS
-from gridformer.data.columns import LABELS
-from gridformer.data.examples_file import without_questions
 from gridformer.data.run_data import RunData
 from gridformer.data.samples.batches import open_samples, special_ids
 from gridformer.data.samples.examples import ANSWER, RIGHT, VALUE
 from gridformer.data.samples.masked import SHORTEST_SOURCE, target_length
+from gridformer.data.side_texts import without_questions
 from gridformer.data.tokenfolder import TokenFolder
 from gridformer.data.tokenizer import Tokenizer
+from gridformer.data.tokensplit import LABELS
 from gridformer.utils.errors import ConfigError, DataError
 
 
@@ -229,7 +229,7 @@ def _kind_problems(run: RunConfig, key: str, folder: TokenFolder) -> list[str]:
 def _tasks_of(folder: TokenFolder) -> list[Task]:
     """Returns the tasks of fine-tuning whose column a folder has."""
     columns = {"classify": LABELS, "regression": VALUE, "choice": RIGHT, "answer": ANSWER}
-    return [task for task in FINE_TUNING if columns[task] in folder.index.all_columns]
+    return [task for task in FINE_TUNING if columns[task] in folder.index.columns]
 
 
 def _example_problems(run: RunConfig, key: str, folder: TokenFolder) -> list[str]:

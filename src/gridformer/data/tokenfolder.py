@@ -5,18 +5,15 @@
     train.bin            token ids, little-endian uint16 (int32 past 65536 tokens), documents one
                          after the other, each followed by the end-of-text token
     train.idx            where documents begin; both files are Megatron-LM's (see `indexed`)
-    train.NAME.bin       the column NAME, values of each document or token (see `columns`)
+    train.NAME.bin       the column NAME, values of each document or token (see `tokensplit`)
     train.questions.jsonl
-                         of questions with answers: their texts (see `examples_file`)
+                         of questions with answers: their texts (see `side_texts`)
     chat.json            in folders of conversations, the template of their text
     val.bin, val.idx, val.NAME.bin, val.questions.jsonl
 
 Labeled folders have the column labels. A corpus of a single document is split in two; only then
 train.bin does not end with the end-of-text token. In a folder of pairs, documents 2i and 2i + 1 of
 a split are the two texts of pair i.
-
-Versions 1 and 2 are read as well. Instead of train.idx they have train.offsets.bin, little-endian
-int64: the start of each document, and the end of the last. Past 65536 tokens their ids are uint32.
 """
 
 from __future__ import annotations
@@ -34,10 +31,9 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from gridformer.config import Config
-from gridformer.data.columns import LABEL_COLUMN, LABELS, Column
 from gridformer.data.indexed import Indexed, index_bytes
 from gridformer.data.tokenizer import SETTINGS, Tokenizer
-from gridformer.data.tokensplit import Offsets, TokenSplit
+from gridformer.data.tokensplit import LABELS, Column, DocumentStarts, TokenSplit
 from gridformer.utils.errors import DataError
 from gridformer.utils.files import UnreadableError, exists, meant_beside, read_json
 
@@ -45,8 +41,6 @@ FORMAT: Final = "gridformer-tokens"
 VERSION: Final = 3
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
-_OFFSET_DTYPE = np.dtype("<i8")  # of versions 1 and 2
-_AT_A_TIME = 1 << 20  # documents that are compared at a time
 Kind = Literal["text", "pairs", "labeled", "chat", "examples"]
 SplitName = Literal["train", "val"]
 SPLITS: tuple[SplitName, ...] = ("train", "val")
@@ -58,7 +52,7 @@ _OWN_FILE = re.compile(
 
 
 def is_own_file(name: str) -> bool:
-    """Returns whether a token folder of any version may contain a file of this name."""
+    """Returns whether a token folder may contain a file of this name."""
     return _OWN_FILE.fullmatch(name) is not None
 
 
@@ -72,19 +66,14 @@ def column_name(split: SplitName, column: str) -> str:
     return f"{split}.{column}.bin"
 
 
-def borders_name(split: SplitName, version: int = VERSION) -> str:
+def borders_name(split: SplitName) -> str:
     """Returns the name of the file that says where documents begin."""
-    return f"{split}.idx" if version >= 3 else f"{split}.offsets.bin"
+    return f"{split}.idx"
 
 
-def token_dtype(vocab_size: int, version: int = VERSION) -> np.dtype[Any]:
-    """Returns the dtype of a token file: uint16 if every id of the vocabulary fits, else int32.
-
-    Versions 1 and 2 have uint32 instead of int32.
-    """
-    if vocab_size <= 1 << 16:
-        return np.dtype("<u2")
-    return np.dtype("<i4" if version >= 3 else "<u4")
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Returns the dtype of a token file: uint16 if every id of the vocabulary fits, else int32."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
 
 
 class SplitEntry(Config):
@@ -122,14 +111,10 @@ class TokenizerEntry(Config):
 
 
 class Index(Config):
-    """The content of index.json.
-
-    Version 1 had neither kinds nor parts; its folders contain plain text. Versions 1 and 2 had no
-    columns but the labels of labeled folders.
-    """
+    """The content of index.json."""
 
     format: Literal["gridformer-tokens"] = FORMAT
-    version: Literal[1, 2, 3] = VERSION
+    version: Literal[3] = VERSION
     kind: Kind = "text"
     languages: tuple[str, str] | None = Field(
         default=None, description="the languages of a pair's two texts"
@@ -154,27 +139,21 @@ class Index(Config):
     sources: tuple[SourceEntry, ...]
     skipped: dict[str, int]
 
-    @property
-    def all_columns(self) -> dict[str, Column]:
-        """The columns, with the labels that versions 1 and 2 do not list."""
-        implied = self.version < 3 and self.kind == "labeled"
-        return {**self.columns, LABELS: LABEL_COLUMN} if implied else self.columns
-
     def entry(self, split: SplitName) -> SplitEntry:
         return self.train if split == "train" else self.val
 
     def files(self, split: SplitName) -> tuple[str, ...]:
         """The names of a split's files."""
-        columns = (column_name(split, column) for column in self.all_columns)
-        return bin_name(split), borders_name(split, self.version), *columns
+        columns = (column_name(split, column) for column in self.columns)
+        return bin_name(split), borders_name(split), *columns
 
 
 @dataclass(frozen=True)
 class TokenFolder:
-    """An open token folder, whose token files are memory-mapped.
+    """An open token folder, or token files of another program that are described as one.
 
     Attributes:
-        path: The folder.
+        path: The folder, or what names the files.
         index: The content of its index.json.
         train: The training split.
         val: The validation split.
@@ -215,10 +194,10 @@ class TokenFolder:
             DataError: It is damaged, or not the one that wrote the folder's tokens.
         """
         tokenizer = Tokenizer.load(self.tokenizer_file, self.index.eos_token, self.index.bos_token)
-        found = (tokenizer.vocab_size, tokenizer.eos_id)
-        if found != (self.vocab_size, self.eos_id):
+        there = (tokenizer.vocab_size, tokenizer.eos_id)
+        if there != (self.vocab_size, self.eos_id):
             raise DataError(
-                f"{self.tokenizer_file}: has vocabulary and end-of-text id {found}, but {INDEX} "
+                f"{self.tokenizer_file}: has vocabulary and end-of-text id {there}, but {INDEX} "
                 f"says {(self.vocab_size, self.eos_id)}: it was replaced, so prepare the folder "
                 f"again"
             )
@@ -234,7 +213,7 @@ class TokenFolder:
         """
         path = Path(path)
         index = read_index(path)
-        dtype = token_dtype(index.vocab_size, index.version)
+        dtype = token_dtype(index.vocab_size)
         if dtype.name != index.dtype:
             raise DataError(
                 f"{path / INDEX}: says {index.dtype}, but a vocabulary of {index.vocab_size} is "
@@ -258,13 +237,20 @@ class TokenFolder:
             DataError: The tokenizer is damaged, or the documents of a split do not follow one
                 another.
         """
-        for name, split in zip(SPLITS, (self.train, self.val)):
-            _check_borders(split, self.path / borders_name(name, self.index.version))
+        for split in SPLITS:
+            file, again = self.path / borders_name(split), f": {_again(self.path)}"
+            try:
+                indexed = Indexed.open(file)
+                indexed.check()
+            except DataError as error:
+                raise DataError(f"{error}{again}") from None
+            # Every document has at least its end-of-text token.
+            indexed.starts().check(file, again)
         self.tokenizer  # noqa: B018 (reading it is the check)
 
 
 def is_token_folder(path: Path) -> bool:
-    """Returns whether a folder has a token folder's index, in any version and even if damaged."""
+    """Returns whether a folder has a token folder's index, even if it is damaged."""
     try:
         raw = read_json(path / INDEX)
     except UnreadableError:
@@ -301,10 +287,10 @@ def read_index(path: Path) -> Index:
             f'{file}: is not the index of a token folder ("format" is not "{FORMAT}"); write one '
             f"with gridformer prepare SOURCE --out FOLDER"
         )
-    if raw.get("version") not in range(1, VERSION + 1):
+    if raw.get("version") != VERSION:
         raise DataError(
             f"{file}: has version {raw.get('version')} of the format, but this gridformer reads "
-            f"versions 1 to {VERSION}: {_again(path)}"
+            f"version {VERSION}: {_again(path)}"
         )
     try:
         return Index.model_validate(raw)
@@ -317,11 +303,7 @@ def read_index(path: Path) -> Index:
 def _open_split(path: Path, name: SplitName, index: Index, dtype: np.dtype[Any]) -> TokenSplit:
     entry = index.entry(name)
     n = entry.documents
-    tokens_file, borders_file = path / bin_name(name), path / borders_name(name, index.version)
-    if index.version < 3:
-        borders, borders_bytes = f"{n + 1} int64 offsets", (n + 1) * _OFFSET_DTYPE.itemsize
-    else:
-        borders, borders_bytes = f"the index of {n} documents", index_bytes(n)
+    tokens_file, borders_file = path / bin_name(name), path / borders_name(name)
     for file, recorded, expected, why in (
         (
             tokens_file,
@@ -329,7 +311,7 @@ def _open_split(path: Path, name: SplitName, index: Index, dtype: np.dtype[Any])
             entry.tokens * dtype.itemsize,
             f"{entry.tokens} tokens of {dtype.name}",
         ),
-        (borders_file, entry.offsets_bytes, borders_bytes, borders),
+        (borders_file, entry.offsets_bytes, index_bytes(n), f"the index of {n} documents"),
     ):
         if recorded != expected:
             raise DataError(
@@ -343,21 +325,15 @@ def _open_split(path: Path, name: SplitName, index: Index, dtype: np.dtype[Any])
             f"is odd: {_again(path)}"
         )
     tokens = np.memmap(tokens_file, dtype=dtype, mode="r")
-    offsets = _open_borders(borders_file, entry, dtype)
-    if offsets[0] != 0 or offsets[n] != entry.tokens:
-        raise DataError(
-            f"{borders_file}: runs from {offsets[0]} to {offsets[n]}, expected 0 to "
-            f"{entry.tokens}: {_again(path)}"
-        )
-    columns = {key: _open_column(path, name, index, key) for key in index.all_columns}
-    return TokenSplit(name, tokens_file, tokens, offsets, index.vocab_size, columns)
+    starts = _open_borders(borders_file, entry, dtype)
+    columns = {key: _open_column(path, name, index, key) for key in index.columns}
+    return TokenSplit(name, tokens_file, tokens, starts.of, index.vocab_size, columns)
 
 
-def _open_borders(file: Path, entry: SplitEntry, dtype: np.dtype[Any]) -> Offsets:
-    if file.suffix != ".idx":
-        return np.memmap(file, dtype=_OFFSET_DTYPE, mode="r")
+def _open_borders(file: Path, entry: SplitEntry, dtype: np.dtype[Any]) -> DocumentStarts:
     try:
         indexed = Indexed.open(file)
+        starts = indexed.starts()
     except DataError as error:
         raise DataError(f"{error}: {_again(file.parent)}") from None
     if (indexed.dtype, indexed.n_documents) != (dtype, entry.documents):
@@ -365,11 +341,16 @@ def _open_borders(file: Path, entry: SplitEntry, dtype: np.dtype[Any]) -> Offset
             f"{file}: describes {indexed.n_documents} documents of {indexed.dtype.name}, but "
             f"{INDEX} {entry.documents} of {dtype.name}: {_again(file.parent)}"
         )
-    return indexed.starts()
+    if indexed.n_tokens != entry.tokens:
+        raise DataError(
+            f"{file}: runs from 0 to {indexed.n_tokens}, expected 0 to {entry.tokens}: "
+            f"{_again(file.parent)}"
+        )
+    return starts
 
 
 def _open_column(path: Path, split: SplitName, index: Index, name: str) -> NDArray[Any]:
-    column, entry = index.all_columns[name], index.entry(split)
+    column, entry = index.columns[name], index.entry(split)
     file = path / column_name(split, name)
     rows = entry.documents if column.per == "document" else entry.tokens
     what = "labels" if name == LABELS else f"values of each of {rows} {column.per}s"
@@ -385,38 +366,6 @@ def _open_column(path: Path, split: SplitName, index: Index, name: str) -> NDArr
                 f"{_again(path)}"
             )
     return values
-
-
-def _check_borders(split: TokenSplit, file: Path) -> None:
-    """Every document has at least its end-of-text token, so each starts after the one before."""
-    if file.suffix == ".idx":
-        try:
-            Indexed.open(file).check()
-        except DataError as error:
-            raise DataError(f"{error}: {_again(file.parent)}") from None
-    check_ascending(split.offsets, file, f"so the file is damaged: {_again(file.parent)}")
-
-
-def check_ascending(starts: Offsets, file: Path, remedy: str) -> None:
-    """Checks that each document starts after the one before, so that none is empty.
-
-    Args:
-        starts: The token with which each document starts, and the end of the last one.
-        file: The file that says so.
-        remedy: The end of the message: what is wrong, or what helps.
-
-    Raises:
-        DataError: One does not. The message names the file and ends with `remedy`.
-    """
-    for begin in range(0, len(starts) - 1, _AT_A_TIME):
-        some = np.asarray(starts[begin : begin + _AT_A_TIME + 1])
-        wrong = some[1:] <= some[:-1]
-        if wrong.any():
-            number = int(wrong.argmax())
-            raise DataError(
-                f"{file}: document {begin + number} runs from token {some[number]} to "
-                f"{some[number + 1]}, {remedy}"
-            )
 
 
 def _check_size(file: Path, expected: int, why: str) -> None:

@@ -1,62 +1,109 @@
-"""One split of a token source, memory-mapped: tokens, where documents begin, and columns."""
+"""One split of a token source, memory-mapped: tokens, where documents begin, and columns.
+
+Columns hold values of every document, or of every token, beside the tokens. A token folder has the
+same ones in both splits, and its index.json describes them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from gridformer.data.columns import LABELS
+from gridformer.config import Config
 from gridformer.utils.errors import DataError
 
+ColumnDtype = Literal["uint8", "int8", "uint16", "int16", "int32", "int64", "float32"]
+LABELS = "labels"
+BLOCK = 1 << 20  # documents, or sequences of tokens, that are read at a time
 
-@dataclass(frozen=True)
-class DocumentStarts:
-    """Where documents begin, computed from a mapped file when it is needed.
 
-    It stands for an array [n_documents + 1] int64 of starts, in tokens, and the end of the last
-    document. Numbers, slices and arrays of numbers select from it as from an array;
-    `numpy.asarray` reads all of it, 8 bytes per document.
+class Column(Config):
+    """What one column of a token folder holds."""
+
+    per: Literal["document", "token"] = "document"
+    dtype: ColumnDtype
+    width: int = Field(default=1, ge=1, description="values of each document or token")
+
+    @property
+    def item(self) -> np.dtype[Any]:
+        """The dtype of one value in the file, little-endian."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    @property
+    def item_bytes(self) -> int:
+        """The bytes of all values of one document or token."""
+        return self.item.itemsize * self.width
+
+    def rows(self, values: object, number: int) -> NDArray[Any]:
+        """Returns values as an array [number, width] of the column's dtype.
+
+        Raises:
+            ValueError: There are more or fewer values, or they do not fit the dtype.
+        """
+        given = np.asarray(values)
+        if given.size != number * self.width:
+            raise ValueError(f"{given.size} values, but {number} times {self.width} are needed")
+        rows = given.reshape(number, self.width).astype(self.item)
+        if self.dtype != "float32" and not np.array_equal(rows, given.reshape(rows.shape)):
+            raise ValueError(f"values {given.min()} to {given.max()} do not fit {self.dtype}")
+        return rows
+
+
+LABEL_COLUMN = Column(dtype="int32")
+
+
+class DocumentStarts(NamedTuple):
+    """Where the documents of a file begin, computed from the mapped file when it is needed.
 
     Attributes:
         n_documents: How many documents there are.
-        at: Returns the starts of documents with given numbers, in [0, n_documents].
+        at: Returns the first tokens of documents with given numbers, int64. The document after the
+            last one begins where that ends.
     """
 
     n_documents: int
     at: Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
-    def __len__(self) -> int:
-        return self.n_documents + 1
+    def of(self, first: int = 0, end: int | None = None) -> NDArray[np.int64]:
+        """Returns the starts of documents [first, end), and the end of the last of them.
 
-    @overload
-    def __getitem__(self, key: int) -> np.int64: ...
-    @overload
-    def __getitem__(self, key: slice | NDArray[Any]) -> NDArray[np.int64]: ...
-    def __getitem__(self, key: int | slice | NDArray[Any]) -> np.int64 | NDArray[np.int64]:
-        n = len(self)
-        if isinstance(key, slice):
-            return self.at(np.arange(*key.indices(n)))
-        numbers = np.asarray(key, dtype=np.int64)
-        if numbers.size and not (-n <= numbers.min() and numbers.max() < n):
-            raise IndexError(f"there are starts 0 to {n - 1}, not {key}")
-        found = self.at(np.where(numbers < 0, numbers + n, numbers))
-        return np.int64(found) if found.ndim == 0 else found
+        They are counted from the start of the first one.
+        """
+        starts = self.at(np.arange(first, (self.n_documents if end is None else end) + 1))
+        return starts - starts[0]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        return self[:] if dtype is None else self[:].astype(dtype)
+    def check(self, file: Path, remedy: str) -> None:
+        """Checks that each document starts after the one before, so that none is empty.
 
-    def some(self, first: int, n_documents: int) -> DocumentStarts:
-        """Returns the starts of consecutive documents, counted from the start of the first."""
-        begin = int(self[first])
-        return DocumentStarts(n_documents, lambda numbers: self.at(numbers + first) - begin)
+        Args:
+            file: The file that says so.
+            remedy: The end of the message.
+
+        Raises:
+            DataError: One does not.
+        """
+        for some in blocks(self.n_documents):
+            starts = self.at(np.arange(some.start, min(some.stop, self.n_documents + 1)))
+            wrong = starts[1:] <= starts[:-1]
+            if wrong.any():
+                number = int(wrong.argmax())
+                raise DataError(
+                    f"{file}: document {some.start + number} runs from token {starts[number]} to "
+                    f"{starts[number + 1]}, so the file is damaged{remedy}"
+                )
 
 
-Offsets = NDArray[np.int64] | DocumentStarts
+def blocks(n: int) -> Iterator[slice]:
+    """Yields slices of n values and the value after each slice, a million at a time."""
+    for begin in range(0, n, BLOCK):
+        yield slice(begin, begin + BLOCK + 1)
 
 
 @dataclass(frozen=True)
@@ -69,23 +116,24 @@ class TokenSplit:
         name: The name of the split.
         path: Its token file.
         tokens: Token ids [n_tokens] in the file's dtype.
-        offsets: Starts of documents, and the end of the last, [n_documents + 1] int64.
+        starts: Starts of documents, and the end of the last, [n_documents + 1] int64, or a function
+            that reads them.
         vocab_size: Ids are in [0, vocab_size).
         columns: Values of documents [n_documents] or [n_documents, width], or of tokens [n_tokens]
-            or [n_tokens, width], by name; see `gridformer.data.columns`.
+            or [n_tokens, width], by name.
     """
 
     name: str
     path: Path
     tokens: NDArray[Any]
-    offsets: Offsets
+    starts: NDArray[np.int64] | Callable[[], NDArray[np.int64]]
     vocab_size: int
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
-    @property
-    def labels(self) -> NDArray[np.int32] | None:
-        """The labels of documents [n_documents] int32; None unless the source is labeled."""
-        return self.columns.get(LABELS)
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """Starts of documents, and the end of the last. Windows of running text need none."""
+        return self.starts() if callable(self.starts) else self.starts
 
     @property
     def n_tokens(self) -> int:

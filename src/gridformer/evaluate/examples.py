@@ -15,10 +15,10 @@ from torch import Tensor
 from gridformer.config import FINE_TUNING, RunConfig, closest
 from gridformer.config.mixture import ValidationConfig
 from gridformer.data import Batches, RunData, TokenFolder, Tokenizer, resolve
-from gridformer.data.label_names import LABELS_FILE
 from gridformer.data.resolve import check_set, same_tokenizer
 from gridformer.data.samples.batches import SequentialBatches, alike, open_samples
 from gridformer.data.samples.examples import Reading, read_by
+from gridformer.data.side_texts import LABELS_FILE
 from gridformer.evaluate.loading import Trained, of_layout
 from gridformer.evaluate.prompts import read_fields
 from gridformer.evaluate.scoring import in_batches, passes_of

@@ -24,7 +24,7 @@ from gridformer.checkpoint.side_files import (
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.config.train import DType
 from gridformer.data import SpecialIds, Tokenizer, special_ids
-from gridformer.data.label_names import read_label_names
+from gridformer.data.side_texts import read_label_names
 from gridformer.mesh import Axes
 from gridformer.mesh.process_group import (
     DeviceChoice,

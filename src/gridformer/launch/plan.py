@@ -173,7 +173,7 @@ def plan_checked(
     from gridformer.checkpoint.place import LocalPlace
     from gridformer.checkpoint.remote import fetch_newest
     from gridformer.checkpoint.same_run import check_copy, check_same_run, data_start_of
-    from gridformer.data.fingerprint import fingerprint
+    from gridformer.data.run_data import fingerprint
     from gridformer.memory.budget import fit_problems
     from gridformer.memory.room import silent
     from gridformer.parallel.auto.decisions import decide_run

@@ -19,7 +19,7 @@ from gridformer.checkpoint.same_run import other_model
 from gridformer.config import RunConfig
 from gridformer.config.yaml_text import parse_yaml
 from gridformer.data import RunData, Tokenizer
-from gridformer.data.fingerprint import fingerprint
+from gridformer.data.run_data import fingerprint
 from gridformer.launch.run_lock import LOCK, holder_of, is_held
 from gridformer.train.metrics import METRICS, MOST_BYTES
 from gridformer.utils.errors import CheckpointError, UserError

@@ -11,8 +11,8 @@ import torch
 
 from gridformer.checkpoint import weights
 from gridformer.data.chat import CHAT_FILE
-from gridformer.data.label_names import write_label_names
-from gridformer.data.opening import open_tokens, tokenizer_path
+from gridformer.data.foreign import open_tokens, tokenizer_path
+from gridformer.data.side_texts import write_label_names
 from gridformer.data.tokenizer import SETTINGS
 from gridformer.parallel.registry import describe_layout
 from gridformer.train.callbacks import Callback, Callbacks, RunEnd, RunStart, Saved, State

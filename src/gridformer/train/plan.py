@@ -8,7 +8,7 @@ from pathlib import Path
 from gridformer.checkpoint.fallback import Damaged
 from gridformer.checkpoint.weights import InitialWeights
 from gridformer.config import RunConfig
-from gridformer.data.fingerprint import Fingerprint
+from gridformer.data.run_data import Fingerprint
 from gridformer.parallel.auto.decisions import Decisions
 
 

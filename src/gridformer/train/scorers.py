@@ -24,10 +24,10 @@ from torch import Tensor
 
 from gridformer.config import RunConfig
 from gridformer.data import Batches, RunData, open_validation
-from gridformer.data.examples_file import Question, read_questions
 from gridformer.data.samples.batches import SequentialBatches, open_tests
 from gridformer.data.samples.examples import AnswerExamples
 from gridformer.data.samples.sample import Samples
+from gridformer.data.side_texts import Question, read_questions
 from gridformer.data.tokenfolder import TokenFolder, TokenSplit
 from gridformer.data.tokenizer import Tokenizer
 from gridformer.models import Model

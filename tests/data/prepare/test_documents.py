@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from gridformer.data import TokenFolder, Tokenizer
-from gridformer.data.columns import LABEL_COLUMN, LABELS, Column
 from gridformer.data.prepare.documents import Document, write_documents
 from gridformer.data.tokenfolder import SplitName
+from gridformer.data.tokensplit import LABEL_COLUMN, LABELS, Column
 from gridformer.utils.errors import DataError
 from tests.support.data import sentences
 
@@ -39,8 +39,7 @@ def test_columns_and_given_splits(tmp_path: Path) -> None:
     for split, numbers in ((folder.train, [0, 1, 4, 5, 6, 7, 8]), (folder.val, [2, 3, 9])):
         assert split.n_documents == len(numbers)
         assert split.columns["span"].tolist() == [[i, -1] for i in numbers]
-        assert split.labels is not None
-        assert split.labels.tolist() == [i % 2 for i in numbers]
+        assert split.columns["labels"].tolist() == [i % 2 for i in numbers]
         for place, number in enumerate(numbers):
             ids = documents[number].ids
             start = int(split.offsets[place])

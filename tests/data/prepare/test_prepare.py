@@ -321,8 +321,7 @@ def test_labels(tmp_path: Path) -> None:
     assert folder.index.labels == tuple(sorted(folder.index.labels))
     got = documents(folder)
     for split in (folder.train, folder.val):
-        assert split.labels is not None
-        names = [folder.index.labels[label] for label in split.labels]
+        names = [folder.index.labels[label] for label in split.columns["labels"]]
         assert names == [text.split()[0] for text in got[split.name]]
 
 
@@ -335,7 +334,7 @@ def test_same_bytes_of_other_kinds(tmp_path: Path, make: Callable[[int], ListSou
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     # A folder of any kind may replace it.
     prepare_corpus([listed(*sentences(20))], tmp_path / "a", vocab_size=300, overwrite=True)
-    assert TokenFolder.open(tmp_path / "a").train.labels is None
+    assert not TokenFolder.open(tmp_path / "a").train.columns
     assert len(list((tmp_path / "a").iterdir())) == 6
 
 

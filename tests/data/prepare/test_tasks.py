@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from gridformer.cli.prepare_output import next_command
-from gridformer.data.examples_file import read_questions
 from gridformer.data.prepare.task_readers import (
     BAD_ROWS,
     GLUE,
@@ -21,6 +20,7 @@ from gridformer.data.prepare.task_readers import (
     read_squad,
 )
 from gridformer.data.prepare.tasks import prepare_task
+from gridformer.data.side_texts import read_questions
 from gridformer.launch.plan import check_run
 from gridformer.utils.errors import DataError
 from tests.support.tasks import (

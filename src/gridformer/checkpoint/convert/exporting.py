@@ -32,7 +32,7 @@ from gridformer.checkpoint.safetensors_file import Streamed, write_streamed
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.checkpoint.side_files import load_tokenizer, root_of
 from gridformer.config import ModelConfig, RunConfig, Task, any_of
-from gridformer.data.label_names import read_label_names
+from gridformer.data.side_texts import read_label_names
 from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.folders import new_folder, refuse_existing

@@ -38,7 +38,7 @@ from gridformer.checkpoint.shapes import shapes_of
 from gridformer.checkpoint.side_files import KEPT_FILES
 from gridformer.config import DataConfig, ModelConfig, RunConfig, Task, any_of
 from gridformer.config.base import file_name
-from gridformer.data.label_names import write_label_names
+from gridformer.data.side_texts import write_label_names
 from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.data.tokenizer import SETTINGS
 from gridformer.utils.errors import CheckpointError, ConfigError

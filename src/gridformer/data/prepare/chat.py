@@ -24,7 +24,6 @@ from gridformer.data.chat.conversations import (
     spells_special,
 )
 from gridformer.data.chat.template import Message, StoredChat, write_chat
-from gridformer.data.columns import Column
 from gridformer.data.prepare import hf
 from gridformer.data.prepare.documents import (
     Document,
@@ -41,6 +40,7 @@ from gridformer.data.prepare.reading import Cursor
 from gridformer.data.prepare.records import Fields
 from gridformer.data.tokenfolder import TokenFolder, token_dtype
 from gridformer.data.tokenizer import Tokenizer, encodable
+from gridformer.data.tokensplit import Column
 from gridformer.utils.errors import UserError
 
 ANSWER, FIRST_ANSWER = "answer", "first_answer"

@@ -12,7 +12,6 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from numpy.typing import NDArray
 
-from gridformer.data.columns import Column
 from gridformer.data.prepare.atomic_folder import (
     PreparationState,
     Unfinished,
@@ -37,6 +36,7 @@ from gridformer.data.tokenfolder import (
     token_dtype,
 )
 from gridformer.data.tokenizer import Tokenizer
+from gridformer.data.tokensplit import Column
 from gridformer.utils.errors import DataError, UserError
 
 Item = TypeVar("Item")
@@ -125,7 +125,7 @@ class FolderSpec(Generic[Item]):
         chars: Returns the characters of an item.
         settings: What else determines the documents; see `resume_key`.
         columns: The columns. Folders whose documents have labels need the column
-            `gridformer.data.columns.LABELS` too, unless their kind is labeled.
+            `gridformer.data.tokensplit.LABELS` too, unless their kind is labeled.
         also: Writes what else belongs into the folder.
         seed: The seed that decides which documents are for validation, if they do not say.
         val_fraction: The fraction of the documents for validation, if they do not say.
@@ -173,7 +173,7 @@ def write_documents(
         name: What the documents were read from, for index.json.
         license: Its license, if known.
         columns: The columns. Folders whose documents have labels need the column
-            `gridformer.data.columns.LABELS` too, unless their kind is labeled.
+            `gridformer.data.tokensplit.LABELS` too, unless their kind is labeled.
         skipped: Counts what was left out. It is read after the last document.
         seed: The seed that decides which documents are for validation, if they do not say.
         val_fraction: The fraction of the documents for validation, if they do not say.

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from gridformer.config import Config
-from gridformer.data.columns import LABEL_COLUMN, LABELS, Column
 from gridformer.data.indexed import LONGEST_DOCUMENT, write_index
 from gridformer.data.prepare.records import NO_PAIR
 from gridformer.data.tokenfolder import (
@@ -27,6 +26,7 @@ from gridformer.data.tokenfolder import (
     borders_name,
     column_name,
 )
+from gridformer.data.tokensplit import LABEL_COLUMN, LABELS, Column
 from gridformer.utils.errors import DataError
 
 MOST_LABELS = 10_000

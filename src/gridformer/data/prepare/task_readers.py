@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gridformer.data.examples_file import Question
+from gridformer.data.side_texts import Question
 from gridformer.data.tokenfolder import SplitName
 from gridformer.utils.errors import DataError
 from gridformer.utils.files import UnreadableError, read_json, read_text

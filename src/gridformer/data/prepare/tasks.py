@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from gridformer.data.columns import LABEL_COLUMN, LABELS, Column
-from gridformer.data.examples_file import write_questions
 from gridformer.data.prepare.documents import (
     Document,
     DocumentSource,
@@ -31,8 +29,10 @@ from gridformer.data.prepare.task_readers import (
     squad_examples,
 )
 from gridformer.data.prepare.tokenizing import workers_for
+from gridformer.data.side_texts import write_questions
 from gridformer.data.tokenfolder import SPLITS, SplitName, TokenFolder
 from gridformer.data.tokenizer import Tokenizer
+from gridformer.data.tokensplit import LABEL_COLUMN, LABELS, Column
 from gridformer.utils.errors import DataError, UserError
 
 # The files of each format; the first that exists is read.

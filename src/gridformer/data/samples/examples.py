@@ -23,7 +23,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from gridformer.data.columns import LABELS
 from gridformer.data.samples.masked import Masking
 from gridformer.data.samples.sample import (
     Arrays,
@@ -34,6 +33,7 @@ from gridformer.data.samples.sample import (
     stacked,
 )
 from gridformer.data.tokenfolder import TokenSplit
+from gridformer.data.tokensplit import LABELS
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
 

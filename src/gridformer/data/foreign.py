@@ -1,11 +1,12 @@
-"""Opens token sources: our token folders, and files of Megatron-LM and datatrove in place."""
+"""Opens token sources: token folders, and files of Megatron-LM and datatrove where they are."""
 
 from __future__ import annotations
 
 import shlex
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +24,6 @@ from gridformer.data.tokenfolder import (
     SplitName,
     TokenFolder,
     TokenizerEntry,
-    check_ascending,
 )
 from gridformer.data.tokenizer import Tokenizer
 from gridformer.data.tokensplit import DocumentStarts, TokenSplit
@@ -138,12 +138,9 @@ class ForeignTokens(TokenFolder):
         """
         if self.borders.suffix == ".idx":
             Indexed.open(self.borders).check()
-        check_ascending(self.every, self.borders, "so the file is damaged")
-        tokens = self.train.tokens
-        last = max(0, len(tokens) - _BLOCK_TOKENS)
-        for start in {
-            number * last // (_SEARCHED_BLOCKS - 1) for number in range(_SEARCHED_BLOCKS)
-        }:
+        self.every.check(self.borders, "")
+        last = max(0, self.train.n_tokens - _BLOCK_TOKENS)
+        for start in {i * last // (_SEARCHED_BLOCKS - 1) for i in range(_SEARCHED_BLOCKS)}:
             try:
                 self.train.window(start, start + _BLOCK_TOKENS)
             except DataError as error:
@@ -227,30 +224,30 @@ def _foreign(
 ) -> ForeignTokens:
     loaded_from = _tokenizer_file(file, tokenizer)
     loaded = Tokenizer.load(loaded_from)
-    n, total = len(starts) - 1, len(tokens)
+    n, total = starts.n_documents, len(tokens)
     if not n or not total:
         raise DataError(f"{file}: has no documents")
     cut, first_of_val = _cut(starts, total, val_fraction)
-    vocab = loaded.vocab_size
-    train_starts: Any = starts.some(0, first_of_val)
-    val_starts: Any = starts.some(first_of_val, n - first_of_val)
+    of_train: Any = partial(starts.of, 0, first_of_val)
+    of_val: Any = partial(starts.of, first_of_val, n)
+    counts = (first_of_val, n - first_of_val)
     if n == 1 and 0 < cut < total:  # a single document is divided
-        train_starts, val_starts = np.array([0, cut]), np.array([0, total - cut])
-    train = TokenSplit("train", file, tokens[:cut], train_starts, vocab)
-    val = TokenSplit("val", file, tokens[cut:], val_starts, vocab)
+        of_train, of_val, counts = np.array([0, cut]), np.array([0, total - cut]), (1, 1)
+    train = TokenSplit("train", file, tokens[:cut], of_train, loaded.vocab_size)
+    val = TokenSplit("val", file, tokens[cut:], of_val, loaded.vocab_size)
     size = borders.stat().st_size
     entries = [
         SplitEntry.model_construct(  # without its checks, because val may be empty
             tokens=split.n_tokens,
-            documents=split.n_documents,
+            documents=n_documents,
             bin_bytes=split.n_tokens * tokens.dtype.itemsize,
             offsets_bytes=size,
         )
-        for split in (train, val)
+        for split, n_documents in zip((train, val), counts)
     ]
     index = Index(
         dtype=cast(Any, tokens.dtype.name),
-        vocab_size=vocab,
+        vocab_size=loaded.vocab_size,
         eos_token=loaded.eos_token,
         eos_id=loaded.eos_id,
         seed=0,
@@ -275,17 +272,16 @@ def _foreign(
 
 def _cut(starts: DocumentStarts, total: int, val_fraction: float) -> tuple[int, int]:
     """Returns the token and the document with which validation begins."""
-    n = len(starts) - 1
+    n = starts.n_documents
     if val_fraction in (0, 1):
         return (0, 0) if val_fraction else (total, n)
     wanted = total - max(1, round(val_fraction * total))
     if n == 1:
         return max(1, wanted), 1
-    low, high = 1, n - 1  # each split gets at least one document
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if starts[middle] <= wanted else (low, middle - 1)
-    return int(starts[low]), low
+    # The last document that begins by then, but each split gets at least one.
+    numbers = range(1, n)
+    low = max(1, bisect_right(numbers, wanted, key=lambda i: int(starts.at(np.array(i)))))
+    return int(starts.at(np.array(low))), low
 
 
 def _tokenizer_file(file: Path, tokenizer: Path | str | None) -> Path:

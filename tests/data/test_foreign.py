@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from gridformer.data import TokenFolder, Tokenizer, open_batches, resolve
-from gridformer.data.fingerprint import fingerprint
-from gridformer.data.opening import open_tokens
+from gridformer.data.foreign import open_tokens
+from gridformer.data.run_data import fingerprint
 from gridformer.utils.errors import DataError
 from tests.support.data import a_run, sentences
 from tests.support.foreign import Documents, write_datatrove, write_megatron

@@ -1,5 +1,6 @@
-"""The questions of a folder as text, which an evaluation compares its answers with.
+"""Texts beside tokens: what labels are called, and the questions of a folder with their answers.
 
+labels.json in run directories is a list of the names of a classifier's labels. In a token folder
 SPLIT.questions.jsonl has one JSON object a line for each document of the split, in its order:
 {"id": ..., "context": ..., "question": ..., "answers": [...]}, with no answers if there is none.
 """
@@ -8,11 +9,39 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
 from gridformer.utils.errors import DataError
+from gridformer.utils.files import UnreadableError, read_json
+
+LABELS_FILE: Final = "labels.json"
+
+
+def write_label_names(folder: Path, names: Sequence[str]) -> None:
+    """Writes the names of labels 0, 1, ... into a folder."""
+    text = json.dumps([*names], indent=2, ensure_ascii=False)
+    (folder / LABELS_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_label_names(folder: Path) -> tuple[str, ...]:
+    """Returns the names of labels 0, 1, ... of a run directory; none if it has no labels.json.
+
+    Raises:
+        DataError: The file is damaged.
+    """
+    file = folder / LABELS_FILE
+    if not file.is_file():
+        return ()
+    try:
+        names = read_json(file)
+    except UnreadableError as error:
+        raise DataError(f"{file}: no names of labels can be read ({error}): remove it") from None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{file}: is not a list of names of labels: remove it")
+    return tuple(names)
 
 
 @dataclass(frozen=True)
@@ -61,7 +90,7 @@ def read_questions(folder: Path, split: str) -> list[Question]:
     file = folder / questions_name(split)
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
-        found = [json.loads(line) for line in lines if line]
-        return [Question(**{**one, "answers": tuple(one["answers"])}) for one in found]
+        records = [json.loads(line) for line in lines if line]
+        return [Question(**{**one, "answers": tuple(one["answers"])}) for one in records]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{file}: cannot be read ({error}): {_again(folder)}") from None
