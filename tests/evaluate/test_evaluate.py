@@ -21,9 +21,9 @@ from gridformer.cli.app import app
 from gridformer.config import Family, LayoutConfig, parse_run
 from gridformer.config.data import Task
 from gridformer.data import Tokenizer
-from gridformer.evaluate.beams import BeamSearch
+from gridformer.evaluate.beams import BeamSearch, translate
 from gridformer.evaluate.continuing import Sampling
-from gridformer.evaluate.generate import answer, answer_prompts, translate
+from gridformer.evaluate.generate import answer, answer_prompts
 from gridformer.evaluate.loading import Job, Trained, load_model, plan_job
 from gridformer.evaluate.measures import restored
 from gridformer.evaluate.prompts import read_prompts, read_texts

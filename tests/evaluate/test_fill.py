@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from gridformer.config import RunConfig, Task
 from gridformer.data import SpecialIds, Tokenizer
-from gridformer.evaluate.beams import BeamSearch, fill_spans, fill_words
-from gridformer.evaluate.generate import translate
+from gridformer.evaluate.beams import BeamSearch, fill_spans, fill_words, translate
 from gridformer.evaluate.loading import Trained
 from gridformer.models import Activations, Link, Model
 from gridformer.utils.batch import Batch

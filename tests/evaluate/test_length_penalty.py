@@ -114,8 +114,9 @@ def test_bleu_during_training_searches_as_the_run_says(folder: TokenFolder, tmp_
     assert math.log(0.45) / n > math.log(0.5), "a penalty of 1 prefers the long one"
     for penalty, want in ((0.0, ""), (1.0, SAID)):
         run = a_run(folder, bleu_every=1, bleu_beams=2, bleu_length_penalty=penalty)
-        found = Bleu(run, tmp_path)._translated(a_model(run, folder), [[5, 6], [7]])
-        assert found == [want, want]
+        trained, how = a_model(run, folder), Bleu(run, tmp_path).how
+        found = beams.search_in_batches(trained, trained.special, [[5, 6], [7]], how)
+        assert [folder.tokenizer.decode(ids) for ids in found] == [want, want]
 
 
 @pytest.mark.usefixtures("hand_set")

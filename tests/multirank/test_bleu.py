@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from gridformer.data import TokenFolder
-from gridformer.evaluate.beams import BeamSearch
+from gridformer.evaluate.beams import BeamSearch, translate
 from gridformer.evaluate.bleu import SAMPLES_FILE, Bleu
 from gridformer.evaluate.examples import measure_set
-from gridformer.evaluate.generate import translate
 from gridformer.evaluate.loading import load_model
 from gridformer.launch.plan import check_run, plan_run
 from gridformer.mesh.process_group import World

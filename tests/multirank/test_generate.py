@@ -12,9 +12,9 @@ from gridformer.config import LayoutConfig, ModelConfig, RunConfig
 from gridformer.data import SpecialIds, Tokenizer
 from gridformer.evaluate.beams import BeamSearch, beam_search, fill_words
 from gridformer.evaluate.continuing import Prompt, Sampling, continue_texts
-from gridformer.evaluate.harness import Team
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.scoring import Score, ScoredWindow, score
+from gridformer.evaluate.team import Team
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.zero import stored

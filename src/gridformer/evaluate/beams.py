@@ -109,6 +109,58 @@ def beam_search(
     return [row[1 : row[0] + 1] for row in rows[: len(sources)]]
 
 
+def search_in_batches(
+    trained: Trained,
+    special: SpecialIds,
+    sources: Sequence[Sequence[int]],
+    how: BeamSearch,
+    batch_size: int = 32,
+    sentinels: bool = False,
+) -> list[list[int]]:
+    """Searches for the targets of sources, of which some go through the model together.
+
+    Args:
+        trained: Encoder-decoder model. All processes call it together and get the same targets.
+        special: Ids of its special tokens.
+        sources: Token ids of the sources.
+        how: Settings of the search.
+        batch_size: Sources at a time. Those of about equal length go together, since their searches
+            end at about the same time.
+        sentinels: Whether targets may contain the sentinels of blanks.
+    """
+    targets: list[list[int]] = [[]] * len(sources)
+    never = {*special.never(trained.model.config.vocab_size)}
+    banned = sorted(never - {*special.sentinels} if sentinels else never)
+    order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
+    with trained.in_use():
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
+            some = [sources[i] for i in batch]
+            found = beam_search(trained, some, special.start, special.eos, how, banned)
+            for i, ids in zip(batch, found):
+                targets[i] = ids
+    return targets
+
+
+def translate(
+    trained: Trained,
+    special: SpecialIds,
+    texts: Sequence[str],
+    how: BeamSearch,
+    batch_size: int = 32,
+) -> list[str]:
+    """Generates the second text of each pair whose first text is given.
+
+    Args:
+        trained, special, how, batch_size: See `search_in_batches`.
+        texts: The first text of each pair.
+    """
+    tokenizer = trained.tokenizer
+    sources = [[*ids, special.eos] for ids in tokenizer.encode_batch(texts)]
+    targets = search_in_batches(trained, special, sources, how, batch_size)
+    return [tokenizer.decode(ids) for ids in targets]
+
+
 class Beams:
     """The beam search for one source.
 
@@ -249,18 +301,19 @@ def fill_words(trained: Trained, special: SpecialIds, text: str) -> list[str]:
 
 
 def fill_spans(
-    trained: Trained, special: SpecialIds, texts: Sequence[str], how: BeamSearch
+    trained: Trained,
+    special: SpecialIds,
+    texts: Sequence[str],
+    how: BeamSearch,
+    batch_size: int = 32,
 ) -> list[list[str]]:
     """Predicts the text of each blank of some prompts with beam search.
-
-    The prompts go through the model together. All processes call it together and get the same
-    texts.
 
     Args:
         trained: T5 model that was trained on spans.
         special: Ids of its special tokens.
         texts: Prompts with blanks.
-        how: Settings of the search.
+        how, batch_size: See `search_in_batches`.
 
     Returns:
         For each prompt one text per blank, empty for blanks that the output of the model does not
@@ -270,12 +323,10 @@ def fill_spans(
         UserError: A prompt has no blank, or more blanks than the model has sentinels.
     """
     sources = [_source(trained, special, parts_of(text)) for text in texts]
-    never = sorted(set(special.never(trained.model.config.vocab_size)) - set(special.sentinels))
-    with trained.in_use():
-        found = beam_search(trained, sources, special.start, special.eos, how, never)
+    targets = search_in_batches(trained, special, sources, how, batch_size, sentinels=True)
     return [
-        [trained.tokenizer.decode(span) for span in spans_of(ids, special, len(parts_of(text)) - 1)]
-        for ids, text in zip(found, texts)
+        [trained.tokenizer.decode(span) for span in spans_of(ids, special, text.count(BLANK))]
+        for ids, text in zip(targets, texts)
     ]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from gridformer.config import RunConfig
 from gridformer.data import Tokenizer, TokenSplit
 from gridformer.data.run_data import RunData
-from gridformer.evaluate.beams import BeamSearch, beam_search
+from gridformer.evaluate.beams import BeamSearch, search_in_batches
 from gridformer.evaluate.loading import Trained
 from gridformer.train.forward_backward import Pipeline
 from gridformer.train.metrics import complete_lines
@@ -25,7 +25,6 @@ from gridformer.utils.files import writing
 
 SAMPLES_FILE = "samples.jsonl"
 _SHOWN = 5  # pairs of each evaluation that are written to SAMPLES_FILE
-_AT_A_TIME = 32  # pairs that go through the model together
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,8 @@ class Bleu:
         self.sets = {
             name: Pairs.of(split, run, self.tokenizer) for name, split in data.validation.items()
         }
+        train = run.train
+        self.how = BeamSearch(train.bleu_beams, train.bleu_length_penalty, run.seq_len)
         self._trained: Trained | None = None
 
     def due(self, step: int) -> bool:
@@ -96,7 +97,8 @@ class Bleu:
         trained = self._model(stepper)
         found, shown = {}, []
         for name, pairs in self.sets.items():
-            said = self._translated(trained, pairs.sources)
+            ids = search_in_batches(trained, trained.special, pairs.sources, self.how)
+            said = [self.tokenizer.decode(target) for target in ids]
             suffix = f"_{name}" if name else ""
             score = sacrebleu.corpus_bleu(said, [pairs.references])
             found[f"val_bleu{suffix}"] = float(score.score)
@@ -117,22 +119,6 @@ class Bleu:
                 # It has the channels between the stages; the property would open further ones.
                 vars(self._trained)["executor"] = stepper.passes.executor
         return self._trained
-
-    def _translated(self, trained: Trained, sources: Sequence[Sequence[int]]) -> list[str]:
-        special, said = trained.special, [""] * len(sources)
-        train = self.run.train
-        how = BeamSearch(train.bleu_beams, train.bleu_length_penalty, self.run.seq_len)
-        never = special.never(trained.model.config.vocab_size)
-        # Searches end at about the same time if the sources are about equally long.
-        order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-        with trained.in_use():
-            for start in range(0, len(order), _AT_A_TIME):
-                batch = order[start : start + _AT_A_TIME]
-                some = [sources[i] for i in batch]
-                found = beam_search(trained, some, special.start, special.eos, how, never)
-                for i, ids in zip(batch, found):
-                    said[i] = self.tokenizer.decode(ids)
-        return said
 
     def _write(self, step: int, shown: Sequence[Mapping[str, Any]]) -> None:
         """Adds the translations of a step, and removes those of steps that run again."""

@@ -19,10 +19,10 @@ from gridformer.data.resolve import check_set, same_tokenizer
 from gridformer.data.samples.batches import SequentialBatches, alike, open_samples
 from gridformer.data.samples.examples import Reading, read_by
 from gridformer.data.side_texts import LABELS_FILE
-from gridformer.evaluate.loading import Trained, of_layout
+from gridformer.evaluate.loading import Trained, violations_of_layout
 from gridformer.evaluate.prompts import read_fields
 from gridformer.evaluate.scoring import in_batches, passes_of
-from gridformer.parallel.fixes import Violation, with_fixes
+from gridformer.parallel.fixes import with_fixes
 from gridformer.parallel.validation import violations
 from gridformer.train.evaluation import Answers
 from gridformer.train.forward_backward import RowSplit, mean_losses
@@ -200,7 +200,7 @@ def check_named_set(name: str, run: RunConfig) -> None:
     """
     one = find_set(run, name)
     check_set(run, f"--set {name}", RunData.open_set(run.data, one))
-    problems = [str(problem) for problem in with_fixes(run, _violations)]
+    problems = [str(problem) for problem in with_fixes(run, violations_of_layout)]
     if problems:
         raise ConfigError([f"--set {name}: {text}{_fewer(run)}" for text in problems])
 
@@ -265,11 +265,3 @@ def _fewer(run: RunConfig) -> str:
         if not violations(fewer):
             return f"; use layout.dp={dp}"
     return ""
-
-
-def _violations(run: RunConfig) -> list[Violation]:
-    """Returns the broken rules, with ways to fix them that change only the layout."""
-    return [
-        Violation(one.rule, one.text, [of_layout(fix) for fix in one.fixes])
-        for one in violations(run)
-    ]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from gridformer.config import ModelConfig
-from gridformer.data import SpecialIds, Tokenizer
-from gridformer.evaluate.beams import BeamSearch, beam_search, fill_spans, fill_words, parts_of
+from gridformer.data import Tokenizer
+from gridformer.evaluate.beams import BeamSearch, fill_spans, fill_words, parts_of, translate
 from gridformer.evaluate.continuing import MOST_SEED, Prompt, Sampling, Speed, continue_texts
 from gridformer.evaluate.loading import Job, Trained
 from gridformer.models import BERT, EncoderDecoder
@@ -117,40 +117,10 @@ def answer_prompts(
         how: Settings.
         batch_size: The number of prompts of about equal length that go through the model together.
     """
-    special, said = trained.special, [""] * len(prompts)
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in range(0, len(order), batch_size):
-        batch = order[start : start + batch_size]
-        texts = [prompts[i] for i in batch]
-        if trained.run.task == "spans":
-            spans = fill_spans(trained, special, texts, how)
-            found = [_filled(text, words) for text, words in zip(texts, spans)]
-        else:
-            found = translate(trained, special, texts, how)
-        for i, text in zip(batch, found):
-            said[i] = text
-    return said
-
-
-def translate(
-    trained: Trained, special: SpecialIds, texts: Sequence[str], how: BeamSearch
-) -> list[str]:
-    """Generates the second text of each pair whose first text is given, with beam search.
-
-    All processes call it together and get the same texts.
-
-    Args:
-        trained: An encoder-decoder that was trained on pairs.
-        special: Its special ids.
-        texts: The first text of each pair.
-        how: Settings of the search.
-    """
-    tokenizer, end = trained.tokenizer, special.eos
-    sources = [[*ids, end] for ids in tokenizer.encode_batch(texts)]
-    never = special.never(trained.model.config.vocab_size)
-    with trained.in_use():
-        found = beam_search(trained, sources, special.start, end, how, never)
-    return [tokenizer.decode(ids) for ids in found]
+    if trained.run.task != "spans":
+        return translate(trained, trained.special, prompts, how, batch_size)
+    spans = fill_spans(trained, trained.special, prompts, how, batch_size)
+    return [_filled(prompt, words) for prompt, words in zip(prompts, spans)]
 
 
 def _filled(prompt: str, words: list[str]) -> str:
@@ -269,14 +239,6 @@ def _ends(trained: Trained, stops: Stops) -> frozenset[int]:
     return trained.ends | ({trained.tokenizer.eos_id} if stops is None else stops)
 
 
-@dataclass(frozen=True)
-class Continued:
-    """A prompt and what the model has continued it with, without the end of text."""
-
-    prompt: str
-    text: str
-
-
 def continue_prompts(
     trained: Trained,
     prompts: Sequence[str],
@@ -285,10 +247,11 @@ def continue_prompts(
     batch_size: int,
     speed: Speed | None = None,
     stops: Stops = None,
-) -> list[Continued]:
-    """Continues prompts, of which `batch_size` of about equal length go through the model together.
+) -> list[str]:
+    """Returns the continuations of prompts, without the end of text.
 
-    All processes call it together. Prompt i, counted from 0, is continued as it is alone with the
+    All processes call it together. `batch_size` prompts of about equal length go through the model
+    at a time. Prompt i, counted from 0, is continued as it is alone with the
     seed `sampling.seed` + i.
 
     Args:
@@ -306,10 +269,7 @@ def continue_prompts(
     ]
     said = continued_ids(trained, work, sampling, batch_size, speed, stops=stops)
     before = [one.ids if stops is None else [] for one in work]
-    return [
-        Continued(prompt, text_after(trained.tokenizer, known, ids))
-        for prompt, known, ids in zip(prompts, before, said)
-    ]
+    return [text_after(trained.tokenizer, known, ids) for known, ids in zip(before, said)]
 
 
 def continued_ids(
@@ -377,40 +337,31 @@ class Generation:
 def generate_worker(job: Job, asked: Generation) -> None:
     """The entrypoint of every process of `gridformer generate`; rank 0 prints the texts."""
     with job.open() as (trained, rank):
-        speed = Speed()
-        if asked.many and continues(job.run.model):
-            found = continue_prompts(
-                trained,
-                asked.prompts,
-                asked.how.max_tokens,
-                asked.sampling,
-                asked.batch_size,
-                speed,
-                asked.stops,
-            )
-            for prompt, one in zip(asked.shown or asked.prompts, found):
-                line = {"prompt": prompt, "text": one.text}
-                _write(rank, json.dumps(line, ensure_ascii=False) + "\n")
-        elif asked.many and job.run.model.two_stacks:
-            texts = answer_prompts(trained, asked.prompts, asked.how, asked.batch_size)
-            for prompt, text in zip(asked.prompts, texts):
-                line = {"prompt": prompt, "text": text}
-                _write(rank, json.dumps(line, ensure_ascii=False) + "\n")
+        speed, how, prompts = Speed(), asked.how, asked.prompts
+
+        def write(text: str) -> None:
+            if rank == 0:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+
+        def pieces(prompt: str) -> Iterator[str]:
+            return answer(trained, prompt, asked.sampling, how, speed, asked.stops)
+
+        texts: Iterable[str]
+        if not asked.many:
+            for prompt in prompts:
+                for text in pieces(prompt):
+                    write(text)
+                write("\n")
         else:
-            for prompt in asked.prompts:  # of bert one after the other
-                pieces = answer(trained, prompt, asked.sampling, asked.how, speed, asked.stops)
-                if asked.many:
-                    line = {"prompt": prompt, "text": "".join(pieces)}
-                    _write(rank, json.dumps(line, ensure_ascii=False) + "\n")
-                else:
-                    for text in pieces:
-                        _write(rank, text)
-                    _write(rank, "\n")
+            if continues(job.run.model):
+                settings = how.max_tokens, asked.sampling, asked.batch_size, speed, asked.stops
+                texts = continue_prompts(trained, prompts, *settings)
+            elif job.run.model.two_stacks:
+                texts = answer_prompts(trained, prompts, how, asked.batch_size)
+            else:  # of bert one after the other
+                texts = ("".join(pieces(prompt)) for prompt in prompts)
+            for prompt, text in zip(asked.shown or prompts, texts):
+                write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
         if rank == 0 and speed.prompt_tokens:
             print(speed, file=sys.stderr)
-
-
-def _write(rank: int, text: str) -> None:
-    if rank == 0:
-        sys.stdout.write(text)
-        sys.stdout.flush()

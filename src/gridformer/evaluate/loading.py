@@ -323,16 +323,19 @@ def _violations(run: RunConfig, length: int | None) -> list[Violation]:
     )
     train = run.train.model_copy(update={"global_batch": parts})
     fitted = run.model_copy(update={"data": data, "train": train})
+    return violations_of_layout(fitted)
+
+
+def violations_of_layout(run: RunConfig) -> list[Violation]:
+    """Returns the broken rules of a run, with ways to fix them that change only the layout."""
+
+    def of_layout(fix: Fix) -> Fix:
+        def changes() -> Iterable[Changes]:
+            return (one for one in fix.changes() if all(key.startswith("layout.") for key in one))
+
+        return Fix(changes, fix.at_most)
+
     return [
         Violation(one.rule, one.text, [of_layout(fix) for fix in one.fixes])
-        for one in violations(fitted)
+        for one in violations(run)
     ]
-
-
-def of_layout(fix: Fix) -> Fix:
-    """Returns a way without changes of the model or its training, which have been decided."""
-
-    def changes() -> Iterable[Changes]:
-        return (one for one in fix.changes() if all(key.startswith("layout.") for key in one))
-
-    return Fix(changes, fix.at_most)

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from gridformer.config import ModelConfig
-from gridformer.evaluate.beams import BeamSearch
+from gridformer.evaluate.beams import BeamSearch, translate
 from gridformer.evaluate.examples import measure_set, predicted, read_labeled, score_examples
-from gridformer.evaluate.generate import translate
-from gridformer.evaluate.harness import Team
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.prompts import JSON_LINES, read_input_text, read_texts
 from gridformer.evaluate.scoring import ScoredWindow, continuation, prefix_id, score, sliding
+from gridformer.evaluate.team import Team
 from gridformer.utils.errors import DataError
 
 Item = TypeVar("Item")
@@ -213,14 +212,7 @@ def bleu(trained: Trained, file: str, options: Options) -> Numbers:
 
     pairs = _first(read_texts(Path(file), "source", "target"), options)
     sources = [source for source, _ in pairs]
-    # Searches end at about the same time if the sources are about equally long.
-    order = sorted(range(len(pairs)), key=lambda i: len(sources[i]))
-    said = [""] * len(pairs)
-    for start in range(0, len(order), options.batch_size):
-        batch = order[start : start + options.batch_size]
-        found = translate(trained, trained.special, [sources[i] for i in batch], options.search)
-        for i, words in zip(batch, found):
-            said[i] = words
+    said = translate(trained, trained.special, sources, options.search, options.batch_size)
     result = sacrebleu.corpus_bleu(said, [[target for _, target in pairs]])
     return {"bleu": result.score, "documents": len(pairs)}
 

@@ -24,8 +24,7 @@ from gridformer.config.model import RopeScaling
 from gridformer.data import Tokenizer, special_ids
 from gridformer.data.samples.masked import MaskedSamples
 from gridformer.data.samples.sample import SpecialIds
-from gridformer.evaluate.beams import BeamSearch
-from gridformer.evaluate.generate import translate
+from gridformer.evaluate.beams import BeamSearch, translate
 from gridformer.evaluate.loading import load_model
 from gridformer.utils.errors import ConfigError
 from tests.support.data import counting_split
