@@ -10,7 +10,9 @@ from typer.models import CommandInfo
 from typer.testing import CliRunner
 
 from gridformer.cli import app as cli
+from gridformer.cli.errors import check_arguments
 from gridformer.utils.errors import ConfigError, UserError
+from gridformer.utils.units import LARGEST_INTEGER
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -87,3 +89,28 @@ def test_help_is_whole_sentences_that_fill_the_lines(command: CommandInfo) -> No
     for line, after in itertools.pairwise(prose):
         if line and after:
             assert len(f" {line} {after.split()[0]} ") > 80, line
+
+
+@pytest.mark.parametrize(
+    ("value", "shown", "remedy"),
+    [
+        (10**23, str(10**23), f"is too large: use at most {LARGEST_INTEGER}"),
+        (-(10**23), str(-(10**23)), f"is too small: use at least -{LARGEST_INTEGER}"),
+        (float("inf"), "inf", f"is too large: use at most {LARGEST_INTEGER}"),
+        (float("nan"), "nan", "is not a number"),
+    ],
+)
+def test_a_number_that_is_too_large(value: float, shown: str, remedy: str) -> None:
+    taken = []
+
+    @check_arguments
+    def command(seed: float) -> None:
+        taken.append(seed)
+
+    with pytest.raises(ConfigError) as refused:
+        command(seed=value)
+    assert str(refused.value).startswith(f"--seed: {shown} ")
+    assert remedy in str(refused.value)
+    for works in (LARGEST_INTEGER, -LARGEST_INTEGER):
+        command(seed=works)
+    assert taken == [LARGEST_INTEGER, -LARGEST_INTEGER]

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from gridformer.cli import doctor as command
+from gridformer.cli import machine as command
 from gridformer.doctor import checks as doctor
-from gridformer.doctor.checks import Finding
-from gridformer.doctor.connectivity import grid
+from gridformer.doctor.checks import Finding, grid
 
 
 def levels(findings: Iterable[Finding]) -> list[str]:

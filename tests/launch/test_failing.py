@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gridformer.cli.door import door
+from gridformer.cli.errors import errors_as_sentences
 from gridformer.launch import worker_process as working
 from gridformer.launch.failures import Failure, report_and_exit
 from gridformer.mesh.process_group import abandon_process_groups
@@ -191,7 +191,7 @@ def test_exit_code_of_a_run_that_fails_in_the_middle(
 ) -> None:
     working._write_failure(error, tmp_path / "error.json")
     message = json.loads((tmp_path / "error.json").read_text())["message"]
-    with pytest.raises(SystemExit) as ended, door():
+    with pytest.raises(SystemExit) as ended, errors_as_sentences():
         report_and_exit(Failure(1, 1, None, message))
     assert ended.value.code == code
     assert str(error) in capsys.readouterr().err

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import typer
 
-from gridformer.cli import app
+from gridformer.cli import app, shared
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def built() -> typer.core.TyperGroup:
 
 def gridformer_here(*words: str | Path) -> Done:
     """Run `gridformer WORDS` in this process."""
-    with patch.object(app, "app", built()):
+    with patch.object(app, "app", built()), patch.object(shared, "end_process", sys.exit):
         return called_here(app.main, "gridformer", *words)
 
 

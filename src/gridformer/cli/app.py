@@ -11,21 +11,16 @@ from typing import Annotated
 import typer
 
 from gridformer import __version__
-from gridformer.cli.average import average
-from gridformer.cli.calibrate import calibrate
-from gridformer.cli.check import check
-from gridformer.cli.convert import export, import_
+from gridformer.cli.convert import average, export, import_
 from gridformer.cli.demo import demo
-from gridformer.cli.doctor import doctor
-from gridformer.cli.door import checked, door
+from gridformer.cli.errors import check_arguments, errors_as_sentences
 from gridformer.cli.evaluate import evaluate
 from gridformer.cli.generate import generate
 from gridformer.cli.health import health
 from gridformer.cli.launch import launch
-from gridformer.cli.layouts import layouts
-from gridformer.cli.memory import memory
-from gridformer.cli.plan import plan
-from gridformer.cli.predict import predict
+from gridformer.cli.machine import calibrate, doctor
+from gridformer.cli.plan import layouts, plan
+from gridformer.cli.predict import check, memory, predict
 from gridformer.cli.prepare import prepare
 from gridformer.cli.report import report
 from gridformer.cli.train import train
@@ -83,7 +78,7 @@ app.command()(verify)
 for command in app.registered_commands:
     assert command.callback is not None
     command.help = flowing(command.callback.__doc__ or "")
-    command.callback = checked(command.callback)
+    command.callback = check_arguments(command.callback)
 
 
 def _show_version(wanted: bool) -> None:
@@ -105,11 +100,11 @@ def _options(
 
 
 def main() -> None:
-    """Runs the command. See `gridformer.cli.door` for what becomes of errors."""
+    """Runs the command. See `gridformer.cli.errors` for what becomes of errors."""
     # Both work only before torch is imported or initializes CUDA, and no command has done so yet.
     let_threads_sleep()
     use_expandable_segments()
-    with door():
+    with errors_as_sentences():
         app()
 
 

@@ -1,4 +1,4 @@
-"""`gridformer import` and `gridformer export`: weights from and to folders of Hugging Face."""
+"""`gridformer import`, `export` and `average`: weights of Hugging Face, and means of weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gridformer.cli.run_argument import RunDirectory
+from gridformer.cli.shared import RunDirectory, waiting
 
 
 class DTypeOption(StrEnum):
@@ -54,7 +54,6 @@ def import_(
     Try: gridformer import FOLDER --out runs/imported
     """
     from gridformer.checkpoint.convert.importing import import_folder
-    from gridformer.cli.waiting import waiting
     from gridformer.utils.units import format_count
 
     with waiting() as tell:
@@ -87,7 +86,6 @@ def export(
     """
     from gridformer.checkpoint.convert.exporting import export_run
     from gridformer.checkpoint.elsewhere import run_with_checkpoints
-    from gridformer.cli.waiting import waiting
     from gridformer.utils.folders import refuse_existing
     from gridformer.utils.units import format_count
 
@@ -105,3 +103,41 @@ def export(
         f"{files}, from step {done.step}; "
         f'transformers.{done.architecture}.from_pretrained("{out}") opens it'
     )
+
+
+def average(
+    run_dir: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUNDIR", help="A run directory, or a URL like train.checkpoint_to."
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", help="The run directory to write, which must not exist.")
+    ],
+    last: Annotated[
+        int, typer.Option("--last", help="The number of the newest checkpoints to average.")
+    ] = 5,
+) -> None:
+    """Average the weights of the last checkpoints of a run.
+
+    The original Transformer translates with such a mean. It does not matter which layouts wrote the
+    checkpoints. generate, evaluate and export read the written run directory as any other, and
+    train.init_from=RUNDIR begins a run with its weights.
+
+    Try: gridformer average runs/translate --last 3 --out runs/translate-average
+    """
+    from gridformer.checkpoint.average import average_run
+    from gridformer.checkpoint.elsewhere import run_with_checkpoints, url_of
+    from gridformer.utils.folders import refuse_existing
+
+    refuse_existing(out)
+    with waiting() as tell:
+
+        def doing(what: str) -> None:
+            tell("", what)
+
+        with run_with_checkpoints(run_dir, doing, max(1, last)) as found:
+            done = average_run(found, out, last, doing, url_of(run_dir) or str(run_dir))
+    steps = ", ".join(map(str, done.steps))
+    typer.echo(f"{out}: the mean of the checkpoints of steps {steps}")

@@ -6,14 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-from gridformer.cli.run_argument import (
+from gridformer.cli.shared import (
+    AsJson,
     Beams,
+    Device,
     DTypeName,
     LengthPenalty,
     Timeout,
     TrainedModel,
     device_option,
     dtype_option,
+    waiting,
 )
 
 
@@ -81,12 +84,10 @@ def evaluate(
     ] = 0,
     beams: Beams = None,
     length_penalty: LengthPenalty = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    as_json: AsJson = False,
     timeout: Timeout = None,
     dtype: DTypeName = "",
-    device: Annotated[
-        str, typer.Option("--device", help="The device: cpu, cuda or auto.")
-    ] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Measure a trained model on tasks, on any layout, with the same numbers.
 
@@ -102,7 +103,6 @@ def evaluate(
     from dataclasses import replace
 
     from gridformer.checkpoint.elsewhere import url_of
-    from gridformer.cli.waiting import waiting
     from gridformer.evaluate.loading import checkpoint_label_names, plan_job, run_directory
     from gridformer.evaluate.tasks import (
         Options,

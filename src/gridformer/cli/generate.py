@@ -9,14 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from gridformer.cli.run_argument import (
+from gridformer.cli.shared import (
     Beams,
+    Device,
     DTypeName,
     LengthPenalty,
     Timeout,
     TrainedModel,
     device_option,
     dtype_option,
+    waiting,
 )
 
 
@@ -103,9 +105,7 @@ def generate(
     ] = None,
     timeout: Timeout = None,
     dtype: DTypeName = "",
-    device: Annotated[
-        str, typer.Option("--device", help="The device: cpu, cuda or auto.")
-    ] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Generate text with a trained model, whatever its training layout was.
 
@@ -124,7 +124,6 @@ def generate(
     from contextlib import ExitStack
     from dataclasses import replace
 
-    from gridformer.cli.waiting import waiting
     from gridformer.evaluate.beams import BeamSearch
     from gridformer.evaluate.continuing import Sampling
     from gridformer.evaluate.generate import Generation, check_options, generate_worker

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gridformer.cli.patience import LONGEST
+from gridformer.cli.shared import LONGEST
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gridformer.report.estimates import Estimates
     from gridformer.report.reading import RunReading
 
@@ -67,21 +70,33 @@ def report(
     estimates: list[Estimates | None] = [None] * len(found)
     if seconds:
         with Console(stderr=True).status("estimating memory and messages"):
-            estimates = [_estimated(run, seconds) for run in found]
+            estimates = _all_estimated(found, seconds)
     write_report_page(found, estimates, html)
     console.print(f"The report: {html}", soft_wrap=True)
 
 
-def _estimated(run: RunReading, seconds: float) -> Estimates | None:
-    """Returns the estimates of a run, or a sentence why there are none."""
-    from gridformer.cli.patience import time_limit
+def _all_estimated(found: Sequence[RunReading], seconds: float) -> list[Estimates | None]:
+    """Returns the estimates of runs, each with a sentence why there are none if it failed."""
+    from gridformer.report.estimates import Estimates
+    from gridformer.utils.fork_pool import as_far_as, can_copy
+
+    work = [partial(_estimated, run) for run in found]
+    if not can_copy():  # nothing can stop them
+        return [piece()[0] for piece in work]
+    late = Estimates(
+        problem=f"not estimated, because this takes more than {seconds:g} seconds of the "
+        "processor's time; allow more with --seconds, such as --seconds 600"
+    )
+    return [done[0] if done else late for done in as_far_as(work, seconds * len(work))]
+
+
+def _estimated(run: RunReading) -> tuple[Estimates | None]:
     from gridformer.report.estimates import Estimates, estimates_of
     from gridformer.utils.errors import UserError
 
     if run.config is None:
-        return None
+        return (None,)
     try:
-        with time_limit(seconds, "its run is large"):
-            return estimates_of(run.config)
+        return (estimates_of(run.config),)
     except UserError as error:
-        return Estimates(problem=f"not estimated, because {error}")
+        return (Estimates(problem=f"not estimated, because {error}"),)

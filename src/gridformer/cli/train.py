@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from gridformer.cli.shared import waiting
+
 
 def train(
     run: Annotated[
@@ -57,7 +59,6 @@ def train(
 
     torchrun --nnodes 2 --nproc-per-node 4 -m gridformer train mine.yaml
     """
-    from gridformer.cli.waiting import waiting
     from gridformer.launch.plan import check_run, plan_checked
     from gridformer.launch.run_lock import RunLock
     from gridformer.mesh.launch_env import rank_env

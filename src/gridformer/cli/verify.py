@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gridformer.cli.run_argument import RunDirectory
+from gridformer.cli.shared import RunDirectory, waiting
 
 
 def verify(
@@ -33,7 +33,6 @@ def verify(
     from dataclasses import asdict
 
     from gridformer.checkpoint.elsewhere import url_of
-    from gridformer.cli.waiting import waiting
     from gridformer.launch.verify_run import verify_copies, verify_run
 
     url = url_of(run_dir)

@@ -1,7 +1,6 @@
 """Checks whether this machine can train: its packages, its hardware, and whether processes connect.
 
-Each check yields findings of one line: all is well, a warning, or a problem that must be fixed. The
-last two come with a remedy.
+Each check yields findings: all is well, or a warning or problem with a remedy.
 """
 
 from __future__ import annotations
@@ -13,21 +12,26 @@ import platform
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from gridformer import __version__
 from gridformer.mesh.gpus import nccl_version
 from gridformer.utils.hardware import free_memory, n_cores
 from gridformer.utils.units import GIB
 
+if TYPE_CHECKING:
+    from gridformer.config import LayoutConfig
+
 _FIRST_PYTHON = (3, 11)
+_BIG_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,7 @@ _PROBE = """
 import sys
 from pathlib import Path
 from gridformer.launch import launch
-from gridformer.doctor.connectivity import probe
+from gridformer.doctor.checks import probe
 if __name__ == "__main__":
     n, timeout_s, answer = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
     launch(probe, (n, timeout_s, answer), n)
@@ -224,19 +228,16 @@ if __name__ == "__main__":
 
 
 def check_processes(n: int, timeout_s: float, program: str = _PROBE) -> Iterator[Finding]:
-    """Connects n processes the way training does, in a child process that is killed if it hangs.
+    """Connects n processes as training does, in a child process that is killed after a timeout.
 
     Args:
         n: Number of processes.
-        timeout_s: Seconds after which the child process is killed.
-        program: Python code that starts the processes, with n, a timeout in seconds and the path of
-            the JSON file to write (see `connectivity.probe`) as arguments.
+        timeout_s: The timeout in seconds.
+        program: Python code that starts the processes, with the arguments of `probe` as words.
     """
     if n == 1:
         yield Finding("ok", "one process: nothing to connect")
         return
-    from gridformer.doctor.connectivity import BIG_BYTES, grid
-
     layout = grid(n)
     what = f"{n} processes as a {layout.rows}x{layout.cols} grid"
     with tempfile.TemporaryDirectory(prefix="gridformer-doctor-") as folder:
@@ -266,7 +267,7 @@ def check_processes(n: int, timeout_s: float, program: str = _PROBE) -> Iterator
         return
     yield Finding("ok", f"{what}: sums along rows, columns and all are right")
     yield Finding("ok", f"chosen: {found['why']}")
-    speed = BIG_BYTES / found["big_s"] / 1e9
+    speed = _BIG_BYTES / found["big_s"] / 1e9
     yield Finding(
         "ok",
         f"all-reduce over {n} processes: 4 bytes in {1e3 * found['small_s']:.2f} ms, 16 MiB in "
@@ -303,3 +304,62 @@ def _run(command: list[str], timeout_s: float) -> tuple[int | None, str]:
 def _is_launcher_variable(name: str) -> bool:
     """Whether a variable would make the child conclude that torchrun or srun started it."""
     return name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith("SLURM_STEP_")
+
+
+def grid(n_processes: int) -> LayoutConfig:
+    """Returns the layout of the most square grid of n processes: 2x2 for 4, 2x3 for 6."""
+    from gridformer.config import LayoutConfig, divisors
+
+    rows = max(d for d in divisors(n_processes) if d * d <= n_processes)
+    return LayoutConfig(scheme="optimus", rows=rows, cols=n_processes // rows)
+
+
+def probe(n_processes: int, timeout_s: float, answer: Path) -> None:
+    """The entrypoint of each process: checks sums over the grid and times all-reduces.
+
+    Rank 0 writes the JSON file `answer` with the keys `why` (device and backend in words), `wrong`
+    (sentences, empty if every sum was right), `small_s` and `big_s` (median seconds of an
+    all-reduce of 4 bytes and of 16 MiB).
+    """
+    import torch
+
+    from gridformer.comm import all_reduce
+    from gridformer.mesh.groups import objects_group
+    from gridformer.mesh.process_group import close_process_groups, init_process_groups
+    from gridformer.parallel.axes import build_axes
+    from gridformer.utils.tensors import DeviceEvent
+
+    world = init_process_groups("auto", n_processes, timeout_s)
+    axes = build_axes(grid(n_processes), world.device.type)
+    mine = torch.zeros(n_processes, dtype=torch.float64, device=world.device)
+    mine[world.rank] = world.rank + 1
+    wrong = []
+    # Over NCCL, checkpoints send objects over gloo, which needs connections of its own.
+    objects = replace(axes.world, group=objects_group())
+    for axis, on in ((axes.row, mine), (axes.col, mine), (axes.world, mine), (objects, mine.cpu())):
+        got = all_reduce(on.clone(), axis)
+        step = {"row": axes.col.size, "col": 1, "world": 1}[axis.name]
+        first = world.rank - axis.index * step
+        members = {first + i * step for i in range(axis.size)}
+        expected = [r + 1.0 if r in members else 0.0 for r in range(n_processes)]
+        if got.tolist() != expected:
+            wrong.append(f"rank {world.rank} along {axis.name}: {got.tolist()}, not {expected}")
+
+    def seconds(n_bytes: int, repeats: int) -> float:
+        x = torch.ones(n_bytes // 4, device=world.device)
+        times = []
+        for _ in range(repeats):
+            x.fill_(1.0)
+            start = DeviceEvent(world.device)
+            all_reduce(x, axes.world)
+            times.append(DeviceEvent(world.device).seconds_since(start))
+        return statistics.median(times[repeats // 4 :])  # the first ones set up connections
+
+    small_s, big_s = seconds(4, 40), seconds(_BIG_BYTES, 12)
+    n_wrong = int(all_reduce(torch.tensor(len(wrong), device=world.device), axes.world))
+    if n_wrong and not wrong:
+        wrong = [f"{n_wrong} sums on other ranks"]
+    if world.rank == 0:
+        found = {"why": world.why, "wrong": wrong, "small_s": small_s, "big_s": big_s}
+        answer.write_text(json.dumps(found))
+    close_process_groups()

@@ -169,7 +169,7 @@ def run_directory(path: Path, tell: Callable[[str, str], None]) -> Iterator[Path
     Args:
         path: Run directory, one of its checkpoints, a URL of checkpoints, or a folder with
             config.json and safetensors.
-        tell: Receives progress messages; see `gridformer.cli.waiting.waiting`.
+        tell: Receives progress messages; see `gridformer.cli.shared.waiting`.
 
     Raises:
         UserError: The folder cannot be imported or has no tokenizer, or the URL cannot be read.

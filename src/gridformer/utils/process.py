@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from gridformer.utils.fork_pool import is_copy
 from gridformer.utils.hardware import n_cores
@@ -69,10 +70,11 @@ def never_fail_to_print() -> None:
             stream.reconfigure(errors="replace")
 
 
-def leave_progress_bar() -> None:
+def leave_progress_bar(stream: TextIO | None = None) -> None:
     """Clears the terminal's line and shows its cursor, which a killed progress bar has hidden."""
-    if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-        print("\r\x1b[2K\x1b[?25h", end="", flush=True)
+    stream = stream or sys.stdout
+    if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        print("\r\x1b[2K\x1b[?25h", end="", flush=True, file=stream)
 
 
 def end_with_parent() -> None:

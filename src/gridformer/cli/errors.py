@@ -38,7 +38,7 @@ _MACHINE: Final = {
 }
 
 
-def checked(command: Callable[..., None]) -> Callable[..., None]:
+def check_arguments(command: Callable[..., None]) -> Callable[..., None]:
     """Returns a command that refuses numbers and paths which no command can take.
 
     Python's numbers have no limits, and `--budget nan` passes every comparison.
@@ -90,7 +90,7 @@ def _check_path(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def door() -> Iterator[None]:
+def errors_as_sentences() -> Iterator[None]:
     """Turns errors of the block into sentences on standard error, and exits.
 
     Raises:
