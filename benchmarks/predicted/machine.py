@@ -20,8 +20,7 @@ from benchmarks.schemes import results
 from benchmarks.schemes.cases import Case
 from benchmarks.schemes.group import Plan, measure
 from benchmarks.schemes.variants import GridformerVariant, gridformer_variants
-from gridformer.calibrate.machine import calibrate
-from gridformer.calibrate.write import write_cluster
+from gridformer.calibrate.machine import calibrate, write_cluster
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, shipped_model
 from gridformer.launch import launch
 from gridformer.parallel.validation import check_layout

@@ -10,9 +10,8 @@ from pathlib import Path
 from benchmarks.predicted.predictions import Predicted, Question, predict_all
 from benchmarks.published.cases import Layout, Machine
 from benchmarks.published.measuring import measured
-from gridformer.calibrate.found import Measurements
-from gridformer.calibrate.machine import cpu_cluster
-from gridformer.calibrate.write import write_cluster
+from gridformer.calibrate.device import Measurements
+from gridformer.calibrate.machine import cpu_cluster, write_cluster
 from gridformer.cluster import Cluster, Figure, Fitted, Level
 
 Tell = Callable[[str], None]

@@ -20,10 +20,9 @@ from benchmarks.predicted.steps import measure
 from benchmarks.published.cases import Layout, Machine
 from benchmarks.published.namespaces import enter, network
 from gridformer import comm
-from gridformer.calibrate.cases import Cases, LinearShape, cpu_cases
-from gridformer.calibrate.device import average_times, measure_cpu
-from gridformer.calibrate.found import Measurements
+from gridformer.calibrate.device import Measurements, measure_cpu
 from gridformer.calibrate.messages import message_seconds, sends_of
+from gridformer.calibrate.operations import Cases, cpu_cases
 from gridformer.config import RunConfig
 from gridformer.launch import launch
 from gridformer.mesh.axes import Axis
@@ -132,7 +131,7 @@ def worker(job: Job, nodes: list[str]) -> None:
     if not known:
         meet = lambda: comm.barrier((everyone,))  # noqa: E731
         found = measure_cpu(cases(), machine.n, True, n_cores(), meet, say)
-        average_times(found, everyone)
+        found.average(everyone)
         found.add_host(machine.n)
         if world.rank == 0:
             _write(job.processor, json.dumps(asdict(found)))
@@ -156,7 +155,7 @@ def worker(job: Job, nodes: list[str]) -> None:
 def cases() -> Cases:
     """Returns what is measured of the processor: shapes of tiny models."""
     widths = ((64, 64), (128, 128), (128, 512))
-    few = [LinearShape(t, i, o) for t in (64, 256, 1024) for i, o in widths]
+    few = [(t, i, o) for t in (64, 256, 1024) for i, o in widths]
     return replace(cpu_cases(), few_linears=tuple(few), window_s=0.04)
 
 

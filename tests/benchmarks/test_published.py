@@ -22,7 +22,7 @@ from benchmarks.published.lbann import of_lbann
 from benchmarks.published.measuring import Kept, groups_of, patterns, sharers_of
 from benchmarks.published.plan import PLAN, RACKS
 
-from gridformer.calibrate.found import Measurements
+from gridformer.calibrate.device import Measurements
 from gridformer.cluster import like_messages, load_cluster
 from gridformer.cluster.kernels import KernelWork, kernel_s
 from gridformer.parallel.validation import check_layout

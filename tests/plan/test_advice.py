@@ -14,11 +14,10 @@ from gridformer.config import RunConfig
 from gridformer.memory.layouts import candidates
 from gridformer.plan import advice
 from gridformer.plan.advice import Advice, advise
-from gridformer.plan.changes import arrangement, single_changes
 from gridformer.plan.prediction import Prediction
-from gridformer.plan.search import Found, Result, Search
-from gridformer.plan.settings import changed
-from gridformer.plan.tracing import Tracing
+from gridformer.plan.search import Candidate, Result, Search
+from gridformer.plan.settings import arrangement, changed, single_changes
+from gridformer.plan.trace_candidates import Tracing
 from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
 
 
@@ -113,7 +112,7 @@ def test_a_grid_of_one_device_is_called_single() -> None:
     assert SINGLE in found
 
 
-def slow_2d() -> tuple[Search, Found, Found]:
+def slow_2d() -> tuple[Search, Candidate, Candidate]:
     """Return a grid that estimates take for slow, and what they take for faster, both traced.
 
     By its trace the grid is the fastest, and the other one has other settings than those to which
@@ -172,7 +171,7 @@ def slow_best() -> Result:
     return replace(found, layouts=[best], refused=[], untraced=[], seconds=0.0)
 
 
-def looked_at(later: float, first: float) -> tuple[Tracing, Found]:
+def looked_at(later: float, first: float) -> tuple[Tracing, Candidate]:
     """Return what has traced the advice for the slow best layout, and that layout."""
     tracing = Tracing(Search(run_of(), cluster(), 8), 4, with_times(first, later))
     tracing.result, tracing.traced = slow_best(), slow_best().layouts
@@ -184,11 +183,11 @@ def looked_at(later: float, first: float) -> tuple[Tracing, Found]:
 def test_what_is_advised_for_the_best_is_traced() -> None:
     """All that is estimated to help is slower by its trace, so it is not advised."""
     tracing, best = looked_at(200.0, 200.0)
-    by_estimate = advise(tracing.asked, best).best
+    by_estimate = advise(tracing.search, best).best
     assert by_estimate is not None
     assert len(tracing.traced) > 1
     assert tracing.result.layouts[0] == best
-    said = advise(tracing.asked, best, tracing.traced).best
+    said = advise(tracing.search, best, tracing.traced).best
     assert said is None or said.settings != by_estimate.settings
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gridformer.plan import figures
+from gridformer.plan import html
 from gridformer.plan.advice import advise
 from gridformer.plan.html import fastest_that_fits, memory_factors, write_plan_page
 from gridformer.plan.prediction import Prediction
-from gridformer.plan.search import Result, Search, kind_of
+from gridformer.plan.search import Result, Search
 from tests.support.marks import extra
 from tests.support.plans import cluster, found_on_8, predictor, run_of, search, trace_of
 
@@ -28,7 +28,7 @@ def no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         assert timeline
         return trace_of(found_on_8().layouts[0])
 
-    monkeypatch.setattr(figures, "predict", predicted)
+    monkeypatch.setattr(html, "predict", predicted)
 
 
 def warned(result: Result) -> Result:
@@ -84,5 +84,5 @@ def test_other_batches_show_no_layout_of_a_kind_that_traces_have_refused() -> No
     chosen, careless = fastest_that_fits(asked, factors), fastest_that_fits(asked, {})
     assert chosen is not None
     assert careless is not None
-    assert factors.get(kind_of(chosen), 1.0) * chosen.estimate.peak_gib <= cluster().limit_gib
+    assert factors.get(chosen.memory_kind, 1.0) * chosen.estimate.peak_gib <= cluster().limit_gib
     assert careless.run != chosen.run

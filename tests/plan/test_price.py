@@ -11,9 +11,8 @@ from rich.console import Console
 from gridformer.cluster import load_cluster
 from gridformer.plan.advice import advise
 from gridformer.plan.price import _ERRORS, doubts, sureness
-from gridformer.plan.ranking import print_result
 from gridformer.plan.search import Search
-from gridformer.plan.show import print_prediction
+from gridformer.plan.show import print_prediction, print_result
 from tests.support.fenced import ROOT
 from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
 

@@ -15,13 +15,17 @@ from gridformer.cluster import Cluster, load_cluster
 from gridformer.config import LayoutConfig, load_run
 from gridformer.launch.plan import read_run_without_data
 from gridformer.parallel.validation import check_layout
-from gridformer.plan.advice import advise
-from gridformer.plan.emit import NO_DATA, write_run
-from gridformer.plan.ranking import layout_of, print_result, ranking_as_json, settings_between
-from gridformer.plan.remedies import remedies
+from gridformer.plan.advice import advise, remedies
 from gridformer.plan.roofline import estimate
 from gridformer.plan.search import Search, default_batch
 from gridformer.plan.settings import changed, neighbors
+from gridformer.plan.show import (
+    NO_DATA,
+    print_result,
+    ranking_as_json,
+    settings_between,
+    write_run,
+)
 from gridformer.utils import fork_pool
 from tests.support.plans import cluster, found_on_8, predictor, run_of, search, trace_of
 
@@ -71,7 +75,8 @@ def test_json_has_the_keys_that_others_rely_on() -> None:
         assert one["train"]["global_batch"] == 64
         assert sum(one["where"].values()) == pytest.approx(1.0, abs=0.01)
         assert {"hidden", "change", "change_traced"} <= one.keys()
-    assert found[0]["layout"] == layout_of(result.layouts[0].run)
+    best = result.layouts[0].run.layout
+    assert found[0]["layout"] == {"scheme": best.scheme} | best.model_dump(exclude_defaults=True)
 
 
 def test_json_tells_what_is_not_listed_and_why() -> None:

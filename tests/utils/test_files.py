@@ -76,7 +76,8 @@ def test_commands_keep_what_they_read(
     Path("run.yaml").write_text(yaml.safe_dump({"model": model, "data": {"path": "x"}}))
     shutil.copy(configs_dir() / "clusters" / "dgx-h100.yaml", "mine.yaml")
     before = {path: path.read_text() for path in Path().iterdir()}
-    monkeypatch.setattr("gridformer.plan.tracing.Tracing", lambda *_, **__: pytest.fail("began"))
+    tracing = "gridformer.plan.trace_candidates.Tracing"
+    monkeypatch.setattr(tracing, lambda *_, **__: pytest.fail("began"))
     done = gridformer_here(*words.split())
     assert done.returncode == 2
     assert "is an input of this command" in done.stderr
@@ -95,7 +96,7 @@ def test_commands_keep_what_they_read(
 def test_commands_look_at_it_first(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for work in (
         "gridformer.calibrate.machine.calibrate",
-        "gridformer.plan.tracing.Tracing",
+        "gridformer.plan.trace_candidates.Tracing",
         "gridformer.memory.estimate.estimate_ranks",
     ):
         monkeypatch.setattr(work, lambda *_, **__: pytest.fail("the work has begun"))

@@ -1,4 +1,1 @@
-"""Measures this machine and writes a cluster file; see `gridformer calibrate`.
-
-Only the modules that measure import torch.
-"""
+"""Measures this machine and writes a cluster file: `gridformer calibrate`."""

@@ -1,4 +1,6 @@
-"""Measures the whole machine, with the processes that `gridformer train` would start on it."""
+"""Measures the whole machine, with the processes that `gridformer train` would start on it, and
+writes a cluster file.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +12,37 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gridformer.calibrate.cases import Cases, cpu_cases, gpu_cases, quick_cases
-from gridformer.calibrate.found import Measurements
+import torch
+import yaml
+
+from gridformer import comm
+from gridformer.calibrate.device import Measurements, Tell, measure_cpu, measure_gpu
+from gridformer.calibrate.messages import axes_of, message_seconds, sends_of
+from gridformer.calibrate.operations import Cases, cpu_cases, gpu_cases, quick_cases
 from gridformer.cluster import Cluster, Device, Figure, Host, Level
+from gridformer.cluster import tables as t
 from gridformer.launch import launch
+from gridformer.mesh.axes import Axis
+from gridformer.mesh.process_group import World, close_process_groups, init_process_groups
 from gridformer.utils.errors import UserError
 from gridformer.utils.hardware import free_memory, n_cores
 from gridformer.utils.units import GIB
 
-if TYPE_CHECKING:
-    import torch
-
-Tell = Callable[[str], None]
 CPU_COUNTS = (1, 2, 4, 8, 16)
 MOST_LOCAL = 64  # processes on one machine with a CPU that the file describes
+_HEAD = """\
+# Written by `gridformer calibrate`, for `gridformer predict` and `gridformer plan --cluster FILE`.
+# Rows of the tables have microseconds at their end; the columns are those below.
+"""
+_ROWS: dict[str, Any] = {
+    "products": t.ProductRow,
+    "attention": t.AttentionRow,
+    "memory": t.MemoryRow,
+    "messages": t.MessageRow,
+    "host": t.HostRow,
+}
 
 
 def calibrate(
@@ -46,55 +63,27 @@ def calibrate(
         UserError: Nothing could be measured.
         SystemExit: A process failed, or a signal stopped it; see `launch`.
     """
-    import torch
-
     if torch.cuda.is_available():
-        found, cluster = _calibrate_gpu(quick, limit_s, tell)
-    else:
-        found, cluster = _calibrate_cpu(counts or CPU_COUNTS, quick, tell)
-    return cluster, found.failures
-
-
-def _source(device: str) -> str:
-    import torch
-
-    return (
-        f"measured by gridformer calibrate on {date.today():%Y-%m-%d}, {device}, torch "
-        f"{torch.__version__}"
-    )
-
-
-# --------------------------------------------------------------------------- CPU
-
-
-def _calibrate_cpu(counts: Sequence[int], quick: bool, tell: Tell) -> tuple[Measurements, Cluster]:
+        return _calibrate_gpu(quick, limit_s, tell)
     cases = quick_cases(cpu_cases()) if quick else cpu_cases()
-    found, began = Measurements(), time.monotonic()
-    for n in counts:
+    result, began = Measurements(), time.monotonic()
+    for n in counts or CPU_COUNTS:
         who = "1 process" if n == 1 else f"{n} processes at the same time"
         tell(f"{who} ({time.monotonic() - began:.0f} s so far)")
-        with tempfile.TemporaryDirectory(prefix="gridformer-calibrate-") as folder:
-            out = Path(folder) / "found.json"
-            launch(cpu_worker, (n, cases, out), n)
-            found.extend(Measurements.read(out))
-    return found, cpu_cluster(found)
+        result.extend(_launched(cpu_worker, n, cases))
+    return cpu_cluster(result), result.failures
+
+
+def _launched(worker: Callable[[int, Cases, Path], None], n: int, cases: Cases) -> Measurements:
+    """Returns what n processes measure at the same time."""
+    with tempfile.TemporaryDirectory(prefix="gridformer-calibrate-") as folder:
+        out = Path(folder) / "measurements.json"
+        launch(worker, (n, cases, out), n)
+        return Measurements.read(out)
 
 
 def cpu_worker(n: int, cases: Cases, out: Path) -> None:
-    """The entrypoint of each of n processes that measure at the same time. Rank 0 writes `out`.
-
-    Args:
-        n: How many processes measure.
-        cases: What they measure.
-        out: Where rank 0 writes the measurements, for `Measurements.read`.
-    """
-    import torch
-
-    from gridformer import comm
-    from gridformer.calibrate.device import average_times, measure_cpu
-    from gridformer.mesh.axes import Axis
-    from gridformer.mesh.process_group import close_process_groups, init_process_groups
-
+    """The entrypoint of each of n processes that measure at the same time. Rank 0 writes `out`."""
     world = init_process_groups("cpu", n, 600.0)
     everyone = Axis("world", n, world.rank)
 
@@ -103,66 +92,56 @@ def cpu_worker(n: int, cases: Cases, out: Path) -> None:
             print(f"  {text}", file=sys.stderr, flush=True)
 
     few = n > max(2, n_cores())
-    found = measure_cpu(cases, n, few, n_cores(), lambda: comm.barrier((everyone,)), tell)
+    result = measure_cpu(cases, n, few, n_cores(), lambda: comm.barrier((everyone,)), tell)
     if n > 1:
-        average_times(found, everyone)
+        result.average(everyone)
         tell("messages")
-        _measure_messages(found, cases, n, world.rank, torch.device("cpu"))
-        found.backend = world.backend
-    found.add_host(n)
+        _measure_messages(result, cases, n, world)
+    result.add_host(n)
     if world.rank == 0:
-        found.write(out)
+        result.write(out)
     close_process_groups()
 
 
-def cpu_cluster(found: Measurements) -> Cluster:
-    """Returns the cluster file of this CPU with these measurements."""
-    name = _processor()
-    source = _source(f"{name}, {n_cores()} cores, gloo")
-    memory = free_memory()
-    device = Device(
-        name=f"a process on {name}",
-        kind="cpu",
-        n_processors=Figure(value=1, source="a process"),
-        memory_gib=Figure(
-            value=round((memory or 0) / GIB, 2),
-            source=f"free memory, which all processes share, {source}",
-        ),
-        reserved_gib=Figure(value=0, source="what is free is left for training"),
-        **_rates(found, source),
-    )
-    cluster = _cluster("local", device, found, source, MOST_LOCAL)
-    cores = Figure(value=n_cores(), source=source)
-    host = cluster.host.model_copy(update={"cores": cores})
-    return cluster.model_copy(update={"host": host})
+def gpu_worker(n: int, cases: Cases, out: Path) -> None:
+    """The entrypoint of each of n processes with a GPU each, which measure messages."""
+    world = init_process_groups("cuda", n, 600.0)
+    result = Measurements()
+    _measure_messages(result, cases, n, world)
+    if world.rank == 0:
+        result.write(out)
+    close_process_groups()
 
 
-# --------------------------------------------------------------------------- GPU
+def _measure_messages(result: Measurements, cases: Cases, n: int, world: World) -> None:
+    """Adds the times of messages in groups of several sizes; all ranks call this together."""
+    result.backend = world.backend
+    everyone, gpu = Axis("world", n, world.rank), world.device.type == "cuda"
+    for members, axis in axes_of(n, world.rank).items():
+        if gpu and members < n:
+            continue  # smaller groups are measured alone, because each GPU has its own links
+        for op, send in sends_of(axis, world.device).items():
+            for n_bytes in cases.messages:
+                seconds = message_seconds(send(n_bytes), cases.window_s, everyone, gpu)
+                row = [op, 1 if gpu else n, members, 1, 1, n_bytes, round(1e6 * seconds, 3)]
+                result.rows.setdefault("messages", []).append(row)
 
 
-def _calibrate_gpu(quick: bool, limit_s: float, tell: Tell) -> tuple[Measurements, Cluster]:
-    import torch
-
-    from gridformer.calibrate.device import measure_gpu
-
+def _calibrate_gpu(quick: bool, limit_s: float, tell: Tell) -> tuple[Cluster, list[str]]:
     began = time.monotonic()
     cases = quick_cases(gpu_cases()) if quick else gpu_cases()
     torch.ones(1024, 1024, device="cuda") @ torch.ones(1024, 1024, device="cuda")
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     reserved = total - free - torch.cuda.memory_reserved()
-    found = measure_gpu(cases, limit_s, tell)
-    found.add_host(1)
+    result = measure_gpu(cases, limit_s, tell)
+    result.add_host(1)
     n = torch.cuda.device_count()
     if n == 1:
         tell("one GPU: messages between GPUs are not measured")
-    counts = sorted({d for d in (2, 4, 8, n) if 1 < d <= n})
-    for count in counts:
+    for count in sorted({d for d in (2, 4, 8, n) if 1 < d <= n}):
         tell(f"messages between {count} GPUs ({time.monotonic() - began:.0f} s so far)")
-        with tempfile.TemporaryDirectory(prefix="gridformer-calibrate-") as folder:
-            out = Path(folder) / "found.json"
-            launch(gpu_worker, (count, cases, out), count)
-            found.extend(Measurements.read(out))
+        result.extend(_launched(gpu_worker, count, cases))
     properties = torch.cuda.get_device_properties(0)
     source = _source(f"{n} x {properties.name}, CUDA {torch.version.cuda}")
     device = Device(
@@ -174,55 +153,48 @@ def _calibrate_gpu(quick: bool, limit_s: float, tell: Tell) -> tuple[Measurement
             value=round(max(0, reserved) / GIB, 3),
             source=f"CUDA's context and libraries, without NCCL's buffers, {source}",
         ),
-        **_rates(found, source),
+        **_rates(result, source),
     )
-    return found, _cluster("local", device, found, source, n)
+    return _cluster(device, result, source, n), result.failures
 
 
-def gpu_worker(n: int, cases: Cases, out: Path) -> None:
-    """The entrypoint of each of n processes with a GPU each, which measure messages.
-
-    Args:
-        n: How many processes send messages.
-        cases: What they measure.
-        out: Where rank 0 writes the measurements, for `Measurements.read`.
-    """
-    from gridformer.mesh.process_group import close_process_groups, init_process_groups
-
-    world = init_process_groups("cuda", n, 600.0)
-    found = Measurements(backend=world.backend)
-    _measure_messages(found, cases, n, world.rank, world.device)
-    if world.rank == 0:
-        found.write(out)
-    close_process_groups()
+# --------------------------------------------------------------------------- the cluster file
 
 
-# --------------------------------------------------------------------------- both
+def cpu_cluster(result: Measurements) -> Cluster:
+    """Returns the cluster file of this CPU with these measurements."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        models = (one.partition(":")[2].strip() for one in lines if one.startswith("model name"))
+        name = next(models, name)
+    source = _source(f"{name}, {n_cores()} cores, gloo")
+    device = Device(
+        name=f"a process on {name}",
+        kind="cpu",
+        n_processors=Figure(value=1, source="a process"),
+        memory_gib=Figure(
+            value=round((free_memory() or 0) / GIB, 2),
+            source=f"free memory, which all processes share, {source}",
+        ),
+        reserved_gib=Figure(value=0, source="what is free is left for training"),
+        **_rates(result, source),
+    )
+    cluster = _cluster(device, result, source, MOST_LOCAL)
+    cores = Figure(value=n_cores(), source=source)
+    return cluster.model_copy(update={"host": cluster.host.model_copy(update={"cores": cores})})
 
 
-def _measure_messages(
-    found: Measurements, cases: Cases, n: int, rank: int, device: torch.device
-) -> None:
-    """Adds the times of messages in groups of several sizes; all ranks call this together."""
-    from gridformer.calibrate.messages import axes_of, message_seconds, sends_of
-    from gridformer.mesh.axes import Axis
-
-    world, gpu = Axis("world", n, rank), device.type == "cuda"
-    for members, axis in axes_of(n, rank).items():
-        if gpu and members < n:
-            continue  # smaller groups are measured alone, because each GPU has its own links
-        for op, send in sends_of(axis, device).items():
-            for n_bytes in cases.messages:
-                seconds = message_seconds(send(n_bytes), cases.window_s, world, gpu)
-                row = [op, 1 if gpu else n, members, 1, 1, n_bytes, round(1e6 * seconds, 3)]
-                found.rows.setdefault("messages", []).append(row)
+def _source(device: str) -> str:
+    today = f"{date.today():%Y-%m-%d}"
+    return f"measured by gridformer calibrate on {today}, {device}, torch {torch.__version__}"
 
 
-def _rates(found: Measurements, source: str) -> dict[str, Any]:
+def _rates(result: Measurements, source: str) -> dict[str, Any]:
     """Returns the highest rates that were measured, which formulas use where no table helps."""
-    tables = found.tables(source)
+    tables = result.tables(source)
     if not tables.products or not tables.memory:
-        raise UserError("nothing could be measured: " + "; ".join(found.failures))
+        raise UserError("nothing could be measured: " + "; ".join(result.failures))
     peaks: dict[str, float] = {}
     for row in tables.products:
         rate = 2e-6 * row.batch * row.m * row.n * row.k / row.us
@@ -237,39 +209,33 @@ def _rates(found: Measurements, source: str) -> dict[str, Any]:
     }
 
 
-def _cluster(name: str, device: Device, found: Measurements, source: str, size: int) -> Cluster:
-    tables = found.tables(source)
+def _cluster(device: Device, result: Measurements, source: str, size: int) -> Cluster:
+    tables = result.tables(source)
     host, said = min(tables.host, default=None), source
     if host is None:
         said = "not measured, see the messages of gridformer calibrate; taken as 0"
-    sends = [row for row in tables.messages if row.op == "send"]
-    if sends:
+    gbps = Figure(value=1.0, source="not measured: one device has no messages; a placeholder")
+    latency = Figure(value=0.0, source="not measured: one device has no messages")
+    if sends := [row for row in tables.messages if row.op == "send"]:
         # For a CPU those of two processes alone, which are the fastest.
         fewest = [row for row in sends if row.processes == min(r.processes for r in sends)]
-        gbps = Figure(
-            value=_digits(max(1e-3 * row.bytes / row.us for row in fewest)),
-            source=f"largest message from one process to another, {source}",
-        )
-        latency = Figure(
-            value=_digits(min(row.us for row in fewest)), source=f"smallest message, {source}"
-        )
-    else:
-        gbps = Figure(value=1.0, source="not measured: one device has no messages; a placeholder")
-        latency = Figure(value=0.0, source="not measured: one device has no messages")
+        rate, us = max(1e-3 * row.bytes / row.us for row in fewest), min(row.us for row in fewest)
+        said_of = f"largest message from one process to another, {source}"
+        gbps = Figure(value=_digits(rate), source=said_of)
+        latency = Figure(value=_digits(us), source=f"smallest message, {source}")
+    level = Level(
+        name="node",
+        size=size,
+        bandwidth_gbps=gbps,
+        latency_us=latency,
+        source="size, assumed: more processes than it runs"
+        if device.kind == "cpu"
+        else f"size: the GPUs of this machine, {source}",
+    )
     return Cluster(
-        name=name,
+        name="local",
         device=device,
-        levels=(
-            Level(
-                name="node",
-                size=size,
-                bandwidth_gbps=gbps,
-                latency_us=latency,
-                source="size, assumed: more processes than it runs"
-                if device.kind == "cpu"
-                else f"size: the GPUs of this machine, {source}",
-            ),
-        ),
+        levels=(level,),
         host=Host(
             launch_us=Figure(value=host.launch_us if host else 0.0, source=said),
             step_us=Figure(value=host.step_us if host else 0.0, source=said),
@@ -283,9 +249,22 @@ def _digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def write_cluster(cluster: Cluster, path: Path) -> None:
+    """Writes a cluster to a YAML file, which `load_cluster` reads."""
+    data: dict[str, Any] = cluster.model_dump(mode="json")
+    data.pop("name")
+    tables = data.pop("tables")
+    head = yaml.safe_dump(data, sort_keys=False, width=1000, allow_unicode=True)
+    lines = ["tables:", f"  source: {yaml.safe_dump(tables['source'], width=1000).splitlines()[0]}"]
+    for name, row_type in _ROWS.items():
+        if tables[name]:
+            lines.append(f"  {name}:  # {', '.join(row_type._fields)}")
+            lines += [f"    - [{', '.join(map(_text, row))}]" for row in tables[name]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_HEAD + head + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.6g}" if isinstance(value, float) and value < 1e6 else f"{value}"

@@ -33,8 +33,6 @@ def calibrate(
 
     Try: gridformer calibrate --out local.yaml
     """
-    from gridformer.calibrate.machine import calibrate as measure
-    from gridformer.calibrate.write import write_cluster
     from gridformer.utils.errors import ConfigError
     from gridformer.utils.files import check_output
 
@@ -44,6 +42,9 @@ def calibrate(
     check_output("--out", out)
     if out.suffix not in (".yaml", ".yml"):
         raise ConfigError([f"--out {out}: name a YAML file, such as local.yaml"])
+    from gridformer.calibrate.machine import calibrate as measure
+    from gridformer.calibrate.machine import write_cluster
+
     cluster, failures = measure(counts, quick, limit, lambda text: typer.echo(text, err=True))
     write_cluster(cluster, out)
     for failure in failures:

@@ -232,13 +232,10 @@ def plan(
     from rich.console import Console
 
     from gridformer.cluster.file import cluster_path, load_cluster
-    from gridformer.plan.advice import advise
-    from gridformer.plan.emit import write_run
-    from gridformer.plan.ranking import print_result, reasons
-    from gridformer.plan.ranking import ranking_as_json as to_json
-    from gridformer.plan.remedies import remedies
+    from gridformer.plan.advice import advise, remedies
     from gridformer.plan.search import Search
-    from gridformer.plan.tracing import Tracing
+    from gridformer.plan.show import print_result, ranking_as_json, reasons, write_run
+    from gridformer.plan.trace_candidates import Tracing
     from gridformer.utils.errors import require
     from gridformer.utils.files import check_output
 
@@ -271,7 +268,7 @@ def plan(
         result = tracing.result
         for prediction in filter(None, (one.prediction for one in result.listed)):
             prediction.warnings[:0] = notes
-        advice = [advise(asked, found, tracing.traced) for found in result.listed]
+        advice = [advise(asked, one, tracing.traced) for one in result.listed]
         would_fit = [] if result.layouts else remedies(asked, result.smallest)
         would_fit += [f"{note}." for note in notes if not result.layouts]
         if html is not None:
@@ -283,13 +280,13 @@ def plan(
             # Before the output, whose reader may stop reading.
             write_run(result.layouts[0], emit, how)
     if as_json:
-        typer.echo(json.dumps(to_json(result, advice, would_fit)))
+        typer.echo(json.dumps(ranking_as_json(result, advice, would_fit)))
     elif result.layouts:
         print_result(run, result, advice, machine, console)
     else:
         console.print(f"Nothing fits on {devices} devices of {machine.name}.")
-        for found, why in zip(result.listed, advice):
-            console.print(f"- {found.name}: {' '.join(reasons(result, found, why))}")
+        for one, why in zip(result.listed, advice):
+            console.print(f"- {one.name}: {' '.join(reasons(result, one, why))}")
         for sentence in would_fit:
             console.print(f"- {sentence}", soft_wrap=True)
     if html is not None and not as_json:

@@ -1,21 +1,23 @@
-"""Says where the time of a layout goes, what limits it, and which single change would help most."""
+"""Says where the time of a layout goes, what limits it, which single change would help most, and
+what would fit where no layout does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gridformer.config import RunConfig
-from gridformer.plan.changes import arrangement, single_changes
 from gridformer.plan.prediction import Prediction
-from gridformer.plan.search import Found, Search
+from gridformer.plan.search import Candidate, Search
+from gridformer.plan.settings import Settings, arrangement, changed, single_changes
 from gridformer.utils.units import format_setting
 
 WORTH = 0.01  # gains below this fraction of a step are not worth a change
 UNSURE = 0.05  # gains by estimate below this are as small as the errors of estimates
 SHOWN = 0.005  # fractions of a step below this are not put into sentences
-LEAST_S = 1e-6  # what takes less than a microsecond of a step is rounding
+MOST_DOUBLINGS = 7  # of the number of devices, where nothing fits
 
 # What travels over an axis, in words.
 TRAVELS = {
@@ -49,7 +51,7 @@ class Change:
         traced: Whether the changed layout was traced, too; otherwise it is estimated.
     """
 
-    settings: Mapping[str, Any]
+    settings: Settings
     gain: float
     peak_gib: float
     fits: bool
@@ -59,7 +61,7 @@ class Change:
     @property
     def words(self) -> str:
         """The settings as they are written on a command line."""
-        return " ".join(format_setting(key, value) for key, value in self.settings.items())
+        return in_words(self.settings)
 
 
 @dataclass(frozen=True)
@@ -83,50 +85,48 @@ class Advice:
     @property
     def sentences(self) -> list[str]:
         """All of it in sentences."""
-        found = [f"Time goes to {_listed(self.shares)}."]
+        sentences = [f"Time goes to {_listed(self.shares)}."]
         if hidden := _listed(self.hidden):
-            found.append(f"Hidden behind computation, and not part of this: {hidden}.")
-        found.append(self.limit)
-        if self.best:
-            how = "in its own trace" if self.best.traced else "by estimate"
-            found.append(
-                f"The change that would help most is {self.best.words}: about "
-                f"{self.best.gain:.0%} less time per sequence {how}, with "
-                f"{self.best.peak_gib:.1f} GiB."
+            sentences.append(f"Hidden behind computation, and not part of this: {hidden}.")
+        sentences.append(self.limit)
+        if best := self.best:
+            sentences.append(
+                f"The change that would help most is {best.words}: about {best.gain:.0%} less time "
+                f"per sequence {'in its own trace' if best.traced else 'by estimate'}, with "
+                f"{best.peak_gib:.1f} GiB."
             )
         else:
-            found.append(
+            sentences.append(
                 f"No single change of a setting saves {WORTH:.0%} in its own trace, or "
                 f"{UNSURE:.0%} by estimate."
             )
-        if self.too_large:
-            found.append(
-                f"{self.too_large.words} would save {self.too_large.gain:.0%}, but needs about "
-                f"{self.too_large.peak_gib:.1f} GiB."
+        if large := self.too_large:
+            sentences.append(
+                f"{large.words} would save {large.gain:.0%}, but needs about "
+                f"{large.peak_gib:.1f} GiB."
             )
-        return found
+        return sentences
 
 
-def advise(search: Search, found: Found, traced: Sequence[Found] = ()) -> Advice:
+def in_words(settings: Settings) -> str:
+    """Returns settings as overrides: `layout.rows=2 layout.cols=4`."""
+    return " ".join(format_setting(key, value) for key, value in settings.items())
+
+
+def advise(search: Search, asked: Candidate, traced: Sequence[Candidate] = ()) -> Advice:
     """Returns the advice for a layout that was traced.
 
     Args:
         search: The search that found it, which estimates its neighbors.
-        found: The layout.
+        asked: The layout.
         traced: All layouts that were traced. A change into one of them is judged by its trace,
             since estimates are less right.
     """
-    assert found.prediction is not None, "only traced layouts are listed"
-    shares = shares_of(found.prediction)
-    hidden = {
-        f"messages over {axis}": seconds / found.prediction.step_s
-        for axis, seconds in found.prediction.parts.hidden.items()
-        if seconds >= LEAST_S
-    }
+    prediction = asked.traced
     best: Change | None = None
     too_large: Change | None = None
-    for settings, other in single_changes(found.run):
-        change = _judged(settings, found, search.estimated(other), traced)
+    for settings, run in single_changes(asked.run):
+        change = _judged(settings, asked, search.estimated(run), traced)
         if change.gain < (WORTH if change.traced else UNSURE):
             continue
         if change.fits and (best is None or change.gain > best.gain):
@@ -135,83 +135,130 @@ def advise(search: Search, found: Found, traced: Sequence[Found] = ()) -> Advice
             too_large = change
     if too_large and best and too_large.gain <= best.gain:
         too_large = None
-    return Advice(shares, hidden, limit_of(found.prediction), best, too_large)
+    shares, hidden = (
+        {kind: s / prediction.step_s for kind, s in seconds.items()}
+        for seconds in (prediction.seconds_by_kind(), prediction.hidden_by_axis())
+    )
+    return Advice(shares, hidden, limit_of(prediction), best, too_large)
 
 
 def _judged(
-    settings: Mapping[str, Any], found: Found, other: Found, traced: Sequence[Found]
+    settings: Settings, asked: Candidate, other: Candidate, traced: Sequence[Candidate]
 ) -> Change:
     """Compares two layouts by their traces, or by an estimate if one was not traced.
 
     An estimate is corrected by the trace of another layout with the same arrangement of devices,
     if there is one.
     """
-    assert found.prediction is not None, "only traced layouts are listed"
-    batches = found.run.train.global_batch / other.run.train.global_batch
+    batches = asked.run.train.global_batch / other.run.train.global_batch
+    ours, theirs, gib = asked.estimate.step_s, other.estimate.step_s, other.estimate.peak_gib
+    here = arrangement(other.run.layout)
     for one in traced:
         if (one.run.layout, one.run.train) == (other.run.layout, other.run.train):
-            gib, fits = _memory(one)
-            gain = 1 - batches * one.step_s / found.prediction.step_s
-            return Change(settings, gain, gib, fits, other.run, traced=True)
-    here = arrangement(other.run.layout)
-    like = next((one for one in (found, *traced) if arrangement(one.run.layout) == here), None)
-    ours, theirs, gib = found.estimate.step_s, other.estimate.step_s, other.estimate.peak_gib
+            gain = 1 - batches * one.step_s / asked.step_s
+            fits = bool(one.traced.fits)
+            return Change(settings, gain, one.peak_gib, fits, other.run, traced=True)
+    like = next((one for one in (asked, *traced) if arrangement(one.run.layout) == here), None)
     if like is not None:
-        ours = found.prediction.step_s
+        ours = asked.step_s
         theirs *= like.step_s / like.estimate.step_s
-        gib *= _memory(like)[0] / like.estimate.peak_gib
+        gib *= like.peak_gib / like.estimate.peak_gib
     fits = gib <= other.estimate.limit_gib
     return Change(settings, 1 - batches * theirs / ours, gib, fits, other.run)
 
 
-def _memory(traced: Found) -> tuple[float, bool]:
-    assert traced.prediction is not None, "only what was traced is compared"
-    assert traced.prediction.peak_gib is not None, "predict estimates memory, too"
-    return traced.prediction.peak_gib, bool(traced.prediction.fits)
-
-
-def shares_of(prediction: Prediction) -> dict[str, float]:
-    """Returns the fractions of a step by kind; see `seconds_of`."""
-    whole = prediction.step_s
-    return {kind: seconds / whole for kind, seconds in seconds_of(prediction).items()}
-
-
-def seconds_of(prediction: Prediction) -> dict[str, float]:
-    """Returns the seconds of a step by kind; `other` is what no kind explains."""
-    parts = prediction.parts
-    seconds = {
-        "products": parts.products,
-        "attention": parts.attention,
-        "memory-bound": parts.memory_bound,
-        "update": parts.update,
-        **{f"messages over {axis}": s for axis, s in parts.exposed.items()},
-        "launches": parts.launches,
-        "bubble": parts.bubble,
-    }
-    found = {kind: s for kind, s in seconds.items() if s >= LEAST_S}
-    rest = prediction.step_s - sum(found.values())
-    if rest > 0.005 * prediction.step_s:
-        found["other"] = rest
-    return found
-
-
 def _listed(shares: Mapping[str, float]) -> str:
     """Returns the larger ones of some fractions in words, the largest first."""
-    return ", ".join(
-        f"{kind} {share:.0%}"
-        for kind, share in sorted(shares.items(), key=lambda item: -item[1])
-        if share >= SHOWN
-    )
+    largest = sorted(shares.items(), key=lambda item: -item[1])
+    return ", ".join(f"{kind} {share:.0%}" for kind, share in largest if share >= SHOWN)
 
 
 def limit_of(prediction: Prediction) -> str:
     """Returns a sentence on what takes most of the time."""
-    seconds = seconds_of(prediction)
+    seconds = prediction.seconds_by_kind()
     kind = max(seconds, key=lambda name: seconds[name])
     axis = kind.removeprefix("messages over ")
     if axis != kind:
         travels = TRAVELS.get(axis, "sums over all devices")
-        text = f"messages over {axis} ({travels}), which no computation hides"
+        return (
+            f"What limits it most is messages over {axis} ({travels}), which no computation hides."
+        )
+    return f"What limits it most is {_LIMITS[kind]}."
+
+
+# --------------------------------------------------------------------------- where nothing fits
+
+
+def remedies(search: Search, smallest: Candidate | None) -> list[str]:
+    """Returns sentences that say what would fit, by estimate.
+
+    Args:
+        search: The search that found nothing.
+        smallest: The layout with the least memory; None if no layout is valid at all.
+    """
+    run, n, sentences = search.run, search.n_devices, []
+    if smallest is None:
+        sentences.append(
+            f"No layout of {n} devices divides this model and a global batch of "
+            f"{run.train.global_batch}: `gridformer layouts` lists the reasons."
+        )
     else:
-        text = _LIMITS[kind]
-    return f"What limits it most is {text}."
+        estimate = smallest.estimate
+        sentences.append(
+            f"The smallest layout, {smallest.name}, needs about {estimate.peak_gib:.1f} GiB of the "
+            f"{estimate.limit_gib:.1f} GiB that a device has for tensors."
+        )
+        for settings in _savings(smallest.run):
+            other = changed(smallest.run, settings)
+            if other is not None and (saved := search.estimated(other)).estimate.fits:
+                gib = f"{saved.estimate.peak_gib:.1f} GiB"
+                sentences.append(f"{in_words(settings)} would fit: about {gib}.")
+                break
+        if layers := _most_layers(search, smallest):
+            sentences.append(
+                f"With {layers} of its {run.model.n_layers} layers the model would fit on these "
+                "devices."
+            )
+    if more := _on_more_devices(search):
+        sentences.append(f"On {more.run.layout.n_processes} devices {more.name} would fit.")
+    return sentences
+
+
+def _savings(run: RunConfig) -> Iterator[dict[str, Any]]:
+    """Yields settings that save memory and that the search does not change."""
+    yield {"train.loss_chunk_tokens": 256}
+    if run.train.dtype == "float32":
+        yield {"train.dtype": "bfloat16"}
+    yield {"train.offload": "optimizer", "train.device": "cuda"}
+    batch = run.train.global_batch // 2
+    while batch:
+        yield {"train.global_batch": batch}
+        batch //= 2
+
+
+def _most_layers(search: Search, smallest: Candidate) -> int:
+    """Returns the most layers with which the smallest layout fits, or 0."""
+    low, high = 0, smallest.run.model.n_layers
+    while high - low > 1:
+        middle, model = (low + high) // 2, smallest.run.model
+        sizes = {"n_layers": middle} | ({"n_decoder_layers": middle} if model.two_stacks else {})
+        run = smallest.run.model_copy(update={"model": model.model_copy(update=sizes)})
+        fits = run.layout.n_stages <= run.model.n_links and search.estimated(run).estimate.fits
+        low, high = (middle, high) if fits else (low, middle)
+    return low
+
+
+def _on_more_devices(search: Search) -> Candidate | None:
+    """Returns a layout that fits on the fewest devices of twice, four times, ... the number."""
+    batch = search.run.train.global_batch
+    for doublings in range(1, MOST_DOUBLINGS + 1):
+        n = search.n_devices << doublings
+        if n > search.cluster.size:
+            return None
+        # At least one sequence for each device, so that every arrangement is possible.
+        train = search.run.train.model_copy(update={"global_batch": -(-batch // n) * n})
+        larger = Search(search.run.model_copy(update={"train": train}), search.cluster, n)
+        for one in map(larger.first, larger.arrangements()):
+            if one.estimate.fits:
+                return one
+    return None

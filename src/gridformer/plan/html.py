@@ -1,40 +1,57 @@
 """Writes what a search has found as a page: ranking, where time goes, memory, timeline, outlook.
 
-The page is one file that needs no network. plotly is an extra, see `gridformer.utils.errors`.
+The page is one file that needs no network. plotly is an extra (gridformer.utils.errors.require).
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
-from gridformer.plan import figures
 from gridformer.plan.advice import Advice
-from gridformer.plan.figures import Outlook
+from gridformer.plan.predict import predict
 from gridformer.plan.price import doubts, sureness
-from gridformer.plan.ranking import (
+from gridformer.plan.program import Interval
+from gridformer.plan.search import Candidate, MemoryKind, Result, Search
+from gridformer.plan.show import (
+    COLUMNS,
     common_warnings,
-    hidden_s,
-    layout_warnings,
     place,
     reasons,
     settings_between,
     unlisted,
-    words_of_kind,
 )
-from gridformer.plan.search import Found, Kind, Result, Search, kind_of
-from gridformer.utils.page import document, figure_place
+from gridformer.utils.page import ABOVE, document, figure, figure_place, stacked_bars
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 FACTORS = (0.25, 0.5, 1, 2, 4)  # of the batch and of the number of devices
 _STYLE = "td:nth-child(2), th:nth-child(2) { text-align: left; } ul { margin-top: 4px; }"
+# Kernels are blue, waiting for messages orange, and other waiting gray.
+COLORS = {
+    "products": "#08519c",
+    "attention": "#3182bd",
+    "memory-bound": "#9ecae1",
+    "update": "#74c476",
+    "messages over col": "#a63603",
+    "messages over row": "#e6550d",
+    "messages over branch": "#fd8d3c",
+    "messages over dp": "#fdae6b",
+    "messages over pp": "#fdd0a2",
+    "launches": "#756bb1",
+    "bubble": "#969696",
+    "other": "#d9d9d9",
+}
+SMALL = 0.002  # kinds that take less than this fraction of every step are not drawn
+BINS = 400  # of a step in the timeline; each shows the kind that takes most of its time
+MOST_RANKS = 8
 
 
 def write_plan_page(
@@ -58,92 +75,77 @@ def write_plan_page(
         remedies: What would fit if nothing does.
     """
     title = f"{run.model.name} on {n_devices} devices of {cluster.name}"
-    heading = [
-        f"<h1>{html.escape(title)}</h1>",
-        _note(
-            f"{run.train.global_batch} sequences of {run.seq_len} tokens a step, "
-            f"{run.train.dtype}. {result.n_arrangements} arrangements were estimated, and the "
-            "fastest were traced: the code of a step ran on tensors without memory, and the "
-            "cluster file says what its kernels and messages take. Nothing here was measured."
-        ),
-    ]
-    drawn: dict[str, go.Figure] = {}
+    note = _note(
+        f"{run.train.global_batch} sequences of {run.seq_len} tokens a step, "
+        f"{run.train.dtype}. {result.n_arrangements} arrangements were estimated, and the "
+        "fastest were traced: the code of a step ran on tensors without memory, and the "
+        "cluster file says what its kernels and messages take. Nothing here was measured."
+    )
+    figures: dict[str, go.Figure] = {}
     if result.layouts:
-        sections = _sections(run, cluster, n_devices, result, advice, drawn)
+        sections, figures = _sections(run, cluster, n_devices, result, advice)
     else:
-        sections = [
-            "<h2>Nothing fits</h2>",
-            _list([*remedies, *unlisted(result)]),
-            "<h2>How certain this is</h2>",
-            _list(doubts(cluster, n_devices)),
-        ]
+        sections = {
+            "Nothing fits": _list([*remedies, *unlisted(result)]),
+            "How certain this is": _list(doubts(cluster, n_devices)),
+        }
+    body = [f"<h1>{html.escape(title)}</h1>", note]
+    body += [f"<h2>{heading}</h2>\n{section}" for heading, section in sections.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = document(title, "\n".join([*heading, *sections]), drawn, _STYLE)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(document(title, "\n".join(body), figures, _STYLE), encoding="utf-8")
 
 
 def _sections(
-    run: RunConfig,
-    cluster: Cluster,
-    n: int,
-    result: Result,
-    advice: Sequence[Advice],
-    drawn: dict[str, go.Figure],
-) -> list[str]:
-    """Returns the sections of a page, and puts the figures in them into `drawn`."""
+    run: RunConfig, cluster: Cluster, n: int, result: Result, advice: Sequence[Advice]
+) -> tuple[dict[str, str], dict[str, go.Figure]]:
+    """Returns the sections of a page with a ranking by heading, and the figures in them by name."""
     batch, best = run.train.global_batch, result.layouts[0]
     costs = Search(run, cluster, n).costs  # all of them remember the same messages
     factors = memory_factors([*result.layouts, *result.refused])
 
     @cache
-    def best_of(b: int, k: int) -> Found | None:
+    def best_of(b: int, k: int) -> Candidate | None:
         if (b, k) == (batch, n):
             return best
-        return fastest_that_fits(Search(_with_batch(run, b), cluster, k, costs), factors)
+        train = run.train.model_copy(update={"global_batch": b})
+        other = run.model_copy(update={"train": train})
+        return fastest_that_fits(Search(other, cluster, k, costs), factors)
 
-    batches = outlook(FACTORS, batch, lambda b: best_of(b, n))
-    devices = [k for k in (round(n * f) for f in FACTORS) if k <= cluster.size]
-    counts = outlook([k / n for k in devices], n, lambda k: best_of(batch, k))
-    unit = "sequences a second"
-    drawn |= {
-        "where": figures.where(result.listed),
-        "memory": figures.memory_bars(result.listed),
-        "timeline": figures.timeline(best, cluster),
-        "batches": figures.outlook_line(batches, "global batch", unit, _per_second),
-        "devices": figures.outlook_line(counts, "devices", unit, _per_second),
+    batches = [b for b in dict.fromkeys(round(batch * f) for f in FACTORS) if b >= 1]
+    counts = [k for k in dict.fromkeys(round(n * f) for f in FACTORS) if 1 <= k <= cluster.size]
+    figures = {
+        "where": _where(result.listed),
+        "memory": _memory_bars(result.listed),
+        "timeline": _timeline(predict(best.run, cluster, memory=False, timeline=True).timeline),
+        "batches": _outlook({b: best_of(b, n) for b in batches}, "global batch"),
+        "devices": _outlook({k: best_of(batch, k) for k in counts}, "devices"),
     }
     by_estimate = "The one in the ranking is predicted from its trace, and all others are estimated"
-    return [
-        "<h2>Ranking</h2>",
-        _ranking(result),
-        _list(unlisted(result)),
-        "<h2>Where each second goes</h2>",
-        _note(
+    sections = {
+        "Ranking": _ranking(result) + _list(unlisted(result)),
+        "Where each second goes": _note(
             "The slowest rank of each layout, one optimizer step. Messages are those for which "
             "the device waits; those that travel while it computes are <i>hidden</i>, in the "
             "table above and below under the reasons."
-        ),
-        figure_place("where"),
-        "<h2>Memory</h2>",
-        _note("The fullest device of each layout, and what a device has for tensors."),
-        figure_place("memory"),
-        "<h2>Timeline of the best</h2>",
-        _note(
+        )
+        + figure_place("where"),
+        "Memory": _note("The fullest device of each layout, and what a device has for tensors.")
+        + figure_place("memory"),
+        "Timeline of the best": _note(
             "The ranks that differ; all others do what one of these does. Each moment has the "
             "color of what takes most of it."
-        ),
-        figure_place("timeline"),
-        "<h2>Why</h2>",
-        _reasons(run, result, advice),
-        "<h2>How certain this is</h2>",
-        _list(certainty(result, cluster, [point.at for point in counts])),
-        "<h2>Other batches</h2>",
-        _note(f"The fastest layout for each batch. {by_estimate}."),
-        figure_place("batches"),
-        "<h2>Other numbers of devices</h2>",
-        _note(f"The fastest layout for each number, with the same batch. {by_estimate}."),
-        figure_place("devices"),
-    ]
+        )
+        + figure_place("timeline"),
+        "Why": _reasons(run, result, advice),
+        "How certain this is": _list(certainty(result, cluster, counts)),
+        "Other batches": _note(f"The fastest layout for each batch. {by_estimate}.")
+        + figure_place("batches"),
+        "Other numbers of devices": _note(
+            f"The fastest layout for each number, with the same batch. {by_estimate}."
+        )
+        + figure_place("devices"),
+    }
+    return sections, figures
 
 
 def certainty(result: Result, cluster: Cluster, counts: Iterable[int]) -> list[str]:
@@ -155,64 +157,37 @@ def certainty(result: Result, cluster: Cluster, counts: Iterable[int]) -> list[s
         counts: The numbers of devices of which the report tells, too.
     """
     common = common_warnings(result.listed)
-    found = [sureness(cluster, result.layouts[0].run.layout.n_processes)]
-    found += [f"For all layouts: {warning}." for warning in common]
+    sentences = [sureness(cluster, result.layouts[0].run.layout.n_processes)]
+    sentences += [f"For all layouts: {warning}." for warning in common]
     said = {*common}
     for one in result.listed:
-        mine = [warning for warning in layout_warnings(one) if warning not in common]
-        found += [f"For {one.name}: {warning}." for warning in mine]
+        mine = [warning for warning in one.traced.warnings if warning not in common]
+        sentences += [f"For {one.name}: {warning}." for warning in mine]
         said |= {*mine}
     for n in counts:
         more = [doubt for doubt in doubts(cluster, n) if doubt not in said]
-        found += [f"On {n} devices: {doubt}." for doubt in more]
+        sentences += [f"On {n} devices: {doubt}." for doubt in more]
         said |= {*more}
-    off = [
-        100 * (one.estimate.step_s / one.prediction.step_s - 1)
-        for one in result.listed
-        if one.prediction
-    ]
-    least, most = _percent(min(off)), _percent(max(off))
-    found.append(
+    off = [100 * (one.estimate.step_s / one.traced.step_s - 1) for one in result.listed]
+    least, most = (f"{v:+.0f}%" if round(v) else "0%" for v in (min(off), max(off)))
+    sentences.append(
         f"Estimates of the layouts in the ranking are {least} to {most} off their traces in time."
         if len(off) > 1
         else f"The estimate of the layout in the ranking is {least} off its trace in time."
     )
-    return found
+    return sentences
 
 
-def _percent(value: float) -> str:
-    """Returns a percentage with its sign, and 0% without one."""
-    return f"{value:+.0f}%" if round(value) else "0%"
-
-
-def outlook(
-    factors: Sequence[float], base: int, best: Callable[[int], Found | None]
-) -> list[Outlook]:
-    """Returns the fastest layouts by estimate for multiples of a number.
-
-    Args:
-        factors: The multiples.
-        base: The number.
-        best: Returns the fastest for a number.
-    """
-    numbers = dict.fromkeys(round(base * factor) for factor in factors)
-    return [Outlook(at, best(at)) for at in numbers if at >= 1]
-
-
-def memory_factors(traced: Sequence[Found]) -> dict[Kind, float]:
-    """Returns how many times their estimated memory layouts need by their traces, at least 1.
-
-    The largest of each kind counts; see `kind_of`.
-    """
-    found: dict[Kind, float] = {}
+def memory_factors(traced: Sequence[Candidate]) -> dict[MemoryKind, float]:
+    """Returns how many times their estimated memory layouts of a kind need, at least 1."""
+    factors: dict[MemoryKind, float] = {}
     for one in traced:
-        if one.prediction is not None and one.prediction.peak_gib is not None:
-            factor = one.prediction.peak_gib / one.estimate.peak_gib
-            found[kind_of(one)] = max(1.0, factor, found.get(kind_of(one), 1.0))
-    return found
+        factor = one.peak_gib / one.estimate.peak_gib
+        factors[one.memory_kind] = max(1.0, factor, factors.get(one.memory_kind, 1.0))
+    return factors
 
 
-def fastest_that_fits(search: Search, factors: dict[Kind, float]) -> Found | None:
+def fastest_that_fits(search: Search, factors: Mapping[MemoryKind, float]) -> Candidate | None:
     """Returns the fastest layout of a search that fits by estimate.
 
     Args:
@@ -221,24 +196,16 @@ def fastest_that_fits(search: Search, factors: dict[Kind, float]) -> Found | Non
     """
     ranked, _ = search.ranked(improved=8)
     for one in ranked:
-        if one.estimate.peak_gib * factors.get(kind_of(one), 1.0) <= one.estimate.limit_gib:
+        if one.estimate.peak_gib * factors.get(one.memory_kind, 1.0) <= one.estimate.limit_gib:
             return one
     return None
-
-
-def _with_batch(run: RunConfig, batch: int) -> RunConfig:
-    return run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})
-
-
-def _per_second(found: Found) -> float:
-    return found.run.train.global_batch / found.step_s
 
 
 # --------------------------------------------------------------------------- text
 
 
 def _note(text: str) -> str:
-    return f'<p class="note">{text}</p>'
+    return f'<p class="note">{text}</p>\n'
 
 
 def _list(sentences: Sequence[str]) -> str:
@@ -247,37 +214,128 @@ def _list(sentences: Sequence[str]) -> str:
 
 
 def _ranking(result: Result) -> str:
-    rows = []
-    for found in result.listed:
-        prediction = found.prediction
-        assert prediction is not None, "only traced layouts are listed"
-        cells = {
-            "": str(place(result, found) or "-"),
-            "layout": html.escape(found.name),
-            "kind": words_of_kind(found),
-            "s a step": f"{prediction.step_s:.4g}",
-            "sequences/s": f"{found.run.train.global_batch / prediction.step_s:,.4g}",
-            "TFLOP/s a device": f"{prediction.model_tflops_per_device:.4g}",
-            "GiB": f"{prediction.peak_gib:.1f}",
-            "limit, GiB": f"{prediction.limit_gib:.1f}",
-            "s in messages": f"{prediction.exposed_communication_s:.3g}",
-            "s hidden": f"{hidden_s(prediction):.3g}",
-            "s in bubbles": f"{prediction.bubble_s:.3g}",
-            "micro-batches": str(found.run.layout.micro_batches),
-            "recompute": found.run.train.recompute,
-        }
-        rows.append("".join(f"<td>{cell}</td>" for cell in cells.values()))
-    head = "".join(f"<th>{text}</th>" for text in cells)
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    heads = ["", "layout", *(column.words for column in COLUMNS)]
+    rows = [
+        [str(place(result, one) or "-"), one.name, *(c.cell(one, one.traced) for c in COLUMNS)]
+        for one in result.listed
+    ]
+    body = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    return f"<table><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{body}</table>"
 
 
 def _reasons(run: RunConfig, result: Result, advice: Sequence[Advice]) -> str:
     items = []
-    for found, why in zip(result.listed, advice):
-        text = " ".join(html.escape(sentence) for sentence in reasons(result, found, why))
+    for one, why in zip(result.listed, advice):
+        text = " ".join(html.escape(sentence) for sentence in reasons(result, one, why))
         items.append(
-            f"<li><b>{html.escape(found.name)}</b><br>{text}<br>"
-            f"<code>{html.escape(settings_between(run, found.run))}</code></li>"
+            f"<li><b>{html.escape(one.name)}</b><br>{text}<br>"
+            f"<code>{html.escape(settings_between(run, one.run))}</code></li>"
         )
     return f"<ol>{''.join(items)}</ol>"
+
+
+# --------------------------------------------------------------------------- figures
+
+
+def _where(layouts: Sequence[Candidate]) -> go.Figure:
+    """Returns stacked bars of the seconds of a step by kind."""
+    rows = [(one.name, one.traced.seconds_by_kind()) for one in layouts]
+    least = SMALL * max(sum(parts.values()) for _, parts in rows)
+    kinds = [*COLORS, *sorted({kind for _, parts in rows for kind in parts} - {*COLORS})]
+    large = (kind for kind in kinds if max(parts.get(kind, 0.0) for _, parts in rows) > least)
+    colors = {kind: COLORS.get(kind, "#bdbdbd") for kind in large}
+    return stacked_bars(rows, colors, "seconds a step", lambda value: f"{value:.4g} s")
+
+
+def _memory_bars(layouts: Sequence[Candidate]) -> go.Figure:
+    """Returns bars of the fullest device's memory, with the limit as a line."""
+    made = figure(120 + 34 * len(layouts), showlegend=False)
+    peaks, limit, red = [one.peak_gib for one in layouts], layouts[0].estimate.limit_gib, "#de2d26"
+    made.add_bar(
+        y=[f"{number}. {one.name}" for number, one in enumerate(layouts, start=1)],
+        x=peaks,
+        orientation="h",
+        marker={"color": COLORS["attention"]},
+        text=[f"{peak:.1f} GiB" for peak in peaks],
+        hovertemplate="%{x:.1f} GiB<extra></extra>",
+    )
+    made.add_vline(x=limit, line={"color": red, "width": 2, "dash": "dash"})
+    # The label stands above the plot, where no bar is.
+    above = {"y": 1, "yref": "paper", "yanchor": "bottom", "xanchor": "right", "showarrow": False}
+    made.add_annotation(x=limit, text=f"limit {limit:.1f} GiB", font={"color": red}, **above)
+    made.update_yaxes(autorange="reversed", automargin=True, ticksuffix="  ")
+    return made.update_xaxes(title="GiB", range=[0, max(limit, *peaks) * 1.05])
+
+
+def _outlook(points: Mapping[int, Candidate | None], axis: str) -> go.Figure:
+    """Returns a line of sequences a second over a number, with the layouts beside its points."""
+    made = figure(380, showlegend=False)
+    made.update_layout(margin={"r": 150})  # for the name of the last layout
+    some = {at: one for at, one in points.items() if one is not None}
+    made.add_scatter(
+        x=[*some],
+        y=[one.run.train.global_batch / one.step_s for one in some.values()],
+        mode="lines+markers+text",
+        text=[one.name.replace(", ", "<br>") for one in some.values()],
+        textposition="bottom right",  # the line goes up as a rule
+        cliponaxis=False,
+        marker={"size": 9, "color": COLORS["products"]},
+        hovertemplate="%{x}: %{y:.4g} sequences a second<br>%{text}<extra></extra>",
+    )
+    if nothing := [str(at) for at in points if at not in some]:
+        text = f"nothing fits at {axis} {', '.join(nothing)}"
+        made.add_annotation(x=0, y=1.05, xref="paper", yref="paper", text=text, showarrow=False)
+    made.update_xaxes(title=axis, type="log", tickvals=[*some])
+    title = {"text": "sequences a second", "standoff": 12}
+    return made.update_yaxes(title=title, rangemode="tozero", automargin=True)
+
+
+def _timeline(timeline: Mapping[int, Sequence[Interval]]) -> go.Figure:
+    """Returns what the replayed ranks of a layout do when, one row for each of their streams.
+
+    A step of many thousand kernels is summarized: each bin shows the kind that takes most of it,
+    or nothing where most of it is idle.
+    """
+    width = max((one.end for some in timeline.values() for one in some), default=0.0) / BINS
+    ranks = sorted(timeline)
+    shown = ranks if len(ranks) <= MOST_RANKS else [*ranks[: MOST_RANKS - 1], ranks[-1]]
+    bins: dict[str, list[dict[str, float]]] = {}  # of each row
+    for rank in shown:
+        for one in sorted(timeline[rank], key=lambda one: (one.stream != "compute", one.stream)):
+            row = f"rank {rank} {one.stream}"
+            if row not in bins:
+                bins[row] = [defaultdict(float) for _ in range(BINS)]
+            kind = one.kind if one.stream == "compute" else one.stream
+            for i in range(int(one.start / width), min(BINS, int(one.end / width) + 1)):
+                bins[row][i][kind] += min(one.end, (i + 1) * width) - max(one.start, i * width)
+    bars: dict[str, list[list[Any]]] = {}  # row, begin and end of each bar of a kind
+    for row, some in bins.items():
+        last = ""
+        for i, seconds in enumerate(some):
+            kind = max(seconds, key=lambda name: seconds[name], default="")
+            kind = kind if sum(seconds.values()) > width / 2 else ""
+            if kind and kind == last:
+                bars[kind][-1][2] = (i + 1) * width
+            elif kind:
+                bars.setdefault(kind, []).append([row, i * width, (i + 1) * width])
+            last = kind
+    made = figure(130 + 30 * len(bins), barmode="overlay", legend=ABOVE)
+    names = {"memory_bound": "memory-bound", "exposed": "waits for messages"}
+    for kind in sorted(bars, key=lambda kind: (kind.startswith("messages"), kind)):
+        name = names.get(kind, kind)
+        over = name.replace("messages ", "messages over ")
+        color = COLORS.get("messages over row" if kind == "exposed" else over)
+        made.add_bar(
+            y=[row for row, _, _ in bars[kind]],
+            x=[end - begin for _, begin, end in bars[kind]],
+            base=[begin for _, begin, _ in bars[kind]],
+            name=name,
+            orientation="h",
+            marker={"color": color},
+            hovertemplate="%{base:.4g} s<extra>" + name + "</extra>",
+        )
+    rows = {"categoryarray": [*bins], "ticksuffix": "  "}
+    made.update_yaxes(autorange="reversed", automargin=True, **rows)
+    return made.update_xaxes(title="seconds")

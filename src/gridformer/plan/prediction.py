@@ -9,6 +9,14 @@ from gridformer.plan.program import Interval
 
 MICRO = 1e6
 _LEAST = 5e-4  # fraction of a step below which a row is not shown by itself
+_LEAST_S = 1e-6  # what takes less than a microsecond of a step is rounding
+_WORDS = {
+    "products": "matrix products",
+    "memory-bound": "memory-bound kernels",
+    "launches": "waiting for the host",
+    "update": "optimizer",
+    "bubble": "waiting for other ranks",
+}
 
 
 @dataclass
@@ -35,26 +43,26 @@ class Parts:
     hidden: dict[str, float] = field(default_factory=dict)
     bubble: float = 0.0
 
-    def rows(self) -> list[tuple[str, float]]:
-        """Returns all that adds up to the step, the largest first and the smallest together."""
-        found = [
-            ("matrix products", self.products),
-            ("attention", self.attention),
-            ("memory-bound kernels", self.memory_bound),
-            ("waiting for the host", self.launches),
-            ("optimizer", self.update),
-            *((f"messages over {axis}", seconds) for axis, seconds in self.exposed.items()),
-            ("waiting for other ranks", self.bubble),
-        ]
-        least = _LEAST * sum(row[1] for row in found)
-        small = sum(row[1] for row in found if row[1] < least)
-        rows = sorted((row for row in found if row[1] >= least > 0), key=lambda row: -row[1])
-        rounding = 1e-9 * sum(row[1] for row in found)
-        return [*rows, ("other", small)] if small > rounding else rows
+    def by_kind(self) -> dict[str, float]:
+        """Returns all that adds up to the step, messages by axis."""
+        return {
+            "products": self.products,
+            "attention": self.attention,
+            "memory-bound": self.memory_bound,
+            "update": self.update,
+            **{f"messages over {axis}": seconds for axis, seconds in self.exposed.items()},
+            "launches": self.launches,
+            "bubble": self.bubble,
+        }
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns the parts by name, in seconds."""
-        return dict(vars(self))
+    def rows(self) -> list[tuple[str, float]]:
+        """Returns the same in words, the largest first and the smallest together."""
+        seconds = {_WORDS.get(kind, kind): s for kind, s in self.by_kind().items()}
+        whole = sum(seconds.values())
+        large = {words: s for words, s in seconds.items() if s >= _LEAST * whole > 0}
+        rows = sorted(large.items(), key=lambda row: -row[1])
+        small = whole - sum(large.values())
+        return [*rows, ("other", small)] if small > 1e-9 * whole else rows  # not a rounding error
 
 
 @dataclass
@@ -101,10 +109,21 @@ class Prediction:
     rank: int = 0
     timeline: dict[int, list[Interval]] = field(default_factory=dict, repr=False)
 
+    def seconds_by_kind(self) -> dict[str, float]:
+        """Returns the seconds of a step by kind; `other` is what no kind explains."""
+        seconds = {kind: s for kind, s in self.parts.by_kind().items() if s >= _LEAST_S}
+        rest = self.step_s - sum(seconds.values())
+        return seconds | ({"other": rest} if rest > 0.005 * self.step_s else {})
+
+    def hidden_by_axis(self) -> dict[str, float]:
+        """Returns the seconds in which messages travel while the device computes, by axis."""
+        hidden = self.parts.hidden.items()
+        return {f"messages over {axis}": s for axis, s in hidden if s >= _LEAST_S}
+
     def to_json(self) -> dict[str, Any]:
         """Returns what `gridformer predict --json` prints."""
-        found = {name: value for name, value in vars(self).items() if name != "timeline"}
-        return {**found, "parts": self.parts.as_json()}
+        values = {name: value for name, value in vars(self).items() if name != "timeline"}
+        return {**values, "parts": dict(vars(self.parts))}
 
     def chrome_trace(self) -> dict[str, Any]:
         """Returns the timeline in the format of Chrome traces, which Perfetto shows."""

@@ -1,9 +1,8 @@
-"""Searches for the fastest layouts of a model on a cluster.
+"""Searches for the fastest layouts of a model on a cluster by estimates.
 
 Every arrangement of the devices is first estimated with a few settings (gridformer.plan.roofline).
 The best of them are improved one setting at a time, as long as a change makes a step faster within
-the memory of a device. What is then fastest is traced (gridformer.plan.tracing), and only layouts
-whose trace fits are listed.
+the memory of a device. What is then fastest is traced (gridformer.plan.trace_candidates).
 """
 
 from __future__ import annotations
@@ -31,17 +30,15 @@ MARGIN = 1.1
 GAIN = 0.995  # with choices for the cluster, an estimate must be below this part of that without
 
 T = TypeVar("T")
-Predict = Callable[[RunConfig, Cluster], Prediction]
+# The kind of a layout for errors of estimated memory: scheme, recomputation, order of a pipeline.
+MemoryKind = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class Found:
-    """A layout with the settings that were found for it.
+class Candidate:
+    """A layout with settings, its estimate, and its traced prediction if it was traced.
 
     Attributes:
-        run: The run with the layout and these settings.
-        estimate: Its estimate.
-        prediction: Its traced prediction; None if it was not traced.
         asked: Whether the user has asked for this layout.
     """
 
@@ -61,9 +58,28 @@ class Found:
         return layout_kind(self.run.layout)
 
     @property
+    def memory_kind(self) -> MemoryKind:
+        """What it has in common with layouts whose estimates of memory have like errors."""
+        layout = self.run.layout
+        pipeline = layout.pipeline_order if layout.pp > 1 else ""
+        return layout.scheme, self.run.train.recompute, pipeline
+
+    @property
     def step_s(self) -> float:
         """Seconds of a step, as predicted, or else as estimated."""
         return self.prediction.step_s if self.prediction else self.estimate.step_s
+
+    @property
+    def traced(self) -> Prediction:
+        """The prediction of a layout that was traced."""
+        assert self.prediction is not None, "only traced layouts are listed"
+        return self.prediction
+
+    @property
+    def peak_gib(self) -> float:
+        """The memory of the fullest device of a layout that was traced."""
+        assert self.traced.peak_gib is not None, "predict estimates memory, too"
+        return self.traced.peak_gib
 
 
 @dataclass
@@ -84,19 +100,19 @@ class Result:
         top: How many layouts are listed, besides those that were asked for.
     """
 
-    layouts: list[Found] = field(default_factory=list)
-    refused: list[Found] = field(default_factory=list)
-    passed_over: list[Found] = field(default_factory=list)
-    untraced: list[Found] = field(default_factory=list)
+    layouts: list[Candidate] = field(default_factory=list)
+    refused: list[Candidate] = field(default_factory=list)
+    passed_over: list[Candidate] = field(default_factory=list)
+    untraced: list[Candidate] = field(default_factory=list)
     too_large: list[str] = field(default_factory=list)
     n_arrangements: int = 0
     n_estimates: int = 0
     seconds: float = 0.0
-    smallest: Found | None = None
+    smallest: Candidate | None = None
     top: int = 10
 
     @property
-    def listed(self) -> list[Found]:
+    def listed(self) -> list[Candidate]:
         """The fastest layouts, and those that were asked for, which may be slow or not fit."""
         rest = [*self.layouts[self.top :], *self.refused]
         return self.layouts[: self.top] + [one for one in rest if one.asked]
@@ -137,42 +153,36 @@ class Search:
         racked = self.cluster.nodes_per_rack if placed else 0
         if racked and self.n_devices // node % racked:
             racked = 0  # racks of different sizes
-        on_nodes = {"devices_per_node": placed, "nodes_per_rack": racked}
         for layout in candidates(self.n_devices):
-            layout = layout.model_copy(update=on_nodes)
-            rows = spec_of(layout).batch_parts(layout)
-            if self.run.train.global_batch % rows:
+            parts = spec_of(layout).batch_parts(layout)
+            if self.run.train.global_batch % parts:
                 continue
-            most = self.run.train.global_batch // rows
+            most = self.run.train.global_batch // parts
             fewest = min(divisors(most), key=lambda n: abs(n - min(most, layout.pp)))
-            layout = layout.model_copy(update={"micro_batches": fewest})
+            placement = {"devices_per_node": placed, "nodes_per_rack": racked}
+            layout = layout.model_copy(update=placement | {"micro_batches": fewest})
             for mode in modes(layout) if layout_kind(layout) == REPLICAS else [{}]:
                 run = changed(self.run.model_copy(update={"layout": layout}), mode)
                 if run is not None:
                     yield run
 
-    def estimated(self, run: RunConfig) -> Found:
+    def estimated(self, run: RunConfig) -> Candidate:
         """Returns the run with its estimate."""
         self.n_estimates += 1
-        return Found(run, estimate(run, self.cluster, self.costs))
+        return Candidate(run, estimate(run, self.cluster, self.costs))
 
-    def fits(self, found: Found, margin: float = MARGIN) -> bool:
-        """Whether the estimate leaves it possible that a layout fits.
+    def fits(self, one: Candidate, margin: float = MARGIN) -> bool:
+        """Whether a layout may fit, where its estimate may be `margin` times the limit."""
+        return one.estimate.peak_gib <= margin * one.estimate.limit_gib
 
-        Args:
-            found: The layout.
-            margin: How many times the limit the estimate may be.
-        """
-        return found.estimate.peak_gib <= margin * found.estimate.limit_gib
-
-    def first(self, run: RunConfig) -> Found:
+    def first(self, run: RunConfig) -> Candidate:
         """Returns an arrangement with settings that fit, or those with the least memory.
 
         It tries modes of replicas that shard more and more, until one fits without recomputation,
         and with each mode smaller micro-batches and more recomputation.
         """
-        best: Found | None = None
-        least: Found | None = None
+        best: Candidate | None = None
+        tried: list[Candidate] = []
         for mode in [{}] if layout_kind(run.layout) == REPLICAS else modes(run.layout):
             for m in micro_batches(run):
                 for recompute in ("none", "full"):
@@ -180,58 +190,52 @@ class Search:
                     other = changed(run, changes)
                     if other is None:
                         continue
-                    found = self.estimated(other)
-                    if least is None or found.estimate.peak_gib < least.estimate.peak_gib:
-                        least = found
-                    if self.fits(found):
-                        if best is None or found.step_s < best.step_s:
-                            best = found
+                    tried.append(one := self.estimated(other))
+                    if self.fits(one):
+                        best = one if best is None or one.step_s < best.step_s else best
                         break  # more recomputation takes more time
             if best is not None and best.run.train.recompute == "none":
                 break
-        chosen = best or least
-        assert chosen is not None, "the run itself is valid"
-        return chosen
+        # The run itself is valid, so something was tried.
+        return best or min(tried, key=lambda one: one.estimate.peak_gib)
 
-    def improved(self, found: Found, margin: float = MARGIN) -> Found:
-        """Changes one setting at a time, always that which makes a step fastest.
+    def improved(self, best: Candidate, margin: float = MARGIN) -> Candidate:
+        """Changes one setting at a time, always the one that makes a step fastest.
 
         Args:
-            found: A layout.
+            best: A layout.
             margin: How many times the limit the estimated memory may be.
         """
         for _ in range(ROUNDS):
-            runs = [run for _, run in neighbors(found.run)]
-            if found.kind == REPLICAS:  # their modes are layouts of their own
-                mode = found.run.layout.dp_mode
-                runs = [run for run in runs if run.layout.dp_mode == mode]
-            others = [self.estimated(run) for run in runs]
-            fitting = [other for other in others if self.fits(other, margin)]
-            best = min(fitting, key=lambda other: other.step_s, default=found)
-            if best.step_s >= found.step_s * 0.999:
-                return found
-            found = best
-        return found
+            runs = [run for _, run in neighbors(best.run)]
+            if best.kind == REPLICAS:  # their modes are layouts of their own
+                runs = [run for run in runs if run.layout.dp_mode == best.run.layout.dp_mode]
+            fitting = [one for one in map(self.estimated, runs) if self.fits(one, margin)]
+            fastest = min(fitting, key=lambda one: one.step_s, default=best)
+            if fastest.step_s >= best.step_s * 0.999:
+                break
+            best = fastest
+        return best
 
-    def for_cluster(self, found: Found) -> Found:
+    def for_cluster(self, one: Candidate) -> Candidate:
         """Returns a layout with `layout.cluster` if it is faster with choices for the cluster."""
-        if not self.named or found.run.layout.cluster:
-            return found
-        other = changed(found.run, {"layout.cluster": self.named})
-        if other is None or choices_of(other).products == choices_of(found.run).products:
-            return found
+        if not self.named or one.run.layout.cluster:
+            return one
+        other = changed(one.run, {"layout.cluster": self.named})
+        if other is None or choices_of(other).products == choices_of(one.run).products:
+            return one
         timed = self.estimated(other)
-        return timed if self.fits(timed) and timed.step_s < GAIN * found.step_s else found
+        return timed if self.fits(timed) and timed.step_s < GAIN * one.step_s else one
 
-    def smaller(self, found: Found, scale: float) -> Found | None:
+    def smaller(self, large: Candidate, scale: float) -> Candidate | None:
         """Returns the fastest of a layout's neighbors, and theirs, that fits; None if none does.
 
         Args:
-            found: A layout whose trace does not fit.
+            large: A layout whose trace does not fit.
             scale: How many times as large as its estimate its traced memory is.
         """
-        limit = found.estimate.limit_gib / scale
-        tried = [found]
+        limit = large.estimate.limit_gib / scale
+        tried = [large]
         for _ in range(2):
             more = [self.estimated(run) for one in tried for _, run in neighbors(one.run)]
             fitting = [one for one in more if one.estimate.peak_gib <= limit]
@@ -240,50 +244,49 @@ class Search:
             tried = sorted(more, key=lambda one: one.estimate.peak_gib)[:2]
         return None
 
-    def ranked(self, improved: int = IMPROVED, copies: bool = False) -> tuple[list[Found], Result]:
+    def ranked(
+        self, improved: int = IMPROVED, copies: bool = False
+    ) -> tuple[list[Candidate], Result]:
         """Returns layouts that may fit by the estimate, fastest first, and what was counted.
 
         Args:
             improved: The settings of this many arrangements are improved; kinds take turns.
             copies: Whether copies of this process share the work, where they can.
         """
-        result = Result()
         runs = [*self.arrangements()]
-        result.n_arrangements = len(runs)
         firsts = self._each(self.first, runs, copies)
-        result.smallest = min(firsts, key=lambda one: one.estimate.peak_gib, default=None)
         fitting = sorted((one for one in firsts if self.fits(one)), key=lambda one: one.step_s)
-        result.too_large = sorted({one.kind for one in firsts} - {one.kind for one in fitting})
-        fitting = _in_turns(fitting)
+        of_kind: dict[str, list[Candidate]] = {}
+        for one in fitting:
+            of_kind.setdefault(one.kind, []).append(one)
+        in_turns = [one for turn in zip_longest(*of_kind.values()) for one in turn if one]
         best = self._each(
-            lambda one: self.for_cluster(self.improved(one)), fitting[:improved], copies
+            lambda one: self.for_cluster(self.improved(one)), in_turns[:improved], copies
         )
-        found = best + fitting[improved:]
-        result.n_estimates = self.n_estimates
-        return sorted(found, key=lambda one: one.step_s), result
+        layouts = sorted(best + in_turns[improved:], key=lambda one: one.step_s)
+        return layouts, Result(
+            too_large=sorted({one.kind for one in firsts} - {*of_kind}),
+            n_arrangements=len(runs),
+            n_estimates=self.n_estimates,
+            smallest=min(firsts, key=lambda one: one.estimate.peak_gib, default=None),
+        )
 
-    def _each(self, function: Callable[[T], Found], work: Sequence[T], copies: bool) -> list[Found]:
+    def _each(
+        self, function: Callable[[T], Candidate], work: Sequence[T], copies: bool
+    ) -> list[Candidate]:
         """Returns what a function finds for each piece of work, and counts its estimates."""
 
-        def counted(some: Sequence[T]) -> list[tuple[Found, int]]:
-            found = []
+        def counted(some: Sequence[T]) -> list[tuple[Candidate, int]]:
+            results = []
             for one in some:
-                before = self.n_estimates
-                found.append((function(one), self.n_estimates - before))
-            return found
+                self.n_estimates = 0
+                results.append((function(one), self.n_estimates))
+            return results
 
         before = self.n_estimates
         each = on_all_cores(counted, work) if copies else counted(work)
         self.n_estimates = before + sum(n for _, n in each)
-        return [found for found, _ in each]
-
-
-def _in_turns(layouts: Sequence[Found]) -> list[Found]:
-    """Returns layouts that are sorted by time so that their kinds take turns."""
-    of_kind: dict[str, list[Found]] = {}
-    for one in layouts:
-        of_kind.setdefault(one.kind, []).append(one)
-    return [one for turn in zip_longest(*of_kind.values()) for one in turn if one]
+        return [one for one, _ in each]
 
 
 REPLICAS, PIPELINE = "data parallel", "pipeline"
@@ -302,17 +305,6 @@ def sharding(layout: LayoutConfig) -> str:
     if rows > 1:
         return "2-D grid" if cols > 1 else "rows alone"
     return "Megatron" if cols > 1 else REPLICAS
-
-
-# Of layouts whose estimates of memory have like errors.
-Kind = tuple[str, str, str]
-
-
-def kind_of(one: Found) -> Kind:
-    """Returns the scheme of a layout, what it recomputes, and the order of its pipeline."""
-    layout = one.run.layout
-    pipeline = layout.pipeline_order if layout.pp > 1 else ""
-    return layout.scheme, one.run.train.recompute, pipeline
 
 
 # --------------------------------------------------------------------------- defaults of a plan

@@ -1,68 +1,375 @@
-"""Prints a prediction."""
+"""Shows a prediction, and the layouts that a search has found: as a table with reasons, as JSON,
+and the best as a run file.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from gridformer.cluster.file import Cluster
-from gridformer.config import RunConfig
+from gridformer.config import RunConfig, TrainConfig
 from gridformer.parallel.registry import describe_layout
-from gridformer.plan.advice import limit_of
+from gridformer.plan.advice import Advice, in_words, limit_of
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.price import doubts, sureness
+from gridformer.plan.search import REPLICAS, Candidate, Result, sharding
+
+EXPLAINED = 3  # layouts whose reasons the command prints besides those that were asked for
+ROWS_ALONE = (
+    "Rows alone (r x 1): weights are sharded over the rows and gathered for each product, as FSDP "
+    "does, but within one replica. Only 2-D grids shard weights in two dimensions."
+)
+# What a plan states of the section `train`, besides what differs from the defaults.
+STATED = ("global_batch", "dtype", "recompute")
+NO_DATA = "SET-ME"  # the data.path of a run made from a model's name alone
 
 
-def print_prediction(run: RunConfig, cluster: Cluster, found: Prediction, console: Console) -> None:
-    """Prints how long a step takes, where the time goes, what limits it, and the warnings.
-
-    Args:
-        run: The run.
-        cluster: The cluster.
-        found: The prediction.
-        console: Where to print.
-    """
-    n = run.layout.n_processes
+def print_prediction(
+    run: RunConfig, cluster: Cluster, prediction: Prediction, console: Console
+) -> None:
+    """Prints how long a step takes, where the time goes, what limits it, and the warnings."""
+    n, step_s = run.layout.n_processes, prediction.step_s
     devices = "one device" if n == 1 else f"{n} devices"
     console.print(f"{describe_layout(run.layout)} on {devices} of {cluster.name}")
-    tokens = run.train.global_batch * run.seq_len / found.step_s if found.step_s else 0.0
+    tokens = run.train.global_batch * run.seq_len / step_s if step_s else 0.0
     console.print(
-        f"A step takes {seconds(found.step_s)}: forward {seconds(found.forward_s)}, backward "
-        f"{seconds(found.backward_s)}, update {seconds(found.update_s)}. That is "
-        f"{tokens:,.0f} tokens/s and {found.model_tflops_per_device:.3g} model TFLOP/s per device "
-        f"({found.hardware_tflops_per_device:.3g} with what is recomputed)."
+        f"A step takes {_time(step_s)}: forward {_time(prediction.forward_s)}, backward "
+        f"{_time(prediction.backward_s)}, update {_time(prediction.update_s)}. That is "
+        f"{tokens:,.0f} tokens/s and {prediction.model_tflops_per_device:.3g} model TFLOP/s per "
+        f"device ({prediction.hardware_tflops_per_device:.3g} with what is recomputed)."
     )
     table = Table(box=None, pad_edge=False, header_style="")
     table.add_column("where the time goes")
     table.add_column("time", justify="right")
     table.add_column("share", justify="right")
-    rows = found.parts.rows()
-    for name, value in rows:
-        table.add_row(name, seconds(value), f"{100 * value / found.step_s:.1f}%")
-    for axis, value in found.parts.hidden.items():
-        if value > 5e-4 * found.step_s:
-            table.add_row(f"(messages over {axis} behind computation)", seconds(value), "")
+    for name, value in prediction.parts.rows():
+        table.add_row(name, _time(value), f"{100 * value / step_s:.1f}%")
+    for axis, value in prediction.parts.hidden.items():
+        if value > 5e-4 * step_s:
+            table.add_row(f"(messages over {axis} behind computation)", _time(value), "")
     console.print(table)
-    if found.step_s:
-        console.print(limit_of(found), soft_wrap=True)
-    if found.peak_gib is None:
+    if step_s:
+        console.print(limit_of(prediction), soft_wrap=True)
+    if prediction.peak_gib is None:
         console.print("Memory is estimated for training steps alone.")
     else:
-        fits = "It fits" if found.fits else "It does not fit"
+        fits = "It fits" if prediction.fits else "It does not fit"
         console.print(
-            f"{fits}: a rank's tensors take {found.peak_gib:.3g} of the {found.limit_gib:.3g} GiB "
-            "that leave 5% to spare."
+            f"{fits}: a rank's tensors take {prediction.peak_gib:.3g} of the "
+            f"{prediction.limit_gib:.3g} GiB that leave 5% to spare."
         )
     said = doubts(cluster, n, extrapolated=False)
-    for warning in found.warnings:
+    for warning in prediction.warnings:
         if warning not in said:
             console.print(f"Warning: {warning}.", soft_wrap=True)
     console.print(sureness(cluster, n), soft_wrap=True)
 
 
-def seconds(value: float) -> str:
+def _time(seconds: float) -> str:
     """Formats a time, such as `12.3 ms`."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value * 1e6:.3g} us"
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+# --------------------------------------------------------------------------- the ranking
+
+
+def print_result(
+    run: RunConfig, result: Result, advice: Sequence[Advice], cluster: Cluster, console: Console
+) -> None:
+    """Prints the ranking, and the reasons for the first layouts.
+
+    Args:
+        run: The run that was asked for.
+        result: What was found.
+        advice: The advice for each layout that is listed.
+        cluster: The machine.
+        console: Where to print.
+    """
+    listed, n = result.listed, result.layouts[0].run.layout.n_processes
+    fastest, n_traces = len(result.layouts[: result.top]), len(result.layouts + result.refused)
+    traces = f"{n_traces} layouts that were traced" if n_traces > 1 else "1 layout that was traced"
+    console.print(
+        Text(
+            f"{run.model.name} on {n} devices of {cluster.name}, {run.train.global_batch} "
+            f"sequences of {run.seq_len} tokens a step, {run.train.dtype}: the "
+            f"{f'{fastest} fastest' if fastest > 1 else 'fastest'} of {traces}, of "
+            f"{result.n_arrangements} arrangements ({result.n_estimates} estimates, "
+            f"{result.seconds:.1f} s of the processor)"
+        )
+    )
+    _print_table(result, console)
+    if any(sharding(one.run.layout) == "rows alone" for one in listed):
+        console.print(Text(ROWS_ALONE))
+    for sentence in unlisted(result):
+        console.print(Text(sentence))
+    console.print(Text(sureness(cluster, n)), soft_wrap=True)
+    explained = [one for i, one in enumerate(listed) if i < EXPLAINED or one.asked]
+    said = doubts(cluster, n, extrapolated=False)
+    common = [one for one in common_warnings(explained) if one not in said]
+    for one, why in [pair for pair in zip(listed, advice) if pair[0] in explained]:
+        console.print(Text(f"\n{label(result, one)}", style="bold"))
+        lines = [settings_between(run, one.run), *reasons(result, one, why)]
+        lines += [f"Warning: {w}" for w in one.traced.warnings if w not in (*common, *said)]
+        for line in lines:
+            console.print(Text(f"   {line}"), soft_wrap=True)
+    if common:
+        console.print(Text("\nFor all of these:", style="bold"))
+    for warning in common:
+        console.print(Text(f"   Warning: {warning}"), soft_wrap=True)
+
+
+def place(result: Result, one: Candidate) -> int | None:
+    """Returns the place of a layout among all that were traced; None if it does not fit."""
+    return result.layouts.index(one) + 1 if one in result.layouts else None
+
+
+def label(result: Result, one: Candidate) -> str:
+    """Returns the place and the name of a layout."""
+    number = place(result, one)
+    return f"{number}. {one.name}" if number else f"-  {one.name}"
+
+
+def words_of_kind(one: Candidate) -> str:
+    """Returns the kind of a layout, and for a pipeline also that of its stages."""
+    inner = sharding(one.run.layout)
+    return one.kind if inner in (one.kind, REPLICAS) else f"{one.kind}, {inner}"
+
+
+def reasons(result: Result, one: Candidate, why: Advice) -> list[str]:
+    """Returns sentences that say why a layout stands where it does."""
+    prediction = one.traced
+    if not prediction.fits:
+        gib = f"{prediction.peak_gib:.1f} of {prediction.limit_gib:.1f} GiB"
+        return [f"It does not fit: {gib}.", *why.sentences]
+    best = result.layouts[0].prediction
+    if not one.asked or best is None or best is prediction:
+        return why.sentences
+    less = best.seconds_by_kind()
+    seconds = prediction.seconds_by_kind().items()
+    more = sorted((less.get(kind, 0.0) - s, kind) for kind, s in seconds)
+    where = ", ".join(f"{-s:+.3g} s {kind}" for s, kind in more[:3] if s < 0)
+    slower = f"{one.step_s / best.step_s - 1:.1%} longer than the fastest"
+    return [f"It takes {slower} ({where}).", *why.sentences]
+
+
+def unlisted(result: Result) -> list[str]:
+    """Returns sentences about the layouts that are not listed, and why not."""
+    sentences, kinds = [], {one.kind for one in result.listed}
+    first = {one.kind: one for one in reversed(result.layouts) if one.kind not in kinds}
+    if first:
+        others = sorted(first.values(), key=lambda one: one.step_s)
+        text = "; ".join(f"{one.kind}: {label(result, one)} {one.step_s:.4g} s" for one in others)
+        sentences.append(f"The fastest of other kinds that were traced: {text}.")
+    if result.too_large:
+        names = ", ".join(result.too_large)
+        sentences.append(f"Kinds of which no layout fits by estimate: {names}.")
+    sentences += [
+        f"Left out: {one.name} does not fit when it is traced, with "
+        f"{one.traced.peak_gib:.1f} of {one.traced.limit_gib:.1f} GiB."
+        for one in result.refused
+        if not (one.asked and result.layouts)  # it is listed
+    ]
+    if result.passed_over:
+        some = ", ".join(one.name for one in result.passed_over[:3])
+        more = len(result.passed_over) - 3
+        names = f"{some} and {more} more" if more > 0 else some
+        sentences.append(f"Not traced, because by the same factor these would not fit: {names}.")
+    if result.untraced:
+        some = "; ".join(one.name for one in result.untraced[:3])
+        sentences.append(
+            f"There was no time to trace {len(result.untraced)} more, so they are not ranked: "
+            f"{some}{', ...' * (len(result.untraced) > 3)}. --seconds gives more time."
+        )
+    return sentences
+
+
+def common_warnings(layouts: Sequence[Candidate]) -> list[str]:
+    """Returns the warnings that all of some traced layouts have."""
+    first = layouts[0].traced.warnings
+    return [text for text in first if all(text in one.traced.warnings for one in layouts)]
+
+
+class Column(NamedTuple):
+    """A column of the ranking after that of the names.
+
+    Attributes:
+        head: Its one or two lines of heading.
+        cell: Its text for a layout.
+        leaves: Which columns leave a narrow terminal first: those of small numbers. Columns with 0
+            are only for pages.
+    """
+
+    head: str
+    cell: Callable[[Candidate, Prediction], str]
+    leaves: int
+
+    @property
+    def words(self) -> str:
+        """The heading in one line."""
+        return " ".join(self.head.split()).replace("- ", "-")
+
+
+COLUMNS = (
+    Column("kind", lambda one, _: words_of_kind(one), 3),
+    Column("s a\nstep", lambda _, p: f"{p.step_s:.4g}", 9),
+    Column("sequences/s", lambda one, p: f"{one.run.train.global_batch / p.step_s:,.4g}", 0),
+    Column("TFLOP/s\na device", lambda _, p: f"{p.model_tflops_per_device:.3g}", 5),
+    Column("GiB", lambda _, p: f"{p.peak_gib:.1f}", 8),
+    Column("limit, GiB", lambda _, p: f"{p.limit_gib:.1f}", 0),
+    Column("s in\nmessages", lambda _, p: f"{p.exposed_communication_s:.3g}", 4),
+    Column("hidden", lambda _, p: f"{sum(p.parts.hidden.values()):.3g}", 1),
+    Column("s in\nbubbles", lambda _, p: f"{p.bubble_s:.3g}", 2),
+    Column("micro-\nbatches", lambda one, _: str(one.run.layout.micro_batches), 7),
+    Column("recompute", lambda one, _: one.run.train.recompute, 6),
+)
+
+
+def _print_table(result: Result, console: Console) -> None:
+    """Prints the table with the columns that there is room for; a file has room for all.
+
+    The names of layouts stay whole: they break at spaces if even the first column is too much.
+    """
+    names = [label(result, one) for one in result.listed]
+    cells = {
+        column: [column.cell(one, one.traced) for one in result.listed]
+        for column in COLUMNS
+        if column.leaves
+    }
+    widths = {
+        column: 1 + max(map(len, (*column.head.split("\n"), *texts)))  # with the space before it
+        for column, texts in cells.items()
+    }
+    name = max(len("layout"), *map(len, names))
+    left_out = set[Column]()
+    if console.is_terminal:
+        for column in sorted(cells, key=lambda column: column.leaves)[:-1]:
+            if name + sum(w for c, w in widths.items() if c not in left_out) > console.width:
+                left_out.add(column)
+    shown = [column for column in cells if column not in left_out]
+    width = name + sum(widths[column] for column in shown)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.width = min(width, console.width) if console.is_terminal else width
+    table.add_column("\nlayout", overflow="fold")
+    for column in shown:
+        left = column.head in ("kind", "recompute")
+        head = column.head if "\n" in column.head else f"\n{column.head}"
+        table.add_column(head, justify="left" if left else "right", no_wrap=True)
+    for text, *row in zip(names, *(cells[column] for column in shown)):
+        table.add_row(Text(text), *row)
+    console.print(table, crop=False)
+    if left_out:
+        heads = ", ".join(column.words for column in cells if column in left_out)
+        console.print(Text(f"Left out for lack of room: {heads}. A wider terminal shows them."))
+
+
+def settings_between(asked: RunConfig, other: RunConfig) -> str:
+    """Returns the settings of a layout that differ from the run that was asked for, as overrides.
+
+    Without any the run has this layout already, and the words say so.
+    """
+    changes: dict[str, Any] = {}
+    for section in ("layout", "train"):
+        before = getattr(asked, section).model_dump(mode="json")
+        after = getattr(other, section).model_dump(mode="json")
+        changes |= {f"{section}.{k}": value for k, value in after.items() if value != before[k]}
+    return in_words(changes) or "This is the run's own layout."
+
+
+# --------------------------------------------------------------------------- for other programs
+
+
+def ranking_as_json(
+    result: Result, advice: Sequence[Advice], remedies: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Returns what `--json` prints.
+
+    Args:
+        result: The result of the search.
+        advice: The advice for each layout that is listed.
+        remedies: Sentences on what would fit, if no layout does.
+    """
+    layouts = [
+        one.traced.to_json()
+        | _described(one)
+        | {
+            "kind": words_of_kind(one),
+            "place": place(result, one),
+            "asked": one.asked,
+            "why": reasons(result, one, why),
+            "where": why.shares,
+            "hidden": why.hidden,
+            "change": dict(why.best.settings) if why.best else None,
+            "change_traced": why.best.traced if why.best else None,
+        }
+        for one, why in zip(result.listed, advice)
+    ]
+    return {
+        "layouts": layouts,
+        "remedies": list(remedies),
+        "refused": [_unlisted(one) for one in result.refused],
+        "passed_over": [_unlisted(one) for one in result.passed_over],
+        "untraced": [_unlisted(one) for one in result.untraced],
+        "traced": len(result.layouts) + len(result.refused),
+        "arrangements": result.n_arrangements,
+        "estimates": result.n_estimates,
+    }
+
+
+def _described(one: Candidate) -> dict[str, Any]:
+    """Returns a layout: its name, what it sets in a run, and its estimate."""
+    layout = one.run.layout.model_dump(mode="json", exclude_defaults=True)
+    train, plain = one.run.train.model_dump(mode="json"), TrainConfig().model_dump(mode="json")
+    return {
+        "name": one.name,
+        "layout": {"scheme": one.run.layout.scheme} | layout,
+        "train": {k: v for k, v in train.items() if k in STATED or v != plain[k]},
+        "estimated_step_s": one.estimate.step_s,
+    }
+
+
+def _unlisted(one: Candidate) -> dict[str, Any]:
+    """Returns what is known of a layout that is not listed; None stands for what was not traced."""
+    return _described(one) | {
+        "estimated_peak_gib": one.estimate.peak_gib,
+        "step_s": one.prediction and one.prediction.step_s,
+        "peak_gib": one.prediction and one.prediction.peak_gib,
+        "limit_gib": one.estimate.limit_gib,
+    }
+
+
+def write_run(one: Candidate, path: Path, how: str) -> None:
+    """Writes a layout as a run file that `gridformer train` accepts as it is.
+
+    It holds what differs from the defaults, and a comment that says what was predicted.
+
+    Args:
+        one: The layout with its settings.
+        path: The file, whose folder is created if needed.
+        how: The command that makes it, quoted for the shell.
+    """
+    run, prediction = one.run, one.prediction
+    lines = [f"# {one.name}, written by: {how}".replace("\n", "\n# ")]
+    if prediction is not None:
+        lines.append(
+            f"# Predicted: {prediction.step_s:.4g} s a step, {prediction.peak_gib:.1f} of "
+            f"{prediction.limit_gib:.1f} GiB, {prediction.model_tflops_per_device:.4g} TFLOP/s a "
+            "device."
+        )
+    values = run.model_dump(mode="json", exclude_defaults=True)
+    if run.data.path == Path() and not run.data.sources:  # made from a model's name alone
+        # The path of a run without data is the current folder, which has no tokens.
+        values["data"] = {**values["data"], "path": NO_DATA}
+        lines.append(f"# Set data.path={NO_DATA} to a folder that `gridformer prepare` wrote.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump({"name": run.name, **values}, sort_keys=False)
+    path.write_text("\n".join(lines) + "\n" + text, encoding="utf-8")

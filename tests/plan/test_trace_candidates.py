@@ -14,14 +14,14 @@ from rich.console import Console
 from gridformer.cli import plan as plan_command
 from gridformer.cluster import Cluster
 from gridformer.config import RunConfig
-from gridformer.plan import tracing as plan_tracing
+from gridformer.plan import trace_candidates
 from gridformer.plan.advice import Advice, Change, advise
 from gridformer.plan.prediction import Prediction
-from gridformer.plan.ranking import print_result, ranking_as_json
 from gridformer.plan.roofline import estimate
-from gridformer.plan.search import REPLICAS, Found, Kind, Search, kind_of
+from gridformer.plan.search import REPLICAS, Candidate, MemoryKind, Search
 from gridformer.plan.settings import changed
-from gridformer.plan.tracing import MOST, OF_EACH, Queue, Tracing
+from gridformer.plan.show import print_result, ranking_as_json
+from gridformer.plan.trace_candidates import MOST, OF_EACH, Queue, Tracing
 from gridformer.utils import fork_pool
 from gridformer.utils.errors import ConfigError
 from tests.support.plans import cluster, found_on_8, predictor, run_of, search
@@ -41,7 +41,7 @@ def test_one_refusal_speaks_for_layouts_like_it() -> None:
     large = functools.partial(predictor, peak=4.0)
     found = search(run_of(batch=512), cluster(), 8, top=6, predictor=large)
     assert len(found.layouts) >= 6
-    kinds = [kind_of(one) for one in found.refused]
+    kinds = [one.memory_kind for one in found.refused]
     assert len({*kinds}) == len(kinds) > 0
     assert found.passed_over
     for one in found.passed_over:
@@ -76,7 +76,7 @@ def test_no_kind_loses_by_an_estimate_alone() -> None:
         fits = [one for one in some if one.estimate.fits]
         assert of_kind[kind] >= min(len(fits), OF_EACH), kind
     assert of_kind.total() <= MOST
-    begun = [Found(run, fifth.estimate).kind for run in traced[:6]]
+    begun = [Candidate(run, fifth.estimate).kind for run in traced[:6]]
     assert {*begun} == kinds.keys(), "the fastest of each kind come first"
     shown = io.StringIO()
     print_result(asked.run, result, [], cluster(), Console(file=shown, width=1000))
@@ -132,7 +132,7 @@ def test_a_layout_that_was_asked_for_stands_in_its_place(peak: float) -> None:
 def test_what_was_asked_for_is_checked_before_anything_is_traced(
     monkeypatch: pytest.MonkeyPatch, also: str, error: str
 ) -> None:
-    monkeypatch.setattr(plan_tracing, "Tracing", lambda *_, **__: pytest.fail("begun"))
+    monkeypatch.setattr(trace_candidates, "Tracing", lambda *_, **__: pytest.fail("begun"))
     with pytest.raises(ConfigError, match=error) as raised:
         plan_command.plan("gpt2-124m", "dgx-h100", 8, also=["layout.dp=8", also])
     assert str(raised.value).startswith("--also ")
@@ -141,7 +141,7 @@ def test_what_was_asked_for_is_checked_before_anything_is_traced(
 def test_after_a_refusal_no_estimate_may_exceed_the_limit() -> None:
     asked = Search(run_of(batch=512), cluster(), 8)
     one, *others = asked.ranked()[0]
-    other = next(other for other in others if kind_of(other) != kind_of(one))
+    other = next(other for other in others if other.memory_kind != one.memory_kind)
     above = 1.05 * other.estimate.limit_gib
     larger = replace(other, estimate=replace(other.estimate, peak_gib=above))
     assert Queue(asked, [larger]).next(Counter()) is larger
@@ -163,18 +163,18 @@ def test_a_layout_stands_in_for_another_once() -> None:
 
 def test_what_was_passed_over_is_traced_if_nothing_else_fits() -> None:
     """The first trace of each kind is far off, and the others need what is estimated."""
-    seen: set[Kind] = set()
+    seen: set[MemoryKind] = set()
 
     def first_is_larger(run: RunConfig, machine: Cluster) -> Prediction:
-        kind = kind_of(Found(run, estimate(run, machine)))
+        kind = Candidate(run, estimate(run, machine)).memory_kind
         peak = 1.0 if kind in seen else 1e3
         seen.add(kind)
         return predictor(run, machine, peak)
 
     found = search(run_of(batch=512), cluster(), 8, top=10, predictor=first_is_larger)
     assert found.layouts
-    assert {kind_of(one) for one in found.layouts} <= {kind_of(one) for one in found.refused}
-    assert {kind_of(one) for one in found.refused} == seen
+    assert {one.memory_kind for one in found.layouts} <= {one.memory_kind for one in found.refused}
+    assert {one.memory_kind for one in found.refused} == seen
 
 
 def test_time_limits_what_is_traced() -> None:
@@ -203,7 +203,7 @@ def test_loading_counts_in_the_processor_time_of_a_plan(
             raise Asked(limit_s)
 
     monkeypatch.setattr(fork_pool, "processor_s", lambda: 100.0)
-    monkeypatch.setattr(plan_tracing, "Tracing", Asking)
+    monkeypatch.setattr(trace_candidates, "Tracing", Asking)
     with pytest.raises(Asked) as asked:
         plan_command.plan("gpt2-124m", cluster="dgx-h100", devices=devices, seconds=seconds)
     assert asked.value.args[0] == pytest.approx(left)
@@ -217,12 +217,12 @@ def test_time_that_is_left_is_for_what_is_advised(monkeypatch: pytest.MonkeyPatc
         now[0] += 1.0
         return predictor(run, machine)
 
-    monkeypatch.setattr(plan_tracing, "processor_s", lambda: now[0])
+    monkeypatch.setattr(trace_candidates, "processor_s", lambda: now[0])
     tracing = Tracing(Search(run_of(), cluster(), 8), 20, takes_a_second)
-    other = changed(tracing.asked.run, {"layout.dp": 8})
+    other = changed(tracing.search.run, {"layout.dp": 8})
     assert other is not None
     advised = Advice({}, {}, "", Change({}, 0.1, 1.0, True, other), None)
-    monkeypatch.setattr(plan_tracing, "advise", lambda *_: advised)
+    monkeypatch.setattr(trace_candidates, "advise", lambda *_: advised)
     tracing.run(10.0)
     assert [len(tracing.traced), tracing.result.seconds] == [10, 9.0]
     assert tracing.traced[-1].run == other
@@ -269,9 +269,9 @@ def test_copies_of_the_process_find_the_same(monkeypatch: pytest.MonkeyPatch) ->
         found = predictor(run, machine)
         return replace(found, warnings=[str(os.getpid() != here)])
 
-    monkeypatch.setattr(plan_tracing, "predict", elsewhere)
-    monkeypatch.setattr(plan_tracing, "fast_fakes", lambda: None)
-    for module in (plan_tracing, fork_pool):
+    monkeypatch.setattr(trace_candidates, "predict", elsewhere)
+    monkeypatch.setattr(trace_candidates, "fast_fakes", lambda: None)
+    for module in (trace_candidates, fork_pool):
         monkeypatch.setattr(module, "can_copy", lambda: True)
         monkeypatch.setattr(module, "n_cores", lambda: 2)
     found = search(run_of(), cluster(), 8, top=4, predictor=elsewhere)
