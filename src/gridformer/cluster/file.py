@@ -23,10 +23,7 @@ from gridformer.utils.errors import ConfigError
 FITTED: dict[str, tuple[float, str]] = {
     "product_efficiency": (0.8, "fraction of the peak rate that large matrix products reach"),
     "memory_efficiency": (0.75, "fraction of memory's bandwidth that memory-bound kernels reach"),
-    "inner_efficiency": (
-        0.75,
-        "fraction of the bandwidth of the innermost level that is reached",
-    ),
+    "inner_efficiency": (0.75, "fraction of the bandwidth of the innermost level that is reached"),
     "outer_efficiency": (0.8, "fraction of the bandwidth of the other levels that is reached"),
     "slowdown_per_node": (0.0, "messages between n nodes take 1 + (n - 2) times this longer"),
 }
@@ -170,12 +167,6 @@ class Cluster(_Part):
 
     @model_validator(mode="after")
     def _nested(self) -> Self:
-        for inner, outer in itertools.pairwise(self.levels):
-            if outer.size % inner.size or outer.size <= inner.size:
-                raise ValueError(
-                    f"level {outer.name} has {outer.size} devices: it must be a multiple of the "
-                    f"{inner.size} of level {inner.name}, such as {inner.size * 2}"
-                )
         for level in self.levels:
             if level.size % level.shared_by:
                 raise ValueError(
@@ -183,6 +174,11 @@ class Cluster(_Part):
                     f"{level.shared_by}; use a divisor of {level.size}"
                 )
         for inner, outer in itertools.pairwise(self.levels):
+            if outer.size % inner.size or outer.size <= inner.size:
+                raise ValueError(
+                    f"level {outer.name} has {outer.size} devices: it must be a multiple of the "
+                    f"{inner.size} of level {inner.name}, such as {inner.size * 2}"
+                )
             if outer.shared_by > inner.size:
                 raise ValueError(
                     f"level {outer.name}: links are counted for each unit of level {inner.name}, "
@@ -212,16 +208,16 @@ class Cluster(_Part):
         """Returns the cluster as n processes see it, which share the cores and memory of a CPU."""
         if self.device.kind != "cpu":
             return self
-        changes: dict[str, object] = {"processes": n}
-        measured = self.tables.host_s(n)
-        if measured is not None:
-            us = {name: 1e6 * s for name, s in zip(("launch_us", "step_us"), measured)}
-            numbers = {
-                name: getattr(self.host, name).model_copy(update={"value": value})
-                for name, value in us.items()
-            }
-            changes["host"] = self.host.model_copy(update=numbers)
-        return self.model_copy(update=changes)
+        host = self.host
+        if measured := self.tables.host_s(n):
+            launch, step = (1e6 * seconds for seconds in measured)
+            host = host.model_copy(
+                update={
+                    "launch_us": host.launch_us.model_copy(update={"value": launch}),
+                    "step_us": host.step_us.model_copy(update={"value": step}),
+                }
+            )
+        return self.model_copy(update={"processes": n, "host": host})
 
     @property
     def limit_gib(self) -> float:
@@ -243,15 +239,12 @@ class Cluster(_Part):
 
     def with_fitted(self, values: Mapping[str, float]) -> Cluster:
         """Returns this cluster with other values of fitted numbers."""
-        fitted = dict(self.fitted)
-        for name, value in values.items():
-            old = fitted.get(name)
-            fitted[name] = (
-                old.model_copy(update={"value": value})
-                if old
-                else Fitted(value=value, source="caller", data=NO_DATA, identified=False)
-            )
-        return self.model_copy(update={"fitted": fitted})
+        new = Fitted(value=0, source="caller", data=NO_DATA, identified=False)
+        fitted = {
+            name: self.fitted.get(name, new).model_copy(update={"value": value})
+            for name, value in values.items()
+        }
+        return self.model_copy(update={"fitted": {**self.fitted, **fitted}})
 
 
 def cluster_names() -> list[str]:
@@ -277,10 +270,7 @@ def cluster_path(name_or_path: str | Path) -> Path | None:
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """Reads a cluster file.
-
-    Args:
-        name_or_path: See `cluster_path`.
+    """Reads a cluster file, which `cluster_path` finds.
 
     Raises:
         ConfigError: There is no such cluster, or the file has problems: all of them are listed,
@@ -305,11 +295,7 @@ def _read(path: Path, whole: Path, changed_ns: int, size: int) -> Cluster:
 
 
 def parse_cluster(raw: Mapping[str, Any], where: str) -> Cluster:
-    """Validates the contents of a cluster file.
-
-    Args:
-        raw: The contents.
-        where: The file's name, with which each problem is reported.
+    """Validates the contents of a cluster file; problems are reported with the name `where`.
 
     Raises:
         ConfigError: Values are missing, unknown or invalid.
@@ -333,16 +319,10 @@ def parse_cluster(raw: Mapping[str, Any], where: str) -> Cluster:
 
 def _keys(loc: tuple[int | str, ...]) -> list[str]:
     """Returns the keys that the part of a cluster file at this place may have."""
-    parts: dict[str, type[BaseModel]] = {
-        "device": Device,
-        "levels": Level,
-        "host": Host,
-        "fitted": Fitted,
-        "tables": Tables,
-    }
     names = [part for part in loc if isinstance(part, str)]
+    parts: dict[str, type[BaseModel]] = {"device": Device, "levels": Level, "host": Host}
+    parts |= {"fitted": Fitted, "tables": Tables}
     if not names:
         return list(Cluster.model_fields)
-    if names[-1] in parts:
-        return list(parts[names[-1]].model_fields)
-    return list((Fitted if names[0] == "fitted" else Figure).model_fields)
+    inside = Fitted if names[0] == "fitted" else Figure
+    return list(parts.get(names[-1], inside).model_fields)

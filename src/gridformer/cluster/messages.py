@@ -58,13 +58,7 @@ class _Spread(NamedTuple):
 def like_messages(
     cluster: Cluster, members: Sequence[int], groups: Sequence[Sequence[int]] | NDArray
 ) -> int:
-    """Returns `MessageWork.sharers` of a message in a group, when all groups send at once.
-
-    Args:
-        cluster: The machine.
-        members: The places of the group.
-        groups: The places of all groups of the same axis, that of the message among them.
-    """
+    """Returns `MessageWork.sharers` of a message among `members`, when all groups send at once."""
     import numpy as np  # which checks of a run do not load
 
     below = _outermost(_spread(cluster, members))

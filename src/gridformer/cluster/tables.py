@@ -106,6 +106,12 @@ class Tables(BaseModel):
     def _fields(self) -> dict[Any, _Field]:
         return {}
 
+    def _field(self, key: Any, points: Callable[[], Iterable[_Point]]) -> _Field:
+        """Returns the times of one kind, which are sorted once."""
+        if key not in self._fields:
+            self._fields[key] = _Field(points())
+        return self._fields[key]
+
     def product_s(
         self, processes: int, dtype: str, shape: Sequence[int], order: str = ""
     ) -> float | None:
@@ -115,20 +121,18 @@ class Tables(BaseModel):
             processes: How many processes compute at the same time.
             dtype: Data type of the operands.
             shape: (batch, m, n, k).
-            order: See `ProductRow`; without it, or if it has no rows, the mean over all orders.
+            order: As in `ProductRow`; without it, or if it has no rows, the mean over all orders.
         """
-        orders = [order] if order else ["nn", "nt", "tn"]
         times = []
-        for one in orders:
-            key = ("product", dtype, one)
-            if key not in self._fields:
-                rows = [r for r in self.products if (r.dtype, r.order) == (dtype, one)]
-                self._fields[key] = _Field(
-                    _Point(r.processes, (r.batch, r.m, r.n, r.k), r.us) for r in rows
-                )
-            found = self._fields[key].seconds(processes, shape, math.prod(shape))
-            if found is not None:
-                times.append(found)
+        for one in [order] if order else ["nn", "nt", "tn"]:
+
+            def points(one: str = one) -> Iterable[_Point]:
+                rows = (r for r in self.products if (r.dtype, r.order) == (dtype, one))
+                return (_Point(r.processes, (r.batch, r.m, r.n, r.k), r.us) for r in rows)
+
+            seconds = self._field(("product", dtype, one), points).at_a_rate(processes, shape)
+            if seconds is not None:
+                times.append(seconds)
         if order and not times:  # such as both transposed, which no model needs
             return self.product_s(processes, dtype, shape)
         return sum(times) / len(times) if times else None
@@ -141,25 +145,23 @@ class Tables(BaseModel):
         Args:
             processes: How many processes compute at the same time.
             dtype: Data type.
-            shape: (batch, heads, queries, keys, width, hides): see `kernels.KernelWork`.
+            shape: (batch, heads, queries, keys, width, hides), as in `kernels.KernelWork`.
             backward: Whether it is the backward pass.
-            op: See `AttentionRow`.
+            op: As in `AttentionRow`.
         """
-        causal = bool(shape[5])
-        key = ("attention", op, dtype, causal, backward)
-        if key not in self._fields:
-            kind = (op, dtype, causal, backward)
-            self._fields[key] = _Field(
-                _Point(r.processes, (r.batch * r.heads, r.queries, r.keys, r.width), r.us)
-                for r in self.attention
-                if (r.op, r.dtype, r.causal, r.backward) == kind
-            )
-        batch, heads, queries, keys, width = shape[:5]
-        place = (batch * heads, queries, keys, width)
-        found = self._fields[key].seconds(processes, place, math.prod(place))
-        if found is None and op != "sdpa":
+        batch, heads, *rest, hides = shape
+        kind = op, dtype, bool(hides), backward
+
+        def points() -> Iterable[_Point]:
+            rows = (r for r in self.attention if (r.op, r.dtype, r.causal, r.backward) == kind)
+            for r in rows:
+                yield _Point(r.processes, (r.batch * r.heads, r.queries, r.keys, r.width), r.us)
+
+        field = self._field(("attention", *kind), points)
+        seconds = field.at_a_rate(processes, (batch * heads, *rest))
+        if seconds is None and op != "sdpa":
             return self.attention_s(processes, dtype, shape, backward)
-        return found
+        return seconds
 
     def memory_s(self, processes: int, op: str, n_bytes: float, dtype: str = "") -> float | None:
         """Returns the seconds of a memory-bound kernel, or None if there are no rows.
@@ -170,28 +172,27 @@ class Tables(BaseModel):
             n_bytes: Bytes read and written.
             dtype: Data type of what it writes; one that was not measured takes any other.
         """
-        key = ("memory", op, dtype)
-        if key not in self._fields:
+
+        def points() -> Iterable[_Point]:
             rows = [r for r in self.memory if r.op == op]
             rows = rows or [r for r in self.memory if r.op == "add"] or [*self.memory]
             rows = [r for r in rows if r.dtype == dtype] or rows
             # Rows of several types at one size would be one place of the field.
-            rows = [r for r in rows if r.dtype == rows[0].dtype]
-            self._fields[key] = _Field(_Point(r.processes, (r.bytes,), r.us) for r in rows)
-        return self._fields[key].seconds_by_size(processes, n_bytes)
+            return (_Point(r.processes, (r.bytes,), r.us) for r in rows if r.dtype == rows[0].dtype)
+
+        size = max(n_bytes, 1.0)  # an empty tensor takes a call, too
+        return self._field(("memory", op, dtype), points).seconds(
+            processes,
+            (size,),
+            lambda times: _along(size, {at[0]: us for at, us in times.items()}, floor=0.5),
+        )
 
     def message_s(
         self, processes: int, op: str, members: int, nodes: int, sharers: int, n_bytes: float
     ) -> float | None:
         """Returns the seconds of a message, or None if no such message was measured.
 
-        Args:
-            processes: How many processes there are.
-            op: The kind of message.
-            members: Size of the group.
-            nodes: The number of nodes that the group spans.
-            sharers: The number of groups that share a link between nodes.
-            n_bytes: See `messages.MessageWork`.
+        Arguments are the columns of `MessageRow`.
         """
         rows = [r for r in self.messages if r.op == op and r.nodes == nodes]
         if nodes > 1:
@@ -227,6 +228,9 @@ class _Point(NamedTuple):
     us: float
 
 
+Times = dict[tuple[float, ...], float]  # microseconds by place
+
+
 class _Field:
     """Times at measured places, interpolated between them.
 
@@ -235,77 +239,52 @@ class _Field:
     """
 
     def __init__(self, points: Iterable[_Point]) -> None:
-        self.by_count: dict[int, dict[tuple[float, ...], float]] = {}
+        self.by_count: dict[int, Times] = {}
         for point in points:
             self.by_count.setdefault(point.processes, {})[point.place] = point.us
 
-    def seconds(self, processes: int, place: Sequence[float], work: float) -> float | None:
-        """Returns the seconds of something that works at a rate, at a place of several sizes."""
-        if not self.by_count:
-            return None
-        if not work:  # one of the sizes is 0
-            return 0.0
+    def at_a_rate(self, processes: int, place: Sequence[float]) -> float | None:
+        """Returns the seconds of work whose amount is the product of its sizes."""
+        work = math.prod(place)
 
-        def rate(us: float, where: Sequence[float]) -> float:
-            return math.prod(where) / us
-
-        def at(points: dict[tuple[float, ...], float]) -> float:
-            rates = {where: rate(us, where) for where, us in points.items()}
+        def at(times: Times) -> float:
+            rates = {where: math.prod(where) / us for where, us in times.items()}
             return work / _nearest(tuple(place), rates)
 
-        def slowdown(many: dict[tuple[float, ...], float], base: dict[Any, float]) -> float:
-            return _nearest(tuple(place), {w: many[w] / base[w] for w in many if w in base})
+        return self.seconds(processes, tuple(place), at) if work or not self.by_count else 0.0
 
-        return self._over_counts(processes, at, slowdown)
+    def seconds(
+        self, processes: int, place: tuple[float, ...], at: Callable[[Times], float]
+    ) -> float | None:
+        """Returns the seconds at a place, or None if nothing was measured.
 
-    def seconds_by_size(self, processes: int, size: float) -> float | None:
-        """Returns the seconds of something whose time grows with one size."""
+        Args:
+            processes: How many processes compute at the same time.
+            place: The place.
+            at: Returns the microseconds there, of the times with one number of processes.
+        """
         if not self.by_count:
             return None
-        size = max(size, 1.0)  # an empty tensor takes a call, too
-
-        def at(points: dict[tuple[float, ...], float]) -> float:
-            return _along(size, {where[0]: us for where, us in points.items()}, floor=0.5)
-
-        def slowdown(many: dict[tuple[float, ...], float], base: dict[Any, float]) -> float:
-            return _nearest((size,), {w: many[w] / base[w] for w in many if w in base})
-
-        return self._over_counts(processes, at, slowdown)
-
-    def _over_counts(
-        self,
-        processes: int,
-        at: Callable[[dict[tuple[float, ...], float]], float],
-        slowdown: Callable[[dict[tuple[float, ...], float], dict[Any, float]], float],
-    ) -> float:
-        most = max(len(points) for points in self.by_count.values())
-
-        def with_count(count: int) -> float:
-            points = self.by_count[count]
-            whole = [c for c, p in self.by_count.items() if c < count and len(p) == most]
-            if len(points) < most and whole:
-                base = self.by_count[max(whole)]
-                if any(where in base for where in points):
-                    return at(base) * slowdown(points, base)
-            return at(points)
-
-        times = {count: with_count(count) for count in self.by_count}
-        return _along(processes, times) / 1e6
+        most, by_count = max(map(len, self.by_count.values())), {}
+        for count, times in self.by_count.items():
+            whole = [c for c, t in self.by_count.items() if c < count and len(t) == most]
+            base = self.by_count[max(whole)] if whole and len(times) < most else {}
+            slowdown = {where: times[where] / base[where] for where in times if where in base}
+            by_count[count] = at(base) * _nearest(place, slowdown) if slowdown else at(times)
+        return _along(processes, by_count) / 1e6
 
 
 def _nearest(place: tuple[float, ...], values: dict[tuple[float, ...], float]) -> float:
     """Interpolates positive values between the nearest places, all on logarithmic scales."""
-    near = sorted((_distance(place, where), value) for where, value in values.items())[:_NEAREST]
+    distances = {  # squared
+        where: sum(math.log(x / y) ** 2 for x, y in zip(place, where)) for where in values
+    }
+    near = sorted((distance, values[where]) for where, distance in distances.items())[:_NEAREST]
     if near[0][0] < 1e-9:
         return near[0][1]
     weights = [1.0 / distance**2 for distance, _ in near]
     mean = sum(w * math.log(value) for w, (_, value) in zip(weights, near)) / sum(weights)
     return math.exp(mean)
-
-
-def _distance(a: tuple[float, ...], b: tuple[float, ...]) -> float:
-    """Returns the sum of squares of the ratios' logarithms."""
-    return sum(math.log(x / y) ** 2 for x, y in zip(a, b))
 
 
 def _along(x: float, points: dict[Any, float], floor: float | None = None) -> float:
