@@ -6,7 +6,7 @@ import math
 
 from gridformer.config import RunConfig
 from gridformer.memory.room import Room
-from gridformer.parallel.auto.work import parameter_bytes, state_bytes
+from gridformer.parallel.auto.products import parameter_bytes, state_bytes
 from gridformer.parallel.registry import spec_of
 from gridformer.utils.units import format_bytes
 

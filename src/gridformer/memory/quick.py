@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from gridformer.config import RunConfig
 from gridformer.memory.room import on_gpu
-from gridformer.parallel.auto.cost import Choice, Choices
+from gridformer.parallel.auto.cost import Choice, Choices, resolved
 from gridformer.parallel.auto.heuristics import decide
-from gridformer.parallel.auto.work import replica_work, resolved, state_bytes
+from gridformer.parallel.auto.products import replica_work, state_bytes
 from gridformer.parallel.data.buckets import BUCKET_BYTES
 from gridformer.parallel.pipeline.stage_shares import shares_of_ranks, stack_of, stacks_of
 from gridformer.parallel.registry import spec_of

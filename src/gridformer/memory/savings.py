@@ -8,7 +8,7 @@ from typing import Any
 from gridformer.config import RunConfig
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.heuristics import decide
-from gridformer.parallel.auto.work import replica_work
+from gridformer.parallel.auto.products import replica_work
 from gridformer.parallel.fixes import Changes, with_changes
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.validation import violations

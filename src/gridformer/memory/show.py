@@ -13,7 +13,7 @@ from gridformer.config import RunConfig
 from gridformer.memory.breakdown import MemoryBreakdown
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.heuristics import decide
-from gridformer.parallel.auto.work import replica_work
+from gridformer.parallel.auto.products import replica_work
 from gridformer.parallel.registry import describe_layout
 from gridformer.record.step import KINDS
 from gridformer.utils.units import byte_unit

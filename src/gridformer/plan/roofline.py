@@ -19,10 +19,10 @@ from gridformer.cluster.messages import Op
 from gridformer.config import RunConfig
 from gridformer.memory.quick import quick_peaks
 from gridformer.memory.room import room_on
-from gridformer.parallel.auto.cost import Choice
+from gridformer.parallel.auto.cost import Choice, resolved
 from gridformer.parallel.auto.decisions import Decisions, choices_of, placements, traffic_of
 from gridformer.parallel.auto.loads import Load, ProductTimes
-from gridformer.parallel.auto.work import parameter_bytes, replica_work, resolved
+from gridformer.parallel.auto.products import parameter_bytes, replica_work
 from gridformer.parallel.data.buckets import BUCKET_BYTES
 from gridformer.parallel.pipeline.stage_shares import (
     StageShares,

@@ -10,9 +10,10 @@ rows of the grid.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from gridformer.config import RunConfig
 from gridformer.parallel.auto.products import Product, Work
 
 ScheduleName = Literal["broadcast", "pipelined", "gather"]
@@ -56,6 +57,12 @@ class Choice:
         """Whether the product gathers rows and then normalizes them, so the norm sends nothing."""
         return self.product.normed and self.schedule == "gather" and self.stays == "output"
 
+    @property
+    def kept(self) -> str:
+        """Which gathered operands are kept, in a word, or nothing."""
+        kept = ["input"] * self.keep_input + ["weight"] * self.keep_weight
+        return "both" if len(kept) > 1 else "".join(kept)
+
 
 @dataclass(frozen=True)
 class Timed:
@@ -88,6 +95,11 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.col + other.col, self.row + other.row, self.messages + other.messages)
+
+
+def _traffic(col: float, row: float, col_messages: int, row_messages: int) -> Traffic:
+    """Returns traffic without the messages that would be empty."""
+    return Traffic(col, row, bool(col) * col_messages + bool(row) * row_messages)
 
 
 @dataclass(frozen=True)
@@ -134,6 +146,8 @@ class Choices:
         """Whether every device holds all of the activations between sections."""
         return self.between == "replicated"
 
+    # ------------------------------------------------------------------ parameters
+
     @property
     def branched_parameters(self) -> int:
         """Elements of the matrices that are divided among sub-grids (D&SP)."""
@@ -149,15 +163,13 @@ class Choices:
     def copied_parameters(self) -> float:
         """Elements of matrices on a device that other columns of devices hold as well."""
         mine = 0.0
-        for choice in self.products.values():
-            if choice.product.copied and not choice.common:
-                several = (n for n, pieces in choice.product.parts if pieces % self.cols)
-                mine += (
-                    choice.product.n_in
-                    * choice.product.count
-                    * (choice.product.copied + sum(several))
-                )
+        for product in (c.product for c in self.products.values() if not c.common):
+            if product.copied:
+                several = sum(n for n, pieces in product.parts if pieces % self.cols)
+                mine += product.n_in * product.count * (product.copied + several)
         return mine / (self.rows * self.cols)
+
+    # ------------------------------------------------------------------ traffic
 
     def forward(self, choice: Choice, first: bool = True) -> Traffic:
         """Returns the traffic of one such product in the forward pass of a micro-batch.
@@ -167,36 +179,28 @@ class Choices:
             first: Whether it is the first micro-batch of a step, which gathers kept weights.
         """
         activation, weight = self._unit(choice)
-        steps = self._steps(choice)
         if choice.keep_weight and not first:
             weight = 0.0
         if self.replicated:  # all-reduced at the end of a section
-            left = choice.stays == "input"
-            return self._traffic(2 * activation * left, weight, 1, 1)
+            return _traffic(2 * activation * (choice.stays == "input"), weight, 1, 1)
         if choice.schedule != "gather":  # the panels of the table travel for each chunk of tokens
             chunks = self.loss_chunks(choice)
-            return self._traffic(activation, weight * chunks, steps * chunks, steps * chunks)
-        return self._traffic(activation, weight, choice.n_chunks, 1)
+            steps = self.panels * chunks
+            return _traffic(activation, weight * chunks, steps, steps)
+        return _traffic(activation, weight, choice.n_chunks, 1)
 
     def backward(self, choice: Choice) -> Traffic:
         """Returns the traffic of one such product in the backward pass of a micro-batch."""
         activation, weight = self._unit(choice)
-        steps = self._steps(choice)
         if self.replicated:  # all-reduced at the start of the section
-            entered = choice.stays == "output"
-            return self._traffic(2 * activation * entered, weight, 1, 1)
+            return _traffic(2 * activation * (choice.stays == "output"), weight, 1, 1)
         if choice.schedule != "gather":
             chunks = self.loss_chunks(choice)
-            steps *= 2 * chunks
-            return self._traffic(2 * activation, 2 * weight * chunks, steps, steps)
-        again_input = choice.stays == "output" and not choice.keep_input
-        again_weight = not choice.keep_weight
-        return self._traffic(
-            (1 + again_input) * activation,
-            (1 + again_weight) * weight,
-            (1 + again_input) * choice.n_chunks,
-            1 + again_weight,
-        )
+            steps = 2 * self.panels * chunks
+            return _traffic(2 * activation, 2 * weight * chunks, steps, steps)
+        inputs = 1 + (choice.stays == "output" and not choice.keep_input)  # gathered again
+        weights = 1 + (not choice.keep_weight)
+        return _traffic(inputs * activation, weights * weight, inputs * choice.n_chunks, weights)
 
     def again(self, choice: Choice) -> Traffic:
         """Returns the traffic of the recomputed forward pass, in addition to `backward`."""
@@ -204,6 +208,17 @@ class Choices:
         if self.work.recompute != "full" or product.section == "head" or product.ends_block:
             return Traffic(0.0, 0.0, 0)
         return self.forward(choice, first=False)
+
+    def step(self, choice: Choice) -> Traffic:
+        """Returns the traffic of all products of this name in one optimizer step."""
+        m, count = self.work.micro_batches, choice.product.count
+        first, later = self.forward(choice), self.forward(choice, first=False)
+        back = self.backward(choice) + self.again(choice)
+        return Traffic(
+            count * (first.col + (m - 1) * later.col + m * back.col),
+            count * (first.row + (m - 1) * later.row + m * back.row),
+            count * (first.messages + (m - 1) * later.messages + m * back.messages),
+        )
 
     def inputs_again(self) -> float:
         """Returns the elements of saved block inputs that a device receives per micro-batch.
@@ -217,16 +232,17 @@ class Choices:
         share = (self.cols - 1) / self.cols if self.replicated else 2 / self.cols
         return self.block_inputs * share * (self.cols > 1)
 
-    def step(self, choice: Choice) -> Traffic:
-        """Returns the traffic of all products of this name in one optimizer step."""
-        m, count = self.work.micro_batches, choice.product.count
-        first, later = self.forward(choice), self.forward(choice, first=False)
-        back = self.backward(choice) + self.again(choice)
-        return Traffic(
-            count * (first.col + (m - 1) * later.col + m * back.col),
-            count * (first.row + (m - 1) * later.row + m * back.row),
-            count * (first.messages + (m - 1) * later.messages + m * back.messages),
-        )
+    def _unit(self, choice: Choice) -> tuple[float, float]:
+        """Returns the elements received to gather the activation, and the weight, once."""
+        product, r, c = choice.product, self.rows, self.cols
+        if choice.common:
+            return 0.0, 0.0
+        width = product.n_in if choice.stays == "output" else choice.n_out
+        share = (c - 1) / c if self.between != "first" else float(c > 1)
+        activation = share / r * self.work.rows_of(product) * width
+        return activation, (r - 1) / (r * c) * product.n_in * choice.n_out
+
+    # ------------------------------------------------------------------ memory
 
     def gathered_bytes(self, choice: Choice) -> float:
         """Returns the bytes of gathered operands that the `gather` schedule holds for one product.
@@ -245,6 +261,15 @@ class Choices:
         width = product.n_in if choice.stays == "output" else choice.n_out
         return self.work.rows_of(product) / self.rows * width * self.work.itemsize
 
+    def keeping(self, choice: Choice, inputs: bool, weights: bool) -> Choice:
+        """Returns a choice that keeps these operands, where it gathers them."""
+        gathers = choice.schedule == "gather"
+        over_cols = self.cols > 1 and not self.replicated and not choice.common
+        inputs = inputs and gathers and over_cols and choice.stays == "output"
+        weights = weights and gathers and self.rows > 1
+        n_chunks = 1 if inputs else choice.n_chunks
+        return replace(choice, keep_input=inputs, keep_weight=weights, n_chunks=n_chunks)
+
     def kept_bytes(self, choice: Choice) -> float:
         """Returns the bytes that a device holds longer for what all such products keep."""
         product, work, total = choice.product, self.work, 0.0
@@ -255,20 +280,7 @@ class Choices:
             total += product.n_in * choice.n_out / self.cols
         return total * product.count * work.itemsize
 
-    @property
-    def all_kept_bytes(self) -> float:
-        """The bytes that a device holds longer for what all products keep."""
-        return sum(self.kept_bytes(choice) for choice in self.products.values())
-
-    def _unit(self, choice: Choice) -> tuple[float, float]:
-        """Returns the elements received to gather the activation, and the weight, once."""
-        product, r, c = choice.product, self.rows, self.cols
-        if choice.common:
-            return 0.0, 0.0
-        width = product.n_in if choice.stays == "output" else choice.n_out
-        share = (c - 1) / c if self.between != "first" else float(c > 1)
-        activation = share / r * self.work.rows_of(product) * width
-        return activation, (r - 1) / (r * c) * product.n_in * choice.n_out
+    # ------------------------------------------------------------------ tokens and panels
 
     def tokens(self, product: Product) -> int:
         """Returns the rows of a product's input on one row of devices."""
@@ -291,9 +303,10 @@ class Choices:
         """Into how many panels the operands of a product are cut that go panel by panel."""
         return self.rows + self.cols - math.gcd(self.rows, self.cols)
 
-    def _steps(self, choice: Choice) -> int:
-        return 1 if choice.schedule == "gather" else self.panels
 
-    def _traffic(self, col: float, row: float, col_messages: int, row_messages: int) -> Traffic:
-        messages = (col_messages if col else 0) + (row_messages if row else 0)
-        return Traffic(col, row, messages)
+def resolved(run: RunConfig, choices: Choices) -> RunConfig:
+    """Returns the run with what was decided in place of `layout.reshard: auto`."""
+    if run.layout.reshard != "auto":
+        return run
+    layout = run.layout.model_copy(update={"reshard": choices.reshard})
+    return run.model_copy(update={"layout": layout})

@@ -7,7 +7,7 @@ Every process decides from the run's config alone, so all of them agree. `gridfo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rich.console import Console
@@ -18,10 +18,9 @@ from gridformer.config import LayoutConfig, RunConfig
 from gridformer.mesh import node_placement as nodes
 from gridformer.mesh.node_placement import Candidate, NodeBlock
 from gridformer.mesh.placement_table import explain, explain_racks
-from gridformer.parallel.auto.cost import Choice, Choices
+from gridformer.parallel.auto.cost import Choice, Choices, resolved
 from gridformer.parallel.auto.heuristics import decide
-from gridformer.parallel.auto.products import Work
-from gridformer.parallel.auto.work import ITEMSIZE, parameter_bytes, replica_work, resolved
+from gridformer.parallel.auto.products import ITEMSIZE, Work, parameter_bytes, replica_work
 from gridformer.parallel.pipeline.partition import link_names, stages_of
 from gridformer.parallel.registry import describe_layout, spec_of
 from gridformer.utils.units import MIB, three_digits
@@ -90,16 +89,7 @@ def choices_of(run: RunConfig) -> Choices:
 
 
 def traffic_of(run: RunConfig, choices: Choices, work: Work) -> dict[str, float]:
-    """Returns the bytes that one device receives over each axis in a step; see `Decisions`.
-
-    Args:
-        run: The run.
-        choices: How each product is carried out.
-        work: The work of one replica, as `replica_work(run)` returns it.
-
-    Returns:
-        Bytes by the name of the axis: `col`, `row` and `dp`, and with stages `pp`.
-    """
+    """Returns the bytes that one device receives over each axis in a step: `Decisions.traffic`."""
     layout = run.layout
     steps = [choices.step(choice) for choice in choices.products.values()]
     spec, again = spec_of(layout), _times_over_replicas(resolved(run, choices))
@@ -121,16 +111,10 @@ def traffic_of(run: RunConfig, choices: Choices, work: Work) -> dict[str, float]
 def placements(
     layout: LayoutConfig, traffic: Mapping[str, float]
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Returns the blocks that a node and a rack may hold, best first; see `Decisions`.
+    """Returns the blocks of devices that a node may hold, and of nodes that a rack may hold.
 
-    Args:
-        layout: The layout.
-        traffic: What `traffic_of` returned.
-
-    Returns:
-        The blocks of devices that a node may hold, and the blocks of nodes that a rack may hold.
-        A list is empty if the layout does not give the number of devices per node, or of nodes per
-        rack, or if the scheme has no blocks.
+    The best come first. A list is empty if the layout does not give the number of devices per node,
+    or of nodes per rack, or if the scheme has no blocks.
     """
     if not layout.devices_per_node or not spec_of(layout).node_blocks:
         return [], []
@@ -144,13 +128,13 @@ def placements(
 def notes(run: RunConfig) -> list[str]:
     """Returns sentences about settings of a run that do not have the effect one might expect."""
     micro_batches = run.layout.micro_batches
-    if run.train.update == "in_backward" and micro_batches > 1:
-        return [
-            "update=in_backward saves no memory here: gradients accumulate over "
-            f"layout.micro_batches={micro_batches}, so those of all layers are held until the "
-            "backward pass of the last micro-batch"
-        ]
-    return []
+    if run.train.update != "in_backward" or micro_batches == 1:
+        return []
+    return [
+        "update=in_backward saves no memory here: gradients accumulate over "
+        f"layout.micro_batches={micro_batches}, so those of all layers are held until the "
+        "backward pass of the last micro-batch"
+    ]
 
 
 def _between_stages(run: RunConfig, work: Work) -> float:
@@ -193,6 +177,9 @@ def _times_over_replicas(run: RunConfig) -> float:
     return gathers * ITEMSIZE[run.train.dtype] / parameter_bytes(run) + 1
 
 
+# --------------------------------------------------------------------------- train --explain
+
+
 def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> None:
     """Prints how each product is carried out, what travels, what is kept, and why.
 
@@ -202,9 +189,8 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
         console: Where it is printed.
     """
     choices, layout = decisions.choices, run.layout
-    work = choices.work
-    said = f"{run.model.name} on {describe_layout(layout)}: {work.tokens:,} tokens per micro-batch"
-    m = work.micro_batches
+    tokens, m = choices.work.tokens, choices.work.micro_batches
+    said = f"{run.model.name} on {describe_layout(layout)}: {tokens:,} tokens per micro-batch"
     per_step = f"{m} micro-batch{'es' * (m > 1)} per step"
     console.print(Text(f"{said}, {per_step}, {run.train.dtype}"))
     if choices.rows * choices.cols == 1:
@@ -215,22 +201,7 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
             said = f"One device holds {whole}"
         console.print(Text(f"{said}: no product sends anything."))
     else:
-        console.print(_products(choices, console.width))
-        again = " and for its recomputation" if _computes_again(choices) else ""
-        held = any(choice.keep_input or choice.keep_weight for choice in choices.products.values())
-        copied = any(c.product.copied and not c.common for c in choices.products.values())
-        console.print(
-            "msgs, MiB: what a device receives for one such product in the forward and backward "
-            f"pass of a micro-batch{again}. stays: the activation that is not sent."
-            + (" held: memory for what all such products together keep." if held else "")
-            + (" out + n: n more columns, which several devices hold." if copied else "")
-        )
-        if choices.timed:
-            console.print(_seconds(choices))
-            console.print(
-                f"ms: what all such products of a step take on {layout.cluster} with the messages "
-                "that they wait for."
-            )
+        _print_products(choices, layout, console)
     total = {name: n_bytes for name, n_bytes in decisions.traffic.items() if n_bytes}
     if total:
         over_branches = spec_of(layout).boundary(layout).axis == "branch"
@@ -251,65 +222,68 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
         console.print(Text("Bytes assume ring collectives."))
 
 
-def _products(choices: Choices, width: int) -> Table:
-    """Returns the table of choices and of one device's traffic, `width` characters wide at most."""
-    passes = ["fwd", "bwd", *["again"] * _computes_again(choices)]
-    keeps = any(choice.keep_input or choice.keep_weight for choice in choices.products.values())
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("\nproduct", no_wrap=True)
-    if width >= _WIDE:
-        table.add_column("\nin x out", no_wrap=True)
-    for name in ("stays", "schedule"):
-        table.add_column(f"\n{name}", no_wrap=True)
+def _print_products(choices: Choices, layout: LayoutConfig, console: Console) -> None:
+    """Prints the table of choices and of one device's traffic, and that of their seconds."""
+    again = choices.work.recompute == "full"
+    every, wide = choices.products.values(), console.width >= _WIDE
+    keeps = any(choice.kept for choice in every)
+    copied = any(choice.product.copied and not choice.common for choice in every)
+    passes = ["fwd", "bwd", *["again"] * again]
+    heads = ["\nproduct", *["\nin x out"] * wide, "\nstays", "\nschedule"]
     for what in ("msgs", "MiB"):
-        for number, name in enumerate(passes):
-            table.add_column(f"{'' if number else what}\n{name}", justify="right", no_wrap=True)
-    if keeps:
-        table.add_column("\nkept", no_wrap=True)
-        table.add_column("MiB\nheld", justify="right", no_wrap=True)
-    for choice in choices.products.values():
-        table.add_row(*_row(choices, choice, len(passes), keeps, width))
-    return table
+        heads += [f"{'' if i else what}\n{name}" for i, name in enumerate(passes)]
+    table = _table([*heads, *["\nkept", "MiB\nheld"] * keeps], ("msgs", "MiB", *passes))
+    for choice in every:
+        table.add_row(*_row(choices, choice, len(passes), keeps, wide))
+    console.print(table)
+    console.print(
+        "msgs, MiB: what a device receives for one such product in the forward and backward "
+        f"pass of a micro-batch{' and for its recomputation' * again}. stays: the activation that "
+        "is not sent."
+        + (" held: memory for what all such products together keep." if keeps else "")
+        + (" out + n: n more columns, which several devices hold." if copied else "")
+    )
+    if choices.timed:
+        table = _table(["product", "by seconds", "ms", "by volumes", "ms"], ("ms",))
+        for name, timed in choices.timed.items():
+            mine, rule = _named(choices[name]), _named(timed.by_rules)
+            times = [three_digits(1e3 * s) for s in (timed.seconds, timed.by_rules_s)]
+            table.add_row(name, mine, times[0], "the same" if mine == rule else rule, times[1])
+        console.print(table)
+        console.print(
+            f"ms: what all such products of a step take on {layout.cluster} with the messages "
+            "that they wait for."
+        )
 
 
-def _seconds(choices: Choices) -> Table:
-    """Returns the table of what was chosen by seconds, and what by volumes and thresholds."""
+def _table(heads: Sequence[str], numbers: Sequence[str]) -> Table:
+    """Returns an empty table, in which columns with a number's name in their heading are right."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for name in ("product", "by seconds", "ms", "by volumes", "ms"):
-        table.add_column(name, justify="right" if name == "ms" else "left", no_wrap=True)
-    for name, timed in choices.timed.items():
-        mine, rule = _named(choices[name]), _named(timed.by_rules)
-        times = [three_digits(1e3 * s) for s in (timed.seconds, timed.by_rules_s)]
-        table.add_row(name, mine, times[0], "the same" if mine == rule else rule, times[1])
+    for head in heads:
+        right = any(word in numbers for word in head.split())
+        table.add_column(head, justify="right" if right else "left", no_wrap=True)
     return table
 
 
 def _named(choice: Choice) -> str:
     """Returns a choice in words, such as `input, gather in 4, keeps weight`."""
-    found = f"{choice.stays}, {choice.schedule}"
-    if choice.n_chunks > 1:
-        found += f" in {choice.n_chunks}"
-    kept = ["input"] * choice.keep_input + ["weight"] * choice.keep_weight
-    return found + (f", keeps {'both' if len(kept) > 1 else kept[0]}" if kept else "")
+    chunks = f" in {choice.n_chunks}" if choice.n_chunks > 1 else ""
+    keeps = f", keeps {choice.kept}" if choice.kept else ""
+    return f"{choice.stays}, {choice.schedule}{chunks}{keeps}"
 
 
-def _computes_again(choices: Choices) -> bool:
-    return choices.work.recompute == "full"
-
-
-def _row(choices: Choices, choice: Choice, passes: int, keeps: bool, width: int) -> list[str]:
+def _row(choices: Choices, choice: Choice, passes: int, keeps: bool, wide: bool) -> list[str]:
     product, mib = choice.product, choices.work.itemsize / MIB
     cells = [product.name + (f" x{product.count}" if product.count > 1 else "")]
-    if width >= _WIDE:
+    if wide:
         copied = f" + {product.copied}" if product.copied and not choice.common else ""
         cells.append(f"{product.n_in} x {product.n_out}{copied}")
     if choice.common:
         return [*cells, "-", "common", *"-" * (2 * passes + 2 * keeps)]
-    found = [choices.forward(choice), choices.backward(choice), choices.again(choice)][:passes]
-    cells += [choice.stays, choice.schedule, *(str(one.messages) for one in found)]
-    cells += [three_digits((one.col + one.row) * mib) for one in found]
+    traffic = [choices.forward(choice), choices.backward(choice), choices.again(choice)][:passes]
+    cells += [choice.stays, choice.schedule, *(str(one.messages) for one in traffic)]
+    cells += [three_digits((one.col + one.row) * mib) for one in traffic]
     if keeps:
-        kept = ["input"] * choice.keep_input + ["weight"] * choice.keep_weight
-        cells.append("both" if len(kept) > 1 else "".join(kept) or "-")
-        cells.append(three_digits(choices.kept_bytes(choice) / MIB) if kept else "-")
+        held = three_digits(choices.kept_bytes(choice) / MIB) if choice.kept else "-"
+        cells += [choice.kept or "-", held]
     return cells

@@ -44,7 +44,9 @@ def fastest_choices(
     """
     cluster = load_cluster(layout.cluster).for_processes(layout.n_processes)
     times = ProductTimes(by_rules, layout, block, Costs(cluster))
-    room = _room(by_rules, layout, times)
+    # What a device has left for operands that are gathered or kept.
+    held, limit = by_rules.held_bytes, by_rules.work.memory_gib or cluster.limit_gib
+    room = max(MEMORY_SHARE * limit * GIB - held, held * spec_of(layout).keep_share)
     best = {
         c.product.name: _best(c, by_rules, layout, times, room) for c in by_rules.products.values()
     }
@@ -74,20 +76,13 @@ def max_chunks(choices: Choices, layout: LayoutConfig, product: Product) -> int:
     return work.rows_of(product) // choices.rows
 
 
-def _room(choices: Choices, layout: LayoutConfig, times: ProductTimes) -> float:
-    """Returns the bytes that a device has left for operands that are gathered or kept."""
-    limit = choices.work.memory_gib or times.costs.cluster.limit_gib
-    free = MEMORY_SHARE * limit * GIB - choices.held_bytes
-    return max(free, choices.held_bytes * spec_of(layout).keep_share)
-
-
 def _best(
     rule: Choice, choices: Choices, layout: LayoutConfig, times: ProductTimes, room: float
 ) -> Choice:
     """Returns the fastest way to carry out a product that keeps nothing it may choose to keep."""
     if rule.common:
         return rule
-    plain = _kept(rule, choices, layout, False, False) if _free(layout) else rule
+    plain = choices.keeping(rule, False, False) if layout.keep_gathered == "auto" else rule
     fitting = [
         option
         for option in _options(rule, choices, layout)
@@ -111,12 +106,9 @@ def _options(rule: Choice, choices: Choices, layout: LayoutConfig) -> Iterator[C
     most = min(MOST_CHUNKS, max_chunks(choices, layout, product))
     counts = [2**i for i in range(1, most.bit_length()) if 2**i <= most]
     for one, schedule in itertools.product(stays, schedules):
-        option = replace(rule, stays=one, schedule=schedule, n_chunks=1)
-        wish = layout.keep_gathered
-        option = _kept(
-            option, choices, layout, wish in ("inputs", "all"), wish in ("weights", "all")
-        )
-        yield option
+        option, wish = replace(rule, stays=one, schedule=schedule, n_chunks=1), layout.keep_gathered
+        inputs, weights = wish in ("inputs", "all"), wish in ("weights", "all")
+        yield (option := choices.keeping(option, inputs, weights))
         if schedule != "gather" or option.keep_input or product.section == "head":
             continue
         if choices.activation_bytes(option) > 0:
@@ -131,12 +123,12 @@ def _keep(
     room: float,
 ) -> dict[str, Choice]:
     """Keeps the gathered operands that save most seconds for each byte, as long as they fit."""
-    if not _free(layout):
+    if layout.keep_gathered != "auto":
         return best
     offers = []
     for name, choice in best.items():
         for inputs, weights in ((True, False), (False, True), (True, True)):
-            option = _kept(choice, choices, layout, inputs, weights)
+            option = choices.keeping(choice, inputs, weights)
             price, saved = choices.kept_bytes(option), times.step_s(choice) - times.step_s(option)
             if price > 0 and saved > (1 - GAIN) * times.step_s(choice):
                 offers.append((saved / price, name, option, price))
@@ -147,22 +139,6 @@ def _keep(
             room -= price - paid[name]
             found[name], paid[name] = option, price
     return found
-
-
-def _kept(
-    choice: Choice, choices: Choices, layout: LayoutConfig, inputs: bool, weights: bool
-) -> Choice:
-    """Returns a choice that keeps these operands, where it gathers them."""
-    gathers = choice.schedule == "gather"
-    over_cols = choices.cols > 1 and not choices.replicated and not choice.common
-    inputs = inputs and gathers and over_cols and choice.stays == "output"
-    weights = weights and gathers and choices.rows > 1
-    n_chunks = 1 if inputs else choice.n_chunks
-    return replace(choice, keep_input=inputs, keep_weight=weights, n_chunks=n_chunks)
-
-
-def _free(layout: LayoutConfig) -> bool:
-    return layout.keep_gathered == "auto"
 
 
 def _why(layout: LayoutConfig, timed: dict[str, Timed], room: float) -> str:

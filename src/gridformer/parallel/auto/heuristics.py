@@ -63,7 +63,11 @@ def decide(
     spec = spec_of(layout)
     rows, cols = spec.grid(layout)
     products = {
-        product.name: Choice(product.over(cols), common=spec.common(product, layout))
+        product.name: Choice(
+            product.over(cols),
+            stays=spec.stays(product, layout),
+            common=spec.common(product, layout),
+        )
         for product in products_of(model)
     }
     table = 0 if model.tied_head else model.hidden_size * max(1, model.vocab_size)
@@ -76,11 +80,12 @@ def decide(
     axis = "branches" if "branches" in spec.axes else "columns"
     chosen.reasons.extend(_replicated_heads(chosen, model, axis))
     chosen.reasons.extend(spec.reasons(chosen, layout))
-    chosen = _stationary(chosen, layout)
+    if "stationary" in spec.keys and layout.stationary == "auto":
+        chosen.reasons.append(_why_stationary(chosen))
     chosen = replace(chosen, held_bytes=_held_bytes(chosen, model, layout.pp))
     chosen = _schedules(_chunked(chosen, layout), layout)
     chosen = _reshard(_cast(_at_once(_kept(chosen, layout)), layout), layout)
-    if not layout.cluster or chosen.rows * chosen.cols == 1:
+    if not layout.cluster or rows * cols == 1:
         return chosen
     return fastest_choices(chosen, layout, block)
 
@@ -102,23 +107,17 @@ def _replicated_heads(choices: Choices, model: ModelConfig, axis: str) -> list[s
     return [said]
 
 
-def _stationary(choices: Choices, layout: LayoutConfig) -> Choices:
-    """Decides which activation of each product stays in place."""
-    spec = spec_of(layout)
-    choices = _each(choices, lambda c: replace(c, stays=spec.stays(c.product, layout)))
-    if "stationary" in spec.keys and layout.stationary == "auto":
-        layers = [c.product for c in choices.products.values() if c.product.section != "head"]
-        paper = sum(product.n_in for product in layers)
-        layer = sum(min(product.n_in, product.n_out) for product in layers)
-        h = choices["head"].product.n_in
-        where = "per token and layer"
-        if any(product.reads == "source" for product in layers):
-            where = "per token, in a layer of each stack,"
-        choices.reasons.append(
-            f"stationary: the narrower activation of each product is sent, {layer / h:g} h {where} "
-            f"instead of the paper's {paper / h:g} h"
-        )
-    return choices
+def _why_stationary(choices: Choices) -> str:
+    layers = [c.product for c in choices.products.values() if c.product.section != "head"]
+    paper = sum(product.n_in for product in layers)
+    layer = sum(min(product.n_in, product.n_out) for product in layers)
+    h, where = choices["head"].product.n_in, "per token and layer"
+    if any(product.reads == "source" for product in layers):
+        where = "per token, in a layer of each stack,"
+    return (
+        f"stationary: the narrower activation of each product is sent, {layer / h:g} h {where} "
+        f"instead of the paper's {paper / h:g} h"
+    )
 
 
 def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
@@ -169,13 +168,8 @@ def _saves_memory(choices: Choices, choice: Choice) -> bool:
 
 
 def _at_once(choices: Choices) -> Choices:
-    """Removes chunks where they do not apply: other schedules, and inputs that are kept."""
-
-    def unchunk(choice: Choice) -> Choice:
-        gathered = choice.schedule == "gather" and not choice.keep_input
-        return choice if gathered else replace(choice, n_chunks=1)
-
-    choices = _each(choices, unchunk)
+    """Removes chunks where panels travel instead, and says how many are left."""
+    choices = _each(choices, lambda c: c if c.schedule == "gather" else replace(c, n_chunks=1))
     if several := [c for c in choices.products.values() if c.n_chunks > 1]:
         each = ", ".join(f"{c.product.name} {c.n_chunks}" for c in several)
         largest = max(choices.activation_bytes(c) / c.n_chunks for c in several)
@@ -188,50 +182,33 @@ def _at_once(choices: Choices) -> Choices:
 
 def _kept(choices: Choices, layout: LayoutConfig) -> Choices:
     """Applies `keep_gathered`; `auto` keeps what saves the most traffic per byte held."""
-    wish = layout.keep_gathered
-    inputs, weights = _with_inputs(choices), _with_weights(choices)
+
+    def keeping(inputs: bool, weights: bool) -> Choices:
+        return _each(choices, lambda choice: choices.keeping(choice, inputs, weights))
+
+    wish, kept = layout.keep_gathered, {"inputs": False, "weights": False}
     if wish != "auto":
-        if wish in ("inputs", "all"):
-            choices = inputs
-        return _with_weights(choices) if wish in ("weights", "all") else choices
+        return keeping(wish in ("inputs", "all"), wish in ("weights", "all"))
     share = spec_of(layout).keep_share
     budget = choices.held_bytes * share
     offers = []
-    for name, changed in (("inputs", inputs), ("weights", weights)):
-        price = changed.all_kept_bytes
+    for name in kept:
+        changed = keeping(name == "inputs", name == "weights")
+        price = sum(changed.kept_bytes(choice) for choice in changed.products.values())
         saved = _moved_bytes(choices) - _moved_bytes(changed)
         if price > 0 and saved > 0:
             offers.append((saved / price, name, price, saved))
     offers.sort(key=lambda offer: -offer[0])  # in a tie inputs, which are freed sooner
     for _, name, price, saved in offers:
-        fits = price <= budget
+        kept[name] = fits = price <= budget
         choices.reasons.append(
             f"keep_gathered: {name} {'are' if fits else 'are not'} kept: it takes "
             f"{format_bytes(price)} more memory and receives {format_bytes(saved)} less per step; "
             f"the budget is {format_bytes(budget)}"
             + (f", {Fraction(share)} of what a device holds" if share < 1 else "")
         )
-        if fits:
-            choices = _with_inputs(choices) if name == "inputs" else _with_weights(choices)
-            budget -= price
-    return choices
-
-
-def _with_inputs(choices: Choices) -> Choices:
-    if choices.cols == 1 or choices.replicated:
-        return choices
-
-    def keep(choice: Choice) -> Choice:
-        gathered = choice.schedule == "gather" and choice.stays == "output" and not choice.common
-        return replace(choice, keep_input=gathered)
-
-    return _each(choices, keep)
-
-
-def _with_weights(choices: Choices) -> Choices:
-    if choices.rows == 1:
-        return choices
-    return _each(choices, lambda c: replace(c, keep_weight=c.schedule == "gather"))
+        budget -= price * fits
+    return keeping(**kept)
 
 
 def _cast(choices: Choices, layout: LayoutConfig) -> Choices:

@@ -1,4 +1,7 @@
-"""The matrix products of a model, and how much work they have on a layout."""
+"""The matrix products of a model, and how much work they have on a layout.
+
+torch is loaded late, so a run that is far too large is refused without waiting for it.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from gridformer.config import ModelConfig
+from gridformer.config import ModelConfig, RunConfig
 
 Section = Literal["attention", "feed_forward", "head"]
 Reads = Literal["tokens", "source", "sequences"]
+ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -111,14 +115,14 @@ def products_of(model: ModelConfig) -> list[Product]:
     from gridformer.models import in_few_layers
 
     sized = model.model_copy(update={"vocab_size": max(model.vocab_size, 1)})
-    found: dict[str, Product] = {}
+    products: dict[str, Product] = {}
     for times, few in in_few_layers(sized):
         for one in _built(few):
             count = times * one.count
-            if one.name in found:
-                count += found[one.name].count
-            found[one.name] = replace(one, count=count)
-    return [*found.values()]
+            if one.name in products:
+                count += products[one.name].count
+            products[one.name] = replace(one, count=count)
+    return [*products.values()]
 
 
 def _built(sized: ModelConfig) -> list[Product]:
@@ -131,38 +135,84 @@ def _built(sized: ModelConfig) -> list[Product]:
         modules = [*build_model(sized).modules()]
     norms = (blocks.LayerNorm, blocks.RMSNorm)
     read = {module.reader: module for module in modules if isinstance(module, norms)}
-    found: dict[str, Product] = {}
+    products: dict[str, Product] = {}
     for module in modules:
-        if isinstance(module, blocks.Linear | blocks.MergedLinear):
-            role = module.role
-            parts: tuple[tuple[int, int], ...] = ()
-            if isinstance(module, blocks.MergedLinear):
-                n_in, n_out = module.n_in, module.n_out
-                bias = any(part.bias is not None for part in module.parts())
-                parts = tuple((part.weight.shape[1], part.pieces) for part in module.parts())
-            else:
-                n_in, n_out = module.weight.shape
-                bias = module.bias is not None
-            product = Product(
-                role.product,
-                n_in,
-                n_out,
-                count=1,
-                normed=role.product in read,
-                rms=isinstance(read.get(role.product), blocks.RMSNorm),
-                bias=bias,
+        if isinstance(module, blocks.MergedLinear):
+            name, n_in, n_out = module.role.product, module.n_in, module.n_out
+            parts = tuple((part.weight.shape[1], part.pieces) for part in module.parts())
+            bias = any(part.bias is not None for part in module.parts())
+        elif isinstance(module, blocks.Linear):
+            name, (n_in, n_out), parts = module.role.product, module.weight.shape, ()
+            bias = module.bias is not None
+        elif isinstance(module, blocks.TiedHead):
+            name, n_in, n_out = "head", sized.hidden_size, sized.vocab_size
+            parts, bias = (), False
+        else:
+            continue
+        rms = isinstance(read.get(name), blocks.RMSNorm)
+        product = Product(name, n_in, n_out, 1, name in read, rms, bias, parts=parts)
+        if not isinstance(module, blocks.TiedHead):
+            role, ends = module.role, name.endswith("down") and sized.norm_position == "pre"
+            product = replace(
+                product,
                 closes=not role.opens,
                 section=role.section,
                 reads=role.reads,
-                ends_block=role.product.endswith("down") and sized.norm_position == "pre",
-                parts=parts,
+                ends_block=ends,
             )
-        elif isinstance(module, blocks.TiedHead):
-            h, v = sized.hidden_size, sized.vocab_size
-            rms = isinstance(read.get("head"), blocks.RMSNorm)
-            product = Product("head", h, v, 1, normed="head" in read, rms=rms)
-        else:
-            continue
-        before = found.get(product.name)
-        found[product.name] = replace(product, count=before.count + 1) if before else product
-    return [*found.values()]
+        before = products.get(name)
+        products[name] = replace(product, count=before.count + 1) if before else product
+    return [*products.values()]
+
+
+# --------------------------------------------------------------------------- work
+
+
+def replica_work(run: RunConfig) -> Work:
+    """Returns the amount of work of one replica of a run."""
+    layout, train = run.layout, run.train
+    sequences = train.global_batch // (layout.dp * layout.micro_batches)
+    sequences *= run.sequences_per_sample
+    devices = layout.rows * layout.cols * layout.branches
+    return Work(
+        tokens=sequences * run.seq_len,
+        source=sequences * run.source_len,
+        sequences=sequences,
+        micro_batches=layout.micro_batches,
+        itemsize=ITEMSIZE[train.dtype],
+        state_bytes=state_bytes(run, layout.dp),
+        recompute=train.recompute,
+        loss_chunk_tokens=train.loss_chunk_tokens,
+        # Blocks that do not communicate are compiled whole, and compiled code keeps no copies.
+        cast="use" if train.compile and devices == 1 else train.cast,
+        dtype="tf32" if train.tf32 and train.dtype == "float32" else train.dtype,
+        memory_gib=train.memory_gib or 0.0,
+    )
+
+
+def parameter_bytes(run: RunConfig) -> int:
+    """Returns the bytes of a parameter, a gradient or a moment of the optimizer."""
+    return 8 if run.train.dtype == "float64" else 4
+
+
+def state_bytes(run: RunConfig, replicas: int) -> float:
+    """Returns the bytes per parameter of value, gradient and two moments on one of its replicas.
+
+    Gradients of several micro-batches accumulate unsharded (gridformer.parallel.data.zero).
+    Parameters that FSDP gathers are not counted, not even with `reshard: step`.
+
+    Args:
+        run: The run.
+        replicas: Number of replicas that share sharded state.
+    """
+    layout, train = run.layout, run.train
+    part = 1.0 if layout.dp_mode == "replicate" else 1 / replicas
+    value = part if layout.dp_mode == "fsdp" else 1.0
+    gradient, moments = part, 2 * part
+    if layout.micro_batches > 1:
+        gradient = 1.0
+    elif train.update == "in_backward":
+        gradient /= run.model.n_layers
+    if train.offload == "optimizer" and train.device != "cpu":
+        moments = 0.0
+    return (value + gradient + moments) * parameter_bytes(run)
