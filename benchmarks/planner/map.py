@@ -19,7 +19,7 @@ from pathlib import Path
 from gridformer.cluster import load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.plan.predict import predict
-from gridformer.plan.search import Candidate, Search, fastest_dtype, sharding
+from gridformer.plan.search import PlannedLayout, Search, fastest_dtype, sharding
 
 IMPROVED = 2  # arrangements of each kind whose settings are improved
 CLOSE = 0.10  # what differs by less counts as close
@@ -51,13 +51,13 @@ CASES = (
     Case("dgx-h100", "megatron-8.3b", (8, 32, 128, 512), (64, 512, 4096)),
     Case("frontera-rtx5000", "megatron-1.2b", (4, 16, 64, 256), (64, 256, 1024)),
 )
-Cell = dict[str, Candidate]
+Cell = dict[str, PlannedLayout]
 
 
 def cell_of(run: RunConfig, cluster: str, n_devices: int) -> Cell:
     """Returns the fastest layout of each kind that fits, traced, fastest first."""
     search = Search(run, load_cluster(cluster), n_devices, named=cluster)
-    of_kind: dict[str, list[Candidate]] = {}
+    of_kind: dict[str, list[PlannedLayout]] = {}
     for arrangement in search.arrangements():
         found = search.first(arrangement)
         if found.estimate.fits:

@@ -6,32 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from benchmarks.data.__main__ import bar_column, column, page, phase_column, run_file, start
-from benchmarks.data.corpus import forget, write_corpus
-from benchmarks.data.packing import PACKED, Way
+from benchmarks.data.__main__ import bar_column, column, page, phase_column
 from benchmarks.data.readers import GROWING, TIMES, WAYS, WHAT
 from benchmarks.data.readers import page as readers_page
-from benchmarks.data.starting import PHASES
 from benchmarks.data.training import TracedStep, Watched, traced_step
 
-from gridformer.config import load_run
-from gridformer.data import RunData, open_training, resolve
-from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.train.trace import merged_trace
-from tests.support.data import pairs_source
-
-
-def test_the_corpus_is_read_in_place(tmp_path: Path) -> None:
-    sources = write_corpus(tmp_path / "corpus", 100_000)
-    forget(tmp_path / "corpus")
-    run = load_run(run_file(tmp_path, sources, 8, 20))
-    data = RunData.open(run.data)
-    assert 80_000 < data.n_train_tokens < 120_000
-    batch = open_training(resolve(run, data), data).batch(3)
-    assert batch["tokens"].shape == (8, 512)
-    assert len(np.unique(batch["tokens"])) > 100
 
 
 def test_the_page_shows_what_was_measured() -> None:
@@ -85,34 +66,6 @@ def test_the_wait_for_data_is_that_of_the_trace(tmp_path: Path) -> None:
     path.write_text(json.dumps(merged_trace(parts)))
     with pytest.raises(ValueError, match="no row `wait for data` for every process"):
         traced_step(path)
-
-
-@pytest.mark.full
-def test_phases_follow_one_another_until_the_first_step(tmp_path: Path) -> None:
-    sources = write_corpus(tmp_path / "corpus", 100_000)
-    found = start(run_file(tmp_path, sources, 2, 1), tmp_path / "out")
-    assert tuple(found) == PHASES
-    assert all(used >= 0 for used, _ in found.values())
-
-
-def test_packed_rows_have_more_tokens(tmp_path: Path) -> None:
-    prepare_corpus([pairs_source(60)], tmp_path / "pairs", vocab_size=300, val_fraction=0.2)
-    file = tmp_path / "run.yaml"
-    model = "{family: t5, n_layers: 1, hidden_size: 8, n_heads: 2, max_seq_len: 64}"
-    file.write_text(
-        f"model: {model}\ndata: {{path: {tmp_path / 'pairs'}, task: pairs}}\n"
-        "train: {global_batch: 4}\n"
-    )
-    found = []
-    for more in ((), PACKED):
-        way = Way(load_run(file, more))
-        way.step()
-        way.step()
-        found.append(way.found())
-    alone, packed = found
-    assert packed["padding"] < 0.3 < 0.5 < alone["padding"]
-    assert packed["tokens a step"][0] > 2 * alone["tokens a step"][1]
-    assert len(packed["tokens a second"]) == 1
 
 
 def test_the_page_of_readers_shows_both_ways() -> None:

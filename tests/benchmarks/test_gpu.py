@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -16,18 +13,15 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import expected, host_time, matmul, numerics, sides, step_report
+from benchmarks.gpu import expected, numerics, step_report
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import step as gpu_step
 from benchmarks.predicted.predictions import Predicted
-from torch import Tensor
-from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
-from gridformer.config import ModelConfig, TrainConfig, shipped_model
+from gridformer.config import ModelConfig, shipped_model
 from gridformer.utils.errors import UserError
 from tests.support.commands import called_here
-from tests.support.marks import full_unless
 
 CPU = torch.device("cpu")
 CPU_FORM = ["--device", "cpu", "--quick"]
@@ -69,57 +63,6 @@ def test_ceiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cells(out, "tiny head")[1] == "256 x 32 x 211"
     assert cells(out, "tiny head, v padded")[1] == "256 x 32 x 256"
     assert (tmp_path / "report.md").read_text() == out
-
-
-@pytest.mark.full  # the tests of `compare` and of compiled blocks below are its parts
-@pytest.mark.parametrize("hf_compile", ["blocks", "whole"])
-def test_single(hf_compile: str) -> None:
-    """Both sides run eager and compiled, and their losses agree."""
-    pytest.importorskip("transformers")
-    options = ["--backend", "aot_eager", "--hf-compile", hf_compile, "--attention", "flash"]
-    out = run("single", *options)
-    for side in ("gridformer", "Hugging Face"):
-        for mode in ("eager", "compiled"):
-            row = cells(out, f"{side}, {mode}")
-            assert float(row[1].replace(",", "")) > 0
-    assert cells(out, "Hugging Face, compiled")[6] == "1.00x"
-    assert ": they agree" in out
-    assert "target 1.15" in out
-    assert f"Hugging Face compiled: {hf_compile}." in out
-
-
-@pytest.mark.full
-def test_schemes() -> None:
-    out = run("schemes")
-    for name in ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"):
-        assert set(cells(out, name)[1:]) <= {"right", "-"}
-    for name in numerics.QUICK:
-        assert cells(out, name)[-1] == "equal"
-
-
-@pytest.mark.parametrize(
-    "names",
-    full_unless(
-        lambda names: len(names) == 2,
-        [
-            ["Hugging Face's Llama, one device", "llama, single"],
-            [side.name for side in host_time.sides()],
-        ],
-    ),
-    ids=["two", "all"],
-)
-def test_host_time(names: list[str]) -> None:
-    """Every side runs as one rank of four and is compared with a rival that is in the table."""
-    only = [word for name in names for word in ("--only", name)]
-    text = run("host-time", *only)
-    for side in host_time.sides():
-        if side.name not in names:
-            continue
-        _, time_of, ratio, launched = cells(text, side.name)
-        assert float(time_of) != 0.0
-        assert bool(launched) == side.counts
-        assert (ratio.partition(" of ")[2] == side.rival) or not side.rival
-    assert not torch.distributed.is_initialized()
 
 
 def test_an_unknown_side_is_refused() -> None:
@@ -169,67 +112,6 @@ def settings(**changes: Any) -> gpu_step.Settings:
     return gpu_step.Settings(**{**values, **changes})
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        pytest.param(
-            RuntimeError("backend='inductor' raised: OutOfMemoryError: CUDA out of memory"),
-            marks=pytest.mark.full,
-        ),
-    ],
-    ids=["running", "compiling"],
-)
-def test_the_largest_batch_that_fits_is_taken(
-    error: RuntimeError, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("transformers")
-    step = sides.HuggingFace.step
-    tried = []
-
-    def small_memory(self: Any, number: int, batch: Tensor) -> Any:
-        tried.append(len(batch))
-        if len(batch) > 3:
-            raise error
-        return step(self, number, batch)
-
-    monkeypatch.setattr(sides.HuggingFace, "step", small_memory)
-    comparison, _ = gpu_step.compare(settings(batches=(8, 4, 3, 2)), CPU, gpu_report.Report())
-    assert comparison.b == 3
-    assert tried[:3] == [8, 4, 3]
-    with pytest.raises(ValueError, match="not even a batch of 4"):
-        gpu_step.compare(settings(batches=(8, 4)), CPU, gpu_report.Report())
-
-
-@pytest.mark.parametrize(
-    ("error", "batches"),
-    [(RuntimeError("no kernel image"), (4, 2)), (torch.OutOfMemoryError("no memory"), (4,))],
-    ids=["not taken for a lack of memory", "no smaller batch to try"],
-)
-def test_a_side_that_fails_is_named_and_the_rest_measured(
-    error: RuntimeError,
-    batches: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    pytest.importorskip("transformers")
-
-    def broken(self: Any, number: int, batch: Tensor) -> Any:
-        raise error
-
-    monkeypatch.setattr(sides.HuggingFace, "step", broken)
-    report = gpu_report.Report()
-    comparison, _ = gpu_step.compare(settings(batches=batches), CPU, report)
-    assert comparison.b == 4
-    assert [r.side for r in comparison.results] == ["gridformer"]
-    step_report.write(comparison, 1.0, report)
-    said = f"Hugging Face eager did not run: {type(error).__name__}: {error}"
-    assert said in capsys.readouterr().out
-    monkeypatch.setattr(sides.Gridformer, "step", broken)
-    with pytest.raises(RuntimeError, match="nothing runs"):
-        gpu_step.compare(settings(), CPU, report)
-
-
 def test_times_are_predicted_by_the_planner_and_from_the_page(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -245,26 +127,10 @@ def test_times_are_predicted_by_the_planner_and_from_the_page(
     assert times["Hugging Face", "compiled"] == pytest.approx(theirs)
 
 
-def test_gridformer_alone_where_transformers_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_step, "find_spec", lambda name: None)
-    comparison, _ = gpu_step.compare(settings(), CPU, gpu_report.Report())
-    assert [r.side for r in comparison.results] == ["gridformer"]
-    assert step_report.agreement(comparison) == [
-        "one side did not run: there is nothing to compare with"
-    ]
-    assert len(step_report.verdict(comparison, 1e9, 1.0)) == 1
-
-
 def test_no_round_starts_after_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
     comparison, _ = gpu_step.compare(settings(rounds=5, limit_s=0.0), CPU, gpu_report.Report())
     assert {len(r.seconds) for r in comparison.results} == {1}
     assert "time is up after 1 of 5 rounds" in capsys.readouterr().err
-
-
-def test_kernels_are_shown() -> None:
-    _, kernels = gpu_step.compare(settings(), CPU, gpu_report.Report(), profile=True)
-    assert list(kernels) == ["gridformer eager", "Hugging Face eager"]
-    assert all("aten::mm" in text or "aten::addmm" in text for text in kernels.values())
 
 
 def comparison_of(ours_s: float, theirs_s: float, loss: float) -> gpu_step.Comparison:
@@ -288,40 +154,9 @@ def test_targets_are_held_against_the_fastest_of_hugging_face() -> None:
     assert "not met" in ratio
 
 
-def test_losses_with_dropout_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each side draws its own masks. Both have dropout, whose rate the table names."""
-    pytest.importorskip("transformers")
-    config = gpu.TINY.model_copy(update={"dropout": 0.5, "attention_dropout": 0.5})
-    theirs = sides.causal_model(config)
-    assert {m.p for m in theirs.modules() if isinstance(m, torch.nn.Dropout)} == {0.5}
-    report = gpu_report.Report()
-    comparison, _ = gpu_step.compare(settings(config=config), CPU, report)
-    assert len({losses[0] for losses in comparison.losses.values()}) == 2
-    step_report.write(comparison, 1.0, report)
-    out = capsys.readouterr().out
-    assert "dropout 0.5, no recomputation" in out
-    assert "losses are not compared" in out
-
-
 def test_disagreement_is_reported_loudly() -> None:
     assert "they agree" in step_report.agreement(comparison_of(1, 1, 4.0))[0]
     assert "THEY DISAGREE" in step_report.agreement(comparison_of(1, 1, 5.0))[0]
-
-
-@pytest.mark.parametrize(("how", "n_graphs"), [("blocks", 2), ("whole", 1)])
-def test_all_of_hugging_face_is_compiled(how: sides.HFCompile, n_graphs: int) -> None:
-    """One graph serves all blocks: no layer stays uncompiled because of too many recompilations."""
-    pytest.importorskip("transformers")
-    torch._dynamo.reset()
-    counters.clear()
-    config = gpu.TINY.model_copy(update={"n_layers": 10 if how == "blocks" else 2})
-    train = TrainConfig(global_batch=2, dtype="bfloat16")
-    side = sides.HuggingFace(config, train, CPU, "aot_eager", how)
-    tokens = torch.randint(0, config.vocab_size, (2, 9))
-    for step in range(3):
-        side.step(step, tokens)
-    assert counters["stats"]["unique_graphs"] == n_graphs
-    assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize("name", gpu.MODELS)
@@ -337,54 +172,7 @@ def test_flops_are_those_of_the_paper(name: str) -> None:
     assert step_report.step_flops(config, b * s, s) == pytest.approx(paper - recomputation)
 
 
-def test_products_that_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = matmul.measure
-
-    def small_memory(product: matmul.Product, *rest: Any) -> matmul.Speed:
-        if product.n > 64:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return measure(product, *rest)
-
-    monkeypatch.setattr(matmul, "measure", small_memory)
-    speeds = matmul.measure_all(matmul.squares(True, CPU), CPU, 1, gpu_report.Report())
-    assert [s.product.n for s in speeds] == [64]
-
-
 # --------------------------------------------------------------------------- schemes
-
-
-def one_rank_goes_wrong(how: str) -> dict[str, Any]:
-    """A rank's job: rank 2 raises, dies or hangs; the others wait for it or go on."""
-    if torch.distributed.get_rank() != 2:
-        return {"fine": 1.0}
-    if how == "raises":
-        raise NotImplementedError("no such | thing\nand more")
-    if how == "dies":
-        os.kill(os.getpid(), signal.SIGABRT)
-    time.sleep(900)
-    return {}
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("raises", "rank 2: NotImplementedError: no such / thing"),
-        pytest.param("dies", "rank 2: died (SIGABRT)", marks=pytest.mark.full),
-    ],
-)
-def test_what_goes_wrong_on_a_rank_is_reported(how: str, said: str) -> None:
-    answers = numerics.run_ranks(3, one_rank_goes_wrong, (how,), 120.0)
-    assert numerics._error_of(answers).startswith(said)
-    row, within = numerics._layout_row("megatron 1x4", answers)
-    assert not within
-    assert row[-1].startswith(f"not run: {said}")
-    assert len(row) == 2 + 2 * len(numerics.COMPARED)
-
-
-@pytest.mark.full  # test_what_goes_wrong_on_a_rank_is_reported shows the same for other failures
-def test_a_rank_that_hangs_is_given_up() -> None:
-    answers = numerics.run_ranks(3, one_rank_goes_wrong, ("hangs",), 6.0)
-    assert answers[2]["error"] == "no answer within 6 s"
 
 
 def test_a_layout_is_equal_only_within_its_tolerance() -> None:

@@ -85,34 +85,6 @@ def test_one_machine_installs_once_and_measures(checkout: Path) -> None:
     assert measured == [f".venv-gpu/bin/python {words}"] * 2
 
 
-def test_what_was_not_installed_is_installed_by_the_next_start(checkout: Path) -> None:
-    (checkout / "broken").touch()
-    assert end(begin(checkout, "one_machine.sh")) != 0
-    assert not calls(checkout, "benchmarks.gpu.cluster")
-    (checkout / "broken").unlink()
-    assert end(begin(checkout, "one_machine.sh")) == 0
-    assert len(calls(checkout, "-m pip")) == 2
-    assert len(calls(checkout, "benchmarks.gpu.cluster")) == 1
-
-
-@pytest.mark.parametrize("changed", ["python", "dependencies"])
-def test_another_python_or_other_dependencies_make_a_new_environment(
-    checkout: Path, changed: str
-) -> None:
-    assert end(begin(checkout, "one_machine.sh")) == 0
-    python = "python"
-    if changed == "python":
-        python = "python-2"
-        fake(checkout / python, PYTHON)
-    else:
-        with (checkout / "pyproject.toml").open("a", encoding="utf-8") as file:
-            file.write("# changed\n")
-    (checkout / ".venv-gpu" / "old").touch()
-    assert end(begin(checkout, "one_machine.sh", python=python)) == 0
-    assert not (checkout / ".venv-gpu" / "old").exists()
-    assert len(calls(checkout, "-m pip")) == 2
-
-
 def test_machines_that_share_a_checkout_make_one_environment(checkout: Path) -> None:
     started = [begin(checkout, "four_machines.sh", "first", str(rank)) for rank in range(4)]
     assert [end(process) for process in started] == [0] * 4
@@ -125,14 +97,6 @@ def test_machines_that_share_a_checkout_make_one_environment(checkout: Path) -> 
         assert "--nproc-per-node 8 --master-addr first --master-port 29500 -m" in line
     both = calls(checkout, "-m ")
     assert both.index(calls(checkout, "-m pip")[0]) < both.index(measured[0])
-
-
-def test_machines_that_cannot_lock_have_environments_of_their_own(checkout: Path) -> None:
-    (checkout / "bin").mkdir()
-    fake(checkout / "bin" / "flock", "#!/bin/sh\nexit 1\n")
-    assert end(begin(checkout, "four_machines.sh", "first", "0")) == 0
-    (measured,) = calls(checkout, "benchmarks.gpu.cluster")
-    assert measured.startswith(f".venv-gpu-{os.uname().nodename}/bin/python ")
 
 
 def test_a_script_without_arguments_says_how_to_start_it(checkout: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from benchmarks.planner import torchtitan
 from benchmarks.planner.apart import BAR, apart_lines, mean_error, winner_lines
-from benchmarks.planner.deepspeed import COPY_S, ROUND_S, VIEW_S, Rates, of_deepspeed
+from benchmarks.planner.deepspeed import Rates, of_deepspeed
 from benchmarks.planner.held_out import (
     OWN,
     SUPER,
@@ -106,39 +105,6 @@ def test_deepspeed_of_2021_gathers_each_matrix_again_for_its_backward_pass() -> 
     trace = of_deepspeed(_trace(backward=True), H, Rates(1e12))
     sizes = [2 * one.size for one in _starts(trace, "all_gather")]
     assert sizes[:-1] == [*MATRICES, *MATRICES]
-
-
-@pytest.mark.parametrize("layers", [1, 3])
-def test_deepspeed_of_2021_gathers_small_parameters_behind_the_update(layers: int) -> None:
-    n = 16
-    first = _trace(n=n)
-    forward = [
-        one._replace(number=1000 + layer) if isinstance(one, Start) else Wait(1000 + layer, PLACE)
-        for layer in range(layers - 1)
-        for one in (first.events[0], first.events[2])
-    ]
-    trace = replace(first, events=[*forward, *first.events], update=first.update + len(forward))
-    *_, gather, wait, copies, rounds = of_deepspeed(trace, H, Rates(1e12)).events
-    assert isinstance(wait, Wait)
-    assert isinstance(copies, Kernel)
-    assert isinstance(gather, Start)
-    assert gather.size == layers * sum(SMALL) // n
-    assert isinstance(rounds, Kernel)
-    assert rounds.bytes == pytest.approx(1e12 * layers * len(SMALL) * n * (ROUND_S + COPY_S))
-
-
-def test_what_deepspeed_of_2021_does_for_each_rank_takes_time_for_each_rank() -> None:
-    def seconds(n: int) -> float:
-        rates = Rates(1e12)
-        found = of_deepspeed(_trace(n=n), H, rates)
-        kernels = [one for one in found.events if isinstance(one, Kernel) and one.op != "mm"]
-        return sum(one.bytes for one in kernels) / rates.bytes_s
-
-    # Both numbers divide H and 3 x H, so that each rank has a part of each parameter.
-    more = (seconds(320) - seconds(160)) / 160
-    gathers, sums = 5 * (VIEW_S["all_gather"] + COPY_S), 14 * (VIEW_S["reduce_scatter"] + COPY_S)
-    rounds = len(SMALL) * (ROUND_S + COPY_S)
-    assert more == pytest.approx(gathers + sums + rounds, rel=0.01)
 
 
 def test_a_page_gets_the_table_where_it_is_marked(tmp_path: Path) -> None:

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 from benchmarks.memory import __main__ as memory
 from benchmarks.memory.cases import HYBRID, METHODS, SCALINGS, Scaling, columns, family, schemes
-from benchmarks.memory.limits import largest_batch
 from benchmarks.memory.report import plot, report
 
 from gridformer.memory.estimate import estimate_rank
-from gridformer.parallel.validation import violations
 
 MACHINE = dict.fromkeys(("date", "cpu", "cores", "torch", "commit", "command"), "-")
 
@@ -38,20 +36,6 @@ def test_schemes_fill_the_processes_and_what_does_not_divide_is_left_out() -> No
             assert left_out == (cut_s + hybrids if processes in odd else [])
 
 
-def test_at_9_processes_512_tokens_divide_over_neither_3_nor_9_columns() -> None:
-    """These are the empty cells of README's table of memory at an equal batch."""
-    paper = SCALINGS["paper"]
-    found = {
-        title: [one.text for one in violations(paper.run(layout, 9))]
-        for title, layout in schemes(9).items()
-    }
-    assert {title: said for title, said in found.items() if said} == {
-        "megatron, sequence parallel": ["data.seq_len=512 does not divide over layout.cols=9"],
-        "megatron 2-D": ["data.seq_len=512 does not divide over layout.cols=3"],
-        HYBRID.replace("1xc", "1x3"): ["data.seq_len=512 does not divide over layout.cols=3"],
-    }
-
-
 def test_hybrids_are_all_columns_times_replicas() -> None:
     hybrids = {t: layout for t, layout in schemes(64).items() if family(t) == HYBRID}
     assert [columns(title) for title in hybrids] == [2, 4, 8, 16, 32]
@@ -72,20 +56,6 @@ def test_an_equal_batch_is_that_of_optimus_or_the_next_smaller(
     of_fsdp = memory._equal("tiny", 4, "FSDP", found)
     assert of_fsdp["batch"] == 8, "a multiple of its 4 replicas"
     assert of_fsdp["peak"] == estimate_rank(tiny.run(schemes(4)["FSDP"], 8), 0).peak
-
-
-def test_no_larger_batch_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = Scaling("tiny", "", {1: (16, 2), 4: (16, 4)}, 1, 8, 50, 400_000)
-    monkeypatch.setitem(SCALINGS, "tiny", tiny)
-    title = "optimus, auto"
-    found = largest_batch("tiny", 4, title)
-    layout = schemes(4)[title]
-    assert found.batch % 2 == 0
-    assert estimate_rank(tiny.run(layout, found.batch), 0).peak == found.peak <= tiny.budget
-    more = estimate_rank(tiny.run(layout, found.batch + found.unit), 0).peak
-    assert more == found.more > tiny.budget
-    monkeypatch.setitem(SCALINGS, "tiny", Scaling("tiny", "", tiny.widths, 1, 8, 50, 1000))
-    assert largest_batch("tiny", 4, title).batch == 0
 
 
 def test_report_and_plot_of_known_numbers(tmp_path: Path) -> None:

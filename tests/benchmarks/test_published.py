@@ -24,7 +24,6 @@ from benchmarks.published.plan import PLAN, RACKS
 
 from gridformer.calibrate.device import Measurements
 from gridformer.cluster import like_messages, load_cluster
-from gridformer.cluster.kernels import KernelWork, kernel_s
 from gridformer.parallel.validation import check_layout
 from gridformer.record.events import Kernel, Place, Trace
 from gridformer.utils.errors import UserError
@@ -169,21 +168,6 @@ def test_backward_kernels_of_super_are_those_of_lbann() -> None:
     assert sum(one.kind == "product" for one in kernels if isinstance(one, Kernel)) == 3 * 4
 
 
-def test_a_head_of_super_takes_no_longer_than_all_heads_together() -> None:
-    """Attention of many heads is not priced again for each of them."""
-    cluster = load_cluster(super_.LASSEN)
-    whole = attention("sdpa", samples=1, heads=32, keys=512, hides=0)
-    work = KernelWork("attention", whole.flop, whole.bytes, whole.dtype, whole.shape, whole.op)
-    kernels = list(of_lbann(Trace(rank=0, events=[whole])).events)
-    alone = sum(
-        kernel_s(cluster, KernelWork(one.kind, one.flop, one.bytes, one.dtype, one.shape, one.op))
-        for one in kernels
-        if isinstance(one, Kernel)
-    )
-    together = kernel_s(cluster, work)
-    assert together < alone < 8 * together
-
-
 def attention(op: str, samples: int, heads: int, keys: int, hides: int) -> Kernel:
     """Returns a kernel of attention with 32 numbers a head, in float32."""
     place = Place("", 0, "", "layers.0.attention")
@@ -206,10 +190,3 @@ def test_laws_of_scaling_are_fitted() -> None:
     assert scaling.amdahl({4: 1.0, 16: 1 / (0.1 + 0.9 / 4)}) == pytest.approx(0.1)
     assert optimus.gustafson({4: 1.0, 16: (4 - 0.2 * 3) / 4}) == pytest.approx(0.2)
     assert scaling.exponent({4: 2.0, 16: 8.0}) == pytest.approx(3.0)
-
-
-def test_efficiencies_of_the_widest_models_of_the_isoefficiency_are_found() -> None:
-    """Megatron reaches 90% on 1,024 devices with a hidden size that no run file may have."""
-    cluster = scaling.flat(load_cluster("frontera-rtx5000"))
-    narrow, wide = (scaling.efficiency("megatron", 32, h, cluster) for h in (1 << 20, 1 << 23))
-    assert 0.3 < narrow < 0.9 < wide < 1.0

@@ -72,13 +72,3 @@ def test_curves_of_loss_agree_or_the_command_fails(tmp_path: Path) -> None:
     other = loss.Curve("other", [one * 1.001 for one in falling], step_s)
     with pytest.raises(ValueError, match=r"other differ by 1\.0e-03"):
         loss.curve_lines([*same, other])
-
-
-def test_made_up_pairs_are_the_same_ones_each_time(tmp_path: Path) -> None:
-    texts = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        texts.append([one.read_text() for one in loss.write_pairs(tmp_path / name, 20)])
-    assert texts[0] == texts[1]
-    first, second = (text.splitlines() for text in texts[0])
-    assert [" ".join(word[::-1].upper() for word in line.split()) for line in first] == second

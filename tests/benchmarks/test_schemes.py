@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 import typer
 from benchmarks.common import live_memory, machine
 from benchmarks.schemes import __main__ as schemes
@@ -24,14 +21,9 @@ from benchmarks.schemes import (
     traffic,
     variants,
 )
-from benchmarks.schemes.live import Live, measure_live
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from gridformer import comm
 from gridformer.mesh import Axis
-from tests.support.commands import script_here
-from tests.support.marks import full_unless
 from tests.support.multirank.pool import WorkerPool
 
 ROOT = Path(__file__).parents[2]
@@ -69,19 +61,6 @@ def test_live_memory_sees_what_autograd_keeps() -> None:
     assert memory.peak >= 16000
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_live_memory_with_recomputation(recompute: bool) -> None:
-    def three(x: Tensor) -> Tensor:
-        return x.exp().exp().exp()
-
-    x = torch.ones(1000, requires_grad=True)
-    with live_memory.LiveMemory([x]) as memory:
-        y = checkpoint(three, x, use_reentrant=False) if recompute else three(x)
-        assert memory.live() == 4000 * (2 if recompute else 4)
-        y.sum().backward()
-    assert memory.peak >= 4000 * 4
-
-
 def test_live_memory_follows_resizing() -> None:
     """FSDP2 frees and allocates parameters by resizing."""
     x, y = torch.ones(1000), torch.ones(10)
@@ -91,43 +70,6 @@ def test_live_memory_follows_resizing() -> None:
         x.untyped_storage().resize_(4000)
         y.add_(1)
         assert memory.peak == 4040
-
-
-def test_a_layer_keeps_sixteen_activations() -> None:
-    """One process keeps 16bsh per layer; with recomputation, only its input (docs/concepts)."""
-    size, problem = ONE.size, variants.make_problem(ONE.size)
-    bsh = 4 * size.b * size.s * size.h * size.layers
-    parameters = live_memory.n_bytes(problem.weights.values())
-    for case, kept in ((ONE, 16), (replace(ONE, recompute=True), 1)):
-        live = measure_live(variants.gridformer_variants(1)[0].build(case, problem))
-        assert live.parameters == live.gradients == parameters
-        assert live.kept == pytest.approx(kept * bsh, rel=0.06)
-        assert live.kept >= kept * bsh
-        assert live.workspace == 0
-        assert live.peak >= live.parameters + live.gradients + live.kept / size.layers
-
-
-class WithWorkspace(nn.Module):
-    """Doubles its input, and keeps a copy in memory that it never frees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.buffer: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.buffer is None:
-            self.buffer = torch.empty_like(x, requires_grad=False)
-        self.buffer.copy_(x.detach())
-        return x * 2
-
-
-def test_workspace_is_not_what_is_kept() -> None:
-    built = variants.gridformer_variants(1)[0].build(ONE, variants.make_problem(ONE.size))
-    built.stack = WithWorkspace()
-    built.finish = lambda: None  # the replaced `finish` belongs to the previous stack
-    live = measure_live(built)
-    x = live_memory.n_bytes([built.x])
-    assert live == Live(0, 0, kept=x, workspace=x, peak=5 * x), "x, g, y, dx, buffer"
 
 
 # --------------------------------------------------------------------------- traffic
@@ -152,28 +94,6 @@ def test_torch_counter_agrees_with_our_recorder(pool: WorkerPool) -> None:
         assert counted.elements == recorder.moved()
         # The kinds may differ: on gloo some collectives are done by an all-to-all.
         assert sum(counted.count.values()) == len(recorder.records) == 5
-
-
-def torch_counts() -> traffic.Traffic:
-    x = torch.ones(8, 6)
-    mesh = list(range(dist.get_world_size()))
-    with traffic.torch_traffic() as counted:
-        functional.all_reduce(x, "sum", mesh)
-        functional.all_gather_tensor(x, 0, mesh)
-        functional.reduce_scatter_tensor(x, "sum", 0, mesh)
-        functional.all_to_all_single(x, None, None, mesh)
-        dist.all_to_all_single(torch.empty(8, 6), x)
-        dist.reduce_scatter_tensor(torch.empty(2, 6), x)
-        dist.all_gather_into_tensor(torch.empty(32, 6), x)
-    return counted
-
-
-def test_torchs_collectives_are_counted(pool: WorkerPool) -> None:
-    """48 elements are all-reduced, gathered from four ranks, reduce-scattered and exchanged."""
-    for counted in pool.run(4, torch_counts):
-        kinds = Counter(all_reduce=1, all_gather=2, reduce_scatter=2, all_to_all=2)
-        assert counted.count == kinds
-        assert counted.elements == 2 * 36 + 2 * 3 * 48 + 2 * 36 + 2 * 36
 
 
 def test_one_row_of_optimus_moves_what_megatron_moves() -> None:
@@ -246,36 +166,6 @@ def test_every_variant_fits_every_shape() -> None:
 # --------------------------------------------------------------------------- complete runs
 
 
-SOME = "megatron-sp,optimus-auto,torch-tp-sp"
-
-
-@pytest.mark.parametrize("only", full_unless(SOME.__eq__, [SOME, ""]), ids=["some", "all"])
-def test_a_quick_run_and_its_resumption(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], only: str
-) -> None:
-    out = tmp_path / "schemes.jsonl"
-    words = ["--quick", "--out", str(out), "--recomputation", "off", "--rounds", "1"]
-    words += ["--warmups", "0", *(["--only", only] if only else [])]
-    first = script_here(schemes.main, *words)
-    assert first.returncode == 0, first.stderr
-    variants = [v for v in group.all_variants(4) if v.name in only.split(",") or not only]
-    assert len(variants) >= 3
-    for variant in variants:
-        assert first.stdout.count(f"| {variant.name} |") == 3, variant.name
-        assert variant.title in first.stdout
-    written = out.read_bytes()
-    (line,) = written.decode().splitlines()
-    for row in json.loads(line)["rows"]:
-        assert len(row["seconds"]) == 1
-        assert min(row["seconds"][0]) > 0
-        assert max(row["worst"].values()) < 1e-5
-    schemes.main(out=out, quick=True, recomputation="off", rounds=1, warmups=0, only=only)
-    again = capsys.readouterr()
-    assert "measured before" in again.err
-    assert again.out == first.stdout
-    assert out.read_bytes() == written
-
-
 def test_unknown_names_are_refused(tmp_path: Path) -> None:
     for option in ({"only": "megatorn"}, {"sizes": "medium"}, {"processes": "4,5"}):
         with pytest.raises(typer.BadParameter, match="none of"):
@@ -331,12 +221,3 @@ def test_report() -> None:
     assert "| megatron | megatron 1x4 | 2 | 1000.0 | 2000.0 | 3000.0 | 2.00 |" in text
     assert "megatron 1x4, s cannot run: s=5 does not divide by 4" in text
     assert "Nothing" in report.report([])
-
-
-def test_weights_are_those_of_torchs_modules() -> None:
-    """Names and shapes match, so that every gradient is compared."""
-    weights = variants.make_problem(ONE.size).weights
-    built = torch_variants.torch_variants(1)[0].build(ONE, variants.make_problem(ONE.size))
-    names = {n.removeprefix("blocks.") for n, _ in built.stack.named_parameters()}
-    assert names == set(weights)
-    assert all(isinstance(p, nn.Parameter) for p in built.stack.parameters())

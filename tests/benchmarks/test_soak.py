@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from benchmarks.soak import __main__ as command
 from benchmarks.soak.draw import LAYOUTS, Drawn, Fault, draw
 from benchmarks.soak.kinds import KINDS
-from benchmarks.soak.life import STEPS, Life, Met
+from benchmarks.soak.life import Life, Met
 from benchmarks.soak.report import Lived, page, shortened
 from benchmarks.soak.weights import difference
 from safetensors.torch import save_file
@@ -96,47 +95,3 @@ def test_a_checkpoint_is_damaged(tmp_path: Path, how: str) -> None:
     assert (again.said, life._newest()) == (older.name, 0), "not one that is damaged already"
     assert [*oldest.iterdir()]
     assert not path.exists() if how == "remove" else path.read_bytes() != before
-
-
-class Ended:
-    """A start that has come to its end."""
-
-    def __init__(self, said: str) -> None:
-        self.text, self.code, self.pid, self.trained = said, 0, 4711, True
-
-    def said(self) -> str:
-        return self.text
-
-    def end(self) -> int:
-        return self.code
-
-    def wait_until(self, happened: Callable[[], bool]) -> bool:
-        return happened()
-
-    def left(self) -> list[str]:
-        return []
-
-
-@pytest.mark.parametrize("too_late", [True, False])
-def test_a_second_start_may_come_after_the_end(tmp_path: Path, too_late: bool) -> None:
-    """It finds all steps done, if the machine is so busy; both must not have trained."""
-    life = a_life(tmp_path)
-    (kind,) = (kind for kind in KINDS if kind.how == "same moment")
-    met = Met(Fault(1, kind, 1, None, 0.5), "single")
-    life.met.append(met)
-    life.now = Ended("done: loss.png")  # type: ignore[assignment]
-    second = Ended(f"run-1 has done {STEPS} of {STEPS} steps" if too_late else "done: loss.png")
-    life._start = lambda: second  # type: ignore[method-assign, assignment, return-value]
-    life._second(met)
-    assert not life.problems
-    assert life.too_late == [met.fault] * too_late
-    assert life.met == [met] * (not too_late)
-    assert any("exit code 0 instead of 2" in said for said in met.problems) != too_late
-
-
-@pytest.mark.full
-def test_three_faults_lose_nothing(tmp_path: Path) -> None:
-    runs, left_out = command.soak(3, 362, tmp_path)
-    assert [run.all_problems() for run in runs] == [[]] * len(runs)
-    assert sum(len(run.met) for run in runs) == 3
-    assert {*left_out} <= {kind.title for kind in KINDS if kind.act == "full disk"}

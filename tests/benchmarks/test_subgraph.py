@@ -12,8 +12,6 @@ from benchmarks.subgraph import __main__ as subgraph
 from benchmarks.subgraph.cases import Case, all_cases, variants
 from benchmarks.subgraph.report import plot, report
 
-from tests.support.commands import script_here
-
 
 def measured(case: Case, dp: float, other: float) -> dict[str, Any]:
     """Return a case's line, in which data parallelism takes `dp` seconds and the others `other`."""
@@ -64,29 +62,6 @@ def test_report_and_plot_of_known_numbers(tmp_path: Path) -> None:
     assert (tmp_path / "speed.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="no sweep with 4 processes"):
         plot({}, tmp_path / "none.png")
-
-
-def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The run itself compares its losses; a second call measures nothing again."""
-    out = tmp_path / "found.jsonl"
-    words = ["--quick", "--processes", "2", "--heads", "8", "--out", str(out)]
-    first = script_here(subgraph.main, *words)
-    assert first.returncode == 0, first.stderr
-    assert "## tiny, to try the script, 4 samples a process, 2 processes" in first.stdout
-    assert len(subgraph.read(out)) == 2
-    for values in subgraph.read(out).values():
-        rows = {row["name"]: row for row in values["rows"]}
-        assert all(len(row["seconds"]) == 2 for row in rows.values())
-        # Branched modules are held once instead of twice: parameters, gradients and moments.
-        assert rows["dsp-2"]["states"] < 0.52 * rows["dp"]["states"]
-        # The paper's branches have no parameters: its projections are common layers.
-        assert rows["paper-2"]["states"] == rows["dp"]["states"]
-        assert rows["dsp-2"]["moved_gradients"] < 0.05 * rows["dp"]["moved_gradients"]
-    assert "the paper's variant: D&SP of heads" in first.stderr
-    subgraph.main(out=out, quick=True, processes="2", heads="8")
-    again = capsys.readouterr()
-    assert again.err.count("measured before") == 2
-    assert again.out == first.stdout
 
 
 def test_a_case_without_the_newest_variant_is_measured_again(tmp_path: Path) -> None:

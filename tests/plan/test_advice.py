@@ -15,7 +15,7 @@ from gridformer.memory.layouts import candidates
 from gridformer.plan import advice
 from gridformer.plan.advice import Advice, advise
 from gridformer.plan.prediction import Prediction
-from gridformer.plan.search import Candidate, Result, Search
+from gridformer.plan.search import PlannedLayout, Result, Search
 from gridformer.plan.settings import arrangement, changed, single_changes
 from gridformer.plan.trace_candidates import Tracing
 from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
@@ -112,7 +112,7 @@ def test_a_grid_of_one_device_is_called_single() -> None:
     assert SINGLE in found
 
 
-def slow_2d() -> tuple[Search, Candidate, Candidate]:
+def slow_2d() -> tuple[Search, PlannedLayout, PlannedLayout]:
     """Return a grid that estimates take for slow, and what they take for faster, both traced.
 
     By its trace the grid is the fastest, and the other one has other settings than those to which
@@ -171,7 +171,7 @@ def slow_best() -> Result:
     return replace(found, layouts=[best], refused=[], untraced=[], seconds=0.0)
 
 
-def looked_at(later: float, first: float) -> tuple[Tracing, Candidate]:
+def looked_at(later: float, first: float) -> tuple[Tracing, PlannedLayout]:
     """Return what has traced the advice for the slow best layout, and that layout."""
     tracing = Tracing(Search(run_of(), cluster(), 8), 4, with_times(first, later))
     tracing.result, tracing.traced = slow_best(), slow_best().layouts

@@ -18,7 +18,7 @@ from gridformer.plan import trace_candidates
 from gridformer.plan.advice import Advice, Change, advise
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.roofline import estimate
-from gridformer.plan.search import REPLICAS, Candidate, MemoryKind, Search
+from gridformer.plan.search import REPLICAS, MemoryKind, PlannedLayout, Search
 from gridformer.plan.settings import changed
 from gridformer.plan.show import print_result, ranking_as_json
 from gridformer.plan.trace_candidates import MOST, OF_EACH, Queue, Tracing
@@ -76,7 +76,7 @@ def test_no_kind_loses_by_an_estimate_alone() -> None:
         fits = [one for one in some if one.estimate.fits]
         assert of_kind[kind] >= min(len(fits), OF_EACH), kind
     assert of_kind.total() <= MOST
-    begun = [Candidate(run, fifth.estimate).kind for run in traced[:6]]
+    begun = [PlannedLayout(run, fifth.estimate).kind for run in traced[:6]]
     assert {*begun} == kinds.keys(), "the fastest of each kind come first"
     shown = io.StringIO()
     print_result(asked.run, result, [], cluster(), Console(file=shown, width=1000))
@@ -166,7 +166,7 @@ def test_what_was_passed_over_is_traced_if_nothing_else_fits() -> None:
     seen: set[MemoryKind] = set()
 
     def first_is_larger(run: RunConfig, machine: Cluster) -> Prediction:
-        kind = Candidate(run, estimate(run, machine)).memory_kind
+        kind = PlannedLayout(run, estimate(run, machine)).memory_kind
         peak = 1.0 if kind in seen else 1e3
         seen.add(kind)
         return predictor(run, machine, peak)

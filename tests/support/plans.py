@@ -9,7 +9,7 @@ from gridformer.cluster import Cluster, load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.plan.prediction import Parts, Prediction
 from gridformer.plan.roofline import estimate
-from gridformer.plan.search import Candidate, Result, Search
+from gridformer.plan.search import PlannedLayout, Result, Search
 from gridformer.plan.trace_candidates import Predict, Tracing
 
 
@@ -68,7 +68,7 @@ def found_on_8() -> Result:
     return search(run_of(), cluster(), 8, top=4)
 
 
-def trace_of(found: Candidate) -> Prediction:
+def trace_of(found: PlannedLayout) -> Prediction:
     """Return the prediction of a layout that was traced."""
     assert found.prediction is not None
     return found.prediction

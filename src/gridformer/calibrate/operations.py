@@ -229,8 +229,10 @@ def _product(
         if dtype not in ("tf32", "float32"):
             return partial(torch.matmul, a, b)
 
+        settings = torch.backends.cuda.matmul
+
         def run() -> Tensor:
-            torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
+            settings.allow_tf32 = dtype == "tf32"
             return a @ b
 
         return run
@@ -321,7 +323,7 @@ def _norm_backward(new: New) -> Run:
 
 def _softmax_backward(new: New) -> Run:
     y, g = new().float().softmax(-1), new()
-    return partial(aten._softmax_backward_data, g, y.to(g.dtype), -1, g.dtype)
+    return partial(torch.ops.aten._softmax_backward_data, g, y.to(g.dtype), -1, g.dtype)
 
 
 def _adamw(new: New) -> Run:

@@ -10,7 +10,7 @@ from typing import Any
 
 from gridformer.config import RunConfig
 from gridformer.plan.prediction import Prediction
-from gridformer.plan.search import Candidate, Search
+from gridformer.plan.search import PlannedLayout, Search
 from gridformer.plan.settings import Settings, arrangement, changed, single_changes
 from gridformer.utils.units import format_setting
 
@@ -113,7 +113,7 @@ def in_words(settings: Settings) -> str:
     return " ".join(format_setting(key, value) for key, value in settings.items())
 
 
-def advise(search: Search, asked: Candidate, traced: Sequence[Candidate] = ()) -> Advice:
+def advise(search: Search, asked: PlannedLayout, traced: Sequence[PlannedLayout] = ()) -> Advice:
     """Returns the advice for a layout that was traced.
 
     Args:
@@ -143,7 +143,7 @@ def advise(search: Search, asked: Candidate, traced: Sequence[Candidate] = ()) -
 
 
 def _judged(
-    settings: Settings, asked: Candidate, other: Candidate, traced: Sequence[Candidate]
+    settings: Settings, asked: PlannedLayout, other: PlannedLayout, traced: Sequence[PlannedLayout]
 ) -> Change:
     """Compares two layouts by their traces, or by an estimate if one was not traced.
 
@@ -189,7 +189,7 @@ def limit_of(prediction: Prediction) -> str:
 # --------------------------------------------------------------------------- where nothing fits
 
 
-def remedies(search: Search, smallest: Candidate | None) -> list[str]:
+def remedies(search: Search, smallest: PlannedLayout | None) -> list[str]:
     """Returns sentences that say what would fit, by estimate.
 
     Args:
@@ -236,7 +236,7 @@ def _savings(run: RunConfig) -> Iterator[dict[str, Any]]:
         batch //= 2
 
 
-def _most_layers(search: Search, smallest: Candidate) -> int:
+def _most_layers(search: Search, smallest: PlannedLayout) -> int:
     """Returns the most layers with which the smallest layout fits, or 0."""
     low, high = 0, smallest.run.model.n_layers
     while high - low > 1:
@@ -248,7 +248,7 @@ def _most_layers(search: Search, smallest: Candidate) -> int:
     return low
 
 
-def _on_more_devices(search: Search) -> Candidate | None:
+def _on_more_devices(search: Search) -> PlannedLayout | None:
     """Returns a layout that fits on the fewest devices of twice, four times, ... the number."""
     batch = search.run.train.global_batch
     for doublings in range(1, MOST_DOUBLINGS + 1):

@@ -18,7 +18,7 @@ from gridformer.plan.advice import Advice
 from gridformer.plan.predict import predict
 from gridformer.plan.price import doubts, sureness
 from gridformer.plan.program import Interval
-from gridformer.plan.search import Candidate, MemoryKind, Result, Search
+from gridformer.plan.search import MemoryKind, PlannedLayout, Result, Search
 from gridformer.plan.show import (
     COLUMNS,
     common_warnings,
@@ -104,7 +104,7 @@ def _sections(
     factors = memory_factors([*result.layouts, *result.refused])
 
     @cache
-    def best_of(b: int, k: int) -> Candidate | None:
+    def best_of(b: int, k: int) -> PlannedLayout | None:
         if (b, k) == (batch, n):
             return best
         train = run.train.model_copy(update={"global_batch": b})
@@ -178,7 +178,7 @@ def certainty(result: Result, cluster: Cluster, counts: Iterable[int]) -> list[s
     return sentences
 
 
-def memory_factors(traced: Sequence[Candidate]) -> dict[MemoryKind, float]:
+def memory_factors(traced: Sequence[PlannedLayout]) -> dict[MemoryKind, float]:
     """Returns how many times their estimated memory layouts of a kind need, at least 1."""
     factors: dict[MemoryKind, float] = {}
     for one in traced:
@@ -187,7 +187,7 @@ def memory_factors(traced: Sequence[Candidate]) -> dict[MemoryKind, float]:
     return factors
 
 
-def fastest_that_fits(search: Search, factors: Mapping[MemoryKind, float]) -> Candidate | None:
+def fastest_that_fits(search: Search, factors: Mapping[MemoryKind, float]) -> PlannedLayout | None:
     """Returns the fastest layout of a search that fits by estimate.
 
     Args:
@@ -239,7 +239,7 @@ def _reasons(run: RunConfig, result: Result, advice: Sequence[Advice]) -> str:
 # --------------------------------------------------------------------------- figures
 
 
-def _where(layouts: Sequence[Candidate]) -> go.Figure:
+def _where(layouts: Sequence[PlannedLayout]) -> go.Figure:
     """Returns stacked bars of the seconds of a step by kind."""
     rows = [(one.name, one.traced.seconds_by_kind()) for one in layouts]
     least = SMALL * max(sum(parts.values()) for _, parts in rows)
@@ -249,7 +249,7 @@ def _where(layouts: Sequence[Candidate]) -> go.Figure:
     return stacked_bars(rows, colors, "seconds a step", lambda value: f"{value:.4g} s")
 
 
-def _memory_bars(layouts: Sequence[Candidate]) -> go.Figure:
+def _memory_bars(layouts: Sequence[PlannedLayout]) -> go.Figure:
     """Returns bars of the fullest device's memory, with the limit as a line."""
     made = figure(120 + 34 * len(layouts), showlegend=False)
     peaks, limit, red = [one.peak_gib for one in layouts], layouts[0].estimate.limit_gib, "#de2d26"
@@ -269,7 +269,7 @@ def _memory_bars(layouts: Sequence[Candidate]) -> go.Figure:
     return made.update_xaxes(title="GiB", range=[0, max(limit, *peaks) * 1.05])
 
 
-def _outlook(points: Mapping[int, Candidate | None], axis: str) -> go.Figure:
+def _outlook(points: Mapping[int, PlannedLayout | None], axis: str) -> go.Figure:
     """Returns a line of sequences a second over a number, with the layouts beside its points."""
     made = figure(380, showlegend=False)
     made.update_layout(margin={"r": 150})  # for the name of the last layout

@@ -35,7 +35,7 @@ MemoryKind = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlannedLayout:
     """A layout with settings, its estimate, and its traced prediction if it was traced.
 
     Attributes:
@@ -100,19 +100,19 @@ class Result:
         top: How many layouts are listed, besides those that were asked for.
     """
 
-    layouts: list[Candidate] = field(default_factory=list)
-    refused: list[Candidate] = field(default_factory=list)
-    passed_over: list[Candidate] = field(default_factory=list)
-    untraced: list[Candidate] = field(default_factory=list)
+    layouts: list[PlannedLayout] = field(default_factory=list)
+    refused: list[PlannedLayout] = field(default_factory=list)
+    passed_over: list[PlannedLayout] = field(default_factory=list)
+    untraced: list[PlannedLayout] = field(default_factory=list)
     too_large: list[str] = field(default_factory=list)
     n_arrangements: int = 0
     n_estimates: int = 0
     seconds: float = 0.0
-    smallest: Candidate | None = None
+    smallest: PlannedLayout | None = None
     top: int = 10
 
     @property
-    def listed(self) -> list[Candidate]:
+    def listed(self) -> list[PlannedLayout]:
         """The fastest layouts, and those that were asked for, which may be slow or not fit."""
         rest = [*self.layouts[self.top :], *self.refused]
         return self.layouts[: self.top] + [one for one in rest if one.asked]
@@ -166,23 +166,23 @@ class Search:
                 if run is not None:
                     yield run
 
-    def estimated(self, run: RunConfig) -> Candidate:
+    def estimated(self, run: RunConfig) -> PlannedLayout:
         """Returns the run with its estimate."""
         self.n_estimates += 1
-        return Candidate(run, estimate(run, self.cluster, self.costs))
+        return PlannedLayout(run, estimate(run, self.cluster, self.costs))
 
-    def fits(self, one: Candidate, margin: float = MARGIN) -> bool:
+    def fits(self, one: PlannedLayout, margin: float = MARGIN) -> bool:
         """Whether a layout may fit, where its estimate may be `margin` times the limit."""
         return one.estimate.peak_gib <= margin * one.estimate.limit_gib
 
-    def first(self, run: RunConfig) -> Candidate:
+    def first(self, run: RunConfig) -> PlannedLayout:
         """Returns an arrangement with settings that fit, or those with the least memory.
 
         It tries modes of replicas that shard more and more, until one fits without recomputation,
         and with each mode smaller micro-batches and more recomputation.
         """
-        best: Candidate | None = None
-        tried: list[Candidate] = []
+        best: PlannedLayout | None = None
+        tried: list[PlannedLayout] = []
         for mode in [{}] if layout_kind(run.layout) == REPLICAS else modes(run.layout):
             for m in micro_batches(run):
                 for recompute in ("none", "full"):
@@ -199,7 +199,7 @@ class Search:
         # The run itself is valid, so something was tried.
         return best or min(tried, key=lambda one: one.estimate.peak_gib)
 
-    def improved(self, best: Candidate, margin: float = MARGIN) -> Candidate:
+    def improved(self, best: PlannedLayout, margin: float = MARGIN) -> PlannedLayout:
         """Changes one setting at a time, always the one that makes a step fastest.
 
         Args:
@@ -217,7 +217,7 @@ class Search:
             best = fastest
         return best
 
-    def for_cluster(self, one: Candidate) -> Candidate:
+    def for_cluster(self, one: PlannedLayout) -> PlannedLayout:
         """Returns a layout with `layout.cluster` if it is faster with choices for the cluster."""
         if not self.named or one.run.layout.cluster:
             return one
@@ -227,7 +227,7 @@ class Search:
         timed = self.estimated(other)
         return timed if self.fits(timed) and timed.step_s < GAIN * one.step_s else one
 
-    def smaller(self, large: Candidate, scale: float) -> Candidate | None:
+    def smaller(self, large: PlannedLayout, scale: float) -> PlannedLayout | None:
         """Returns the fastest of a layout's neighbors, and theirs, that fits; None if none does.
 
         Args:
@@ -246,7 +246,7 @@ class Search:
 
     def ranked(
         self, improved: int = IMPROVED, copies: bool = False
-    ) -> tuple[list[Candidate], Result]:
+    ) -> tuple[list[PlannedLayout], Result]:
         """Returns layouts that may fit by the estimate, fastest first, and what was counted.
 
         Args:
@@ -256,7 +256,7 @@ class Search:
         runs = [*self.arrangements()]
         firsts = self._each(self.first, runs, copies)
         fitting = sorted((one for one in firsts if self.fits(one)), key=lambda one: one.step_s)
-        of_kind: dict[str, list[Candidate]] = {}
+        of_kind: dict[str, list[PlannedLayout]] = {}
         for one in fitting:
             of_kind.setdefault(one.kind, []).append(one)
         in_turns = [one for turn in zip_longest(*of_kind.values()) for one in turn if one]
@@ -272,11 +272,11 @@ class Search:
         )
 
     def _each(
-        self, function: Callable[[T], Candidate], work: Sequence[T], copies: bool
-    ) -> list[Candidate]:
+        self, function: Callable[[T], PlannedLayout], work: Sequence[T], copies: bool
+    ) -> list[PlannedLayout]:
         """Returns what a function finds for each piece of work, and counts its estimates."""
 
-        def counted(some: Sequence[T]) -> list[tuple[Candidate, int]]:
+        def counted(some: Sequence[T]) -> list[tuple[PlannedLayout, int]]:
             results = []
             for one in some:
                 self.n_estimates = 0

@@ -19,7 +19,7 @@ from gridformer.parallel.registry import describe_layout
 from gridformer.plan.advice import Advice, in_words, limit_of
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.price import doubts, sureness
-from gridformer.plan.search import REPLICAS, Candidate, Result, sharding
+from gridformer.plan.search import REPLICAS, PlannedLayout, Result, sharding
 
 EXPLAINED = 3  # layouts whose reasons the command prints besides those that were asked for
 ROWS_ALONE = (
@@ -128,24 +128,24 @@ def print_result(
         console.print(Text(f"   Warning: {warning}"), soft_wrap=True)
 
 
-def place(result: Result, one: Candidate) -> int | None:
+def place(result: Result, one: PlannedLayout) -> int | None:
     """Returns the place of a layout among all that were traced; None if it does not fit."""
     return result.layouts.index(one) + 1 if one in result.layouts else None
 
 
-def label(result: Result, one: Candidate) -> str:
+def label(result: Result, one: PlannedLayout) -> str:
     """Returns the place and the name of a layout."""
     number = place(result, one)
     return f"{number}. {one.name}" if number else f"-  {one.name}"
 
 
-def words_of_kind(one: Candidate) -> str:
+def words_of_kind(one: PlannedLayout) -> str:
     """Returns the kind of a layout, and for a pipeline also that of its stages."""
     inner = sharding(one.run.layout)
     return one.kind if inner in (one.kind, REPLICAS) else f"{one.kind}, {inner}"
 
 
-def reasons(result: Result, one: Candidate, why: Advice) -> list[str]:
+def reasons(result: Result, one: PlannedLayout, why: Advice) -> list[str]:
     """Returns sentences that say why a layout stands where it does."""
     prediction = one.traced
     if not prediction.fits:
@@ -193,13 +193,13 @@ def unlisted(result: Result) -> list[str]:
     return sentences
 
 
-def common_warnings(layouts: Sequence[Candidate]) -> list[str]:
+def common_warnings(layouts: Sequence[PlannedLayout]) -> list[str]:
     """Returns the warnings that all of some traced layouts have."""
     first = layouts[0].traced.warnings
     return [text for text in first if all(text in one.traced.warnings for one in layouts)]
 
 
-class Column(NamedTuple):
+class RankingColumn(NamedTuple):
     """A column of the ranking after that of the names.
 
     Attributes:
@@ -210,7 +210,7 @@ class Column(NamedTuple):
     """
 
     head: str
-    cell: Callable[[Candidate, Prediction], str]
+    cell: Callable[[PlannedLayout, Prediction], str]
     leaves: int
 
     @property
@@ -220,17 +220,17 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("kind", lambda one, _: words_of_kind(one), 3),
-    Column("s a\nstep", lambda _, p: f"{p.step_s:.4g}", 9),
-    Column("sequences/s", lambda one, p: f"{one.run.train.global_batch / p.step_s:,.4g}", 0),
-    Column("TFLOP/s\na device", lambda _, p: f"{p.model_tflops_per_device:.3g}", 5),
-    Column("GiB", lambda _, p: f"{p.peak_gib:.1f}", 8),
-    Column("limit, GiB", lambda _, p: f"{p.limit_gib:.1f}", 0),
-    Column("s in\nmessages", lambda _, p: f"{p.exposed_communication_s:.3g}", 4),
-    Column("hidden", lambda _, p: f"{sum(p.parts.hidden.values()):.3g}", 1),
-    Column("s in\nbubbles", lambda _, p: f"{p.bubble_s:.3g}", 2),
-    Column("micro-\nbatches", lambda one, _: str(one.run.layout.micro_batches), 7),
-    Column("recompute", lambda one, _: one.run.train.recompute, 6),
+    RankingColumn("kind", lambda one, _: words_of_kind(one), 3),
+    RankingColumn("s a\nstep", lambda _, p: f"{p.step_s:.4g}", 9),
+    RankingColumn("sequences/s", lambda one, p: f"{one.run.train.global_batch / p.step_s:,.4g}", 0),
+    RankingColumn("TFLOP/s\na device", lambda _, p: f"{p.model_tflops_per_device:.3g}", 5),
+    RankingColumn("GiB", lambda _, p: f"{p.peak_gib:.1f}", 8),
+    RankingColumn("limit, GiB", lambda _, p: f"{p.limit_gib:.1f}", 0),
+    RankingColumn("s in\nmessages", lambda _, p: f"{p.exposed_communication_s:.3g}", 4),
+    RankingColumn("hidden", lambda _, p: f"{sum(p.parts.hidden.values()):.3g}", 1),
+    RankingColumn("s in\nbubbles", lambda _, p: f"{p.bubble_s:.3g}", 2),
+    RankingColumn("micro-\nbatches", lambda one, _: str(one.run.layout.micro_batches), 7),
+    RankingColumn("recompute", lambda one, _: one.run.train.recompute, 6),
 )
 
 
@@ -250,7 +250,7 @@ def _print_table(result: Result, console: Console) -> None:
         for column, texts in cells.items()
     }
     name = max(len("layout"), *map(len, names))
-    left_out = set[Column]()
+    left_out = set[RankingColumn]()
     if console.is_terminal:
         for column in sorted(cells, key=lambda column: column.leaves)[:-1]:
             if name + sum(w for c, w in widths.items() if c not in left_out) > console.width:
@@ -325,7 +325,7 @@ def ranking_as_json(
     }
 
 
-def _described(one: Candidate) -> dict[str, Any]:
+def _described(one: PlannedLayout) -> dict[str, Any]:
     """Returns a layout: its name, what it sets in a run, and its estimate."""
     layout = one.run.layout.model_dump(mode="json", exclude_defaults=True)
     train, plain = one.run.train.model_dump(mode="json"), TrainConfig().model_dump(mode="json")
@@ -337,7 +337,7 @@ def _described(one: Candidate) -> dict[str, Any]:
     }
 
 
-def _unlisted(one: Candidate) -> dict[str, Any]:
+def _unlisted(one: PlannedLayout) -> dict[str, Any]:
     """Returns what is known of a layout that is not listed; None stands for what was not traced."""
     return _described(one) | {
         "estimated_peak_gib": one.estimate.peak_gib,
@@ -347,7 +347,7 @@ def _unlisted(one: Candidate) -> dict[str, Any]:
     }
 
 
-def write_run(one: Candidate, path: Path, how: str) -> None:
+def write_run(one: PlannedLayout, path: Path, how: str) -> None:
     """Writes a layout as a run file that `gridformer train` accepts as it is.
 
     It holds what differs from the defaults, and a comment that says what was predicted.

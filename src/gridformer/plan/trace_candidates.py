@@ -12,7 +12,7 @@ from gridformer.config import RunConfig
 from gridformer.plan.advice import advise
 from gridformer.plan.predict import predict
 from gridformer.plan.prediction import Prediction
-from gridformer.plan.search import Candidate, MemoryKind, Search
+from gridformer.plan.search import MemoryKind, PlannedLayout, Search
 from gridformer.record.fast_fake import fast_fakes
 from gridformer.utils.fork_pool import as_far_as, can_copy, processor_s
 from gridformer.utils.hardware import n_cores
@@ -42,13 +42,13 @@ class Queue:
         passed_over: Layouts that were not traced, because they do not fit by the traces of others.
     """
 
-    def __init__(self, search: Search, waiting: Sequence[Candidate]) -> None:
+    def __init__(self, search: Search, waiting: Sequence[PlannedLayout]) -> None:
         self.search, self.waiting = search, [*waiting]
-        self.passed_over: list[Candidate] = []
+        self.passed_over: list[PlannedLayout] = []
         self._factors: dict[MemoryKind, float] = {}
         self._smaller: list[RunConfig] = []  # which stood in for others
 
-    def next(self, traced: Counter[str]) -> Candidate | None:
+    def next(self, traced: Counter[str]) -> PlannedLayout | None:
         """Removes the layout that is to be traced next and returns it; None if none may fit.
 
         Kinds take turns until OF_EACH of them are traced. The fastest by estimate comes first.
@@ -63,7 +63,7 @@ class Queue:
             self._put_smaller(one, factor)
         return None
 
-    def refuse(self, one: Candidate, factor: float) -> None:
+    def refuse(self, one: PlannedLayout, factor: float) -> None:
         """Replaces a layout whose trace does not fit by a neighbor that may.
 
         Args:
@@ -79,7 +79,7 @@ class Queue:
         self.waiting += self.passed_over
         self.passed_over.clear()
 
-    def _put_smaller(self, one: Candidate, factor: float) -> None:
+    def _put_smaller(self, one: PlannedLayout, factor: float) -> None:
         smaller = self.search.smaller(one, factor)
         if smaller is not None and smaller.run not in self._smaller:
             self._smaller.append(smaller.run)
@@ -110,7 +110,7 @@ class Tracing:
     ) -> None:
         self.began = processor_s()
         self.search, self.top, self.predictor, self.tell = search, top, predictor, tell
-        self.traced: list[Candidate] = []
+        self.traced: list[PlannedLayout] = []
         tell("estimating layouts")
         ranked, self.result = search.ranked(copies=True)
         self.result.top = top
@@ -130,7 +130,7 @@ class Tracing:
         result, ends = self.result, self.began + limit_s
         chosen = [self.search.estimated(run) for run in also]
         given = [
-            Candidate(one.run, one.estimate, prediction, asked=True)
+            PlannedLayout(one.run, one.estimate, prediction, asked=True)
             for one, prediction in zip(chosen, self._predicted(chosen, inf))
         ]
         self.traced += given
@@ -171,12 +171,12 @@ class Tracing:
         result.n_estimates = self.search.n_estimates
         result.seconds = processor_s() - self.began
 
-    def _next(self, n: int) -> list[Candidate]:
+    def _next(self, n: int) -> list[PlannedLayout]:
         """Takes what is to be traced next out of the queue, at most n layouts.
 
         These are OF_EACH of each kind, what is listed, and what may be faster than the fastest.
         """
-        result, chosen = self.result, list[Candidate]()
+        result, chosen = self.result, list[PlannedLayout]()
         kinds = Counter(one.kind for one in result.layouts)
         names = {one.name for one in result.layouts}
         refused = [one.run for one in result.refused]
@@ -192,7 +192,9 @@ class Tracing:
                 kinds[one.kind] += 1
         return chosen
 
-    def _predicted(self, some: Sequence[Candidate], left_s: float) -> Sequence[Prediction | None]:
+    def _predicted(
+        self, some: Sequence[PlannedLayout], left_s: float
+    ) -> Sequence[Prediction | None]:
         work = [partial(self.predictor, one.run, self.search.cluster) for one in some]
         if self._at_once == 1:
             return [one() for one in work]
@@ -201,9 +203,9 @@ class Tracing:
         done = as_far_as([work[i] for i in order], left_s)
         return [done[order.index(i)] for i in range(len(some))]
 
-    def _add(self, one: Candidate, prediction: Prediction) -> None:
+    def _add(self, one: PlannedLayout, prediction: Prediction) -> None:
         """Adds a traced layout to those that fit, of each name the fastest, or to the others."""
-        traced = Candidate(one.run, one.estimate, prediction)
+        traced = PlannedLayout(one.run, one.estimate, prediction)
         self.traced.append(traced)
         if one.run.train.global_batch != self.search.run.train.global_batch:
             return
