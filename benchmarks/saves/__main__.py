@@ -19,8 +19,8 @@ from unittest.mock import patch
 import torch
 
 from gridformer.checkpoint.checkpoint import manifest_of, shards_of
-from gridformer.checkpoint.place import LocalDraft
 from gridformer.checkpoint.saver import Saver
+from gridformer.checkpoint.store import Draft
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
@@ -47,17 +47,17 @@ def a_run(arguments: argparse.Namespace) -> RunConfig:
 @contextmanager
 def slow_disk(seconds: float) -> Iterator[None]:
     """Lets each file of a checkpoint take at least this long."""
-    original = LocalDraft.writing
+    original = Draft.writing
 
     @contextmanager
-    def writing(self: LocalDraft, name: str) -> Iterator[BinaryIO]:
+    def writing(self: Draft, name: str) -> Iterator[BinaryIO]:
         with original(self, name) as file:
             began = time.monotonic()
             yield file
             if name.startswith("shard"):
                 time.sleep(max(0.0, seconds - (time.monotonic() - began)))
 
-    with patch.object(LocalDraft, "writing", writing):
+    with patch.object(Draft, "writing", writing):
         yield
 
 

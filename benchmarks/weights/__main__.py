@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -25,10 +24,9 @@ from torch import Tensor
 
 from benchmarks.common.machine import describe_machine
 from gridformer.checkpoint.convert.exporting import write_json, write_weight_files
-from gridformer.checkpoint.convert.files import row_slices
 from gridformer.checkpoint.convert.kinds import KINDS
 from gridformer.checkpoint.safetensors_file import Streamed
-from gridformer.checkpoint.shapes import shapes_of
+from gridformer.checkpoint.whole import shapes_of
 from gridformer.config import ModelConfig
 from gridformer.utils.units import GIB, format_bytes
 
@@ -79,7 +77,7 @@ def synthesize(model: ModelConfig, folder: Path) -> tuple[int, int]:
     streamed = {}
     for entry in kind.entries(model):
         shape = entry.form.shape_of_theirs(shapes[entry.ours])
-        streamed[entry.theirs[0]] = Streamed(shape, DTYPE, partial(random_rows, shape))
+        streamed[entry.theirs[0]] = Streamed(shape, DTYPE, partial(random_tensor, shape))
     folder.mkdir()
     write_weight_files(streamed, folder, 5 * GIB)
     config = kind.write_config(model)
@@ -89,12 +87,10 @@ def synthesize(model: ModelConfig, folder: Path) -> tuple[int, int]:
     return max(sizes), sum(sizes)
 
 
-def random_rows(shape: tuple[int, ...]) -> Iterator[Tensor]:
+def random_tensor(shape: tuple[int, ...]) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    for rows in row_slices(shape, DTYPE):
-        size = (rows.stop - rows.start, *shape[1:])
-        bits = torch.randint(0, 1 << 15, size, dtype=torch.int16, generator=generator)
-        yield bits.view(DTYPE)
+    bits = torch.randint(0, 1 << 15, shape, dtype=torch.int16, generator=generator)
+    return bits.view(DTYPE)
 
 
 def measured(arguments: list[str]) -> tuple[float, int]:

@@ -48,8 +48,7 @@ def run_dir(tmp_path: Path) -> Path:
 def test_the_mean_of_the_last_checkpoints(
     steps: tuple[int, ...], run_dir: Path, tmp_path: Path
 ) -> None:
-    done = average_run(run_dir, tmp_path / "mean", len(steps))
-    assert done.steps == steps
+    assert average_run(run_dir, tmp_path / "mean", len(steps)) == steps
     for name in ("tokenizer.json", "labels.json"):
         assert (tmp_path / "mean" / name).read_text(encoding="utf-8") == "kept"
     found = a_model(4)

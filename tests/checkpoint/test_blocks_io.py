@@ -10,10 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gridformer.checkpoint import blocks_io, saving
-from gridformer.checkpoint.block import TensorBlock, written_here
-from gridformer.checkpoint.index import BlockIndex, index_of_files, joined_index, part_of
-from gridformer.checkpoint.safetensors_file import write_file
+from gridformer.checkpoint import safetensors_file
+from gridformer.checkpoint.blocks import (
+    BlockIndex,
+    TensorBlock,
+    joined_index,
+    packed_part,
+    written_here,
+)
+from gridformer.checkpoint.safetensors_file import positions_in, read_blocks, write_file
 from gridformer.mesh import Axes, Axis
 from gridformer.parallel.sharding import ParamShard
 from gridformer.utils.errors import CheckpointError
@@ -38,25 +43,25 @@ def block(row: int, col: int) -> TensorBlock:
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, BlockIndex]:
     """A folder into which eight ranks have written their blocks of two tensors."""
-    parts = []
+    parts = {}
     for rank in range(8):
         held = dict.fromkeys(("a", "b"), block(*divmod(rank, 4)))
         with (tmp_path / f"{rank}.safetensors").open("wb") as file:
             write_file(file, held)
-        parts.append(part_of(f"{rank}.safetensors", held))
+        parts[f"{rank}.safetensors"] = packed_part(held)
     return tmp_path, joined_index(parts)
 
 
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of files that are opened from now on."""
     found: list[str] = []
-    real = blocks_io.opened_file
+    real = safetensors_file.opened_file
 
     def noted(path: Path) -> Any:
         found.append(path.name)
         return real(path)
 
-    monkeypatch.setattr(blocks_io, "opened_file", noted)
+    monkeypatch.setattr(safetensors_file, "opened_file", noted)
     return found
 
 
@@ -65,16 +70,9 @@ def test_a_load_opens_the_files_that_it_needs(
 ) -> None:
     names = opened(monkeypatch)
     local = torch.zeros(2, 4).t()  # stored transposed; rows 1 to 4, columns 2 and 3
-    blocks_io.read_blocks({"a": (local, ParamShard(SIZE, (1, 2)))}, *saved)
+    read_blocks({"a": TensorBlock.of(local, ParamShard(SIZE, (1, 2)))}, *saved)
     assert torch.equal(local, whole()[1:5, 2:4])
     assert names == ["1.safetensors", "5.safetensors"]
-
-
-def test_files_without_an_index_tell_where_blocks_are(saved: tuple[Path, BlockIndex]) -> None:
-    folder, index = saved
-    found = index_of_files(folder, [*index.files])
-    names = {"a", "b"}
-    assert {*found.of(names)} == {*index.of(names)}
 
 
 def test_an_index_names_tensors_once(saved: tuple[Path, BlockIndex]) -> None:
@@ -97,9 +95,9 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     folder, index = saved
     index.files.pop(without, None)
-    shards = {name: (torch.zeros(size), ParamShard(size, (0, 0)))}
+    wanted = {name: TensorBlock.of(torch.zeros(size), ParamShard(size, (0, 0)))}
     with pytest.raises(CheckpointError, match=message):
-        blocks_io.read_blocks(shards, folder, index)
+        read_blocks(wanted, folder, index)
 
 
 @pytest.mark.parametrize("damage", [bytes(7) + b"@", bytes(64), b"\xff", b"\x08"], ids=str)
@@ -110,9 +108,9 @@ def test_a_damaged_header_is_named(saved: tuple[Path, BlockIndex], damage: bytes
     path.write_bytes(damage + path.read_bytes()[len(damage) :])
     told = f"{path} is truncated, damaged or no safetensors file"
     with pytest.raises(CheckpointError, match=told):
-        blocks_io.read_blocks({"a": (torch.zeros(SIZE), ParamShard(SIZE, (0, 0)))}, folder, index)
+        read_blocks({"a": TensorBlock(torch.zeros(SIZE), SIZE, (0, 0))}, folder, index)
     with pytest.raises(CheckpointError, match=told):
-        index_of_files(folder, [path.name])
+        next(positions_in(path))
 
 
 def test_one_of_the_replicas_writes_a_block() -> None:
@@ -136,20 +134,3 @@ def test_parts_of_replicas_are_all_written_and_padding_is_not() -> None:
     assert written_here(mine, Axes(dp=Axis("dp", 3, 2)))
     beyond = {"part": (torch.zeros(3), ParamShard((6,), (6,), replicas=None))}
     assert not written_here(beyond, Axes(dp=Axis("dp", 3, 2)))
-
-
-def test_the_index_is_joined_once_for_all_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[int] = []
-
-    def counting(parts: list[bytes]) -> BlockIndex:
-        counted.append(len(parts))
-        return joined_index(parts)
-
-    monkeypatch.setattr(saving, "joined_index", counting)
-    monkeypatch.setattr(saving, "_last", None)
-    parts = [part_of(f"{rank}.safetensors", {"a": block(0, rank)}) for rank in range(4)]
-    found = [saving._index_of(parts) for _ in range(2)]
-    assert counted == [4]
-    assert found[0] == found[1] == joined_index(parts)
-    saving._index_of([*parts[:3], part_of("3.safetensors", {"b": block(0, 3)})])
-    assert counted == [4, 4]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gridformer.checkpoint import checkpoint
-from gridformer.checkpoint.elsewhere import run_with_checkpoints, url_of
-from gridformer.checkpoint.remote import Remote
+from gridformer.checkpoint.copies import run_with_checkpoints, url_of
+from gridformer.checkpoint.store import RemoteStore
 from gridformer.config import parse_run
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
@@ -38,7 +38,7 @@ def far(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
         updates = Stepper(model, run.train, Axes()).updates
         updates.allocate(0)
         checkpoint.save(out, step, 0, run, model, updates, Axes())
-        Remote(url).upload(out / "checkpoints" / f"step-{step:08d}")
+        RemoteStore(url).upload(out / "checkpoints" / f"step-{step:08d}")
     return out, url
 
 

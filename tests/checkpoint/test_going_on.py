@@ -11,14 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.checkpoint import going_on
-from gridformer.checkpoint.block import TensorBlock
+from gridformer.checkpoint import save as saving
+from gridformer.checkpoint.blocks import TensorBlock
 from gridformer.checkpoint.checkpoint import manifest_of
-from gridformer.checkpoint.going_on import CopyPatience
-from gridformer.checkpoint.outcome import Kept
-from gridformer.checkpoint.place import LocalDraft, LocalPlace
-from gridformer.checkpoint.remote import Remote
-from gridformer.checkpoint.saving import Save
+from gridformer.checkpoint.save import RenewedDeadline, Save
+from gridformer.checkpoint.store import Draft, Kept, LocalStore, RemoteStore
 from gridformer.comm import progress
 from gridformer.config import parse_run
 
@@ -34,7 +31,7 @@ class Clock:
         ends: Called at the tenth look.
     """
 
-    def __init__(self, draft: LocalDraft, ends: threading.Event) -> None:
+    def __init__(self, draft: Draft, ends: threading.Event) -> None:
         self.draft, self.ends = draft, ends
         self.now, self.looks = 0.0, 0
 
@@ -45,8 +42,8 @@ class Clock:
         self.now, self.looks = self.now + 0.6 * PATIENCE_S, self.looks + 1
         if self.looks == 10:
             self.ends.set()
-        sign, until = self.draft.sign(), time.monotonic() + 60.0
-        while sign is not None and self.draft.sign() == sign and time.monotonic() < until:
+        sign, until = self.draft.renewed_ns(), time.monotonic() + 60.0
+        while sign is not None and self.draft.renewed_ns() == sign and time.monotonic() < until:
             time.sleep(0.001)
 
 
@@ -56,30 +53,30 @@ def test_ranks_wait_for_a_copy_however_long_it_takes(
     """They would else begin a message in which the first rank does not take part."""
     begun, may_end = threading.Event(), threading.Event()
 
-    def upload(self: Remote, folder: Path) -> None:
+    def upload(self: RemoteStore, folder: Path) -> None:
         begun.set()
         assert may_end.wait(60.0)
 
-    monkeypatch.setattr(Remote, "upload", upload)
-    monkeypatch.setattr(going_on, "_RENEW_S", 0.01)
+    monkeypatch.setattr(RemoteStore, "upload", upload)
+    monkeypatch.setattr(saving, "_RENEW_S", 0.01)
     manifest = manifest_of(1, 0, parse_run({"model": MODEL, "data": {"path": "unused"}}))
     blocks = {"a": TensorBlock(torch.zeros(2, 3), (2, 3), (0, 0))}
     first, other = (
-        Save(LocalPlace(tmp_path), manifest, rank, 2, Kept(1), PATIENCE_S, "memory://far")
+        Save(LocalStore(tmp_path), manifest, rank, 2, Kept(1), PATIENCE_S, "memory://far")
         for rank in range(2)
     )
     assert first.begin()
     other.run(lambda: {})
-    saving = threading.Thread(target=first.run, args=(lambda: blocks,))
-    saving.start()
+    thread = threading.Thread(target=first.run, args=(lambda: blocks,))
+    thread.start()
     assert begun.wait(60.0)
-    assert isinstance(other.draft, LocalDraft)
+    assert isinstance(other.draft, Draft)
     clock = Clock(other.draft, may_end)
-    monkeypatch.setattr(going_on, "time", clock)
+    monkeypatch.setattr(saving, "time", clock)
     other.wait_for_the_end()
     assert clock.looks >= 10
     assert other.has_ended()
-    saving.join(60.0)
+    thread.join(60.0)
     assert first.outcome.not_copied == ""
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
@@ -89,29 +86,28 @@ def test_a_rank_that_gives_no_more_signs_is_waited_for_as_long_as_patience_lasts
 ) -> None:
     clock: Any = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(going_on, "time", clock)
-    draft = LocalPlace(tmp_path).draft("step-00000001")
+    monkeypatch.setattr(saving, "time", clock)
+    draft = LocalStore(tmp_path).draft("step-00000001")
     draft.begin()
-    patience = CopyPatience(draft, PATIENCE_S, 3 * PATIENCE_S)
+    patience = RenewedDeadline(draft, PATIENCE_S, 3 * PATIENCE_S)
     found = []
     for now in (0.0, 290.0, 310.0, 385.0, 395.0):
         clock.now = now
         if now == 290.0:
-            draft.going_on(True)
+            draft.renew()
         found.append(patience.is_over())
     assert found == [False, False, False, False, True]
 
 
 def test_a_process_that_copies_itself_is_not_taken_for_one_that_hangs(tmp_path: Path) -> None:
     """The last checkpoint is copied in the main thread, in the middle of a step as it seems."""
-    draft = LocalPlace(tmp_path).draft("step-00000001")
+    draft = LocalStore(tmp_path).draft("step-00000001")
     draft.begin()
     noted, until = progress.start(None), time.monotonic() + 60.0
     try:
-        with going_on.going_on(draft, 0.01):
+        with saving.renewing(draft, 0.01):
             while noted.waits < 3 and time.monotonic() < until:
                 time.sleep(0.001)
         assert noted.waits >= 3
     finally:
         progress.stop()
-    assert draft.sign() is None

@@ -17,15 +17,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gridformer.checkpoint import saving
-from gridformer.checkpoint.block import TensorBlock, written_here
+from gridformer.checkpoint import save as saving
+from gridformer.checkpoint.blocks import TensorBlock, packed_part, written_here
 from gridformer.checkpoint.checkpoint import manifest_of, shards_of
-from gridformer.checkpoint.index import part_of
 from gridformer.checkpoint.manifest import Manifest, read_manifest
-from gridformer.checkpoint.outcome import Kept, file_of
-from gridformer.checkpoint.place import LocalPlace
-from gridformer.checkpoint.saving import Save
-from gridformer.checkpoint.shapes import shapes_of
+from gridformer.checkpoint.save import Save
+from gridformer.checkpoint.store import Kept, LocalStore
+from gridformer.checkpoint.whole import shapes_of
 from gridformer.config import RunConfig
 from gridformer.mesh import Axes, Axis
 from gridformer.parallel import build_parallel
@@ -73,7 +71,7 @@ def blocks_of_all(run: RunConfig) -> Iterator[tuple[int, dict[str, TensorBlock]]
 
 def save_of(out: Path, manifest: Manifest, notes: dict[int, bytes]) -> Save:
     """Return the first rank's save, for which all other ranks have left their notes."""
-    save = Save(LocalPlace(out), manifest, 0, len(notes) + 1, Kept(3))
+    save = Save(LocalStore(out), manifest, 0, len(notes) + 1, Kept(3))
     assert save.begin()
     for rank, note in notes.items():
         save.draft.tell(f"done-{rank}", note)
@@ -91,8 +89,7 @@ def test_a_save_of_4096_ranks_is_planned_soon(
         if rank == 0:
             first = blocks
         else:
-            part = part_of(file_of(rank), blocks)
-            notes[rank] = saving._Told(rank, 1, 0, part).content()
+            notes[rank] = saving._Note(rank, 1, 0, packed_part(blocks)).content()
     assert len(notes) == 4095
     manifest = manifest_of(1, 0, run)
 
@@ -105,9 +102,7 @@ def test_a_save_of_4096_ranks_is_planned_soon(
         return time.process_time() - began
 
     monkeypatch.setattr(saving, "write_file", lambda *_: (1, 0))
-    monkeypatch.setattr(saving, "_last", None)
     seconds = planned(tmp_path / "timed")
-    monkeypatch.setattr(saving, "_last", None)
     tracemalloc.start()
     planned(tmp_path / "measured")
     _, peak = tracemalloc.get_traced_memory()

@@ -10,9 +10,10 @@ import torch
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.checkpoint import manifest_of
+from gridformer.checkpoint.copies import fetch_newest, give_up
 from gridformer.checkpoint.manifest import MANIFEST, Manifest, verify_checkpoint
-from gridformer.checkpoint.remote import Remote, fetch_newest, give_up
 from gridformer.checkpoint.saver import Saver, SaveReport
+from gridformer.checkpoint.store import RemoteStore
 from gridformer.config import RunConfig, parse_run
 from gridformer.mesh import Axes
 from gridformer.parallel.sharding import ParamShard
@@ -26,7 +27,7 @@ URL = "memory://bucket/run"
 @pytest.fixture(autouse=True)
 def _empty() -> Iterator[None]:
     yield
-    remote = Remote(URL)
+    remote = RemoteStore(URL)
     if remote.files.exists("/bucket"):
         remote.files.rm("/bucket", recursive=True)
 
@@ -54,7 +55,7 @@ def test_a_run_goes_on_elsewhere_from_the_newest_copy(tmp_path: Path, url: str) 
     for step in range(1, 6):
         assert not save(here, step, run).outcome.not_copied
     kept = [f"step-{step:08d}" for step in (2, 4, 5)]
-    assert Remote(url).complete() == kept == [folder.name for folder in find.complete(here)]
+    assert RemoteStore(url).complete() == kept == [folder.name for folder in find.complete(here)]
     assert [path.name for path in (here / "checkpoints").iterdir() if path.name[0] == "."] == []
     fetched = fetch_newest(url, there)
     assert fetched == there / "checkpoints" / kept[-1]
@@ -71,7 +72,7 @@ def test_a_copy_without_a_manifest_is_none(tmp_path: Path) -> None:
     """The manifest is copied last, and removed first."""
     save(tmp_path / "here", 1, a_run())
     save(tmp_path / "here", 2, a_run())
-    remote = Remote(URL)
+    remote = RemoteStore(URL)
     remote.files.rm_file(f"{remote.root}/step-00000002/{MANIFEST}")
     assert remote.complete() == ["step-00000001"]
     fetched = fetch_newest(URL, tmp_path / "there")
@@ -84,21 +85,21 @@ def test_a_copy_without_a_manifest_is_none(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_reached_costs_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Remote, folder: Path) -> None:
+    def broken(self: RemoteStore, folder: Path) -> None:
         raise PermissionError("no credentials")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Remote, "upload", broken)
+        patch.setattr(RemoteStore, "upload", broken)
         report = save(tmp_path, 1, a_run())
     assert report.outcome.not_copied == "PermissionError: no credentials"
     assert verify_checkpoint(tmp_path / "checkpoints" / "step-00000001").step == 1
     assert not save(tmp_path, 2, a_run()).outcome.not_copied
-    assert Remote(URL).complete() == ["step-00000002"]
+    assert RemoteStore(URL).complete() == ["step-00000002"]
 
 
 def test_a_damaged_copy_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "here", 1, a_run())
-    remote = Remote(URL)
+    remote = RemoteStore(URL)
     path = f"{remote.root}/step-00000001/shard-00001.safetensors"
     content = bytearray(remote.files.cat_file(path))
     content[-1] ^= 1
@@ -123,13 +124,13 @@ def test_what_a_run_gives_up_is_removed(tmp_path: Path, monkeypatch: pytest.Monk
     for step in (1, 2):
         save(tmp_path, step, a_run())
     assert give_up(URL, ["step-00000002", "step-00000009"]) == ""
-    assert Remote(URL).complete() == ["step-00000001"]
+    assert RemoteStore(URL).complete() == ["step-00000001"]
     assert give_up("", ["step-00000001"]) == ""
 
-    def broken(self: Remote, name: str) -> None:
+    def broken(self: RemoteStore, name: str) -> None:
         raise PermissionError("no credentials")
 
-    monkeypatch.setattr(Remote, "remove", broken)
+    monkeypatch.setattr(RemoteStore, "remove", broken)
     assert "step-00000001 could not be removed" in give_up(URL, ["step-00000001"])
 
 
@@ -140,7 +141,7 @@ def test_a_rollback_gives_up_the_copies_too(tmp_path: Path) -> None:
     decision = Recovery(run.train, tmp_path, Axes())._back("why", "advice", 3)
     assert decision.back_to is not None
     assert decision.back_to == (2, tmp_path / "checkpoints" / "step-00000002")
-    assert Remote(URL).complete() == ["step-00000001", "step-00000002"]
+    assert RemoteStore(URL).complete() == ["step-00000001", "step-00000002"]
     assert fetch_newest(URL, tmp_path) is None, "the run resumes from where it went back to"
 
 
@@ -161,20 +162,20 @@ def test_a_checkpoint_is_never_replaced_by_a_copy_of_itself(tmp_path: Path) -> N
 def fails_at(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Files of the names in this set cannot be copied."""
     names: set[str] = set()
-    put = Remote._put
+    put = RemoteStore._put
 
-    def fails(self: Remote, here: Path, name: str, there: str) -> None:
+    def fails(self: RemoteStore, here: Path, name: str, there: str) -> None:
         put(self, here, name, there)
         if name in names:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Remote, "_put", fails)
+    monkeypatch.setattr(RemoteStore, "_put", fails)
     return names
 
 
 def there() -> list[str]:
     """Return the names of all folders at the URL, whether or not they are complete."""
-    remote = Remote(URL)
+    remote = RemoteStore(URL)
     found = remote.files.ls(remote.root, detail=True)
     return sorted(Path(one["name"]).name for one in found if one["type"] == "directory")
 
@@ -189,7 +190,7 @@ def test_nothing_is_left_of_a_copy_that_fails(tmp_path: Path, fails_at: set[str]
 
 def test_what_a_killed_copy_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
     save(tmp_path, 1, a_run())
-    remote = Remote(URL)
+    remote = RemoteStore(URL)
     for name in ("step-00000002/shard-00001.safetensors", "mine/shard-00001.safetensors"):
         remote.files.pipe_file(f"{remote.root}/{name}", b"half")
     save(tmp_path, 3, a_run())

@@ -17,16 +17,16 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from gridformer.checkpoint import find, place, saving
+from gridformer.checkpoint import find, store
+from gridformer.checkpoint import save as saving
 from gridformer.checkpoint import saver as saver_module
-from gridformer.checkpoint.block import TensorBlock
+from gridformer.checkpoint.blocks import TensorBlock
 from gridformer.checkpoint.checkpoint import manifest_of
 from gridformer.checkpoint.manifest import KEPT, read_manifest, verify_checkpoint
-from gridformer.checkpoint.outcome import Kept, SaveOutcome
-from gridformer.checkpoint.place import LocalPlace
+from gridformer.checkpoint.save import Save, SaveOutcome
 from gridformer.checkpoint.saver import Saver
-from gridformer.checkpoint.saving import Save
 from gridformer.checkpoint.side_files import side_files
+from gridformer.checkpoint.store import Kept, LocalStore
 from gridformer.config import RunConfig, parse_run
 from gridformer.mesh import Axes
 from gridformer.parallel.sharding import ParamShard
@@ -45,10 +45,10 @@ def blocks_of(rank: int, value: float = 0.0) -> Mapping[str, TensorBlock]:
     return {"a": TensorBlock(torch.full((2, 3), value), (2 * N_RANKS, 3), (2 * rank, 0))}
 
 
-def saved(out: Path, step: int, kept: Kept, patience_s: float = 60.0, ranks: int = N_RANKS) -> Any:
+def saved(out: Path, step: int, kept: Kept, timeout_s: float = 60.0, ranks: int = N_RANKS) -> Any:
     """Save on several ranks, which are threads here, and return what became of it."""
     manifest = manifest_of(step, 0, a_run())
-    saves = [Save(LocalPlace(out), manifest, i, N_RANKS, kept, patience_s) for i in range(N_RANKS)]
+    saves = [Save(LocalStore(out), manifest, i, N_RANKS, kept, timeout_s) for i in range(N_RANKS)]
     if saves[0].begin():
         threads = [
             threading.Thread(target=saves[i].run, args=(lambda i=i: blocks_of(i, float(step)),))
@@ -80,17 +80,17 @@ def full_disk(
     monkeypatch: pytest.MonkeyPatch, is_full: Callable[[str], bool], error: int = errno.ENOSPC
 ) -> None:
     """Let writing a file of some names fail while a condition holds."""
-    original = place.LocalDraft.writing
+    original = store.Draft.writing
 
     @contextmanager
-    def writing(self: place.LocalDraft, name: str) -> Iterator[BinaryIO]:
+    def writing(self: store.Draft, name: str) -> Iterator[BinaryIO]:
         with original(self, name) as file:
             yield file
             file.flush()
             if is_full(name):
                 raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(place.LocalDraft, "writing", writing)
+    monkeypatch.setattr(store.Draft, "writing", writing)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_the_newest_and_every_nth_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_tells_is_named(tmp_path: Path) -> None:
-    outcome = saved(tmp_path, 1, Kept(1), patience_s=0.2, ranks=2)
+    outcome = saved(tmp_path, 1, Kept(1), timeout_s=0.2, ranks=2)
     assert "1 of 3 ranks have not written their files (ranks 2)" in outcome.failure
     assert names(tmp_path) == []
 
@@ -208,9 +208,9 @@ def test_ranks_that_cannot_even_tell_are_not_waited_for(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(saving, "_LOST_S", 0.2)
-    monkeypatch.setattr(place.LocalDraft, "tell", full)
+    monkeypatch.setattr(store.Draft, "tell", full)
     full_disk(monkeypatch, lambda name: not name.startswith("shard-00001"))
-    outcome = saved(tmp_path, 1, Kept(1), patience_s=60.0)
+    outcome = saved(tmp_path, 1, Kept(1), timeout_s=60.0)
     assert "no space left on device" in outcome.failure
     assert outcome.full
     assert names(tmp_path) == []
@@ -222,7 +222,7 @@ def test_a_rank_that_was_killed_in_a_save_is_not_waited_for(
     """Otherwise the others would be waited for, as they save, and the run could not go on."""
     monkeypatch.setattr(saving, "_LOST_S", 0.2)
     manifest, kept = manifest_of(1, 0, a_run()), Kept(1)
-    saves = [Save(LocalPlace(tmp_path), manifest, i, 2, kept, 600.0) for i in range(2)]
+    saves = [Save(LocalStore(tmp_path), manifest, i, 2, kept, 600.0) for i in range(2)]
     assert saves[0].begin()
     for one in saves:
         one.hopeless = lambda: True  # the launcher says so
@@ -242,9 +242,9 @@ def test_a_rank_that_was_killed_in_a_save_is_not_waited_for(
 
 def test_a_draft_that_was_given_up_is_not_made_again(tmp_path: Path) -> None:
     """As by a rank that is late, whose file would be left over in a hidden folder."""
-    draft = LocalPlace(tmp_path).draft("step-00000001")
+    draft = LocalStore(tmp_path).draft("step-00000001")
     draft.begin()
-    draft.abandon()
+    draft.close()
     for name in ("shard-00002.safetensors", f"{KEPT}/merges.txt"):
         with pytest.raises(FileNotFoundError), draft.writing(name):
             pass
@@ -282,10 +282,10 @@ def save_and_die(out: Path, at_event: int, at_byte: int, beside: bool) -> None:
                 self.file.flush()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    original = place.LocalDraft.writing
+    original = store.Draft.writing
 
     @contextmanager
-    def writing(self: place.LocalDraft, name: str) -> Iterator[Any]:
+    def writing(self: store.Draft, name: str) -> Iterator[Any]:
         with original(self, name) as file:
             yield Dying(file)
 
@@ -299,7 +299,7 @@ def save_and_die(out: Path, at_event: int, at_byte: int, beside: bool) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     if at_byte:
-        place.LocalDraft.writing = writing  # type: ignore[method-assign]
+        store.Draft.writing = writing  # type: ignore[method-assign]
     sys.addaudithook(hook)
     save_with(out, 2.0, beside)
 
@@ -325,7 +325,7 @@ def survives(out: Path, at_event: int, at_byte: int, beside: bool) -> bool:
     process.start()
     process.join(60)
     assert process.exitcode in (0, -signal.SIGKILL)
-    LocalPlace(out).sweep()  # as the next start does before it looks for a checkpoint
+    LocalStore(out).sweep()  # as the next start does before it looks for a checkpoint
     assert value_of(out) in ((2.0,) if process.exitcode == 0 else (1.0, 2.0))
     assert not save_with(out, 3.0, beside).failure
     assert value_of(out) == 3.0

@@ -16,8 +16,8 @@ from gridformer.checkpoint.average import average_run
 from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.checkpoint.convert.importing import import_folder
 from gridformer.checkpoint.manifest import KEPT, MANIFEST, read_manifest, verify_checkpoint
-from gridformer.checkpoint.remote import Remote
 from gridformer.checkpoint.side_files import load_tokenizer, root_of
+from gridformer.checkpoint.store import RemoteStore
 from gridformer.config import RunConfig, parse_run
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.run_data import fingerprint
@@ -115,7 +115,7 @@ def test_copies_at_urls_have_them(
     run_dir: Path, token_folder: Path, tmp_path: Path, url: str
 ) -> None:
     folder = save(run_dir, token_folder)
-    remote = Remote(url if url.startswith("memory") else f"file://{tmp_path}/far")
+    remote = RemoteStore(url if url.startswith("memory") else f"file://{tmp_path}/far")
     try:
         remote.upload(folder)
         remote.download(folder.name, tmp_path / "near" / folder.name)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gridformer.checkpoint import checkpoint
-from gridformer.checkpoint.block import TensorBlock, with_moments, written_here
+from gridformer.checkpoint.blocks import TensorBlock, with_moments, written_here
 from gridformer.checkpoint.snapshot import Snapshot, bytes_of
 from gridformer.config import LayoutConfig, TrainConfig, parse_run
 from gridformer.config.train import DType

@@ -72,15 +72,13 @@ def edit(change: Callable[[Any], object], checked: bool = False) -> Callable[[Pa
     return damage
 
 
-def header_is(content: bytes, index: bool = True) -> Callable[[Path], object]:
+def header_is(content: bytes) -> Callable[[Path], object]:
     """Return a damage that was there already when checksums were computed."""
 
     def damage(out: Path) -> None:
         whole = content + shard(out).read_bytes()[len(content) :]
         shard(out).write_bytes(whole)
         edit(set_to(zlib.crc32(whole), "files", shard(out).name, "crc32"))(out)
-        if not index:  # as in earlier versions
-            edit(set_to(None, "index"))(out)
 
     return damage
 
@@ -157,11 +155,8 @@ OF_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a flipped bit": (lambda out: flip(shard(out), -9), "its checksum is wrong"),
     "a flipped bit in a header": (lambda out: flip(shard(out), 20), "its checksum is wrong"),
     "a length of 2^62": (header_is(bytes(7) + b"@"), "shard-00001.safetensors is truncated, dam"),
-    "a zeroed page": (header_is(bytes(4096), index=False), "is truncated, damaged or no"),
-    "no header": (
-        header_is(b"\x02" + bytes(7) + b"{}", index=False),
-        "is truncated, damaged or no",
-    ),
+    "a zeroed page": (header_is(bytes(4096)), "is truncated, damaged or no"),
+    "no header": (header_is(b"\x02" + bytes(7) + b"{}"), "is truncated, damaged or no"),
     "a removed file": (lambda out: shard(out).unlink(), "shard-00001.safetensors is missing"),
     "a foreign file": (
         lambda out: shutil.copy(shard(out), newest(out) / "shard-00009.safetensors"),

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gridformer.checkpoint.outcome import step_of
-from gridformer.checkpoint.remote import Remote
+from gridformer.checkpoint.store import RemoteStore, step_of
 from gridformer.launch import run as runner
 from gridformer.launch.plan import plan_run
 from gridformer.launch.run import execute
@@ -59,21 +58,21 @@ def train(file: Path, out: Path, *overrides: str) -> None:
 
 def far(tmp_path: Path) -> list[int]:
     """Return the steps of the copies."""
-    return [step_of(name) for name in Remote(f"file://{tmp_path}/far").complete()]
+    return [step_of(name) for name in RemoteStore(f"file://{tmp_path}/far").complete()]
 
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Checkpoints of the steps in this set cannot be copied."""
     steps: set[int] = set()
-    upload = Remote.upload
+    upload = RemoteStore.upload
 
-    def breaks(self: Remote, folder: Path) -> None:
+    def breaks(self: RemoteStore, folder: Path) -> None:
         if step_of(folder.name) in steps:
             raise PermissionError("no credentials")
         upload(self, folder)
 
-    monkeypatch.setattr(Remote, "upload", breaks)
+    monkeypatch.setattr(RemoteStore, "upload", breaks)
     return steps
 
 
@@ -204,6 +203,6 @@ def test_a_copy_that_is_damaged_too_or_older_is_not_used(
     assert "this copy cannot replace" in said.err
     assert f"resuming after step 2 from {out}/checkpoints/step-00000002" in said.out
     flip(out / "checkpoints/step-00000005/shard-00001.safetensors")
-    Remote(f"file://{tmp_path}/far").remove("step-00000005")
+    RemoteStore(f"file://{tmp_path}/far").remove("step-00000005")
     with pytest.raises(CheckpointError, match="=true resumes from the checkpoint before it"):
         train(run_file, out, "train.steps=6")

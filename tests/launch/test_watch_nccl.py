@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.checkpoint.outcome import SaveOutcome
+from gridformer.checkpoint.save import SaveOutcome
 from gridformer.checkpoint.saver import Saver
 from gridformer.comm import progress
 from gridformer.config import parse_run

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from gridformer.checkpoint import checkpoint, saving
+from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint import save as saving
+from gridformer.checkpoint.copies import fetch_newest
 from gridformer.checkpoint.manifest import Manifest, verify_checkpoint
-from gridformer.checkpoint.remote import Remote, fetch_newest
+from gridformer.checkpoint.store import RemoteStore
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
@@ -188,8 +190,8 @@ def test_a_run_goes_on_elsewhere_from_copies_at_a_url(
     how: dict[str, Any] = {"dtype": "float32", "save_every": 2}
     pool.run(4, train, plan_of(token_folder, whole, layout, **how))
     pool.run(4, train, plan_of(token_folder, here, layout, **how, checkpoint_to=url))
-    assert Remote(url).complete() == [f"step-{step:08d}" for step in (2, 4, STEPS)]
-    Remote(url).remove(f"step-{STEPS:08d}")
+    assert RemoteStore(url).complete() == [f"step-{step:08d}" for step in (2, 4, STEPS)]
+    RemoteStore(url).remove(f"step-{STEPS:08d}")
     assert fetch_newest(url, there) is not None
     shutil.copy(here / "metrics.jsonl", there)
     plan = plan_of(token_folder, there, layout, **how, checkpoint_to=url)

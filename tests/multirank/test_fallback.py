@@ -13,9 +13,9 @@ from unittest.mock import patch
 import pytest
 
 from gridformer.checkpoint.fallback import choose_checkpoint
-from gridformer.checkpoint.going_on import until
 from gridformer.checkpoint.manifest import MANIFEST
-from gridformer.checkpoint.remote import Remote
+from gridformer.checkpoint.save import until
+from gridformer.checkpoint.store import RemoteStore
 from gridformer.train import saves
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import CheckpointError
@@ -73,20 +73,20 @@ def test_ranks_agree_on_the_newest_intact_checkpoint(
 
 def train_and_watch(plan: Plan) -> None:
     """Train; the first rank copies a checkpoint once the other one waits in no message."""
-    waits, download = plan.out / "waits", Remote.download
+    waits, download = plan.out / "waits", RemoteStore.download
 
     def wait(holds: Callable[[], bool]) -> None:
         waits.touch()
         until(holds)
 
-    def copy(self: Remote, *args: Any) -> None:
+    def copy(self: RemoteStore, *args: Any) -> None:
         give_up = time.monotonic() + 60.0
         while not waits.exists():
             assert time.monotonic() < give_up
             time.sleep(0.01)
         download(self, *args)
 
-    with patch.object(Remote, "download", copy), patch.object(saves, "until", wait):
+    with patch.object(RemoteStore, "download", copy), patch.object(saves, "until", wait):
         train(plan)
 
 
@@ -100,7 +100,7 @@ def test_an_intact_copy_is_used_before_an_older_checkpoint(
     shutil.copytree(whole, out)
     folders = [out / f"checkpoints/step-{step:08d}" for step in range(1, STEPS + 1)]
     for folder in folders[:-1]:
-        Remote(url).upload(folder)
+        RemoteStore(url).upload(folder)
     shutil.rmtree(folders[-1])
     flip(folders[-2])
     flip(folders[-3])
@@ -111,7 +111,7 @@ def test_an_intact_copy_is_used_before_an_older_checkpoint(
     names = [folder.name for folder in folders]
     found = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert found == [f"damaged-{names[-2]}", *names], "the one before it is not looked at"
-    assert Remote(url).complete() == names
+    assert RemoteStore(url).complete() == names
 
 
 def test_if_all_are_damaged_nothing_is_trained(

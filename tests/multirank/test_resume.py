@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gridformer.checkpoint import checkpoint, find, saving
+from gridformer.checkpoint import checkpoint, find
+from gridformer.checkpoint import save as saving
 from gridformer.checkpoint.manifest import Manifest, read_manifest, verify_checkpoint
 from gridformer.checkpoint.same_run import check_same_run
 from gridformer.parallel.auto.decisions import decide_run

@@ -81,21 +81,6 @@ def test_a_save_does_not_read_what_it_has_written(
     verify_checkpoint(folder)
 
 
-def test_a_manifest_without_an_index_is_enough(saved: Path) -> None:
-    """Checkpoints of earlier versions have none: the files say which blocks they hold."""
-    manifest, path = read_manifest(saved), saved / MANIFEST
-    assert manifest.index is not None
-    content = json.loads(path.read_text())
-    del content["index"], content["checksum"]
-    path.write_text(json.dumps(content))
-    got, got_stepper = a_model(a_run(), seed=2)
-    checkpoint.load(saved, got, got_stepper.updates, Axes())
-    path.write_text(json.dumps({**content, "index": manifest.index.model_dump()}))
-    want, want_stepper = a_model(a_run(), seed=3)
-    checkpoint.load(saved, want, want_stepper.updates, Axes())
-    assert all(torch.equal(a, b) for a, b in zip(got.parameters(), want.parameters()))
-
-
 def shard(folder: Path) -> Path:
     return next(folder.glob("*.safetensors"))
 

@@ -7,8 +7,7 @@ layouts that wrote the checkpoints do not matter and need not be the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,23 +15,13 @@ import torch
 from torch import Tensor
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.convert.files import row_slices
-from gridformer.checkpoint.convert.stored import StoredParameters
-from gridformer.checkpoint.convert.weights_only import write_weights
-from gridformer.checkpoint.manifest import Manifest, advice_for_readers, verify_checkpoint
+from gridformer.checkpoint.manifest import advice_for_readers, verify_checkpoint
 from gridformer.checkpoint.safetensors_file import Streamed
-from gridformer.checkpoint.shapes import shapes_of
 from gridformer.checkpoint.side_files import copy_side_files, root_of
+from gridformer.checkpoint.whole import StoredParameters, shapes_of, write_weights
 from gridformer.config import RunConfig
 from gridformer.utils.errors import CheckpointError, ConfigError
 from gridformer.utils.folders import new_folder, refuse_existing
-
-
-@dataclass(frozen=True)
-class Averaged:
-    """The steps whose checkpoints were averaged, in their order."""
-
-    steps: tuple[int, ...]
 
 
 def average_run(
@@ -41,7 +30,7 @@ def average_run(
     last: int,
     tell: Callable[[str], None] = lambda doing: None,
     name: str = "",
-) -> Averaged:
+) -> tuple[int, ...]:
     """Writes the mean of the last checkpoints of a run to a new run directory.
 
     The mean is computed in float64 and stored in the type of the newest checkpoint.
@@ -53,6 +42,9 @@ def average_run(
         tell: Receives progress messages.
         name: What errors call the run; empty means the run directory.
 
+    Returns:
+        The steps whose checkpoints were averaged, in their order.
+
     Raises:
         ConfigError: The run has fewer checkpoints.
         CheckpointError: A checkpoint is damaged or of another model.
@@ -60,7 +52,8 @@ def average_run(
     """
     refuse_existing(out)
     folders = find.complete(run_dir)
-    _check_number(name or str(run_dir), last, len(folders))
+    if problem := _too_few(name or str(run_dir), last, len(folders)):
+        raise ConfigError([problem])
     folders = folders[-last:]
     manifests = []
     for folder in folders:
@@ -73,54 +66,39 @@ def average_run(
             raise CheckpointError(f"{folder} is of another model than {folders[-1]}: move it away")
     shapes = shapes_of(newest.model)
     stored = [StoredParameters(*one, shapes) for one in zip(folders, manifests)]
-    streamed = {}
-    for name, shape in shapes.items():
-        dtype = stored[-1].dtype(name)
-        streamed[f"model.{name}"] = Streamed(shape, dtype, partial(_means, stored, name, dtype))
-    with new_folder(out) as writing:
-        _write(writing, folders[-1], newest, streamed, tell)
-    return Averaged(tuple(manifest.step for manifest in manifests))
-
-
-def _check_number(run_dir: str, last: int, found: int) -> None:
-    if last < 2:
-        raise ConfigError([f"--last {last} leaves nothing to average: use --last 2 or more"])
-    if found < 2:
-        raise ConfigError(
-            [
-                f"{run_dir} has {found or 'no'} checkpoint{'s' * (found != 1)}, and an average "
-                f"needs at least 2: train with a smaller train.save_every"
-            ]
-        )
-    if found < last:
-        raise ConfigError(
-            [
-                f"--last {last}: {run_dir} has {found} checkpoints: use --last {found}, or train "
-                f"with train.keep_checkpoints={last}"
-            ]
-        )
-
-
-def _means(stored: Sequence[StoredParameters], name: str, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yields the rows of a parameter's mean, some at a time."""
-    wholes = [one.whole(name) for one in stored]
-    for rows in row_slices(wholes[0].shape, torch.float64):
-        total = wholes[0][rows].double()
-        for whole in wholes[1:]:
-            total = total + whole[rows].double()
-        yield (total / len(wholes)).to(dtype)
-
-
-def _write(
-    writing: Path,
-    folder: Path,
-    newest: Manifest,
-    streamed: dict[str, Streamed],
-    tell: Callable[[str], None],
-) -> None:
+    streamed = {
+        name: Streamed(shape, stored[-1].dtype(name), partial(_mean, stored, name))
+        for name, shape in shapes.items()
+    }
     run = RunConfig.model_validate(newest.run)
-    step = writing / "checkpoints" / folder.name
-    step.mkdir(parents=True)
-    (writing / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
-    copy_side_files(root_of(folder), writing)
-    write_weights(step, streamed, run, newest.step, newest.tokens, tell)
+    with new_folder(out) as writing:
+        step = writing / "checkpoints" / folders[-1].name
+        step.mkdir(parents=True)
+        (writing / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
+        copy_side_files(root_of(folders[-1]), writing)
+        write_weights(step, streamed, run, newest.step, newest.tokens, tell)
+    return tuple(manifest.step for manifest in manifests)
+
+
+def _too_few(run_dir: str, last: int, n: int) -> str:
+    """Returns why that number of the last checkpoints cannot be averaged, or an empty text."""
+    if last < 2:
+        return f"--last {last} leaves nothing to average: use --last 2 or more"
+    if n < 2:
+        return (
+            f"{run_dir} has {n or 'no'} checkpoint{'s' * (n != 1)}, and an average needs at least "
+            "2: train with a smaller train.save_every"
+        )
+    if n < last:
+        return (
+            f"--last {last}: {run_dir} has {n} checkpoints: use --last {n}, or train with "
+            f"train.keep_checkpoints={last}"
+        )
+    return ""
+
+
+def _mean(stored: Sequence[StoredParameters], name: str) -> Tensor:
+    total = stored[0].whole(name).to(torch.float64, copy=True)
+    for one in stored[1:]:
+        total += one.whole(name)
+    return total.div_(len(stored))

@@ -20,8 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from gridformer.checkpoint.block import MOMENTS, PARAMETER
-from gridformer.checkpoint.index import index_of_files
+from gridformer.checkpoint.blocks import MOMENTS, PARAMETER, TensorBlock
 from gridformer.checkpoint.manifest import Divergences, Manifest, verify_checkpoint
 from gridformer.config import RunConfig
 from gridformer.data.run_data import Fingerprint
@@ -43,7 +42,7 @@ class Optimizer(Protocol):
 
 
 class Scale(Protocol):
-    """The part of a loss scale that checkpoints need; see `gridformer.train.loss_scale`."""
+    """The part of a loss scale that checkpoints need."""
 
     scale: float
     good: int
@@ -63,29 +62,14 @@ def save(
     data: Fingerprint | None = None,
     divergences: Divergences | None = None,
 ) -> Path:
-    """Writes a checkpoint. All ranks call it together.
+    """Writes a checkpoint, and returns its folder. All ranks call it together.
 
-    Args:
-        run_dir: The run directory, on storage that all ranks share.
-        step: How many optimizer steps are done.
-        tokens: How many tokens the run has read.
-        run: The run's config, which also says how many checkpoints to keep.
-        model: This rank's model.
-        optimizer: This rank's optimizer.
-        axes: The axes of the mesh.
-        scale: The loss scale; None means that there is none.
-        data_start: The step at which the present order of samples began.
-        data: The fingerprint of the run's data.
-        divergences: What was done about steps that were not finite; None means nothing.
-
-    Returns:
-        The folder of the checkpoint.
+    Args: See `manifest_of`.
 
     Raises:
         SaveError: The checkpoint could not be written. All ranks raise it.
     """
-    # Imported here because the import takes time, and commands that write no checkpoint do without
-    # it.
+    # Commands that write no checkpoint do without this import, which takes time.
     from gridformer.checkpoint.saver import Saver
 
     saver = Saver(run_dir, run, axes)
@@ -106,13 +90,13 @@ def manifest_of(
     """Returns the manifest of a checkpoint whose files are not written yet.
 
     Args:
-        step: The number of steps that are done.
-        tokens: The number of tokens that the run has read.
-        run: The run.
+        step: How many optimizer steps are done.
+        tokens: How many tokens the run has read.
+        run: The run's config.
         scale: The loss scale of float16; None with other types.
-        data_start: The step at which the order of samples began.
-        data: What identifies the data; None leaves it out.
-        divergences: What the run has done about steps that were not finite; None for nothing.
+        data_start: The step at which the present order of samples began.
+        data: The fingerprint of the run's data; None leaves it out.
+        divergences: What was done about steps that were not finite; None means nothing.
     """
     return Manifest(
         format="gridformer-checkpoint",
@@ -156,7 +140,7 @@ def load(
     Raises:
         CheckpointError: A file is missing or damaged, or the checkpoint is of another model.
     """
-    from gridformer.checkpoint.blocks_io import read_blocks
+    from gridformer.checkpoint.safetensors_file import read_blocks
 
     manifest = verified or verify_checkpoint(folder, part=axes.world.index, n_parts=axes.world.size)
     shards: dict[str, tuple[Tensor, ParamShard]] = {
@@ -167,7 +151,8 @@ def load(
         optimizer.allocate(manifest.step - manifest.skipped)
         shards |= _moments(model, optimizer)
     with torch.no_grad():
-        read_blocks(shards, folder, manifest.index or index_of_files(folder, manifest.files))
+        wanted = {name: TensorBlock.of(*shard) for name, shard in shards.items()}
+        read_blocks(wanted, folder, manifest.index)
     return manifest
 
 

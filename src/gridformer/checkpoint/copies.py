@@ -1,23 +1,41 @@
-"""What a run does with the copies of its checkpoints at `train.checkpoint_to`, apart from saves."""
+"""What runs and commands do with the copies of checkpoints at `train.checkpoint_to`.
+
+Each complete checkpoint is copied there by the save that wrote it. A run whose directory has no
+newer checkpoint begins with a copy of the newest one, an intact copy replaces a damaged
+checkpoint, and commands that read a run directory without checkpoints read copies.
+"""
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from gridformer.checkpoint import find
 from gridformer.checkpoint.fallback import ChosenCheckpoint, Damaged, choose_checkpoint, set_aside
-from gridformer.checkpoint.find import complete
 from gridformer.checkpoint.manifest import (
+    MANIFEST,
     STEP_FOLDER,
     Manifest,
     damage_remedy,
     verify_checkpoint,
 )
-from gridformer.checkpoint.outcome import Kept, step_of
-from gridformer.checkpoint.remote import Remote
+from gridformer.checkpoint.side_files import copy_side_files
+from gridformer.checkpoint.store import CONFIG, Kept, RemoteStore, step_of
 from gridformer.config import TrainConfig
+from gridformer.config.yaml_text import parse_yaml
 from gridformer.utils.errors import CheckpointError, UserError
+from gridformer.utils.files import read_text
+from gridformer.utils.folders import private_prefix
+
+# A path of the command line has lost one of the two slashes.
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.DOTALL)
+Tell = Callable[[str], None]
+Check = Callable[[Manifest], None]  # raises CheckpointError if such a checkpoint must not be copied
 
 
 def clash(url: str, run_dir: Path) -> str:
@@ -31,7 +49,7 @@ def clash(url: str, run_dir: Path) -> str:
         A sentence with what would work; empty if they would not, or if the URL cannot be used.
     """
     try:
-        folder = Remote(url).local
+        folder = RemoteStore(url).local
     except UserError:  # which is said when the URL is used
         return ""
     if folder is None:
@@ -49,24 +67,61 @@ def clash(url: str, run_dir: Path) -> str:
     )
 
 
+@contextmanager
+def reading(source: str) -> Iterator[None]:
+    """Turns errors of a file system, each of which has its own, into a `UserError`.
+
+    Args:
+        source: What is read, for the message.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{source} cannot be read: {type(error).__name__}: {error}") from None
+
+
+# ------------------------------------------------------------------ runs
+
+
+def fetch_newest(url: str, run_dir: Path, check: Check = lambda manifest: None) -> Path | None:
+    """Copies the newest checkpoint at a URL into a run directory, unless that has one as new.
+
+    Returns:
+        The folder of the copy; None if there was nothing to copy.
+
+    Raises:
+        UserError: The URL cannot be used, or a checkpoint there is damaged or must not be copied.
+    """
+    asked = f"train.checkpoint_to={url}"
+    try:
+        with reading(asked):
+            remote, here = RemoteStore(url), find.latest(run_dir)
+            there = remote.complete()
+            if not there or (here and step_of(here.name) >= step_of(there[-1])):
+                return None
+            copy = run_dir / "checkpoints" / there[-1]
+            remote.download(there[-1], copy, check)
+            return copy
+    except CheckpointError as error:
+        raise UserError(f"{asked}: {error}") from None
+
+
 def copy_newest(train: TrainConfig, run_dir: Path) -> str:
     """Copies the newest intact checkpoint of a run to `checkpoint_to`, unless one as new is there.
 
     A copy may have failed, or the run may have been killed while it copied. Contents are verified
     first, so nothing is read if there is nothing to copy.
 
-    Args:
-        train: The settings of the run. Nothing is done if `checkpoint_to` is empty.
-        run_dir: The run directory.
-
     Returns:
         Why the newest checkpoint is not there; empty if it is, or if there is none.
     """
-    folders, damage = complete(run_dir)[::-1], ""
+    folders, damage = find.complete(run_dir)[::-1], ""
     if not train.checkpoint_to or not folders:
         return ""
     try:
-        remote = Remote(train.checkpoint_to)
+        remote = RemoteStore(train.checkpoint_to)
         there = remote.complete()
         for folder in folders:
             if there and step_of(there[-1]) >= step_of(folder.name):
@@ -83,12 +138,28 @@ def copy_newest(train: TrainConfig, run_dir: Path) -> str:
     return damage
 
 
+def give_up(url: str, names: Collection[str]) -> str:
+    """Removes checkpoints at a URL from which a run has gone back, so that none resumes from them.
+
+    Returns:
+        What could not be done, as the end of a sentence; otherwise nothing.
+    """
+    if not url or not names:
+        return ""
+    try:
+        remote = RemoteStore(url)
+        for name in sorted(names, reverse=True):
+            remote.remove(name)
+    except Exception as error:  # each file system has errors of its own
+        return (
+            f"; {', '.join(sorted(names))} could not be removed from {url} "
+            f"({type(error).__name__}: {error}): remove them before the run is started again"
+        )
+    return ""
+
+
 def replace_damaged(
-    url: str,
-    run_dir: Path,
-    check: Callable[[Manifest], None],
-    damaged: Sequence[Damaged],
-    before: Path | None,
+    url: str, run_dir: Path, check: Check, damaged: Sequence[Damaged], before: Path | None
 ) -> Path | None:
     """Replaces damaged checkpoints of a run by the newest intact copy at a URL.
 
@@ -119,7 +190,7 @@ def replace_damaged(
 
     name = ""
     try:
-        remote = Remote(url)
+        remote = RemoteStore(url)
         for name in reversed(remote.complete()):
             if before is not None and step_of(name) <= step_of(before.name):
                 break
@@ -135,18 +206,19 @@ def replace_damaged(
 
 
 def choose_or_replace(
-    train: TrainConfig, run_dir: Path, check: Callable[[Manifest], None], replaces: bool = True
+    train: TrainConfig, run_dir: Path, check: Check, replaces: bool = True
 ) -> ChosenCheckpoint | None:
     """Finds the checkpoint to resume from, as `choose_checkpoint` does; it may become a copy.
 
     Args:
         train: The settings of the run.
         run_dir: The run directory.
-        check: See `replace_damaged`.
+        check: Raises a CheckpointError if a checkpoint with this manifest must not be copied.
         replaces: Whether damaged checkpoints may be replaced now.
 
     Raises:
-        CheckpointError: See `choose_checkpoint`. It names a copy that can be used instead.
+        CheckpointError: The newest checkpoint is damaged, or with `train.fallback` all are. It
+            names a copy that can be used instead.
     """
     url = train.checkpoint_to if replaces else ""
 
@@ -160,35 +232,95 @@ def choose_or_replace(
 
 
 def with_copy(error: CheckpointError, train: TrainConfig, run_dir: Path) -> CheckpointError:
-    """Returns an error that also names the copy which can replace a damaged newest checkpoint.
+    """Returns an error about the newest checkpoint that names the copy which can replace it.
 
-    Args:
-        error: What is wrong with the newest checkpoint of a run.
-        train: The settings of the run.
-        run_dir: The run directory.
-
-    Returns:
-        The error itself if there is no such copy, or if it is used without being asked for.
+    It is the error itself if there is no such copy, or if it is used without being asked for.
     """
-    *older, newest = [None, *complete(run_dir)]
+    *older, newest = [None, *find.complete(run_dir)]
     if newest is None or not train.checkpoint_to or train.fallback:
         return error
-    remedy = damage_remedy(newest)
-    if remedy not in str(error):
-        return error
     try:
-        there = Remote(train.checkpoint_to).complete()
+        there = RemoteStore(train.checkpoint_to).complete()
     except Exception:  # the damage is what must be said
         return error
-    before = older[-1]
-    if not there or (before and step_of(there[-1]) <= step_of(before.name)):
+    if not there or (older[-1] and step_of(there[-1]) <= step_of(older[-1].name)):
         return error
     instead = (
         f"{train.checkpoint_to.rstrip('/')}/{there[-1]} is a copy: train.fallback=true verifies "
         f"it, resumes from it and keeps the damaged one aside, as does moving {newest} elsewhere"
     )
-    return CheckpointError(str(error).replace(remedy, instead))
+    return CheckpointError(str(error).replace(damage_remedy(newest), instead))
 
 
 def _say(sentence: str) -> None:
     print(f"gridformer: {sentence}", file=sys.stderr, flush=True)
+
+
+# ------------------------------------------------------------------ commands that read
+
+
+def url_of(path: Path) -> str | None:
+    """Returns the URL that was given in the place of a path, or None if it is a path."""
+    parts = _URL.fullmatch(str(path))
+    if parts is None or path.exists():
+        return None
+    protocol, rest = parts[1], parts[2]
+    root = "/" if protocol in ("file", "local") else ""
+    return f"{protocol}://{root}{rest}"
+
+
+@contextmanager
+def run_with_checkpoints(
+    run_dir: Path, tell: Tell = lambda doing: None, newest: int = 1
+) -> Iterator[Path]:
+    """Yields a run directory with its newest checkpoints, for commands that only read it.
+
+    One that has checkpoints is read as it is, without asking its URL. If it has none, as on a
+    machine that has lost them, or if it is a URL, the newest checkpoints and the small files that
+    belong to a run are copied into a temporary folder.
+
+    Args:
+        run_dir: A run directory, one of its checkpoints, or a URL like `train.checkpoint_to`.
+        tell: Receives progress messages.
+        newest: How many of the newest checkpoints are copied if they are elsewhere.
+
+    Raises:
+        CheckpointError: There is no checkpoint at the URL, or a damaged one.
+        UserError: The URL cannot be used.
+    """
+    named = url_of(run_dir)
+    url = named or _said_by(run_dir)
+    if url is None:
+        yield run_dir
+        return
+    asked = named or f"{url} (train.checkpoint_to of {run_dir}, which has no checkpoint)"
+    with tempfile.TemporaryDirectory(prefix=private_prefix()) as folder:
+        copy = Path(folder) / "run"
+        with reading(asked):
+            remote = RemoteStore(url)
+            there = remote.complete()
+            if not there:
+                remedy = "name the train.checkpoint_to of the run" if named else "train first"
+                raise CheckpointError(f"there is no checkpoint at {asked}: {remedy}")
+            (copy / "checkpoints").mkdir(parents=True)
+            for name in there[-newest:]:
+                tell(f"copying {name} from {url}")
+                remote.download(name, copy / "checkpoints" / name)
+            remote.download_beside(copy)
+        if not named:
+            shutil.copyfile(run_dir / CONFIG, copy / CONFIG)
+            copy_side_files(run_dir, copy)
+        yield copy
+
+
+def _said_by(run_dir: Path) -> str | None:
+    """Returns `train.checkpoint_to` of a run directory that has no checkpoint of its own."""
+    if (run_dir / MANIFEST).is_file() or not (run_dir / CONFIG).is_file() or find.latest(run_dir):
+        return None
+    try:
+        content = parse_yaml(read_text(run_dir / CONFIG))
+    except (UserError, ValueError):
+        return None
+    train = content.get("train") if isinstance(content, dict) else None
+    url = train.get("checkpoint_to") if isinstance(train, dict) else None
+    return url if isinstance(url, str) and url else None

@@ -7,6 +7,7 @@ A copy at `train.checkpoint_to` takes its place if it is newer than the checkpoi
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.manifest import Manifest, read_manifest, verify_checkpoint
-from gridformer.checkpoint.outcome import step_of
+from gridformer.checkpoint.manifest import Manifest, verify_checkpoint
+from gridformer.checkpoint.store import step_of
 from gridformer.comm.agree import first_text
 from gridformer.mesh import Axes
 from gridformer.utils.errors import CheckpointError
@@ -54,6 +55,8 @@ class ChosenCheckpoint:
 # Given damaged checkpoints, newest first, and the one before them, or None: sets them aside, and
 # returns an intact copy in their place that is newer than the one before; None if there is none.
 Replace = Callable[[Sequence[Damaged], Path | None], Path | None]
+# Returns the manifest of an intact checkpoint, or a sentence that says what is wrong with it.
+_Verify = Callable[[Path], Manifest | str]
 
 
 def _with_none(damaged: Sequence[Damaged], before: Path | None) -> None:
@@ -74,26 +77,18 @@ def choose_checkpoint(
         CheckpointError: The newest checkpoint is damaged, or with `fallback` all are.
     """
     folders = find.complete(run_dir)[::-1]
-    damaged: list[Damaged] = []
-    found: Manifest | None = None
-    for folder in folders:
+    if not folders:
+        return None
+    if not fallback:
+        return ChosenCheckpoint(folders[0], verify_checkpoint(folders[0], contents=False))
+
+    def verify(folder: Path) -> Manifest | str:
         try:
-            found = verify_checkpoint(folder, contents=False)
-            break
+            return verify_checkpoint(folder, contents=False)
         except (CheckpointError, OSError) as error:
-            if not fallback:
-                raise
-            damaged.append(Damaged(folder, str(error)))
-    rest = folders[len(damaged) :]
-    if damaged and (copy := replace(damaged, rest[0] if rest else None)):
-        left = _before(copy, damaged)
-        return ChosenCheckpoint(copy, read_manifest(copy), tuple(rest), left)
-    if found is not None:
-        older = tuple(rest[1:]) if fallback else ()
-        return ChosenCheckpoint(rest[0], found, older, tuple(damaged))
-    if damaged:
-        raise _none_left(run_dir, damaged)
-    return None
+            return str(error)
+
+    return _choose(folders, verify, replace)
 
 
 def choose_together(
@@ -111,25 +106,38 @@ def choose_together(
     Raises:
         CheckpointError: All of them are damaged.
     """
-    damaged: list[Damaged] = []
-    for number, folder in enumerate(folders):
+
+    def verify(folder: Path) -> Manifest | str:
         manifest, mine = None, ""
         try:
             manifest = verify_checkpoint(folder, part=axes.world.index, n_parts=axes.world.size)
         except (CheckpointError, OSError) as error:
             mine = str(error)
-        why = first_text(mine, axes.world)
-        if not why:
-            assert manifest is not None
-            return ChosenCheckpoint(folder, manifest, tuple(folders[number + 1 :]), tuple(damaged))
-        damaged.append(Damaged(folder, why))
-        rest = folders[number + 1 :]
+        return first_text(mine, axes.world) or manifest or ""
+
+    return _choose(folders, verify, replace)
+
+
+def _choose(folders: Sequence[Path], verify: _Verify, replace: Replace) -> ChosenCheckpoint:
+    damaged: list[Damaged] = []
+    for number, folder in enumerate(folders, start=1):
+        verified, rest = verify(folder), tuple(folders[number:])
+        if isinstance(verified, Manifest):
+            return ChosenCheckpoint(folder, verified, rest, tuple(damaged))
+        damaged.append(Damaged(folder, verified))
         if copy := replace(damaged, rest[0] if rest else None):
             # Verified once more, because a rank of another machine may still see what was there.
-            found = choose_together([copy, *rest], axes)
-            left = (*_before(copy, damaged), *found.damaged)
-            return ChosenCheckpoint(found.folder, found.manifest, found.older, left)
-    raise _none_left(folders[0].parents[1], damaged)
+            chosen = _choose([copy, *rest], verify, _with_none)
+            # The others have been set aside for the copy.
+            left = [one for one in damaged if step_of(one.folder.name) < step_of(copy.name)]
+            return dataclasses.replace(chosen, damaged=(*left, *chosen.damaged))
+    why = damaged[0].why
+    if len(damaged) > 1:
+        why = (
+            f"all {len(damaged)} checkpoints of {folders[0].parents[1]} are damaged "
+            f"({why.split(': ')[0]}): restore one from a copy, or begin with another --out"
+        )
+    raise CheckpointError(why)
 
 
 def set_aside(folder: Path, why: Literal["damaged", "rolled-back"]) -> Path:
@@ -141,18 +149,3 @@ def set_aside(folder: Path, why: Literal["damaged", "rolled-back"]) -> Path:
         target = folder.with_name(f"{name}-{number}")
     folder.rename(target)
     return target
-
-
-def _before(copy: Path, damaged: Sequence[Damaged]) -> tuple[Damaged, ...]:
-    """Returns the damaged checkpoints before a copy. The others have been set aside for it."""
-    return tuple(one for one in damaged if step_of(one.folder.name) < step_of(copy.name))
-
-
-def _none_left(run_dir: Path, damaged: Sequence[Damaged]) -> CheckpointError:
-    why = damaged[0].why.split(": ")[0]
-    return CheckpointError(
-        f"all {len(damaged)} checkpoints of {run_dir} are damaged ({why}): restore one from a "
-        "copy, or begin with another --out"
-        if len(damaged) > 1
-        else damaged[0].why
-    )

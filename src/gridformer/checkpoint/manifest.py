@@ -10,14 +10,14 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from gridformer.checkpoint.index import BlockIndex
+from gridformer.checkpoint.blocks import BlockIndex
 from gridformer.config import Config, ModelConfig, RunConfig
 from gridformer.config.synonyms import with_new_names
 from gridformer.data.run_data import Fingerprint
@@ -68,16 +68,16 @@ class Manifest(Config):
         tokens: How many tokens were read.
         skipped: How many of the steps updated nothing, because float16 gradients overflowed, or
             because the step was not finite and was left out.
-        loss_scale: The loss scale of float16; see `gridformer.train.loss_scale`.
+        loss_scale: The loss scale of float16.
         good_steps: Steps since the loss scale last changed.
         model: The model's config.
         run: The run's config.
         files: Size and checksum of each file by name.
         side_files: Size and checksum of each copy of a small file of the run, such as the
-            tokenizer; see `gridformer.checkpoint.side_files`.
-        index: Where the blocks are; None in checkpoints of earlier versions, whose files say it.
-        data_start: The step at which the present order of samples began, see `data.restart`.
-        data: The fingerprint of the data; None in checkpoints of earlier versions.
+            tokenizer.
+        index: Where the blocks are.
+        data_start: The step at which the present order of samples began (`data.restart`).
+        data: The fingerprint of the data; None in an import.
         divergences: What was done about steps that were not finite.
         weights_only: Whether there is no state of an optimizer, as in what
             `gridformer import` writes, so that no run can resume from it.
@@ -94,7 +94,7 @@ class Manifest(Config):
     run: dict[str, Any]
     files: dict[str, FileEntry]
     side_files: dict[str, FileEntry] = Field(default_factory=dict)
-    index: BlockIndex | None = None
+    index: BlockIndex = BlockIndex(names=[], files={})
     data_start: int = Field(default=0, ge=0)
     data: Fingerprint | None = None
     divergences: Divergences = Divergences()
@@ -118,12 +118,12 @@ def read_manifest(folder: Path) -> Manifest:
         )
     try:
         raw = read_bytes(path, _LARGEST_BYTES)
-        found = parse_json(_with_right_checksum(raw, path))
-        if isinstance(found, dict) and "checksum" in found:  # not where it was written
+        content = parse_json(_with_right_checksum(raw, path))
+        if isinstance(content, dict) and "checksum" in content:  # not where it was written
             raise _edited(path, "its checksum is wrong")
-        if isinstance(found, dict) and isinstance(found.get("run"), dict):
-            found["run"] = with_new_names(found["run"])
-        manifest = Manifest.model_validate(found)
+        if isinstance(content, dict) and isinstance(content.get("run"), dict):
+            content["run"] = with_new_names(content["run"])
+        manifest = Manifest.model_validate(content)
         RunConfig.model_validate(manifest.run)
     except (UnreadableError, ValueError) as error:
         if isinstance(error, ValidationError):
@@ -155,10 +155,10 @@ def verify_checkpoint(
 
     Args:
         folder: The folder of the checkpoint.
-        contents: Whether to verify checksums besides sizes.
+        contents: Whether to verify checksums and headers besides sizes.
         part: With `n_parts`, which files' checksums to verify: every n_parts-th file from number
             `part` on, so that ranks can share the reading.
-        n_parts: See `part`.
+        n_parts: How many ranks share it.
 
     Raises:
         CheckpointError: A file is missing, truncated, damaged or foreign. The message names it.
@@ -166,66 +166,77 @@ def verify_checkpoint(
     manifest = read_manifest(folder)
     names = [*sorted(manifest.files), *sorted(manifest.side_files)]
     for number, name in enumerate(names):
-        verify_file(folder, manifest, name, contents and number % n_parts == part)
+        _verify_file(folder, manifest, name, contents and number % n_parts == part)
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in manifest.files:
             raise CheckpointError(f"{path} does not belong to this checkpoint: remove that file")
     return manifest
 
 
-def verify_file(folder: Path, manifest: Manifest, name: str, contents: bool = True) -> None:
-    """Compares one file of a checkpoint with its manifest.
-
-    Args:
-        folder: The folder of the checkpoint.
-        manifest: Its manifest.
-        name: The name of the file.
-        contents: Whether to verify its checksum and header besides its size.
-
-    Raises:
-        CheckpointError: The file is missing, truncated or damaged. The message names it.
-    """
+def _verify_file(folder: Path, manifest: Manifest, name: str, contents: bool) -> None:
     path = folder / name
-    entry = manifest.files.get(name) or manifest.side_files[name]
     if path.is_symlink() or (path.parent != folder and path.parent.is_symlink()):
         raise CheckpointError(
             f"{path} is a symbolic link, but a checkpoint has files of its own: put a copy of the "
             "file it points to in its place"
         )
+    if damage := _damage(path, name, manifest, contents):
+        raise CheckpointError(f"{path} {damage} {damage_remedy(folder)}")
+
+
+def _damage(path: Path, name: str, manifest: Manifest, contents: bool) -> str:
+    """Returns what is wrong with a file, without a remedy; empty if it is intact."""
+    entry = manifest.files.get(name) or manifest.side_files[name]
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing: {damage_remedy(folder)}")
+        return "is missing:"
     size = path.stat().st_size
     if size != entry.bytes:
-        raise CheckpointError(
-            f"{path} is truncated or was changed: it has {size} bytes, but {entry.bytes} were "
-            f"written; {damage_remedy(folder)}"
-        )
+        wanted = f"it has {size} bytes, but {entry.bytes} were written"
+        return f"is truncated or was changed: {wanted};"
     if not contents:
-        return
+        return ""
     if crc32_of(path) != entry.crc32:
-        raise CheckpointError(f"{path} is damaged (its checksum is wrong): {damage_remedy(folder)}")
+        return "is damaged (its checksum is wrong):"
     if name in manifest.side_files:
-        return
+        return ""
     from gridformer.checkpoint.safetensors_file import positions_in
 
-    found = set(positions_in(path))
-    if manifest.index is not None and found != _blocks_of(name, manifest.index):
-        raise CheckpointError(
-            f"{path} has other blocks than {MANIFEST} says: {damage_remedy(folder)}"
-        )
+    indexed = {
+        (block, tuple(offset), tuple(size))
+        for number, offset, size in manifest.index.files[name]
+        for block in manifest.index.names[number]
+    }
+    return "" if set(positions_in(path)) == indexed else f"has other blocks than {MANIFEST} says:"
 
 
 def damage_remedy(folder: Path) -> str:
     """Returns what to do about a damaged checkpoint, as the end of a sentence."""
     if not STEP_FOLDER.fullmatch(folder.name):
         return "use another checkpoint"
-    others = [path.name for path in folder.parent.iterdir() if STEP_FOLDER.fullmatch(path.name)]
-    if min(others, default=folder.name) < folder.name:
+    if _beside(folder, before=True):
         return (
             f"train.fallback=true resumes from the checkpoint before it and keeps this one aside, "
             f"as does moving {folder} elsewhere"
         )
     return "no checkpoint is before it, so restore it from a copy, or train with another --out"
+
+
+def _readers_remedy(folder: Path, any_will_do: bool) -> str:
+    if not STEP_FOLDER.fullmatch(folder.name):
+        return "use another checkpoint"
+    if not any_will_do:
+        return f"restore it from a copy, or move {folder} elsewhere"
+    if before := _beside(folder, before=True):
+        return f"use the checkpoint before it, {before[-1]}"
+    if after := _beside(folder, before=False):
+        return f"use the checkpoint after it, {after[0]}"
+    return "there is no other checkpoint, so restore it from a copy"
+
+
+def _beside(folder: Path, before: bool) -> list[Path]:
+    """Returns the checkpoints before or after one in its folder, in their order."""
+    there = sorted(one for one in folder.parent.iterdir() if STEP_FOLDER.fullmatch(one.name))
+    return [one for one in there if one != folder and (one.name < folder.name) == before]
 
 
 @contextmanager
@@ -263,26 +274,12 @@ def removed_error(folder: Path) -> RemovedError:
     )
 
 
-def _readers_remedy(folder: Path, any_will_do: bool) -> str:
-    if not STEP_FOLDER.fullmatch(folder.name):
-        return "use another checkpoint"
-    if not any_will_do:
-        return f"restore it from a copy, or move {folder} elsewhere"
-    there = sorted(one for one in folder.parent.iterdir() if STEP_FOLDER.fullmatch(one.name))
-    before = [one for one in there if one.name < folder.name]
-    after = [one for one in there if one.name > folder.name]
-    if before or after:
-        near = before[-1] if before else after[0]
-        return f"use the checkpoint {'before' if before else 'after'} it, {near}"
-    return "there is no other checkpoint, so restore it from a copy"
-
-
 def _edited(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged or was edited ({why}): {damage_remedy(path.parent)}")
 
 
 def _with_right_checksum(raw: bytes, path: Path) -> bytes:
-    """Returns the content of a manifest without its checksum, once that is found to be right."""
+    """Returns the content of a manifest without its checksum, which must be right."""
     written = _CHECKSUM.search(raw[-40:])
     if not written:
         return raw
@@ -312,8 +309,6 @@ def _contradiction(manifest: Manifest) -> str | None:
     if (least := model.matrix_elements + table) > n_bytes + MIB:
         return f"model has {least:,} parameters or more, and files only {n_bytes:,} bytes"
     index = manifest.index
-    if index is None:
-        return None
     if set(index.files) != set(manifest.files):
         odd = sorted(set(index.files) ^ set(manifest.files))
         return f"files and index do not name the same files, see {odd[0]}"
@@ -324,15 +319,6 @@ def _contradiction(manifest: Manifest) -> str | None:
             if len(offset) != len(size) or min((*offset, *size), default=0) < 0:
                 return f"index: {file} has a block at {offset} of size {size}"
     return None
-
-
-def _blocks_of(file: str, index: BlockIndex) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Returns the name, offset and shape of each block that a file has by the index."""
-    return {
-        (name, tuple(offset), tuple(size))
-        for number, offset, size in index.files[file]
-        for name in index.names[number]
-    }
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -355,7 +341,6 @@ def crc32_of(path: Path) -> int:
     """Returns the CRC-32 of a file, which is read in parts."""
     crc = 0
     with path.open("rb") as file:
-        read: Callable[[], bytes] = lambda: file.read(1 << 22)  # noqa: E731
-        for chunk in iter(read, b""):
+        while chunk := file.read(4 * MIB):
             crc = zlib.crc32(chunk, crc)
     return crc

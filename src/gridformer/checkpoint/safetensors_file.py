@@ -1,4 +1,4 @@
-"""Writes and reads safetensors files that hold blocks of tensors.
+"""Writes and reads safetensors files that hold blocks of tensors. Nothing is pickled.
 
 The offsets of blocks are in the header, where torch.distributed.checkpoint puts them, too.
 """
@@ -6,13 +6,14 @@ The offsets of blocks are in the header, where torch.distributed.checkpoint puts
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import index
+from operator import index as as_index
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,65 +21,57 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gridformer.checkpoint.block import TensorBlock
+from gridformer.checkpoint.blocks import BlockIndex, TensorBlock, blocks_for
 from gridformer.utils.errors import CheckpointError
+from gridformer.utils.units import MIB
 
-_INFO = "DCP_SHARDING_INFO"
-_OFFSETS = "saved_offsets"
-_PIECE = 8 << 20  # bytes
+_INFO, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+_PIECE_BYTES = 8 * MIB  # of what is copied at a time
 TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
 }
+# By their names in safetensors files.
+DTYPES = {name: dtype for dtype, name in TYPES.items()}
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """A tensor that is made piece by piece while it is written.
+    """A tensor that is made when it is written.
 
     Attributes:
         shape: Its shape.
-        dtype: Its type.
-        pieces: Makes its rows in their order, some at a time.
+        dtype: Its type in the file.
+        make: Makes it. It may have another type, be a view of a mapped file, or be on a GPU.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: Callable[[], Iterable[Tensor]]
+    make: Callable[[], Tensor]
 
     @property
     def n_bytes(self) -> int:
-        """The size of the tensor in bytes."""
-        n_bytes = self.dtype.itemsize
-        for n in self.shape:
-            n_bytes *= n
-        return n_bytes
+        """The size of the tensor in the file."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Yields its rows, some at a time, as only they are read, copied and converted."""
+        whole = self.make()
+        if whole.dim() == 0 or whole.device.type != "cpu":
+            yield whole.cpu().to(self.dtype).contiguous()
+            return
+        n_bytes = max(1, whole.numel() * whole.element_size())
+        for rows in whole.split(max(1, _PIECE_BYTES * len(whole) // n_bytes)):
+            yield rows.to(self.dtype).contiguous()  # it may be a transposed view
 
 
 def write_file(file: BinaryIO, blocks: Mapping[str, TensorBlock]) -> tuple[int, int]:
-    """Writes a file and computes its checksum meanwhile, so that it need not be read again.
-
-    One block at a time is copied to host memory.
-
-    Args:
-        file: The opened file.
-        blocks: Its blocks by the names of their tensors.
-
-    Returns:
-        The bytes of the file, and its CRC-32.
-    """
-    tensors = {name: _in_rows(block.tensor) for name, block in blocks.items()}
-    return write_tensors(file, tensors, offsets_info(blocks))
-
-
-def _in_rows(tensor: Tensor) -> Streamed:
-    """Returns a tensor in small pieces, as each piece of a transposed tensor must be copied."""
-    if tensor.dim() == 0 or tensor.device.type != "cpu":
-        return Streamed(tuple(tensor.shape), tensor.dtype, lambda: (tensor,))
-    rows = max(1, _PIECE * len(tensor) // (tensor.numel() * tensor.element_size()))
-    return Streamed(tuple(tensor.shape), tensor.dtype, lambda: tensor.split(rows))
+    """Writes blocks by the names of their tensors; see `write_tensors`."""
+    tensors = {name: block.tensor for name, block in blocks.items()}
+    streamed = {name: Streamed(tuple(x.shape), x.dtype, x.detach) for name, x in tensors.items()}
+    return write_tensors(file, streamed, offsets_info(blocks))
 
 
 def offsets_info(blocks: Mapping[str, TensorBlock]) -> dict[str, str]:
@@ -90,27 +83,18 @@ def offsets_info(blocks: Mapping[str, TensorBlock]) -> dict[str, str]:
 def write_streamed(
     path: Path, tensors: Mapping[str, Streamed], metadata: Mapping[str, str]
 ) -> tuple[int, int]:
-    """Creates a file of tensors that are made while it is written; see `write_tensors`.
-
-    Args:
-        path: The file to create. It is on the disk, too, when this returns.
-        tensors: Its tensors by name.
-        metadata: What the header says besides.
-
-    Returns:
-        The bytes of the file, and its CRC-32.
-    """
+    """Creates a file, which is on the disk when this returns; see `write_tensors`."""
     with path.open("wb") as file:
-        found = write_tensors(file, tensors, metadata)
+        written = write_tensors(file, tensors, metadata)
         file.flush()
         os.fsync(file.fileno())
-    return found
+    return written
 
 
 def write_tensors(
     file: BinaryIO, tensors: Mapping[str, Streamed], metadata: Mapping[str, str]
 ) -> tuple[int, int]:
-    """Writes tensors in the format of safetensors, and makes them while it writes.
+    """Writes tensors, and computes the checksum meanwhile, so that the file need not be read again.
 
     Args:
         file: The opened file.
@@ -132,14 +116,13 @@ def write_tensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
     crc, n_bytes = 0, 0
-    for piece in (struct.pack("<Q", len(text)), text):
-        crc, n_bytes = zlib.crc32(piece, crc), n_bytes + len(piece)
-        file.write(piece)
+    for part in (struct.pack("<Q", len(text)), text):
+        crc, n_bytes = zlib.crc32(part, crc), n_bytes + len(part)
+        file.write(part)
     for name, tensor in tensors.items():
         begin = n_bytes
         for rows in tensor.pieces():
-            # It may be a transposed view.
-            values = rows.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            values = rows.view(-1).view(torch.uint8).numpy().data
             crc, n_bytes = zlib.crc32(values, crc), n_bytes + len(values)
             file.write(values)
         assert n_bytes - begin == tensor.n_bytes, f"{name} has another size than announced"
@@ -183,6 +166,28 @@ def positions_in(path: Path) -> Iterator[tuple[str, tuple[int, ...], tuple[int, 
             for name in file.keys():  # noqa: SIM118 (it is not a mapping)
                 shape = tuple(file.get_slice(name).get_shape())
                 offset = offsets[name][_OFFSETS] if name in offsets else (0,) * len(shape)
-                yield name, tuple(map(index, offset)), shape
+                yield name, tuple(map(as_index, offset)), shape
         except (ValueError, KeyError, TypeError, RecursionError):
             raise _damaged(path, f"its header has a wrong {_INFO}") from None
+
+
+def read_blocks(wanted: Mapping[str, TensorBlock], folder: Path, index: BlockIndex) -> None:
+    """Fills blocks in place from those in a checkpoint, whichever layout wrote them.
+
+    Only files with such blocks are opened.
+
+    Args:
+        wanted: The blocks to fill, by the name of their global tensor.
+        folder: The folder of the checkpoint.
+        index: Which file holds which block.
+
+    Raises:
+        CheckpointError: A tensor is missing or incomplete, or has another global shape.
+    """
+    for file, stored in blocks_for(index, wanted, folder).items():
+        with opened_file(folder / file) as opened:
+            for _, name, offset, size in stored:
+                both = wanted[name].overlap(offset, size)
+                assert both is not None
+                there, here = both
+                wanted[name].tensor[here].copy_(opened.get_slice(name)[there])

@@ -20,12 +20,11 @@ from pathlib import Path
 import torch
 
 from gridformer import comm
-from gridformer.checkpoint.block import Shards, TensorBlock, with_moments, written_here
+from gridformer.checkpoint.blocks import Shards, TensorBlock, with_moments, written_here
 from gridformer.checkpoint.manifest import Manifest
-from gridformer.checkpoint.outcome import Kept, SaveOutcome
-from gridformer.checkpoint.place import CheckpointPlace, LocalPlace
-from gridformer.checkpoint.saving import Save
+from gridformer.checkpoint.save import Save, SaveOutcome
 from gridformer.checkpoint.snapshot import Snapshot, bytes_of
+from gridformer.checkpoint.store import Kept, LocalStore
 from gridformer.comm import progress
 from gridformer.config import RunConfig
 from gridformer.mesh import Axes
@@ -61,7 +60,7 @@ class Saver:
         axes: The axes of the mesh.
         hold, release: Called when a save begins and when this rank has done its part of it, the
             latter maybe in another thread. In between the process should not be ended.
-        hopeless: Returns whether a rank has failed or was killed; see `Save`.
+        hopeless: Returns whether a rank has failed or was killed.
         seconds_left: Returns after how many seconds the process must have ended.
         no_space: Called on the first rank when there is no space for the last checkpoint, with the
             reason, before each pause until the next attempt.
@@ -82,10 +81,9 @@ class Saver:
         self._seconds_left, self._no_space = seconds_left, no_space
         self._full_disk_wait_s = train.full_disk_wait_s
         self._hold, self._release, self._hopeless = hold, release, hopeless
-        self.axes, self.patience_s = axes, train.timeout_s
-        self.kept = Kept.of(train)
-        self._copy_to = train.checkpoint_to
-        self.place: CheckpointPlace = LocalPlace(run_dir)
+        self.axes, self._timeout_s = axes, train.timeout_s
+        self._kept, self._copy_to = Kept.of(train), train.checkpoint_to
+        self.store = LocalStore(run_dir)
         self._copies = Snapshot()
         self._save: Save | None = None
         self._thread: threading.Thread | None = None
@@ -111,7 +109,7 @@ class Saver:
 
     def sweep(self) -> None:
         """Removes what killed processes left beside the checkpoints. The first rank calls it."""
-        self.place.sweep()
+        self.store.sweep()
 
     def reserve(self, parameters: Shards) -> None:
         """Takes the memory for copies before the first step, so that no step waits for it.
@@ -160,7 +158,7 @@ class Saver:
             self._pause(save.outcome.failure)
 
     def _may_wait(self, outcome: SaveOutcome, until: float) -> bool:
-        """Returns whether, as far as this rank knows, the save may be tried again later."""
+        """Returns whether, as far as this rank knows, the save may be tried again."""
         again_s = 2 * _RETRY_S  # a pause, and an attempt
         may = self._seconds_left() > again_s and not self._hopeless()
         return may and (not self.first or (outcome.full and time.monotonic() + _RETRY_S < until))
@@ -174,16 +172,16 @@ class Saver:
             time.sleep(_LOOK_S)
 
     def _once(self, manifest: Manifest, shards: Shards, wait: bool) -> Save:
-        """Saves, or begins to; see `save`."""
         began = time.monotonic()
         self.finish()
         waited = time.monotonic() - began
         if self._last_step == manifest.step:
             self._all(True)  # else a rank could take the new draft for the old one
         self._last_step = manifest.step
+        world = self.axes.world
         save = Save(
-            self.place, manifest, self.axes.world.index, self.axes.world.size, self.kept,
-            self.patience_s, self._copy_to, self._hopeless,
+            self.store, manifest, world.index, world.size, self._kept, self._timeout_s,
+            self._copy_to, self._hopeless,
         )  # fmt: skip
         self._save, self._failed = save, True
         self._hold()
@@ -214,13 +212,13 @@ class Saver:
         """Returns, on the first rank, what became of saves since the last call."""
         if self._save is not None and self.first and not self.busy:
             self.finish()
-        found, self._news = self._news, []
-        return found
+        news, self._news = self._news, []
+        return news
 
     def metrics(self) -> dict[str, float]:
         """Returns seconds for metrics.jsonl since the last call: `save_stall_s` and `save_s`."""
-        found, self._metrics = self._metrics, {}
-        return found
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     def finish(self) -> None:
         """Waits for the save under way, if there is one. It sends no messages."""

@@ -1,7 +1,7 @@
 """The small files that a model needs besides its weights: tokenizer, template, names of labels.
 
-They lie in the run directory, and every checkpoint has copies of them, so that it can be used
-wherever it is copied. Checkpoints of earlier versions have none; theirs are in the run directory.
+They are in the run directory, and every checkpoint has copies of those that were there when it was
+saved, so that it can be used wherever it is copied.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def read_side_files(root: Path) -> dict[str, bytes]:
 
     A checkpoint is worth more than a tokenizer that may also be elsewhere.
     """
-    found = {}
+    contents = {}
     for name in side_files(root):
         with suppress(OSError):
-            found[name] = regular_bytes(root / name, GIB)
-    return found
+            contents[name] = regular_bytes(root / name, GIB)
+    return contents
 
 
 def write_side_files(
@@ -82,9 +82,6 @@ def write_side_files(
     Args:
         contents: The content of each by name.
         writing: Opens a file of the checkpoint to write.
-
-    Raises:
-        OSError: One could not be written.
     """
     for name, content in contents.items():
         with writing(name) as file:
@@ -110,13 +107,7 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
     """
     root = root_of(folder)
     check_has_tokenizer(root)
-    settings = root / SETTINGS
-    # Imports of earlier versions have only the kept one. A run that began with an import keeps it,
-    # too, but its own data say which token ends documents.
-    imported = manifest.weights_only and manifest.step == 0 and manifest.data is None
-    if imported and not settings.is_file():
-        settings = root / KEPT / SETTINGS
-    tokenizer = Tokenizer.load(root / TOKENIZER, settings_file=settings)
+    tokenizer = Tokenizer.load(root / TOKENIZER)
     if problem := _of_another_model(tokenizer, manifest):
         raise DataError(
             f"{root / TOKENIZER} is that of another model than {folder}, {problem}: replace it by "
@@ -129,15 +120,12 @@ def ids_of_ends(root: Path) -> frozenset[int]:
     """Returns the tokens that end generated text by the generation_config.json of an import.
 
     There may be several, such as the ends of a turn and of a text.
-
-    Args:
-        root: The folder that has the side files.
     """
     try:
-        found = read_json(root / KEPT / GENERATION)
+        content = read_json(root / KEPT / GENERATION)
     except UnreadableError:
         return frozenset()
-    ids = found.get("eos_token_id") if isinstance(found, dict) else None
+    ids = content.get("eos_token_id") if isinstance(content, dict) else None
     listed = ids if isinstance(ids, list) else [ids]
     return frozenset(i for i in listed if isinstance(i, int) and not isinstance(i, bool))
 

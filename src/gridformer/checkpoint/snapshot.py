@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gridformer.checkpoint.block import TensorBlock
+from gridformer.checkpoint.blocks import TensorBlock
 
 _ALIGNED = 64  # bytes
 
@@ -32,17 +32,17 @@ class Snapshot:
         """Copies blocks. The copies may be read after `wait`, until the next call."""
         device = next((b.tensor.device for b in blocks.values() if b.tensor.is_cuda), None)
         self.reserve(bytes_of(blocks), device is not None)
-        found, begin = {}, 0
+        copies, begin = {}, 0
         for name, block in blocks.items():
-            end = begin + block.tensor.numel() * block.tensor.element_size()
+            end = begin + block.n_bytes
             copy = _like(block.tensor, self._memory[begin:end])
-            found[name] = TensorBlock(copy, block.size, block.offset)
+            copies[name] = TensorBlock(copy, block.size, block.offset)
             begin = _aligned(end)
-        pairs = [(found[name].tensor, block.tensor.detach()) for name, block in blocks.items()]
+        pairs = [(copies[name].tensor, block.tensor.detach()) for name, block in blocks.items()]
         if device is None:
             for copy, tensor in pairs:
                 copy.copy_(tensor)
-            return found
+            return copies
         training = torch.cuda.current_stream(device)
         self._stream = self._stream or torch.cuda.Stream(device)
         self._stream.wait_stream(training)
@@ -51,7 +51,7 @@ class Snapshot:
                 copy.copy_(tensor, non_blocking=True)
             self._copied = self._stream.record_event()
         training.wait_stream(self._stream)
-        return found
+        return copies
 
     def wait(self) -> None:
         """Waits until the copies are complete. The thread that writes them calls it."""
@@ -75,7 +75,7 @@ class Snapshot:
         """Takes memory for copies. Pinning takes seconds, in which nothing else runs on the GPU.
 
         Args:
-            n_bytes: The bytes that all copies take; see `bytes_of`.
+            n_bytes: The bytes that all copies take (`bytes_of`).
             pinned: Whether a GPU will write to it.
         """
         if self._memory.numel() >= n_bytes and self._pinned >= pinned:
@@ -100,8 +100,7 @@ class Snapshot:
 
 def bytes_of(blocks: Mapping[str, TensorBlock]) -> int:
     """Returns the bytes that copies of blocks take."""
-    sizes = (block.tensor.numel() * block.tensor.element_size() for block in blocks.values())
-    return sum(map(_aligned, sizes))
+    return sum(_aligned(block.n_bytes) for block in blocks.values())
 
 
 def _aligned(n_bytes: int) -> int:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.block import TensorBlock
+from gridformer.checkpoint.blocks import PARAMETER, TensorBlock
 from gridformer.checkpoint.manifest import KEPT, advice_for_readers, verify_checkpoint
-from gridformer.checkpoint.shapes import shapes_of
+from gridformer.checkpoint.safetensors_file import read_blocks
 from gridformer.checkpoint.side_files import root_of
+from gridformer.checkpoint.whole import shapes_of
 from gridformer.config import ModelConfig, RunConfig
 from gridformer.data import Tokenizer
 from gridformer.mesh import Axes
@@ -129,17 +130,9 @@ def start_of(run: RunConfig) -> InitialWeights | None:
 def load_initial_weights(start: InitialWeights, model: Model, axes: Axes) -> None:
     """Loads weights into a new model under any layout. All ranks call it together.
 
-    Args:
-        start: The weights.
-        model: This rank's model, with its initial values.
-        axes: The axes of the mesh.
-
     Raises:
         CheckpointError: A file is missing or damaged.
     """
-    from gridformer.checkpoint.blocks_io import read_into
-    from gridformer.checkpoint.index import index_of_files
-
     folder = start.folder
     with advice_for_readers(folder):
         manifest = verify_checkpoint(folder, part=axes.world.index, n_parts=axes.world.size)
@@ -150,19 +143,15 @@ def load_initial_weights(start: InitialWeights, model: Model, axes: Axes) -> Non
         block = TensorBlock.of(stored(parameter), shard_of(stored(parameter)))
         if name in start.rows:
             block = _with_rows(block, start.rows[name][0])
-        wanted[f"model.{start.renamed.get(name, name)}"] = block
+        wanted[f"{PARAMETER}{start.renamed.get(name, name)}"] = block
     with torch.no_grad(), advice_for_readers(folder):
-        read_into(wanted, folder, manifest.index or index_of_files(folder, manifest.files))
+        read_blocks(wanted, folder, manifest.index)
 
 
 def keep_files(start: InitialWeights, out: Path) -> None:
     """Copies the files of an imported model to a run that begins with it, for a later export.
 
-    They are left out if the run's data have another tokenizer.
-
-    Args:
-        start: The weights with which the run begins.
-        out: The run directory, which has its tokenizer.json.
+    They are left out if the run's data have another tokenizer than the run directory `out` has.
     """
     there = root_of(start.folder) / KEPT
     name = "tokenizer.json"

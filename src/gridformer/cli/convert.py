@@ -85,7 +85,7 @@ def export(
     Try: gridformer export runs/demo --out exported
     """
     from gridformer.checkpoint.convert.exporting import export_run
-    from gridformer.checkpoint.elsewhere import run_with_checkpoints
+    from gridformer.checkpoint.copies import run_with_checkpoints
     from gridformer.utils.folders import refuse_existing
     from gridformer.utils.units import format_count
 
@@ -128,7 +128,7 @@ def average(
     Try: gridformer average runs/translate --last 3 --out runs/translate-average
     """
     from gridformer.checkpoint.average import average_run
-    from gridformer.checkpoint.elsewhere import run_with_checkpoints, url_of
+    from gridformer.checkpoint.copies import run_with_checkpoints, url_of
     from gridformer.utils.folders import refuse_existing
 
     refuse_existing(out)
@@ -138,6 +138,6 @@ def average(
             tell("", what)
 
         with run_with_checkpoints(run_dir, doing, max(1, last)) as found:
-            done = average_run(found, out, last, doing, url_of(run_dir) or str(run_dir))
-    steps = ", ".join(map(str, done.steps))
+            averaged = average_run(found, out, last, doing, url_of(run_dir) or str(run_dir))
+    steps = ", ".join(map(str, averaged))
     typer.echo(f"{out}: the mean of the checkpoints of steps {steps}")

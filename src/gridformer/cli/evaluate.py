@@ -102,7 +102,7 @@ def evaluate(
     from contextlib import ExitStack
     from dataclasses import replace
 
-    from gridformer.checkpoint.elsewhere import url_of
+    from gridformer.checkpoint.copies import url_of
     from gridformer.evaluate.loading import checkpoint_label_names, plan_job, run_directory
     from gridformer.evaluate.tasks import (
         Options,

@@ -32,7 +32,7 @@ def verify(
     import json
     from dataclasses import asdict
 
-    from gridformer.checkpoint.elsewhere import url_of
+    from gridformer.checkpoint.copies import url_of
     from gridformer.launch.verify_run import verify_copies, verify_run
 
     url = url_of(run_dir)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from gridformer.checkpoint import checkpoint, find
-from gridformer.checkpoint.elsewhere import run_with_checkpoints
+from gridformer.checkpoint.copies import run_with_checkpoints
 from gridformer.checkpoint.manifest import MANIFEST, advice_for_readers, verify_checkpoint
 from gridformer.checkpoint.side_files import (
     check_has_tokenizer,

@@ -169,10 +169,9 @@ def plan_checked(
     """
     _refuse_what_nothing_saves(run, room)  # what follows loads torch
     from gridformer.checkpoint import weights
-    from gridformer.checkpoint.copies import choose_or_replace, clash
-    from gridformer.checkpoint.place import LocalPlace
-    from gridformer.checkpoint.remote import fetch_newest
+    from gridformer.checkpoint.copies import choose_or_replace, clash, fetch_newest
     from gridformer.checkpoint.same_run import check_copy, check_same_run, data_start_of
+    from gridformer.checkpoint.store import LocalStore
     from gridformer.data.run_data import fingerprint
     from gridformer.memory.budget import fit_problems
     from gridformer.memory.room import silent
@@ -193,7 +192,7 @@ def plan_checked(
     check = partial(check_copy, run, data)
     if lock is not None:
         lock.take(out, lambda doing: (tell or silent)("", doing))
-        LocalPlace(out).sweep()
+        LocalStore(out).sweep()
         if run.train.checkpoint_to:
             (tell or silent)("", f"looking for a newer checkpoint at {run.train.checkpoint_to}")
             fetch_newest(run.train.checkpoint_to, out, check)

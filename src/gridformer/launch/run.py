@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from gridformer.checkpoint.copies import choose_or_replace, copy_newest
-from gridformer.checkpoint.place import LocalPlace
 from gridformer.checkpoint.same_run import check_copy, data_start_of
+from gridformer.checkpoint.store import LocalStore
 from gridformer.config import TrainConfig
 from gridformer.launch import launch
 from gridformer.launch.failures import Failure, cause, failure_text, out_of_memory, print_last
@@ -94,7 +94,7 @@ def execute(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
         raise
     finally:
         if not place:
-            LocalPlace(plan.out).sweep()  # what a killed process was writing
+            LocalStore(plan.out).sweep()  # what a killed process was writing
     copy_last(plan, policy.ends_at)
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from gridformer.checkpoint import find
+from gridformer.checkpoint.copies import reading
 from gridformer.checkpoint.manifest import MANIFEST, Manifest, verify_checkpoint
-from gridformer.checkpoint.remote import Remote, reading
 from gridformer.checkpoint.same_run import other_model
+from gridformer.checkpoint.store import RemoteStore
 from gridformer.config import RunConfig
 from gridformer.config.yaml_text import parse_yaml
 from gridformer.data import RunData, Tokenizer
@@ -271,7 +272,7 @@ def verify_copies(
     """
     found: list[RunFinding] = []
     with reading(url):
-        remote = Remote(url)
+        remote = RemoteStore(url)
         names = remote.complete()
         if not names:
             raise UserError(
@@ -284,7 +285,7 @@ def verify_copies(
     return found
 
 
-def _verify(remote: Remote, name: str, copy: Path, finite: bool) -> list[RunFinding]:
+def _verify(remote: RemoteStore, name: str, copy: Path, finite: bool) -> list[RunFinding]:
     try:
         remote.download(name, copy)
     except CheckpointError as error:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from gridformer.checkpoint.block import written_here
+from gridformer.checkpoint.blocks import written_here
 from gridformer.checkpoint.checkpoint import shards_of
 from gridformer.checkpoint.snapshot import bytes_of
 from gridformer.comm import recorder

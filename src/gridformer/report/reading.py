@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.elsewhere import url_of
+from gridformer.checkpoint.copies import url_of
 from gridformer.config import RunConfig, load_run
 from gridformer.train.heartbeat import HEARTBEAT
 from gridformer.train.metrics import EVENTS_FILE, METRICS

@@ -13,11 +13,11 @@ from pathlib import Path
 from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint.copies import copy_newest, replace_damaged
 from gridformer.checkpoint.fallback import Damaged, choose_together, set_aside
-from gridformer.checkpoint.going_on import CopyPatience, going_on, until
 from gridformer.checkpoint.manifest import Manifest
-from gridformer.checkpoint.place import LocalPlace
 from gridformer.checkpoint.same_run import check_copy, check_same_run, data_start_of
+from gridformer.checkpoint.save import RenewedDeadline, renewing, until
 from gridformer.checkpoint.saver import Saver
+from gridformer.checkpoint.store import LocalStore
 from gridformer.comm.agree import first_text
 from gridformer.mesh import Axes
 from gridformer.mesh.process_group import is_effect_of_a_peer, is_gpu_error
@@ -96,16 +96,17 @@ def _first_works(plan: Plan, axes: Axes, work: Callable[[], str]) -> str:
         directory that it is at work.
     """
     world, timeout_s = axes.world, plan.run.train.timeout_s
-    draft = LocalPlace(plan.out).draft("copy")
+    draft = LocalStore(plan.out).draft("copy")
     result = ""
     if world.index:
         first_text("", world)  # the first rank has begun
-        patience = CopyPatience(draft, timeout_s, timeout_s)
-        until(lambda: not draft.exists() or patience.is_over())
+        deadline = RenewedDeadline(draft, timeout_s, timeout_s)
+        until(lambda: not draft.is_open() or deadline.is_over())
     else:
-        with ExitStack() as marked:
+        with ExitStack() as shown:
+            shown.callback(draft.close)
             try:
-                marked.enter_context(going_on(draft, timeout_s))
+                shown.enter_context(renewing(draft, timeout_s))
                 works = True
             except OSError as error:
                 works = False

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gridformer.checkpoint.convert.config_keys import ConfigKeys
+from gridformer.checkpoint.convert.config_json import ConfigKeys
 from gridformer.checkpoint.convert.kinds import KINDS
 from gridformer.config import ModelConfig
 from gridformer.config.model import RopeScaling

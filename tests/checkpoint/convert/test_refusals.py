@@ -15,8 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from gridformer.checkpoint.convert.exporting import export_run
-from gridformer.checkpoint.convert.folder import INDEX, WEIGHTS
-from gridformer.checkpoint.convert.importing import import_folder
+from gridformer.checkpoint.convert.importing import INDEX, WEIGHTS, import_folder
 from gridformer.utils.errors import UserError
 from tests.support.reference.folders import save, their_model
 

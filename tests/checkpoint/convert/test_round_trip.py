@@ -14,12 +14,11 @@ from torch import Tensor
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.convert.exporting import export_run
-from gridformer.checkpoint.convert.folder import INDEX
-from gridformer.checkpoint.convert.importing import import_folder
+from gridformer.checkpoint.convert.importing import INDEX, import_folder
 from gridformer.checkpoint.convert.kinds import entries_of
 from gridformer.checkpoint.convert.table import to_ours, to_theirs
 from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
-from gridformer.checkpoint.shapes import shapes_of
+from gridformer.checkpoint.whole import shapes_of
 from gridformer.config.model import RopeScaling
 from gridformer.data import Tokenizer, special_ids
 from gridformer.data.samples.masked import MaskedSamples

@@ -15,7 +15,6 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.checkpoint.convert.importing import import_folder
 from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
-from gridformer.checkpoint.manifest import read_manifest, write_manifest
 from gridformer.config import RunConfig, parse_run
 from gridformer.data import SpecialIds, Tokenizer, special_ids
 from gridformer.data.chat import read_chat, write_chat
@@ -77,17 +76,6 @@ def save(folder: Path, model: Any, tokenizer: Any, **names: Any) -> Path:
     return folder
 
 
-def without_settings(run: Path) -> Path:
-    """Make an import like those of earlier versions, and return it."""
-    (run / SETTINGS).unlink()
-    step = run / "checkpoints" / "step-00000000"
-    (step / SETTINGS).unlink()
-    manifest = read_manifest(step)
-    side = {name: entry for name, entry in manifest.side_files.items() if name != SETTINGS}
-    write_manifest(step, manifest.model_copy(update={"side_files": side}))
-    return run
-
-
 def run_of(family: str, task: str) -> RunConfig:
     """Return the config of a small run."""
     model = {"family": family, "n_layers": 1, "hidden_size": 16, "n_heads": 2, "vocab_size": 400}
@@ -115,19 +103,16 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return save(folder, model, tokenizer, eos_token={"content": "<|im_end|>"}), model
 
 
-@pytest.mark.parametrize("earlier", [False, True])
 def test_an_import_ends_texts_where_transformers_does(
-    ended: tuple[Path, Any], earlier: bool, tmp_path: Path
+    ended: tuple[Path, Any], tmp_path: Path
 ) -> None:
     """tokenizer_config.json names the end of text, and generation_config.json further ends."""
     folder, model = ended
     import_folder(folder, tmp_path / "run")
-    if earlier:
-        without_settings(tmp_path / "run")
     trained = load_model(tmp_path / "run", CPU)
     assert trained.tokenizer.eos_token == "<|im_end|>"
-    if not earlier:  # as prepare --tokenizer reads it
-        assert Tokenizer.load(tmp_path / "run").eos_token == "<|im_end|>"
+    # as prepare --tokenizer reads it
+    assert Tokenizer.load(tmp_path / "run").eos_token == "<|im_end|>"
     last = set()
     for text in map(chr, range(ord("a"), ord("m"))):
         ids = trained.tokenizer.encode(text)

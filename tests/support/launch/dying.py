@@ -10,8 +10,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from gridformer.checkpoint.manifest import MANIFEST
-from gridformer.checkpoint.outcome import name_of
-from gridformer.checkpoint.place import LocalDraft
+from gridformer.checkpoint.store import Draft, name_of
 from gridformer.launch.run import worker
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
@@ -34,16 +33,16 @@ def dies_once(plan: Plan) -> None:
 
 def dies_in_a_save(plan: Plan) -> None:
     """Train; the last rank is killed while it saves the last checkpoint, in the first attempt."""
-    marker, whole = plan.out / "died", LocalDraft.writing
+    marker, whole = plan.out / "died", Draft.writing
 
-    def dies(self: LocalDraft, name: str) -> Any:
+    def dies(self: Draft, name: str) -> Any:
         last = dist.get_rank() == dist.get_world_size() - 1
-        if last and name != MANIFEST and name_of(STEPS) in self.target and not marker.exists():
+        if last and name != MANIFEST and self.target.name == name_of(STEPS) and not marker.exists():
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(self, name)
 
-    with patch.object(LocalDraft, "writing", dies):
+    with patch.object(Draft, "writing", dies):
         worker(plan)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,9 @@ import torch
 from torch import Tensor
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.convert.files import in_files, row_slices
-from gridformer.checkpoint.convert.folder import CONFIG, INDEX, WEIGHTS, read_mapping
-from gridformer.checkpoint.convert.heads import head_problem, label_keys
-from gridformer.checkpoint.convert.importing import DType
+from gridformer.checkpoint.convert.config_json import head_problem, label_keys
+from gridformer.checkpoint.convert.importing import CONFIG, INDEX, WEIGHTS, DType, read_mapping
 from gridformer.checkpoint.convert.kinds import KINDS, kinds_of
-from gridformer.checkpoint.convert.stored import StoredParameters
 from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
 from gridformer.checkpoint.manifest import (
@@ -29,8 +25,8 @@ from gridformer.checkpoint.manifest import (
     verify_checkpoint,
 )
 from gridformer.checkpoint.safetensors_file import Streamed, write_streamed
-from gridformer.checkpoint.shapes import shapes_of
 from gridformer.checkpoint.side_files import load_tokenizer, root_of
+from gridformer.checkpoint.whole import StoredParameters, in_files, shapes_of
 from gridformer.config import ModelConfig, RunConfig, Task, any_of
 from gridformer.data.side_texts import read_label_names
 from gridformer.data.tokenfolder import TOKENIZER
@@ -85,20 +81,20 @@ def export_run(
     folder = find.newest(run_dir)
     with advice_for_readers(folder):
         manifest = read_manifest(folder)
-    root = root_of(folder)
+    root, model = root_of(folder), manifest.model
     if (root / TOKENIZER).is_file() and not (root / KEPT / CONFIG).is_file():
         load_tokenizer(folder, manifest)  # which refuses that of another model
     run = RunConfig.model_validate(manifest.run)
-    kind, config = _kind_of(manifest.model, run.task, root / KEPT)
+    kind, config = _kind_of(model, run.task, root / KEPT)
     tell("verifying the checkpoint")
     with advice_for_readers(folder):
         verify_checkpoint(folder)
-    shapes = shapes_of(manifest.model)
+    shapes = shapes_of(model)
     stored = StoredParameters(folder, manifest, shapes)
     streamed: dict[str, Streamed] = {}
-    for entry in kind.entries(manifest.model):
-        tensors = _streamed(entry, stored, dtype)
-        streamed |= {kind.written(manifest.model, name): one for name, one in tensors.items()}
+    for entry in kind.entries(model):
+        for part, name in enumerate(entry.theirs):
+            streamed[kind.renamed(model, name)] = _streamed(entry, part, stored, dtype)
     with new_folder(out) as writing:
         n_files = write_weight_files(streamed, writing, int(shard_gib * GIB), tell)
         stored.close()
@@ -106,7 +102,7 @@ def export_run(
         tokens = write_tokenizer(writing, root, run, imported)
         types = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in streamed.values())
         if "id2label" in config and (names := read_label_names(root)):
-            config |= label_keys(manifest.model.n_labels, names)
+            config |= label_keys(model.n_labels, names)
         values = {"model_type": kind.model_type, **tokens, **config}
         values["torch_dtype"] = types.most_common(1)[0][0]
         write_json(writing / CONFIG, values)
@@ -116,7 +112,7 @@ def export_run(
 
 
 def _kind_of(model: ModelConfig, task: Task, kept: Path) -> tuple[Kind, dict[str, Any]]:
-    """Returns the kind that represents a model, that of its import if several do."""
+    """Returns the kind that represents a model (that of its import if several do), and its keys."""
     kinds = kinds_of(model)
     if not kinds:
         families = any_of(dict.fromkeys(kind.family for kind in KINDS.values()))
@@ -130,27 +126,23 @@ def _kind_of(model: ModelConfig, task: Task, kept: Path) -> tuple[Kind, dict[str
         kinds.sort(key=lambda kind: kind.model_type != before)
     problems: list[str] = []
     for kind in kinds:
-        found = kind.write_config(model, task)
-        if isinstance(found, dict):
-            return kind, found
-        problems += found
+        config = kind.write_config(model, task)
+        if isinstance(config, dict):
+            return kind, config
+        problems += config
     raise ConfigError([f"model.{problem}" for problem in dict.fromkeys(problems)])
 
 
-def _streamed(entry: TableEntry, stored: StoredParameters, dtype: DType) -> dict[str, Streamed]:
-    """Returns their tensors of one parameter, by name."""
+def _streamed(entry: TableEntry, part: int, stored: StoredParameters, dtype: DType) -> Streamed:
+    """Returns one of their tensors."""
+
+    def make() -> Tensor:
+        return entry.form.theirs(stored.whole(entry.ours))[part]
+
     shape = entry.form.shape_of_theirs(stored.shapes[entry.ours])
-    written = stored.dtype(entry.ours) if dtype == "keep" else getattr(torch, dtype)
-
-    def pieces(part: int) -> Iterator[Tensor]:
-        whole = stored.whole(entry.ours)
-        for rows in row_slices(shape, written):
-            yield entry.form.theirs(whole, part, rows).to(written)
-
-    return {
-        name: Streamed(shape, written, partial(pieces, part))
-        for part, name in enumerate(entry.theirs)
-    }
+    return Streamed(
+        shape, stored.dtype(entry.ours) if dtype == "keep" else getattr(torch, dtype), make
+    )
 
 
 def write_weight_files(

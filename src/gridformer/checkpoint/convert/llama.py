@@ -1,34 +1,26 @@
-"""The table of Llama, Mistral, Qwen2 and Qwen3, and what their configs differ in.
-
-Rotary positions pair features as Hugging Face does, so every matrix is only transposed.
-"""
+"""Llama, Mistral, Qwen2 and Qwen3: their table, and what their configs differ in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gridformer.checkpoint.convert.config_keys import ConfigKeys
-from gridformer.checkpoint.convert.forms import SAME, TRANSPOSED
-from gridformer.checkpoint.convert.heads import head_entries, head_keys, read_heads
-from gridformer.checkpoint.convert.rope import read_rope, write_rope
-from gridformer.checkpoint.convert.table import Kind, TableEntry
-from gridformer.config import ModelConfig, Task
+from gridformer.checkpoint.convert.config_json import ConfigKeys
+from gridformer.checkpoint.convert.table import SAME, Key, Kind, Row, head_rows
+from gridformer.config import ModelConfig, any_of
 from gridformer.utils.units import format_value
 
-_NORMS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
-_HEAD_NORMS = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
-_QKV = {f"attention.qkv.{part}": f"self_attn.{part}_proj" for part in "qkv"}
-_LINEARS = {
-    **_QKV,
-    "attention.out": "self_attn.o_proj",
-    "mlp.up.gate": "mlp.gate_proj",
-    "mlp.up.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
+_LLAMA_QKV = {f"attention.qkv.{part}": f"self_attn.{part}_proj" for part in "qkv"}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_LENGTH = "original_max_position_embeddings"
+# For each kind of rotary scaling, the keys that it needs and those that it may have.
+_SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (_LENGTH,)),
+    "yarn": (("factor",), (_LENGTH, "attention_factor", "beta_fast", "beta_slow", "truncate")),
+}
 
 
 @dataclass(frozen=True)
@@ -53,75 +45,111 @@ class _Traits:
     answering: str = "transformer."
 
 
-_TRAITS = {
-    "llama": _Traits(),
-    "mistral": _Traits(window="all", kv_heads=8, answering="model."),
-    "qwen2": _Traits(qkv_bias=True, window="some", kv_heads=32),
-    "qwen3": _Traits(qk_norm=True, window="some", kv_heads=32, head_dim=128),
-}
+def _llama(name: str, traits: _Traits) -> Kind:
+    """Rotary positions pair features as Hugging Face does, so every matrix is only transposed."""
+    layer, layer_there = "layers.{n_layers}", "model.layers.{n_layers}"
+    window = Key("sliding_window", written=lambda model: model.window or None)
+    windows = {
+        "none": [],
+        "all": [window],
+        "some": [
+            Key("use_sliding_window", written=lambda model: bool(model.window)),
+            window,
+            Key("max_window_layers", written=lambda m: 0 if m.window else m.n_layers),
+        ],
+    }
+    return Kind(
+        name,
+        "llama",
+        name.capitalize(),
+        lambda model: "ForCausalLM",
+        rows=[
+            Row("tokens.weight", "model.embed_tokens.weight", SAME),
+            *(
+                Row(f"{layer}.{ours}.weight", f"{layer_there}.{theirs}.weight")
+                for ours, theirs in {
+                    **_LLAMA_QKV,
+                    "attention.out": "self_attn.o_proj",
+                    "mlp.up.gate": "mlp.gate_proj",
+                    "mlp.up.up": "mlp.up_proj",
+                    "mlp.down": "mlp.down_proj",
+                    "norm1": "input_layernorm",
+                    "norm2": "post_attention_layernorm",
+                }.items()
+            ),
+            *(
+                Row(
+                    f"{layer}.attention.{part}_norm.weight",
+                    f"{layer_there}.self_attn.{part}_norm.weight",
+                    when=lambda model: model.qk_norm,
+                )
+                for part in "qk"
+            ),
+            *(
+                Row(
+                    f"{layer}.{ours}.bias",
+                    f"{layer_there}.{theirs}.bias",
+                    when=lambda model: model.qkv_bias,
+                )
+                for ours, theirs in _LLAMA_QKV.items()
+            ),
+            Row("norm.weight", "model.norm.weight", SAME),
+            Row("head.weight", "lm_head.weight", SAME, lambda m: m.token_head and not m.tied_head),
+            *head_rows({"classifier.labels": "score"}, "weight"),
+        ],
+        keys=[
+            Key("num_hidden_layers", "n_layers"),
+            Key("hidden_size", "hidden_size"),
+            Key("num_attention_heads", "n_heads"),
+            Key("num_key_value_heads", written=lambda model: model.kv_heads),
+            Key("head_dim", written=lambda model: model.head_width),
+            Key("intermediate_size", "ffn_size"),
+            Key("vocab_size", "vocab_size"),
+            Key("max_position_embeddings", "max_seq_len"),
+            Key("tie_word_embeddings", "tied_head", False),
+            Key("rope_theta", written=lambda model: model.rope_theta),
+            Key("rope_scaling", written=_write_scaling),
+            Key("hidden_act", written="silu"),
+            Key("attention_dropout", "attention_dropout", 0.0),
+            Key("rms_norm_eps", "norm_eps", 1e-6),
+            Key("initializer_range", "init_std", 0.02),
+            *windows[traits.window],
+        ],
+        # attention_bias would be in the output projection as well.
+        fixed={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+        prefix="model.",
+        read=partial(_read_llama, traits),
+        unlike=partial(_unlike_llama, name, traits),
+        renamed=lambda model, tensor: (
+            tensor.replace("model.", traits.answering) if model.span_head else tensor
+        ),
+        old_names={"transformer.": "model."},
+        skipped=(
+            r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+            r"model\.rotary_emb\.inv_freq",
+        ),
+        repeats={"lm_head.weight": "model.embed_tokens.weight"},  # if the head is tied
+        otherwise="write tie_word_embeddings: false into config.json if it has a head of its own",
+    )
 
 
-def entries(config: ModelConfig) -> list[TableEntry]:
-    """Returns the table of a Llama or similar model: how each of our parameters is stored there."""
-    found = [TableEntry("tokens.weight", ("model.embed_tokens.weight",))]
-    for i in range(config.n_layers):
-        here, there = f"layers.{i}", f"model.layers.{i}"
-        norms = {**_NORMS, **(_HEAD_NORMS if config.qk_norm else {})}
-        found += [
-            TableEntry(f"{here}.{ours}.weight", (f"{there}.{theirs}.weight",), form)
-            for names, form in ((_LINEARS, TRANSPOSED), (norms, SAME))
-            for ours, theirs in names.items()
-        ]
-        if config.qkv_bias:
-            found += [
-                TableEntry(f"{here}.{ours}.bias", (f"{there}.{theirs}.bias",))
-                for ours, theirs in _QKV.items()
-            ]
-    found.append(TableEntry("norm.weight", ("model.norm.weight",)))
-    if config.token_head and not config.tied_head:
-        found.append(TableEntry("head.weight", ("lm_head.weight",)))
-    return found + head_entries(config, {"classifier.labels": "score"}, bias=False)
-
-
-def read_config(traits: _Traits, keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
-    """Returns the keys of our ModelConfig for a Llama or similar model.
-
-    A value that our family does not have becomes one of `keys.problems`.
-
-    Args:
-        traits: What distinguishes this kind of model.
-        keys: The keys of their config.json.
-        names: The names of the stored tensors, which tell what heads there are.
-    """
-    keys.only("hidden_act", ("silu",), "silu")
-    # It would be in the output projection as well.
-    keys.only("attention_bias", (False,), False)
-    keys.only("mlp_bias", (False,), False)
-    h, n = keys.size("hidden_size"), keys.size("num_attention_heads")
+def _read_llama(
+    traits: _Traits, keys: ConfigKeys, read: Mapping[str, Any], names: frozenset[str]
+) -> dict[str, Any]:
+    h, n = read["hidden_size"], read["n_heads"]
     kv_heads = keys.get("num_key_value_heads", traits.kv_heads) or n
     d = keys.get("head_dim", traits.head_dim) or 0
-    layers = keys.size("num_hidden_layers")
-    return read_heads(keys, names, "score.weight") | {
-        "n_layers": layers,
-        "hidden_size": h,
-        "n_heads": n,
+    return {
         "n_kv_heads": 0 if kv_heads == n else kv_heads,
         "head_dim": 0 if d and d * n == h else d,
-        "ffn_size": keys.size("intermediate_size"),
-        "vocab_size": keys.size("vocab_size"),
-        "max_seq_len": keys.size("max_position_embeddings"),
-        "tied_head": keys.get("tie_word_embeddings", False),
         "qkv_bias": traits.qkv_bias,
         "qk_norm": traits.qk_norm,
-        "window": _window(traits, keys, layers),
-        **read_rope(keys),
-        "attention_dropout": keys.get("attention_dropout", 0.0),
-        "norm_eps": keys.get("rms_norm_eps", 1e-6),
-        "init_std": keys.get("initializer_range", 0.02),
+        "window": _read_window(traits, keys, read["n_layers"]),
+        **_read_rope(keys),
     }
 
 
-def _window(traits: _Traits, keys: ConfigKeys, layers: Any) -> int:
+def _read_window(traits: _Traits, keys: ConfigKeys, layers: Any) -> int:
     """Returns the window that all layers have, 0 for none."""
     window = keys.get("sliding_window", 4096) or 0
     types = [str(one) for one in keys.get("layer_types", None) or ()]
@@ -149,81 +177,63 @@ def _window(traits: _Traits, keys: ConfigKeys, layers: Any) -> int:
     return 0 if different == [_FULL] else window
 
 
-def write_config(kind: str, config: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
-    """Returns the keys of their config.json for a Llama or similar model, or why there is none.
+def _read_rope(keys: ConfigKeys) -> dict[str, Any]:
+    """Reads `rope_parameters`, or in older files rope_theta and rope_scaling."""
+    rope = keys.get("rope_parameters", None) or keys.get("rope_scaling", None) or {}
+    if not isinstance(rope, dict) or any(isinstance(one, dict) for one in rope.values()):
+        keys.problems.append(f"rope_parameters={rope}: gridformer has the same in all layers")
+        rope = {}
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    theta = rope.get("rope_theta", keys.get("rope_theta", 10000.0))
+    read: dict[str, Any] = {"rope_theta": theta, "rope_scaling": None}
+    if (factor := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        keys.problems.append(f"partial_rotary_factor={factor}: gridformer has only 1.0")
+    if kind == "default":
+        return read
+    if kind not in _SCALINGS:
+        known = any_of(("default", *_SCALINGS))
+        keys.problems.append(f"rope_type={kind}: gridformer has only {known}")
+        return read
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        keys.problems.append(f"mscale={rope['mscale']}: gridformer has only attention_factor")
+    needed, others = _SCALINGS[kind]
+    keys.problems += [f"rope_type={kind} without {key}" for key in needed if rope.get(key) is None]
+    scaling = {key: rope[key] for key in (*needed, *others) if rope.get(key) is not None}
+    if _LENGTH in others:
+        if (whole := keys.get(_LENGTH, None)) is not None:  # which has priority in transformers
+            scaling[_LENGTH] = whole
+        scaling.setdefault(_LENGTH, keys.size("max_position_embeddings"))
+    return read | {"rope_scaling": {"kind": kind, **scaling}}
 
-    Args:
-        kind: The `model_type` there.
-        config: Our model.
-        task: What the model has learned.
 
-    Returns:
-        The keys, or a list of problems if their class cannot represent the model.
-    """
-    traits = _TRAITS[kind]
-    problems: list[str] = []
-    for key, here in (("qkv_bias", traits.qkv_bias), ("qk_norm", traits.qk_norm)):
-        if getattr(config, key) != here:
-            value = format_value(getattr(config, key))
-            problems.append(f"{key}={value}: a {kind} has {key}={format_value(here)}")
-    if config.window and traits.window == "none":
-        problems.append(f"window={config.window}: a {kind} has none")
-    if kind == "llama" and config.hidden_size % config.n_heads:
+def _write_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    """Returns `rope_scaling`, which old and new versions of transformers read."""
+    if (scaling := model.rope_scaling) is None:
+        return None
+    values = {key: getattr(scaling, key) for keys in _SCALINGS[scaling.kind] for key in keys}
+    values = {key: value for key, value in values.items() if value is not None}
+    return {"rope_type": scaling.kind, **values}
+
+
+def _unlike_llama(kind: str, traits: _Traits, model: ModelConfig) -> list[str]:
+    problems = [
+        f"{key}={format_value(getattr(model, key))}: a {kind} has {key}={format_value(here)}"
+        for key, here in (("qkv_bias", traits.qkv_bias), ("qk_norm", traits.qk_norm))
+        if getattr(model, key) != here
+    ]
+    if model.window and traits.window == "none":
+        problems.append(f"window={model.window}: a {kind} has none")
+    if kind == "llama" and model.hidden_size % model.n_heads:
         problems.append(
-            f"hidden_size={config.hidden_size}: for a llama transformers wants a multiple of "
-            f"n_heads={config.n_heads}"
+            f"hidden_size={model.hidden_size}: for a llama transformers wants a multiple of "
+            f"n_heads={model.n_heads}"
         )
-    if problems:
-        return problems
-    name = kind.capitalize()
-    found = {
-        **head_keys(config, task, name, f"{name}ForCausalLM"),
-        "num_hidden_layers": config.n_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_width,
-        "intermediate_size": config.ffn_size,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_seq_len,
-        "tie_word_embeddings": config.tied_head,
-        **write_rope(config),
-        "hidden_act": "silu",
-        "attention_dropout": config.attention_dropout,
-        "rms_norm_eps": config.norm_eps,
-        "initializer_range": config.init_std,
-    }
-    if traits.window == "all":
-        found["sliding_window"] = config.window or None
-    elif traits.window == "some":
-        found["use_sliding_window"] = bool(config.window)
-        found["sliding_window"] = config.window or None
-        found["max_window_layers"] = 0 if config.window else config.n_layers
-    return found
+    return problems
 
 
-def _written(traits: _Traits, config: ModelConfig, name: str) -> str:
-    return name.replace("model.", traits.answering) if config.span_head else name
-
-
-def _kind(name: str, traits: _Traits) -> Kind:
-    read: Callable[[ConfigKeys, frozenset[str]], dict[str, Any]] = partial(read_config, traits)
-    return Kind(
-        name,
-        "llama",
-        entries,
-        read,
-        partial(write_config, name),
-        prefix="model.",
-        written=partial(_written, traits),
-        old_names={"transformer.": "model."},
-        skipped=(
-            r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-            r"model\.rotary_emb\.inv_freq",
-        ),
-        repeats={"lm_head.weight": "model.embed_tokens.weight"},  # if the head is tied
-        otherwise="write tie_word_embeddings: false into config.json if it has a head of its own",
-    )
-
-
-LLAMA_KINDS = tuple(_kind(name, traits) for name, traits in _TRAITS.items())
+LLAMA_KINDS = (
+    _llama("llama", _Traits()),
+    _llama("mistral", _Traits(window="all", kv_heads=8, answering="model.")),
+    _llama("qwen2", _Traits(qkv_bias=True, window="some", kv_heads=32)),
+    _llama("qwen3", _Traits(qk_norm=True, window="some", kv_heads=32, head_dim=128)),
+)

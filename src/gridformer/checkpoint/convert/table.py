@@ -1,39 +1,177 @@
-"""The table of a family: our parameters, their tensors, and how one becomes the other."""
+"""What a kind of model of Hugging Face is: tables of its tensors and of the keys of config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from gridformer.checkpoint.convert.config_keys import ConfigKeys
-from gridformer.checkpoint.convert.forms import SAME, Form
+from gridformer.checkpoint.convert.config_json import ConfigKeys, head_keys, read_heads
 from gridformer.config import Family, ModelConfig, Task
+
+Shape = tuple[int, ...]
+
+
+class Form(NamedTuple):
+    """How one parameter of ours becomes one or more tensors of theirs, and back.
+
+    Results are views where that is possible, so that a tensor of a mapped file is only read when
+    it is written. Every form takes matrices and their biases.
+
+    Attributes:
+        ours: Returns our parameter, given their tensors in the table's order.
+        theirs: Returns their tensors, given our parameter.
+    """
+
+    ours: Callable[[Sequence[Tensor]], Tensor]
+    theirs: Callable[[Tensor], Sequence[Tensor]]
+
+    def shape_of_theirs(self, ours: Shape) -> Shape:
+        """Returns the shape of each of their tensors, given that of ours."""
+        return tuple(self.theirs(torch.empty(ours, device="meta"))[0].shape)
+
+
+SAME = Form(lambda theirs: theirs[0], lambda ours: [ours])
+# Our matrix is [in, out] and theirs is that of torch.nn.Linear, [out, in].
+TRANSPOSED = Form(lambda theirs: theirs[0].t(), lambda ours: [ours.t()])
+# As TRANSPOSED, with the outputs in the opposite order.
+REVERSED = Form(lambda theirs: theirs[0].flip(0).t(), lambda ours: [ours.t().flip(0)])
+
+
+def interleaved(n: int, d: int) -> Form:
+    """Ours are the columns [head, product, d] of n products; theirs one torch.nn.Linear for each.
+
+    Args:
+        n: The number of products, such as 3 for q, k and v.
+        d: The width of a head.
+    """
+
+    def ours(theirs: Sequence[Tensor]) -> Tensor:
+        return torch.stack([one.t().unflatten(-1, (-1, d)) for one in theirs], -2).flatten(-3)
+
+    def theirs(ours: Tensor) -> list[Tensor]:
+        products = ours.unflatten(-1, (-1, n, d)).unbind(-2)
+        return [product.flatten(-2).t() for product in products]
+
+    return Form(ours, theirs)
+
+
+def side_by_side(n: int, d: int) -> Form:
+    """As `interleaved`, but theirs is one tensor with the columns [product, head, d]."""
+
+    def swapped(x: Tensor, columns: tuple[int, int, int]) -> Tensor:
+        return x.unflatten(-1, columns).transpose(-3, -2).flatten(-3)
+
+    return Form(
+        lambda theirs: swapped(theirs[0], (n, -1, d)), lambda ours: [swapped(ours, (-1, n, d))]
+    )
 
 
 @dataclass(frozen=True)
 class TableEntry:
-    """One line of a table.
-
-    Attributes:
-        ours: The name of our parameter.
-        theirs: The names of their tensors that hold it.
-        form: How one becomes the other.
-    """
+    """The names of their tensors that hold one parameter of ours, and how one becomes the other."""
 
     ours: str
     theirs: tuple[str, ...]
     form: Form = SAME
 
 
-class WriteConfig(Protocol):
-    """Returns a config.json; see Kind."""
+class Row(NamedTuple):
+    """A row of a family's table, which stands for the entries of all layers.
 
-    def __call__(
-        self, config: ModelConfig, task: Task = "auto", /
-    ) -> dict[str, Any] | list[str]: ...
+    `{n_layers}` in both names stands for the number of a layer, counted to that key of ModelConfig,
+    `*` for weight and bias, and `[q k v]` for several tensors.
+
+    Attributes:
+        ours, theirs: The names.
+        form: How one becomes the other, or what returns it, given the width of a head.
+        when: Whether a model has it.
+    """
+
+    ours: str
+    theirs: str
+    form: Form | Callable[[int], Form] = TRANSPOSED
+    when: Callable[[ModelConfig], Any] = lambda model: True
+
+
+QKV = partial(interleaved, 3)
+_LAYER = re.compile(r"\{(\w+)\}")
+_SEVERAL = re.compile(r"(.*)\[(.*)\](.*)")
+
+
+def head_rows(labels: Mapping[str, str], leaf: str = "*") -> list[Row]:
+    """Returns the rows of heads of fine-tuning.
+
+    Args:
+        labels: The products of the head that classifies, ours and theirs.
+        leaf: `weight` if these have no biases.
+    """
+    return [
+        *(
+            Row(f"{a}.{leaf}", f"{b}.{leaf}", when=lambda m: m.n_labels and not m.token_head)
+            for a, b in labels.items()
+        ),
+        Row("span.ends.*", "qa_outputs.*", when=lambda model: model.span_head),
+    ]
+
+
+def _expanded(rows: Sequence[Row], model: ModelConfig) -> list[TableEntry]:
+    """Returns the entries of a model: layer by layer where successive rows have layers."""
+    entries = []
+    rows = [row for row in rows if row.when(model)]
+    for count, group in groupby(rows, lambda row: _LAYER.findall(row.ours)):
+        of_layer = [*group]
+        for i in range(getattr(model, count[0])) if count else (0,):
+            for row in of_layer:
+                form = row.form if isinstance(row.form, Form) else row.form(model.head_width)
+                for leaf in ("weight", "bias") if row.ours.endswith("*") else ("",):
+                    ours, theirs = (_LAYER.sub(str(i), name).replace("*", leaf) for name in row[:2])
+                    if several := _SEVERAL.fullmatch(theirs):
+                        before, parts, after = several.groups()
+                        names = tuple(f"{before}{part}{after}" for part in parts.split())
+                    else:
+                        names = (theirs,)
+                    entries.append(TableEntry(ours, names, form))
+    return entries
+
+
+NEEDED = object()  # the default of a key that every config.json has
+
+
+class Key(NamedTuple):
+    """A key of config.json.
+
+    Attributes:
+        theirs: Its name.
+        ours: The key of ModelConfig that it sets; none is set if it is empty.
+        default: The value of a file without it; a function of our keys so far also replaces 0.
+        written: What an export writes: a value, or a function of the model; None means our key.
+    """
+
+    theirs: str
+    ours: str = ""
+    default: Any = NEEDED
+    written: Any = None
+
+    def read(self, keys: ConfigKeys, read: Mapping[str, Any]) -> Any:
+        """Returns the value in a config.json, given our keys that were read before."""
+        if self.default is NEEDED:
+            return keys.size(self.theirs)
+        if callable(self.default):
+            return keys.get(self.theirs, None) or self.default(read)
+        return keys.get(self.theirs, self.default)
+
+    def write(self, model: ModelConfig) -> Any:
+        """Returns the value for a model."""
+        if callable(self.written):
+            return self.written(model)
+        return getattr(model, self.ours) if self.written is None and self.ours else self.written
 
 
 @dataclass(frozen=True)
@@ -43,49 +181,88 @@ class Kind:
     Attributes:
         model_type: The value of that key.
         family: Our family.
-        entries: The table of a model of ours.
-        read_config: Returns the keys of our ModelConfig, given theirs and the names of the tensors.
-        write_config: Returns their config.json of a model of ours that has learned a task, without
-            what every kind has. A model that this kind cannot represent is a list of problems
-            instead.
+        classes: What the names of its classes in transformers begin with.
+        of_tokens: Returns the end of the name of the class with a head of tokens.
+        rows: The table of its tensors.
+        keys: The keys of its config.json, in the order in which they are written.
+        fixed: Keys with the values that gridformer can represent, the usual one first.
         prefix: What the names of the bare model's tensors begin with when it has a head. Files of a
             bare model have the names without it.
+        read: Returns further keys of our ModelConfig, given theirs, ours, and the tensors' names.
+        unlike: Returns what a model of ours has that this kind has not, one phrase each.
         skipped: Patterns (regular expressions of whole names) of tensors that are not parameters.
         repeats: Tensors that repeat one of the table where the table does not have them, and which.
             One that differs from it would be lost.
         otherwise: What to do about a tensor that differs from the one that it repeats.
         old_names: Replacements in names that older versions, or classes with other heads, have
             written.
-        written: Returns the name that the class of a model has for a tensor of the table.
+        renamed: Returns the name that the class of a model has for a tensor of the table.
+        hints: Additions to the message about another value of a fixed key.
     """
 
     model_type: str
     family: Family
-    entries: Callable[[ModelConfig], list[TableEntry]]
-    read_config: Callable[[ConfigKeys, frozenset[str]], dict[str, Any]]
-    write_config: WriteConfig
+    classes: str
+    of_tokens: Callable[[ModelConfig], str]
+    rows: Sequence[Row]
+    keys: Sequence[Key]
+    fixed: Mapping[str, tuple[Any, ...]]
     prefix: str
+    read: Callable[[ConfigKeys, Mapping[str, Any], frozenset[str]], dict[str, Any]] = (
+        lambda keys, read, names: {}
+    )
+    unlike: Callable[[ModelConfig], list[str]] = lambda model: []
     skipped: tuple[str, ...] = ()
     repeats: Mapping[str, str] = field(default_factory=dict)
     otherwise: str = ""
     old_names: Mapping[str, str] = field(default_factory=dict)
-    written: Callable[[ModelConfig, str], str] = lambda model, name: name
+    renamed: Callable[[ModelConfig, str], str] = lambda model, name: name
+    hints: Mapping[str, str] = field(default_factory=dict)
+
+    def entries(self, model: ModelConfig) -> list[TableEntry]:
+        """Returns the table of a model: how each of our parameters is stored there."""
+        return _expanded(self.rows, model)
+
+    def read_config(self, keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
+        """Returns the keys of our ModelConfig; what we do not have becomes `keys.problems`.
+
+        Args:
+            keys: The keys of their config.json.
+            names: The names of the stored tensors, which tell what heads there are.
+        """
+        for key, allowed in self.fixed.items():
+            keys.only(key, allowed, self.hints.get(key, ""))
+        read: dict[str, Any] = {}
+        for one in self.keys:
+            if one.ours:
+                read[one.ours] = one.read(keys, read)
+        (labels,) = {row.theirs for row in self.rows if row.ours.startswith("classifier.labels.")}
+        heads = read_heads(keys, names, labels.replace("*", "weight"))
+        return read | self.read(keys, read, names) | heads
+
+    def write_config(self, model: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
+        """Returns their config.json of a model that has learned a task, without `model_type`.
+
+        A model that this kind cannot represent is a list of problems instead.
+        """
+        of_tokens = f"{self.classes}{self.of_tokens(model)}"
+        return self.unlike(model) or {
+            **head_keys(model, task, self.classes, of_tokens),
+            **{key.theirs: key.write(model) for key in self.keys},
+        }
 
 
 def to_ours(entries: list[TableEntry], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns our parameters, given all tensors of a model of Hugging Face by name."""
     return {
-        entry.ours: entry.form.ours([theirs[name] for name in entry.theirs], slice(None))
-        for entry in entries
+        entry.ours: entry.form.ours([theirs[name] for name in entry.theirs]) for entry in entries
     }
 
 
 def to_theirs(entries: list[TableEntry], ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors of a model of Hugging Face, given all of our parameters by name."""
-    found = {}
-    for entry in entries:
-        whole = ours[entry.ours]
-        n_rows = entry.form.shape_of_theirs(tuple(whole.shape))[0]
-        for part, name in enumerate(entry.theirs):
-            found[name] = entry.form.theirs(whole, part, slice(0, n_rows))
-    return found
+    return {
+        name: tensor
+        for entry in entries
+        for name, tensor in zip(entry.theirs, entry.form.theirs(ours[entry.ours]))
+    }

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gridformer.checkpoint.convert.folder import CONFIG, read_mapping
+from gridformer.checkpoint.convert.importing import CONFIG, read_mapping
 from gridformer.checkpoint.manifest import KEPT
 from gridformer.checkpoint.side_files import GENERATION, KEPT_FILES
 from gridformer.config import RunConfig
@@ -55,7 +55,7 @@ def write_tokenizer(
 
 
 def _write_own(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
-    """Writes the tokenizer of a run's data, and returns what `write_tokenizer` does."""
+    """Writes the tokenizer of a run's data, and returns the keys of config.json."""
     if not (root / TOKENIZER).is_file():
         return {}
     tokenizer = Tokenizer.load(root / TOKENIZER)
@@ -85,10 +85,7 @@ def _write_own(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
 def _around(
     run: RunConfig, special: SpecialIds, tokenizer: Tokenizer
 ) -> tuple[list[str], list[str]]:
-    """Returns the special tokens around one text and around two, where the model has read them.
-
-    See `gridformer.data.samples.examples`.
-    """
+    """Returns the special tokens around one text and around two, where the model has read them."""
     model = run.model
     eos = tokenizer.eos_token
     if model.family == "bert":
@@ -106,12 +103,7 @@ def _around(
 
 
 def _write_chat(folder: Path, root: Path, ids: Mapping[str, Any]) -> None:
-    """Writes a chat template, and adds its end of an answer to the tokens that end a text.
-
-    Args:
-        folder, root: See `write_tokenizer`.
-        ids: The keys of config.json that name tokens.
-    """
+    """Writes a chat template, and adds its end of an answer to the tokens that end a text."""
     chat = read_chat(root)
     (folder / "chat_template.jinja").write_text(chat.template, encoding="utf-8")
     if not (root / TOKENIZER).is_file():
@@ -135,12 +127,6 @@ def _read_by_heads(
 
     Decoders classify by the last token that is not padding, and T5 by the last end of text. The
     tokenizer pads by its own settings, so both name the same padding.
-
-    Args:
-        folder: The folder of the exported model, with the files of its tokenizer.
-        root: See `write_tokenizer`.
-        run: The run.
-        before: The ids that the imported config.json names.
     """
     if run.model.token_head or run.model.family == "bert" or not (root / TOKENIZER).is_file():
         return {}
@@ -158,12 +144,7 @@ def _read_by_heads(
 
 
 def _begun(folder: Path, root: Path) -> dict[str, Any]:
-    """Writes with which token a run's documents begin, and returns the key of config.json for it.
-
-    Args:
-        folder: The folder of the exported model, with the files of the import's tokenizer.
-        root: See `write_tokenizer`.
-    """
+    """Writes with which token a run's documents begin, and returns the key of config.json."""
     if not (root / TOKENIZER).is_file():
         return {}
     tokenizer, settings = Tokenizer.load(root / TOKENIZER), folder / SETTINGS

@@ -1,0 +1,209 @@
+"""Blocks of global tensors, which are what a checkpoint consists of, and the index of its files.
+
+The files of thousands of ranks hold millions of blocks. But many tensors of a rank have the same
+position in tensors of the same shape, and many ranks hold the same tensors, so the index has a list
+of names once, and for each file the positions of lists. A rank makes its own part without messages.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gridformer.config import Config
+from gridformer.mesh import Axes
+from gridformer.parallel.sharding import ParamShard
+from gridformer.utils.errors import CheckpointError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+PARAMETER = "model."  # before the names of parameters
+# By global name, a local tensor and its position in the global tensor.
+Shards = Mapping[str, tuple[Tensor, ParamShard]]
+# The number of a list of names, and where blocks of these names begin and how large they are.
+Position = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class TensorBlock:
+    """A block of a global tensor.
+
+    Attributes:
+        tensor: The local tensor without its padding.
+        size: The shape of the global tensor.
+        offset: The index in the global tensor at which the block begins.
+    """
+
+    tensor: Tensor
+    size: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    @staticmethod
+    def of(local: Tensor, shard: ParamShard) -> TensorBlock:
+        """Returns the block that a local tensor with this shard holds, without its padding."""
+        return TensorBlock(shard.valid(local.detach()), shard.size, shard.offset)
+
+    @property
+    def empty(self) -> bool:
+        """Whether the local tensor is all padding, so that there is nothing to save or load."""
+        return self.tensor.numel() == 0
+
+    @property
+    def n_bytes(self) -> int:
+        """The size of the local tensor in bytes."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def overlap(
+        self, offset: tuple[int, ...], size: tuple[int, ...]
+    ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """Returns where another block of the same global tensor and this one overlap.
+
+        Args:
+            offset: Where the other block begins in the global tensor.
+            size: Its size along each dimension.
+
+        Returns:
+            The slices of the other block and those of this one, whose elements are the same; None
+            if the blocks do not overlap.
+        """
+        there, here = [], []
+        for mine, n, other, m in zip(self.offset, self.tensor.shape, offset, size):
+            begin, end = max(mine, other), min(mine + n, other + m)
+            if begin >= end:
+                return None
+            there.append(slice(begin - other, end - other))
+            here.append(slice(begin - mine, end - mine))
+        return tuple(there), tuple(here)
+
+
+def with_moments(parameters: Shards) -> Shards:
+    """Returns parameters, and under the names of their two moments the parameters again.
+
+    The moments do not exist before the first step, and they will have the sizes of their
+    parameters.
+    """
+    moments = {
+        f"{moment}.{name.removeprefix(PARAMETER)}": shard
+        for name, shard in parameters.items()
+        for moment in MOMENTS
+    }
+    return {**parameters, **moments}
+
+
+def written_here(shards: Shards, axes: Axes) -> dict[str, TensorBlock]:
+    """Returns the blocks that this rank writes. Exactly one of the replicas of a block writes it.
+
+    Every replica computes by itself which one that is, because all of them hold the same blocks in
+    the same order: each block goes to the replica that has the fewest bytes so far. If several
+    stages share a block, the first one writes it.
+    """
+    loads: dict[str, list[int]] = defaultdict(list)
+    written = {}
+    for name, (local, shard) in shards.items():
+        if shard.stages and axes.pp.index != shard.stages[0]:
+            continue
+        block = TensorBlock.of(local, shard)
+        if block.empty:
+            continue
+        if shard.replicas is not None:
+            axis = axes[shard.replicas]
+            load = loads[axis.name] = loads[axis.name] or [0] * axis.size
+            writer = load.index(min(load))
+            load[writer] += block.n_bytes
+            if writer != axis.index:
+                continue
+        written[name] = block
+    return written
+
+
+class StoredBlock(NamedTuple):
+    """A block in a file: the names of file and tensor, its position in the global tensor."""
+
+    file: str
+    name: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+class BlockIndex(Config):
+    """Where the blocks of a checkpoint are.
+
+    Attributes:
+        names: Lists of names of tensors.
+        files: For each file, the blocks in it.
+    """
+
+    names: list[list[str]]
+    files: dict[str, list[Position]]
+
+    def of(self, wanted: Collection[str]) -> Iterator[StoredBlock]:
+        """Yields the blocks of some tensors."""
+        chosen = [[name for name in names if name in wanted] for names in self.names]
+        for file, positions in self.files.items():
+            for number, offset, size in positions:
+                for name in chosen[number]:
+                    yield StoredBlock(file, name, offset, size)
+
+
+def packed_part(blocks: Mapping[str, TensorBlock]) -> bytes:
+    """Returns the part of an index for a file of these blocks, packed."""
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = defaultdict(list)
+    for name, block in blocks.items():
+        groups[block.offset, tuple(block.tensor.shape)].append(name)
+    return zlib.compress(json.dumps([(names, *at) for at, names in groups.items()]).encode())
+
+
+def joined_index(parts: Mapping[str, bytes]) -> BlockIndex:
+    """Returns the index of all files, from the `packed_part` of each."""
+    number_of: dict[tuple[str, ...], int] = {}
+    files: dict[str, list[Position]] = {}
+    for file, part in parts.items():
+        files[file] = [
+            (number_of.setdefault(tuple(names), len(number_of)), tuple(offset), tuple(size))
+            for names, offset, size in json.loads(zlib.decompress(part))
+        ]
+    names = [[*some] for some in number_of]
+    return BlockIndex.model_construct(names=names, files=files)  # it need not be checked
+
+
+def blocks_for(
+    index: BlockIndex, wanted: Mapping[str, TensorBlock], folder: Path
+) -> dict[str, list[StoredBlock]]:
+    """Returns the stored blocks from which tensors can be filled, by file.
+
+    Args:
+        index: The index of a checkpoint.
+        wanted: The blocks that are needed, by the name of their global tensor.
+        folder: The folder, for messages.
+
+    Raises:
+        CheckpointError: A tensor is missing or incomplete, or has another global shape.
+    """
+    held: dict[str, int] = dict.fromkeys(wanted, 0)
+    sizes: dict[str, tuple[int, ...]] = {}
+    needed: dict[str, list[StoredBlock]] = defaultdict(list)
+    for stored in index.of(wanted):
+        ends = tuple(a + n for a, n in zip(stored.offset, stored.size))
+        sizes[stored.name] = tuple(map(max, ends, sizes.get(stored.name, ends)))
+        held[stored.name] += math.prod(stored.size)
+        block = wanted[stored.name]
+        if not block.empty and block.overlap(stored.offset, stored.size) is not None:
+            needed[stored.file].append(stored)
+    for name, block in wanted.items():
+        if name not in sizes:
+            raise CheckpointError(f"{folder} does not contain '{name}': it is of another model")
+        if sizes[name] != tuple(block.size):
+            raise CheckpointError(
+                f"{folder} contains '{name}' with shape {list(sizes[name])}, but this run needs "
+                f"{list(block.size)}: it is of another model"
+            )
+        if held[name] != math.prod(block.size):
+            raise CheckpointError(f"{folder} contains only a part of '{name}': a file is missing")
+    return needed

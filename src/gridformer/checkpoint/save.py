@@ -1,0 +1,429 @@
+"""One save: every rank writes its file, and the first rank publishes the checkpoint.
+
+A `Save` may run in a thread while training goes on. It uses no process group: ranks leave notes in
+the draft, so no order of messages can be disturbed.
+
+    done-3              rank 3 has written its file; the note says its bytes, checksum and blocks
+    trouble-3-0-28-4096 rank 3 could not write 4096 bytes in attempt 0, because of error 28
+    again-0             the first rank has made room, and who had trouble tries again
+
+The first rank looks for the notes of all ranks. Other ranks only look for an answer to trouble.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from gridformer.checkpoint.blocks import TensorBlock, joined_index, packed_part
+from gridformer.checkpoint.manifest import FileEntry, Manifest, manifest_bytes
+from gridformer.checkpoint.safetensors_file import write_file
+from gridformer.checkpoint.side_files import read_side_files, write_side_files
+from gridformer.checkpoint.store import Draft, Kept, LocalStore, RemoteStore, name_of
+from gridformer.comm import progress
+from gridformer.utils.units import format_bytes
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LOST_S = 3.0  # to wait for the notes of other ranks, once a rank is known to be gone
+_SHORTEST_S, _LONGEST_S = 0.002, 0.25  # between two looks
+_RENEW_S = 5.0
+
+
+def until(holds: Callable[[], bool], at_most_s: float = float("inf")) -> None:
+    """Waits until a condition holds, which is checked less and less often."""
+    pause, ends = _SHORTEST_S, time.monotonic() + at_most_s
+    while not holds() and time.monotonic() < ends:
+        if threading.current_thread() is threading.main_thread():
+            progress.waits_on_purpose()
+        time.sleep(pause)
+        pause = min(_LONGEST_S, 1.5 * pause)
+
+
+@contextlib.contextmanager
+def renewing(draft: Draft, timeout_s: float) -> Iterator[None]:
+    """Shows other ranks that this one works on a draft while the block runs, however long.
+
+    Raises:
+        OSError: It cannot be shown; the block does not run.
+    """
+    waits, ended = threading.current_thread() is threading.main_thread(), threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(min(_RENEW_S, timeout_s / 4)):
+            with contextlib.suppress(OSError):
+                draft.renew()
+            if waits:
+                progress.waits_on_purpose()
+
+    draft.renew()
+    thread = threading.Thread(target=renew, name="renewing", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()  # else it could make the folder of notes again
+
+
+class RenewedDeadline:
+    """The end of a wait for another rank, which moves on whenever that renews the draft.
+
+    Times are counted by this rank's clock, because the clocks of machines and of storage differ.
+
+    Args:
+        draft: What the other rank renews.
+        timeout_s: How long to wait after each sign of it.
+        first_s: How long to wait if there is none.
+    """
+
+    def __init__(self, draft: Draft, timeout_s: float, first_s: float) -> None:
+        self._draft, self._timeout_s = draft, timeout_s
+        self._renewed: int | None = None
+        self._ends = time.monotonic() + first_s
+
+    def is_over(self) -> bool:
+        """Looks at the draft, and returns whether it was not renewed for too long."""
+        now, renewed = time.monotonic(), None
+        with contextlib.suppress(OSError):
+            renewed = self._draft.renewed_ns()
+        if renewed is not None and renewed != self._renewed:
+            self._renewed, self._ends = renewed, max(self._ends, now + self._timeout_s)
+        return now > self._ends
+
+
+def file_of(rank: int) -> str:
+    """Returns the name of the file that a rank writes."""
+    return f"shard-{rank + 1:05d}.safetensors"
+
+
+@dataclass
+class SaveOutcome:
+    """What became of a save. Only the first rank knows it.
+
+    Attributes:
+        target: The path of the checkpoint.
+        step: Its step.
+        n_bytes: The bytes of all its files.
+        seconds: The time from its beginning to its end.
+        failure: Why there is no checkpoint; empty if it is complete.
+        full: Whether all that was missing is space.
+        removed: Checkpoints that were removed to make room.
+        not_copied: Why the complete checkpoint is not at `train.checkpoint_to`; empty if it is, or
+            if there is no such URL.
+    """
+
+    target: str
+    step: int
+    n_bytes: int = 0
+    seconds: float = 0.0
+    failure: str = ""
+    full: bool = False
+    removed: list[str] = field(default_factory=list)
+    not_copied: str = ""
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What one rank tells: bytes and checksum of its file, its part of the index, or trouble."""
+
+    rank: int
+    n_bytes: int = 0
+    crc32: int = 0
+    part: bytes = b""
+    error: int = 0
+
+    def content(self) -> bytes:
+        return b"%d %d %b" % (self.n_bytes, self.crc32, self.part)
+
+    @staticmethod
+    def of(rank: int, content: bytes) -> _Note:
+        n_bytes, crc32, part = content.split(b" ", 2)
+        return _Note(rank, int(n_bytes), int(crc32), part)
+
+
+class Save:
+    """One save, as one rank takes part in it.
+
+    Args:
+        store: The checkpoints of the run.
+        manifest: The manifest without files and index.
+        rank: This rank.
+        n_ranks: How many ranks there are.
+        kept: Which checkpoints stay.
+        timeout_s: The first rank gives up when no rank has left a note for this many seconds, and
+            for much longer than its own part of the save took.
+        copy_to: A URL to which the first rank copies the checkpoint; empty for none.
+        hopeless: Returns whether a rank has failed or was killed. Its note may never come, and the
+            other ranks may be about to be ended, so notes are then waited for only briefly.
+    """
+
+    def __init__(
+        self,
+        store: LocalStore,
+        manifest: Manifest,
+        rank: int,
+        n_ranks: int,
+        kept: Kept,
+        timeout_s: float = 600.0,
+        copy_to: str = "",
+        hopeless: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.store, self.manifest, self.kept = store, manifest, kept
+        self.copy_to, self.hopeless = copy_to, hopeless
+        self.rank, self.n_ranks, self.timeout_s = rank, n_ranks, timeout_s
+        self.draft = store.draft(name_of(manifest.step))
+        self.began = time.monotonic()
+        self.outcome = SaveOutcome(str(self.draft.target), manifest.step)
+        self.no_draft = False  # whether the first rank could not begin
+        self._own_s = 0.0
+
+    def begin(self) -> bool:
+        """Creates the draft. The first rank calls it before any rank calls `run`.
+
+        Returns:
+            Whether it succeeded; otherwise `outcome` says why not.
+        """
+        while True:
+            try:
+                self.draft.begin()
+                return True
+            except OSError as error:
+                if not self._makes_room([_trouble(0, error)]):
+                    self.outcome.full = error.errno in _FULL
+                    self._fails(f"{self.draft.target}: {error.strerror or error}")
+                    return False
+
+    def run(self, blocks: Callable[[], Mapping[str, TensorBlock]]) -> None:
+        """Writes this rank's file and, on the first rank, publishes the checkpoint.
+
+        Args:
+            blocks: Returns what this rank writes, once it can be read.
+        """
+        attempt = 0
+        note = self._write(blocks())
+        while True:
+            if self.rank == 0:
+                if self._ends(note, attempt):
+                    return
+            else:
+                self._tell(note, attempt)
+                if not note.error or not self._again(attempt):
+                    return
+            attempt += 1
+            if note.error:
+                note = self._write(blocks())
+
+    def has_ended(self) -> bool:
+        """Whether the first rank has ended the save, as far as `run` is over."""
+        return self.rank == 0 or self.no_draft or not _is_open(self.draft)
+
+    def wait_for_the_end(self) -> None:
+        """Waits until the first rank has ended the save, once `run` is over.
+
+        A copy to `copy_to` may take very much longer than the save itself.
+        """
+        began = time.monotonic()
+        deadline = RenewedDeadline(self.draft, self.timeout_s, 3 * self.timeout_s)
+        until(lambda: self.has_ended() or self._is_lost(began, 2) or deadline.is_over())
+
+    def _is_lost(self, since: float, times: int = 1) -> bool:
+        """Returns whether to give up on what has not come since then, because a rank is gone."""
+        waited_s = time.monotonic() - since
+        return waited_s > times * max(_LOST_S, 10 * self._own_s) and self.hopeless()
+
+    # ------------------------------------------------------------------ each rank
+
+    def _write(self, blocks: Mapping[str, TensorBlock]) -> _Note:
+        began = time.monotonic()
+        if not blocks:
+            return _Note(self.rank)
+        try:
+            with self.draft.writing(file_of(self.rank)) as file:
+                n_bytes, crc32 = write_file(file, blocks)
+            return _Note(self.rank, n_bytes, crc32, packed_part(blocks))
+        except OSError as error:
+            return self._troubled(error, blocks)
+        except Exception as error:  # the other ranks must be told, whatever it is
+            traceback.print_exception(error)
+            return self._troubled(OSError(errno.EIO, ""), blocks)
+        finally:
+            self._own_s = max(self._own_s, time.monotonic() - began)
+
+    def _troubled(self, error: OSError, blocks: Mapping[str, TensorBlock]) -> _Note:
+        with contextlib.suppress(OSError):  # to make room for the notes
+            self.draft.drop(file_of(self.rank))
+        return _trouble(self.rank, error, sum(block.n_bytes for block in blocks.values()))
+
+    def _tell(self, note: _Note, attempt: int) -> None:
+        """Leaves a note, as soon as there is room for it."""
+        began = time.monotonic()
+
+        def tells() -> bool:
+            nonlocal note
+            try:
+                if note.error:
+                    words = (self.rank, attempt, note.error, note.n_bytes)
+                    self.draft.tell(f"trouble-{'-'.join(map(str, words))}")
+                else:
+                    self.draft.tell(f"done-{self.rank}", note.content())
+                return True
+            except OSError as error:
+                if not note.error:
+                    note = self._troubled(error, {})
+                return not _is_open(self.draft) or self._is_lost(began)
+
+        until(tells, self.timeout_s)
+
+    def _again(self, attempt: int) -> bool:
+        """Waits for the first rank's answer to trouble, and returns whether to try again."""
+        again, began = False, time.monotonic()
+
+        def answered() -> bool:
+            nonlocal again
+            with contextlib.suppress(OSError):
+                again = f"again-{attempt}" in self.draft.told()
+            return again or not _is_open(self.draft) or self._is_lost(began, 2)
+
+        until(answered, 3 * self.timeout_s)
+        return again
+
+    # ------------------------------------------------------------------ the first rank
+
+    def _ends(self, own: _Note, attempt: int) -> bool:
+        """Returns whether the save has ended, well or not; otherwise there is room again."""
+        try:
+            notes = self._all(own, attempt)
+            troubles = [note for note in notes if note.error]
+            if not troubles:
+                self._publish(notes)
+                return True
+        except _LostError as lost:
+            self._fails(str(lost))
+            return True
+        except OSError as error:
+            troubles = [_trouble(0, error)]
+        except Exception as error:
+            traceback.print_exception(error)
+            self._fails(f"{self.draft.target}: {type(error).__name__}: {error}")
+            return True
+        if self._makes_room(troubles):
+            try:
+                self.draft.tell(f"again-{attempt}")
+                return False
+            except OSError as error:
+                troubles = [_trouble(0, error)]
+        self.outcome.full = all(note.error in _FULL for note in troubles)
+        self._fails(self._why(troubles))
+        return True
+
+    def _all(self, own: _Note, attempt: int) -> list[_Note]:
+        """Waits until all ranks have left their notes, and returns what the notes say."""
+        notes = {0: own}
+        last_news = time.monotonic()
+
+        def looked() -> bool:
+            nonlocal last_news
+            for name in self.draft.told():
+                kind, *numbers = name.split("-")
+                if kind == "done" and (rank := int(numbers[0])) not in notes:
+                    notes[rank] = _Note.of(rank, self.draft.read(name))
+                    last_news = time.monotonic()
+                elif kind == "trouble" and int(numbers[1]) == attempt:
+                    rank, _, error, needed = map(int, numbers)
+                    if rank not in notes:
+                        last_news = time.monotonic()
+                    notes[rank] = _Note(rank, needed, error=error)
+            if len(notes) == self.n_ranks:
+                return True
+            if time.monotonic() - last_news > _LOST_S:
+                with self.draft.writing("probe"):  # raises if no rank can leave even a note
+                    pass
+                self.draft.drop("probe")
+            timeout_s = max(self.timeout_s, 10 * self._own_s)
+            if time.monotonic() - last_news > timeout_s or self._is_lost(last_news):
+                missing = [rank for rank in range(self.n_ranks) if rank not in notes]
+                some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+                raise _LostError(
+                    f"{self.draft.target}: {len(missing)} of {self.n_ranks} ranks have not written "
+                    f"their files (ranks {some})"
+                )
+            return False
+
+        until(looked)
+        return [notes[rank] for rank in range(self.n_ranks)]
+
+    def _publish(self, notes: list[_Note]) -> None:
+        written = {file_of(note.rank): note for note in notes if note.n_bytes}
+        files = {
+            name: FileEntry(bytes=note.n_bytes, crc32=note.crc32) for name, note in written.items()
+        }
+        index = joined_index({name: note.part for name, note in written.items()})
+        side = write_side_files(read_side_files(self.store.run_dir), self.draft.writing)
+        update = {"files": files, "side_files": side, "index": index}
+        content = manifest_bytes(self.manifest.model_copy(update=update))
+        with renewing(self.draft, self.timeout_s) if self.copy_to else contextlib.nullcontext():
+            self.draft.publish(content)
+            self.outcome.n_bytes = sum(entry.bytes for entry in (*files.values(), *side.values()))
+            if self.copy_to:
+                try:
+                    RemoteStore(self.copy_to).upload_newest(self.draft.target, self.kept)
+                except Exception as error:  # each file system has errors of its own
+                    self.outcome.not_copied = f"{type(error).__name__}: {error}"
+        self._close()
+        with contextlib.suppress(OSError):  # what is too many can be removed after the next save
+            self.store.prune(self.kept)
+
+    def _makes_room(self, troubles: list[_Note]) -> bool:
+        """Removes the oldest checkpoint if all that is missing is space, and if it may."""
+        if not self.kept.room or any(note.error not in _FULL for note in troubles):
+            return False
+        with contextlib.suppress(OSError):
+            for name in self.kept.removable(self.store.complete(), 1)[:1]:
+                self.store.remove(name)
+                self.outcome.removed.append(name)
+                return True
+        return False
+
+    def _why(self, troubles: list[_Note]) -> str:
+        """Says in a sentence's words why nothing was saved."""
+        worst = next((note for note in troubles if note.error not in _FULL), troubles[0])
+        where = f" (rank {worst.rank})" if self.n_ranks > 1 else ""
+        text = f"{self.draft.target}: {os.strerror(worst.error).lower()}{where}"
+        if worst.error not in _FULL:
+            return text
+        if needed := sum(note.n_bytes for note in troubles):
+            text += f"; {format_bytes(needed)} more are needed"
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(self.store.folder).free
+            text += f"{',' if needed else ';'} {format_bytes(free)} are free"
+        return text
+
+    def _fails(self, why: str) -> None:
+        self.outcome.failure = why
+        self._close()
+
+    def _close(self) -> None:
+        self.outcome.seconds = time.monotonic() - self.began
+        self.draft.close()
+
+
+class _LostError(Exception):
+    """Ranks have not written their files."""
+
+
+def _trouble(rank: int, error: OSError, n_bytes: int = 0) -> _Note:
+    return _Note(rank, n_bytes, error=error.errno or errno.EIO)
+
+
+def _is_open(draft: Draft) -> bool:
+    try:
+        return draft.is_open()
+    except OSError:
+        return True  # nobody knows

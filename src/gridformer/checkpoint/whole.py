@@ -1,0 +1,180 @@
+"""Checkpoints as whole tensors, one at a time, whatever layout wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gridformer.checkpoint.blocks import (
+    PARAMETER,
+    StoredBlock,
+    TensorBlock,
+    blocks_for,
+    joined_index,
+    packed_part,
+)
+from gridformer.checkpoint.manifest import FileEntry, Manifest, advice_for_readers, write_manifest
+from gridformer.checkpoint.safetensors_file import (
+    DTYPES,
+    Streamed,
+    offsets_info,
+    opened_file,
+    write_streamed,
+)
+from gridformer.checkpoint.side_files import read_side_files, write_side_files
+from gridformer.checkpoint.store import writing_in
+from gridformer.config import ModelConfig, RunConfig
+from gridformer.models import build_model
+from gridformer.utils.errors import CheckpointError
+from gridformer.utils.units import GIB, MIB
+
+_FILE_BYTES = GIB  # of one file of a checkpoint, so that many processes can share its reading
+_READ_BYTES = 64 * MIB  # of a block that are in memory at a time
+
+
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a model's parameters by name."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in build_model(config).named_parameters()}
+
+
+class StoredParameters:
+    """The parameters of a checkpoint. It holds one of them at a time.
+
+    Args:
+        folder: The folder of the checkpoint.
+        manifest: Its manifest.
+        shapes: The shapes of all parameters by name.
+
+    Raises:
+        CheckpointError: One is missing, incomplete or of another shape.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self.folder, self.shapes = folder, shapes
+        wanted = {f"{PARAMETER}{name}": _without_memory(shape) for name, shape in shapes.items()}
+        self._blocks: dict[str, list[StoredBlock]] = {name: [] for name in shapes}
+        for blocks in blocks_for(manifest.index, wanted, folder).values():
+            for block in blocks:
+                self._blocks[block.name.removeprefix(PARAMETER)].append(block)
+        stored = {name for names in manifest.index.names for name in names}
+        foreign = {name for name in stored - set(wanted) if name.startswith(PARAMETER)}
+        if foreign:
+            names = ", ".join(sorted(name.removeprefix(PARAMETER) for name in foreign))
+            raise CheckpointError(
+                f"{folder} contains parameters that its model does not have: {names}"
+            )
+        self._last: tuple[str, Tensor] | None = None
+        self._reading = partial(advice_for_readers, folder, any_will_do=False)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the type in which a parameter is stored."""
+        block = self._blocks[name][0]
+        with self._reading(), opened_file(self.folder / block.file) as file:
+            return DTYPES[str(file.get_slice(block.name).get_dtype())]
+
+    def whole(self, name: str) -> Tensor:
+        """Returns a parameter, which stays in memory until the next one is asked for."""
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            with self._reading():
+                self._last = name, self._read(name)
+        return self._last[1]
+
+    def close(self) -> None:
+        """Frees the last parameter."""
+        self._last = None
+
+    def _read(self, name: str) -> Tensor:
+        blocks = self._blocks[name]
+        if len(blocks) == 1:
+            with opened_file(self.folder / blocks[0].file) as file:
+                view: Tensor = file.get_tensor(blocks[0].name)  # of the file: not read yet
+                return view
+        whole = torch.empty(self.shapes[name], dtype=self.dtype(name))
+        for block in blocks:
+            into = whole[tuple(slice(a, a + n) for a, n in zip(block.offset, block.size))]
+            step = max(1, _READ_BYTES * len(into) // max(1, into.numel() * into.element_size()))
+            for start in range(0, len(into), step):
+                # Opened anew, so that what was read is freed.
+                with opened_file(self.folder / block.file) as file:
+                    rows = slice(start, start + step)
+                    into[rows] = file.get_slice(block.name)[rows]
+        return whole
+
+
+def in_files(tensors: Mapping[str, Streamed], n_bytes: int) -> list[list[str]]:
+    """Divides the names of tensors, in their order, into files of at most that size.
+
+    A tensor that is larger gets a file of its own.
+    """
+    files: list[list[str]] = [[]]
+    used = 0
+    for name, tensor in tensors.items():
+        if files[-1] and used + tensor.n_bytes > n_bytes:
+            files.append([])
+            used = 0
+        files[-1].append(name)
+        used += tensor.n_bytes
+    return files
+
+
+def write_weights(
+    folder: Path,
+    streamed: Mapping[str, Streamed],
+    run: RunConfig,
+    step: int = 0,
+    tokens: int = 0,
+    tell: Callable[[str], None] = lambda doing: None,
+) -> None:
+    """Writes a checkpoint without the state of an optimizer.
+
+    No run can resume from it, but every layout can load it. It gets copies of the side files of its
+    run directory, which must be written before.
+
+    Args:
+        folder: The folder of the checkpoint in its run directory, which exists and is empty.
+        streamed: Its parameters by name.
+        run: The config of the run.
+        step: How many optimizer steps were done.
+        tokens: How many tokens were read.
+        tell: Receives progress messages.
+    """
+    streamed = {f"{PARAMETER}{name}": tensor for name, tensor in streamed.items()}
+    files, parts = {}, {}
+    groups = in_files(streamed, _FILE_BYTES)
+    for number, names in enumerate(groups, start=1):
+        tell(f"writing file {number} of {len(groups)}")
+        file = f"shard-{number:05d}.safetensors"
+        blocks = {name: _without_memory(streamed[name].shape) for name in names}
+        chosen = {name: streamed[name] for name in names}
+        n_bytes, crc = write_streamed(folder / file, chosen, offsets_info(blocks))
+        files[file] = FileEntry(bytes=n_bytes, crc32=crc)
+        parts[file] = packed_part(blocks)
+    side = write_side_files(read_side_files(folder.parents[1]), partial(writing_in, folder))
+    write_manifest(
+        folder,
+        Manifest(
+            format="gridformer-checkpoint",
+            version=1,
+            step=step,
+            tokens=tokens,
+            model=run.model,
+            run=run.model_dump(mode="json"),
+            files=files,
+            side_files=side,
+            index=joined_index(parts),
+            weights_only=True,
+        ),
+    )
+
+
+def _without_memory(shape: tuple[int, ...]) -> TensorBlock:
+    """Returns a whole tensor as a block, for the index."""
+    return TensorBlock(torch.empty(shape, device="meta"), shape, (0,) * len(shape))
