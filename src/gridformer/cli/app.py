@@ -6,9 +6,11 @@ Neither this module nor those of the subcommands import torch at the top, so `--
 from __future__ import annotations
 
 import inspect
-from typing import Annotated
+import re
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import CommandInfo, OptionInfo
 
 from gridformer import __version__
 from gridformer.cli.convert import average, export, import_
@@ -28,13 +30,30 @@ from gridformer.cli.verify import verify
 from gridformer.utils.process import let_threads_sleep, use_expandable_segments
 
 
-def flowing(text: str) -> str:
-    """Returns a docstring as paragraphs of one line each, which a terminal of any width breaks.
+def describe(command: CommandInfo) -> None:
+    """Takes the help of a command and of its options from its docstring.
 
-    Typer keeps the line breaks of the source, so half a line would stand alone after each of them.
+    An entry of `Args:` describes an option `--name` unless the annotation says otherwise.
+    Paragraphs become one line each, which a terminal of any width breaks.
     """
-    paragraphs = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
+    assert command.callback is not None
+    function = inspect.unwrap(command.callback)
+    prose, _, entries = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")
+    command.help = "\n\n".join(map(_one_line, prose.split("\n\n")))
+    hints = get_type_hints(function, include_extras=True)
+    for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", entries, re.MULTILINE):
+        kind, info = hints[name], typer.Option()
+        if get_origin(kind) is Annotated:
+            kind, info = get_args(kind)
+        info.help = _one_line(text)
+        if isinstance(info, OptionInfo) and info.default is ...:
+            info.param_decls = (f"--{name.strip('_').replace('_', '-')}",)
+        hints[name] = Annotated[kind, info]
+    function.__annotations__ = hints
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 _EPILOG = (
@@ -76,8 +95,8 @@ app.command()(verify)
 
 
 for command in app.registered_commands:
+    describe(command)
     assert command.callback is not None
-    command.help = flowing(command.callback.__doc__ or "")
     command.callback = check_arguments(command.callback)
 
 

@@ -26,25 +26,10 @@ _DType = Annotated[
 
 
 def import_(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FOLDER",
-            help="A folder of Hugging Face: config.json, safetensors files and a tokenizer.",
-        ),
-    ],
-    out: Annotated[
-        Path, typer.Option("--out", help="The run directory to write, which must not exist.")
-    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER")],
+    out: Path,
     dtype: _DType = DTypeOption.keep,
-    task: Annotated[
-        str,
-        typer.Option(
-            "--task",
-            help="The data.task of a model that predicts tokens, if the folder does not say it: "
-            "pairs for a t5 that translates. The default is that of its family.",
-        ),
-    ] = "",
+    task: str = "",
 ) -> None:
     """Convert a model of Hugging Face to a run directory, tensor by tensor.
 
@@ -52,6 +37,12 @@ def import_(
     begins a run with its weights. Nothing is downloaded.
 
     Try: gridformer import FOLDER --out runs/imported
+
+    Args:
+        folder: A folder of Hugging Face: config.json, safetensors files and a tokenizer.
+        out: The run directory to write, which must not exist.
+        task: The data.task of a model that predicts tokens, if the folder does not say it: pairs
+            for a t5 that translates. The default is that of its family.
     """
     from gridformer.checkpoint.convert.importing import import_folder
     from gridformer.utils.units import format_count
@@ -72,17 +63,19 @@ def import_(
 
 def export(
     run_dir: RunDirectory,
-    out: Annotated[Path, typer.Option("--out", help="The folder to write, which must not exist.")],
+    out: Path,
     dtype: _DType = DTypeOption.keep,
-    shard_gib: Annotated[
-        float, typer.Option("--shard-gib", help="The largest size of a file in GiB.")
-    ] = 5.0,
+    shard_gib: float = 5.0,
 ) -> None:
     """Convert the last checkpoint of a run to a folder that from_pretrained opens.
 
     It does not matter which layout wrote the checkpoint.
 
     Try: gridformer export runs/demo --out exported
+
+    Args:
+        out: The folder to write, which must not exist.
+        shard_gib: The largest size of a file in GiB.
     """
     from gridformer.checkpoint.convert.exporting import export_run
     from gridformer.checkpoint.copies import run_with_checkpoints
@@ -106,18 +99,9 @@ def export(
 
 
 def average(
-    run_dir: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUNDIR", help="A run directory, or a URL like train.checkpoint_to."
-        ),
-    ],
-    out: Annotated[
-        Path, typer.Option("--out", help="The run directory to write, which must not exist.")
-    ],
-    last: Annotated[
-        int, typer.Option("--last", help="The number of the newest checkpoints to average.")
-    ] = 5,
+    run_dir: Annotated[Path, typer.Argument(metavar="RUNDIR")],
+    out: Path,
+    last: int = 5,
 ) -> None:
     """Average the weights of the last checkpoints of a run.
 
@@ -126,6 +110,11 @@ def average(
     train.init_from=RUNDIR begins a run with its weights.
 
     Try: gridformer average runs/translate --last 3 --out runs/translate-average
+
+    Args:
+        run_dir: A run directory, or a URL like train.checkpoint_to.
+        out: The run directory to write, which must not exist.
+        last: The number of the newest checkpoints to average.
     """
     from gridformer.checkpoint.average import average_run
     from gridformer.checkpoint.copies import run_with_checkpoints, url_of

@@ -22,66 +22,13 @@ from gridformer.cli.shared import (
 
 def evaluate(
     run_dir: TrainedModel,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="LAYOUT",
-            help="The layout on which to evaluate, such as layout.scheme=optimus layout.rows=2 "
-            "layout.cols=2. The default is one process, whatever the layout of training was.",
-        ),
-    ] = None,
-    tasks: Annotated[
-        str,
-        typer.Option(
-            "--tasks",
-            help="Tasks, separated by commas: text:FILE (perplexity), wikitext:FILE (perplexity "
-            "per word of WikiText's original), lambada:FILE (last words), labels:FILE (accuracy of "
-            "a classifier), examples:FOLDER (scores of a fine-tuned model), bleu:FILE (pairs of "
-            "texts), lm-eval:TASK (of lm-evaluation-harness).",
-        ),
-    ] = "",
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME",
-            help="A validation or test set of the run: its name in data.validation or data.test, "
-            "that of a source, or val for the validation split of data.path. Its loss and scores "
-            "are those of an evaluation during training. Can be repeated.",
-        ),
-    ] = None,
-    stride: Annotated[
-        int,
-        typer.Option(
-            "--stride",
-            min=0,
-            help="For text and wikitext: windows of the text overlap by all but this number of "
-            "tokens. The default is 0, which means that they do not overlap.",
-        ),
-    ] = 0,
-    length: Annotated[
-        int,
-        typer.Option(
-            "--length",
-            min=0,
-            help="The model reads at most this number of tokens at once. The default is 0, which "
-            "means model.max_seq_len.",
-        ),
-    ] = 0,
-    batch_size: Annotated[
-        int,
-        typer.Option(
-            "--batch-size",
-            min=1,
-            help="About this number of windows or texts go through the model together.",
-        ),
-    ] = 8,
-    limit: Annotated[
-        int,
-        typer.Option(
-            "--limit", min=0, help="Only this number of documents are measured; 0 means all."
-        ),
-    ] = 0,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="LAYOUT")] = None,
+    tasks: str = "",
+    sets: Annotated[list[str] | None, typer.Option("--set", metavar="NAME")] = None,
+    stride: Annotated[int, typer.Option(min=0)] = 0,
+    length: Annotated[int, typer.Option(min=0)] = 0,
+    batch_size: Annotated[int, typer.Option(min=1)] = 8,
+    limit: Annotated[int, typer.Option(min=0)] = 0,
     beams: Beams = None,
     length_penalty: LengthPenalty = None,
     as_json: AsJson = False,
@@ -98,6 +45,23 @@ def evaluate(
     gridformer evaluate runs/demo --set val
 
     gridformer evaluate runs/demo layout.scheme=megatron layout.cols=2 --tasks text:README.md --json
+
+    Args:
+        overrides: The layout on which to evaluate, such as layout.scheme=optimus layout.rows=2
+            layout.cols=2. The default is one process, whatever the layout of training was.
+        tasks: Tasks, separated by commas: text:FILE (perplexity), wikitext:FILE (perplexity per
+            word of WikiText's original), lambada:FILE (last words), labels:FILE (accuracy of a
+            classifier), examples:FOLDER (scores of a fine-tuned model), bleu:FILE (pairs of texts),
+            lm-eval:TASK (of lm-evaluation-harness).
+        sets: A validation or test set of the run: its name in data.validation or data.test, that of
+            a source, or val for the validation split of data.path. Its loss and scores are those of
+            an evaluation during training. Can be repeated.
+        stride: For text and wikitext: windows of the text overlap by all but this number of tokens.
+            The default is 0, which means that they do not overlap.
+        length: The model reads at most this number of tokens at once. The default is 0, which means
+            model.max_seq_len.
+        batch_size: About this number of windows or texts go through the model together.
+        limit: Only this number of documents are measured; 0 means all.
     """
     from contextlib import ExitStack
     from dataclasses import replace

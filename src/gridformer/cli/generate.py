@@ -24,85 +24,20 @@ from gridformer.cli.shared import (
 
 def generate(
     run_dir: TrainedModel,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="LAYOUT",
-            help="The layout on which to generate, such as layout.scheme=megatron "
-            "layout.cols=2. The default is one process, whatever the layout of training was.",
-        ),
-    ] = None,
-    prompt: Annotated[
-        str,
-        typer.Option(
-            "--prompt",
-            "-p",
-            help="The text to continue, translate or fill in, where ___ marks a blank. - reads it "
-            "from standard input.",
-        ),
-    ] = "",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            help="A file of prompts, one per line, or JSON lines with the key prompt. The output "
-            "is JSON lines with prompt and text.",
-        ),
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat",
-            help="For models that were trained on conversations: the prompt is what a user says, "
-            "and the output is the answer. A line of --prompts may have messages instead.",
-        ),
-    ] = False,
-    system: Annotated[
-        str, typer.Option("--system", help="With --chat: what the system says first.")
-    ] = "",
-    batch_size: Annotated[
-        int,
-        typer.Option(
-            "--batch-size",
-            min=1,
-            help="This number of prompts of a file go through the model together; not for bert.",
-        ),
-    ] = 16,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="The largest number of tokens to generate.")
-    ] = 128,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature",
-            "-t",
-            help="For decoders: values below 1 make the text more predictable, values above 1 more "
-            "varied. The default is 0.8.",
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            "--top-k", help="For decoders: sample from the k most likely tokens; 0 means all."
-        ),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            "--top-p",
-            help="For decoders: sample from the likeliest tokens that have this total probability.",
-        ),
-    ] = None,
-    greedy: Annotated[
-        bool,
-        typer.Option("--greedy", help="Always choose the most likely token: -t 0, or --beams 1."),
-    ] = False,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="LAYOUT")] = None,
+    prompt: Annotated[str, typer.Option("--prompt", "-p")] = "",
+    prompts: Path | None = None,
+    chat: bool = False,
+    system: str = "",
+    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float | None, typer.Option("--temperature", "-t")] = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    greedy: bool = False,
     beams: Beams = None,
     length_penalty: LengthPenalty = None,
-    seed: Annotated[
-        int | None,
-        typer.Option("--seed", help="For decoders: the seed of sampling. The default is 0."),
-    ] = None,
+    seed: int | None = None,
     timeout: Timeout = None,
     dtype: DTypeName = "",
     device: Device = "auto",
@@ -119,6 +54,25 @@ def generate(
     gridformer generate runs/demo --prompt "def read(self"
 
     gridformer generate runs/demo layout.scheme=megatron layout.cols=2 --prompts prompts.txt
+
+    Args:
+        overrides: The layout on which to generate, such as layout.scheme=megatron layout.cols=2.
+            The default is one process, whatever the layout of training was.
+        prompt: The text to continue, translate or fill in, where ___ marks a blank. - reads it from
+            standard input.
+        prompts: A file of prompts, one per line, or JSON lines with the key prompt. The output is
+            JSON lines with prompt and text.
+        chat: For models that were trained on conversations: the prompt is what a user says, and the
+            output is the answer. A line of --prompts may have messages instead.
+        system: With --chat: what the system says first.
+        batch_size: This number of prompts of a file go through the model together; not for bert.
+        max_tokens: The largest number of tokens to generate.
+        temperature: For decoders: values below 1 make the text more predictable, values above 1
+            more varied. The default is 0.8.
+        top_k: For decoders: sample from the k most likely tokens; 0 means all.
+        top_p: For decoders: sample from the likeliest tokens that have this total probability.
+        greedy: Always choose the most likely token: -t 0, or --beams 1.
+        seed: For decoders: the seed of sampling. The default is 0.
     """
     import sys
     from contextlib import ExitStack

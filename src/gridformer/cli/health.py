@@ -9,16 +9,8 @@ import typer
 
 
 def health(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUNDIR", help="A run directory.")],
-    max_age_s: Annotated[
-        float | None,
-        typer.Option(
-            "--max-age-s",
-            min=0.0,
-            help="A run is not healthy if it has said nothing for longer than this number of "
-            "seconds. The default is the run's train.timeout_s.",
-        ),
-    ] = None,
+    run_dir: Annotated[Path, typer.Argument(metavar="RUNDIR")],
+    max_age_s: Annotated[float | None, typer.Option(min=0.0)] = None,
 ) -> None:
     """Say in one line whether a run is alive; exit with 0 if it is and with 1 if not.
 
@@ -29,6 +21,11 @@ def health(
     [bold]Example:[/bold]
 
     gridformer health runs/demo --max-age-s 120
+
+    Args:
+        run_dir: A run directory.
+        max_age_s: A run is not healthy if it has said nothing for longer than this number of
+            seconds. The default is the run's train.timeout_s.
     """
     from gridformer.train.heartbeat import health_of
 

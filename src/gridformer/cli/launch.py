@@ -47,110 +47,25 @@ class Rendezvous(StrEnum):
 
 def launch(
     context: typer.Context,
-    kind: Annotated[JobKind, typer.Argument(help="What starts the processes.")],
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN.yaml", help="A run file, or the name of a shipped one such as demo."
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the run file."),
-    ] = None,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            "--cluster",
-            help="The name of a shipped cluster, or a cluster file, which says how many devices a "
-            "node has. The default is the run's layout.cluster.",
-        ),
-    ] = "",
-    devices_per_node: Annotated[
-        int | None,
-        typer.Option(
-            "--devices-per-node", min=1, help="The number of devices of a node, without --cluster."
-        ),
-    ] = None,
-    print_: Annotated[
-        bool, typer.Option("--print", help="Print the script, which is the default.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Write the script to this file instead.")
-    ] = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option("--run-dir", help="The run directory. The default is runs/NAME."),
-    ] = None,
-    hours: Annotated[
-        float,
-        typer.Option(
-            "--hours",
-            min=0.0,
-            max=87_600.0,
-            help="The time limit of the job. A run without train.max_hours gets one a little "
-            "below it.",
-        ),
-    ] = 0.0,
-    interface: Annotated[
-        str,
-        typer.Option(
-            "--interface",
-            help="The network interface for NCCL and gloo, where they choose a wrong one.",
-        ),
-    ] = "",
-    tasks: Annotated[
-        Tasks,
-        typer.Option("--tasks", help="For slurm: start one task for each device or node."),
-    ] = Tasks.DEVICE,
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option("--sbatch", help="For slurm: a further option, such as --partition=long."),
-    ] = None,
-    before: Annotated[
-        str,
-        typer.Option(
-            "--before",
-            help="For slurm: a line of shell that runs first, such as '. .venv/bin/activate'.",
-        ),
-    ] = "",
-    image: Annotated[str, typer.Option("--image", help="For kubernetes: the image to run.")] = "",
-    claim: Annotated[
-        str,
-        typer.Option(
-            "--claim",
-            help="For kubernetes: the PersistentVolumeClaim with data and runs, which all pods "
-            "share.",
-        ),
-    ] = "gridformer",
-    memory_gib: Annotated[
-        float,
-        typer.Option("--memory-gib", min=0.0, help="For kubernetes: the memory of a pod in GiB."),
-    ] = 0.0,
-    rendezvous: Annotated[
-        Rendezvous,
-        typer.Option(
-            "--rendezvous",
-            help="For torchrun: one command for all machines (c10d), or one for each (static).",
-        ),
-    ] = Rendezvous.C10D,
-    master: Annotated[
-        str,
-        typer.Option(
-            "--master",
-            help="For torchrun: the host of the first machine. Without it, the script reads it "
-            "from MASTER_ADDR.",
-        ),
-    ] = "",
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            "--max-restarts",
-            min=0,
-            help="For kubernetes and torchrun: after a failure, start all processes again, at most "
-            "this number of times.",
-        ),
-    ] = 3,
+    kind: Annotated[JobKind, typer.Argument()],
+    run: Annotated[str, typer.Argument(metavar="RUN.yaml")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE")] = None,
+    cluster: str = "",
+    devices_per_node: Annotated[int | None, typer.Option(min=1)] = None,
+    print_: bool = False,
+    out: Path | None = None,
+    run_dir: Path | None = None,
+    hours: Annotated[float, typer.Option(min=0.0, max=87_600.0)] = 0.0,
+    interface: str = "",
+    tasks: Tasks = Tasks.DEVICE,
+    sbatch: list[str] | None = None,
+    before: str = "",
+    image: str = "",
+    claim: str = "gridformer",
+    memory_gib: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    rendezvous: Rendezvous = Rendezvous.C10D,
+    master: str = "",
+    max_restarts: Annotated[int, typer.Option(min=0)] = 3,
 ) -> None:
     """Print what starts a run on many machines: a script, a manifest or a command.
 
@@ -164,6 +79,30 @@ def launch(
     gridformer launch kubernetes mine.yaml --devices-per-node 8 --image registry/gridformer:0.1.0
 
     gridformer launch torchrun mine.yaml --devices-per-node 4 --master node01
+
+    Args:
+        kind: What starts the processes.
+        run: A run file, or the name of a shipped one such as demo.
+        overrides: Values that replace those of the run file.
+        cluster: The name of a shipped cluster, or a cluster file, which says how many devices a
+            node has. The default is the run's layout.cluster.
+        devices_per_node: The number of devices of a node, without --cluster.
+        print_: Print the script, which is the default.
+        out: Write the script to this file instead.
+        run_dir: The run directory. The default is runs/NAME.
+        hours: The time limit of the job. A run without train.max_hours gets one a little below it.
+        interface: The network interface for NCCL and gloo, where they choose a wrong one.
+        tasks: For slurm: start one task for each device or node.
+        sbatch: For slurm: a further option, such as --partition=long.
+        before: For slurm: a line of shell that runs first, such as '. .venv/bin/activate'.
+        image: For kubernetes: the image to run.
+        claim: For kubernetes: the PersistentVolumeClaim with data and runs, which all pods share.
+        memory_gib: For kubernetes: the memory of a pod in GiB.
+        rendezvous: For torchrun: one command for all machines (c10d), or one for each (static).
+        master: For torchrun: the host of the first machine. Without it, the script reads it from
+            MASTER_ADDR.
+        max_restarts: For kubernetes and torchrun: after a failure, start all processes again, at
+            most this number of times.
     """
     from gridformer import __version__
     from gridformer.cluster.file import cluster_path

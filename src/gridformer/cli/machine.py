@@ -10,19 +10,10 @@ import typer
 
 
 def calibrate(
-    out: Annotated[Path, typer.Option("--out", help="The cluster file to write.")] = Path(
-        "local.yaml"
-    ),
-    processes: Annotated[
-        str,
-        typer.Option(help="On a CPU: numbers of processes that compute at the same time."),
-    ] = "1,2,4,8,16",
-    limit: Annotated[
-        float, typer.Option(min=1.0, help="On a GPU: the seconds that kernels may take in all.")
-    ] = 80.0,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Measure a few tiny cases, to try the command.")
-    ] = False,
+    out: Path = Path("local.yaml"),
+    processes: str = "1,2,4,8,16",
+    limit: Annotated[float, typer.Option(min=1.0)] = 80.0,
+    quick: bool = False,
 ) -> None:
     """Measure this machine and write a cluster file for predict and plan.
 
@@ -32,6 +23,12 @@ def calibrate(
     one to two minutes, in which nothing else should run.
 
     Try: gridformer calibrate --out local.yaml
+
+    Args:
+        out: The cluster file to write.
+        processes: On a CPU: numbers of processes that compute at the same time.
+        limit: On a GPU: the seconds that kernels may take in all.
+        quick: Measure a few tiny cases, to try the command.
     """
     from gridformer.utils.errors import ConfigError
     from gridformer.utils.files import check_output
@@ -58,16 +55,8 @@ def calibrate(
 
 
 def doctor(
-    nproc: Annotated[
-        int,
-        typer.Option("--nproc", min=1, max=64, help="The number of local processes to connect."),
-    ] = 4,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            "--timeout", min=1.0, help="The number of seconds after which they count as hung."
-        ),
-    ] = 60.0,
+    nproc: Annotated[int, typer.Option(min=1, max=64)] = 4,
+    timeout: Annotated[float, typer.Option(min=1.0)] = 60.0,
 ) -> None:
     """Check what training needs, connect some processes, and measure their speed.
 
@@ -75,6 +64,10 @@ def doctor(
     fix each problem. The exit code is 0 if training works.
 
     Try: gridformer doctor --nproc 8
+
+    Args:
+        nproc: The number of local processes to connect.
+        timeout: The number of seconds after which they count as hung.
     """
     from gridformer.doctor.checks import examine
 

@@ -27,57 +27,28 @@ _TOP = 10  # layouts that are listed unless --top says otherwise
 
 
 def layouts(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="The name of a shipped model, or a run file.")
-    ],
-    processes: Annotated[
-        int,
-        typer.Option(
-            "--processes",
-            "-p",
-            min=1,
-            max=MOST_PROCESSES,
-            help="The number of processes, one per device.",
-        ),
-    ],
-    global_batch: Annotated[
-        int,
-        typer.Option(
-            "--global-batch",
-            min=0,
-            max=MOST_TOKENS,
-            help="The number of samples in a step; 0 means train.global_batch of the run file, or "
-            "else the smallest that every layout can split.",
-        ),
-    ] = 0,
-    seq_len: Annotated[
-        int,
-        typer.Option(
-            "--seq-len",
-            min=0,
-            max=MOST_TOKENS,
-            help="The number of tokens in a sample; 0 means data.seq_len of the run file, or else "
-            "the longest of the model, but at most 8192.",
-        ),
-    ] = 0,
-    scheme: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--scheme", help="List only this scheme, such as megatron or optimus. Can be repeated."
-        ),
-    ] = None,
-    settings: Annotated[
-        bool,
-        typer.Option(
-            "--settings", help="Print each layout as settings to copy into a `train` command."
-        ),
-    ] = False,
+    model: Annotated[str, typer.Argument(metavar="MODEL")],
+    processes: Annotated[int, typer.Option("--processes", "-p", min=1, max=MOST_PROCESSES)],
+    global_batch: Annotated[int, typer.Option(min=0, max=MOST_TOKENS)] = 0,
+    seq_len: Annotated[int, typer.Option(min=0, max=MOST_TOKENS)] = 0,
+    scheme: list[str] | None = None,
+    settings: bool = False,
 ) -> None:
     """List all layouts of a model on a number of processes, and estimate the memory of each.
 
     For layouts that do not work, print the reasons.
 
     Try: gridformer layouts bert-large --processes 8
+
+    Args:
+        model: The name of a shipped model, or a run file.
+        processes: The number of processes, one per device.
+        global_batch: The number of samples in a step; 0 means train.global_batch of the run file,
+            or else the smallest that every layout can split.
+        seq_len: The number of tokens in a sample; 0 means data.seq_len of the run file, or else the
+            longest of the model, but at most 8192.
+        scheme: List only this scheme, such as megatron or optimus. Can be repeated.
+        settings: Print each layout as settings to copy into a `train` command.
     """
     from rich.console import Console
 
@@ -161,54 +132,16 @@ def _print_layouts(what: str, found: Sequence[Listed], console: Console) -> None
 
 @last_work()
 def plan(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL|RUN", help="The name of a shipped model, or a run file.")
-    ],
-    cluster: Annotated[
-        str,
-        typer.Option("--cluster", help="The name of a shipped cluster, or a cluster file."),
-    ],
-    devices: Annotated[
-        int, typer.Option("--devices", min=1, help="The number of devices, one per process.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the run file."),
-    ] = None,
-    batch: Annotated[
-        int,
-        typer.Option(
-            "--batch",
-            min=0,
-            help="The number of sequences in a step over all devices. The default is that of the "
-            "run file. For a model it is about half a million tokens, and at least one sequence "
-            "for each device.",
-        ),
-    ] = 0,
-    top: Annotated[int, typer.Option("--top", min=1, help="List this number of layouts.")] = _TOP,
-    also: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--also",
-            metavar="'KEY=VALUE ...'",
-            help="Trace and list this layout, too, wherever it stands: what it sets in the run "
-            'file, such as --also "layout.dp=8 layout.dp_mode=fsdp". May be repeated.',
-        ),
-    ] = None,
-    emit: Annotated[
-        Path | None, typer.Option("--emit", help="Write the best layout as a run file.")
-    ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a report as a page.")] = None,
-    seconds: Annotated[
-        float,
-        typer.Option(
-            "--seconds",
-            min=0.0,
-            help="Begin no trace after this number of seconds of the processor's time, all cores "
-            "together, if a layout was found. With 0 these are 80, or 120 for more than 64 "
-            "devices.",
-        ),
-    ] = 0.0,
+    model: Annotated[str, typer.Argument(metavar="MODEL|RUN")],
+    cluster: str,
+    devices: Annotated[int, typer.Option(min=1)],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE")] = None,
+    batch: Annotated[int, typer.Option(min=0)] = 0,
+    top: Annotated[int, typer.Option(min=1)] = _TOP,
+    also: Annotated[list[str] | None, typer.Option(metavar="'KEY=VALUE ...'")] = None,
+    emit: Path | None = None,
+    html: Path | None = None,
+    seconds: Annotated[float, typer.Option(min=0.0)] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest layouts of a model on a cluster, and say what limits each.
@@ -223,6 +156,22 @@ def plan(
     gridformer plan gpt2-1.5b --cluster dgx-h100 --devices 8
 
     gridformer plan mine.yaml --cluster selene-a100 --devices 64 --batch 512 --emit best.yaml
+
+    Args:
+        model: The name of a shipped model, or a run file.
+        cluster: The name of a shipped cluster, or a cluster file.
+        devices: The number of devices, one per process.
+        overrides: Values that replace those of the run file.
+        batch: The number of sequences in a step over all devices. The default is that of the run
+            file. For a model it is about half a million tokens, and at least one sequence for each
+            device.
+        top: List this number of layouts.
+        also: Trace and list this layout, too, wherever it stands: what it sets in the run file,
+            such as --also "layout.dp=8 layout.dp_mode=fsdp". May be repeated.
+        emit: Write the best layout as a run file.
+        html: Write a report as a page.
+        seconds: Begin no trace after this number of seconds of the processor's time, all cores
+            together, if a layout was found. With 0 these are 80, or 120 for more than 64 devices.
     """
     from gridformer.utils.fork_pool import processor_s
 

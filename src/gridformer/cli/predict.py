@@ -18,13 +18,7 @@ _FEWER = "take fewer layers, stages or micro-batches"
 def check(
     run: RunFile,
     overrides: Overrides = None,
-    whole: Annotated[
-        bool,
-        typer.Option(
-            "--whole",
-            help="Trace all ranks, layers and micro-batches one by one, not equal ones once.",
-        ),
-    ] = False,
+    whole: bool = False,
     as_json: AsJson = False,
     seconds: Seconds = None,
 ) -> None:
@@ -43,6 +37,9 @@ def check(
     gridformer check mine.yaml layout.pp=4 layout.micro_batches=8
 
     gridformer check gpt2-124m train.global_batch=32 --json
+
+    Args:
+        whole: Trace all ranks, layers and micro-batches one by one, not equal ones once.
     """
     from rich.console import Console
 
@@ -70,25 +67,9 @@ def check(
 def memory(
     run: RunFile,
     overrides: Overrides = None,
-    ranks: Annotated[
-        str,
-        typer.Option(
-            "--ranks",
-            help="The ranks to show, such as 0,5,7, or all. By default, those that hold the most.",
-        ),
-    ] = "",
-    budget: Annotated[
-        float,
-        typer.Option(
-            "--budget",
-            min=0.0,
-            help="Say whether each rank fits into this number of GiB of a GPU, and if not, what "
-            "would. With train.device=cpu it is a CPU's memory.",
-        ),
-    ] = 0.0,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Write a page that plots memory over time.")
-    ] = None,
+    ranks: str = "",
+    budget: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    html: Path | None = None,
     seconds: Seconds = None,
 ) -> None:
     """Estimate the peak memory of each rank of a run, and when the peak is reached.
@@ -106,6 +87,12 @@ def memory(
     gridformer memory gpt2-124m train.global_batch=32 train.dtype=bfloat16
 
     gridformer memory mine.yaml train.recompute=full --html memory.html
+
+    Args:
+        ranks: The ranks to show, such as 0,5,7, or all. By default, those that hold the most.
+        budget: Say whether each rank fits into this number of GiB of a GPU, and if not, what would.
+            With train.device=cpu it is a CPU's memory.
+        html: Write a page that plots memory over time.
     """
     from rich.console import Console
 
@@ -158,33 +145,11 @@ def memory(
 def predict(
     run: RunFile,
     overrides: Overrides = None,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            "--cluster",
-            metavar="NAME|FILE",
-            help="A cluster file, or the name of a shipped one such as dgx-h100.",
-        ),
-    ] = "",
-    layers_only: Annotated[
-        bool,
-        typer.Option(
-            "--layers-only",
-            help="Count transformer layers alone, forward and backward: no embedding, head or "
-            "update.",
-        ),
-    ] = False,
-    forward_only: Annotated[
-        bool,
-        typer.Option("--forward-only", help="Predict the forward passes of a batch alone."),
-    ] = False,
+    cluster: Annotated[str, typer.Option(metavar="NAME|FILE")] = "",
+    layers_only: bool = False,
+    forward_only: bool = False,
     as_json: AsJson = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace", metavar="FILE", help="Write the timeline as a Chrome trace (Perfetto)."
-        ),
-    ] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     seconds: Seconds = None,
 ) -> None:
     """Predict how long a step of a run takes on a cluster, and where the time goes.
@@ -200,6 +165,13 @@ def predict(
     gridformer predict mine.yaml layout.cols=4 --cluster selene-a100 --json
 
     gridformer predict mine.yaml --cluster mine-cluster.yaml --trace step.json
+
+    Args:
+        cluster: A cluster file, or the name of a shipped one such as dgx-h100.
+        layers_only: Count transformer layers alone, forward and backward: no embedding, head or
+            update.
+        forward_only: Predict the forward passes of a batch alone.
+        trace: Write the timeline as a Chrome trace (Perfetto).
     """
     from rich.console import Console
 

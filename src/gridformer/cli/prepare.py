@@ -21,141 +21,26 @@ _SAMPLE_MB: Final = 16.0
 
 
 def prepare(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SOURCE",
-            help="Text files, folders, quoted patterns, .jsonl, .jsonl.gz, .parquet, .arrow, "
-            ".csv, .tsv or .json files, save_to_disk folders, hf:NAME, hf:NAME/CONFIG, or "
-            "python-stdlib. gettext:de takes pairs of English and German (or any other language) "
-            "from this machine's message catalogs, and gettext:de:PATH from those in a folder.",
-        ),
-    ],
-    out: Annotated[Path, typer.Option("--out", help="The token folder to write.")],
-    suffix: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--suffix",
-            help="Read only files with this suffix from folders. Can be repeated. By default, all "
-            "common text files are read.",
-        ),
-    ] = None,
-    text_key: Annotated[
-        str, typer.Option("--text-key", help="The key or column of the text in records.")
-    ] = "text",
-    pair_keys: Annotated[
-        str | None,
-        typer.Option(
-            "--pair-keys",
-            metavar="FROM,TO",
-            help="Read records as pairs: the keys or columns of a text and of its translation, "
-            "such as en,de.",
-        ),
-    ] = None,
-    pair_files: Annotated[
-        bool,
-        typer.Option(
-            "--pair-files",
-            help="Read every two sources as pairs: line i of the second file, such as train.de, "
-            "translates line i of the first, such as train.en.",
-        ),
-    ] = False,
-    label_key: Annotated[
-        str | None,
-        typer.Option(
-            "--label-key", metavar="KEY", help="The key or column of the label in records."
-        ),
-    ] = None,
-    labels_from_folders: Annotated[
-        bool,
-        typer.Option(
-            "--labels-from-folders",
-            help="Take the label of a file from its folder: SOURCE/LABEL/...",
-        ),
-    ] = False,
-    chat: Annotated[
-        str | None,
-        typer.Option(
-            "--chat",
-            metavar="TEMPLATE",
-            help="Read records as conversations: messages with role and content, or instruction, "
-            "input and output, or prompt and completion. The template makes text of them: chatml, "
-            "llama3, tokenizer (the one beside --tokenizer), or the path of a jinja file.",
-        ),
-    ] = None,
-    split: Annotated[
-        str, typer.Option("--split", help="The split of a Hugging Face data set.")
-    ] = "train",
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            "--tokenizer",
-            help="A tokenizer.json file, or a folder of Hugging Face that has one. By default, a "
-            "tokenizer is trained.",
-        ),
-    ] = None,
-    eos: Annotated[
-        str | None,
-        typer.Option(
-            "--eos",
-            metavar="TOKEN",
-            help="The token that ends every document. By default it is the one that the tokenizer "
-            "names; none adds no token.",
-        ),
-    ] = None,
-    bos: Annotated[
-        str | None,
-        typer.Option(
-            "--bos",
-            metavar="TOKEN",
-            help="A token with which every document begins, other than pairs. By default there "
-            "is none.",
-        ),
-    ] = None,
-    vocab_size: Annotated[
-        int | None,
-        typer.Option(
-            "--vocab-size",
-            help="The vocabulary size of the tokenizer that is trained. The default is 4096.",
-        ),
-    ] = None,
-    tokenizer_sample_mb: Annotated[
-        float | None,
-        typer.Option(
-            "--tokenizer-sample-mb",
-            help="The amount of text to train the tokenizer on, in MB. The default is 16.",
-        ),
-    ] = None,
-    val_fraction: Annotated[
-        float,
-        typer.Option("--val-fraction", help="The fraction of documents held out for validation."),
-    ] = 0.02,
-    seed: Annotated[
-        int, typer.Option("--seed", help="The seed that chooses the held-out documents.")
-    ] = 1234,
-    task_format: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="FORMAT",
-            help="SOURCE is the folder of a data set for fine-tuning, with the files as they are "
-            "distributed: mnli, mnli-mismatched, qqp, qnli, rte, mrpc, sst-2, cola, sts-b (GLUE's "
-            ".tsv files), squad (JSON of SQuAD 1.1 or 2.0) or race. It needs --tokenizer, and the "
-            "splits are those of the data set.",
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers",
-            min=1,
-            help="The number of processes that tokenize. By default there is one for each core, "
-            "or a single one for less than 64 MB of text.",
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing token folder at --out.")
-    ] = False,
+    sources: Annotated[list[str], typer.Argument(metavar="SOURCE")],
+    out: Path,
+    suffix: list[str] | None = None,
+    text_key: str = "text",
+    pair_keys: Annotated[str | None, typer.Option(metavar="FROM,TO")] = None,
+    pair_files: bool = False,
+    label_key: Annotated[str | None, typer.Option(metavar="KEY")] = None,
+    labels_from_folders: bool = False,
+    chat: Annotated[str | None, typer.Option(metavar="TEMPLATE")] = None,
+    split: str = "train",
+    tokenizer: Path | None = None,
+    eos: Annotated[str | None, typer.Option(metavar="TOKEN")] = None,
+    bos: Annotated[str | None, typer.Option(metavar="TOKEN")] = None,
+    vocab_size: int | None = None,
+    tokenizer_sample_mb: float | None = None,
+    val_fraction: float = 0.02,
+    seed: int = 1234,
+    task_format: Annotated[str | None, typer.Option("--format", metavar="FORMAT")] = None,
+    workers: Annotated[int | None, typer.Option(min=1)] = None,
+    overwrite: bool = False,
 ) -> None:
     """Turn text into a token folder that `gridformer train` reads.
 
@@ -164,6 +49,42 @@ def prepare(
     preparation is stopped, the same command goes on where it was.
 
     For a first try: gridformer prepare python-stdlib --out data/python-stdlib
+
+    Args:
+        sources: Text files, folders, quoted patterns, .jsonl, .jsonl.gz, .parquet, .arrow, .csv,
+            .tsv or .json files, save_to_disk folders, hf:NAME, hf:NAME/CONFIG, or python-stdlib.
+            gettext:de takes pairs of English and German (or any other language) from this machine's
+            message catalogs, and gettext:de:PATH from those in a folder.
+        out: The token folder to write.
+        suffix: Read only files with this suffix from folders. Can be repeated. By default, all
+            common text files are read.
+        text_key: The key or column of the text in records.
+        pair_keys: Read records as pairs: the keys or columns of a text and of its translation, such
+            as en,de.
+        pair_files: Read every two sources as pairs: line i of the second file, such as train.de,
+            translates line i of the first, such as train.en.
+        label_key: The key or column of the label in records.
+        labels_from_folders: Take the label of a file from its folder: SOURCE/LABEL/...
+        chat: Read records as conversations: messages with role and content, or instruction, input
+            and output, or prompt and completion. The template makes text of them: chatml, llama3,
+            tokenizer (the one beside --tokenizer), or the path of a jinja file.
+        split: The split of a Hugging Face data set.
+        tokenizer: A tokenizer.json file, or a folder of Hugging Face that has one. By default, a
+            tokenizer is trained.
+        eos: The token that ends every document. By default it is the one that the tokenizer names;
+            none adds no token.
+        bos: A token with which every document begins, other than pairs. By default there is none.
+        vocab_size: The vocabulary size of the tokenizer that is trained. The default is 4096.
+        tokenizer_sample_mb: The amount of text to train the tokenizer on, in MB. The default is 16.
+        val_fraction: The fraction of documents held out for validation.
+        seed: The seed that chooses the held-out documents.
+        task_format: SOURCE is the folder of a data set for fine-tuning, with the files as they are
+            distributed: mnli, mnli-mismatched, qqp, qnli, rte, mrpc, sst-2, cola, sts-b (GLUE's
+            .tsv files), squad (JSON of SQuAD 1.1 or 2.0) or race. It needs --tokenizer, and the
+            splits are those of the data set.
+        workers: The number of processes that tokenize. By default there is one for each core, or a
+            single one for less than 64 MB of text.
+        overwrite: Replace an existing token folder at --out.
     """
     import os
 

@@ -20,21 +20,9 @@ _SECONDS = 10.0
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUNDIR...", help="Run directories.")],
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a page with curves and timelines."),
-    ] = None,
-    seconds: Annotated[
-        float,
-        typer.Option(
-            "--seconds",
-            min=0.0,
-            max=LONGEST,
-            help="Estimate memory and messages of each run for the page for at most this number "
-            "of seconds of the processor's time; 0 leaves them out.",
-        ),
-    ] = _SECONDS,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUNDIR...")],
+    html: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, max=LONGEST)] = _SECONDS,
 ) -> None:
     """Report what one run has done, or how several runs compare.
 
@@ -49,6 +37,12 @@ def report(
     gridformer report runs/demo
 
     gridformer report runs/wide runs/deep --html compared.html
+
+    Args:
+        runs: Run directories.
+        html: Write a page with curves and timelines.
+        seconds: Estimate memory and messages of each run for the page for at most this number of
+            seconds of the processor's time; 0 leaves them out.
     """
     from rich.console import Console
 

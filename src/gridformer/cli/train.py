@@ -11,37 +11,11 @@ from gridformer.cli.shared import waiting
 
 
 def train(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN.yaml", help="A run file, or the name of a shipped one such as demo."
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE",
-            help="Values that replace those of the run file, such as train.steps=100.",
-        ),
-    ] = None,
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            "--nproc",
-            min=1,
-            help="The number of processes. It must be the number that the layout needs, which is "
-            "also the default.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="The run directory. The default is runs/NAME.")
-    ] = None,
-    explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain", help="Print what the auto settings of the layout resolve to, and exit."
-        ),
-    ] = False,
+    run: Annotated[Path, typer.Argument(metavar="RUN.yaml")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1)] = None,
+    out: Path | None = None,
+    explain: bool = False,
 ) -> None:
     """Train a model, or resume from the last checkpoint in its run directory.
 
@@ -58,6 +32,14 @@ def train(
     gridformer train mine.yaml --explain
 
     torchrun --nnodes 2 --nproc-per-node 4 -m gridformer train mine.yaml
+
+    Args:
+        run: A run file, or the name of a shipped one such as demo.
+        overrides: Values that replace those of the run file, such as train.steps=100.
+        nproc: The number of processes. It must be the number that the layout needs, which is also
+            the default.
+        out: The run directory. The default is runs/NAME.
+        explain: Print what the auto settings of the layout resolve to, and exit.
     """
     from gridformer.launch.plan import check_run, plan_checked
     from gridformer.launch.run_lock import RunLock

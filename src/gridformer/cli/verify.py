@@ -11,11 +11,8 @@ from gridformer.cli.shared import RunDirectory, waiting
 
 def verify(
     run_dir: RunDirectory,
-    finite: Annotated[
-        bool,
-        typer.Option("--finite", help="Check besides that all numbers in checkpoints are finite."),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    finite: bool = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Check every file of a run directory; exit with 0 if all is well and with 1 if not.
 
@@ -28,6 +25,10 @@ def verify(
     gridformer verify runs/demo
 
     gridformer verify s3://bucket/run
+
+    Args:
+        finite: Check besides that all numbers in checkpoints are finite.
+        as_json: Print JSON instead of a table.
     """
     import json
     from dataclasses import asdict
