@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import gridformer.config
-from gridformer.config import SCHEMES, LayoutConfig
+from gridformer.config import SCHEMES, LayoutConfig, RunConfig
+from gridformer.config.reference import reference
 
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "config.md"
 # What a sentence may begin with in lower case: a value, a kind of model, or a key beside this one.
 _VALUE = re.compile(
     r"^(true|false|auto|none|windows|documents|optimizer|bfloat16|in_backward|t5|"
@@ -80,3 +83,18 @@ def test_fragments_are_found(text: str | None) -> None:
 def test_the_description_of_schemes_names_them_all() -> None:
     text = LayoutConfig.model_fields["scheme"].description or ""
     assert [name for name in SCHEMES if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_the_page_is_what_is_described() -> None:
+    """Made again by: python -m gridformer.config.reference > docs/reference/config.md."""
+    page = reference()
+    assert PAGE.read_text(encoding="utf-8") == page
+    for section in ("model", "data", "layout", "train"):
+        kind = RunConfig.model_fields[section].annotation
+        assert kind is not None
+        for key in kind.model_fields:
+            assert f"| `{section}.{key}` | " in page
+    assert "| `model.hidden_size` | whole number | required |" in page
+    assert "| `train.dtype` | `float32`, " in page
+    assert "| `train.lr` | number | `" in page
+    assert "| | | |" not in page, "a key has a type that the page cannot name"

@@ -48,22 +48,6 @@ def test_both_stacks_of_t5_read_the_same_tokens() -> None:
     assert parse_run(values, ["data.seq_len=16"]).source_len == 16
 
 
-@pytest.mark.parametrize(
-    ("task", "model", "told"),
-    [
-        ("classify", {}, "needs model.n_labels, the number of labels: use model.n_labels=2"),
-        ("classify", {"n_labels": 2, "token_head": True}, "use model.token_head=false"),
-        ("choice", {"n_labels": 4}, "use model.n_labels=1, or leave it out"),
-        ("answer", {"n_labels": 2}, "use model.n_labels=0"),
-        ("masked", {"span_head": True}, "use data.task=classify, regression, choice or"),
-        ("masked", {"token_head": False}, "use data.task=classify, regression, choice or"),
-    ],
-)
-def test_heads_that_do_not_fit_a_task(task: str, model: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        run_of(task, model)
-
-
 def test_epochs_and_warm_up_become_steps(tmp_path: Path) -> None:
     """60 pairs in batches of 8: 15 steps for 2 epochs, of which a fifth warms up."""
     folder = examples("mnli", tmp_path)

@@ -20,9 +20,8 @@ from gridformer.utils.errors import UserError
 from gridformer.utils.folders import private_prefix
 from gridformer.utils.process import let_threads_sleep
 
-# Characters of the path of a socket on macOS; Linux allows four more.
-_LONGEST_SOCKET = 103
-_NAMES = len("12345678/listener-12345678")
+# The path of a socket has 103 characters on macOS, and four more on Linux.
+_LONGEST_FOLDER = 103 - len("/12345678/listener-12345678")
 _at_end: list[Callable[[], None]] = []  # set once a server was started
 
 # Modules that every worker that trains would otherwise import by itself.
@@ -84,16 +83,16 @@ def _name_temporary_folder() -> None:
     """
     # multiprocessing offers no name for this setting, which `util.get_temp_dir` reads.
     settings: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
-    prefix = private_prefix()
-    where = tempfile.gettempdir()
-    length = len(os.fsencode(where)) + 1 + len(prefix) + _NAMES
-    if (too_long := length - len(prefix) + len("pymp-") - _LONGEST_SOCKET) > 0:
+    if settings.get("tempdir") is not None:
+        return
+    where, prefix = tempfile.gettempdir(), private_prefix()
+    if len(os.fsencode(where)) + len(prefix) > _LONGEST_FOLDER:
+        prefix = "pymp-"
+    if (too_long := len(os.fsencode(where)) + len(prefix) - _LONGEST_FOLDER) > 0:
         raise UserError(
             f"TMPDIR={where} is too long for the path of a socket: name a folder whose path has at "
             f"least {too_long} characters less"
         )
-    if settings.get("tempdir") is not None or length > _LONGEST_SOCKET:
-        return
     folder = settings["tempdir"] = tempfile.mkdtemp(prefix=prefix)
     # Late, as multiprocessing removes its own.
     util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-100)

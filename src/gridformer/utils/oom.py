@@ -13,6 +13,10 @@ from pathlib import Path
 from gridformer.utils.units import format_bytes
 
 _NO_LIMIT = 1 << 60  # version 1 of control groups has this or more instead of "no limit"
+_NOT = (
+    "but not by the kernel's out-of-memory killer, which has killed nothing meanwhile: someone, or "
+    "the job's scheduler, sent it"
+)
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,6 @@ class OomKills:
     groups: dict[Path, int] = field(default_factory=dict)
     machine: int | None = None
 
-    @property
-    def are_known(self) -> bool:
-        """Whether any counter could be read."""
-        return self.machine is not None or bool(self.groups)
-
 
 def count(root: Path = Path("/")) -> OomKills:
     """Returns the counters as they are now.
@@ -43,11 +42,9 @@ def count(root: Path = Path("/")) -> OomKills:
     groups = {}
     for folder in _groups(root):
         for name in ("memory.events", "memory.oom_control"):  # of versions 2 and 1
-            found = re.search(r"^oom_kill (\d+)$", _read(folder / name), re.MULTILINE)
-            if found:
-                groups[folder] = int(found[1])
-    found = re.search(r"^oom_kill (\d+)$", _read(root / "proc/vmstat"), re.MULTILINE)
-    return OomKills(groups, int(found[1]) if found else None)
+            if (kills := _kills(folder / name)) is not None:
+                groups[folder] = kills
+    return OomKills(groups, _kills(root / "proc/vmstat"))
 
 
 def kill_cause(before: OomKills, after: OomKills) -> str:
@@ -67,13 +64,7 @@ def kill_cause(before: OomKills, after: OomKills) -> str:
             return f"by the kernel's out-of-memory killer, for its control group{of}"
     if None not in (before.machine, after.machine) and after.machine != before.machine:
         return "most likely by the kernel's out-of-memory killer, which has just killed a process"
-    return "" if not after.are_known else _NOT
-
-
-_NOT = (
-    "but not by the kernel's out-of-memory killer, which has killed nothing meanwhile: someone, or "
-    "the job's scheduler, sent it"
-)
+    return "" if after == OomKills() else _NOT
 
 
 def is_oom(cause: str) -> bool:
@@ -92,14 +83,19 @@ def limit_of(folder: Path) -> int:
 
 def _groups(root: Path) -> list[Path]:
     """The folders of this process's control groups that may count, the innermost first."""
-    found = []
+    folders = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
         if names in ("", "memory"):
             top = root / "sys/fs/cgroup" / names
             # In a container the path may be that of the host, which is not mounted here.
-            found += [top / path.lstrip("/"), top]
-    return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
+            folders += [top / path.lstrip("/"), top]
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+
+
+def _kills(file: Path) -> int | None:
+    kills = re.search(r"^oom_kill (\d+)$", _read(file), re.MULTILINE)
+    return int(kills[1]) if kills else None
 
 
 def _read(path: Path) -> str:
