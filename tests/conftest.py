@@ -93,7 +93,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 @pytest.fixture(scope="session")
 def token_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small prepared corpus with a vocabulary of 301 words."""
-    from gridformer.data.prepare.prepare import prepare_corpus
+    from gridformer.data.prepare.corpus import prepare_corpus
     from gridformer.data.prepare.sources import open_sources
 
     folder = tmp_path_factory.mktemp("corpus")

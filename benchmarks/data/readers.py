@@ -63,32 +63,31 @@ def write_files(folder: Path, size: int) -> None:
 
 def read(way: str, file: Path) -> None:
     """Reads all chunks of a file, or makes a token folder, in one of WAYS."""
-    from gridformer.data.prepare.files import file_chunks
-    from gridformer.data.prepare.records import Fields
+    from gridformer.data.prepare.records import Fields, file_texts
 
     if file.name == "tokens":
         (tokenized if way == "gridformer" else mapped)(file.with_name("records.jsonl"))
         return
     if way == "gridformer":
-        found = file_chunks(file, Fields(), Counter())
+        texts = file_texts(file, Fields(), Counter())
     else:
         import datasets
 
-        from gridformer.data.prepare.hf import rows_of
+        from gridformer.data.prepare.hf import Table, table_texts
 
         kind = "json" if file.suffix == ".jsonl" else "text"
         more = {} if kind == "json" else {"sample_by": "document"}
         table = datasets.load_dataset(
             kind, data_files=[str(file)], split="train", streaming=True, **more
         )
-        found = rows_of(str(file), table, Fields(), Counter())
-    for _ in found:
+        texts = table_texts(Table(str(file), table), Fields(), Counter())
+    for _ in texts:
         pass
 
 
 def tokenized(file: Path) -> None:
     """Prepares a token folder as `gridformer prepare --workers 2` does."""
-    from gridformer.data.prepare.prepare import prepare_corpus
+    from gridformer.data.prepare.corpus import prepare_corpus
     from gridformer.data.prepare.sources import open_sources
 
     tokenizer = Tokenizer.load(file.with_name("tokenizer.json"))

@@ -92,7 +92,7 @@ def soak(
 
 def write_run(folder: Path) -> Path:
     """Writes a small token folder and the run file of all runs, and returns the run file."""
-    from gridformer.data.prepare.prepare import prepare_corpus
+    from gridformer.data.prepare.corpus import prepare_corpus
     from gridformer.data.prepare.sources import open_sources
 
     texts = folder / "texts"

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from gridformer.data import TokenFolder
-from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.corpus import prepare_corpus
 from tests.support.data import labeled_source, listed, pairs_source, sentences
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from gridformer.config import RunConfig, parse_run
 from gridformer.data import RunData, TokenFolder, open_training, open_validation, resolve
-from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.data.samples.batches import open_tests
 from tests.support.chats import chat_folder
 from tests.support.data import labeled_source, listed, pairs_source, sentences

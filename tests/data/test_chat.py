@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 
 from gridformer.data import Tokenizer
-from gridformer.data.chat import ChatTemplate, encode, messages_of, open_template
-from gridformer.data.chat import template as template_module
-from gridformer.data.chat.conversations import spells_special
-from gridformer.data.chat.template import BUILT_IN
+from gridformer.data import chat as template_module
+from gridformer.data.chat import (
+    BUILT_IN,
+    ChatTemplate,
+    encode,
+    messages_of,
+    open_template,
+    spells_special,
+)
 from gridformer.utils.errors import DataError, UserError
 from tests.support.reference.shared import transformers
 

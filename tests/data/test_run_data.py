@@ -19,7 +19,7 @@ from gridformer.data import (
     open_validation,
     resolve,
 )
-from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.data.run_data import _BLOCK_BYTES, _BLOCKS, _hash, fingerprint
 from gridformer.data.samples.batches import remarks
 from gridformer.data.tokenfolder import INDEX, TOKENIZER

@@ -11,7 +11,7 @@ import pytest
 
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.indexed import HEADER_BYTES, Indexed, write_index
-from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.utils.errors import DataError
 from tests.support.data import listed, sentences
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, processors
 
-from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.data.tokenizer import EOS_NAMES, SMALLEST_VOCAB, Tokenizer
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import listed, sentences

@@ -22,7 +22,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from gridformer.data.prepare import gettext
-from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.memory import budget
 from tests.support.commands import Done, gridformer_here

@@ -18,7 +18,7 @@ from torch import Tensor
 from gridformer.checkpoint import checkpoint
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.data import TokenFolder, resolve
-from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.evaluate import beams
 from gridformer.evaluate.beams import Beams, BeamSearch
 from gridformer.evaluate.bleu import Bleu

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gridformer.config import RunConfig, parse_run
 from gridformer.data import TokenFolder, open_batches, resolve
-from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.memory.bounds import upper_bound
 from gridformer.memory.estimate import estimate_rank, estimate_ranks

@@ -70,7 +70,7 @@ def plan(folder: TokenFolder, out: Path, layout: dict[str, Any], **train: Any) -
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> TokenFolder:
-    from gridformer.data.prepare.prepare import prepare_corpus
+    from gridformer.data.prepare.corpus import prepare_corpus
 
     out = tmp_path_factory.mktemp("pairs") / "t"
     return prepare_corpus([pairs_source(60)], out, vocab_size=270, val_fraction=0.2)

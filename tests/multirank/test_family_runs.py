@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.evaluate.beams import BeamSearch, spans_of
 from gridformer.evaluate.continuing import Sampling

@@ -24,7 +24,7 @@ FULL = 200  # steps; shorter runs also have fewer tokens per step
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prepare part of the Python standard library."""
-    from gridformer.data.prepare.prepare import prepare_corpus
+    from gridformer.data.prepare.corpus import prepare_corpus
     from gridformer.data.prepare.sources import open_sources
 
     library = Path(sysconfig.get_paths()["stdlib"])

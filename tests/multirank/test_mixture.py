@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gridformer.config import DataConfig, LayoutConfig
-from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.data.tokenizer import Tokenizer
 from gridformer.evaluate.examples import measure_set

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gridformer.config import LayoutConfig
-from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.launch.plan import plan_run
 from gridformer.train.plan import Plan

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gridformer.data import TokenFolder
-from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.train.metrics import read_metrics
 from tests.support.data import pairs_source
 from tests.support.marks import full_unless

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.evaluate.bleu import Bleu
 from gridformer.launch.plan import plan_run
 from gridformer.mesh.process_group import World

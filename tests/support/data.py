@@ -2,43 +2,40 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from gridformer.config import RunConfig
-from gridformer.data.prepare.reading import Cursor
-from gridformer.data.prepare.sources import Source
-from gridformer.data.prepare.text_chunks import TextChunk, labeled, text_chunks
-from gridformer.data.tokenfolder import Kind, PartEntry, TokenFolder, TokenSplit
+from gridformer.data.prepare.reading import Cursor, Text
+from gridformer.data.prepare.sources import Source, TextSource
+from gridformer.data.tokenfolder import Kind, TokenFolder, TokenSplit
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "wizards")
 
 
-@dataclass
-class ListSource:
-    """A source of given documents; `documents` is called for every pass."""
+def list_source(
+    documents: Callable[[], Iterable[str]],
+    kind: Kind = "text",
+    label: Callable[[str], str | None] = lambda document: None,
+    n_bytes: int | None = None,
+    languages: tuple[str, str] | None = None,
+) -> TextSource:
+    """Return a source of documents, of which every two are a pair if it has languages.
 
-    documents: Callable[[], Iterable[str]]
-    name: str = "a list"
-    license: str | None = None
-    n_bytes: int | None = None
-    kind: Kind = "text"
-    languages: tuple[str, str] | None = None
-    parts: tuple[PartEntry, ...] = ()
-    label: Callable[[str], str | None] = lambda document: None
+    `documents` is called for every pass.
+    """
 
-    def chunks(self, skipped: Counter[str], cursor: Cursor | None = None) -> Iterator[TextChunk]:
-        for document in self.documents():
-            yield from labeled(text_chunks([document]), self.label(document))
+    def read(skipped: Counter[str], cursor: Cursor) -> Iterator[Text]:
+        each = iter(documents())
+        for one in each:
+            yield Text(one, label=label(one), second=next(each) if languages else None)
 
-    def sample(self) -> Iterator[TextChunk]:
-        return self.chunks(Counter())
+    return Source("a list", read, kind=kind, n_bytes=n_bytes, languages=languages)
 
 
-def listed(*documents: str) -> ListSource:
-    return ListSource(lambda: documents)
+def listed(*documents: str) -> TextSource:
+    return list_source(lambda: documents)
 
 
 def sentences(number: int, words: int = 12) -> list[str]:
@@ -47,14 +44,15 @@ def sentences(number: int, words: int = 12) -> list[str]:
     return [" ".join(draw.choice(WORDS, words)) + f" {i}.\n" for i in range(number)]
 
 
-def texts(sources: Sequence[Source]) -> list[str]:
-    """Return the whole documents of some sources."""
+def texts(sources: Sequence[TextSource], skipped: Counter[str] | None = None) -> list[str]:
+    """Return the whole documents of some sources, and both texts of pairs."""
     out = [""]
     for source in sources:
-        for chunk in source.chunks(Counter()):
-            out[-1] += chunk.text
-            if chunk.ends:
-                out.append("")
+        for item in source.read(Counter() if skipped is None else skipped, Cursor()):
+            for text in item.texts:
+                out[-1] += text
+                if item.ends:
+                    out.append("")
     return out[:-1]
 
 
@@ -94,17 +92,17 @@ def counting_split(n_tokens: int, name: str = "train") -> TokenSplit:
     )
 
 
-def pairs_source(number: int) -> ListSource:
+def pairs_source(number: int) -> TextSource:
     """Return pairs whose second text is the first one in capitals, and is not longer."""
     texts = [sentence.strip() for sentence in sentences(number, words=5)]
     both = [text for sentence in texts for text in (sentence, sentence.upper())]
-    return ListSource(lambda: both, kind="pairs", languages=("small", "LARGE"))
+    return list_source(lambda: both, "pairs", languages=("small", "LARGE"))
 
 
-def labeled_source(number: int) -> ListSource:
+def labeled_source(number: int) -> TextSource:
     """Return documents whose label is their first word."""
     texts = sentences(number)
-    return ListSource(lambda: texts, kind="labeled", label=lambda text: text.split()[0])
+    return list_source(lambda: texts, "labeled", lambda text: text.split()[0])
 
 
 def a_run(folder: TokenFolder, family: str = "gpt2", **values: object) -> RunConfig:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gridformer.checkpoint.manifest import KEPT, FileEntry, Manifest
-from gridformer.data.chat.template import CHAT_FILE
+from gridformer.data.chat import CHAT_FILE
 from gridformer.data.side_texts import LABELS_FILE
 from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.data.tokenizer import SETTINGS, Tokenizer

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from gridformer.checkpoint import find
 from gridformer.config import load_run
-from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.data.tokenfolder import TokenFolder
 from gridformer.evaluate.beams import BeamSearch

@@ -12,7 +12,7 @@ from gridformer.utils.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gridformer.data.prepare.documents import PrepareProgress
+    from gridformer.data.prepare.writer import PrepareProgress
     from gridformer.data.tokenfolder import TokenFolder
 
 # The tokenizer that is trained unless options say otherwise.
@@ -95,7 +95,7 @@ def prepare(
 
     from gridformer.cli.prepare_output import Bar, summarize
     from gridformer.data.prepare.atomic_folder import documents_kept
-    from gridformer.data.prepare.prepare import prepare_corpus
+    from gridformer.data.prepare.corpus import prepare_corpus
     from gridformer.data.prepare.sources import open_sources
     from gridformer.data.tokenizer import Tokenizer
 

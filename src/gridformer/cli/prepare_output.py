@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gridformer.data.prepare.documents import PrepareProgress
+    from gridformer.data.prepare.writer import PrepareProgress
     from gridformer.data.tokenfolder import TokenFolder
 
 
@@ -68,7 +68,7 @@ def summarize(folder: TokenFolder, out: Path, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from gridformer.data.prepare.utf8 import is_damage
+    from gridformer.data.prepare.reading import is_damage
 
     index = folder.index
     n_bytes = sum(source.bytes for source in index.sources)

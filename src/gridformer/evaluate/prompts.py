@@ -12,13 +12,15 @@ from gridformer.checkpoint.manifest import KEPT, read_manifest
 from gridformer.checkpoint.side_files import load_tokenizer, root_of
 from gridformer.data.chat import (
     CHAT_FILE,
+    SYSTEM,
+    USER,
+    Message,
     StoredChat,
+    messages_of,
     open_template,
     read_chat,
     stop_ids,
 )
-from gridformer.data.chat.conversations import messages_of
-from gridformer.data.chat.template import SYSTEM, USER, Message
 from gridformer.utils import files
 from gridformer.utils.errors import DataError, UserError
 from gridformer.utils.units import GIB

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from gridformer.data import TokenFolder, Tokenizer
-from gridformer.data.prepare.documents import Document, write_documents
+from gridformer.data.prepare.split_file import Document
+from gridformer.data.prepare.writer import write_documents
 from gridformer.data.tokenfolder import SplitName
 from gridformer.data.tokensplit import LABEL_COLUMN, LABELS, Column
 from gridformer.utils.errors import DataError

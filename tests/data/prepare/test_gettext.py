@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 
 from gridformer.data.prepare import gettext as catalogs
-from gridformer.data.prepare.gettext import CatalogSource, catalog_source, system_folders
-from gridformer.data.prepare.sources import open_sources
+from gridformer.data.prepare.gettext import (
+    Pair,
+    cleaned,
+    read_catalogs,
+    system_folders,
+    without_mnemonics,
+)
+from gridformer.data.prepare.sources import TextSource, open_sources
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import texts
 from tests.support.marks import extra
@@ -44,10 +50,8 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def source(spec: str) -> CatalogSource:
-    (found,) = open_sources([spec])
-    assert isinstance(found, CatalogSource)
-    return found
+def source(spec: str) -> TextSource:
+    return open_sources([spec])[0]
 
 
 def test_pairs_in_turn_each_english_text_once(root: Path) -> None:
@@ -55,7 +59,7 @@ def test_pairs_in_turn_each_english_text_once(root: Path) -> None:
     assert (german.kind, german.languages) == ("pairs", ("en", "de"))
     assert texts([german]) == [*ONE, *TWO, *THREE]
     skipped: Counter[str] = Counter()
-    list(german.chunks(skipped))
+    texts([german], skipped)
     assert skipped == {"messages seen before": 1}
     assert texts([source(f"gettext:fr:{root}")]) == [ONE[0], "le premier de tous"]
     assert german.n_bytes == sum(len(text.encode()) for text in (*ONE, *TWO, *THREE))
@@ -65,7 +69,7 @@ def test_samples_are_whole_pairs_in_another_order(root: Path) -> None:
     pairs = [(f"message number {i} of many more", f"Nachricht {i}") for i in range(50)]
     write(root / "de/LC_MESSAGES/x.mo", *pairs)
     german = source(f"gettext:de:{root}")
-    sample = [chunk.text for chunk in german.sample()]
+    sample = [text for item in german.sampled() for text in item.texts]
     assert set(zip(sample[::2], sample[1::2])) == {*pairs, ONE, TWO, THREE}
     assert sample != texts([german])
 
@@ -84,8 +88,8 @@ def test_licenses_of_parts(root: Path) -> None:
         "own": (None, 2),
         "other": ("that of Example", 2),
     }
-    assert german.license.startswith("GPL-2.0-only (2), ")
-    assert "not stated, GPL for the most part (1)" in german.license
+    assert str(german.license).startswith("GPL-2.0-only (2), ")
+    assert "not stated, GPL for the most part (1)" in str(german.license)
 
 
 def test_where_a_language_may_be_named(tmp_path: Path) -> None:
@@ -104,7 +108,7 @@ def test_links_and_compiled_twins_count_once(tmp_path: Path) -> None:
     write(folder / "a.mo", ONE)
     (folder / "b.po").symlink_to(folder / "a.po")
     german = source(f"gettext:de:{tmp_path}")
-    assert [path.name for path in german.paths] == ["a.po"]
+    assert [path.name for path in german.files] == ["a.po"]
 
 
 def test_the_system_and_django(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,16 +136,16 @@ def test_the_system_and_django(root: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_nothing_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogs, "system_folders", lambda language: [tmp_path / language])
     with pytest.raises(UserError, match=r"no catalogs for 'de' .* pip install django.*de:PATH"):
-        catalog_source("gettext:de")
+        read_catalogs("gettext:de")
     with pytest.raises(UserError, match=r"name a folder with \*/de/LC_MESSAGES/\*\.mo, de\.po"):
-        catalog_source(f"gettext:de:{tmp_path}")
+        read_catalogs(f"gettext:de:{tmp_path}")
     with pytest.raises(UserError, match="does not exist"):
-        catalog_source(f"gettext:de:{tmp_path / 'gone'}")
+        read_catalogs(f"gettext:de:{tmp_path / 'gone'}")
     for bad in ("", "German", "../x"):
         with pytest.raises(UserError, match=r"not the code of a language; write gettext:de for"):
-            catalog_source(f"gettext:{bad}")
+            read_catalogs(f"gettext:{bad}")
     with pytest.raises(UserError, match="name another language"):
-        catalog_source("gettext:en")
+        read_catalogs("gettext:en")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xde\x12\x04\x95", b"\xde\x12\x04\x95" + b"\xff" * 60])
@@ -150,15 +154,94 @@ def test_damaged_catalogs(root: Path, content: bytes) -> None:
     damaged.write_bytes(content)
     german = source(f"gettext:de:{root}")
     skipped: Counter[str] = Counter()
-    assert len(list(german.chunks(skipped))) == 6
+    assert len(texts([german], skipped)) == 6
     assert skipped["catalogs that cannot be read"] == 1
     with pytest.raises(DataError, match=r"damaged\.mo: is not a readable catalog"):
-        list(source(f"gettext:de:{damaged}").chunks(Counter()))
+        source(f"gettext:de:{damaged}")
 
 
 def test_catalogs_of_other_languages(root: Path) -> None:
     values: dict[str, Any] = {"Language": "fr"}
     write(root / "de/LC_MESSAGES/wrong.mo", ("a stray among the messages", "perdu"), **values)
     skipped: Counter[str] = Counter()
-    list(source(f"gettext:de:{root}").chunks(skipped))
+    texts([source(f"gettext:de:{root}")], skipped)
     assert skipped["catalogs in other languages than de"] == 1
+
+
+# --------------------------------------------------------------------------- messages
+
+
+def catalog(*entries: Any) -> Any:
+    po = polib.POFile()
+    po.extend(entries)
+    return po
+
+
+def entry(source: str, target: str, **values: object) -> Any:
+    return polib.POEntry(msgid=source, msgstr=target, **values)
+
+
+def test_cleaned() -> None:
+    skipped: Counter[str] = Counter()
+    po = catalog(
+        entry("Cannot open  the\n file %s", "Kann die\tDatei %s nicht öffnen\n"),
+        entry("Not sure about this one", "Nicht sicher damit", flags=["fuzzy"]),
+        entry("Not there any more now", "Nicht mehr da", obsolete=True),
+        entry("Not translated at all yet", ""),
+        entry("The same on both sides", "The Same on both sides"),
+        entry("Open file", "Datei öffnen"),
+        entry("%s: %d %s %5d x", "%s: %d %s %5d y"),
+    )
+    pairs = list(cleaned(po, 4, skipped))
+    assert pairs == [Pair("Cannot open the file %s", "Kann die Datei %s nicht öffnen")]
+    assert skipped == {
+        "messages that are fuzzy or obsolete": 2,
+        "messages without a translation": 2,
+        "messages of less than 4 words": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("forms", "expected"),
+    [
+        (["eine Datei"], [("%d files", "eine Datei")]),
+        (["eine Datei", "%d Dateien"], [("one file", "eine Datei"), ("%d files", "%d Dateien")]),
+        (["plik", "pliki", "plików"], [("one file", "plik")]),
+    ],
+)
+def test_plurals(forms: list[str], expected: list[tuple[str, str]]) -> None:
+    po = catalog(
+        polib.POEntry(
+            msgid="one file", msgid_plural="%d files", msgstr_plural=dict(enumerate(forms))
+        )
+    )
+    assert list(cleaned(po, 1, Counter())) == expected
+
+
+def test_plural_formulas_are_never_run(tmp_path: Path) -> None:
+    po = catalog(entry("one two three four", "eins zwei drei vier"))
+    trap = tmp_path / "trap"
+    po.metadata = {"Plural-Forms": f"nplurals=2; plural=__import__('os').mkdir('{trap}')"}
+    po.save_as_mofile(str(tmp_path / "a.mo"))
+    assert len(list(cleaned(polib.mofile(str(tmp_path / "a.mo")), 4, Counter()))) == 1
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        ("_Save the file", "Datei _speichern", ("Save the file", "Datei speichern")),
+        ("E&xit now", "&Beenden", ("Exit now", "Beenden")),
+        # A word that is the same on both sides is no shortcut.
+        ("set my_name now", "jetzt my_name setzen", ("set my_name now", "jetzt my_name setzen")),
+        ("our R&D unit", "unsere R&D", ("our R&D unit", "unsere R&D")),
+        ("this &amp; that", "dies &amp; das", ("this &amp; that", "dies &amp; das")),
+        # Nor are several shortcuts, a single one, or two kinds.
+        ("_a and _b", "_c und _d", ("_a and _b", "_c und _d")),
+        ("_Open", "Öffnen", ("_Open", "Öffnen")),
+        ("_Open", "&Laden", ("_Open", "&Laden")),
+        ("this & that", "dies & das", ("this & that", "dies & das")),
+    ],
+)
+def test_mnemonics(source: str, target: str, expected: tuple[str, str]) -> None:
+    assert without_mnemonics(Pair(source, target)) == expected

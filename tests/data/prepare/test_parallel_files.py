@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import documents, texts
@@ -29,11 +29,11 @@ def test_lines_are_pairs(tmp_path: Path) -> None:
     assert (source.kind, source.languages) == ("pairs", ("en", "de"))
     assert source.n_bytes is None
     skipped: Counter[str] = Counter()
-    list(source.chunks(skipped))
+    texts([source], skipped)
     assert sum(skipped.values()) == 2
     want = ["a cat", "eine Katze", "two \u2028 lines", "zwei Zeilen", "end", "Ende"]
     assert texts([source]) == want
-    assert sorted(chunk.text for chunk in source.sample() if chunk.text) == sorted(
+    assert sorted(text for item in source.sampled() for text in item.texts if text) == sorted(
         [*want, "leer", "no German"]
     )
 
@@ -43,7 +43,7 @@ def test_lines_that_are_not_utf8_are_kept_and_counted(tmp_path: Path) -> None:
     Path(other).write_bytes("Tee\nKäse\n".encode("latin-1"))
     (source,) = open_sources([one, other], pair_files=True)
     skipped: Counter[str] = Counter()
-    list(source.chunks(skipped))
+    texts([source], skipped)
     assert skipped == {f"lines with bytes that are not UTF-8 text (first: {other}, line 2)": 1}
     assert texts([source]) == ["tea", "Tee", "cheese", "K\ufffdse"]
 
@@ -65,7 +65,7 @@ def test_what_cannot_be_pairs_is_refused(tmp_path: Path) -> None:
     other = written(tmp_path, "a.de", ["x", "y", "z"])
     (source,) = open_sources([one, other], pair_files=True)
     with pytest.raises(DataError, match=r"a\.en: ends after 2 lines, but .*a\.de has more"):
-        list(source.chunks(Counter()))
+        texts([source])
     for specs, said in (
         ([one], "there are 1 sources: write, for instance, train.en train.de"),
         ([one, one], "does not translate itself"),

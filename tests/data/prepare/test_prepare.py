@@ -16,16 +16,18 @@ from hypothesis import strategies as st
 
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.prepare import reading
-from gridformer.data.prepare.documents import PrepareProgress
-from gridformer.data.prepare.prepare import prepare_corpus, sampled_text
+from gridformer.data.prepare.corpus import prepare_corpus, sampled_text
+from gridformer.data.prepare.sources import TextSource
+from gridformer.data.prepare.writer import PrepareProgress
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import (
-    ListSource,
     documents,
     labeled_source,
+    list_source,
     listed,
     pairs_source,
     sentences,
+    texts,
 )
 
 TOKENIZER = Tokenizer.train(sentences(200), 300)
@@ -125,7 +127,7 @@ def test_documents_are_consumed_lazily(tmp_path: Path, monkeypatch: pytest.Monke
         nonlocal reported
         reported = now.bytes
 
-    source = ListSource(endless_looking)
+    source = list_source(endless_looking)
     folder = prepare_corpus([source], tmp_path / "t", tokenizer=TOKENIZER, on_progress=watch)
     assert folder.train.n_documents + folder.val.n_documents == 3000
     assert reported == given_out
@@ -133,8 +135,8 @@ def test_documents_are_consumed_lazily(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_sample_stops_at_its_limit_and_is_fair() -> None:
-    def endless(word: str) -> ListSource:
-        return ListSource(lambda: itertools.repeat(word))
+    def endless(word: str) -> TextSource:
+        return list_source(lambda: itertools.repeat(word))
 
     short = listed("s" * 100)
     texts = list(sampled_text([endless("a" * 10), short, endless("é" * 5)], 2000))
@@ -144,8 +146,8 @@ def test_the_sample_stops_at_its_limit_and_is_fair() -> None:
 
 
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
-    source = listed(*sentences(30))
-    source.n_bytes = sum(len(text) for text in sentences(30))
+    n_bytes = sum(len(text) for text in sentences(30))
+    source = list_source(lambda: sentences(30), n_bytes=n_bytes)
     seen: list[PrepareProgress] = []
     folder = prepare_corpus([source], tmp_path / "t", vocab_size=280, on_progress=seen.append)
     assert [now.phase for now in seen] == ["sampling", "training the tokenizer", "tokenizing"]
@@ -175,12 +177,12 @@ class Stop(BaseException):
     """Like KeyboardInterrupt, but pytest does not treat it as its own."""
 
 
-def interrupted() -> ListSource:
+def interrupted() -> TextSource:
     def texts() -> Iterator[str]:
         yield from sentences(20)
         raise Stop
 
-    return ListSource(texts)
+    return list_source(texts)
 
 
 def test_an_interruption_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,9 +204,9 @@ def test_a_killed_process_leaves_nothing_that_opens(tmp_path: Path) -> None:
         import os, signal, sys
         from pathlib import Path
         from gridformer.data import Tokenizer
-        from gridformer.data.prepare import prepare as preparing
+        from gridformer.data.prepare.corpus import prepare_corpus
         from gridformer.data.prepare import reading
-        from tests.support.data import ListSource, sentences
+        from tests.support.data import list_source, sentences
 
         reading.BATCH_CHARS = 10
 
@@ -213,7 +215,7 @@ def test_a_killed_process_leaves_nothing_that_opens(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         tokenizer = Tokenizer.train(sentences(20), 260)
-        preparing.prepare_corpus([ListSource(texts)], Path(sys.argv[1]), tokenizer=tokenizer)
+        prepare_corpus([list_source(texts)], Path(sys.argv[1]), tokenizer=tokenizer)
     """)
     out = tmp_path / "t"
     root = Path(__file__).parents[3]
@@ -274,7 +276,7 @@ def test_files_that_appear_meanwhile_stay(tmp_path: Path) -> None:
         yield from sentences(5)
 
     with pytest.raises(UserError, match="holds precious"):
-        prepare_corpus([ListSource(texts)], out, tokenizer=TOKENIZER)
+        prepare_corpus([list_source(texts)], out, tokenizer=TOKENIZER)
     assert [path.name for path in tmp_path.rglob("*")] == ["t", "precious"]
 
 
@@ -294,9 +296,9 @@ def test_pairs(tmp_path: Path) -> None:
     folder = prepare_corpus([source], tmp_path / "t", vocab_size=300, val_fraction=0.2)
     assert (folder.kind, folder.index.languages) == ("pairs", ("small", "LARGE"))
     got = documents(folder)
-    found = [pair for texts in got.values() for pair in zip(texts[::2], texts[1::2], strict=True)]
-    texts = list(source.documents())
-    assert sorted(found) == sorted(zip(texts[::2], texts[1::2]))
+    found = [pair for some in got.values() for pair in zip(some[::2], some[1::2], strict=True)]
+    both = texts([source])
+    assert sorted(found) == sorted(zip(both[::2], both[1::2]))
     assert folder.index.sources[0].documents == 80
     # The tokenizer was trained on both texts.
     assert len(folder.tokenizer.encode("QUICK")) < 5
@@ -305,7 +307,7 @@ def test_pairs(tmp_path: Path) -> None:
 
 def test_a_pair_longer_than_a_piece(tmp_path: Path) -> None:
     long = "".join(sentences(3000))
-    source = ListSource(lambda: [long, "short", "a", long], kind="pairs", languages=("x", "y"))
+    source = list_source(lambda: [long, "short", "a", long], "pairs", languages=("x", "y"))
     folder = prepare_corpus([source], tmp_path / "t", tokenizer=TOKENIZER)
     lengths = [
         [split.document_length(0), split.document_length(1)] for split in (folder.train, folder.val)
@@ -326,7 +328,7 @@ def test_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [pairs_source, labeled_source])
-def test_same_bytes_of_other_kinds(tmp_path: Path, make: Callable[[int], ListSource]) -> None:
+def test_same_bytes_of_other_kinds(tmp_path: Path, make: Callable[[int], TextSource]) -> None:
     for name in ("a", "b"):
         prepare_corpus([make(50)], tmp_path / name, vocab_size=300)
     names = sorted(path.name for path in (tmp_path / "a").iterdir())

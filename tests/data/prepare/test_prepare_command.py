@@ -18,7 +18,7 @@ from gridformer.cli.prepare_output import Bar
 from gridformer.data import TokenFolder
 from gridformer.data.prepare import atomic_folder, reading
 from gridformer.data.prepare.atomic_folder import documents_kept
-from gridformer.data.prepare.documents import PrepareProgress
+from gridformer.data.prepare.writer import PrepareProgress
 from gridformer.utils.errors import DataError, UserError
 from tests.support.commands import gridformer_here
 from tests.support.data import documents, sentences

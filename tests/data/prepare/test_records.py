@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from gridformer.data.prepare.reading import Cursor
 from gridformer.data.prepare.records import Fields
-from gridformer.data.prepare.sources import Source, open_sources
+from gridformer.data.prepare.sources import TextSource, open_sources
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import texts
 from tests.support.marks import extra
@@ -33,8 +34,8 @@ def lines(path: Path, records: Sequence[Mapping[str, Any]]) -> str:
     return str(path)
 
 
-def labels(source: Source) -> list[tuple[str, str | None]]:
-    return [(chunk.text, chunk.label) for chunk in source.chunks(Counter())]
+def labels(source: TextSource) -> list[tuple[str, str | None]]:
+    return [(item.text, item.label) for item in source.read(Counter(), Cursor())]
 
 
 def test_pairs(tmp_path: Path) -> None:
@@ -42,7 +43,7 @@ def test_pairs(tmp_path: Path) -> None:
     assert texts(sources) == ["one", "eins", "four", "vier"]
     assert (sources[0].kind, sources[0].languages) == ("pairs", ("en", "de"))
     skipped: Counter[str] = Counter()
-    list(sources[0].chunks(skipped))
+    texts(sources, skipped)
     assert skipped == {"pairs without one of the texts": 2}
 
 
@@ -60,7 +61,7 @@ def test_labels(tmp_path: Path) -> None:
     assert source.kind == "labeled"
     assert labels(source) == [("good", "5"), ("bad", "1")]
     skipped: Counter[str] = Counter()
-    list(source.chunks(skipped))
+    texts([source], skipped)
     assert skipped == {"records without a label": 1, "records without text": 1}
 
 

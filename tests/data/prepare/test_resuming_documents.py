@@ -16,8 +16,8 @@ from gridformer.data.chat import open_template
 from gridformer.data.prepare import atomic_folder, reading
 from gridformer.data.prepare.atomic_folder import documents_kept
 from gridformer.data.prepare.chat import FORGED, NO_ANSWER, prepare_chat
-from gridformer.data.prepare.documents import PrepareProgress
 from gridformer.data.prepare.tasks import prepare_task
+from gridformer.data.prepare.writer import PrepareProgress
 from gridformer.data.side_texts import read_questions
 from tests.support.chats import conversations, written
 from tests.support.data import documents

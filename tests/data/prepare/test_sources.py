@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from gridformer.data.prepare import files, records
-from gridformer.data.prepare.sources import FileSource, open_sources, python_stdlib
+from gridformer.data.prepare import reading, records
+from gridformer.data.prepare.reading import Cursor
+from gridformer.data.prepare.sources import open_sources, python_stdlib
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import texts
 from tests.support.marks import extra
@@ -86,7 +87,7 @@ def test_samples_are_the_same_documents_in_another_order(tmp_path: Path) -> None
     for name in names:
         (tmp_path / f"{name}.txt").write_text(name)
     (source,) = open_sources([str(tmp_path)])
-    sample = [chunk.text for chunk in source.sample()]
+    sample = [item.text for item in source.sampled()]
     assert sorted(sample) == names
     assert sample != names
 
@@ -101,18 +102,18 @@ def test_bytes_become_text(tmp_path: Path) -> None:
 
 
 def test_binary_files_are_skipped_and_counted(tmp_path: Path) -> None:
-    chunk = files._CHUNK
+    chunk = reading._CHUNK
     (tmp_path / "a.txt").write_bytes(b"ok")
     (tmp_path / "b.txt").write_bytes(b"\0")
     # The first chunk looks like text, but nothing of the file may be read.
     (tmp_path / "c.txt").write_bytes(b"x" * chunk + b"\0")
     skipped: Counter[str] = Counter()
     (source,) = open_sources([str(tmp_path)])
-    assert [chunk.text for chunk in source.chunks(skipped)] == ["ok"]
-    assert skipped == {files.BINARY: 2}
+    assert texts([source], skipped) == ["ok"]
+    assert skipped == {reading.BINARY: 2}
 
 
-@pytest.mark.parametrize("first", [1, files._CHUNK])
+@pytest.mark.parametrize("first", [1, reading._CHUNK])
 def test_documents_that_are_not_utf8_are_kept_and_counted(tmp_path: Path, first: int) -> None:
     latin = "a" * (first - 1) + "äx"
     (tmp_path / "a.txt").write_text("good \ufffd", encoding="utf-8")  # is text
@@ -120,7 +121,7 @@ def test_documents_that_are_not_utf8_are_kept_and_counted(tmp_path: Path, first:
     (tmp_path / "c.txt").write_bytes(b"cut off \xc3")
     skipped: Counter[str] = Counter()
     (source,) = open_sources([str(tmp_path)])
-    read = "".join(chunk.text + "|" * chunk.ends for chunk in source.chunks(skipped))
+    read = "".join(chunk.text + "|" * chunk.ends for chunk in source.read(skipped, Cursor()))
     assert read == "good \ufffd|" + "a" * (first - 1) + "\ufffdx|cut off \ufffd|"
     place = tmp_path / "b.txt"
     assert skipped == {f"documents with bytes that are not UTF-8 text (first: {place})": 2}
@@ -131,16 +132,16 @@ def test_json_lines_that_are_not_utf8_are_kept_and_counted(tmp_path: Path) -> No
     path.write_bytes(b'{"text": "a"}\n{"text": "\xe4"}\n{"text": "\xf6"}\n')
     skipped: Counter[str] = Counter()
     (source,) = open_sources([str(path)])
-    assert [chunk.text for chunk in source.chunks(skipped)] == ["a", "\ufffd", "\ufffd"]
+    assert texts([source], skipped) == ["a", "\ufffd", "\ufffd"]
     assert skipped == {f"lines with bytes that are not UTF-8 text (first: {path}, line 2)": 2}
 
 
 def test_long_files_come_in_chunks_and_characters_stay_whole(tmp_path: Path) -> None:
-    text = "é" * (files._CHUNK + 1)  # two bytes each: a chunk ends inside a character
+    text = "é" * (reading._CHUNK + 1)  # two bytes each: a chunk ends inside a character
     path = tmp_path / "t.txt"
     path.write_text("a" + text, encoding="utf-8")
     (source,) = open_sources([str(path)])
-    out = list(source.chunks(Counter()))
+    out = list(source.read(Counter(), Cursor()))
     assert len(out) > 10
     assert "".join(chunk.text for chunk in out) == "a" + text
     assert source.n_bytes == path.stat().st_size
@@ -182,7 +183,7 @@ def test_json_lines(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
     skipped: Counter[str] = Counter()
     (source,) = open_sources([str(tmp_path)])
-    assert [chunk.text for chunk in source.chunks(skipped)] == ["one\nline", "two"]
+    assert texts([source], skipped) == ["one\nline", "two"]
     assert skipped == {records.NO_TEXT: 2}
     assert texts(open_sources([str(tmp_path / name)], text_key="body")) == ["1", "2", "3", "4"]
 
@@ -208,7 +209,7 @@ def test_a_line_that_is_too_long_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A .gz of 14 MB may hold one line of 3 GB."""
-    monkeypatch.setattr(files, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(reading, "LONGEST_LINE", 1 << 20)
     path, lines = tmp_path / name, b'{"text": "' + b"x" * (1 << 20) + b'"}\n'
     path.write_bytes(gzip.compress(b'{"text": "fine"}\n' + lines))
     pairs = [str(path), str(path.with_name("r.de.gz"))] if "en" in name else []
@@ -261,7 +262,7 @@ def test_tables(tmp_path: Path) -> None:
     for path in (tmp_path / "t.parquet", arrow):
         skipped: Counter[str] = Counter()
         (source,) = open_sources([str(path)])
-        assert [p.text for p in source.chunks(skipped)] == ["one\nline", "two"] * 50
+        assert texts([source], skipped) == ["one\nline", "two"] * 50
         assert skipped == {records.NO_TEXT: 100}
     (tmp_path / "t.parquet").write_bytes(b"not a table")
     with pytest.raises(DataError, match=r"t\.parquet: "):
@@ -273,7 +274,7 @@ def test_streamed_by_name(tmp_path: Path) -> None:
     (source,) = open_sources([f"hf:{tmp_path}"])
     assert source.name == f"hf:{tmp_path}"
     assert texts([source]) == ["one\nline", "two"] * 50
-    assert [chunk.text for chunk in source.sample()] == ["one\nline", "two"] * 50
+    assert [item.text for item in source.sampled()] == ["one\nline", "two"] * 50
     with pytest.raises(UserError, match="dev"):
         open_sources([f"hf:{tmp_path}"], split="dev")
 
@@ -333,13 +334,13 @@ def test_python_stdlib() -> None:
     source = python_stdlib()
     assert source.license is not None
     assert "PSF" in source.license
-    names = [path.as_posix() for path in source.paths]
+    names = [path.as_posix() for path in source.files]
     assert len(names) > 300
     assert any(name.endswith("/argparse.py") for name in names)
     assert any(name.endswith("/json/decoder.py") for name in names)
-    parts = {part for path in source.paths for part in path.parts[-3:]}
+    parts = {part for path in source.files for part in path.parts[-3:]}
     assert not parts & {"site-packages", "test", "tests", "idle_test"}
-    assert open_sources(["python-stdlib"]) == [source]
+    assert [one.files for one in open_sources(["python-stdlib"])] == [source.files]
 
 
 def test_python_without_its_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -352,5 +353,4 @@ def test_links_that_lead_nowhere_are_no_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     os.symlink(tmp_path / "gone", tmp_path / "b.txt")
     (source,) = open_sources([str(tmp_path)])
-    assert isinstance(source, FileSource)
-    assert [path.name for path in source.paths] == ["a.txt"]
+    assert [path.name for path in source.files] == ["a.txt"]

@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gridformer.data.indexed import Indexed
-from gridformer.data.prepare import split_file
-from gridformer.data.prepare.records import NO_PAIR
-from gridformer.data.prepare.split_file import SplitWriter, split_of
+from gridformer.data.prepare.split_file import Document, SplitWriter, split_of
 from gridformer.data.tokenfolder import SPLITS, Kind
 from gridformer.data.tokensplit import Column
 from gridformer.utils.errors import DataError
@@ -28,9 +26,9 @@ def write(
     """Write documents in two parts each, and return the split documents as read back."""
     with SplitWriter(folder, np.dtype("<u2"), EOS, seed, fraction) as writer:
         for document in documents:
-            writer.append(document[:3], ends=False)
-            writer.append(document[3:], ends=True)
-        entries = writer.finish()
+            writer.append(Document(document[:3], ends=False))
+            writer.append(Document(document[3:]))
+        entries, _ = writer.finish()
     out: dict[str, list[list[int]]] = {}
     for split, entry in entries.items():
         tokens = np.fromfile(folder / f"{split}.bin", "<u2").tolist()
@@ -83,8 +81,7 @@ def test_a_single_document_is_cut_by_position(
     assert len(val) == min(max(1, round(fraction * n)), n - 1)
 
 
-def test_long_moves_go_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_file, "_COPY_TOKENS", 7)
+def test_the_document_nearest_to_the_share_moves(tmp_path: Path) -> None:
     documents = [[i % 9] * length for i, length in enumerate([100, 40, 60, 80])]
     seed = next(s for s in range(99) if all(split_of(s, d, 0.01) == "train" for d in range(4)))
     got = write(tmp_path, documents, seed, 0.01)
@@ -105,7 +102,7 @@ def test_the_share_is_about_the_fraction() -> None:
 def test_documents_without_tokens_are_none(tmp_path: Path) -> None:
     with SplitWriter(tmp_path, np.dtype("<u2"), EOS, 0, 0.5) as writer:
         for ids, ends, documents in (([], True, 0), ([], False, 0), ([1], False, 0), ([], True, 1)):
-            writer.append(ids, ends)
+            writer.append(Document(ids, ends=ends))
             assert writer.documents == documents
         assert (writer.documents, writer.tokens) == (1, 2)
 
@@ -125,13 +122,12 @@ def test_pairs_stay_together(
     folder = tmp_path_factory.mktemp("s")
     with SplitWriter(folder, np.dtype("<u2"), EOS, seed, fraction, "pairs") as writer:
         for pair in pairs:
-            for text in (*pair, pair[0], [], [], pair[1]):
-                writer.append(text[:1], ends=False)
-                assert not writer.is_between
-                writer.append(text[1:], ends=True)
-            assert writer.is_between
-        assert writer.dropped == {NO_PAIR: 2 * len(pairs)}
-        entries = writer.finish()
+            for text in (*pair, [], []):
+                writer.append(Document(text[:1], ends=False))
+                assert writer.is_between == (not text)
+                writer.append(Document(text[1:]))
+                assert writer.is_between
+        entries, _ = writer.finish()
     found = []
     for split in SPLITS:
         tokens = np.fromfile(folder / f"{split}.bin", "<u2")
@@ -154,11 +150,10 @@ def test_labels_stay_with_their_documents(
     folder = tmp_path_factory.mktemp("s")
     with SplitWriter(folder, np.dtype("<u2"), EOS, seed, fraction, "labeled") as writer:
         for number, label in enumerate(labels):
-            writer.append([number], False)
-            writer.append([number], True, label)
-            writer.append([], True, "of nothing")
-        entries = writer.finish()
-        names = writer.finish_labels()
+            writer.append(Document([number], ends=False))
+            writer.append(Document([number], label=label))
+            writer.append(Document([], label="of nothing"))
+        entries, names = writer.finish()
     numbers_only = all(label.isdecimal() for label in labels)
     assert names == tuple(sorted(set(labels), key=int if numbers_only else None))
     seen: dict[int, str] = {}
@@ -173,16 +168,16 @@ def test_labels_stay_with_their_documents(
 @pytest.mark.parametrize(("kind", "said"), [("pairs", "only one pair"), ("labeled", "labeled doc")])
 def test_what_cannot_be_cut(tmp_path: Path, kind: Kind, said: str) -> None:
     with SplitWriter(tmp_path, np.dtype("<u2"), EOS, 0, 0.1, kind) as writer:
-        writer.append([1], True, "a" if kind == "labeled" else None)
+        writer.append(Document([1], label="a" if kind == "labeled" else None))
         if kind == "pairs":
-            writer.append([2], True)
+            writer.append(Document([2]))
         with pytest.raises(DataError, match=f"{said}.*prepare more text"):
             writer.finish()
 
 
 def test_one_token_cannot_be_cut(tmp_path: Path) -> None:
     with SplitWriter(tmp_path, np.dtype("<u2"), None, 0, 0.1, "text") as writer:
-        writer.append([1], True)
+        writer.append(Document([1]))
         with pytest.raises(DataError, match=r"only one token.*prepare more text"):
             writer.finish()
 
@@ -190,9 +185,9 @@ def test_one_token_cannot_be_cut(tmp_path: Path) -> None:
 def test_labels_that_are_none(tmp_path: Path) -> None:
     with SplitWriter(tmp_path, np.dtype("<u2"), EOS, 0, 0.1, "labeled") as writer:
         for number in range(10_000):
-            writer.append([1], True, f"id-{number}")
+            writer.append(Document([1], label=f"id-{number}"))
         with pytest.raises(DataError, match=r"more than 10,000 different labels, .*--label-key"):
-            writer.append([1], True, "one more")
+            writer.append(Document([1], label="one more"))
 
 
 @settings(max_examples=60)
@@ -211,10 +206,10 @@ def test_columns_stay_with_their_documents_and_tokens(
     with SplitWriter(folder, np.dtype("<u2"), EOS, seed, fraction, columns=columns) as writer:
         for number, body in enumerate(documents):
             twice = [2 * i for i in body]
-            writer.append(body[:2], False, values={"twice": twice[:2]})
+            writer.append(Document(body[:2], {"twice": twice[:2]}, ends=False))
             last = {"number": [number, -1], "twice": twice[2:] + [7] * (number % 2)}
-            writer.append(body[2:], True, values=last)
-        entries = writer.finish()
+            writer.append(Document(body[2:], last))
+        entries, _ = writer.finish()
     seen = set()
     for split, entry in entries.items():
         tokens = np.fromfile(folder / f"{split}.bin", "<u2").tolist()
@@ -235,13 +230,13 @@ def test_values_that_do_not_fit_their_column(tmp_path: Path) -> None:
     columns = {"small": Column(dtype="int8"), "marks": Column(per="token", dtype="uint8")}
     good = {"small": 1, "marks": [1, 0]}
     with SplitWriter(tmp_path, np.dtype("<u2"), EOS, 0, 0.1, columns=columns) as writer:
-        writer.append([1, 2], True, values=good)
+        writer.append(Document([1, 2], good))
         for wrong, said in (
             ({"small": 128}, "column small of document 1: values 128 to 128 do not fit int8"),
             ({"small": [1, 2]}, "column small of document 1: 2 values, but 1 times 1"),
             ({"marks": [1, 0, 1, 1]}, "column marks of document 1: 4 values, but 3 times 1"),
         ):
             with pytest.raises(DataError, match=said):
-                writer.append([1, 2], True, values=good | wrong)
+                writer.append(Document([1, 2], good | wrong))
         with pytest.raises(DataError, match="column small of document 1: no values, and each doc"):
-            writer.append([1, 2], True, values={"marks": [1, 0]})
+            writer.append(Document([1, 2], {"marks": [1, 0]}))

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from gridformer.cli.prepare_output import next_command
-from gridformer.data.prepare.task_readers import (
+from gridformer.data.prepare.tasks import (
     BAD_ROWS,
     GLUE,
     MISPLACED,
     Example,
+    prepare_task,
     read_glue,
     read_race,
     read_squad,
 )
-from gridformer.data.prepare.tasks import prepare_task
 from gridformer.data.side_texts import read_questions
 from gridformer.launch.plan import check_run
 from gridformer.utils.errors import DataError

@@ -41,6 +41,7 @@ class PreparationState(Config):
         cursor: The place in the sources.
         documents: The documents of each source that are written.
         n_bytes: The bytes of text of each source that are tokenized.
+        dropped: What was left out after it was read.
         writer: The files.
     """
 
@@ -49,6 +50,7 @@ class PreparationState(Config):
     cursor: Cursor
     documents: tuple[int, ...]
     n_bytes: tuple[int, ...]
+    dropped: dict[str, int]
     writer: WriterState
 
 

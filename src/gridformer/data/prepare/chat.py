@@ -6,28 +6,31 @@ and its column `first_answer` says of each document where its first such token i
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from gridformer.data.chat.conversations import (
-    Encoded,
+from gridformer.data.chat import (
+    ChatTemplate,
+    Message,
+    StoredChat,
     encode,
     has_answer,
     messages_of,
     spells_special,
+    write_chat,
 )
-from gridformer.data.chat.template import Message, StoredChat, write_chat
 from gridformer.data.prepare import hf
-from gridformer.data.prepare.documents import (
-    Document,
-    DocumentSource,
+from gridformer.data.prepare.reading import Cursor, json_lines
+from gridformer.data.prepare.records import JSON_LINES, TABLES
+from gridformer.data.prepare.sources import Source
+from gridformer.data.prepare.split_file import Document
+from gridformer.data.prepare.writer import (
     EncodedBatch,
     FolderSpec,
     OnProgress,
@@ -35,9 +38,6 @@ from gridformer.data.prepare.documents import (
     prepare_documents,
     trained_on,
 )
-from gridformer.data.prepare.files import JSON_LINES, TABLES, json_lines
-from gridformer.data.prepare.reading import Cursor
-from gridformer.data.prepare.records import Fields
 from gridformer.data.tokenfolder import TokenFolder, token_dtype
 from gridformer.data.tokenizer import Tokenizer, encodable
 from gridformer.data.tokensplit import Column
@@ -71,96 +71,77 @@ def prepare_chat(
 ) -> TokenFolder:
     """Writes the conversations of all sources, in order, to a token folder, and opens it.
 
+    The other arguments are those of `gridformer.data.prepare.corpus.prepare_corpus`.
+
     Args:
         specs: Files of JSON lines, tables, or data sets of Hugging Face.
         out: The folder.
         chat: The template.
         needed: Special tokens that the template writes; the tokenizer gets those it does not have.
         split: The split of data sets.
-        tokenizer, vocab_size, sample_bytes, val_fraction, seed, workers, overwrite, on_progress:
-            See `gridformer.data.prepare.prepare.prepare_corpus`.
 
     Raises:
         UserError: An argument or `out` cannot be used.
         DataError: A source cannot be read or has no conversations, or the template refuses one.
     """
-    chat.open().close()  # a template that cannot be read is refused before anything is
-    sources = [_source(spec, split) for spec in specs]
 
-    def complete(found: Tokenizer) -> Tokenizer:
-        found.add_special([token for token in needed if found.id_of(token) is None])
-        return found
+    def complete(tokenizer: Tokenizer) -> Tokenizer:
+        tokenizer.add_special([token for token in needed if tokenizer.id_of(token) is None])
+        return tokenizer
 
     def train() -> Tokenizer:
         texts = partial(_sample, sources, sample_bytes)
         empty = nothing_error(specs, _NOTHING, {})
         return complete(trained_on(texts, vocab_size - len(needed), on_progress, lambda: empty))
 
-    spec: FolderSpec[Conversation] = FolderSpec(
-        "chat",
-        lambda used: partial(_chat_encoder, used, chat, token_dtype(used.vocab_size)),
-        lambda messages: sum(len(message["content"]) for message in messages),
-        {
-            "chat": chat.model_dump(),
-            "split": split,
-            "tokenizer": (vocab_size, sample_bytes, needed),
-        },
-        COLUMNS,
-        lambda folder: write_chat(folder, chat),
-        seed,
-        val_fraction,
-        nothing=_NOTHING,
-    )
-    return prepare_documents(
-        sources,
-        out,
-        spec,
-        complete(tokenizer) if tokenizer else train,
-        workers=workers,
-        overwrite=overwrite,
-        on_progress=on_progress,
-    )
-
-
-@contextlib.contextmanager
-def _chat_encoder(
-    tokenizer: Tokenizer, chat: StoredChat, dtype: np.dtype[Any]
-) -> Iterator[Callable[[Sequence[Conversation]], EncodedBatch]]:
-    """Turns conversations into documents; see Encoder."""
+    # A template that cannot be read is refused before anything is. Each worker opens its own.
     with chat.open() as template:
+        sources = [_source(spec, split) for spec in specs]
+        spec: FolderSpec[Conversation] = FolderSpec(
+            "chat",
+            lambda used: partial(_encoded, template, used),
+            lambda messages: sum(len(message["content"]) for message in messages),
+            {"chat": asdict(chat), "tokenizer": (vocab_size, sample_bytes, needed)},
+            COLUMNS,
+            lambda folder: write_chat(folder, chat),
+            seed,
+            val_fraction,
+            nothing=_NOTHING,
+        )
+        return prepare_documents(
+            sources,
+            out,
+            spec,
+            complete(tokenizer) if tokenizer else train,
+            workers=workers,
+            overwrite=overwrite,
+            on_progress=on_progress,
+        )
 
-        def made(conversations: Sequence[Conversation]) -> EncodedBatch:
-            documents, dropped = [], Counter[str]()
-            usable = _usable(conversations, tokenizer, dropped)
-            while some := [*islice(usable, _AT_A_TIME)]:
-                for one, encoded in zip(some, encode(some, template, tokenizer)):
-                    document = _document(one, encoded, dtype)
-                    if document is None:
-                        dropped[NO_ANSWER] += 1
-                    else:
-                        documents.append(document)
-            return documents, dropped
 
-        yield made
-
-
-def _document(messages: Conversation, encoded: Encoded, dtype: np.dtype[Any]) -> Document | None:
-    """Returns a conversation as a document; None if none of its tokens is to be learned."""
-    answer = np.array(encoded.answer, dtype=np.uint8)
-    first = next((i for i, said in enumerate(encoded.answer) if said and i), None)
-    if first is None:
-        return None
-    return Document(
-        np.array(encoded.ids, dtype=dtype),
-        {ANSWER: answer, FIRST_ANSWER: first},
-        n_bytes=sum(len(encodable(message["content"]).encode()) for message in messages),
-    )
+def _encoded(
+    template: ChatTemplate, tokenizer: Tokenizer, conversations: Sequence[Conversation]
+) -> EncodedBatch:
+    """Returns the conversations as documents from which a model can learn."""
+    dtype, documents, dropped = token_dtype(tokenizer.vocab_size), [], Counter[str]()
+    usable = _usable(conversations, tokenizer, dropped)
+    while some := [*islice(usable, _AT_A_TIME)]:
+        for messages, encoded in zip(some, encode(some, template, tokenizer)):
+            first = next((i for i, said in enumerate(encoded.answer) if said and i), None)
+            if first is None:
+                dropped[NO_ANSWER] += 1
+                continue
+            answer = np.array(encoded.answer, dtype=np.uint8)
+            n_bytes = sum(len(encodable(message["content"]).encode()) for message in messages)
+            columns = {ANSWER: answer, FIRST_ANSWER: first}
+            ids = np.array(encoded.ids, dtype=dtype)
+            documents.append(Document(ids, columns, n_bytes=n_bytes))
+    return documents, dropped
 
 
 def _usable(
     conversations: Iterable[Conversation], tokenizer: Tokenizer, dropped: Counter[str]
 ) -> Iterator[Conversation]:
-    """Yields conversations from which a model can learn, and counts the others."""
     for messages in conversations:
         if not has_answer(messages):
             dropped[NO_ANSWER] += 1
@@ -170,7 +151,7 @@ def _usable(
             yield messages
 
 
-def _sample(sources: Sequence[DocumentSource[Conversation]], limit: int) -> Iterator[str]:
+def _sample(sources: Sequence[Source[Conversation]], limit: int) -> Iterator[str]:
     """Yields about `limit` bytes of messages, the same amount from each source that has enough."""
     for source in sources:
         taken = 0
@@ -183,34 +164,31 @@ def _sample(sources: Sequence[DocumentSource[Conversation]], limit: int) -> Iter
                 break
 
 
-def _source(spec: str, split: str) -> DocumentSource[Conversation]:
+def _source(spec: str, split: str) -> Source[Conversation]:
     """Returns the conversations of a source."""
-    path = Path(spec).expanduser()
-    if spec.startswith("hf:"):
-        table = hf.hub_source(spec, split, Fields())
-    elif path.is_dir() and hf.is_saved(path):
-        table = hf.saved_source(path, spec, split, Fields())
-    elif path.is_file() and path.name.endswith((*JSON_LINES, *TABLES)):
-        lines = path.name.endswith(JSON_LINES)
-        read = partial(_of_lines, path) if lines else partial(_of_table, spec, hf.open_table(path))
+    path, size = Path(spec).expanduser(), None
+    if path.is_file() and path.name.endswith(JSON_LINES):
+
+        def of_lines(skipped: Counter[str], cursor: Cursor) -> Iterator[Conversation]:
+            return (messages_of(record, where) for where, record in json_lines(path, skipped))
+
         size = None if path.suffix == ".gz" else path.stat().st_size
-        return DocumentSource(spec, read, (path,), n_bytes=size)
+        return Source(spec, of_lines, files=(path,), n_bytes=size)
+    if spec.startswith("hf:"):
+        table = hf.hub_table(spec, split)
+    elif path.is_dir() and hf.is_saved(path):
+        table = hf.saved_table(path, spec, split)
+    elif path.is_file() and path.name.endswith(TABLES):
+        table, size = hf.open_table(path), path.stat().st_size
     else:
         raise UserError(
             f"{spec}: --chat reads conversations from {', '.join((*JSON_LINES, *TABLES))} files, "
             f"save_to_disk folders and hf:NAME, and this is none of them"
         )
-    read = partial(_of_table, spec, table.table)
-    # Its files do not tell its size: they hold other columns, and perhaps other splits.
-    return DocumentSource(spec, read, table.paths, revision=table.revision)
 
+    def of_rows(skipped: Counter[str], cursor: Cursor) -> Iterator[Conversation]:
+        rows = hf.records(spec, table.data, skipped, cursor)
+        return (messages_of(record, where) for where, record in rows)
 
-def _of_table(
-    name: str, table: Any, skipped: Counter[str], cursor: Cursor
-) -> Iterator[Conversation]:
-    for number, record in hf.records(name, table, skipped, cursor):
-        yield messages_of(record, f"{name}, row {number}")
-
-
-def _of_lines(path: Path, skipped: Counter[str], cursor: Cursor) -> Iterator[Conversation]:
-    return (messages_of(record, where) for where, record in json_lines(path, skipped))
+    # Files of a data set do not tell its size: they hold other columns, and perhaps other splits.
+    return Source(spec, of_rows, files=table.files, revision=repr(table.revision), n_bytes=size)

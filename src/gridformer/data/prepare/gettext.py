@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import random
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gridformer.data.prepare.reading import Cursor
-from gridformer.data.prepare.text_chunks import TextChunk, text_chunks
-from gridformer.data.tokenfolder import Kind, PartEntry
+from gridformer.data.tokenfolder import PartEntry
 from gridformer.utils.errors import DataError, UserError, require
 
 if TYPE_CHECKING:
@@ -64,100 +60,82 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CatalogSource:
-    """English sentences and their translations; see `gridformer.data.prepare.sources.Source`.
+class Catalogs:
+    """English sentences and their translations, from the catalogs of a language.
 
-    Every English sentence occurs once, with the first translation found, so that no sentence is in
-    both splits. All sentences are held in memory: a whole system has a few megabytes.
+    Every English sentence occurs once, with the first translation, so that no sentence is in both
+    splits. All sentences are held in memory: a whole system has a few megabytes.
 
     Attributes:
-        name: The source as the user wrote it.
-        language: The code of the language into which sentences are translated.
-        paths: The files of the catalogs.
+        languages: The codes of the languages.
+        files: The files of the catalogs.
+        pairs: The sentences.
+        parts: The catalogs that contributed pairs; each pair counts as two documents.
+        license: The licenses with the number of pairs under each, the most frequent first.
+        skipped: Counts what was left out.
     """
 
-    name: str
-    language: str
-    paths: tuple[Path, ...]
-    kind: Kind = "pairs"
-
-    @property
-    def languages(self) -> tuple[str, str]:
-        return ENGLISH, self.language
-
-    @cached_property
-    def _read(self) -> tuple[dict[str, list[Pair]], Counter[str]]:
-        """The pairs of each catalog by name and license, and the counts of what was left out."""
-        found: dict[str, list[Pair]] = {}
-        skipped: Counter[str] = Counter()
-        seen: set[str] = set()
-        for path in self.paths:
-            try:
-                catalog = read_catalog(path)
-            except DataError:
-                if len(self.paths) == 1:
-                    raise
-                skipped[_DAMAGED] += 1
-                continue
-            said = catalog.metadata.get("Language", "").strip()
-            if said and said.partition("_")[0] != self.language.partition("_")[0]:
-                skipped[f"catalogs in other languages than {self.language}"] += 1
-                continue
-            license = license_of(path, catalog)
-            name = path.stem if license != DJANGO else _django_name(path)
-            pairs = found.setdefault(f"{name}\n{license or ''}", [])
-            for pair in cleaned(catalog, MIN_WORDS, skipped):
-                if pair.source in seen:
-                    skipped["messages seen before"] += 1
-                else:
-                    seen.add(pair.source)
-                    pairs.append(pair)
-        return {name: pairs for name, pairs in found.items() if pairs}, skipped
-
-    @property
-    def parts(self) -> tuple[PartEntry, ...]:
-        """The catalogs that contributed pairs; each pair counts as two documents."""
-        return tuple(
-            PartEntry(
-                name=key.partition("\n")[0],
-                license=key.partition("\n")[2] or None,
-                documents=2 * len(pairs),
-            )
-            for key, pairs in self._read[0].items()
-        )
-
-    @property
-    def license(self) -> str:
-        """The licenses with the number of pairs under each, the most frequent first."""
-        counts: Counter[str] = Counter()
-        for part in self.parts:
-            counts[part.license or "not stated, GPL for the most part"] += part.documents // 2
-        return ", ".join(f"{name} ({n:,})" for name, n in counts.most_common())
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(len(text.encode()) for pair in self._pairs() for text in pair)
-
-    def chunks(self, skipped: Counter[str], cursor: Cursor | None = None) -> Iterator[TextChunk]:
-        skipped.update(self._read[1])
-        return _documents(self._pairs())
-
-    def sample(self) -> Iterator[TextChunk]:
-        pairs = self._pairs()
-        random.Random(0).shuffle(pairs)
-        return _documents(pairs)
-
-    def _pairs(self) -> list[Pair]:
-        return [pair for pairs in self._read[0].values() for pair in pairs]
+    languages: tuple[str, str]
+    files: tuple[Path, ...]
+    pairs: list[Pair]
+    parts: tuple[PartEntry, ...]
+    license: str
+    skipped: Counter[str]
 
 
-def catalog_source(spec: str) -> CatalogSource:
-    """Opens `gettext:de`, the catalogs of this machine, or `gettext:de:PATH`, those in a folder.
+def read_catalogs(spec: str) -> Catalogs:
+    """Reads `gettext:de`, the catalogs of this machine, or `gettext:de:PATH`, those in a folder.
 
     Raises:
         UserError: `spec` is malformed, polib is not installed, or there are no catalogs. The
             message says what to install.
+        DataError: The only file is damaged.
     """
+    language, files = _files_of(spec)
+    pairs_of: dict[tuple[str, str | None], list[Pair]] = {}  # by catalog and license
+    skipped: Counter[str] = Counter()
+    seen: set[str] = set()
+    for path in files:
+        try:
+            catalog = read_catalog(path)
+        except DataError:
+            if len(files) == 1:
+                raise
+            skipped[_DAMAGED] += 1
+            continue
+        said = catalog.metadata.get("Language", "").strip()
+        if said and said.partition("_")[0] != language.partition("_")[0]:
+            skipped[f"catalogs in other languages than {language}"] += 1
+            continue
+        license = license_of(path, catalog)
+        name = path.stem if license != DJANGO else _django_name(path)
+        pairs = pairs_of.setdefault((name, license), [])
+        for pair in cleaned(catalog, MIN_WORDS, skipped):
+            if pair.source in seen:
+                skipped["messages seen before"] += 1
+            else:
+                seen.add(pair.source)
+                pairs.append(pair)
+    parts = tuple(
+        PartEntry(name=name, license=license, documents=2 * len(pairs))
+        for (name, license), pairs in pairs_of.items()
+        if pairs
+    )
+    counts: Counter[str] = Counter()
+    for part in parts:
+        counts[part.license or "not stated, GPL for the most part"] += part.documents // 2
+    return Catalogs(
+        (ENGLISH, language),
+        files,
+        [pair for pairs in pairs_of.values() for pair in pairs],
+        parts,
+        ", ".join(f"{name} ({n:,})" for name, n in counts.most_common()),
+        skipped,
+    )
+
+
+def _files_of(spec: str) -> tuple[str, tuple[Path, ...]]:
+    """Returns the language of a source, and the files of its catalogs."""
     language, _, place = spec.removeprefix(PREFIX).partition(":")
     if not _LANGUAGE.fullmatch(language):
         raise UserError(
@@ -170,7 +148,7 @@ def catalog_source(spec: str) -> CatalogSource:
     root = Path(place).expanduser() if place else None
     if root is None:
         folders = system_folders(language)
-        paths = [path for folder in folders for path in _walk(folder)]
+        paths = [path for folder in folders for path in _files_below(folder)]
         where = f"the locale folders of this system and this Python ({folders[0]} and others)"
         remedy = (
             f"install programs that include some (Debian: apt install git gnupg-l10n; on its slim "
@@ -185,7 +163,7 @@ def catalog_source(spec: str) -> CatalogSource:
         remedy = f"name a folder with */{language}/LC_MESSAGES/*.mo, {language}.po, or such a file"
     if not paths:
         raise UserError(f"{spec}: no catalogs for '{language}' in {where}: {remedy}")
-    return CatalogSource(spec, language, _without_twins(paths))
+    return language, _without_twins(paths)
 
 
 def system_folders(language: str) -> list[Path]:
@@ -250,9 +228,9 @@ def cleaned(
 def without_mnemonics(pair: Pair) -> Pair:
     """Removes keyboard shortcuts if each text has exactly one and their words differ."""
     marks = [list(_MNEMONIC.finditer(text)) for text in pair]
-    if any(len(found) != 1 for found in marks):
+    if any(len(matches) != 1 for matches in marks):
         return pair
-    places = [found[0].start() for found in marks]
+    places = [matches[0].start() for matches in marks]
     if pair.source[places[0]] != pair.target[places[1]]:
         return pair
     words = [_word_at(text, place) for text, place in zip(pair, places)]
@@ -301,18 +279,18 @@ def license_of(path: Path, catalog: polib.MOFile | polib.POFile) -> str | None:
 
 
 def _of_language(root: Path, language: str) -> list[Path]:
-    found = _walk(root)
-    own = [p for p in found if language in (*p.relative_to(root).parts[:-1], p.stem)]
+    every = _files_below(root)
+    own = [p for p in every if language in (*p.relative_to(root).parts[:-1], p.stem)]
     # A folder of this language itself, for instance .../de/LC_MESSAGES.
-    return own or (found if language in root.resolve().parts else [])
+    return own or (every if language in root.resolve().parts else [])
 
 
-def _walk(root: Path) -> list[Path]:
-    found = []
-    for folder, folders, files in os.walk(root):
+def _files_below(root: Path) -> list[Path]:
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root):
         folders.sort()
-        found += [Path(folder, name) for name in sorted(files) if name.endswith(_SUFFIXES)]
-    return found
+        files += [Path(folder, name) for name in sorted(names) if name.endswith(_SUFFIXES)]
+    return files
 
 
 def _without_twins(paths: list[Path]) -> tuple[Path, ...]:
@@ -329,9 +307,3 @@ def _django_name(path: Path) -> str:
     parts = path.parts[: len(path.parts) - 1 - path.parts[::-1].index("locale")]
     start = len(parts) - 1 - parts[::-1].index("django")
     return ".".join(part for part in (*parts[start:], path.stem) if part != "conf")
-
-
-def _documents(pairs: list[Pair]) -> Iterator[TextChunk]:
-    for pair in pairs:
-        for text in pair:
-            yield from text_chunks([text])

@@ -1,4 +1,4 @@
-"""Hugging Face data sets, by name or from disk, read with the optional library `datasets`."""
+"""Tables and data sets of Hugging Face, by name or from disk, read with the library `datasets`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gridformer.data.prepare.reading import Cursor
-from gridformer.data.prepare.records import Fields, record_chunks
-from gridformer.data.prepare.text_chunks import TextChunk
-from gridformer.data.tokenfolder import Kind, PartEntry
+from gridformer.data.prepare.reading import Cursor, Text
+from gridformer.data.prepare.records import Fields, record_texts
 from gridformer.utils.errors import DataError, UserError, require
 
 _ROWS = 64  # rows to read at a time
@@ -20,53 +18,31 @@ _TIMEOUT_S = 30.0  # for a question to the hub
 
 
 @dataclass(frozen=True)
-class TableSource:
-    """The rows of a data set, one document each; see `gridformer.data.prepare.sources.Source`.
+class Table:
+    """A data set of `datasets`.
 
     Attributes:
         name: The source as the user wrote it.
+        data: The data set, streamed or not.
+        files: The files of a data set on this machine, perhaps with those of other splits.
         license: The license, if known.
-        table: The data set of `datasets`, streamed or not.
-        fields: The keys of its rows.
-        split: The split that the user named.
-        paths: The files of a data set on this machine, perhaps with those of other splits.
-        revision: What changes with the rows beside the files: the fingerprint of a saved data set,
-            or the commit of one on the hub. None if it has none that is known.
+        revision: What changes with the rows beside the files: the split, and the fingerprint of a
+            saved data set or the commit of one on the hub, if it has one that is known.
     """
 
     name: str
-    license: str | None
-    table: Any
-    fields: Fields
-    split: str
-    paths: tuple[Path, ...] = ()
-    revision: str | None = None
-    n_bytes: int | None = None
-    parts: tuple[PartEntry, ...] = ()
-
-    @property
-    def kind(self) -> Kind:
-        return self.fields.kind
-
-    @property
-    def languages(self) -> tuple[str, str] | None:
-        return self.fields.languages
-
-    def chunks(self, skipped: Counter[str], cursor: Cursor | None = None) -> Iterator[TextChunk]:
-        """Yields the chunks from the row after cursor.mark on."""
-        return rows_of(self.name, self.table, self.fields, skipped, cursor)
-
-    def sample(self) -> Iterator[TextChunk]:
-        return self.chunks(Counter())
+    data: Any
+    files: tuple[Path, ...] = ()
+    license: str | None = None
+    revision: object = None
 
 
-def hub_source(spec: str, split: str, fields: Fields) -> TableSource:
+def hub_table(spec: str, split: str) -> Table:
     """Opens `hf:NAME` or `hf:NAME/CONFIG` for streaming; NAME is a hub name or a local folder.
 
     Args:
         spec: The name, with `hf:` before it.
         split: The split to read.
-        fields: The keys of its rows.
 
     Raises:
         UserError: `datasets` is not installed, or there is no such data set, configuration or
@@ -93,15 +69,9 @@ def hub_source(spec: str, split: str, fields: Fields) -> TableSource:
             problems.append(_reason(error))
             continue
         there = Path(path).exists()
-        return TableSource(
-            spec,
-            _license(table),
-            table,
-            fields,
-            split,
-            paths=_files_below(Path(path)) if there else (),
-            revision=None if there else _commit(path),
-        )
+        files = _files_below(Path(path)) if there else ()
+        revision = (split, None if there else _commit(path))
+        return Table(spec, table, files, _license(table), revision)
     raise UserError(f"{spec}: {'; '.join(dict.fromkeys(problems))}")
 
 
@@ -111,14 +81,13 @@ def is_saved(folder: Path) -> bool:
     return one or (folder / "dataset_dict.json").is_file()
 
 
-def saved_source(folder: Path, name: str, split: str, fields: Fields) -> TableSource:
+def saved_table(folder: Path, name: str, split: str) -> Table:
     """Opens a folder that `save_to_disk` of `datasets` wrote.
 
     Args:
         folder: The folder.
         name: What messages call the source.
         split: The split to read; a data set that was saved without splits is read whole.
-        fields: The keys of its rows.
 
     Raises:
         UserError: `datasets` is not installed, or there is no such split.
@@ -135,23 +104,11 @@ def saved_source(folder: Path, name: str, split: str, fields: Fields) -> TableSo
         if split not in table:
             raise UserError(f"{name}: has no split '{split}'; use --split {' or '.join(table)}")
         table, folder = table[split], folder / split
-    return TableSource(
-        name,
-        _license(table),
-        table,
-        fields,
-        split,
-        paths=_files_below(folder, (".arrow", ".json")),
-        revision=getattr(table, "_fingerprint", None),
-    )
+    files = _files_below(folder, (".arrow", ".json"))
+    return Table(name, table, files, _license(table), (split, getattr(table, "_fingerprint", None)))
 
 
-def table_chunks(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[TextChunk]:
-    """Yields the documents of one file of a table; see `open_table`."""
-    return rows_of(str(path), open_table(path), fields, skipped)
-
-
-def open_table(path: Path) -> Any:
+def open_table(path: Path) -> Table:
     """Opens one .parquet, .arrow, .csv, .tsv or .json file for streaming.
 
     Raises:
@@ -161,66 +118,62 @@ def open_table(path: Path) -> Any:
     datasets = _library(str(path))
     kind, more = ("csv", {"sep": "\t"}) if path.suffix == ".tsv" else (path.suffix[1:], {})
     try:
-        return datasets.load_dataset(
+        data = datasets.load_dataset(
             kind, data_files=[str(path)], split="train", streaming=True, **more
         )
     except Exception as error:
         raise DataError(f"{path}: cannot be read ({_reason(error)})") from error
+    return Table(str(path), data, (path,))
 
 
-def rows_of(
-    name: str,
-    table: Any,
-    fields: Fields,
-    skipped: Counter[str],
-    cursor: Cursor | None = None,
-) -> Iterator[TextChunk]:
+def table_texts(
+    table: Table, fields: Fields, skipped: Counter[str], cursor: Cursor | None = None
+) -> Iterator[Text]:
     """Yields the documents of the rows of a table.
 
     Args:
-        name: What messages call the table.
-        table: A data set of `datasets`, streamed or not.
-        fields: The columns that are read.
+        table: The table, of which only the columns that `fields` needs are read.
+        fields: The columns.
         skipped: Counts the rows that are left out.
         cursor: Where to begin; it is told of places where reading can begin again.
 
     Raises:
         DataError: The table lacks a column, or a row cannot be read.
     """
-    columns = table.column_names
+    data, columns = table.data, table.data.column_names
     if columns is not None:
-        # Only these columns are read.
-        table = table.select_columns(fields.columns(columns, name))
-    names = _label_names(table, fields.label)
-    for number, record in records(name, table, skipped, cursor or Cursor()):
-        label = record.get(fields.label) if fields.label and names else None
+        data = data.select_columns(fields.columns(columns, table.name))
+    feature = (data.features or {}).get(fields.label) if fields.label else None
+    names = list(getattr(feature, "names", None) or [])
+    for where, record in records(table.name, data, skipped, cursor or Cursor()):
+        label = record.get(fields.label) if names else None
         if isinstance(label, int):
             # Data sets without labels write a number below 0 for None.
             record[fields.label] = names[label] if 0 <= label < len(names) else None
-        yield from record_chunks(record, fields, f"{name}, row {number}", skipped)
+        yield from record_texts(record, fields, where, skipped)
 
 
 def records(
-    name: str, table: Any, skipped: Counter[str], cursor: Cursor
-) -> Iterator[tuple[int, dict[Any, Any]]]:
-    """Yields the number and the values of each row after cursor.mark.
+    name: str, data: Any, skipped: Counter[str], cursor: Cursor
+) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yields the values of each row after cursor.mark, with the place of the row for errors.
 
     Args:
         name: The name of the table, for errors.
-        table: The table.
+        data: The data set.
         skipped: What is left out so far, which `cursor` is told.
         cursor: Where to begin; it is told of the marks that reading passes.
 
     Raises:
         DataError: Reading failed.
     """
-    if hasattr(table, "to_iterable_dataset"):
-        table = table.to_iterable_dataset()  # which can begin in the middle
+    if hasattr(data, "to_iterable_dataset"):
+        data = data.to_iterable_dataset()  # which can begin in the middle
     done = 0
     if cursor.mark:
         done = cursor.mark["rows"]
-        table.load_state_dict(cursor.mark["state"])
-    batches = iter(table.iter(batch_size=_ROWS))
+        data.load_state_dict(cursor.mark["state"])
+    batches = iter(data.iter(batch_size=_ROWS))
     while True:
         try:
             batch = next(batches, None)
@@ -233,27 +186,21 @@ def records(
             return
         keys = list(batch)
         for values in zip(*batch.values()):
-            yield done, dict(zip(keys, values))
+            yield f"{name}, row {done}", dict(zip(keys, values))
             done += 1
-        if hasattr(table, "state_dict"):  # since release 2.21 of datasets
-            cursor.reached({"rows": done, "state": table.state_dict()}, skipped)
-
-
-def _label_names(table: Any, label: str | None) -> list[str]:
-    """Returns the names of label numbers, if the data set has them."""
-    feature = (table.features or {}).get(label) if label else None
-    return list(getattr(feature, "names", None) or [])
+        if hasattr(data, "state_dict"):  # since release 2.21 of datasets
+            cursor.reached({"rows": done, "state": data.state_dict()}, skipped)
 
 
 def _files_below(root: Path, suffixes: tuple[str, ...] = ("",)) -> tuple[Path, ...]:
     """Returns a data set's files, in order."""
-    found = [root] if root.is_file() else []
+    files = [root] if root.is_file() else []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
         # `datasets` caches what other programs make of a saved data set in files beside it.
         own = (name for name in names if not name.startswith((".", "cache-")))
-        found += [Path(folder, name) for name in own if name.endswith(suffixes)]
-    return tuple(sorted(path for path in found if path.is_file()))
+        files += [Path(folder, name) for name in own if name.endswith(suffixes)]
+    return tuple(sorted(path for path in files if path.is_file()))
 
 
 def _commit(name: str) -> str | None:
@@ -269,8 +216,8 @@ def _commit(name: str) -> str | None:
 
 def _license(table: Any) -> str | None:
     """Returns the license that the data set states; some list several."""
-    found = table.info.license
-    return (found if isinstance(found, str) else ", ".join(found or ())) or None
+    said = table.info.license
+    return (said if isinstance(said, str) else ", ".join(said or ())) or None
 
 
 def _library(what: str) -> Any:

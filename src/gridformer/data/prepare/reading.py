@@ -1,18 +1,61 @@
-"""Reads sources in batches, each with the place in the sources from which reading can go on."""
+"""Reads text, lines and JSON lines from files, and sources in batches between which it may stop.
+
+Text that is not UTF-8 is kept with U+FFFD for the bytes that are not, and counted, so that damage
+is noticed.
+"""
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import gzip
 import json
+import re
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
+
+from gridformer.utils.errors import DataError
+from gridformer.utils.files import parse_json
+from gridformer.utils.units import MIB
 
 # Large enough to keep the tokenizer's threads busy; its results take about 100 bytes per token.
 BATCH_CHARS = 1 << 21
 BATCH_ITEMS = 4096
+PIECE_CHARS = 1 << 16  # of a text that is tokenized at a time
+LONGEST_LINE = 256 * MIB  # bytes
+BINARY = "files with NUL bytes"
+_CHUNK = 1 << 20
+_LOOK_BACK = 1 << 12  # characters before the limit in which to look for a place to cut
+_SEAM = re.compile(r"\S(?=[ \n\r\t])")
+_DAMAGED = "with bytes that are not UTF-8 text"
 
 Item = TypeVar("Item")
+
+
+class Text(NamedTuple):
+    """A document, the next part of a long one, or a pair of texts.
+
+    Attributes:
+        text: The text.
+        ends: Whether the document ends with it.
+        label: The label of the document, on all of its parts, in labeled sources.
+        second: The translation of the text, in sources of pairs.
+    """
+
+    text: str
+    ends: bool = True
+    label: str | None = None
+    second: str | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The text, or both texts of a pair."""
+        return (self.text,) if self.second is None else (self.text, self.second)
 
 
 @dataclass
@@ -75,3 +118,147 @@ def batches(
                 batch, n_chars = [], 0
         if batch:
             yield batch, replace(cursor)
+
+
+def pieces(texts: Iterable[str], limit: int = PIECE_CHARS) -> Iterator[Text]:
+    """Splits one document, given as strings of any size, into parts of at most `limit` characters.
+
+    Parts end between a word and the white space after it. GPT-2's pre-tokenizer always splits
+    there, so the tokens are those of the whole document. If 4096 characters contain no such place,
+    the cut is arbitrary and may add one token.
+    """
+    held = ""
+    for text in texts:
+        held += text
+        done = 0
+        while len(held) - done > limit:
+            # The look-ahead reads one character more, so a seam at the limit itself is found.
+            at, low = done + limit, max(done, done + limit - _LOOK_BACK)
+            *_, end = (at, *(seam.end() for seam in _SEAM.finditer(held, low, at + 1)))
+            yield Text(held[done:end], ends=False)
+            done = end
+        held = held[done:]
+    yield Text(held)
+
+
+def text_file(path: Path, skipped: Counter[str]) -> Iterator[Text]:
+    """Yields the parts of a text file, which is one document, unless it has NUL bytes.
+
+    Args:
+        path: The file.
+        skipped: Counts what is left out, and what is not UTF-8 text.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    with readable(path):
+        # A first pass looks for NUL bytes, because tokens cannot be taken back. It is free for a
+        # file of up to one chunk; the second pass mostly reads from the page cache.
+        first, rest = b"", False
+        for chunk in _chunks(path):
+            if b"\0" in chunk:
+                skipped[BINARY] += 1
+                return
+            first, rest = first or chunk, bool(first)
+        chunks = _chunks(path) if rest else (first,)
+        yield from pieces(_decoded(chunks, str(path), skipped))
+
+
+def _open_binary(path: Path) -> BinaryIO:
+    """Opens a file for reading its bytes, which are decompressed if its name ends with .gz."""
+    return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+
+
+def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines of a file with their numbers; a small .gz may have one of many GB."""
+    with _open_binary(path) as file:
+        read = partial(file.readline, LONGEST_LINE + 1)
+        for number, line in enumerate(iter(read, b""), start=1):
+            if len(line) > LONGEST_LINE:
+                most = f"has more than {LONGEST_LINE:,} bytes: write one record on each line"
+                raise DataError(f"{path}, line {number}: {most}")
+            yield number, line
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with _open_binary(path) as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk
+
+
+def lines(path: Path, skipped: Counter[str]) -> Iterator[tuple[str, str]]:
+    """Yields the lines of a file, each after its place for errors, without a byte order mark."""
+    with readable(path):
+        # By bytes, because text mode would also end lines at characters such as U+2028.
+        for number, line in _numbered_lines(path):
+            where = f"{path}, line {number}"
+            try:
+                text = line.decode("utf-8")
+            except UnicodeDecodeError:
+                _count("lines", where, skipped)
+                text = line.decode("utf-8", "replace")
+            yield where, text.removeprefix("\ufeff") if number == 1 else text
+
+
+def json_lines(path: Path, skipped: Counter[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the records of a file of JSON lines, each after its place for errors.
+
+    Raises:
+        DataError: The file cannot be read, or a line is not a record.
+    """
+    for where, line in lines(path, skipped):
+        if not line.strip(" \t\n\r\v\f"):
+            continue
+        try:
+            record = parse_json(line)
+        except ValueError as error:
+            raise DataError(f"{where}: is not JSON ({error})") from None
+        if not isinstance(record, dict):
+            raise DataError(f"{where}: is {type(record).__name__}, not an object with keys")
+        yield where, record
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turns errors of reading a file inside the block into one that names the file.
+
+    Raises:
+        DataError: The file cannot be read, or its compressed content is damaged.
+    """
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}: cannot be read ({reason})") from error
+
+
+def _decoded(chunks: Iterable[bytes], where: str, skipped: Counter[str]) -> Iterator[str]:
+    """Decodes a document chunk by chunk, and counts it once if it is not UTF-8 text."""
+    # "utf-8-sig" drops a byte order mark and keeps line ends.
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+
+    def decode(chunk: bytes, final: bool = False) -> str:
+        before = decoder.getstate()
+        try:
+            return decoder.decode(chunk, final)
+        except UnicodeDecodeError:
+            _count("documents", where, skipped)
+            decoder.errors = "replace"
+            decoder.setstate(before)
+            return decoder.decode(chunk, final)
+
+    for chunk in chunks:
+        yield decode(chunk)
+    yield decode(b"", final=True)
+
+
+def is_damage(what: str) -> bool:
+    """Returns whether a count is of text that was kept although it was not UTF-8."""
+    return _DAMAGED in what
+
+
+def _count(unit: str, where: str, skipped: Counter[str]) -> None:
+    # The first place is part of the name, so that it is kept if the preparation is stopped.
+    name = f"{unit} {_DAMAGED} (first: "
+    key = next((what for what in skipped if what.startswith(name)), f"{name}{where})")
+    skipped[key] += 1

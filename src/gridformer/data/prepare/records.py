@@ -5,15 +5,55 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from gridformer.data.prepare.text_chunks import TextChunk, labeled, text_chunks
+from gridformer.data.prepare.reading import Text, json_lines, text_file
 from gridformer.data.tokenfolder import Kind
 from gridformer.utils.errors import DataError
 
 NO_TEXT = "records without text"
 NO_PAIR = "pairs without one of the texts"
 NO_LABEL = "records without a label"
+JSON_LINES = (".jsonl", ".jsonl.gz")
+TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".json")
+RECORDS = (*JSON_LINES, *TABLES)
+# Of a folder, .json and the like are read only if --suffix names them: they may hold settings.
+FOLDER_RECORDS = (*JSON_LINES, ".parquet", ".arrow")
+TEXT_SUFFIXES = (
+    *(".txt", ".txt.gz", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp"),
+    *(".hpp", ".java", ".js", ".ts", ".go", ".rs", ".sh"),
+)
+DEFAULT_SUFFIXES = (*TEXT_SUFFIXES, *FOLDER_RECORDS)
+_INSTEAD = {"pairs": "", "labels": ": put it into folders, and use --labels-from-folders"}
+
+
+def file_texts(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Text]:
+    """Yields the documents of a file: a text file is one, other formats have one per line or row.
+
+    Args:
+        path: The file.
+        fields: The keys of records.
+        skipped: Counts what is left out, and what is not UTF-8 text.
+
+    Raises:
+        DataError: The file cannot be read, or is plain text and `fields` asks for pairs or labels.
+    """
+    if path.name.endswith(JSON_LINES):
+        for where, record in json_lines(path, skipped):
+            yield from record_texts(record, fields, where, skipped)
+    elif path.name.endswith(TABLES):
+        from gridformer.data.prepare.hf import open_table, table_texts
+
+        yield from table_texts(open_table(path), fields, skipped)
+    elif fields.kind == "text":
+        yield from text_file(path, skipped)
+    else:
+        what = "pairs" if fields.pair else "labels"
+        raise DataError(
+            f"{path}: {what} are read from the records of {', '.join(RECORDS)} files, but "
+            f"this is plain text" + _INSTEAD[what]
+        )
 
 
 @dataclass(frozen=True)
@@ -38,7 +78,10 @@ class Fields:
     @property
     def languages(self) -> tuple[str, str] | None:
         """The names of a pair's two keys, which usually name languages."""
-        return (_last(self.pair[0]), _last(self.pair[1])) if self.pair else None
+        if not self.pair:
+            return None
+        one, other = (key.rpartition(".")[2] for key in self.pair)
+        return one, other
 
     @property
     def options(self) -> dict[str, str]:
@@ -60,72 +103,66 @@ class Fields:
         """
         for key, option in self.options.items():
             if key not in present and key.partition(".")[0] not in present:
-                raise missing_key(where, key, list(present), option)
+                raise _missing_key(where, key, list(present), option)
         return sorted({k if k in present else k.partition(".")[0] for k in self.options})
 
 
-def record_chunks(
+def record_texts(
     record: Mapping[str, Any], fields: Fields, where: str, skipped: Counter[str]
-) -> Iterator[TextChunk]:
-    """Yields the chunks of a record's document, or of the two documents of a pair.
+) -> Iterator[Text]:
+    """Yields the document of a record, or the pair, unless it is incomplete.
 
     Args:
         record: The record.
         fields: The keys to read.
         where: The file and place of the record, for errors.
-        skipped: Counts incomplete records, which yield nothing.
+        skipped: Counts incomplete records.
 
     Raises:
         DataError: A key is missing, or its value has the wrong type.
     """
     if fields.pair:
-        texts = [
-            checked_text(_value(record, key, fields, where), where, key, "--pair-keys").strip()
-            for key in fields.pair
-        ]
-        if not all(texts):
+        one, other = (_text(record, key, fields, where).strip() for key in fields.pair)
+        if one and other:
+            yield Text(one, second=other)
+        else:
             skipped[NO_PAIR] += 1
-            return
-        for text in texts:
-            yield from text_chunks([text])
         return
-    text = checked_text(_value(record, fields.text, fields, where), where, fields.text)
+    text = _text(record, fields.text, fields, where)
     if not text:
         skipped[NO_TEXT] += 1
         return
-    label = None
-    if fields.label:
-        label = _checked_label(_value(record, fields.label, fields, where), where, fields.label)
-        if not label:
-            skipped[NO_LABEL] += 1
-            return
-    yield from labeled(text_chunks([text]), label)
+    label = _label(record, fields, where) if fields.label else None
+    if label == "":
+        skipped[NO_LABEL] += 1
+        return
+    yield Text(text, label=label)
 
 
-def checked_text(value: object, where: str, key: str, option: str = "--text-key") -> str:
-    """Returns the text of a record, empty for None.
-
-    Args:
-        value: The value in the record.
-        where: The file and place of the record, for errors.
-        key: The key of the value, for errors.
-        option: The command-line option that sets the key, for errors.
-
-    Raises:
-        DataError: The value is neither text nor None.
-    """
-    if value is None:
-        return ""
-    if not isinstance(value, str):
+def _text(record: Mapping[str, Any], key: str, fields: Fields, where: str) -> str:
+    """Returns the text of a record, empty for None."""
+    value = _value(record, key, fields, where)
+    if not isinstance(value, str | None):
         raise DataError(
             f"{where}: '{key}' holds {type(value).__name__}, not text: choose another key "
-            f"with {option}"
+            f"with {fields.options[key]}"
         )
-    return value
+    return value or ""
 
 
-def missing_key(where: str, key: str, present: list[str], option: str = "--text-key") -> DataError:
-    """Returns the error for records that lack a key."""
+def _label(record: Mapping[str, Any], fields: Fields, where: str) -> str:
+    """Returns the label of a record, empty for None."""
+    assert fields.label is not None
+    value = _value(record, fields.label, fields, where)
+    if not isinstance(value, str | int | None):
+        raise DataError(
+            f"{where}: '{fields.label}' holds {type(value).__name__}; a label is a word or a whole "
+            f"number: choose another key with --label-key"
+        )
+    return "" if value is None else str(value)
+
+
+def _missing_key(where: str, key: str, present: list[str], option: str) -> DataError:
     what = {"--pair-keys": "the two texts", "--label-key": "the label"}.get(option, "the text")
     return DataError(
         f"{where}: has no '{key}'; name {what} with {option}, there are "
@@ -139,21 +176,6 @@ def _value(record: Mapping[str, Any], key: str, fields: Fields, where: str) -> o
         return record[key]
     for part in key.split("."):
         if not isinstance(here, Mapping) or part not in here:
-            raise missing_key(where, key, list(record), fields.options[key])
+            raise _missing_key(where, key, list(record), fields.options[key])
         here = here[part]
     return here
-
-
-def _checked_label(value: object, where: str, key: str) -> str:
-    if value is None:
-        return ""
-    if not isinstance(value, str | int):
-        raise DataError(
-            f"{where}: '{key}' holds {type(value).__name__}; a label is a word or a whole number: "
-            f"choose another key with --label-key"
-        )
-    return str(value)
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]

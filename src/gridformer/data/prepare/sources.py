@@ -1,30 +1,35 @@
 """The sources of `gridformer prepare`: files, folders, globs, data sets, built-in names.
 
-A source can be read several times (a sample for the tokenizer, then everything). It reads lazily
-and never holds more than a chunk of a document.
+A source can be read several times (a sample for the tokenizer, then everything). It reads lazily,
+and holds no more than a record, or a part of a text file.
 """
 
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import platform
 import random
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Protocol
+from typing import Generic
 
 from gridformer.data.prepare import hf
-from gridformer.data.prepare.files import DEFAULT_SUFFIXES, FOLDER_RECORDS, TABLES, file_chunks
-from gridformer.data.prepare.gettext import PREFIX, catalog_source
-from gridformer.data.prepare.parallel_files import parallel_files
-from gridformer.data.prepare.reading import Cursor
-from gridformer.data.prepare.records import Fields
-from gridformer.data.prepare.text_chunks import TextChunk, labeled
+from gridformer.data.prepare.gettext import PREFIX, read_catalogs
+from gridformer.data.prepare.reading import Cursor, Item, Reader, Text, lines
+from gridformer.data.prepare.records import (
+    DEFAULT_SUFFIXES,
+    FOLDER_RECORDS,
+    NO_PAIR,
+    TABLES,
+    Fields,
+    file_texts,
+)
 from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.utils.errors import DataError, UserError
 from gridformer.utils.files import meant_beside
@@ -34,99 +39,181 @@ PYTHON_STDLIB = "python-stdlib"
 _NOT_STDLIB = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib-dynload", "__pycache__"}
 )
-_TEXT = Fields()
-
-
-class Source(Protocol):
-    """Documents in chunks, and where they come from."""
-
-    @property
-    def name(self) -> str:
-        """The source as the user wrote it."""
-
-    @property
-    def license(self) -> str | None:
-        """The license, or None if it is not known."""
-
-    @property
-    def n_bytes(self) -> int | None:
-        """The bytes to read, for progress, or None if they are not known beforehand."""
-
-    @property
-    def kind(self) -> Kind:
-        """What its documents are: texts, alternating texts and translations, or labeled texts."""
-
-    @property
-    def languages(self) -> tuple[str, str] | None:
-        """The languages of a pair's two texts; None for other kinds."""
-
-    @property
-    def parts(self) -> tuple[PartEntry, ...]:
-        """The parts of the source, if they have their own licenses."""
-
-    def chunks(self, skipped: Counter[str], cursor: Cursor | None = None) -> Iterator[TextChunk]:
-        """Yields all documents, always in the same order, and counts in `skipped` what it skips.
-
-        It begins after `cursor.mark`, and calls `cursor.reached` where it can begin, if anywhere.
-        """
-
-    def sample(self) -> Iterator[TextChunk]:
-        """Yields all documents in an order whose beginning is typical of the whole."""
+_SAMPLE_EVERY = 97  # a prime number of lines, so that it fits no regular pattern in a corpus
+_KINDS = {"text": "text", "pairs": "pairs", "labeled": "labeled documents", "chat": "chats"}
 
 
 @dataclass(frozen=True)
-class FileSource:
-    """Documents from files.
+class Source(Generic[Item]):
+    """Documents, and where they come from.
 
     Attributes:
         name: The source as the user wrote it.
-        paths: The files.
-        fields: The keys of records.
-        license: The license, if known.
-        label_root: If given, the label of a file is the name of the folder directly below this one.
+        read: Yields all items, always in the same order, and counts what it skips. It begins after
+            the mark of the cursor, which it tells where it can begin again, if anywhere.
+        sample: Yields all items in an order whose beginning is typical of the whole; None means
+            that of `read`.
+        files: The files that are read: others, or changed ones, cannot go on with what was written.
+        kind: What its documents are.
+        languages: The languages of a pair's two texts; None for other kinds.
+        license: Its license, if known.
+        revision: What else changes with its items.
+        n_bytes: The bytes to read, for progress; None if they are not known.
         parts: The parts of the source, if they have their own licenses.
+        options: The options for pairs and labels that have an effect on it.
     """
 
     name: str
-    paths: tuple[Path, ...]
-    fields: Fields = _TEXT
+    read: Reader[Item]
+    sample: Callable[[], Iterator[Item]] | None = None
+    files: tuple[Path, ...] = ()
+    kind: Kind = "text"
+    languages: tuple[str, str] | None = None
     license: str | None = None
-    label_root: Path | None = None
+    revision: object = None
+    n_bytes: int | None = None
     parts: tuple[PartEntry, ...] = ()
+    options: tuple[str, ...] = ()
 
-    @property
-    def kind(self) -> Kind:
-        return "labeled" if self.label_root else self.fields.kind
+    def sampled(self) -> Iterator[Item]:
+        """Yields all items, the first of which are typical."""
+        return self.sample() if self.sample else self.read(Counter(), Cursor())
 
-    @property
-    def languages(self) -> tuple[str, str] | None:
-        return self.fields.languages
 
-    @property
-    def n_bytes(self) -> int | None:
-        if any(path.suffix == ".gz" or path.name.endswith(TABLES) for path in self.paths):
-            return None
-        return sum(path.stat().st_size for path in self.paths)
+TextSource = Source[Text]
 
-    def chunks(self, skipped: Counter[str], cursor: Cursor | None = None) -> Iterator[TextChunk]:
-        """Yields the chunks from the file with the number cursor.mark on."""
-        cursor = cursor or Cursor()
-        for number in range(cursor.mark or 0, len(self.paths)):
+
+def file_source(
+    name: str,
+    files: Sequence[Path],
+    fields: Fields,
+    license: str | None = None,
+    label_root: Path | None = None,
+) -> TextSource:
+    """Returns a source of documents from files.
+
+    Args:
+        name: The source as the user wrote it.
+        files: The files.
+        fields: The keys of records.
+        license: The license, if known.
+        label_root: If given, the label of a file is the name of the folder directly below this one.
+    """
+
+    def of(file: Path, skipped: Counter[str]) -> Iterator[Text]:
+        texts = file_texts(file, fields, skipped)
+        if label_root is None:
+            return texts
+        label = file.relative_to(label_root).parts[0]
+        return (text._replace(label=label) for text in texts)
+
+    def read(skipped: Counter[str], cursor: Cursor) -> Iterator[Text]:
+        """Yields the documents from the file with the number cursor.mark on."""
+        for number in range(cursor.mark or 0, len(files)):
             cursor.reached(number, skipped)
-            yield from self._of(self.paths[number], skipped)
+            yield from of(files[number], skipped)
 
-    def sample(self) -> Iterator[TextChunk]:
-        paths = list(self.paths)
+    def sample() -> Iterator[Text]:
         # Folders are read in sorted order, so their first megabytes may not be typical.
-        random.Random(0).shuffle(paths)
-        for path in paths:
-            yield from self._of(path, Counter())
+        shuffled = [*files]
+        random.Random(0).shuffle(shuffled)
+        return itertools.chain.from_iterable(of(file, Counter()) for file in shuffled)
 
-    def _of(self, path: Path, skipped: Counter[str]) -> Iterator[TextChunk]:
-        parts = file_chunks(path, self.fields, skipped)
-        if self.label_root is None:
-            return parts
-        return labeled(parts, path.relative_to(self.label_root).parts[0])
+    sized = not any(file.suffix == ".gz" or file.name.endswith(TABLES) for file in files)
+    return Source(
+        name,
+        read,
+        sample,
+        tuple(files),
+        "labeled" if label_root else fields.kind,
+        fields.languages,
+        license,
+        repr(fields),
+        sum(file.stat().st_size for file in files) if sized else None,
+        options=("--labels-from-folders",) if label_root else tuple(fields.options.values()),
+    )
+
+
+def _table_source(table: hf.Table, fields: Fields) -> TextSource:
+    def read(skipped: Counter[str], cursor: Cursor) -> Iterator[Text]:
+        return hf.table_texts(table, fields, skipped, cursor)
+
+    return Source(
+        table.name,
+        read,
+        files=table.files,
+        kind=fields.kind,
+        languages=fields.languages,
+        license=table.license,
+        revision=repr((fields, table.revision)),
+        options=tuple(fields.options.values()),
+    )
+
+
+def parallel_source(first: Path, second: Path) -> TextSource:
+    """Returns a source of pairs from two files, such as train.en and train.de, line by line."""
+
+    def pairs(skipped: Counter[str]) -> Iterator[Text]:
+        both = (lines(file, skipped) for file in (first, second))
+        for number, (one, other) in enumerate(itertools.zip_longest(*both), start=1):
+            if one is None or other is None:
+                short, long = (first, second) if one is None else (second, first)
+                raise DataError(
+                    f"{short}: ends after {number - 1:,} lines, but {long} has more: line i of "
+                    f"one must translate line i of the other"
+                )
+            yield Text(one[1].strip(), second=other[1].strip())
+
+    def read(skipped: Counter[str], cursor: Cursor) -> Iterator[Text]:
+        for pair in pairs(skipped):
+            if all(pair.texts):
+                yield pair
+            else:
+                skipped[NO_PAIR] += 1
+
+    def sample() -> Iterator[Text]:
+        """Yields every 97th pair first, then the ones after those, and so on."""
+        for start in range(_SAMPLE_EVERY):
+            yield from itertools.islice(pairs(Counter()), start, None, _SAMPLE_EVERY)
+
+    sized = ".gz" not in (first.suffix, second.suffix)
+    return Source(
+        f"{first} {second}",
+        read,
+        sample,
+        (first, second),
+        "pairs",
+        (_language(first), _language(second)),
+        n_bytes=first.stat().st_size + second.stat().st_size if sized else None,
+    )
+
+
+def _parallel_sources(specs: Sequence[str]) -> list[TextSource]:
+    """Returns the sources of `--pair-files`, two files each.
+
+    Raises:
+        UserError: Their number is odd, or one is not a file.
+    """
+    if len(specs) % 2:
+        raise UserError(
+            f"--pair-files reads two files at a time, the texts and their translations, but there "
+            f"are {len(specs)} sources: write, for instance, train.en train.de"
+        )
+    paths = [Path(spec).expanduser() for spec in specs]
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"{path}: no such file, and --pair-files reads pairs of files")
+    both = [*zip(paths[::2], paths[1::2])]
+    for first, second in both:
+        if first == second:
+            raise UserError(f"--pair-files {first} {second}: a file does not translate itself")
+    return [parallel_source(first, second) for first, second in both]
+
+
+def _language(path: Path) -> str:
+    """Returns what the name of a file ends with, .gz aside."""
+    name = path.name.removesuffix(".gz")
+    return Path(name).suffix.removeprefix(".") or name
 
 
 def open_sources(
@@ -139,7 +226,7 @@ def open_sources(
     label_key: str | None = None,
     labels_from_folders: bool = False,
     pair_files: bool = False,
-) -> list[Source]:
+) -> list[TextSource]:
     """Finds out what each SOURCE is, without reading its documents.
 
     Args:
@@ -170,34 +257,23 @@ def open_sources(
     if len(used) > 1:
         raise UserError(f"{' and '.join(used)} exclude each other: keep one of them")
     if pair_files:
-        found = parallel_files(specs)
-        for one in found[1:]:
-            _check_same(found[0], one)
-        return [*found]
-    fields = Fields(text_key, pair_keys, label_key)
-    usual = DEFAULT_SUFFIXES if fields.kind == "text" else FOLDER_RECORDS
-    wanted = tuple(s if s.startswith(".") else f".{s}" for s in suffixes) or usual
-    sources = [_open_source(spec, wanted, fields, split, labels_from_folders) for spec in specs]
-    if used and not any(used[0] in _ways_of(source) for source in sources):
-        raise UserError(f"{', '.join(specs)}: {used[0]} has no effect there: omit it")
+        sources = _parallel_sources(specs)
+    else:
+        fields = Fields(text_key, pair_keys, label_key)
+        usual = DEFAULT_SUFFIXES if fields.kind == "text" else FOLDER_RECORDS
+        wanted = tuple(s if s.startswith(".") else f".{s}" for s in suffixes) or usual
+        sources = [_open_source(spec, wanted, fields, split, labels_from_folders) for spec in specs]
+        if used and not any(used[0] in source.options for source in sources):
+            raise UserError(f"{', '.join(specs)}: {used[0]} has no effect there: omit it")
     for source in sources[1:]:
         _check_same(sources[0], source)
     return sources
 
 
-def _ways_of(source: Source) -> tuple[str, ...]:
-    """Returns the options for pairs and labels that have an effect on a source."""
-    if isinstance(source, FileSource) and source.label_root:
-        return ("--labels-from-folders",)
-    if isinstance(source, FileSource | hf.TableSource):
-        return tuple(source.fields.options.values())
-    return ()
-
-
-def _check_same(one: Source, other: Source) -> None:
+def _check_same(one: TextSource, other: TextSource) -> None:
     if one.kind != other.kind:
         raise UserError(
-            f"{one.name} holds {_called(one.kind)}, {other.name} holds {_called(other.kind)}: "
+            f"{one.name} holds {_KINDS[one.kind]}, {other.name} holds {_KINDS[other.kind]}: "
             f"prepare them into separate folders"
         )
     if one.languages != other.languages:
@@ -207,37 +283,59 @@ def _check_same(one: Source, other: Source) -> None:
         )
 
 
-def _called(kind: Kind) -> str:
-    return {"text": "text", "pairs": "pairs", "labeled": "labeled documents", "chat": "chats"}[kind]
+def _catalog_source(spec: str) -> TextSource:
+    catalogs = read_catalogs(spec)
+    pairs = [Text(pair.source, second=pair.target) for pair in catalogs.pairs]
+
+    def read(skipped: Counter[str], cursor: Cursor) -> Iterator[Text]:
+        skipped.update(catalogs.skipped)
+        yield from pairs
+
+    def sample() -> Iterator[Text]:
+        shuffled = [*pairs]
+        random.Random(0).shuffle(shuffled)
+        yield from shuffled
+
+    return Source(
+        spec,
+        read,
+        sample,
+        catalogs.files,
+        "pairs",
+        catalogs.languages,
+        catalogs.license,
+        n_bytes=sum(len(text.encode()) for pair in pairs for text in pair.texts),
+        parts=catalogs.parts,
+    )
 
 
 def _open_source(
     spec: str, suffixes: tuple[str, ...], fields: Fields, split: str, from_folders: bool
-) -> Source:
+) -> TextSource:
     if spec == PYTHON_STDLIB:
         return python_stdlib()
     if spec.startswith(PREFIX):
-        return catalog_source(spec)
+        return _catalog_source(spec)
     if spec.startswith("hf:"):
-        return hf.hub_source(spec, split, fields)
+        return _table_source(hf.hub_table(spec, split), fields)
     path = Path(spec).expanduser()
     if path.is_file():
-        return FileSource(spec, (path,), fields)
+        return file_source(spec, [path], fields)
     if path.is_dir():
         if hf.is_saved(path):
-            return hf.saved_source(path, spec, split, fields)
-        found = _walk(path, suffixes)
-        if not found:
+            return _table_source(hf.saved_table(path, spec, split), fields)
+        walked = _walk(path, suffixes)
+        if not walked:
             raise DataError(_nothing_fits(path, suffixes))
         if not from_folders:
-            return FileSource(spec, tuple(found), fields)
-        below = tuple(file for file in found if file.parent != path)
+            return file_source(spec, walked, fields)
+        below = [file for file in walked if file.parent != path]
         if not below:
             raise DataError(
                 f"{path}: has files, but no folders whose names are labels; --labels-from-folders "
                 f"reads {path}/LABEL/FILE"
             )
-        return FileSource(spec, below, fields, label_root=path)
+        return file_source(spec, below, fields, label_root=path)
     matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
     files = tuple(match for match in matches if match.is_file())
     if not files:
@@ -248,10 +346,10 @@ def _open_source(
             f"{spec}: no such file or folder, and no match as a pattern; a Hugging Face data set "
             f"is written hf:{spec}, and built-in sources are {PYTHON_STDLIB} and {PREFIX}de"
         )
-    return FileSource(spec, files, fields)
+    return file_source(spec, files, fields)
 
 
-def python_stdlib() -> FileSource:
+def python_stdlib() -> TextSource:
     """Opens the source files of this Python's standard library, as a text without a download.
 
     Raises:
@@ -259,30 +357,30 @@ def python_stdlib() -> FileSource:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     # _sysconfigdata contains paths of the machine on which Python was built.
-    found = [
+    files = [
         path
         for path in (_walk(root, (".py",), _NOT_STDLIB) if (root / "os.py").is_file() else [])
         if not path.name.startswith("_sysconfigdata")
     ]
-    if not found:
+    if not files:
         raise UserError(
             f"{PYTHON_STDLIB}: this Python comes without the sources of its standard library "
             f"(looked in {root}); use a Python that has them, or a folder of your own text"
         )
     terms = f"PSF-2.0 (Python Software Foundation License), Python {platform.python_version()}"
-    return FileSource(PYTHON_STDLIB, tuple(found), license=terms)
+    return file_source(PYTHON_STDLIB, files, Fields(), terms)
 
 
 def _walk(
     root: Path, suffixes: tuple[str, ...], without: frozenset[str] = frozenset()
 ) -> list[Path]:
     """Returns files with one of the suffixes in sorted order, without hidden files and folders."""
-    found = []
+    walked = []
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in without)
         fitting = (f for f in sorted(files) if f.endswith(suffixes) and not f.startswith("."))
-        found += [path for f in fitting if (path := Path(folder, f)).is_file()]
-    return found
+        walked += [path for f in fitting if (path := Path(folder, f)).is_file()]
+    return walked
 
 
 def _nothing_fits(root: Path, suffixes: tuple[str, ...]) -> str:

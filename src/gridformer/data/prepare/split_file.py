@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import Counter
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from gridformer.config import Config
 from gridformer.data.indexed import LONGEST_DOCUMENT, write_index
-from gridformer.data.prepare.records import NO_PAIR
 from gridformer.data.tokenfolder import (
     SPLITS,
     Kind,
@@ -32,8 +30,28 @@ from gridformer.utils.errors import DataError
 MOST_LABELS = 10_000
 Ids = Sequence[int] | NDArray[Any]
 _ONE = {"pairs": "pair", "labeled": "labeled document", "chat": "conversation"}
-_COPY_TOKENS = 1 << 22  # tokens to copy at a time when documents move to the other split
 _LENGTH = np.dtype("<i8")
+
+
+class Document(NamedTuple):  # which workers send faster than a dataclass
+    """One document, or the next tokens of a long one.
+
+    Attributes:
+        ids: Its tokens, without the end-of-text token, which is added.
+        values: The values of columns by name: those of the document, and for columns of tokens one
+            for each of `ids`, or one more that belongs to the end-of-text token (otherwise 0).
+        label: The name of its label, if it has one.
+        split: Its split. None lets a hash decide; all documents of a folder have one or none has.
+        n_bytes: The bytes of its text as UTF-8, for the summary.
+        ends: Whether the document ends with these tokens.
+    """
+
+    ids: Ids
+    values: Mapping[str, object] | None = None
+    label: str | None = None
+    split: SplitName | None = None
+    n_bytes: int = 0
+    ends: bool = True
 
 
 def split_of(seed: int, document: int, val_fraction: float) -> SplitName:
@@ -55,22 +73,19 @@ class WriterState(Config):
         documents: The number of documents.
         labels: The names of labels in order of appearance.
         files: The bytes of each file of each split by name.
-        dropped: What was left out after it was tokenized.
         splits_given: Whether documents came with their splits.
     """
 
     documents: int
     labels: tuple[str, ...]
     files: dict[SplitName, dict[str, int]]
-    dropped: dict[str, int] = Field(default_factory=dict)
     splits_given: bool = False
 
 
 class SplitWriter:
     """Appends documents to train.bin or val.bin in a folder. Use it as a context manager.
 
-    Pairs are appended as two documents each, which go to the same split; both are left out if one
-    has no tokens. Call `finish`, then `finish_labels`, at the end.
+    Pairs are appended as two documents each, which go to the same split. Call `finish` at the end.
 
     Args:
         folder: The folder.
@@ -109,11 +124,9 @@ class SplitWriter:
         self._val_fraction = val_fraction
         self.kind: Kind = kind
         self._open: _SplitFile | None = None
-        self._texts: list[list[Ids]] = [[]]  # of a pair that is not complete
         self._finished = False
         self._labels = {name: place for place, name in enumerate(state.labels)}
         self.documents, self.splits_given = state.documents, state.splits_given
-        self.dropped = Counter(state.dropped)
         self._unit = 2 if kind == "pairs" else 1  # documents that must stay in one split
 
     def __enter__(self) -> Self:
@@ -137,8 +150,8 @@ class SplitWriter:
 
     @property
     def is_between(self) -> bool:
-        """Whether the last document, or pair, has ended."""
-        return self._open is None and self._texts == [[]]
+        """Whether the last document has ended."""
+        return self._open is None
 
     @property
     def rewrites(self) -> bool:
@@ -157,70 +170,31 @@ class SplitWriter:
             documents=self.documents,
             labels=tuple(self._labels),
             files={split: file.synced() for split, file in self._files.items()},
-            dropped=dict(self.dropped),
             splits_given=self.splits_given,
         )
 
-    def append(
-        self,
-        ids: Ids,
-        ends: bool,
-        label: str | None = None,
-        values: Mapping[str, object] | None = None,
-        split: SplitName | None = None,
-    ) -> None:
-        """Appends tokens to the current document. A document without tokens is not written.
-
-        Args:
-            ids: The tokens.
-            ends: Whether they are the last of the document.
-            label: The label of the document, if it ends.
-            values: The values of columns by name: those of the document, if it ends, and those of
-                the tokens. Of the last tokens there may be one value more, which belongs to the
-                end-of-text token; otherwise that one gets 0.
-            split: The split of the document, for data whose splits are given. Every document has
-                one then, or none.
+    def append(self, document: Document) -> None:
+        """Appends a document, or the next tokens of one. One without tokens is not written.
 
         Raises:
             DataError: There are more than 10,000 different labels, or values are missing or do not
                 fit their column.
         """
-        if self.kind != "pairs":
-            self._append(ids, ends, label, dict(values or {}), split)
-            return
-        self._texts[-1].append(ids)
-        if ends and len(self._texts) == 1:
-            self._texts.append([])
-        elif ends:
-            texts = [np.concatenate(text) for text in self._texts]
-            self._texts = [[]]
-            if not all(len(text) for text in texts):
-                self.dropped[NO_PAIR] += 1
-                return
-            for text in texts:
-                self._append(text, True, None, {}, None)
-
-    def _append(
-        self,
-        ids: Ids,
-        ends: bool,
-        label: str | None,
-        given: dict[str, object],
-        split: SplitName | None,
-    ) -> None:
+        ids, ends = document.ids, document.ends
         begin: list[int] = []
         if len(ids) and self._open is None:
-            self.splits_given = split is not None
+            self.splits_given = document.split is not None
             number = self.documents // self._unit
-            self._open = self._files[split or split_of(self._seed, number, self._val_fraction)]
-            begin = self._bos
+            split = document.split or split_of(self._seed, number, self._val_fraction)
+            self._open, begin = self._files[split], self._bos
         if self._open is None:
             return
-        if ends and label is not None:
-            given[LABELS] = self._number_of(label)
+        values = dict(document.values or {})
+        if ends and document.label is not None:
+            values[LABELS] = self._number_of(document.label)
         end = self._eos if ends else []
         tokens = np.concatenate([begin, ids, end]) if begin or end else ids
-        rows = self._columns_of(given, len(begin), len(ids), len(end), ends)
+        rows = self._columns_of(values, len(begin), len(ids), len(end), ends)
         self._open.write(tokens, rows)
         if ends:
             self._open.end_document()
@@ -231,35 +205,35 @@ class SplitWriter:
         self, given: Mapping[str, object], n_begin: int, n_ids: int, n_end: int, ends: bool
     ) -> dict[str, NDArray[Any]]:
         """Returns the rows of all columns for some tokens and, if it ends, their document."""
-        found: dict[str, NDArray[Any]] = {}
+        all_rows: dict[str, NDArray[Any]] = {}
         for name, column in self.columns.items():
             try:
                 if column.per == "document":
                     if ends:
-                        found[name] = column.rows(given[name], 1)
+                        all_rows[name] = column.rows(given[name], 1)
                     continue
                 rows = np.asarray(given[name])
                 missing = n_end if rows.size == n_ids * column.width else 0
-                parts = [np.zeros(n * column.width, rows.dtype) for n in (n_begin, missing)]
-                rows = np.concatenate([parts[0], rows.ravel(), parts[1]])
-                found[name] = column.rows(rows, n_begin + n_ids + n_end)
+                rows = np.pad(rows.ravel(), (n_begin * column.width, missing * column.width))
+                all_rows[name] = column.rows(rows, n_begin + n_ids + n_end)
             except (KeyError, ValueError) as error:
                 why = "no values" if isinstance(error, KeyError) else error
                 raise DataError(
                     f"column {name} of document {self.documents}: {why}, and each {column.per} "
                     f"has {column.width} of {column.dtype}"
                 ) from None
-        return found
+        return all_rows
 
-    def finish(self) -> dict[SplitName, SplitEntry]:
-        """Closes the files and makes sure that neither split is empty.
+    def finish(self) -> tuple[dict[SplitName, SplitEntry], tuple[str, ...]]:
+        """Closes the files, makes sure that neither split is empty, and sorts the labels.
 
         If all documents are in one split, the document whose length is nearest to what the other
         split should have moves there. A single document is divided. At least one document must have
         been appended.
 
         Returns:
-            The sizes of both splits.
+            The sizes of both splits, and the names of the labels, which the files number in this
+            order. They are sorted as numbers if all of them are numbers.
 
         Raises:
             DataError: There is only one pair or labeled document, which cannot be divided.
@@ -275,8 +249,15 @@ class SplitWriter:
             _move_documents(train, val, self._val_fraction, self._unit)
         elif not train.tokens:
             _move_documents(val, train, 1 - self._val_fraction, self._unit)
+        by_number = all(name.isdecimal() for name in self._labels)
+        names = sorted(self._labels, key=(lambda n: (int(n), n)) if by_number else None)
+        if names:
+            ranks = np.argsort([self._labels[name] for name in names])
+            for file in self._files.values():
+                path = file.column_paths[LABELS]
+                ranks[np.fromfile(path, LABEL_COLUMN.item)].astype(LABEL_COLUMN.item).tofile(path)
         self._finished = True
-        return {split: file.entry() for split, file in self._files.items()}
+        return {split: file.entry() for split, file in self._files.items()}, tuple(names)
 
     def _divide(self, train: _SplitFile, val: _SplitFile) -> None:
         """Divides the only document: its end goes to val, whichever split the hash chose."""
@@ -294,26 +275,10 @@ class SplitWriter:
             )
         tail = min(max(1, round(self._val_fraction * n)), n - 1)
         _move_tokens(whole, other, *((n - tail, n) if whole is train else (0, n - tail)))
-        for name, column in self.columns.items():
-            if column.per == "document":
-                other.write_column(name, whole.column(name))
+        for path, to in zip(whole.per_document, other.per_document):
+            shutil.copyfile(path, to)
         for file in (whole, other):
-            file.write_lengths([file.tokens])
-
-    def finish_labels(self) -> tuple[str, ...]:
-        """Renumbers the labels in sorted order, also in the files. Call it after `finish`.
-
-        Returns:
-            The sorted names of the labels; they are sorted as numbers if all of them are numbers.
-        """
-        by_number = all(name.isdecimal() for name in self._labels)
-        names = sorted(self._labels, key=(lambda n: (int(n), n)) if by_number else None)
-        if names:
-            place = np.empty(len(names), dtype=np.int64)
-            place[[self._labels[name] for name in names]] = np.arange(len(names))
-            for file in self._files.values():
-                file.write_column(LABELS, place[file.column(LABELS)])
-        return tuple(names)
+            file.lengths_path.write_bytes(np.array([file.tokens], _LENGTH).tobytes())
 
     def _number_of(self, label: str) -> int:
         number = self._labels.setdefault(label, len(self._labels))
@@ -345,22 +310,20 @@ class _SplitFile:
         sizes: Mapping[str, int],
     ) -> None:
         self.dtype = dtype
-        self.columns = columns
         self.path = folder / bin_name(split)
         self.index_path = folder / borders_name(split)
         self.lengths_path = folder / f"{split}.lengths"  # only until the index is written
         self.column_paths = {name: folder / column_name(split, name) for name in columns}
+        # The files with a number of bytes for every token, or for every document.
+        self.per_token, self.per_document = {self.path: dtype.itemsize}, {self.lengths_path: 8}
+        for name, column in columns.items():
+            rows = self.per_token if column.per == "token" else self.per_document
+            rows[self.column_paths[name]] = column.item_bytes
         self.tokens = sizes.get(self.path.name, 0) // dtype.itemsize
         self._begun = 0  # tokens of the document that has not ended
         self._files: dict[Path, IO[bytes]] = {
             path: _opened(path, sizes.get(path.name, 0))
             for path in (self.path, self.lengths_path, *self.column_paths.values())
-        }
-        # The files with the same number of bytes for every token, and that number.
-        self.per_token = {self.path: dtype.itemsize} | {
-            self.column_paths[name]: column.item_bytes
-            for name, column in columns.items()
-            if column.per == "token"
         }
 
     def synced(self) -> dict[str, int]:
@@ -402,20 +365,6 @@ class _SplitFile:
             return np.zeros(0, dtype=np.int64)
         return np.memmap(self.lengths_path, dtype=_LENGTH, mode="r")
 
-    def write_lengths(self, lengths: Sequence[int] | NDArray[np.int64]) -> None:
-        """Replaces the lengths of the documents by others, in tokens, as [n_documents]."""
-        self.lengths_path.write_bytes(np.asarray(lengths, dtype=_LENGTH).tobytes())
-
-    def column(self, name: str) -> NDArray[Any]:
-        """The rows of a column [n] or [n, width], read whole."""
-        column = self.columns[name]
-        rows = np.fromfile(self.column_paths[name], dtype=column.item)
-        return rows if column.width == 1 else rows.reshape(-1, column.width)
-
-    def write_column(self, name: str, rows: NDArray[Any]) -> None:
-        """Replaces the values of a column, one row for each document or token."""
-        self.column_paths[name].write_bytes(rows.astype(self.columns[name].item).tobytes())
-
     def entry(self) -> SplitEntry:
         """Writes the index, and returns the sizes of the split."""
         lengths = self.lengths()
@@ -447,31 +396,26 @@ def _move_documents(source: _SplitFile, target: _SplitFile, share: float, unit: 
     """
     lengths = np.array(source.lengths())
     units = lengths.reshape(-1, unit).sum(axis=1)
-    chosen = unit * int(np.abs(units - share * source.tokens).argmin())
-    moved = np.arange(chosen, chosen + unit)
-    start = int(lengths[:chosen].sum())
-    _move_tokens(source, target, start, start + int(lengths[moved].sum()))
-    source.write_lengths(np.delete(lengths, moved))
-    target.write_lengths(lengths[moved])
-    for name, column in source.columns.items():
-        if column.per == "document":
-            rows = source.column(name)
-            source.write_column(name, np.delete(rows, moved, axis=0))
-            target.write_column(name, rows[moved])
+    first = unit * int(np.abs(units - share * source.tokens).argmin())
+    start = int(lengths[:first].sum())
+    _move_tokens(source, target, start, start + int(lengths[first : first + unit].sum()))
+    for (path, size), to in zip(source.per_document.items(), target.per_document):
+        _move_rows(path, to, first * size, (first + unit) * size)
 
 
 def _move_tokens(source: _SplitFile, target: _SplitFile, start: int, end: int) -> None:
     """Moves tokens [start, end) to an empty target and closes the gap, but leaves lengths alone."""
-    for (path, size), to in zip(source.per_token.items(), target.per_token, strict=True):
-        with path.open("r+b") as from_file, to.open("wb") as to_file:
-            for at in range(start, end, _COPY_TOKENS):
-                from_file.seek(at * size)
-                to_file.write(from_file.read(min(_COPY_TOKENS, end - at) * size))
-            for at in range(end, source.tokens, _COPY_TOKENS):
-                from_file.seek(at * size)
-                block = from_file.read(_COPY_TOKENS * size)
-                from_file.seek((at - (end - start)) * size)
-                from_file.write(block)
-            from_file.truncate((source.tokens - (end - start)) * size)
+    for (path, size), to in zip(source.per_token.items(), target.per_token):
+        _move_rows(path, to, start * size, end * size)
     source.tokens -= end - start
     target.tokens += end - start
+
+
+def _move_rows(source: Path, target: Path, start: int, end: int) -> None:
+    """Moves bytes [start, end) of a file to another file, which they replace."""
+    data = np.memmap(source, np.uint8, "r+")
+    data[start:end].tofile(target)
+    kept = len(data) - (end - start)
+    data[start:kept] = data[end:]
+    data.flush()
+    os.truncate(source, kept)

@@ -1,40 +1,104 @@
-"""Writes folders of examples from the files of GLUE, SQuAD and RACE."""
+"""Writes folders of examples from the files of data sets for fine-tuning, as they are distributed.
+
+They are the tab-separated files of GLUE (Wang et al. 2019), the JSON files of SQuAD 1.1 and 2.0
+(Rajpurkar et al. 2016 and 2018), and the folders of RACE (Lai et al. 2017): texts with questions,
+each with four answers. A folder such as RACE/train contains the folders high and middle, whose .txt
+files are JSON:
+{"article": ..., "questions": [...], "options": [[...], ...], "answers": ["B", ...], "id": ...}.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import math
+import string
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from gridformer.data.prepare.documents import (
-    Document,
-    DocumentSource,
+from gridformer.data.prepare.reading import Cursor
+from gridformer.data.prepare.sources import Source
+from gridformer.data.prepare.split_file import Document
+from gridformer.data.prepare.writer import (
     EncodedBatch,
     FolderSpec,
     OnProgress,
     prepare_documents,
+    workers_for,
 )
-from gridformer.data.prepare.reading import Cursor
-from gridformer.data.prepare.task_readers import (
-    GLUE,
-    Example,
-    read_glue,
-    read_race,
-    read_squad,
-    squad_examples,
-)
-from gridformer.data.prepare.tokenizing import workers_for
-from gridformer.data.side_texts import write_questions
+from gridformer.data.side_texts import Question, write_questions
 from gridformer.data.tokenfolder import SPLITS, SplitName, TokenFolder
 from gridformer.data.tokenizer import Tokenizer
 from gridformer.data.tokensplit import LABEL_COLUMN, LABELS, Column
 from gridformer.utils.errors import DataError, UserError
+from gridformer.utils.files import UnreadableError, read_json, read_text
+from gridformer.utils.units import GIB
 
+BAD_ROWS = "incomplete rows"
+MISPLACED = "answers that are not at their place"
+NO_CONTEXT = "questions without a context"
+INCOMPLETE = "incomplete questions"
+
+
+@dataclass(frozen=True)
+class Example:
+    """One example.
+
+    Attributes:
+        texts: Its texts, which become the parts of a document.
+        label: Its label, if it has one.
+        values: The values of its columns, beside what its tokens determine.
+        answer: For a question and its context, the characters [begin, end) of the answer in the
+            context; (-1, -1) if it has none.
+        split: Its split.
+    """
+
+    texts: tuple[str, ...]
+    label: str | None = None
+    values: Mapping[str, object] = field(default_factory=dict)
+    answer: tuple[int, int] | None = None
+    split: SplitName | None = None
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """The columns and labels of one data set of GLUE.
+
+    Attributes:
+        train: The file of training examples.
+        val: The file of validation examples.
+        columns: The columns of the first text, of the second one if there is one, and of the label.
+        labels: The labels, in the order of their numbers; none if the last column has numbers.
+        header: Whether the first row names the columns; otherwise columns are numbers.
+    """
+
+    train: str
+    val: str
+    columns: tuple[str, ...]
+    labels: tuple[str, ...]
+    header: bool = True
+
+
+_NLI = ("contradiction", "entailment", "neutral")
+_ENTAILS = ("entailment", "not_entailment")
+_SENTENCES = ("sentence1", "sentence2")
+GLUE: dict[str, GlueTask] = {
+    "mnli": GlueTask("train.tsv", "dev_matched.tsv", (*_SENTENCES, "gold_label"), _NLI),
+    "mnli-mismatched": GlueTask(
+        "train.tsv", "dev_mismatched.tsv", (*_SENTENCES, "gold_label"), _NLI
+    ),
+    "qqp": GlueTask("train.tsv", "dev.tsv", ("question1", "question2", "is_duplicate"), ("0", "1")),
+    "qnli": GlueTask("train.tsv", "dev.tsv", ("question", "sentence", "label"), _ENTAILS),
+    "rte": GlueTask("train.tsv", "dev.tsv", (*_SENTENCES, "label"), _ENTAILS),
+    "mrpc": GlueTask("train.tsv", "dev.tsv", ("#1 String", "#2 String", "Quality"), ("0", "1")),
+    "sst-2": GlueTask("train.tsv", "dev.tsv", ("sentence", "label"), ("0", "1")),
+    "sts-b": GlueTask("train.tsv", "dev.tsv", (*_SENTENCES, "score"), ()),
+    "cola": GlueTask("train.tsv", "dev.tsv", ("3", "1"), ("0", "1"), header=False),
+}
 # The files of each format; the first that exists is read.
 _FILES: dict[str, dict[SplitName, tuple[str, ...]]] = {
     **{kind: {"train": (task.train,), "val": (task.val,)} for kind, task in GLUE.items()},
@@ -65,7 +129,7 @@ def prepare_task(
             distributed.
         out: The folder to write.
         tokenizer: The tokenizer of the model that is fine-tuned.
-        workers, overwrite, on_progress: See `gridformer.data.prepare.prepare.prepare_corpus`.
+        workers, overwrite, on_progress: As of `gridformer.data.prepare.corpus.prepare_corpus`.
 
     Raises:
         UserError: `out` cannot be used, or the format is unknown.
@@ -90,7 +154,7 @@ def prepare_task(
 
     spec: FolderSpec[Example] = FolderSpec(
         "examples",
-        lambda used: partial(_example_encoder, used),
+        lambda used: partial(_encoded, used),
         lambda one: sum(map(len, one.texts)),
         {"format": kind},
         columns,
@@ -100,7 +164,7 @@ def prepare_task(
     # They do not tell how much text is tokenized: an example may repeat one that a file has once.
     size = sum(file.stat().st_size for file in files)
     return prepare_documents(
-        [DocumentSource(f"{kind}: {path}", examples, tuple(files))],
+        [Source(f"{kind}: {path}", examples, files=tuple(files))],
         out,
         spec,
         tokenizer,
@@ -152,31 +216,25 @@ def _files_of(path: Path) -> tuple[Path, ...]:
     return tuple(sorted(path.rglob("*.txt"))) if path.is_dir() else (path,)
 
 
-@contextlib.contextmanager
-def _example_encoder(tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Example]], EncodedBatch]]:
-    """Turns examples into documents; see Encoder."""
-
-    def encode(examples: Sequence[Example]) -> EncodedBatch:
-        # Examples that follow one another often share a text.
-        once = [*dict.fromkeys(text for one in examples for text in one.texts)]
-        encoded: Sequence[tuple[list[int], list[tuple[int, int]]]]
-        if examples[0].answer is None:
-            encoded = [(ids, []) for ids in tokenizer.encode_batch(once)]
-        else:
-            encoded = tokenizer.encode_with_offsets(once)
-        found = dict(zip(once, encoded))
-        made = []
-        for one in examples:
-            parts, offsets = zip(*(found[text] for text in one.texts))
-            values = {"parts": [len(part) for part in parts], **one.values}
-            if one.answer is not None:
-                values["answer"] = _tokens_of(one.answer, offsets[-1])
-            tokens = np.array([i for part in parts for i in part], dtype=np.int32)
-            n_bytes = sum(len(text.encode("utf-8", "replace")) for text in one.texts)
-            made.append(Document(tokens, values, one.label, one.split, n_bytes))
-        return made, Counter()
-
-    yield encode
+def _encoded(tokenizer: Tokenizer, examples: Sequence[Example]) -> EncodedBatch:
+    """Returns examples as documents. Those that follow one another often share a text."""
+    texts = [*dict.fromkeys(text for one in examples for text in one.texts)]
+    tokens: Sequence[tuple[list[int], list[tuple[int, int]]]]
+    if examples[0].answer is None:
+        tokens = [(ids, []) for ids in tokenizer.encode_batch(texts)]
+    else:
+        tokens = tokenizer.encode_with_offsets(texts)
+    of_text = dict(zip(texts, tokens))
+    documents = []
+    for one in examples:
+        parts, offsets = zip(*(of_text[text] for text in one.texts))
+        values = {"parts": [len(part) for part in parts], **one.values}
+        if one.answer is not None:
+            values["answer"] = _tokens_of(one.answer, offsets[-1])
+        ids = np.array([i for part in parts for i in part], dtype=np.int32)
+        n_bytes = sum(len(text.encode("utf-8", "replace")) for text in one.texts)
+        documents.append(Document(ids, values, one.label, one.split, n_bytes))
+    return documents, Counter()
 
 
 def _tokens_of(answer: tuple[int, int], offsets: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -186,3 +244,171 @@ def _tokens_of(answer: tuple[int, int], offsets: Sequence[tuple[int, int]]) -> t
         return -1, -1
     inside = [i for i, (low, high) in enumerate(offsets) if low < end and high > begin]
     return (inside[0], inside[-1]) if inside else (-1, -1)
+
+
+def read_glue(task: GlueTask, path: Path, skipped: Counter[str]) -> Iterator[Example]:
+    """Yields the examples of a file of GLUE.
+
+    Args:
+        task: The data set.
+        path: The file.
+        skipped: Counts rows without a text or with a label that is unknown, such as `-` in MNLI's
+            files.
+
+    Raises:
+        DataError: The file cannot be read, lacks a column, or has no usable row.
+    """
+    try:
+        text = read_text(path, GIB).removeprefix("\ufeff")
+    except UnreadableError as error:
+        raise DataError(str(error)) from None
+    lines = text.split("\n")  # splitlines would also split at other separators of Unicode
+    rows = [line.rstrip("\r").split("\t") for line in lines if line.strip()]
+    places, rows = _places(path, task, rows)
+    n = 0
+    for row in rows:
+        values = [row[place].strip() if place < len(row) else "" for place in places]
+        *texts, label = values
+        if not all(texts) or not _known(label, task):
+            skipped[BAD_ROWS] += 1
+            continue
+        n += 1
+        pair = texts[0], texts[1] if len(texts) > 1 else ""
+        if task.labels:
+            yield Example(pair, label)
+        else:
+            yield Example(pair, values={"value": float(label)})
+    if not n:
+        wanted = f"one of the labels {', '.join(task.labels)}" if task.labels else "a number"
+        raise DataError(
+            f"{path}: no row has texts and {wanted}: it is not a file of this data set with "
+            f"{'labels' if task.labels else 'scores'}"
+        )
+
+
+def _known(label: str, task: GlueTask) -> bool:
+    """Returns whether a row has a label of the data set, or a finite number."""
+    if task.labels:
+        return label in task.labels
+    try:
+        return math.isfinite(float(label))
+    except ValueError:
+        return False
+
+
+def _places(path: Path, task: GlueTask, rows: list[list[str]]) -> tuple[list[int], list[list[str]]]:
+    """Returns the numbers of the columns, and the rows without the header."""
+    if not task.header:
+        return [int(column) for column in task.columns], rows
+    names = rows[0] if rows else []
+    missing = [column for column in task.columns if column not in names]
+    if missing:
+        raise DataError(
+            f"{path}: has no column {', '.join(missing)}, but {', '.join(names) or 'nothing'}: it "
+            "is not a file of this data set"
+        )
+    return [names.index(column) for column in task.columns], rows[1:]
+
+
+def squad_examples(path: Path, skipped: Counter[str]) -> Iterator[Example]:
+    """Yields the questions of a file of SQuAD as examples."""
+    for question, start in read_squad(path, skipped):
+        end = start + len(question.answers[0].rstrip()) if question.answers else -1
+        yield Example((question.question, question.context), answer=(start, end))
+
+
+def read_squad(path: Path, skipped: Counter[str]) -> Iterator[tuple[Question, int]]:
+    """Yields the questions of a file of SQuAD.
+
+    Args:
+        path: The file.
+        skipped: Counts questions that are left out.
+
+    Returns:
+        Each question, and the character of its context at which the first answer begins; -1 if it
+        has none.
+
+    Raises:
+        DataError: The file cannot be read or is not of this format.
+    """
+    raw = _json(path, GIB)
+    try:
+        for article in raw["data"]:
+            for paragraph in article["paragraphs"]:
+                for asked in paragraph["qas"]:
+                    question = _asked(paragraph["context"], asked, skipped)
+                    if question is not None:
+                        yield question
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path}: is not a file of SQuAD 1.1 or 2.0 ({type(error).__name__}: {error}); it has "
+            "data, a list of articles with paragraphs, each with a context and qas"
+        ) from None
+
+
+def _asked(
+    context: str, asked: dict[str, Any], skipped: Counter[str]
+) -> tuple[Question, int] | None:
+    if not context.strip() or not asked["question"].strip():
+        skipped[NO_CONTEXT] += 1
+        return None
+    answers = [] if asked.get("is_impossible", False) else asked["answers"]
+    texts = tuple(one["text"] for one in answers)
+    question = Question(str(asked["id"]), context, asked["question"].strip(), texts)
+    if not answers:
+        return question, -1
+    text, start = texts[0], int(answers[0]["answer_start"])
+    if not text.strip() or context[start : start + len(text)] != text:
+        skipped[MISPLACED] += 1
+        return None
+    return question, start
+
+
+def read_race(folder: Path, skipped: Counter[str]) -> Iterator[Example]:
+    """Yields the questions of all texts of a folder of RACE, ordered by the names of files.
+
+    The texts of an example are a passage, and the question with each of its answers.
+
+    Args:
+        folder: The folder.
+        skipped: Counts questions that lack something.
+
+    Raises:
+        DataError: A file cannot be read or is not of this format, or there is none.
+    """
+    files = sorted(folder.rglob("*.txt"))
+    if not files:
+        raise DataError(f"{folder}: has no .txt files of RACE; name a folder such as RACE/train")
+    for file in files:
+        raw = _json(file)
+        try:
+            passage = raw["article"].strip()
+            asked = list(zip(raw["questions"], raw["options"], raw["answers"], strict=True))
+            for question, options, answer in asked:
+                right = string.ascii_uppercase.find(answer.strip())
+                usable = passage and all(o.strip() for o in options)
+                if not usable or right not in range(len(options)):
+                    skipped[INCOMPLETE] += 1
+                    continue
+                filled = (_filled(question, o) for o in options)
+                yield Example((passage, *filled), values={"right": right})
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise DataError(
+                f"{file}: is not a text of RACE ({type(error).__name__}: {error}); it has article, "
+                "questions, options and answers"
+            ) from None
+
+
+def _filled(question: str, option: str) -> str:
+    """Returns a question with an answer in its blank, or after it."""
+    question, option = question.strip(), option.strip()
+    if "_" in question:
+        return question.replace("_", option, 1)
+    return f"{question} {option}".strip()
+
+
+def _json(path: Path, *at_most: int) -> Any:
+    try:
+        return read_json(path, *at_most)
+    except UnreadableError as error:
+        raise DataError(str(error)) from None

@@ -1,16 +1,23 @@
-"""The writer of token folders: tokenizes the documents of sources of any kind, and writes them."""
+"""The writer of token folders: tokenizes the documents of sources of any kind, and writes them.
+
+It needs one pass and bounded memory. Batches are tokenized in this process or in several, and their
+results come in the order of the batches. The library's own threads tokenize in parallel, too, but
+its results become Python's lists one id at a time under one lock. A worker process makes these
+lists in parallel to others and sends arrays.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
+import multiprocessing
+import os
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
-
-from numpy.typing import NDArray
+from typing import Any, Generic, Literal, cast
 
 from gridformer.data.prepare.atomic_folder import (
     PreparationState,
@@ -18,19 +25,21 @@ from gridformer.data.prepare.atomic_folder import (
     atomic_folder,
     resume_key,
 )
-from gridformer.data.prepare.reading import Cursor, Reader, batches
-from gridformer.data.prepare.split_file import SplitWriter
-from gridformer.data.prepare.tokenizing import Encoder, encoded_batches, workers_for
-from gridformer.data.prepare.utf8 import is_damage
+from gridformer.data.prepare.reading import (
+    Cursor,
+    Item,
+    batches,
+    is_damage,
+)
+from gridformer.data.prepare.sources import Source
+from gridformer.data.prepare.split_file import Document, SplitWriter
 from gridformer.data.tokenfolder import (
     INDEX,
     TOKENIZER,
     VERSION,
     Index,
     Kind,
-    PartEntry,
     SourceEntry,
-    SplitName,
     TokenFolder,
     TokenizerEntry,
     token_dtype,
@@ -38,8 +47,11 @@ from gridformer.data.tokenfolder import (
 from gridformer.data.tokenizer import Tokenizer
 from gridformer.data.tokensplit import Column
 from gridformer.utils.errors import DataError, UserError
+from gridformer.utils.hardware import n_cores
+from gridformer.utils.process import end_with_parent
 
-Item = TypeVar("Item")
+WORTH_WORKERS = 64_000_000  # bytes of text below which starting processes takes longer
+_WAITING = 2  # batches of each worker that are read before they are needed
 
 
 @dataclass(frozen=True)
@@ -67,52 +79,13 @@ class PrepareProgress:
 OnProgress = Callable[[PrepareProgress], None]
 
 
-class Document(NamedTuple):  # which workers send faster than a dataclass
-    """One document, or the next tokens of a long one.
-
-    Attributes:
-        ids: Its tokens, without the end-of-text token, which is added.
-        values: The values of columns by name: those of the document, and for columns of tokens one
-            for each of `ids`, or one more that belongs to the end-of-text token (otherwise 0).
-        label: The name of its label, if it has one.
-        split: Its split. None lets a hash decide; all documents of a folder have one or none has.
-        n_bytes: The bytes of its text as UTF-8, for the summary.
-        ends: Whether the document ends with these tokens.
-    """
-
-    ids: Sequence[int] | NDArray[Any]
-    values: Mapping[str, object] | None = None
-    label: str | None = None
-    split: SplitName | None = None
-    n_bytes: int = 0
-    ends: bool = True
-
-
 # The documents of a batch, and what was left out of it, by reason.
 EncodedBatch = tuple[list[Document], Counter[str]]
 
 
-@dataclass(frozen=True)
-class DocumentSource(Generic[Item]):
-    """What is read from one source.
-
-    Attributes:
-        name: The source as the user wrote it.
-        read: Yields its items.
-        files: The files that are read: others, or changed ones, cannot go on with what was written.
-        license: Its license, if known.
-        revision: What else changes with its items.
-        n_bytes: The bytes to read, for progress; None if they are not known.
-        parts: The parts of the source, if they have their own licenses.
-    """
-
-    name: str
-    read: Reader[Item]
-    files: tuple[Path, ...] = ()
-    license: str | None = None
-    revision: object = None
-    n_bytes: int | None = None
-    parts: tuple[PartEntry, ...] = ()
+# Turns the items of a batch into documents, which depend on these alone. It is pickled into each
+# worker process.
+Encoder = Callable[[Sequence[Item]], EncodedBatch]
 
 
 @dataclass(frozen=True)
@@ -136,7 +109,7 @@ class FolderSpec(Generic[Item]):
     """
 
     kind: Kind
-    encoder: Callable[[Tokenizer], Encoder[Item, EncodedBatch]]
+    encoder: Callable[[Tokenizer], Encoder[Item]]
     chars: Callable[[Item], int]
     settings: Mapping[str, object] = field(default_factory=dict)
     columns: Mapping[str, Column] = field(default_factory=dict)
@@ -194,18 +167,18 @@ def write_documents(
 
     spec: FolderSpec[Document] = FolderSpec(
         kind,
-        lambda tokenizer: lambda: contextlib.nullcontext(encoded),
+        lambda tokenizer: encoded,
         lambda document: len(document.ids),
         columns=columns or {},
         seed=seed,
         val_fraction=val_fraction,
     )
-    source = DocumentSource(name, read, license=license)
+    source = Source(name, read, license=license)
     return _prepare([source], Path(out), spec, tokenizer, None, 1, overwrite, lambda _: None)
 
 
 def prepare_documents(
-    sources: Sequence[DocumentSource[Item]],
+    sources: Sequence[Source[Item]],
     out: Path | str,
     spec: FolderSpec[Item],
     tokenizer: Tokenizer | Callable[[], Tokenizer],
@@ -269,11 +242,11 @@ def trained_on(
         Exception: What `empty` returns, because there is no text.
     """
     on_progress(PrepareProgress("sampling"))
-    found = list(texts())
-    if not found:
+    sample = list(texts())
+    if not sample:
         raise empty()
     on_progress(PrepareProgress("training the tokenizer"))
-    return Tokenizer.train(found, vocab_size)
+    return Tokenizer.train(sample, vocab_size)
 
 
 def nothing_error(names: Iterable[str], nothing: str, skipped: Mapping[str, int]) -> DataError:
@@ -283,14 +256,8 @@ def nothing_error(names: Iterable[str], nothing: str, skipped: Mapping[str, int]
     return DataError(f"{', '.join(names)}: {nothing}{left_out}")
 
 
-def total_bytes(sizes: Iterable[int | None]) -> int | None:
-    """Returns the sum of sizes, or None if some are not known."""
-    found = [*sizes]
-    return None if None in found else sum(size or 0 for size in found)
-
-
 def _prepare(
-    sources: Sequence[DocumentSource[Item]],
+    sources: Sequence[Source[Item]],
     out: Path,
     spec: FolderSpec[Item],
     tokenizer: Tokenizer | Callable[[], Tokenizer],
@@ -341,7 +308,7 @@ def _saved_tokenizer(work: Unfinished, tokenizer: Tokenizer | Callable[[], Token
 
 
 def _append_all(
-    sources: Sequence[DocumentSource[Item]],
+    sources: Sequence[Source[Item]],
     spec: FolderSpec[Item],
     tokenizer: Tokenizer,
     work: Unfinished,
@@ -358,17 +325,18 @@ def _append_all(
     state, kept = work.state, writer.documents
     documents = [*state.documents] if state else [0] * len(sources)
     n_bytes = [*state.n_bytes] if state else [0] * len(sources)
-    total = total_bytes(one.n_bytes for one in sources)
-    skipped: Counter[str] = Counter()
+    sizes = [one.n_bytes for one in sources if one.n_bytes is not None]
+    total = sum(sizes) if len(sizes) == len(sources) else None
+    skipped, dropped = Counter[str](), Counter(state.dropped if state else {})
     start = state.cursor if state else Cursor()
     read = batches([one.read for one in sources], spec.chars, skipped, start)
     encoder = spec.encoder(tokenizer)
-    for cursor, (made, dropped) in encoded_batches(read, encoder, workers_for(workers, total)):
+    for cursor, (made, without) in encoded_batches(read, encoder, workers_for(workers, total)):
         before = writer.documents
-        for one in made:
-            writer.append(one.ids, one.ends, one.label, one.values, one.split)
-            n_bytes[cursor.source] += one.n_bytes
-        writer.dropped.update(dropped)
+        for document in made:
+            writer.append(document)
+            n_bytes[cursor.source] += document.n_bytes
+        dropped.update(without)
         documents[cursor.source] += writer.documents - before
         on_progress(
             PrepareProgress(
@@ -383,6 +351,7 @@ def _append_all(
                     cursor=cursor,
                     documents=tuple(documents),
                     n_bytes=tuple(n_bytes),
+                    dropped=dict(dropped),
                     writer=writer.state(),
                 )
             )
@@ -390,7 +359,7 @@ def _append_all(
         SourceEntry(source=one.name, license=one.license, documents=n, bytes=size, parts=one.parts)
         for one, n, size in zip(sources, documents, n_bytes)
     )
-    return tuple(entries), dict(sorted((skipped + writer.dropped).items()))
+    return tuple(entries), dict(sorted((skipped + dropped).items()))
 
 
 def _finish(
@@ -404,13 +373,13 @@ def _finish(
     """Closes the files of a folder, and writes its index, without which it does not open."""
     if writer.rewrites:
         work.forget()
-    splits = writer.finish()
+    splits, labels = writer.finish()
     index = Index(
         kind=spec.kind,
         languages=spec.languages,
-        labels=writer.finish_labels(),
+        labels=labels,
         columns=writer.columns,
-        dtype="uint16" if token_dtype(tokenizer.vocab_size).itemsize == 2 else "int32",
+        dtype=cast(Any, token_dtype(tokenizer.vocab_size).name),
         vocab_size=tokenizer.vocab_size,
         eos_token=tokenizer.eos_token,
         eos_id=tokenizer.eos_id,
@@ -429,3 +398,69 @@ def _finish(
     text = index.model_dump_json(indent=2) + "\n"
     (work.folder / INDEX).write_text(text, encoding="utf-8")
     TokenFolder.open(work.folder)
+
+
+def workers_for(wanted: int | None, n_bytes: int | None) -> int:
+    """Returns how many worker processes to start.
+
+    Args:
+        wanted: What the user wants; None chooses one for each core, or none for little text.
+        n_bytes: The bytes of all sources, if known.
+    """
+    if wanted is not None:
+        return wanted
+    if n_bytes is not None and n_bytes < WORTH_WORKERS:
+        return 1
+    return n_cores()
+
+
+def encoded_batches(
+    batches: Iterator[tuple[list[Item], Cursor]], encoder: Encoder[Item], workers: int
+) -> Iterator[tuple[Cursor, EncodedBatch]]:
+    """Yields the encoding of every batch, in order. One worker is this process itself.
+
+    Raises:
+        DataError: A worker process died.
+    """
+    if workers <= 1:
+        for items, after in batches:
+            yield after, encoder(items)
+        return
+    pool = ProcessPoolExecutor(
+        workers,
+        # A forked process would have the library's threads only in part.
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_begin,
+        initargs=(encoder,),
+    )
+    waiting: deque[tuple[Cursor, Future[EncodedBatch]]] = deque()
+    try:
+        for items, after in batches:
+            waiting.append((after, pool.submit(_work, items)))
+            if len(waiting) >= _WAITING * workers:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        for first, future in waiting:
+            yield first, future.result()
+    except BrokenProcessPool:
+        raise DataError(
+            "a worker process of prepare died, probably for lack of memory: use fewer --workers"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# The encoder of a worker process, which ends with the process.
+_own: Encoder[Any] | None = None
+
+
+def _begin(encoder: Encoder[Any]) -> None:
+    global _own
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores already
+    end_with_parent()
+    _own = encoder
+
+
+def _work(items: Sequence[Any]) -> EncodedBatch:
+    assert _own is not None
+    return _own(items)

@@ -1,19 +1,21 @@
-"""Turns a corpus into a token folder in one pass and in bounded memory."""
+"""Turns texts, pairs of texts and labeled texts into a token folder."""
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gridformer.data.prepare.documents import (
-    Document,
-    DocumentSource,
+from gridformer.data.prepare.reading import BATCH_CHARS, Cursor, Text, pieces
+from gridformer.data.prepare.records import NO_PAIR
+from gridformer.data.prepare.sources import TextSource
+from gridformer.data.prepare.split_file import Document
+from gridformer.data.prepare.writer import (
     EncodedBatch,
     FolderSpec,
     OnProgress,
@@ -21,8 +23,6 @@ from gridformer.data.prepare.documents import (
     prepare_documents,
     trained_on,
 )
-from gridformer.data.prepare.sources import Source
-from gridformer.data.prepare.text_chunks import TextChunk
 from gridformer.data.tokenfolder import TokenFolder, token_dtype
 from gridformer.data.tokenizer import Tokenizer, encodable
 from gridformer.utils.errors import DataError, UserError
@@ -31,7 +31,7 @@ _NOTHING = "there is no text to prepare"
 
 
 def prepare_corpus(
-    sources: Sequence[Source],
+    sources: Sequence[TextSource],
     out: Path | str,
     *,
     tokenizer: Tokenizer | None = None,
@@ -81,10 +81,10 @@ def prepare_corpus(
         texts = partial(sampled_text, sources, sample_bytes)
         return trained_on(texts, vocab_size, on_progress, lambda: _nothing(sources))
 
-    spec: FolderSpec[TextChunk] = FolderSpec(
+    spec: FolderSpec[Text] = FolderSpec(
         kind,
-        lambda used: partial(_text_encoder, used, token_dtype(used.vocab_size)),
-        lambda chunk: len(chunk.text),
+        lambda used: partial(_encoded, used),
+        lambda item: sum(map(len, item.texts)),
         settings={} if tokenizer else {"tokenizer": (vocab_size, sample_bytes)},
         seed=seed,
         val_fraction=val_fraction,
@@ -94,7 +94,7 @@ def prepare_corpus(
         nothing=_NOTHING,
     )
     return prepare_documents(
-        [_opened(source) for source in sources],
+        sources,
         out,
         spec,
         tokenizer or train,
@@ -104,61 +104,62 @@ def prepare_corpus(
     )
 
 
-def sampled_text(sources: Sequence[Source], limit: int) -> Iterator[str]:
+def sampled_text(sources: Sequence[TextSource], limit: int) -> Iterator[str]:
     """Yields text of about `limit` bytes, the same amount from each source that has enough."""
-    readers = [source.sample() for source in sources]
+    readers = [
+        (piece.text for item in source.sampled() for text in item.texts for piece in pieces([text]))
+        for source in sources
+    ]
     taken = [0] * len(readers)
     live = list(range(len(readers)))
     while live and sum(taken) < limit:
         least = min(live, key=taken.__getitem__)
-        chunk = next(readers[least], None)
-        if chunk is None:
+        piece = next(readers[least], None)
+        if piece is None:
             live.remove(least)
-        elif chunk.text:
-            text = encodable(chunk.text)
+        elif piece:
+            text = encodable(piece)
             taken[least] += len(text.encode())
             yield text
 
 
-def _opened(source: Source) -> DocumentSource[TextChunk]:
-    more = {name: getattr(source, name, None) for name in ("fields", "split", "revision")}
-    return DocumentSource(
-        source.name,
-        source.chunks,
-        files=getattr(source, "paths", ()),
-        license=source.license,
-        revision=repr(more),
-        n_bytes=source.n_bytes,
-        parts=source.parts,
-    )
+def _encoded(tokenizer: Tokenizer, items: Sequence[Text]) -> EncodedBatch:
+    """Returns the documents of texts, which are tokenized in parts, and of pairs two each."""
+    of_texts = [
+        [encodable(piece.text) for piece in pieces([text])] for item in items for text in item.texts
+    ]
+    tokens = _tokenized(tokenizer, [part for parts in of_texts for part in parts])
+    made: list[Document] = []
+    dropped, each = Counter[str](), iter(of_texts)
+    for item in items:
+        both = []
+        for _, parts in zip(item.texts, each):
+            ids = np.concatenate([next(tokens) for _ in parts])
+            both.append((ids, sum(len(part.encode()) for part in parts)))
+        if item.second is not None and not all(len(ids) for ids, _ in both):
+            dropped[NO_PAIR] += 1
+            both = [(ids[:0], n) for ids, n in both]
+        made += [Document(ids, None, item.label, None, n, item.ends) for ids, n in both]
+    return made, dropped
 
 
-@contextlib.contextmanager
-def _text_encoder(
-    tokenizer: Tokenizer, dtype: np.dtype[Any]
-) -> Iterator[Callable[[Sequence[TextChunk]], EncodedBatch]]:
-    """Turns chunks of text into tokens; see Encoder."""
-
-    def encode(chunks: Sequence[TextChunk]) -> EncodedBatch:
-        texts = [encodable(chunk.text) for chunk in chunks]
-        made = [
-            Document(
-                np.asarray(ids, dtype=dtype),
-                label=chunk.label,
-                n_bytes=len(text.encode()),
-                ends=chunk.ends,
-            )
-            for ids, chunk, text in zip(tokenizer.encode_batch(texts), chunks, texts, strict=True)
-        ]
-        return made, Counter()
-
-    yield encode
+def _tokenized(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[NDArray[Any]]:
+    """Yields the tokens of texts, a bounded amount of which are lists of Python at a time."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    some: list[str] = []
+    n_chars = 0
+    for number, text in enumerate(texts, start=1):
+        some.append(text)
+        n_chars += len(text)
+        if number == len(texts) or n_chars >= BATCH_CHARS:
+            yield from (np.asarray(ids, dtype) for ids in tokenizer.encode_batch(some))
+            some, n_chars = [], 0
 
 
-def _nothing(sources: Sequence[Source]) -> DataError:
+def _nothing(sources: Sequence[TextSource]) -> DataError:
     """Reads everything again to say why there is no text: sampling does not count what it skips."""
     skipped: Counter[str] = Counter()
     for source in sources:
-        deque(source.chunks(skipped), maxlen=0)
+        deque(source.read(skipped, Cursor()), maxlen=0)
     names = [source.name for source in sources]
     return nothing_error(names, _NOTHING, dict(sorted(skipped.items())))

@@ -1,0 +1,579 @@
+"""Conversations as text for a model: templates, records, and which tokens are answers.
+
+A template is somebody else's program, which may come with a data set or a model, so it is rendered
+in a process of its own: this file, run as a program. jinja2's sandbox keeps it from Python's
+internals, and limits of the operating system on memory and files hold for whatever it computes; its
+parent ends it when it takes too long. That process imports nothing of gridformer, so it starts fast
+and has little in memory.
+
+Requests and answers are JSON, one object a line. The first request is {"template", "special"}, and
+the following ones are {"messages", "prompt"}. An answer is {"text", "answers"} or {"error"}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import secrets
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+
+if __name__ != "__main__":
+    from gridformer.utils.errors import DataError, UserError
+    from gridformer.utils.files import UnreadableError, parse_json, read_json, read_text
+if TYPE_CHECKING:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from gridformer.data.tokenizer import Tokenizer
+
+Message = dict[str, Any]  # "role" and "content", and what else a template may read
+USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
+# The keys by which a record is recognized, in the order in which they are looked for.
+FORMS = (("messages",), ("instruction", "output"), ("prompt", "completion"))
+CHAT_FILE: Final = "chat.json"
+MOST_TEMPLATE_CHARS = 1 << 18
+PATIENCE_S = 20.0  # for one conversation
+MOST_MEMORY = 1 << 30  # bytes of address space of the process that renders
+MOST_CHARS = 1 << 24  # of one conversation's text
+MOST_FILTERED = 1 << 16  # characters of a text for a filter that may need far more time or memory
+OWN = "tokenizer"
+_CONFIG, _FILE = "tokenizer_config.json", "chat_template.jinja"
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+# They surround what a template declares an answer. Nobody can write them into a conversation,
+# because they differ in each process.
+_NAME = secrets.token_hex(16)
+_BEGIN, _END = f"\x00{_NAME}<\x00", f"\x00{_NAME}>\x00"
+_MARK = re.compile(f"\x00{_NAME}([<>])\x00")
+
+# The format of OpenAI's ChatML, which Qwen and others use, without a system message of its own.
+_CHATML = """\
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message['role'] + '\\n' -}}
+    {%- if message['role'] == 'assistant' -%}
+        {%- generation -%}
+            {{- message['content'] + '<|im_end|>' -}}
+        {%- endgeneration -%}
+        {{- '\\n' -}}
+    {%- else -%}
+        {{- message['content'] + '<|im_end|>\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+# The format of Llama 3 without tools and dates.
+_LLAMA3 = """\
+{{- '<|begin_of_text|>' -}}
+{%- for message in messages -%}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' -}}
+    {%- if message['role'] == 'assistant' -%}
+        {%- generation -%}
+            {{- message['content'] | trim + '<|eot_id|>' -}}
+        {%- endgeneration -%}
+    {%- else -%}
+        {{- message['content'] | trim + '<|eot_id|>' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
+{%- endif -%}
+"""
+# Each template with the special tokens that it needs.
+BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
+    "chatml": (_CHATML, ("<|im_start|>", "<|im_end|>")),
+    "llama3": (
+        _LLAMA3,
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ),
+}
+
+
+class Rendered(NamedTuple):
+    """The text of a conversation, and the characters [begin, end) of each answer in it."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
+
+
+class ChatTemplate:
+    """Renders conversations with a jinja template, as the library transformers does.
+
+    Use it as a context manager, which ends the process that renders. A pickled one starts its own.
+
+    If the template marks answers with `{% generation %}`, these are the answers. Otherwise an
+    answer begins where the text with the prompt for it ends, and it ends where the text of the
+    conversation up to it does.
+
+    Args:
+        source: The template.
+        special: The special tokens that it may write, such as `bos_token`, by name.
+        origin: Where the template comes from, for errors.
+
+    Raises:
+        DataError: The template is too large or not a template.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str], origin: str) -> None:
+        self.source, self.special, self.origin = source, dict(special), origin
+        # If a template only mentions the word, this finds no answers.
+        self.marks = "endgeneration" in source
+        if len(source) > MOST_TEMPLATE_CHARS:
+            raise self._problem(f"has {len(source):,} characters; {MOST_TEMPLATE_CHARS:,} may be")
+        self._process = subprocess.Popen(
+            # -P: the folder of this file is not searched for modules.
+            [sys.executable, "-P", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._unread = b""
+        try:
+            self._ask({"template": source, "special": self.special})
+        except DataError:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChatTemplate, (self.source, self.special, self.origin)
+
+    def close(self) -> None:
+        """Ends the process that renders."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe:
+                pipe.close()
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Returns the text after which the model says the next answer."""
+        return self._render(messages, prompt=True).text
+
+    def render(self, messages: Sequence[Message]) -> Rendered:
+        """Returns the text of a whole conversation, and its answers.
+
+        Raises:
+            DataError: The template refuses the conversation, or does not tell where answers are.
+        """
+        whole = self._render(messages)
+        if self.marks:
+            return whole
+        answers = []
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            before = self.prompt(messages[:number])
+            until = self._render(messages[: number + 1]).text
+            if not (whole.text.startswith(until) and until.startswith(before)):
+                raise self._problem(
+                    "does not show where answers begin and end: write {% generation %} and "
+                    "{% endgeneration %} around them in a copy of it, or choose another template"
+                )
+            answers.append((len(before), len(until)))
+        return Rendered(whole.text, tuple(answers))
+
+    def _render(self, messages: Sequence[Message], prompt: bool = False) -> Rendered:
+        said = self._ask({"messages": list(messages), "prompt": prompt})
+        return Rendered(said["text"], tuple((a, b) for a, b in said["answers"]))
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+            line = self._line()
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            raise self._problem(
+                f"did not answer within {PATIENCE_S:g} s or took more memory than it may"
+            )
+        said: dict[str, Any] = json.loads(line)
+        if "error" in said:
+            raise self._problem(f"cannot be used for this ({said['error']})")
+        return said
+
+    def _line(self) -> bytes:
+        """Returns the next line of the process; none if it has ended or takes too long."""
+        pipe = self._process.stdout
+        assert pipe is not None
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([pipe], [], [], PATIENCE_S)
+            part = os.read(pipe.fileno(), 1 << 20) if ready else b""
+            if not part:
+                self._process.kill()
+                return b""
+            self._unread += part
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _problem(self, what: str) -> DataError:
+        return DataError(f"chat template {self.origin}: {what}")
+
+
+@dataclass(frozen=True)
+class StoredChat:
+    """The content of chat.json.
+
+    Attributes:
+        template: The template.
+        special: The special tokens that it may write, by name.
+        origin: Where it comes from.
+    """
+
+    template: str
+    special: dict[str, str]
+    origin: str
+
+    def open(self) -> ChatTemplate:
+        """Starts the process that renders the template."""
+        return ChatTemplate(self.template, self.special, self.origin)
+
+
+def write_chat(folder: Path, chat: StoredChat) -> None:
+    """Writes chat.json into a folder."""
+    text = json.dumps(asdict(chat), indent=2, ensure_ascii=False)
+    (folder / CHAT_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_chat(folder: Path) -> StoredChat:
+    """Reads chat.json of a folder.
+
+    Raises:
+        DataError: It is missing or damaged.
+    """
+    file, reason = folder / CHAT_FILE, "it is damaged"
+    try:
+        chat = StoredChat(**read_json(file))
+        texts = (chat.template, chat.origin, *chat.special.values())
+        if all(isinstance(text, str) for text in texts):
+            return chat
+    except UnreadableError as error:
+        reason = str(error)
+    except (TypeError, AttributeError):
+        pass
+    raise DataError(
+        f"{file}: no chat template can be read ({reason}); `gridformer prepare --chat` writes "
+        f"one, which a run of data.task=chat keeps"
+    )
+
+
+def open_template(spec: str, tokenizer: Path | None) -> tuple[StoredChat, tuple[str, ...]]:
+    """Reads the template that a user names.
+
+    Args:
+        spec: `chatml`, `llama3`, `tokenizer` for the one beside a tokenizer.json, or the path of a
+            jinja file.
+        tokenizer: The tokenizer.json that is used, or its folder; None if one is trained.
+
+    Returns:
+        The template, and the special tokens that it needs from the tokenizer as far as is known.
+
+    Raises:
+        UserError: There is no such template.
+    """
+    beside = None if tokenizer is None else tokenizer if tokenizer.is_dir() else tokenizer.parent
+    special = {} if beside is None else _special(_config(beside))
+    if spec in BUILT_IN:
+        template, needed = BUILT_IN[spec]
+        return StoredChat(template=template, special=special, origin=spec), needed
+    if spec != OWN:
+        return StoredChat(template=_read(Path(spec)), special=special, origin=spec), ()
+    if beside is None:
+        raise UserError(
+            f"--chat {OWN} takes the template of a tokenizer: name one with --tokenizer, or use "
+            f"--chat chatml"
+        )
+    own = _own(beside)
+    if own is None:
+        raise UserError(
+            f"--chat {OWN}: {beside} has neither {_FILE} nor a chat_template in {_CONFIG}: use "
+            f"--chat chatml, llama3, or the path of a jinja file"
+        )
+    return StoredChat(template=own, special=special, origin=str(beside)), ()
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_text(path)
+    except UnreadableError as error:
+        raise UserError(
+            f"--chat {path}: is neither chatml, llama3 nor {OWN}, and as a file it cannot be read "
+            f"({error.reason})"
+        ) from None
+
+
+def _own(folder: Path) -> str | None:
+    """Returns the template beside a tokenizer."""
+    if (folder / _FILE).is_file():
+        return _read(folder / _FILE)
+    own = _config(folder).get("chat_template")
+    if isinstance(own, list):  # several with names
+        named = {one.get("name"): one.get("template") for one in own if isinstance(one, dict)}
+        own = named.get("default")
+    return own if isinstance(own, str) else None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / _CONFIG
+    if not path.is_file():
+        return {}
+    try:
+        config = parse_json(read_text(path))
+    except (UnreadableError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
+    return config if isinstance(config, dict) else {}
+
+
+def _special(config: dict[str, Any]) -> dict[str, str]:
+    """Returns the special tokens of tokenizer_config.json, which may be objects with a content."""
+    values = {name: config.get(name) for name in _SPECIAL}
+    texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in values.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def messages_of(record: Mapping[str, Any], where: str) -> list[Message]:
+    """Returns the conversation of a record.
+
+    It is one of {"messages": [{"role", "content"}, ...]}, {"instruction", "input", "output"} and
+    {"prompt", "completion"}, where the last two values are texts or lists of messages. A text under
+    "system" comes first in the latter two.
+
+    Args:
+        record: The record.
+        where: Its file and place, for errors.
+
+    Raises:
+        DataError: It is none of them, or a value has the wrong type.
+    """
+    form = next((keys for keys in FORMS if all(key in record for key in keys)), None)
+    if form is None:
+        raise DataError(
+            f"{where}: is not a conversation; a record has messages, or instruction and output, or "
+            f"prompt and completion, and this one has {', '.join(sorted(record)) or 'no keys'}"
+        )
+    if form == ("messages",):
+        return _messages(record["messages"], where, "messages")
+    talk = [_message(SYSTEM, record["system"], where, "system")] if record.get("system") else []
+    if form == ("prompt", "completion"):
+        for key, role in zip(form, (USER, ASSISTANT)):
+            value = record[key]
+            if isinstance(value, list):
+                talk += _messages(value, where, key)
+            else:
+                talk.append(_message(role, value, where, key))
+        return talk
+    asked = _message(USER, record["instruction"], where, "instruction")
+    if record.get("input"):
+        more = _message(USER, record["input"], where, "input")
+        asked["content"] += "\n\n" + more["content"]
+    return [*talk, asked, _message(ASSISTANT, record["output"], where, "output")]
+
+
+def has_answer(messages: list[Message]) -> bool:
+    """Returns whether a conversation has anything for a model to learn to say."""
+    return any(m["role"] == ASSISTANT and m["content"].strip() for m in messages)
+
+
+class Encoded(NamedTuple):
+    """A conversation as tokens, and for each whether it belongs to an answer."""
+
+    ids: list[int]
+    answer: list[bool]
+
+
+def encode(
+    conversations: Sequence[Sequence[Message]], template: ChatTemplate, tokenizer: Tokenizer
+) -> list[Encoded]:
+    """Returns conversations as tokens, as transformers' `apply_chat_template` does.
+
+    A token belongs to an answer if one of its characters does.
+
+    Args:
+        conversations: The messages of each conversation.
+        template: Renders them as text.
+        tokenizer: Encodes the text, in which special tokens are spelled out.
+
+    Raises:
+        DataError: The template refuses a conversation.
+    """
+    rendered = [template.render(messages) for messages in conversations]
+    encoded = []
+    for one, (ids, spans) in zip(rendered, tokenizer.encode_marked([r.text for r in rendered])):
+        answer = [False] * len(ids)
+        place = 0
+        for begin, end in one.answers:
+            while place < len(ids) and spans[place][1] <= begin:
+                place += 1
+            while place < len(ids) and spans[place][0] < end:
+                answer[place] = True
+                place += 1
+        encoded.append(Encoded(ids, answer))
+    return encoded
+
+
+def stop_ids(template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
+    """Returns the special token with which answers end, if the template has one."""
+    talk = [{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": "b"}]
+    try:
+        (encoded,) = encode([talk], template, tokenizer)
+    except DataError:  # a template that needs more, or does not tell where answers are
+        return []
+    said = [number for number, is_said in zip(encoded.ids, encoded.answer) if is_said]
+    return [number for number in said if number in tokenizer.special_ids][-1:]
+
+
+def spells_special(messages: Sequence[Message], tokenizer: Tokenizer) -> bool:
+    """Returns whether a message contains a special token as text, which could forge a turn."""
+    special = tokenizer.special_tokens
+    return any(name in m["content"] for m in messages for name in special)
+
+
+def _messages(value: object, where: str, key: str) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: '{key}' is not a list of messages")
+    messages = []
+    for number, message in enumerate(value):
+        at = f"{key}[{number}]"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"{where}: {at} is not an object with the keys role and content")
+        messages.append({**message, **_message(message["role"], message.get("content"), where, at)})
+    return messages
+
+
+def _message(role: str, content: object, where: str, key: str) -> Message:
+    if not isinstance(content, str):
+        raise DataError(f"{where}: the content of '{key}' is {type(content).__name__}, not text")
+    return {"role": role, "content": content}
+
+
+# --------------------------------------------------------------------- the process that renders
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """Returns an environment with what templates of the library transformers may use.
+
+    There is no clock (`strftime_now`), so that the same conversation always gives the same text.
+    The block `{% generation %} ... {% endgeneration %}` contains what the model says.
+    """
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("_marked")
+            return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{_BEGIN}{caller()}{_END}"
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    made.filters["tojson"] = _to_json
+    for name in ("wordwrap", "urlize", "striptags"):
+        made.filters[name] = _bounded(made.filters[name])
+    made.globals["raise_exception"] = _refuse
+    return made
+
+
+def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """Returns a rendered text without marks, and where the answers in it begin and end."""
+    clean, answers, begin, last = "", [], 0, 0
+    for mark in _MARK.finditer(text):
+        clean += text[last : mark.start()]
+        last = mark.end()
+        if mark[1] == "<":
+            begin = len(clean)
+        else:
+            answers.append((begin, len(clean)))
+    return clean + text[last:], answers
+
+
+def _rendered(template: Any, special: dict[str, str], asked: dict[str, Any]) -> dict[str, Any]:
+    """Answers a request with the text of a conversation and its answers, or with an error."""
+    values = {"tools": None, "documents": None, **special}
+    values |= {"messages": asked["messages"], "add_generation_prompt": asked["prompt"]}
+    text = ""
+    for piece in template.generate(**values):
+        text += piece
+        if len(text) > MOST_CHARS:
+            return {"error": f"it writes more than {MOST_CHARS:,} characters"}
+    text, answers = _unmarked(text)
+    return {"text": text, "answers": answers}
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    known = {key: options[key] for key in ("separators", "sort_keys") if key in options}
+    return json.dumps(value, ensure_ascii=False, indent=indent, **known)
+
+
+def _bounded(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a filter that refuses long texts, over which it would take minutes or gigabytes."""
+
+    @functools.wraps(filter_)
+    def bounded(*given: Any, **options: Any) -> Any:
+        if any(isinstance(one, str) and len(one) > MOST_FILTERED for one in given):
+            _refuse(f"{filter_.__name__[3:]} takes at most {MOST_FILTERED:,} characters")
+        return filter_(*given, **options)
+
+    return bounded
+
+
+def _refuse(message: object) -> None:
+    raise ValueError(str(message))
+
+
+def _limit() -> None:
+    with contextlib.suppress(ImportError, ValueError, OSError):  # not on Windows
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _main() -> None:
+    """Answers requests until there are no more."""
+    _limit()
+    template: Any = None
+    special: dict[str, str] = {}
+    for line in sys.stdin:
+        asked, said = json.loads(line), {}
+        try:
+            if template is None:
+                template = environment().from_string(asked["template"])
+                special = asked["special"]
+            else:
+                said = _rendered(template, special, asked)
+        except MemoryError:
+            said = {"error": "it takes too much memory"}
+        except Exception as error:  # whatever a template does wrong
+            where = f"line {error.lineno}: " if hasattr(error, "lineno") else ""
+            reason = " ".join(str(error).split())[:300]
+            said = {"error": f"{where}{reason or type(error).__name__}"}
+        sys.stdout.write(json.dumps(said) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _main()
