@@ -64,13 +64,7 @@ class Costs:
         return self.kernel_s(KernelWork("memory", 0.0, n_bytes)) if n_bytes else 0.0
 
     def message(self, op: Op, n_bytes: float, places: tuple[GroupPlace, ...]) -> MessageTime:
-        """Returns the time of a message in the slowest of several groups that send at once.
-
-        Args:
-            op: The collective, or `send`.
-            n_bytes: The bytes, as `MessageWork` counts them.
-            places: The groups, as `MeshGroups.places` returns them.
-        """
+        """Returns the time of a message in the slowest of some groups that send at once."""
         key = op, n_bytes, places
         if key not in self._messages:
             works = [MessageWork(op, n_bytes, one.members, one.sharers) for one in places]

@@ -255,9 +255,8 @@ def cluster_names() -> list[str]:
 def cluster_path(name_or_path: str | Path) -> Path | None:
     """Returns the file of a cluster, or None if there is none.
 
-    Args:
-        name_or_path: The path of a file, the name of a shipped cluster, or `local` for `local.yaml`
-            in the current folder, which `gridformer calibrate` writes.
+    It is given as a path, as the name of a shipped cluster, or as `local` for `local.yaml` in the
+    current folder, which `gridformer calibrate` writes.
     """
     path, name = Path(name_or_path), str(name_or_path)
     if path.is_file():

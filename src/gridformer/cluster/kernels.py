@@ -86,10 +86,7 @@ def kernel_s(cluster: Cluster, work: KernelWork) -> float:
 def computed_scores(queries: int, keys: int, hides: int) -> float:
     """Returns the fraction of scores that fused attention computes: tiles not hidden altogether.
 
-    Args:
-        queries: Queries of a head. The last one is at the position of the last key.
-        keys: Keys of a head.
-        hides: What a mask hides: see `KernelWork`.
+    The last query is at the position of the last key; `hides` is as in `KernelWork`.
     """
     if not hides:
         return 1.0

@@ -115,13 +115,9 @@ class Tables(BaseModel):
     def product_s(
         self, processes: int, dtype: str, shape: Sequence[int], order: str = ""
     ) -> float | None:
-        """Returns the seconds of a product, or None if there are no rows of its data type.
+        """Returns the seconds of a product (batch, m, n, k), or None without rows of its data type.
 
-        Args:
-            processes: How many processes compute at the same time.
-            dtype: Data type of the operands.
-            shape: (batch, m, n, k).
-            order: As in `ProductRow`; without it, or if it has no rows, the mean over all orders.
+        Without an order, or if there are no rows of it, that is the mean over all orders.
         """
         times = []
         for one in [order] if order else ["nn", "nt", "tn"]:
@@ -142,12 +138,7 @@ class Tables(BaseModel):
     ) -> float | None:
         """Returns the seconds of fused attention, or None if there are no such rows.
 
-        Args:
-            processes: How many processes compute at the same time.
-            dtype: Data type.
-            shape: (batch, heads, queries, keys, width, hides), as in `kernels.KernelWork`.
-            backward: Whether it is the backward pass.
-            op: As in `AttentionRow`.
+        The shape is (batch, heads, queries, keys, width, hides), as in `kernels.KernelWork`.
         """
         batch, heads, *rest, hides = shape
         kind = op, dtype, bool(hides), backward
@@ -166,11 +157,7 @@ class Tables(BaseModel):
     def memory_s(self, processes: int, op: str, n_bytes: float, dtype: str = "") -> float | None:
         """Returns the seconds of a memory-bound kernel, or None if there are no rows.
 
-        Args:
-            processes: How many processes compute at the same time.
-            op: Name of torch's operator; one that was not measured takes the time of `add`.
-            n_bytes: Bytes read and written.
-            dtype: Data type of what it writes; one that was not measured takes any other.
+        An operator that was not measured takes the time of `add`, and a data type any other.
         """
 
         def points() -> Iterable[_Point]:
@@ -190,10 +177,7 @@ class Tables(BaseModel):
     def message_s(
         self, processes: int, op: str, members: int, nodes: int, sharers: int, n_bytes: float
     ) -> float | None:
-        """Returns the seconds of a message, or None if no such message was measured.
-
-        Arguments are the columns of `MessageRow`.
-        """
+        """Returns the seconds of a message, as in `MessageRow`, or None if none was measured."""
         rows = [r for r in self.messages if r.op == op and r.nodes == nodes]
         if nodes > 1:
             rows = [r for r in rows if r.sharers == sharers]
@@ -258,10 +242,7 @@ class _Field:
     ) -> float | None:
         """Returns the seconds at a place, or None if nothing was measured.
 
-        Args:
-            processes: How many processes compute at the same time.
-            place: The place.
-            at: Returns the microseconds there, of the times with one number of processes.
+        `at` returns the microseconds there from the times with one number of processes.
         """
         if not self.by_count:
             return None
@@ -288,13 +269,10 @@ def _nearest(place: tuple[float, ...], values: dict[tuple[float, ...], float]) -
 
 
 def _along(x: float, points: dict[Any, float], floor: float | None = None) -> float:
-    """Interpolates along one positive number, on logarithmic scales.
+    """Interpolates positive values along one positive number, on logarithmic scales.
 
-    Args:
-        x: Where.
-        points: Positive values.
-        floor: Below the first point the value shrinks no further than to this fraction of it; None
-            keeps it. Beyond the last point the value grows in proportion.
+    Below the first point the value shrinks no further than to `floor` of it, or not at all. Beyond
+    the last point it grows in proportion.
     """
     known = sorted(points.items())
     first, last = known[0], known[-1]

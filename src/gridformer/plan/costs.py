@@ -46,13 +46,9 @@ class EventTimes:
     def items(
         self, events: Iterable[Event], rank: int, only: OnlyLayers | None, last: bool = False
     ) -> list[Item]:
-        """Returns what a replay needs of some events of a rank.
+        """Returns what a replay needs of some events of a rank, among which there is no pass.
 
-        Args:
-            events: The events, among which there is no pass.
-            rank: The rank.
-            only: Leaves out what is not in layers; None leaves out nothing.
-            last: Whether all passes are over.
+        `only` may leave out what is not in layers; `last` says that all passes are over.
         """
         items: list[Item] = []
         for event in events:
@@ -90,13 +86,9 @@ class EventTimes:
         return self.costs.kernel_s(KernelWork(kernel.kind, kernel.flop, kernel.bytes, dtype, *how))
 
     def start_s(self, start: Start, rank: int) -> tuple[float, float | None]:
-        """Returns the seconds that a message takes, and `Send.cpu`.
+        """Returns the seconds that a message of a rank takes, and `Send.cpu`.
 
         Messages posted together travel together.
-
-        Args:
-            start: The message.
-            rank: The rank that starts it.
         """
         same = id(start.parts), id(start.pieces), start.op, start.group, start.size, start.dtype
         key = *same, rank
@@ -151,13 +143,7 @@ def kernels_of(trace: Trace) -> Iterator[Kernel]:
 
 
 def dtypes_without_peak(traces: Sequence[Trace], cluster: Cluster, tf32: bool) -> list[str]:
-    """Returns the types of products for which a cluster states no peak rate.
-
-    Args:
-        traces: Traces of the ranks, whose products count.
-        cluster: The cluster.
-        tf32: Whether products in float32 run as TF32, which has a peak of its own.
-    """
+    """Returns the types of products in traces for which a cluster states no peak rate."""
     found = {
         "tf32" if event.dtype == "float32" and tf32 else event.dtype
         for trace in traces

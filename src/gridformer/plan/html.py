@@ -63,16 +63,10 @@ def write_plan_page(
     path: Path,
     remedies: Sequence[str] = (),
 ) -> None:
-    """Writes the report.
+    """Writes the report on what was found for a run, with the advice for each layout.
 
-    Args:
-        run: The run that was asked for.
-        cluster: The machine.
-        n_devices: The number of devices.
-        result: What was found. If it has no layout, the report says what would fit.
-        advice: The advice for each layout.
-        path: The file, whose folder is created if needed.
-        remedies: What would fit if nothing does.
+    If no layout was found, it says what would fit: the remedies. The file's folder is created if
+    needed.
     """
     title = f"{run.model.name} on {n_devices} devices of {cluster.name}"
     note = _note(
@@ -151,10 +145,7 @@ def _sections(
 def certainty(result: Result, cluster: Cluster, counts: Iterable[int]) -> list[str]:
     """Returns sentences that say what makes a report less certain.
 
-    Args:
-        result: What was found, at least one layout.
-        cluster: The machine.
-        counts: The numbers of devices of which the report tells, too.
+    `counts` are the numbers of devices of which the report tells, too.
     """
     common = common_warnings(result.listed)
     sentences = [sureness(cluster, result.layouts[0].run.layout.n_processes)]
@@ -188,12 +179,7 @@ def memory_factors(traced: Sequence[PlannedLayout]) -> dict[MemoryKind, float]:
 
 
 def fastest_that_fits(search: Search, factors: Mapping[MemoryKind, float]) -> PlannedLayout | None:
-    """Returns the fastest layout of a search that fits by estimate.
-
-    Args:
-        search: The search.
-        factors: How many times their estimated memory layouts need, by kind.
-    """
+    """Returns the fastest layout of a search that fits by estimate, times the factor of its kind."""
     ranked, _ = search.ranked(improved=8)
     for one in ranked:
         if one.estimate.peak_gib * factors.get(one.memory_kind, 1.0) <= one.estimate.limit_gib:

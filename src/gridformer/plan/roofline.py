@@ -70,10 +70,7 @@ class Estimate:
 def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Estimate:
     """Estimates the time and the memory of a step of a checked run.
 
-    Args:
-        run: The run, whose layout is valid.
-        cluster: The machine.
-        costs: The costs of this cluster, which remember what was asked; None makes new ones.
+    Costs of this cluster remember what was asked; None makes new ones.
     """
     costs = costs or Costs(cluster.for_processes(run.layout.n_processes))
     cluster, layout, host = costs.cluster, run.layout, costs.cluster.host
@@ -111,12 +108,7 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
 
 
 class _Step:
-    """The work of a device in a step.
-
-    Args:
-        run: The run, without `reshard: auto`.
-        times: The times of its products and messages.
-    """
+    """The work of a device in a step of a run, whose `reshard` is decided."""
 
     def __init__(self, run: RunConfig, times: ProductTimes) -> None:
         self.run, self.times, self.costs, self.choices = run, times, times.costs, times.choices
@@ -291,12 +283,7 @@ class _Step:
         return choice.elements / (1 if choice.common else self.choices.rows * self.choices.cols)
 
     def _held(self, share: StageShares, common: bool) -> tuple[list[float], float]:
-        """Returns the elements of a rank's matrices, and of its table of tokens.
-
-        Args:
-            share: What it has of the model.
-            common: Whether it is those that every device of a grid holds, or the others.
-        """
+        """Returns the elements of a rank's matrices, common ones or others, and of its table."""
         found, table = [0.0], 0.0
         tied = share.head and share.lookups > 0 and self.run.model.tied_head
         for choice in self.choices.products.values():

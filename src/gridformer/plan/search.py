@@ -200,12 +200,7 @@ class Search:
         return best or min(tried, key=lambda one: one.estimate.peak_gib)
 
     def improved(self, best: PlannedLayout, margin: float = MARGIN) -> PlannedLayout:
-        """Changes one setting at a time, always the one that makes a step fastest.
-
-        Args:
-            best: A layout.
-            margin: How many times the limit the estimated memory may be.
-        """
+        """Changes one setting at a time, always the one that makes a step fastest."""
         for _ in range(ROUNDS):
             runs = [run for _, run in neighbors(best.run)]
             if best.kind == REPLICAS:  # their modes are layouts of their own
@@ -230,9 +225,7 @@ class Search:
     def smaller(self, large: PlannedLayout, scale: float) -> PlannedLayout | None:
         """Returns the fastest of a layout's neighbors, and theirs, that fits; None if none does.
 
-        Args:
-            large: A layout whose trace does not fit.
-            scale: How many times as large as its estimate its traced memory is.
+        The layout's traced memory is `scale` times as large as its estimate.
         """
         limit = large.estimate.limit_gib / scale
         tried = [large]

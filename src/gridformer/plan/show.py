@@ -88,12 +88,7 @@ def print_result(
 ) -> None:
     """Prints the ranking, and the reasons for the first layouts.
 
-    Args:
-        run: The run that was asked for.
-        result: What was found.
-        advice: The advice for each layout that is listed.
-        cluster: The machine.
-        console: Where to print.
+    `run` is what was asked for, and `advice` is that of each layout that is listed.
     """
     listed, n = result.listed, result.layouts[0].run.layout.n_processes
     fastest, n_traces = len(result.layouts[: result.top]), len(result.layouts + result.refused)
@@ -291,13 +286,7 @@ def settings_between(asked: RunConfig, other: RunConfig) -> str:
 def ranking_as_json(
     result: Result, advice: Sequence[Advice], remedies: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns what `--json` prints.
-
-    Args:
-        result: The result of the search.
-        advice: The advice for each layout that is listed.
-        remedies: Sentences on what would fit, if no layout does.
-    """
+    """Returns what `--json` prints, with the advice for each layout that is listed."""
     layouts = [
         one.traced.to_json()
         | _described(one)
@@ -350,12 +339,8 @@ def _unlisted(one: PlannedLayout) -> dict[str, Any]:
 def write_run(one: PlannedLayout, path: Path, how: str) -> None:
     """Writes a layout as a run file that `gridformer train` accepts as it is.
 
-    It holds what differs from the defaults, and a comment that says what was predicted.
-
-    Args:
-        one: The layout with its settings.
-        path: The file, whose folder is created if needed.
-        how: The command that makes it, quoted for the shell.
+    It holds what differs from the defaults, and comments: what was predicted, and the command that
+    wrote it, quoted for the shell. The file's folder is created if needed.
     """
     run, prediction = one.run, one.prediction
     lines = [f"# {one.name}, written by: {how}".replace("\n", "\n# ")]

@@ -64,12 +64,7 @@ class Queue:
         return None
 
     def refuse(self, one: PlannedLayout, factor: float) -> None:
-        """Replaces a layout whose trace does not fit by a neighbor that may.
-
-        Args:
-            one: The layout.
-            factor: How many times as large as its estimate its traced memory is.
-        """
+        """Replaces a layout, whose trace needs `factor` times its estimate, by a smaller neighbor."""
         self._factors[one.memory_kind] = max(factor, self._factors.get(one.memory_kind, 0.0))
         self._put_smaller(one, factor)
 
@@ -121,11 +116,9 @@ class Tracing:
             fast_fakes()  # loads what all copies of this process need
 
     def run(self, limit_s: float, also: Sequence[RunConfig] = ()) -> None:
-        """Traces layouts, and what is advised for the fastest of them.
+        """Traces layouts, some in any case, and what is advised for the fastest of them.
 
-        Args:
-            limit_s: How much of the processor's time it may take, with the estimates.
-            also: Layouts that are traced in any case.
+        With the estimates it may take `limit_s` of the processor's time.
         """
         result, ends = self.result, self.began + limit_s
         chosen = [self.search.estimated(run) for run in also]

@@ -66,13 +66,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of all products of a name in a step on the cluster of a layout.
-
-    Attributes:
-        seconds: Seconds of the choice that was made by seconds.
-        by_rules: The choice that volumes and thresholds would have made.
-        by_rules_s: Seconds of that choice.
-    """
+    """Seconds of all products of a name in a step, and what volumes would have chosen."""
 
     seconds: float
     by_rules: Choice
@@ -174,9 +168,7 @@ class Choices:
     def forward(self, choice: Choice, first: bool = True) -> Traffic:
         """Returns the traffic of one such product in the forward pass of a micro-batch.
 
-        Args:
-            choice: How the product is carried out.
-            first: Whether it is the first micro-batch of a step, which gathers kept weights.
+        Only the first micro-batch of a step gathers kept weights.
         """
         activation, weight = self._unit(choice)
         if choice.keep_weight and not first:
@@ -245,10 +237,7 @@ class Choices:
     # ------------------------------------------------------------------ memory
 
     def gathered_bytes(self, choice: Choice) -> float:
-        """Returns the bytes of gathered operands that the `gather` schedule holds for one product.
-
-        The device's own block of the weight does not count.
-        """
+        """Returns the bytes that the `gather` schedule adds to a device's own blocks."""
         product, rows = choice.product, 1 - 1 / self.rows
         weight = product.n_in * choice.n_out / self.cols * rows * self.work.itemsize
         return self.activation_bytes(choice) / choice.n_chunks + weight

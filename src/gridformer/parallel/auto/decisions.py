@@ -181,13 +181,7 @@ def _times_over_replicas(run: RunConfig) -> float:
 
 
 def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> None:
-    """Prints how each product is carried out, what travels, what is kept, and why.
-
-    Args:
-        run: The run.
-        decisions: What `decide_run(run)` returned.
-        console: Where it is printed.
-    """
+    """Prints how each product is carried out, what travels, what is kept, and why."""
     choices, layout = decisions.choices, run.layout
     tokens, m = choices.work.tokens, choices.work.micro_batches
     said = f"{run.model.name} on {describe_layout(layout)}: {tokens:,} tokens per micro-batch"

@@ -38,9 +38,6 @@ def fastest_choices(
         by_rules: The choices of the rules.
         layout: The layout, whose `cluster` is set.
         block: The block of the mesh on each node, or None if ranks are placed in order.
-
-    Raises:
-        ConfigError: There is no such cluster.
     """
     cluster = load_cluster(layout.cluster).for_processes(layout.n_processes)
     times = ProductTimes(by_rules, layout, block, Costs(cluster))
@@ -61,13 +58,7 @@ def fastest_choices(
 
 
 def max_chunks(choices: Choices, layout: LayoutConfig, product: Product) -> int:
-    """Returns the most chunks into which the activation of a product can be cut.
-
-    Args:
-        choices: The choices; only their work and grid are read.
-        layout: The layout.
-        product: The product.
-    """
+    """Returns the most chunks into which the activation of a product can be cut."""
     work, lies = choices.work, spec_of(layout).boundary(layout).lies
     if lies == "s":  # chunks of whole sequences
         return work.sequences // choices.rows

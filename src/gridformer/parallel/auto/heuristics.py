@@ -252,10 +252,7 @@ def _reshard(choices: Choices, layout: LayoutConfig) -> Choices:
 
 
 def regathered_bytes(choices: Choices, layout: LayoutConfig) -> float:
-    """Returns the bytes that a device holds if layers keep the parameters that they gather.
-
-    Its own part of them does not count.
-    """
+    """Returns the bytes that a device holds besides its part if layers keep what they gather."""
     found = 0.0
     for choice in choices.products.values():
         if choice.product.section != "head":
@@ -266,10 +263,7 @@ def regathered_bytes(choices: Choices, layout: LayoutConfig) -> float:
 
 
 def copies_bytes(choices: Choices, layout: LayoutConfig) -> float:
-    """Returns the bytes that a device holds if weights are cast once a step.
-
-    With fsdp it keeps the copies of its parts.
-    """
+    """Returns the bytes of copies if weights are cast once a step; with fsdp those of its parts."""
     replicas = layout.dp if layout.dp_mode == "fsdp" else 1
     grid = choices.rows * choices.cols
     return choices.parameters * choices.work.itemsize / (grid * layout.pp * replicas)

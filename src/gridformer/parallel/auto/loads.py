@@ -73,11 +73,8 @@ class Load:
 class ProductTimes:
     """The times of products and messages of a layout on a cluster.
 
-    Args:
-        choices: The sizes and the work; its choices do not matter.
-        layout: The layout.
-        block: The block of the mesh on each node, or None if ranks are placed in order.
-        costs: The cluster's.
+    Of `choices` only sizes and work count. `block` is the block of the mesh on each node, or None
+    if ranks are placed in order.
     """
 
     def __init__(
@@ -198,12 +195,9 @@ class ProductTimes:
         return forward, backward
 
     def message(self, op: Op | None, n_bytes: float, axis: str) -> MessageTime:
-        """Returns the time of a message; 0 on an axis of one rank.
+        """Returns the time of a message, if there is one; 0 on an axis of one rank.
 
-        Args:
-            op: The kind of message, if there is one.
-            n_bytes: Its bytes, counted as in `cluster.MessageWork`.
-            axis: An axis of the mesh; `world`; or `replicas`, which share what `dp_mode` shards.
+        The axis may also be `world`, or `replicas`, which share what `dp_mode` shards.
         """
         if op is None or not n_bytes or axis not in self.places:
             return MessageTime(0.0, 0.0)
@@ -211,10 +205,7 @@ class ProductTimes:
 
 
 def _in_turns(message: MessageTime, n: int, kernels_s: float) -> float:
-    """Returns the seconds to wait for n messages that take turns with kernels.
-
-    Nothing hides the first, or the last.
-    """
+    """Returns the seconds to wait for n messages in turns with kernels; nothing hides one of them."""
     return message.seconds + (n - 1) * message.beside(kernels_s / n)
 
 

@@ -97,14 +97,10 @@ class Product:
 
 
 def blocks_of(pieces: int, columns: int) -> int:
-    """Returns over how many blocks of columns a part of a product is sharded.
+    """Returns over how many blocks of columns, or branches, a part of a product is sharded.
 
-    The columns of a block hold the same pieces.
-
-    Args:
-        pieces: Pieces of the part that are never split, such as heads of keys; 0 if it must divide
-            over columns.
-        columns: Number of columns of devices, or branches.
+    The columns of a block hold the same pieces, which are never split, such as heads of keys; a
+    part without pieces must divide over columns.
     """
     return math.gcd(pieces, columns) if pieces else columns
 
@@ -200,10 +196,6 @@ def state_bytes(run: RunConfig, replicas: int) -> float:
 
     Gradients of several micro-batches accumulate unsharded (gridformer.parallel.data.zero).
     Parameters that FSDP gathers are not counted, not even with `reshard: step`.
-
-    Args:
-        run: The run.
-        replicas: Number of replicas that share sharded state.
     """
     layout, train = run.layout, run.train
     part = 1.0 if layout.dp_mode == "replicate" else 1 / replicas
