@@ -179,7 +179,7 @@ def memory_factors(traced: Sequence[PlannedLayout]) -> dict[MemoryKind, float]:
 
 
 def fastest_that_fits(search: Search, factors: Mapping[MemoryKind, float]) -> PlannedLayout | None:
-    """Returns the fastest layout of a search that fits by estimate, times the factor of its kind."""
+    """Returns the fastest layout of a search whose estimate, times its factor, fits."""
     ranked, _ = search.ranked(improved=8)
     for one in ranked:
         if one.estimate.peak_gib * factors.get(one.memory_kind, 1.0) <= one.estimate.limit_gib:

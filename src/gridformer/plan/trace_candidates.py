@@ -64,7 +64,7 @@ class Queue:
         return None
 
     def refuse(self, one: PlannedLayout, factor: float) -> None:
-        """Replaces a layout, whose trace needs `factor` times its estimate, by a smaller neighbor."""
+        """Replaces a layout that needs `factor` times its estimate by a smaller neighbor."""
         self._factors[one.memory_kind] = max(factor, self._factors.get(one.memory_kind, 0.0))
         self._put_smaller(one, factor)
 

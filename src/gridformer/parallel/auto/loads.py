@@ -205,7 +205,7 @@ class ProductTimes:
 
 
 def _in_turns(message: MessageTime, n: int, kernels_s: float) -> float:
-    """Returns the seconds to wait for n messages in turns with kernels; nothing hides one of them."""
+    """Returns the seconds to wait for n messages in turns with kernels, the first in any case."""
     return message.seconds + (n - 1) * message.beside(kernels_s / n)
 
 
