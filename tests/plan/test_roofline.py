@@ -15,7 +15,7 @@ from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.quick import quick_peaks
 from gridformer.memory.ranks import largest_ranks
 from gridformer.models import count_parameters
-from gridformer.parallel.auto.decisions import choices_of, decide_run
+from gridformer.parallel.auto.decisions import decide_run
 from gridformer.plan.predict import predict
 from gridformer.plan.recorded import on_device_type
 from gridformer.plan.roofline import estimate
@@ -146,4 +146,4 @@ def test_memory_of_interleaved_pipelines(k: int) -> None:
     run = parse_run({**sections, "train": {"global_batch": 64, "dtype": "bfloat16"}})
     run = on_device_type(run, "cuda")
     traced = max(estimate_rank(run, rank).peak for rank in largest_ranks(run, decide_run(run)))
-    assert 0.9 <= max(quick_peaks(run, choices_of(run))) / traced <= 1.1
+    assert 0.9 <= max(quick_peaks(run, decide_run(run).choices)) / traced <= 1.1

@@ -20,9 +20,9 @@ from gridformer.config import RunConfig
 from gridformer.memory.quick import quick_peaks
 from gridformer.memory.room import room_on
 from gridformer.parallel.auto.cost import Choice, resolved
-from gridformer.parallel.auto.decisions import Decisions, choices_of, placements, traffic_of
+from gridformer.parallel.auto.decisions import decisions_of
 from gridformer.parallel.auto.loads import Load, ProductTimes
-from gridformer.parallel.auto.products import parameter_bytes, replica_work
+from gridformer.parallel.auto.products import parameter_bytes
 from gridformer.parallel.data.buckets import BUCKET_BYTES
 from gridformer.parallel.pipeline.stage_shares import (
     StageShares,
@@ -74,10 +74,9 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
     """
     costs = costs or Costs(cluster.for_processes(run.layout.n_processes))
     cluster, layout, host = costs.cluster, run.layout, costs.cluster.host
-    choices = choices_of(run)
-    traffic = traffic_of(run, choices, replica_work(run))
-    block = Decisions(choices, traffic, *placements(layout, traffic)).block
-    step = _Step(resolved(run, choices), ProductTimes(choices, layout, block, costs))
+    decisions = decisions_of(run)
+    choices, traffic = decisions.choices, decisions.traffic
+    step = _Step(resolved(run, choices), ProductTimes(choices, layout, decisions.block, costs))
     m, k = layout.micro_batches, layout.stages_per_rank
     # In training the host of a GPU is a step ahead; see `gridformer.plan.price`.
     ahead = not costs.on_cpu and not run.train.waits_each_step

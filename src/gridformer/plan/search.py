@@ -16,7 +16,7 @@ from gridformer.cluster.costs import Costs
 from gridformer.cluster.file import Cluster
 from gridformer.config import LayoutConfig, RunConfig, divisors
 from gridformer.memory.layouts import candidates
-from gridformer.parallel.auto.decisions import choices_of
+from gridformer.parallel.auto.decisions import decisions_of
 from gridformer.parallel.registry import describe_layout, spec_of
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.roofline import Estimate, estimate
@@ -217,7 +217,10 @@ class Search:
         if not self.named or one.run.layout.cluster:
             return one
         other = changed(one.run, {"layout.cluster": self.named})
-        if other is None or choices_of(other).products == choices_of(one.run).products:
+        if other is None:
+            return one
+        mine, theirs = (decisions_of(run).choices.products for run in (one.run, other))
+        if mine == theirs:
             return one
         timed = self.estimated(other)
         return timed if self.fits(timed) and timed.step_s < GAIN * one.step_s else one

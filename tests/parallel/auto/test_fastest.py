@@ -18,7 +18,7 @@ from gridformer.cluster import load_cluster
 from gridformer.config import RunConfig, parse_run, shipped_model
 from gridformer.config.reading import configs_dir
 from gridformer.parallel.auto.cost import Choices
-from gridformer.parallel.auto.decisions import choices_of, decide_run, print_decisions
+from gridformer.parallel.auto.decisions import decide_run, print_decisions
 from gridformer.parallel.auto.fastest import max_chunks
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.validation import check_layout
@@ -49,7 +49,9 @@ def ways(choices: Choices) -> dict[str, tuple[Any, ...]]:
 
 
 def test_slow_links_choose_otherwise_than_fast_ones() -> None:
-    slow, fast, rules = (choices_of(run_of({**GRID, "cluster": name})) for name in (SLOW, FAST, ""))
+    slow, fast, rules = (
+        decide_run(run_of({**GRID, "cluster": name})).choices for name in (SLOW, FAST, "")
+    )
     assert ways(slow) != ways(fast)
     assert max(choice.n_chunks for choice in slow.products.values()) > 1  # hides what travels
     assert not rules.timed
@@ -74,17 +76,17 @@ def test_explain_shows_what_seconds_and_what_volumes_choose() -> None:
 
 def test_what_the_layout_sets_is_not_decided() -> None:
     fixed = {"schedule": "pipelined", "stationary": "output", "keep_gathered": "none"}
-    choices = choices_of(run_of({**GRID, **fixed, "cluster": SLOW}))
+    choices = decide_run(run_of({**GRID, **fixed, "cluster": SLOW})).choices
     assert {choice[:2] for choice in ways(choices).values()} == {("output", "pipelined")}
-    kept = choices_of(run_of({**GRID, "keep_gathered": "weights", "cluster": SLOW}))
+    kept = decide_run(run_of({**GRID, "keep_gathered": "weights", "cluster": SLOW})).choices
     assert {choice[3:] for choice in ways(kept).values()} == {(False, True)}
 
 
 def test_operands_are_kept_only_if_they_fit() -> None:
     run = run_of({**GRID, "cluster": SLOW}, batch=16)
-    assert any(choice.keep_input for choice in choices_of(run).products.values())
+    assert any(choice.keep_input for choice in decide_run(run).choices.products.values())
     train = run.train.model_copy(update={"memory_gib": 0.1})
-    little = choices_of(run.model_copy(update={"train": train}))
+    little = decide_run(run.model_copy(update={"train": train})).choices
     assert not any(choice.keep_input for choice in little.products.values())
 
 
@@ -120,7 +122,7 @@ def test_panels_count_what_is_summed_up_panel_by_panel() -> None:
     layout = {"scheme": "optimus", "rows": 4, "cols": 2, "dp": 4, "cluster": FAST}
     sections = {"model": "megatron-8.3b", "data": {"path": "somewhere"}, "layout": layout}
     run = parse_run(sections, ["train.global_batch=256", "train.dtype=bfloat16"])
-    assert {choice.schedule for choice in choices_of(run).products.values()} == {"gather"}
+    assert {choice.schedule for choice in decide_run(run).choices.products.values()} == {"gather"}
 
 
 CLUSTER = yaml.safe_load((configs_dir() / "clusters" / f"{SLOW}.yaml").read_text(encoding="utf-8"))
@@ -157,7 +159,7 @@ def test_choices_on_any_cluster_are_valid_and_equal_on_all_ranks(
     path.write_text(yaml.safe_dump(raw), encoding="utf-8")
     layout = {"scheme": scheme, "rows": grid[0], "cols": grid[1], "cluster": str(path)}
     run = run_of(layout, batch)
-    choices = choices_of(run)
+    choices = decide_run(run).choices
     for choice in choices.products.values():
         gathers = choice.schedule == "gather"
         assert 1 <= choice.n_chunks <= max(1, max_chunks(choices, run.layout, choice.product))
@@ -168,4 +170,4 @@ def test_choices_on_any_cluster_are_valid_and_equal_on_all_ranks(
     # Another rank reads the file by itself, and knows nothing of this one.
     cluster_file._read.cache_clear()
     assert load_cluster(path).device.memory_gib.value == memory
-    assert ways(choices_of(run)) == ways(choices)
+    assert ways(decide_run(run).choices) == ways(choices)

@@ -60,18 +60,16 @@ class Decisions:
 
 
 def decide_run(run: RunConfig) -> Decisions:
-    """Decides what the `auto` settings of a validated run become."""
-    work = replica_work(run)
-    choices = choices_of(run)
-    traffic = traffic_of(run, choices, work)
+    """Decides what the `auto` settings of a validated run become, and says why."""
+    decisions = decisions_of(run)
     if run.layout.pp > 1:
-        choices.reasons.append(_why_these_stages(run, work))
-    choices.reasons.extend(notes(run))
-    return Decisions(choices, traffic, *placements(run.layout, traffic))
+        decisions.choices.reasons.append(_why_these_stages(run, decisions.choices.work))
+    decisions.choices.reasons.extend(notes(run))
+    return decisions
 
 
-def choices_of(run: RunConfig) -> Choices:
-    """Returns how each product of a run is carried out; see `decide_run`.
+def decisions_of(run: RunConfig) -> Decisions:
+    """Returns the decisions for a run, with the reasons for products alone.
 
     On a cluster the choices depend on the placement on nodes, which depends on the traffic of the
     choices: both are decided in turn until the placement no longer changes.
@@ -79,18 +77,17 @@ def choices_of(run: RunConfig) -> Choices:
     layout, work, block = run.layout, replica_work(run), None
     for _ in range(_TURNS):
         choices = decide(run.model, layout, work, block)
-        if not layout.cluster or not layout.devices_per_node:
-            return choices
-        before, traffic = block, traffic_of(run, choices, work)
-        block = Decisions(choices, traffic, *placements(layout, traffic)).block
-        if block == before:
+        traffic = traffic_of(run, choices)
+        decisions = Decisions(choices, traffic, *placements(layout, traffic))
+        if not layout.cluster or decisions.block == block:
             break
-    return choices
+        block = decisions.block
+    return decisions
 
 
-def traffic_of(run: RunConfig, choices: Choices, work: Work) -> dict[str, float]:
+def traffic_of(run: RunConfig, choices: Choices) -> dict[str, float]:
     """Returns the bytes that one device receives over each axis in a step: `Decisions.traffic`."""
-    layout = run.layout
+    layout, work = run.layout, choices.work
     steps = [choices.step(choice) for choice in choices.products.values()]
     spec, again = spec_of(layout), _times_over_replicas(resolved(run, choices))
     activations = sum(step.col for step in steps) + work.micro_batches * choices.inputs_again()
