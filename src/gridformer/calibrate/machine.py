@@ -61,7 +61,7 @@ def calibrate(
 
     Raises:
         UserError: Nothing could be measured.
-        SystemExit: A process failed, or a signal stopped it; see `launch`.
+        SystemExit: A process failed, or a signal stopped it.
     """
     if torch.cuda.is_available():
         return _calibrate_gpu(quick, limit_s, tell)

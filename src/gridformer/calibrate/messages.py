@@ -90,7 +90,7 @@ def sends_of(axis: Axis, device: torch.device) -> dict[str, Send]:
         shapes = [piece.shape for piece in pieces]
         return lambda: comm.all_to_all(pieces, shapes, axis)
 
-    found: dict[str, Send] = {
+    sends: dict[str, Send] = {
         "all_reduce": all_reduce,
         "all_gather": all_gather,
         "reduce_scatter": reduce_scatter,
@@ -112,8 +112,8 @@ def sends_of(axis: Axis, device: torch.device) -> dict[str, Send]:
 
             return run
 
-        found["send"] = send
-    return found
+        sends["send"] = send
+    return sends
 
 
 def message_seconds(run: Callable[[], object], window_s: float, world: Axis, gpu: bool) -> float:

@@ -1,4 +1,4 @@
-"""Describes a machine, and predicts the time of a kernel or a message on it; see docs/reference."""
+"""Describes a machine, and predicts the time of a kernel or a message on it."""
 
 from gridformer.cluster.file import (
     Cluster,

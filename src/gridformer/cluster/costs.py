@@ -100,12 +100,12 @@ class MeshGroups:
     def _along(self, ranks: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Returns the dimensions of the mesh in which ranks differ, and their places in each."""
         shape, flat = self.mesh.shape, self._position[[*ranks]]
-        found = []
+        along = []
         for d in range(len(shape)):
             at = flat // math.prod(shape[d + 1 :]) % shape[d]
             if (at != at[0]).any():
-                found.append((d, tuple(at.tolist())))
-        return tuple(found)
+                along.append((d, tuple(at.tolist())))
+        return tuple(along)
 
     def _groups(self, along: Sequence[tuple[int, tuple[int, ...]]]) -> NDArray:
         varying = [d for d, _ in along]

@@ -303,14 +303,16 @@ def parse_cluster(raw: Mapping[str, Any], where: str) -> Cluster:
         return Cluster.model_validate(raw)
     except ValidationError as error:
         problems = []
-        for found in error.errors():
-            keys = ".".join(str(part) for part in found["loc"])
-            message = found["msg"].removeprefix("Value error, ")
-            if found["type"] == "extra_forbidden":
-                message = "unknown key" + closest(str(found["loc"][-1]), _keys(found["loc"][:-1]))
-            elif found["type"] == "missing":
+        for problem in error.errors():
+            keys = ".".join(str(part) for part in problem["loc"])
+            message = problem["msg"].removeprefix("Value error, ")
+            if problem["type"] == "extra_forbidden":
+                message = "unknown key" + closest(
+                    str(problem["loc"][-1]), _keys(problem["loc"][:-1])
+                )
+            elif problem["type"] == "missing":
                 message = "is missing"
-            elif found["type"] == "model_type" and keys:
+            elif problem["type"] == "model_type" and keys:
                 message = "must be a mapping, such as {value: 312, source: where it comes from}"
             problems.append(f"{where}: {keys}: {message}" if keys else f"{where}: {message}")
         raise ConfigError(problems) from None

@@ -45,7 +45,7 @@ class KernelWork(NamedTuple):
             pass contains `backward`. `attention` and `attention_backward` are gridformer's kernel,
             and others PyTorch's.
         order: For products whether their operands are transposed, `nn`, `nt` or `tn`; empty if
-            that is not known. See `tables.ProductRow`.
+            that is not known. `tables.ProductRow` describes them.
     """
 
     kind: Literal["product", "attention", "memory", "copy"]
@@ -105,11 +105,11 @@ def _measured_s(cluster: Cluster, work: KernelWork) -> float | None:
         return tables.product_s(busy, work.dtype, shape, work.order)
     if work.kind == "attention" and len(shape) == 6:
         op = "gridformer" if work.op in ("attention", "attention_backward") else "sdpa"
-        found = tables.attention_s(busy, work.dtype, shape, "backward" in work.op, op)
-        if found is not None and shape[5] > 1:  # a window hides more than the mask of any row
+        seconds = tables.attention_s(busy, work.dtype, shape, "backward" in work.op, op)
+        if seconds is not None and shape[5] > 1:  # a window hides more than the mask of any row
             seen, measured = (computed_scores(*shape[2:4], hides) for hides in (shape[5], 1))
-            found *= seen / measured
-        return found
+            seconds *= seen / measured
+        return seconds
     if work.kind == "memory":
         return tables.memory_s(busy, work.op, work.bytes, work.dtype)
     return None

@@ -63,7 +63,7 @@ def like_messages(
 
     below = _outermost(_spread(cluster, members))
     if below == 0:
-        return 1  # inside a node devices have links of their own, see Level.shared_by
+        return 1  # inside a node devices have links of their own
     size = cluster.levels[below - 1].size
     units = np.sort(np.asarray(groups) // size, axis=1)
     first = np.diff(units, axis=1, prepend=-1) > 0  # each unit of a group once
@@ -120,7 +120,7 @@ def _spread(cluster: Cluster, members: Sequence[int]) -> tuple[_Spread, ...]:
 def _spread_over(
     levels: tuple[tuple[int, int], ...], members: tuple[int, ...]
 ) -> tuple[_Spread, ...]:
-    found = []
+    spread = []
     below = 1
     for size, shared_by in levels:
         units: dict[int, list[int]] = {}
@@ -131,9 +131,9 @@ def _spread_over(
             for places in units.values()
         }
         n_units = len({place // size for place in members})
-        found.append(_Spread(len(units), n_units, frozenset(parts)))
+        spread.append(_Spread(len(units), n_units, frozenset(parts)))
         below = size
-    return tuple(found)
+    return tuple(spread)
 
 
 def _ring_s(cluster: Cluster, work: MessageWork, spread: Sequence[_Spread]) -> float:

@@ -63,7 +63,7 @@ class MemoryRow(NamedTuple):
 
 
 class MessageRow(NamedTuple):
-    """A message, while all groups of the same kind send theirs; see `messages.MessageWork`.
+    """A message, while all groups of the same kind send theirs (`messages.MessageWork`).
 
     `nodes` is the number of nodes that a group spans, and `sharers` the number of groups that share
     a link.

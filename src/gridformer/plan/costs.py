@@ -123,8 +123,8 @@ def _phase_of(event: Start | Wait | Kernel | Read, last: bool) -> Phase:
 
 def size_of(dtype: str) -> int:
     """Returns the bytes of an element of a type, such as `float32`."""
-    found: torch.dtype = getattr(torch, dtype)
-    return found.itemsize
+    kind: torch.dtype = getattr(torch, dtype)
+    return kind.itemsize
 
 
 def kernels_of(trace: Trace) -> Iterator[Kernel]:
@@ -144,10 +144,10 @@ def kernels_of(trace: Trace) -> Iterator[Kernel]:
 
 def dtypes_without_peak(traces: Sequence[Trace], cluster: Cluster, tf32: bool) -> list[str]:
     """Returns the types of products in traces for which a cluster states no peak rate."""
-    found = {
+    dtypes = {
         "tf32" if event.dtype == "float32" and tf32 else event.dtype
         for trace in traces
         for event in kernels_of(trace)
         if event.kind in ("product", "attention")
     }
-    return sorted(found - set(cluster.device.peak_tflops))
+    return sorted(dtypes - set(cluster.device.peak_tflops))

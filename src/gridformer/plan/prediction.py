@@ -81,7 +81,7 @@ class Prediction:
         peak_gib: The most that the tensors of a rank take, in GiB; None if not estimated.
         limit_gib: What they may take, in GiB: a little less than a device has for them, because
             neither estimates nor allocators are exact.
-        model_tflops_per_device: See `train.flops`; in 10^12 operations per second.
+        model_tflops_per_device: Operations of the model (`train.flops`), in 10^12 per second.
         hardware_tflops_per_device: The same with what is recomputed.
         exposed_communication_s: Seconds in which the device waits for messages that travel.
         bubble_s: Seconds in which it waits for other ranks.

@@ -78,7 +78,7 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
     choices, traffic = decisions.choices, decisions.traffic
     step = _Step(resolved(run, choices), ProductTimes(choices, layout, decisions.block, costs))
     m, k = layout.micro_batches, layout.stages_per_rank
-    # In training the host of a GPU is a step ahead; see `gridformer.plan.price`.
+    # In training the host of a GPU launches a step while the GPU is at the step before.
     ahead = not costs.on_cpu and not run.train.waits_each_step
     launch_s, fixed_s = host.launch_us.value * 1e-6, host.step_us.value * 1e-6
     waits_s = 0.0 if ahead else launch_s
@@ -86,8 +86,8 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
     passes = {share: step.passes(share) for share in {*shares}}
     seconds = {share: sum(x.on(costs, waits_s) for x in both) for share, both in passes.items()}
     slowest = max(seconds, key=lambda share: seconds[share])
-    once = (step.once(share, both[1]) for share, both in passes.items())
-    load = max(once, key=lambda load: load.device_s)
+    overheads = (step.overheads(share, both[1]) for share, both in passes.items())
+    load = max(overheads, key=lambda load: load.device_s)
     step_s = load.on(costs, waits_s) + m * seconds[slowest]
     for one in passes[slowest]:
         load.add(one, m)
@@ -129,7 +129,7 @@ class _Step:
                 load.add(one, times)
         return both
 
-    def once(self, share: StageShares, backward: Load) -> Load:
+    def overheads(self, share: StageShares, backward: Load) -> Load:
         """Returns the load of what a rank does once a step: casts, sums over replicas, updates."""
         layout, train, load = self.layout, self.run.train, Load(launches=_STEP)
         sharded = layout.dp_mode != "replicate"
@@ -196,11 +196,11 @@ class _Step:
 
     def _in_turns(self, products: Sequence[Choice]) -> list[tuple[Load, Load]]:
         """Returns the loads of a layer's products; weights are gathered during those before."""
-        found = [self.times.passes(choice) for choice in products]
+        loads = [self.times.passes(choice) for choice in products]
         if self.choices.rows == 1:
-            return found
-        after = [*found[1:], found[0]]
-        before = [(found[i - 1][0].compute_s, after[i][1].compute_s / 2) for i in range(len(found))]
+            return loads
+        after = [*loads[1:], loads[0]]
+        before = [(loads[i - 1][0].compute_s, after[i][1].compute_s / 2) for i in range(len(loads))]
         return [self.times.passes(choice, one) for choice, one in zip(products, before)]
 
     def _around(self, choice: Choice) -> Iterator[Load]:
@@ -263,17 +263,17 @@ class _Step:
 
     def _lookup(self) -> tuple[Load, Load]:
         """Returns the loads of looking up tokens in a table that may be sharded over a grid."""
-        found, axis = (Load(), Load()), self.times.axis
+        loads, axis = (Load(), Load()), self.times.axis
         common, rows = self.choices["head"].common, max(1, self.choices.rows)
         column = self._elements(self.choices["head"]) * (1 if common else rows) * self.wide
         read = (self.work.tokens + self.work.source) / rows * self.run.model.hidden_size * self.wide
         ops: tuple[Op, Op] = "all_gather", "reduce_scatter"
-        for way, (load, op) in enumerate(zip(found, ops)):
+        for way, (load, op) in enumerate(zip(loads, ops)):
             load.memory = self.costs.moved_s(2 * read + 3 * column * way)
             if not common:
                 load.exposed[axis] += self.times.message("reduce_scatter", read, axis).seconds
                 load.exposed["row"] += self.times.message(op, column, "row").seconds
-        return found
+        return loads
 
     # ------------------------------------------------------------------ parameters
 
@@ -283,7 +283,7 @@ class _Step:
 
     def _held(self, share: StageShares, common: bool) -> tuple[list[float], float]:
         """Returns the elements of a rank's matrices, common ones or others, and of its table."""
-        found, table = [0.0], 0.0
+        matrices, table = [0.0], 0.0
         tied = share.head and share.lookups > 0 and self.run.model.tied_head
         for choice in self.choices.products.values():
             product, here = choice.product, share.share_of(choice.product)
@@ -293,8 +293,8 @@ class _Step:
                 continue
             for width, _ in product.parts or [(choice.n_out, 0)]:
                 one = self._elements(choice) / product.count * width / choice.n_out
-                found += [one] * round(product.count * here)
-        return found, table
+                matrices += [one] * round(product.count * here)
+        return matrices, table
 
     def _sent_s(self, op: Op, tensors: Sequence[float], axis: str) -> float:
         """Returns the seconds of sending tensors over replicas: small ones of a layer together."""

@@ -47,14 +47,14 @@ def fastest_choices(
     best = {
         c.product.name: _best(c, by_rules, layout, times, room) for c in by_rules.products.values()
     }
-    found = replace(by_rules, products=_keep(best, by_rules, layout, times, room))
+    fastest = replace(by_rules, products=_keep(best, by_rules, layout, times, room))
     timed = {
         name: Timed(times.step_s(choice), by_rules[name], times.step_s(by_rules[name]))
-        for name, choice in found.products.items()
+        for name, choice in fastest.products.items()
         if not choice.common
     }
     reasons = [said for said in by_rules.reasons if not said.startswith(_RULES)]
-    return replace(found, timed=timed, reasons=[*reasons, _why(layout, timed, room)])
+    return replace(fastest, timed=timed, reasons=[*reasons, _why(layout, timed, room)])
 
 
 def max_chunks(choices: Choices, layout: LayoutConfig, product: Product) -> int:
@@ -124,12 +124,12 @@ def _keep(
             if price > 0 and saved > (1 - GAIN) * times.step_s(choice):
                 offers.append((saved / price, name, option, price))
     offers.sort(key=lambda offer: (-offer[0], offer[1]))
-    found, paid = dict(best), dict.fromkeys(best, 0.0)
+    chosen, paid = dict(best), dict.fromkeys(best, 0.0)
     for _, name, option, price in offers:
-        if times.step_s(option) < times.step_s(found[name]) and price - paid[name] <= room:
+        if times.step_s(option) < times.step_s(chosen[name]) and price - paid[name] <= room:
             room -= price - paid[name]
-            found[name], paid[name] = option, price
-    return found
+            chosen[name], paid[name] = option, price
+    return chosen
 
 
 def _why(layout: LayoutConfig, timed: dict[str, Timed], room: float) -> str:

@@ -253,13 +253,13 @@ def _reshard(choices: Choices, layout: LayoutConfig) -> Choices:
 
 def regathered_bytes(choices: Choices, layout: LayoutConfig) -> float:
     """Returns the bytes that a device holds besides its part if layers keep what they gather."""
-    found = 0.0
+    elements = 0.0
     for choice in choices.products.values():
         if choice.product.section != "head":
             replicas = layout.dp * (layout.branches if choice.common else 1)
             devices = 1 if choice.common else choices.rows * choices.cols
-            found += choice.elements / devices * (1 - 1 / replicas)
-    return found * choices.work.itemsize / layout.pp
+            elements += choice.elements / devices * (1 - 1 / replicas)
+    return elements * choices.work.itemsize / layout.pp
 
 
 def copies_bytes(choices: Choices, layout: LayoutConfig) -> float:

@@ -217,16 +217,16 @@ def _places(
     if key in costs.axes:
         return costs.axes[key]
     spec, mesh = spec_of(layout), spec_of(layout).ranks(layout, block).numpy()
-    groups, found = MeshGroups(mesh, costs.cluster), dict[str, tuple[GroupPlace, ...]]()
+    groups, places = MeshGroups(mesh, costs.cluster), dict[str, tuple[GroupPlace, ...]]()
     for i, name in enumerate(("pp", "dp", *spec.mesh)):
         if mesh.shape[i] > 1:
             line = mesh.swapaxes(0, i).reshape(mesh.shape[i], -1)[:, 0].tolist()
             pairs = pairwise(line) if name == "pp" else [line]
-            found[name] = (*chain(*(groups.places(tuple(one)) for one in pairs)),)
+            places[name] = (*chain(*(groups.places(tuple(one)) for one in pairs)),)
     if (n := spec.replicas(layout)) > 1:
         replicas = mesh[0] if n > layout.dp else mesh[0].reshape(n, -1)[:, 0]
-        found["replicas"] = groups.places(tuple(replicas.flatten().tolist()))
+        places["replicas"] = groups.places(tuple(replicas.flatten().tolist()))
     if mesh.size > 1:
-        found["world"] = groups.places(tuple(range(mesh.size)))
-    costs.axes[key] = found
-    return found
+        places["world"] = groups.places(tuple(range(mesh.size)))
+    costs.axes[key] = places
+    return places

@@ -66,7 +66,7 @@ class Product:
         normed: Whether x is the output of a norm that nothing else reads.
         rms: Whether that is an RMSNorm, which consists of many kernels.
         bias: Whether a bias is added.
-        closes: Whether the product closes its section, see `gridformer.models.blocks.Role`.
+        closes: Whether the product closes its section (`gridformer.models.blocks.Role`).
         section: The section that it belongs to.
         reads: Which tokens its input has.
         ends_block: Whether nothing in its block reads y. Recomputing the block then skips it.
