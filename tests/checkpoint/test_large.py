@@ -97,7 +97,7 @@ def test_a_save_of_4096_ranks_is_planned_soon(
         """Save once, without writing blocks, and return the processor time of the first rank."""
         save = save_of(out, manifest, notes)
         began = time.process_time()
-        save.run(lambda: first)
+        save.run(first)
         assert not save.outcome.failure
         return time.process_time() - began
 

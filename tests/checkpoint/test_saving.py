@@ -51,7 +51,7 @@ def saved(out: Path, step: int, kept: Kept, timeout_s: float = 60.0, ranks: int 
     saves = [Save(LocalStore(out), manifest, i, N_RANKS, kept, timeout_s) for i in range(N_RANKS)]
     if saves[0].begin():
         threads = [
-            threading.Thread(target=saves[i].run, args=(lambda i=i: blocks_of(i, float(step)),))
+            threading.Thread(target=saves[i].run, args=(blocks_of(i, float(step)),))
             for i in range(ranks)
         ]
         for thread in threads:
@@ -227,7 +227,7 @@ def test_a_rank_that_was_killed_in_a_save_is_not_waited_for(
     for one in saves:
         one.hopeless = lambda: True  # the launcher says so
     waits = [
-        threading.Thread(target=saves[0].run, args=(lambda: blocks_of(0),)),  # for rank 1's note
+        threading.Thread(target=saves[0].run, args=(blocks_of(0),)),  # for rank 1's note
         threading.Thread(target=saves[1].wait_for_the_end),  # of a save that rank 0 never ends
     ]
     waits[0].start()

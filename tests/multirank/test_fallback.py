@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,9 +74,9 @@ def train_and_watch(plan: Plan) -> None:
     """Train; the first rank copies a checkpoint once the other one waits in no message."""
     waits, download = plan.out / "waits", RemoteStore.download
 
-    def wait(holds: Callable[[], bool]) -> None:
+    def wait(*args: Any) -> None:
         waits.touch()
-        until(holds)
+        until(*args)
 
     def copy(self: RemoteStore, *args: Any) -> None:
         give_up = time.monotonic() + 60.0

@@ -63,11 +63,7 @@ class TensorBlock:
     def overlap(
         self, offset: tuple[int, ...], size: tuple[int, ...]
     ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Returns where another block of the same global tensor and this one overlap.
-
-        Args:
-            offset: Where the other block begins in the global tensor.
-            size: Its size along each dimension.
+        """Returns where the block at an offset and of a size and this one overlap.
 
         Returns:
             The slices of the other block and those of this one, whose elements are the same; None
@@ -176,12 +172,7 @@ def joined_index(parts: Mapping[str, bytes]) -> BlockIndex:
 def blocks_for(
     index: BlockIndex, wanted: Mapping[str, TensorBlock], folder: Path
 ) -> dict[str, list[StoredBlock]]:
-    """Returns the stored blocks from which tensors can be filled, by file.
-
-    Args:
-        index: The index of a checkpoint.
-        wanted: The blocks that are needed, by the name of their global tensor.
-        folder: The folder, for messages.
+    """Returns the stored blocks from which wanted ones can be filled, by file.
 
     Raises:
         CheckpointError: A tensor is missing or incomplete, or has another global shape.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,14 +57,11 @@ def save(
     model: nn.Module,
     optimizer: Optimizer,
     axes: Axes,
-    scale: Scale | None = None,
-    data_start: int = 0,
-    data: Fingerprint | None = None,
-    divergences: Divergences | None = None,
+    **more: Any,
 ) -> Path:
     """Writes a checkpoint, and returns its folder. All ranks call it together.
 
-    Args: See `manifest_of`.
+    `more` are the other arguments of `manifest_of`.
 
     Raises:
         SaveError: The checkpoint could not be written. All ranks raise it.
@@ -72,9 +69,8 @@ def save(
     # Commands that write no checkpoint do without this import, which takes time.
     from gridformer.checkpoint.saver import Saver
 
-    saver = Saver(run_dir, run, axes)
-    manifest = manifest_of(step, tokens, run, scale, data_start, data, divergences)
-    saver.save(manifest, shards_of(model, optimizer))
+    manifest = manifest_of(step, tokens, run, **more)
+    Saver(run_dir, run, axes).save(manifest, shards_of(model, optimizer))
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
@@ -134,9 +130,6 @@ def load(
         axes: The axes of the mesh.
         verified: The checkpoint's manifest if all ranks have verified it already.
 
-    Returns:
-        The checkpoint's manifest.
-
     Raises:
         CheckpointError: A file is missing or damaged, or the checkpoint is of another model.
     """
@@ -144,7 +137,7 @@ def load(
 
     manifest = verified or verify_checkpoint(folder, part=axes.world.index, n_parts=axes.world.size)
     shards: dict[str, tuple[Tensor, ParamShard]] = {
-        f"model.{name}": (stored(parameter), shard_of(stored(parameter)))
+        f"{PARAMETER}{name}": (stored(parameter), shard_of(stored(parameter)))
         for name, parameter in model.named_parameters()
     }
     if optimizer is not None:

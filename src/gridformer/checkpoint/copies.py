@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from gridformer.checkpoint import find
@@ -39,19 +40,11 @@ Check = Callable[[Manifest], None]  # raises CheckpointError if such a checkpoin
 
 
 def clash(url: str, run_dir: Path) -> str:
-    """Says why copies at a URL would replace or remove what a run itself has written.
-
-    Args:
-        url: The URL of `train.checkpoint_to`.
-        run_dir: The run directory, which need not exist yet.
-
-    Returns:
-        A sentence with what would work; empty if they would not, or if the URL cannot be used.
-    """
+    """Returns why copies at a URL would replace what a run itself has written, if they would."""
     try:
         folder = RemoteStore(url).local
     except UserError:  # which is said when the URL is used
-        return ""
+        folder = None
     if folder is None:
         return ""
     there, out, own = folder.resolve(), run_dir.resolve(), (run_dir / "checkpoints").resolve()
@@ -69,11 +62,7 @@ def clash(url: str, run_dir: Path) -> str:
 
 @contextmanager
 def reading(source: str) -> Iterator[None]:
-    """Turns errors of a file system, each of which has its own, into a `UserError`.
-
-    Args:
-        source: What is read, for the message.
-    """
+    """Turns errors of a file system, each of which has its own, into a `UserError`."""
     try:
         yield
     except UserError:
@@ -87,9 +76,6 @@ def reading(source: str) -> Iterator[None]:
 
 def fetch_newest(url: str, run_dir: Path, check: Check = lambda manifest: None) -> Path | None:
     """Copies the newest checkpoint at a URL into a run directory, unless that has one as new.
-
-    Returns:
-        The folder of the copy; None if there was nothing to copy.
 
     Raises:
         UserError: The URL cannot be used, or a checkpoint there is damaged or must not be copied.
@@ -139,7 +125,7 @@ def copy_newest(train: TrainConfig, run_dir: Path) -> str:
 
 
 def give_up(url: str, names: Collection[str]) -> str:
-    """Removes checkpoints at a URL from which a run has gone back, so that none resumes from them.
+    """Removes copies of checkpoints from which a run has gone back, so that none resumes from them.
 
     Returns:
         What could not be done, as the end of a sentence; otherwise nothing.
@@ -161,7 +147,7 @@ def give_up(url: str, names: Collection[str]) -> str:
 def replace_damaged(
     url: str, run_dir: Path, check: Check, damaged: Sequence[Damaged], before: Path | None
 ) -> Path | None:
-    """Replaces damaged checkpoints of a run by the newest intact copy at a URL.
+    """Replaces damaged checkpoints of a run by the newest intact copy at a URL, and returns it.
 
     Those that are as new as the copy are set aside, once it is verified. A line on standard error
     says so, or why a copy cannot be used.
@@ -169,12 +155,9 @@ def replace_damaged(
     Args:
         url: The URL of `train.checkpoint_to`; nothing is done if it is empty.
         run_dir: The run directory.
-        check: Raises a CheckpointError if a checkpoint with this manifest must not be copied.
+        check: Whether a checkpoint may be copied.
         damaged: The newest checkpoints, newest first.
-        before: The checkpoint before them; None if there is none. Only a newer copy is used.
-
-    Returns:
-        The folder of the copy; None if there is none that is newer and intact.
+        before: The checkpoint before them; only a newer copy is used.
     """
     if not url:
         return None
@@ -213,7 +196,7 @@ def choose_or_replace(
     Args:
         train: The settings of the run.
         run_dir: The run directory.
-        check: Raises a CheckpointError if a checkpoint with this manifest must not be copied.
+        check: Whether a checkpoint may be copied.
         replaces: Whether damaged checkpoints may be replaced now.
 
     Raises:
@@ -221,10 +204,7 @@ def choose_or_replace(
             names a copy that can be used instead.
     """
     url = train.checkpoint_to if replaces else ""
-
-    def replace(damaged: Sequence[Damaged], before: Path | None) -> Path | None:
-        return replace_damaged(url, run_dir, check, damaged, before)
-
+    replace = partial(replace_damaged, url, run_dir, check)
     try:
         return choose_checkpoint(run_dir, train.fallback, replace)
     except CheckpointError as error:
@@ -264,9 +244,8 @@ def url_of(path: Path) -> str | None:
     parts = _URL.fullmatch(str(path))
     if parts is None or path.exists():
         return None
-    protocol, rest = parts[1], parts[2]
-    root = "/" if protocol in ("file", "local") else ""
-    return f"{protocol}://{root}{rest}"
+    root = "/" if parts[1] in ("file", "local") else ""
+    return f"{parts[1]}://{root}{parts[2]}"
 
 
 @contextmanager
@@ -285,8 +264,7 @@ def run_with_checkpoints(
         newest: How many of the newest checkpoints are copied if they are elsewhere.
 
     Raises:
-        CheckpointError: There is no checkpoint at the URL, or a damaged one.
-        UserError: The URL cannot be used.
+        UserError: The URL cannot be used, or has no intact checkpoint.
     """
     named = url_of(run_dir)
     url = named or _said_by(run_dir)

@@ -70,8 +70,8 @@ def choose_checkpoint(
 
     Args:
         run_dir: The run directory.
-        fallback: Whether an older checkpoint may replace a damaged one.
-        replace: With `fallback`, replaces damaged ones by a copy.
+        fallback: Whether an older checkpoint, or what `replace` returns, may replace a damaged one.
+        replace: Replaces damaged ones by a copy.
 
     Raises:
         CheckpointError: The newest checkpoint is damaged, or with `fallback` all are.
@@ -96,12 +96,7 @@ def choose_together(
 ) -> ChosenCheckpoint:
     """Finds the first checkpoint of several whose checksums are right.
 
-    All ranks call it together, share the reading, and get the same result.
-
-    Args:
-        folders: The checkpoints, the preferred one first.
-        axes: The axes of the mesh.
-        replace: Replaces damaged ones by a copy. All ranks call it together.
+    All ranks call it together, share the reading, and get the same result; also `replace`.
 
     Raises:
         CheckpointError: All of them are damaged.

@@ -156,9 +156,8 @@ def verify_checkpoint(
     Args:
         folder: The folder of the checkpoint.
         contents: Whether to verify checksums and headers besides sizes.
-        part: With `n_parts`, which files' checksums to verify: every n_parts-th file from number
-            `part` on, so that ranks can share the reading.
-        n_parts: How many ranks share it.
+        part, n_parts: The checksums of every n_parts-th file from number `part` on are verified,
+            so that ranks can share the reading.
 
     Raises:
         CheckpointError: A file is missing, truncated, damaged or foreign. The message names it.
@@ -243,15 +242,12 @@ def _beside(folder: Path, before: bool) -> list[Path]:
 def advice_for_readers(folder: Path, any_will_do: bool = True) -> Iterator[None]:
     """Makes errors in the block about a damaged checkpoint advise a command that does not train.
 
-    `train.fallback` is of no use to it, and a run beside it may remove the checkpoint.
+    `train.fallback` is of no use to it. If a run beside it has removed the checkpoint, the error is
+    a RemovedError.
 
     Args:
         folder: The checkpoint that the block reads.
         any_will_do: Whether the command can be given another checkpoint instead.
-
-    Raises:
-        RemovedError: The checkpoint is gone.
-        CheckpointError: That of the block.
     """
     try:
         yield

@@ -94,15 +94,10 @@ def write_streamed(
 def write_tensors(
     file: BinaryIO, tensors: Mapping[str, Streamed], metadata: Mapping[str, str]
 ) -> tuple[int, int]:
-    """Writes tensors, and computes the checksum meanwhile, so that the file need not be read again.
-
-    Args:
-        file: The opened file.
-        tensors: Its tensors by name.
-        metadata: What the header says besides.
+    """Writes tensors by name, and what the header says besides.
 
     Returns:
-        The bytes of the file, and its CRC-32.
+        The bytes of the file and its CRC-32, so that it need not be read again.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -172,14 +167,7 @@ def positions_in(path: Path) -> Iterator[tuple[str, tuple[int, ...], tuple[int, 
 
 
 def read_blocks(wanted: Mapping[str, TensorBlock], folder: Path, index: BlockIndex) -> None:
-    """Fills blocks in place from those in a checkpoint, whichever layout wrote them.
-
-    Only files with such blocks are opened.
-
-    Args:
-        wanted: The blocks to fill, by the name of their global tensor.
-        folder: The folder of the checkpoint.
-        index: Which file holds which block.
+    """Fills blocks, by the name of their global tensor, from the few files that hold parts of them.
 
     Raises:
         CheckpointError: A tensor is missing or incomplete, or has another global shape.

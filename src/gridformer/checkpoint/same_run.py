@@ -51,8 +51,7 @@ def check_same_run(
         instead: What to use if the checkpoint is another run's.
 
     Raises:
-        CheckpointError: Such settings differ, and the message lists all of them; or no run can
-            resume from the checkpoint.
+        CheckpointError: Such settings differ, and it lists all; or no run can resume from it.
     """
     if manifest.weights_only:
         raise CheckpointError(
@@ -63,9 +62,9 @@ def check_same_run(
     there, here = manifest.run, run.model_dump(mode="json")
     differences = other_model(manifest, run)
     # Older checkpoints do not have the key, because their runs began with random weights.
-    begun, wanted_from = there["train"].get("init_from"), here["train"]["init_from"]
-    if _place(begun) != _place(wanted_from):
-        differences.append(f"train.init_from is {wanted_from}, there {begun}")
+    begun, begins = there["train"].get("init_from"), here["train"]["init_from"]
+    if (begun and os.path.abspath(begun)) != (begins and os.path.abspath(begins)):
+        differences.append(f"train.init_from is {begins}, there {begun}")
     if data is not None and manifest.data is not None:
         own, of_checkpoint = data.tokenizer, manifest.data.tokenizer
         if own and of_checkpoint and own != of_checkpoint:  # ids are other tokens
@@ -84,23 +83,9 @@ def check_same_run(
 
 
 def check_copy(run: RunConfig, data: Fingerprint | None, manifest: Manifest) -> None:
-    """Checks that a checkpoint at `train.checkpoint_to` is one of this run.
-
-    Args:
-        run: The run.
-        data: See `check_same_run`.
-        manifest: The checkpoint's manifest.
-
-    Raises:
-        CheckpointError: It is not.
-    """
+    """Checks that a checkpoint at `train.checkpoint_to` is one of this run, as `check_same_run`."""
     place = f"{run.train.checkpoint_to.rstrip('/')}/step-{manifest.step:08d}"
     check_same_run(manifest, run, place, data, "another train.checkpoint_to for this run")
-
-
-def _place(init_from: str | None) -> str | None:
-    """Returns the same text for one folder however it is named."""
-    return os.path.abspath(init_from) if init_from else init_from
 
 
 def other_model(manifest: Manifest, run: RunConfig) -> list[str]:
@@ -115,12 +100,7 @@ def data_start_of(manifest: Manifest, run: RunConfig, data: Fingerprint | None =
 
     That is the step of the checkpoint if `data.restart` is set and the data or settings of it
     differ from those there. A run that resumes once more, with the same data and settings, goes on
-    in the same order.
-
-    Args:
-        manifest: The manifest of the checkpoint.
-        run: The config of the run that resumes.
-        data: What identifies the data of that run; None compares only the settings.
+    in the same order. Without `data` only settings are compared.
     """
     if run.data.restart and _of_data(manifest, run, data):
         return manifest.step
@@ -128,23 +108,20 @@ def data_start_of(manifest: Manifest, run: RunConfig, data: Fingerprint | None =
 
 
 def _of_data(manifest: Manifest, run: RunConfig, data: Fingerprint | None) -> list[str]:
-    """Returns what differs in the data and in the settings on which its order depends.
-
-    The same data may have moved to another path.
-    """
+    """Returns what differs in the data, which may have moved, and in settings of its order."""
     here = run.model_dump(mode="json")
-    found = _differences(manifest.run, here, _OF_DATA)
+    differences = _differences(manifest.run, here, _OF_DATA)
     there = manifest.run["data"]
     if data is not None and manifest.data is not None:
         changed = data.differences(manifest.data)
         if changed:
             where = "data.sources" if run.data.sources else f"data.path={run.data.path}"
-            found.append(f"{where} has other data: {', '.join(changed)}")
+            differences.append(f"{where} has other data: {', '.join(changed)}")
     else:
         for (key, path), (_, before) in zip(_paths(here["data"]), _paths(there)):
             if os.path.abspath(path) != os.path.abspath(before):
-                found.append(f"{key} is {path}, there {before}")
-    return found + _other_weights(here["data"], there, manifest.step)
+                differences.append(f"{key} is {path}, there {before}")
+    return differences + _other_weights(here["data"], there, manifest.step)
 
 
 def _paths(data: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -36,10 +36,30 @@ _SHORTEST_S, _LONGEST_S = 0.002, 0.25  # between two looks
 _RENEW_S = 5.0
 
 
-def until(holds: Callable[[], bool], at_most_s: float = float("inf")) -> None:
-    """Waits until a condition holds, which is checked less and less often."""
-    pause, ends = _SHORTEST_S, time.monotonic() + at_most_s
-    while not holds() and time.monotonic() < ends:
+def until(
+    holds: Callable[[], bool],
+    timeout_s: float = float("inf"),
+    draft: Draft | None = None,
+    first_s: float | None = None,
+) -> None:
+    """Waits until a condition holds, which is checked less and less often, or time is over.
+
+    Times are counted by this rank's clock, because the clocks of machines and of storage differ.
+
+    Args:
+        holds: The condition.
+        timeout_s: How long to wait. With a draft, how long after each renewal of it.
+        draft: What another rank renews as long as it is at work.
+        first_s: How long to wait if it is never renewed; None means `timeout_s`.
+    """
+    pause, renewed = _SHORTEST_S, None
+    ends = time.monotonic() + (timeout_s if first_s is None else first_s)
+    while not holds():
+        now = time.monotonic()
+        if draft is not None and (last := _renewed_ns(draft)) not in (None, renewed):
+            renewed, ends = last, max(ends, now + timeout_s)
+        if now >= ends:
+            return
         if threading.current_thread() is threading.main_thread():
             progress.waits_on_purpose()
         time.sleep(pause)
@@ -70,32 +90,6 @@ def renewing(draft: Draft, timeout_s: float) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()  # else it could make the folder of notes again
-
-
-class RenewedDeadline:
-    """The end of a wait for another rank, which moves on whenever that renews the draft.
-
-    Times are counted by this rank's clock, because the clocks of machines and of storage differ.
-
-    Args:
-        draft: What the other rank renews.
-        timeout_s: How long to wait after each sign of it.
-        first_s: How long to wait if there is none.
-    """
-
-    def __init__(self, draft: Draft, timeout_s: float, first_s: float) -> None:
-        self._draft, self._timeout_s = draft, timeout_s
-        self._renewed: int | None = None
-        self._ends = time.monotonic() + first_s
-
-    def is_over(self) -> bool:
-        """Looks at the draft, and returns whether it was not renewed for too long."""
-        now, renewed = time.monotonic(), None
-        with contextlib.suppress(OSError):
-            renewed = self._draft.renewed_ns()
-        if renewed is not None and renewed != self._renewed:
-            self._renewed, self._ends = renewed, max(self._ends, now + self._timeout_s)
-        return now > self._ends
 
 
 def file_of(rank: int) -> str:
@@ -148,14 +142,14 @@ class _Note:
         return _Note(rank, int(n_bytes), int(crc32), part)
 
 
+@dataclass
 class Save:
     """One save, as one rank takes part in it.
 
-    Args:
+    Attributes:
         store: The checkpoints of the run.
         manifest: The manifest without files and index.
-        rank: This rank.
-        n_ranks: How many ranks there are.
+        rank: This rank, of `n_ranks`.
         kept: Which checkpoints stay.
         timeout_s: The first rank gives up when no rank has left a note for this many seconds, and
             for much longer than its own part of the save took.
@@ -164,32 +158,24 @@ class Save:
             other ranks may be about to be ended, so notes are then waited for only briefly.
     """
 
-    def __init__(
-        self,
-        store: LocalStore,
-        manifest: Manifest,
-        rank: int,
-        n_ranks: int,
-        kept: Kept,
-        timeout_s: float = 600.0,
-        copy_to: str = "",
-        hopeless: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.store, self.manifest, self.kept = store, manifest, kept
-        self.copy_to, self.hopeless = copy_to, hopeless
-        self.rank, self.n_ranks, self.timeout_s = rank, n_ranks, timeout_s
-        self.draft = store.draft(name_of(manifest.step))
+    store: LocalStore
+    manifest: Manifest
+    rank: int
+    n_ranks: int
+    kept: Kept
+    timeout_s: float = 600.0
+    copy_to: str = ""
+    hopeless: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        self.draft = self.store.draft(name_of(self.manifest.step))
         self.began = time.monotonic()
-        self.outcome = SaveOutcome(str(self.draft.target), manifest.step)
+        self.outcome = SaveOutcome(str(self.draft.target), self.manifest.step)
         self.no_draft = False  # whether the first rank could not begin
         self._own_s = 0.0
 
     def begin(self) -> bool:
-        """Creates the draft. The first rank calls it before any rank calls `run`.
-
-        Returns:
-            Whether it succeeded; otherwise `outcome` says why not.
-        """
+        """Creates the draft, or returns False. The first rank calls it before any calls `run`."""
         while True:
             try:
                 self.draft.begin()
@@ -200,14 +186,10 @@ class Save:
                     self._fails(f"{self.draft.target}: {error.strerror or error}")
                     return False
 
-    def run(self, blocks: Callable[[], Mapping[str, TensorBlock]]) -> None:
-        """Writes this rank's file and, on the first rank, publishes the checkpoint.
-
-        Args:
-            blocks: Returns what this rank writes, once it can be read.
-        """
+    def run(self, blocks: Mapping[str, TensorBlock]) -> None:
+        """Writes this rank's file and, on the first rank, publishes the checkpoint."""
         attempt = 0
-        note = self._write(blocks())
+        note = self._write(blocks)
         while True:
             if self.rank == 0:
                 if self._ends(note, attempt):
@@ -218,7 +200,7 @@ class Save:
                     return
             attempt += 1
             if note.error:
-                note = self._write(blocks())
+                note = self._write(blocks)
 
     def has_ended(self) -> bool:
         """Whether the first rank has ended the save, as far as `run` is over."""
@@ -230,8 +212,12 @@ class Save:
         A copy to `copy_to` may take very much longer than the save itself.
         """
         began = time.monotonic()
-        deadline = RenewedDeadline(self.draft, self.timeout_s, 3 * self.timeout_s)
-        until(lambda: self.has_ended() or self._is_lost(began, 2) or deadline.is_over())
+        until(
+            lambda: self.has_ended() or self._is_lost(began, 2),
+            self.timeout_s,
+            self.draft,
+            3 * self.timeout_s,
+        )
 
     def _is_lost(self, since: float, times: int = 1) -> bool:
         """Returns whether to give up on what has not come since then, because a rank is gone."""
@@ -424,6 +410,12 @@ def _trouble(rank: int, error: OSError, n_bytes: int = 0) -> _Note:
 
 def _is_open(draft: Draft) -> bool:
     try:
-        return draft.is_open()
+        return draft.renewed_ns() is not None
     except OSError:
         return True  # nobody knows
+
+
+def _renewed_ns(draft: Draft) -> int | None:
+    with contextlib.suppress(OSError):
+        return draft.renewed_ns()
+    return None

@@ -82,6 +82,7 @@ class Saver:
         self._full_disk_wait_s = train.full_disk_wait_s
         self._hold, self._release, self._hopeless = hold, release, hopeless
         self.axes, self._timeout_s = axes, train.timeout_s
+        self._first = axes.world.index == 0  # which publishes checkpoints
         self._kept, self._copy_to = Kept.of(train), train.checkpoint_to
         self.store = LocalStore(run_dir)
         self._copies = Snapshot()
@@ -93,11 +94,6 @@ class Saver:
         self._stalls = 0.0, 0.0
         self._news: list[SaveReport] = []
         self._metrics: dict[str, float] = {}
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the first rank, which publishes checkpoints."""
-        return self.axes.world.index == 0
 
     @property
     def busy(self) -> bool:
@@ -112,12 +108,9 @@ class Saver:
         self.store.sweep()
 
     def reserve(self, parameters: Shards) -> None:
-        """Takes the memory for copies before the first step, so that no step waits for it.
+        """Takes the memory for copies of parameters and moments, so that no step waits for it.
 
         Only memory that is pinned for a GPU takes long.
-
-        Args:
-            parameters: This rank's parameters. Each has two moments of its size.
         """
         if any(tensor.is_cuda for tensor, _ in parameters.values()):
             saved = written_here(with_moments(parameters), self.axes)
@@ -130,11 +123,10 @@ class Saver:
 
         Args:
             manifest: The manifest without files and index.
-            shards: By global name, this rank's local tensor and its position in the global tensor.
+            shards: What this rank updates.
             wait: Whether to wait until the checkpoint is complete. Otherwise this waits for the
                 save before this one and for copies in host memory.
-            last: Whether the run ends after it. It is then waited for, and for space on a full
-                disk.
+            last: Whether the run ends after it. It is then waited for, also for space on a disk.
 
         Raises:
             SaveError: It is the last one and could not be written. All ranks raise it.
@@ -161,10 +153,10 @@ class Saver:
         """Returns whether, as far as this rank knows, the save may be tried again."""
         again_s = 2 * _RETRY_S  # a pause, and an attempt
         may = self._seconds_left() > again_s and not self._hopeless()
-        return may and (not self.first or (outcome.full and time.monotonic() + _RETRY_S < until))
+        return may and (not self._first or (outcome.full and time.monotonic() + _RETRY_S < until))
 
     def _pause(self, why: str) -> None:
-        if self.first:
+        if self._first:
             self._no_space(why)
         until = time.monotonic() + _RETRY_S
         while time.monotonic() < until and self._seconds_left() > _RETRY_S:
@@ -192,15 +184,14 @@ class Saver:
             self._release()
             raise
         self._stalls = time.monotonic() - began, waited
-        if self.first and not wait:
+        if self._first and not wait:
             self._metrics["save_stall_s"] = self._stalls[0]
         return save
 
     def all_saved(self) -> bool:
-        """Waits for the save under way. All ranks call it together.
+        """Waits for the save under way, and returns whether it, if there was one, has succeeded.
 
-        Returns:
-            Whether the last save has made a checkpoint, or whether there was none.
+        All ranks call it together.
         """
         if not self._failed:
             return True  # all ranks know it
@@ -210,7 +201,7 @@ class Saver:
 
     def news(self) -> list[SaveReport]:
         """Returns, on the first rank, what became of saves since the last call."""
-        if self._save is not None and self.first and not self.busy:
+        if self._save is not None and self._first and not self.busy:
             self.finish()
         news, self._news = self._news, []
         return news
@@ -231,19 +222,19 @@ class Saver:
         save.wait_for_the_end()
         self._save = self._thread = None
         self._failure = save.outcome.failure
-        if self.first:
+        if self._first:
             self._news.append(SaveReport(save.outcome, *self._stalls))
             if not save.outcome.failure:
                 self._metrics["save_s"] = save.outcome.seconds
 
     def _start(self, save: Save, shards: Shards, wait: bool) -> None:
-        if not self._all(not self.first or save.begin()):
+        if not self._all(not self._first or save.begin()):
             save.no_draft = True
             self._release()
             return
         blocks = written_here(shards, self.axes)
         if wait:
-            save.run(lambda: blocks)
+            save.run(blocks)
             self._release()
             return
         copies = self._copies.take(blocks)
@@ -255,7 +246,7 @@ class Saver:
     def _write(self, save: Save, copies: Mapping[str, TensorBlock]) -> None:
         try:
             self._copies.wait()
-            save.run(lambda: copies)
+            save.run(copies)
         finally:
             self._release()
 

@@ -76,12 +76,7 @@ class Kept:
         return Kept(train.keep_checkpoints, train.keep_every, room)
 
     def removable(self, names: list[str], newest: int) -> list[str]:
-        """Returns which of the complete checkpoints may go if that number of the newest stays.
-
-        Args:
-            names: The names of the complete checkpoints, oldest first.
-            newest: How many of the newest stay, at least 1.
-        """
+        """Returns which checkpoints, oldest first, may go if that number of the newest stays."""
         older = names[:-newest]
         return [name for name in older if not self.every or step_of(name) % self.every]
 
@@ -145,10 +140,8 @@ class Draft:
     """A checkpoint that is being written, as every rank sees it. Methods may raise OSError.
 
     Its notes are in a hidden folder beside it, which exists as long as the first rank works on the
-    draft; while that takes long, it renews the folder's time.
-
-    Args:
-        target: The path of the checkpoint when it is complete.
+    draft; while that takes long, it renews the folder's time. `target` is the path of the complete
+    checkpoint.
     """
 
     def __init__(self, target: Path) -> None:
@@ -188,17 +181,13 @@ class Draft:
         """Returns the content of a note."""
         return (self._notes / note).read_bytes()
 
-    def is_open(self) -> bool:
-        """Whether the first rank still works on it."""
-        return self._notes.is_dir()
-
     def renew(self) -> None:
         """Shows that the first rank still works on it."""
         self._notes.mkdir(parents=True, exist_ok=True)
         os.utime(self._notes)
 
     def renewed_ns(self) -> int | None:
-        """Returns when a rank last did something about it; None before and afterwards."""
+        """Returns when a rank last worked on it; None before it was begun and once it is closed."""
         try:
             return self._notes.stat().st_mtime_ns
         except FileNotFoundError:
@@ -266,9 +255,6 @@ class RemoteStore(CheckpointStore):
 
         If the copy fails, what was written of it is removed as far as possible. Otherwise it would
         take space forever, because only complete checkpoints count toward the number that is kept.
-
-        Raises:
-            OSError: It could not be written.
         """
         files = {path.name for path in folder.iterdir() if path.is_file()}
         names = sorted(files | {*side_files(folder)})
@@ -292,11 +278,7 @@ class RemoteStore(CheckpointStore):
             raise
 
     def upload_newest(self, folder: Path, kept: Kept) -> None:
-        """Copies the newest checkpoint of a run there, and removes copies that are not kept.
-
-        Raises:
-            OSError: It could not be written.
-        """
+        """Copies the newest checkpoint of a run there, and removes copies that are not kept."""
         self.upload(folder)
         self.prune(kept)
 
@@ -310,7 +292,7 @@ class RemoteStore(CheckpointStore):
         """Copies a checkpoint to a local folder, which appears when it is complete and verified.
 
         Args:
-            name: The name of the checkpoint's folder at the URL.
+            name: The name of the checkpoint.
             target: The folder to make.
             check: Raises a CheckpointError if a checkpoint with this manifest must not be copied.
             verified: Called when the copy is known to be intact, before it appears.

@@ -79,10 +79,7 @@ class InitialWeights:
 
 
 def start_of(run: RunConfig) -> InitialWeights | None:
-    """Finds the weights that a new run begins with, and checks that they fit its model.
-
-    Returns:
-        None if the run begins with random weights.
+    """Finds the weights that a new run begins with, if any, and checks that they fit its model.
 
     Raises:
         CheckpointError: There is no checkpoint, or files of it are missing.

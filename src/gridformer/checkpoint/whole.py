@@ -45,11 +45,6 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 class StoredParameters:
     """The parameters of a checkpoint. It holds one of them at a time.
 
-    Args:
-        folder: The folder of the checkpoint.
-        manifest: Its manifest.
-        shapes: The shapes of all parameters by name.
-
     Raises:
         CheckpointError: One is missing, incomplete or of another shape.
     """
@@ -140,10 +135,9 @@ def write_weights(
 
     Args:
         folder: The folder of the checkpoint in its run directory, which exists and is empty.
-        streamed: Its parameters by name.
+        streamed: The parameters by name.
         run: The config of the run.
-        step: How many optimizer steps were done.
-        tokens: How many tokens were read.
+        step, tokens: How many optimizer steps were done, and how many tokens were read.
         tell: Receives progress messages.
     """
     streamed = {f"{PARAMETER}{name}": tensor for name, tensor in streamed.items()}

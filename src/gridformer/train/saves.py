@@ -15,7 +15,7 @@ from gridformer.checkpoint.copies import copy_newest, replace_damaged
 from gridformer.checkpoint.fallback import Damaged, choose_together, set_aside
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.checkpoint.same_run import check_copy, check_same_run, data_start_of
-from gridformer.checkpoint.save import RenewedDeadline, renewing, until
+from gridformer.checkpoint.save import renewing, until
 from gridformer.checkpoint.saver import Saver
 from gridformer.checkpoint.store import LocalStore
 from gridformer.comm.agree import first_text
@@ -100,8 +100,7 @@ def _first_works(plan: Plan, axes: Axes, work: Callable[[], str]) -> str:
     result = ""
     if world.index:
         first_text("", world)  # the first rank has begun
-        deadline = RenewedDeadline(draft, timeout_s, timeout_s)
-        until(lambda: not draft.is_open() or deadline.is_over())
+        until(lambda: draft.renewed_ns() is None, timeout_s, draft)
     else:
         with ExitStack() as shown:
             shown.callback(draft.close)

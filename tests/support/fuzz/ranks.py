@@ -122,7 +122,9 @@ def _only_train(
     if run.train.sanity_checks:
         assert_copies_equal(stepper.model, axes)
     if end < case.steps:
-        checkpoint.save(folder, end, 0, run, stepper.model, stepper.updates, axes, stepper.scale)
+        checkpoint.save(
+            folder, end, 0, run, stepper.model, stepper.updates, axes, scale=stepper.scale
+        )
     else:
         assert math.isfinite(stepper.evaluate(reads[::2]).loss)
     return found

@@ -2,22 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from gridformer.checkpoint.convert.llama import LLAMA_KINDS
-from gridformer.checkpoint.convert.table import (
-    QKV,
-    REVERSED,
-    SAME,
-    TRANSPOSED,
-    Key,
-    Kind,
-    Row,
-    TableEntry,
-    head_rows,
-    interleaved,
-    side_by_side,
-)
+from gridformer.checkpoint.convert.table import Key, Kind, TableEntry, rows
 from gridformer.config import ModelConfig
 
 
@@ -28,28 +14,28 @@ def _head_dim(model: ModelConfig) -> list[str]:
     return [f"head_dim={model.head_dim}: in transformers it is hidden_size / n_heads, {width}"]
 
 
+_GPT2_ROWS = rows(
+    """
+    tokens                   transformer.wte               same
+    positions                transformer.wpe               same
+    layers.#.norm1.*         transformer.h.#.ln_1.*        same
+    layers.#.attention.qkv.* transformer.h.#.attn.c_attn.* side_by_side
+    layers.#.attention.out.* transformer.h.#.attn.c_proj.* same
+    layers.#.norm2.*         transformer.h.#.ln_2.*        same
+    layers.#.mlp.up.*        transformer.h.#.mlp.c_fc.*    same
+    layers.#.mlp.down.*      transformer.h.#.mlp.c_proj.*  same
+    norm.*                   transformer.ln_f.*            same
+    classifier.labels        score                         linear if labels
+    span.ends.*              qa_outputs.*                  linear if span_head
+    """
+)
 # Its matrices are [in, out] like ours, and q, k and v lie side by side.
 GPT2 = Kind(
     "gpt2",
     "gpt2",
     "GPT2",
     lambda model: "LMHeadModel",
-    rows=[
-        Row("tokens.weight", "transformer.wte.weight", SAME),
-        Row("positions.weight", "transformer.wpe.weight", SAME),
-        Row("layers.{n_layers}.norm1.*", "transformer.h.{n_layers}.ln_1.*", SAME),
-        Row(
-            "layers.{n_layers}.attention.qkv.*",
-            "transformer.h.{n_layers}.attn.c_attn.*",
-            partial(side_by_side, 3),
-        ),
-        Row("layers.{n_layers}.attention.out.*", "transformer.h.{n_layers}.attn.c_proj.*", SAME),
-        Row("layers.{n_layers}.norm2.*", "transformer.h.{n_layers}.ln_2.*", SAME),
-        Row("layers.{n_layers}.mlp.up.*", "transformer.h.{n_layers}.mlp.c_fc.*", SAME),
-        Row("layers.{n_layers}.mlp.down.*", "transformer.h.{n_layers}.mlp.c_proj.*", SAME),
-        Row("norm.*", "transformer.ln_f.*", SAME),
-        *head_rows({"classifier.labels": "score"}, "weight"),
-    ],
+    rows=_GPT2_ROWS,
     keys=[
         Key("n_layer", "n_layers"),
         Key("n_embd", "hidden_size"),
@@ -84,45 +70,36 @@ def _unlike_bert(model: ModelConfig) -> list[str]:
     return post + _head_dim(model)
 
 
+_BERT_ROWS = rows(
+    """
+    tokens                   bert.embeddings.word_embeddings                         same
+    positions                bert.embeddings.position_embeddings                     same
+    segments                 bert.embeddings.token_type_embeddings                   same
+    embedding_norm.*         bert.embeddings.LayerNorm.*                             same
+    layers.#.attention.qkv.* bert.encoder.layer.#.attention.self.[query|key|value].* qkv
+    layers.#.attention.out.* bert.encoder.layer.#.attention.output.dense.*           linear
+    layers.#.norm1.*         bert.encoder.layer.#.attention.output.LayerNorm.*       same
+    layers.#.mlp.up.*        bert.encoder.layer.#.intermediate.dense.*               linear
+    layers.#.mlp.down.*      bert.encoder.layer.#.output.dense.*                     linear
+    layers.#.norm2.*         bert.encoder.layer.#.output.LayerNorm.*                 same
+    transform.*              cls.predictions.transform.dense.* linear if token_head
+    head_norm.*              cls.predictions.transform.LayerNorm.* same if token_head
+    head.bias                cls.predictions.bias same if token_head
+    classifier.pooler.*      bert.pooler.dense.* linear if labels
+    classifier.labels.*      classifier.* linear if labels
+    span.ends.*              qa_outputs.* linear if span_head
+    pair.pooler.*            bert.pooler.dense.* linear if sentence_pair
+    pair.labels.*            cls.seq_relationship.* reversed if sentence_pair
+    """
+)
+# Their label 0 of a pair means that sentence B follows A; here it is 1.
 _NEXT_SENTENCE = "cls.seq_relationship.weight"
 BERT = Kind(
     "bert",
     "bert",
     "Bert",
     lambda model: "ForPreTraining" if model.sentence_pair else "ForMaskedLM",
-    rows=[
-        Row("tokens.weight", "bert.embeddings.word_embeddings.weight", SAME),
-        Row("positions.weight", "bert.embeddings.position_embeddings.weight", SAME),
-        Row("segments.weight", "bert.embeddings.token_type_embeddings.weight", SAME),
-        Row("embedding_norm.*", "bert.embeddings.LayerNorm.*"),
-        Row(
-            "layers.{n_layers}.attention.qkv.*",
-            "bert.encoder.layer.{n_layers}.attention.self.[query key value].*",
-            QKV,
-        ),
-        *(
-            Row(f"layers.{{n_layers}}.{ours}.*", f"bert.encoder.layer.{{n_layers}}.{theirs}.*")
-            for ours, theirs in (
-                ("attention.out", "attention.output.dense"),
-                ("norm1", "attention.output.LayerNorm"),
-                ("mlp.up", "intermediate.dense"),
-                ("mlp.down", "output.dense"),
-                ("norm2", "output.LayerNorm"),
-            )
-        ),
-        *(
-            Row(ours, f"cls.predictions.{theirs}", when=lambda model: model.token_head)
-            for ours, theirs in (
-                ("transform.*", "transform.dense.*"),
-                ("head_norm.*", "transform.LayerNorm.*"),
-                ("head.bias", "bias"),
-            )
-        ),
-        *head_rows({"classifier.pooler": "bert.pooler.dense", "classifier.labels": "classifier"}),
-        Row("pair.pooler.*", "bert.pooler.dense.*", when=lambda model: model.sentence_pair),
-        # Their label 0 means that sentence B follows A; here it is 1.
-        Row("pair.labels.*", "cls.seq_relationship.*", REVERSED, lambda model: model.sentence_pair),
-    ],
+    rows=_BERT_ROWS,
     keys=[
         Key("num_hidden_layers", "n_layers"),
         Key("hidden_size", "hidden_size"),
@@ -161,49 +138,41 @@ BERT = Kind(
 )
 
 
-def _t5_stack(stack: str, n: str, mlp: int) -> list[Row]:
-    """Returns the rows of a stack of layers, whose MLP is that sublayer of a block."""
-    ours, theirs = f"{stack}.layers.{{{n}}}", f"{stack}.block.{{{n}}}.layer"
-    relative = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    return [
-        Row(f"{stack}.bias.weight", relative, SAME),
-        *(
-            Row(f"{ours}.{a}.weight", f"{theirs}.{b}.weight", form)
-            for a, b, form in (
-                ("norm1", "0.layer_norm", SAME),
-                ("attention.qkv", "0.SelfAttention.[q k v]", QKV),
-                ("attention.out", "0.SelfAttention.o", TRANSPOSED),
-                ("cross_norm", "1.layer_norm", SAME),
-                ("cross_attention.q", "1.EncDecAttention.q", TRANSPOSED),
-                ("cross_attention.kv", "1.EncDecAttention.[k v]", partial(interleaved, 2)),
-                ("cross_attention.out", "1.EncDecAttention.o", TRANSPOSED),
-                ("norm2", f"{mlp}.layer_norm", SAME),
-                ("mlp.up", f"{mlp}.DenseReluDense.wi", TRANSPOSED),
-                ("mlp.down", f"{mlp}.DenseReluDense.wo", TRANSPOSED),
-            )
-            if stack == "decoder" or not a.startswith("cross")
-        ),
-        Row(f"{stack}.norm.weight", f"{stack}.final_layer_norm.weight", SAME),
-    ]
-
-
+_T5_ROWS = rows(
+    """
+    tokens                               shared                                        same
+    encoder.bias.weight encoder.block.0.layer.0.SelfAttention.relative_attention_bias same
+    encoder.layers.#.norm1               encoder.block.#.layer.0.layer_norm            same
+    encoder.layers.#.attention.qkv       encoder.block.#.layer.0.SelfAttention.[q|k|v] qkv
+    encoder.layers.#.attention.out       encoder.block.#.layer.0.SelfAttention.o       linear
+    encoder.layers.#.norm2               encoder.block.#.layer.1.layer_norm            same
+    encoder.layers.#.mlp.up              encoder.block.#.layer.1.DenseReluDense.wi     linear
+    encoder.layers.#.mlp.down            encoder.block.#.layer.1.DenseReluDense.wo     linear
+    encoder.norm                         encoder.final_layer_norm                      same
+    decoder.bias.weight decoder.block.0.layer.0.SelfAttention.relative_attention_bias same
+    decoder.layers.#.norm1               decoder.block.#.layer.0.layer_norm            same
+    decoder.layers.#.attention.qkv       decoder.block.#.layer.0.SelfAttention.[q|k|v] qkv
+    decoder.layers.#.attention.out       decoder.block.#.layer.0.SelfAttention.o       linear
+    decoder.layers.#.cross_norm          decoder.block.#.layer.1.layer_norm            same
+    decoder.layers.#.cross_attention.q   decoder.block.#.layer.1.EncDecAttention.q     linear
+    decoder.layers.#.cross_attention.kv  decoder.block.#.layer.1.EncDecAttention.[k|v] kv
+    decoder.layers.#.cross_attention.out decoder.block.#.layer.1.EncDecAttention.o     linear
+    decoder.layers.#.norm2               decoder.block.#.layer.2.layer_norm            same
+    decoder.layers.#.mlp.up              decoder.block.#.layer.2.DenseReluDense.wi     linear
+    decoder.layers.#.mlp.down            decoder.block.#.layer.2.DenseReluDense.wo     linear
+    decoder.norm                         decoder.final_layer_norm                      same
+    classifier.pooler.*                  classification_head.dense.* linear if labels
+    classifier.labels.*                  classification_head.out_proj.* linear if labels
+    span.ends.*                          qa_outputs.* linear if span_head
+    """
+)
 # Version 1.0: ReLU, and a head that shares the embedding's table.
 T5 = Kind(
     "t5",
     "t5",
     "T5",
     lambda model: "ForConditionalGeneration",
-    rows=[
-        Row("tokens.weight", "shared.weight", SAME),
-        *_t5_stack("encoder", "n_layers", 1),
-        *_t5_stack("decoder", "n_decoder_layers", 2),
-        *head_rows(
-            {
-                "classifier.pooler": "classification_head.dense",
-                "classifier.labels": "classification_head.out_proj",
-            }
-        ),
-    ],
+    rows=_T5_ROWS,
     keys=[
         Key("is_encoder_decoder", written=True),
         Key("num_layers", "n_layers"),

@@ -8,11 +8,33 @@ from functools import partial
 from typing import Any
 
 from gridformer.checkpoint.convert.config_json import ConfigKeys
-from gridformer.checkpoint.convert.table import SAME, Key, Kind, Row, head_rows
+from gridformer.checkpoint.convert.table import Key, Kind, rows
 from gridformer.config import ModelConfig, any_of
 from gridformer.utils.units import format_value
 
-_LLAMA_QKV = {f"attention.qkv.{part}": f"self_attn.{part}_proj" for part in "qkv"}
+_ROWS = rows(
+    """
+    tokens                        model.embed_tokens                      same
+    layers.#.attention.qkv.q      model.layers.#.self_attn.q_proj         linear
+    layers.#.attention.qkv.k      model.layers.#.self_attn.k_proj         linear
+    layers.#.attention.qkv.v      model.layers.#.self_attn.v_proj         linear
+    layers.#.attention.out        model.layers.#.self_attn.o_proj         linear
+    layers.#.mlp.up.gate          model.layers.#.mlp.gate_proj            linear
+    layers.#.mlp.up.up            model.layers.#.mlp.up_proj              linear
+    layers.#.mlp.down             model.layers.#.mlp.down_proj            linear
+    layers.#.norm1                model.layers.#.input_layernorm          same
+    layers.#.norm2                model.layers.#.post_attention_layernorm same
+    layers.#.attention.q_norm     model.layers.#.self_attn.q_norm         same if qk_norm
+    layers.#.attention.k_norm     model.layers.#.self_attn.k_norm         same if qk_norm
+    layers.#.attention.qkv.q.bias model.layers.#.self_attn.q_proj.bias    same if qkv_bias
+    layers.#.attention.qkv.k.bias model.layers.#.self_attn.k_proj.bias    same if qkv_bias
+    layers.#.attention.qkv.v.bias model.layers.#.self_attn.v_proj.bias    same if qkv_bias
+    norm                          model.norm                              same
+    head                          lm_head                                 same if untied
+    classifier.labels             score                                   linear if labels
+    span.ends.*                   qa_outputs.*                            linear if span_head
+    """
+)
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _LENGTH = "original_max_position_embeddings"
 # For each kind of rotary scaling, the keys that it needs and those that it may have.
@@ -47,7 +69,6 @@ class _Traits:
 
 def _llama(name: str, traits: _Traits) -> Kind:
     """Rotary positions pair features as Hugging Face does, so every matrix is only transposed."""
-    layer, layer_there = "layers.{n_layers}", "model.layers.{n_layers}"
     window = Key("sliding_window", written=lambda model: model.window or None)
     windows = {
         "none": [],
@@ -63,40 +84,7 @@ def _llama(name: str, traits: _Traits) -> Kind:
         "llama",
         name.capitalize(),
         lambda model: "ForCausalLM",
-        rows=[
-            Row("tokens.weight", "model.embed_tokens.weight", SAME),
-            *(
-                Row(f"{layer}.{ours}.weight", f"{layer_there}.{theirs}.weight")
-                for ours, theirs in {
-                    **_LLAMA_QKV,
-                    "attention.out": "self_attn.o_proj",
-                    "mlp.up.gate": "mlp.gate_proj",
-                    "mlp.up.up": "mlp.up_proj",
-                    "mlp.down": "mlp.down_proj",
-                    "norm1": "input_layernorm",
-                    "norm2": "post_attention_layernorm",
-                }.items()
-            ),
-            *(
-                Row(
-                    f"{layer}.attention.{part}_norm.weight",
-                    f"{layer_there}.self_attn.{part}_norm.weight",
-                    when=lambda model: model.qk_norm,
-                )
-                for part in "qk"
-            ),
-            *(
-                Row(
-                    f"{layer}.{ours}.bias",
-                    f"{layer_there}.{theirs}.bias",
-                    when=lambda model: model.qkv_bias,
-                )
-                for ours, theirs in _LLAMA_QKV.items()
-            ),
-            Row("norm.weight", "model.norm.weight", SAME),
-            Row("head.weight", "lm_head.weight", SAME, lambda m: m.token_head and not m.tied_head),
-            *head_rows({"classifier.labels": "score"}, "weight"),
-        ],
+        rows=_ROWS,
         keys=[
             Key("num_hidden_layers", "n_layers"),
             Key("hidden_size", "hidden_size"),

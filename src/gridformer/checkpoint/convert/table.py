@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -82,62 +83,71 @@ class TableEntry:
     form: Form = SAME
 
 
+_SEVERAL = re.compile(r"^([^[]*)\[?([^]]*)\]?(.*)$")
+
+
 class Row(NamedTuple):
     """A row of a family's table, which stands for the entries of all layers.
 
-    `{n_layers}` in both names stands for the number of a layer, counted to that key of ModelConfig,
-    `*` for weight and bias, and `[q k v]` for several tensors.
-
-    Attributes:
-        ours, theirs: The names.
-        form: How one becomes the other, or what returns it, given the width of a head.
-        when: Whether a model has it.
+    `#` in both names stands for the number of a layer, `*` for weight and bias, and `[q|k|v]` for
+    several tensors. `.weight` is left out.
     """
 
     ours: str
     theirs: str
-    form: Form | Callable[[int], Form] = TRANSPOSED
-    when: Callable[[ModelConfig], Any] = lambda model: True
+    form: Form | Callable[[int], Form]  # or what returns it, given the width of a head
+    when: Callable[[ModelConfig], Any]
+
+    def named(self, name: str, layer: int, leaf: str) -> tuple[str, ...]:
+        """Returns what a name of the row is for a layer, and for weight or bias."""
+        if not name.endswith((".*", ".bias", ".weight")):
+            name = f"{name}.*"
+        before, parts, after = _SEVERAL.findall(name.replace("#", str(layer)))[0]
+        return tuple(f"{before}{part}{after}".replace("*", leaf) for part in parts.split("|"))
 
 
-QKV = partial(interleaved, 3)
-_LAYER = re.compile(r"\{(\w+)\}")
-_SEVERAL = re.compile(r"(.*)\[(.*)\](.*)")
+_FORMS: dict[str, Form | Callable[[int], Form]] = {
+    "same": SAME,
+    "linear": TRANSPOSED,
+    "reversed": REVERSED,
+    "qkv": partial(interleaved, 3),
+    "kv": partial(interleaved, 2),
+    "side_by_side": partial(side_by_side, 3),
+}
+_CONDITIONS: dict[str, Callable[[ModelConfig], Any]] = {
+    "": lambda model: True,
+    "labels": lambda model: model.n_labels and not model.token_head,
+    "untied": lambda model: model.token_head and not model.tied_head,
+}
 
 
-def head_rows(labels: Mapping[str, str], leaf: str = "*") -> list[Row]:
-    """Returns the rows of heads of fine-tuning.
+def rows(text: str) -> list[Row]:
+    """Reads a table. Each line has our name, theirs, and the form, maybe with `if` and a condition.
 
-    Args:
-        labels: The products of the head that classifies, ours and theirs.
-        leaf: `weight` if these have no biases.
+    A condition is a key of ModelConfig, or `labels` or `untied`, which are what heads depend on.
     """
-    return [
-        *(
-            Row(f"{a}.{leaf}", f"{b}.{leaf}", when=lambda m: m.n_labels and not m.token_head)
-            for a, b in labels.items()
-        ),
-        Row("span.ends.*", "qa_outputs.*", when=lambda model: model.span_head),
-    ]
+    table = []
+    for line in text.strip().splitlines():
+        ours, theirs, form, *when = line.replace(" if ", " ").split()
+        (condition,) = when or [""]
+        known = _CONDITIONS.get(condition) or attrgetter(condition)
+        table.append(Row(ours, theirs, _FORMS[form], known))
+    return table
 
 
-def _expanded(rows: Sequence[Row], model: ModelConfig) -> list[TableEntry]:
+def _expanded(table: Sequence[Row], model: ModelConfig) -> list[TableEntry]:
     """Returns the entries of a model: layer by layer where successive rows have layers."""
     entries = []
-    rows = [row for row in rows if row.when(model)]
-    for count, group in groupby(rows, lambda row: _LAYER.findall(row.ours)):
-        of_layer = [*group]
-        for i in range(getattr(model, count[0])) if count else (0,):
+    present = [row for row in table if row.when(model)]
+    for stack, group in groupby(present, lambda row: row.ours.rpartition("#")[0]):
+        of_layer, in_decoder = [*group], stack.startswith("decoder.")
+        n_layers = (model.n_decoder_layers if in_decoder else model.n_layers) if stack else 1
+        for i in range(n_layers):
             for row in of_layer:
                 form = row.form if isinstance(row.form, Form) else row.form(model.head_width)
-                for leaf in ("weight", "bias") if row.ours.endswith("*") else ("",):
-                    ours, theirs = (_LAYER.sub(str(i), name).replace("*", leaf) for name in row[:2])
-                    if several := _SEVERAL.fullmatch(theirs):
-                        before, parts, after = several.groups()
-                        names = tuple(f"{before}{part}{after}" for part in parts.split())
-                    else:
-                        names = (theirs,)
-                    entries.append(TableEntry(ours, names, form))
+                for leaf in ("weight", "bias") if row.ours.endswith("*") else ("weight",):
+                    (ours,), theirs = (row.named(name, i, leaf) for name in row[:2])
+                    entries.append(TableEntry(ours, theirs, form))
     return entries
 
 
@@ -236,8 +246,8 @@ class Kind:
         for one in self.keys:
             if one.ours:
                 read[one.ours] = one.read(keys, read)
-        (labels,) = {row.theirs for row in self.rows if row.ours.startswith("classifier.labels.")}
-        heads = read_heads(keys, names, labels.replace("*", "weight"))
+        (labels,) = (row for row in self.rows if row.ours.startswith("classifier.labels"))
+        heads = read_heads(keys, names, labels.named(labels.theirs, 0, "weight")[0])
         return read | self.read(keys, read, names) | heads
 
     def write_config(self, model: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
