@@ -219,12 +219,12 @@ def with_one_copy_changed(layout: Layout, name: str, rank: int) -> str:
 @pytest.mark.parametrize(
     ("layout", "name", "axis"),
     [
-        ({**TWO_BY_TWO, "schedule": "gather"}, "norm.weight", "grid"),
+        ({**TWO_BY_TWO, "scheme": "megatron_2d"}, "norm.weight", "grid"),
         (SEQUENCE, "layers.0.mlp.down.bias", "col"),
     ],
 )
 def test_unequal_copies_are_found(pool: WorkerPool, layout: Layout, name: str, axis: str) -> None:
-    """If a product computes a norm, every device of the grid has a copy of it."""
+    """Each device of a grid has a copy of the last norm, or each of a row one of a bias."""
     for sentence in pool.run(4, with_one_copy_changed, layout, name, 3):
         assert sentence == f"copies over axis {axis} differ: {name}"
 

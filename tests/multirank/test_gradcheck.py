@@ -35,9 +35,6 @@ CASES = [(grid, name) for grid, makers in MAKERS.items() for name in makers]
 REPEATED = {
     "lookup-input_stays-gather-parts",
     "lookup-input_stays-gather-keep_weight",
-    "normed_ab-gather-parts",
-    "normed_ab-gather-keep_weight",
-    "normed_ab-gather-parts-keep_weight",
     "product_ab-gather-parts-keep_weight-bias",
     "product_abt-gather-parts-only_a_wanted",
     "product_abt-gather-parts-only_b_wanted",
@@ -58,14 +55,14 @@ def smaller(case: tuple[tuple[int, int], str]) -> bool:
         return "product" in name and name.endswith("gather-bias")
     if grid == (2, 2):
         return "product" in name and name.endswith("broadcast-bias")
-    return name.endswith(("product_abt-pipelined-bias", "layer_norm"))
+    return name.endswith(("product_abt-pipelined-bias", "_norm"))
 
 
 # A few of them are checked against finite differences in every run of the tests.
 DIFFERENCES = {
     "product_ab-gather-parts-bias",
     "product_abt-broadcast-bias",
-    "normed_ab-gather-keep_all",
+    "product_ab-gather-keep_all-bias",
     "reducescatter_allgather-col-dim1",
     "cross_entropy",
 }
@@ -115,7 +112,6 @@ QUICK_ON_NCCL = {
     "product_atb-gather-parts",
     "lookup-output_stays-gather",
     "lookup-input_stays-gather",
-    "normed_ab-gather-keep_all",
 }
 ON_NCCL = [(grid, name) for grid in GRIDS_ON_NCCL for name in makers_on_nccl(*grid)]
 

@@ -129,9 +129,7 @@ def test_optimus_layer(
     layout = optimus(grid, schedule=schedule, stationary=stationary)
     unit = Fraction(cols - 1, rows * cols) * BSH
     weights = Fraction(rows - 1, rows * cols) * 12 * H**2
-    normed_inside = schedule == "gather" and stationary != "input"
-    # Two norms exchange two numbers per token each.
-    norm = Fraction(0) if normed_inside else 2 * 2 * Fraction(B * S, rows)
+    norm = 2 * 2 * Fraction(B * S, rows)  # two norms exchange two numbers per token each
     gathered, reduced = (cols - 1) * norm, Fraction(2 * (cols - 1), cols) * norm
     width = back = WIDTHS[stationary]
     if schedule != "gather":
@@ -173,17 +171,11 @@ def test_messages_panel_by_panel(
         assert backward.count == {"product": +kinds, **norm_back}
 
 
-@pytest.mark.parametrize(("stationary", "norms"), [("auto", 0), ("output", 0), ("input", 2)])
+@pytest.mark.parametrize("stationary", ["auto", "output", "input"])
 @pytest.mark.parametrize("grid", full_unless(SOME_GRIDS.__contains__, GRIDS), ids=str)
-def test_messages_of_gather(
-    pool: WorkerPool, grid: tuple[int, int], stationary: str, norms: int
-) -> None:
-    """Each product takes two messages: 8 per layer, where the original sends 28.
-
-    Norms could bring this to 12, but a norm sends nothing if the product that reads it gathers its
-    rows.
-    """
-    rows, cols = grid
+def test_messages_of_gather(pool: WorkerPool, grid: tuple[int, int], stationary: str) -> None:
+    """Each product takes two messages and each norm one; the original sends 28 per layer."""
+    (rows, cols), norms = grid, 2
     col, row = int(cols > 1), int(rows > 1)
     summed = INPUT_STAYS[stationary]
     for forward, backward in pool.run(rows * cols, one_layer, optimus(grid, stationary=stationary)):

@@ -127,9 +127,8 @@ def _activations(run: RunConfig, choices: Choices) -> tuple[dict[str, float], fl
         if product.closes:
             one = whole * product.n_in
         else:
-            # A norm keeps its input in float32; a part of a product, it keeps nothing.
-            norm = 1.0 if rms and lies != "h" else max(4, item) / item
-            norm = 0.0 if lies == "h" and choice.norm_inside else norm
+            # LayerNorm of whole rows keeps its input in float32.
+            norm = 1.0 if rms or (lies == "h" and choices.cols > 1) else max(4, item) / item
             if product.reads == "source" and stack_of(product) == "decoder":  # is kept once for all
                 norm = -1.0
             relu = product.section == "feed_forward" and run.model.family in ("t5", "transformer")
@@ -172,9 +171,6 @@ def _wide(run: RunConfig, choices: Choices, choice: Choice, out: float) -> float
         return out
     moves = 0.0 if on_gpu(run) else _RECEIVED * (1 - 1 / choices.cols)
     found = max(out, 0.5 * out * bool(choice.product.parts) + (_GATHERED + moves) * whole)
-    lies, item = spec_of(run.layout).boundary(run.layout).lies, choices.work.itemsize
-    if choice.product.rms and choice.norm_inside and lies == "h" and item < 4:
-        found = max(found, _NORM_COPIES * whole * 4 / item)  # it normalizes what it has gathered
     return found
 
 

@@ -4,8 +4,7 @@ Xu, Li, Gong, You 2021, "An Efficient 2D Method for Training Super-Large Deep Le
 Activations [b, s, h] are sharded b over rows and h over columns; weights are sharded over both.
 Every product is a SUMMA product (Algorithms 1 to 3, gridformer.parallel.tensor.summa). Attention is
 local, because a device holds n/c heads of b/r whole sequences. A norm sums its statistics along a
-row, unless the next product gathers whole rows: then that product normalizes them, and the norm
-sends nothing.
+row.
 """
 
 from __future__ import annotations
@@ -94,21 +93,24 @@ class Optimus(SchemeSpec):
             keep_gathered_of,
         )
         from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
-        from gridformer.parallel.tensor.norm import VECTOR, DeferredNorm, grid_norm
+        from gridformer.parallel.tensor.norm import VECTOR, GridNorm, shard_vectors
 
         schedules = Schedules(axes, boundary_of(self.boundary(layout), axes))
         head, table = choices["head"], keep_gathered_of(choices["head"])
         vocab_size = model.config.vocab_size
-        inside = {name for name, choice in choices.products.items() if choice.norm_inside}
         # Tables that are looked up locally (positions, segments, relative biases) are sharded over
         # columns: they are small, and no device needs the columns of another.
         over_columns = ParamPlacement(cut=(None, "col"), copies="row", partial=True)
+        everywhere = ParamPlacement(cut=(None,), copies="grid", partial=True)
 
         def linear(plain: blocks.Linear | blocks.MergedLinear) -> nn.Module:
             return grid_product(plain, choices[plain.role.product], VECTOR, schedules)
 
-        def norm(plain: blocks.LayerNorm | blocks.RMSNorm) -> nn.Module:
-            return DeferredNorm(plain, axes) if plain.reader in inside else grid_norm(plain, axes)
+        def norm(plain: blocks.LayerNorm | blocks.RMSNorm) -> nn.Module | None:
+            if axes.col.size > 1:
+                return GridNorm(plain, axes)
+            shard_vectors(plain, axes)  # a device has whole rows
+            return None
 
         def looked_up(plain: nn.Module) -> None:
             shard_parameter(plain, "weight", over_columns, axes)
@@ -123,7 +125,7 @@ class Optimus(SchemeSpec):
             shard_heads(plain, model.config, axes.col)
 
         def head_norm(plain: blocks.HeadNorm) -> None:
-            shard_parameter(plain, "weight", DeferredNorm.PLACE, axes)
+            shard_parameter(plain, "weight", everywhere, axes)
 
         return ModuleTable(
             {

@@ -37,6 +37,7 @@ from gridformer.utils.units import GIB
 # Passes of memory-bound kernels, forward and backward: over an activation between sections (a norm
 # in float32, which casts its result, and what is added after a section) and over one inside.
 _NORM, _RMS_NORM, _RESIDUAL = (2, 3), (7, 17.5), (3, 3)
+_GRID_NORM, _GRID_LAUNCHES = (5, 19), (10, 14)  # where devices sum the statistics of a norm
 _INSIDE, _JOINED = (1, 3.5), (3, 8)  # joined products are rotated, or parts of them multiplied
 _BIAS = 2, 1  # forward only where the product is sharded
 _LOGITS, _SHARDED_LOGITS = 6, 10  # in float32, forward and backward together
@@ -207,11 +208,11 @@ class _Step:
         """Yields the loads of the memory-bound kernels around a product, forward and backward."""
         product, choices, item = choice.product, self.choices, self.item
         h, wide, casts = self.run.model.hidden_size, max(4, item), 2 * (item == 2)
-        # A norm inside a product is of gathered rows, and is computed again in the backward pass.
-        inside = choice.norm_inside and self.times.lies == "h"
-        cut = 1 if choices.between != "cut" or inside else choices.cols
+        cut = 1 if choices.between != "cut" else choices.cols
         sharded = not choice.common and choices.rows * choices.cols > 1
         norm, inner = (_RMS_NORM if product.rms else _NORM), (_JOINED if product.parts else _INSIDE)
+        summed = self.times.lies == "h" and choices.cols > 1
+        norm = _GRID_NORM if summed else norm
         for way in range(2):
             bias = product.bias * _BIAS[way] * (sharded or way)
             launches = (bias > 0) + way * (1 + casts / 2) * (1 + product.bias)  # and gradients
@@ -219,10 +220,10 @@ class _Step:
                 n_bytes = (_RESIDUAL[way] + bias) * item * h / cut
                 launches += 1
             else:
-                again = norm[0] * wide + casts * _CAST if inside and way else 0.0
-                n_bytes = (norm[way] * wide + casts * _CAST + again) * h / cut
+                n_bytes = (norm[way] * wide + casts * _CAST) * h / cut
                 n_bytes += (inner[way] + bias) * item * choice.n_out / choices.cols
-                launches += (norm[way] / 2 + 2 if product.rms else 1) + casts
+                alone = norm[way] / 2 + 2 if product.rms else 1
+                launches += (_GRID_LAUNCHES[way] if summed else alone) + casts
                 launches += inner[way] if product.parts else 1
             seconds = self.costs.moved_s(choices.tokens(product) * n_bytes)
             yield Load(memory=seconds, launches=launches)
@@ -258,7 +259,8 @@ class _Step:
                 each = passes * max(4, self.item) + 2 * _CAST * (self.item == 2)
                 logits = self.choices.head_tokens(choice) * choice.product.n_out / cols
                 forward.memory += self.costs.moved_s(logits * each)
-                forward.launches += _CHUNK[cols > 1] * self.choices.loss_chunks(choice)
+                norm = sum(_GRID_LAUNCHES) * (cols > 1 and self.times.lies == "h")
+                forward.launches += (_CHUNK[cols > 1] + norm) * self.choices.loss_chunks(choice)
         return forward, backward
 
     def _lookup(self) -> tuple[Load, Load]:

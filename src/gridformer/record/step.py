@@ -76,7 +76,7 @@ _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "feed-forward": (blocks.FeedForward, blocks.GatedFeedForward),
     "norms": (
         *(blocks.LayerNorm, blocks.RMSNorm, blocks.HeadNorm),
-        *(grid_norms.GridLayerNorm, grid_norms.GridRMSNorm),
+        grid_norms.GridNorm,
     ),
     "residuals": (blocks.Layer,),
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 from gridformer.mesh import Axes
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.boundary import Sharded
-from tests.support.multirank.collective_cases import COL, EACH, ROW, CaseMaker
+from tests.support.multirank.collective_cases import COL, ROW, CaseMaker
 from tests.support.multirank.cutting import Case, cut, join
 
 # How a product is computed: a schedule, and what it keeps. Each evaluation makes it again, because
@@ -112,34 +112,6 @@ def one_operand_wanted(wanted: int, product: Callable[..., Case], how: How, axes
     return Case([both.shapes[wanted]], partial(of_one, both.on_grid), partial(of_one, both.plain))
 
 
-def normed_ab(how: How, sizes: tuple[int, ...], axes: Axes) -> Case:
-    """LayerNorm, then a product. Each device's norm parameters are one variable."""
-    b, s, k, n = sizes
-    rows, cols, eps = axes.row.size, axes.col.size, 1e-1
-
-    def on_grid(x: Tensor, scale: Tensor, shift: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-        schedule, keep = how(axes)
-        mine = [cut(vector, (*EACH, None), axes)[0, 0] for vector in (scale, shift)]
-        a = summa.Normed(cut(x, (ROW, None, COL), axes), summa.Norm(mine[0], mine[1], eps))
-        c = summa.product_ab(a, cut(w, (ROW, COL), axes), schedule, _bias(bias, axes), keep)
-        return join(c, (ROW, None, COL), axes)
-
-    def plain(x: Tensor, scale: Tensor, shift: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-        blocks = [
-            torch.cat(
-                [
-                    F.layer_norm(part, (k,), scale[i, j], shift[i, j], eps) @ columns
-                    for j, columns in enumerate(w.chunk(cols, 1))
-                ],
-                -1,
-            )
-            for i, part in enumerate(x.chunk(rows))
-        ]
-        return torch.cat(blocks) + _per_row((bias,), b)
-
-    return Case([(b, s, k), (rows, cols, k), (rows, cols, k), (k, n), (rows, n)], on_grid, plain)
-
-
 def lookup(how: How, output_stays: bool, v: int, h: int, n_tokens: int, axes: Axes) -> Case:
     """Look up rows of a table [v, h], or of one stored as [h, v].
 
@@ -178,8 +150,6 @@ def products_of(rows: int, cols: int) -> dict[str, CaseMaker]:
             makers[f"product_abt-{name}-bias"] = partial(product_abt, how, True, abt)
             makers[f"lookup-output_stays-{name}"] = partial(lookup, how, True, both, 2 * cols, 2)
             makers[f"lookup-input_stays-{name}"] = partial(lookup, how, False, 2 * cols, both, 2)
-        if name not in ("broadcast", "pipelined"):
-            makers[f"normed_ab-{name}"] = partial(normed_ab, how, ab)
     return makers
 
 

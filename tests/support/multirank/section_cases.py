@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gridformer.mesh import Axes
-from gridformer.models.blocks import IGNORE, LayerNorm
+from gridformer.models.blocks import IGNORE, LayerNorm, RMSNorm
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.boundary import Replicated, Sharded
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
-from gridformer.parallel.tensor.norm import GridLayerNorm
+from gridformer.parallel.tensor.norm import GridNorm
 from tests.support.multirank.collective_cases import COL, ROW, CaseMaker
 from tests.support.multirank.cutting import Case, Dims, cut, join
 
@@ -103,8 +103,8 @@ def layer_norm(h: int, eps: float, offset: float, axes: Axes) -> Case:
     """Each row's copies of the weights count as one variable: their gradients are partial sums."""
     rows, cols = axes.row.size, axes.col.size
     with torch.device("meta"):
-        module = GridLayerNorm(LayerNorm(h, eps), axes)
-    assert module.weight.shape == module.bias.shape == (h // cols,)
+        module = GridNorm(LayerNorm(h, eps), axes)
+    assert {p.shape for p in module.parameters()} == {(h // cols,)}
 
     def on_grid(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         values = {
@@ -121,6 +121,21 @@ def layer_norm(h: int, eps: float, offset: float, axes: Axes) -> Case:
         return normed * weight.unsqueeze(1) + bias.unsqueeze(1)
 
     return Case([(rows, 2, h), (rows, h), (rows, h)], on_grid, plain)
+
+
+def rms_norm(h: int, eps: float, scale: float, axes: Axes) -> Case:
+    with torch.device("meta"):
+        module = GridNorm(RMSNorm(h, eps, scale=scale), axes)
+
+    def on_grid(x: Tensor, weight: Tensor) -> Tensor:
+        values = {"weight": cut(weight, (ROW, COL), axes)[0]}
+        mine = cut(x, (ROW, None, COL), axes)
+        return join(torch.func.functional_call(module, values, (mine,)), (ROW, None, COL), axes)
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (h,), eps=eps) * weight.unsqueeze(1) * scale
+
+    return Case([(axes.row.size, 2, h), (axes.row.size, h)], on_grid, plain)
 
 
 def cross_entropy(v: int, padded: int, axes: Axes) -> Case:
@@ -155,6 +170,7 @@ def norm_and_loss_of(rows: int, cols: int) -> dict[str, CaseMaker]:
     return {
         "layer_norm-one-column-each": partial(layer_norm, cols, 1e-5, 0.0),
         "layer_norm": partial(layer_norm, 2 * cols, 1e-1, 3.0),
+        "rms_norm": partial(rms_norm, 2 * cols, 1e-1, 0.5),
         "cross_entropy": partial(cross_entropy, 3 * cols, 3 * cols),
         "cross_entropy-padded": partial(cross_entropy, 3 * cols - 1, 3 * cols),
         "cross_entropy-rank-of-padding": partial(cross_entropy, 2 * cols - 1, 3 * cols),

@@ -53,11 +53,6 @@ class Choice:
         return self.product.n_in * self.n_out * self.product.count
 
     @property
-    def norm_inside(self) -> bool:
-        """Whether the product gathers rows and then normalizes them, so the norm sends nothing."""
-        return self.product.normed and self.schedule == "gather" and self.stays == "output"
-
-    @property
     def kept(self) -> str:
         """Which gathered operands are kept, in a word, or nothing."""
         kept = ["input"] * self.keep_input + ["weight"] * self.keep_weight

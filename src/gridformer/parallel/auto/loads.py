@@ -147,7 +147,7 @@ class ProductTimes:
         backward.memory = costs.moved_s(n_bytes)
         if choice.common:
             return forward, backward
-        if product.normed and not choice.norm_inside and self.lies == "h":  # its own message
+        if product.normed and self.lies == "h":  # its own message
             waits = self.message("all_reduce", tokens * _STATISTICS, self.axis).seconds
             forward.exposed[self.axis] += waits
             backward.exposed[self.axis] += waits

@@ -76,9 +76,8 @@ class GridJoinedLinear(blocks.MergedParts):
         weights = [materialized(part.weight) for part in self.parts()]
         return side_by_side(weights, weights[0].dtype), self.schedule
 
-    def forward(self, x: Tensor | summa.Normed) -> tuple[Tensor, ...]:
-        dtype = x.dtype if isinstance(x, Tensor) else x.x.dtype
-        weight, bias = self.operands(dtype)
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        weight, bias = self.operands(x.dtype)
         return self.split(summa.product_ab(x, weight, self.schedule, bias, self.keep))
 
 

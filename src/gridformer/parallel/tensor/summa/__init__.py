@@ -8,7 +8,6 @@ Start with `products`, which holds the three algorithms of the Optimus paper. Th
     operands             blocks of matrices, and the one-hot matrix of token ids
     autograd             gradients of the products, and the embedding lookup
     prefetch             weights that are gathered early, or kept gathered
-    fused_norm           a norm that is computed inside the product that reads it
 """
 
 from gridformer.parallel.tensor.summa.autograd import (
@@ -19,7 +18,6 @@ from gridformer.parallel.tensor.summa.autograd import (
     whole_column,
 )
 from gridformer.parallel.tensor.summa.chunked import ChunkedGather
-from gridformer.parallel.tensor.summa.fused_norm import Norm, Normed, rms_norm_backward
 from gridformer.parallel.tensor.summa.gather import Gather
 from gridformer.parallel.tensor.summa.panels import Panel, panels
 from gridformer.parallel.tensor.summa.prefetch import KeepGathered, WeightPrefetcher
@@ -30,8 +28,6 @@ __all__ = [
     "ChunkedGather",
     "Gather",
     "KeepGathered",
-    "Norm",
-    "Normed",
     "Panel",
     "Pipelined",
     "Schedule",
@@ -41,6 +37,5 @@ __all__ = [
     "product_ab",
     "product_abt",
     "product_atb",
-    "rms_norm_backward",
     "whole_column",
 ]

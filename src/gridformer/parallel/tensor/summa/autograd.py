@@ -23,7 +23,6 @@ from gridformer.comm import Pending
 from gridformer.mesh import Axes
 from gridformer.models.blocks.cast import padded_columns
 from gridformer.parallel.tensor.boundary import LABEL
-from gridformer.parallel.tensor.summa.fused_norm import Normed, product_of_norm
 from gridformer.parallel.tensor.summa.gather import Gather
 from gridformer.parallel.tensor.summa.operands import (
     OneHotOperand,
@@ -40,7 +39,7 @@ from gridformer.parallel.tensor.summa.products import Schedule
 
 
 def product_ab(
-    a: Tensor | Normed,
+    a: Tensor,
     b: Tensor,
     schedule: Schedule,
     bias: Tensor | None = None,
@@ -52,8 +51,7 @@ def product_ab(
     C stays where it is computed; A is sent along the rows of the grid, and B down its columns.
 
     Args:
-        a: Local block [.., K/c]. A `Normed` is gathered first and normalized as whole rows, so that
-            the norm sends nothing itself; it needs the schedule `Gather`.
+        a: Local block [.., K/c].
         b: Local block [K/r, N/c].
         schedule: How panels travel.
         bias: Local part [N/c].
@@ -63,8 +61,6 @@ def product_ab(
     Returns:
         Local block [.., N/c] of C.
     """
-    if isinstance(a, Normed):
-        return product_of_norm(a, b, schedule, bias, keep, padded)
     operand = Operand(a)
     width = padded_columns(b, a.dtype) if padded else b.shape[1]
 

@@ -21,7 +21,7 @@ from gridformer.parallel.tensor.summa.chunks import (
     WeightGradient,
     even_chunks,
 )
-from gridformer.parallel.tensor.summa.gather import Gather, unchanged
+from gridformer.parallel.tensor.summa.gather import Gather
 from gridformer.parallel.tensor.summa.operands import (
     Matrix,
     OneHot,
@@ -49,12 +49,10 @@ class ChunkedGather(Gather):
         self.n_chunks = n_chunks
         self.split: Callable[[int, int], list[slice]] = even_chunks
 
-    def ab(
-        self, a: Operand, b: Operand, transform: Callable[[Tensor], Tensor] = unchanged
-    ) -> Pending:
+    def ab(self, a: Operand, b: Operand) -> Pending:
         if isinstance(a, OneHotOperand) or self._at_once(a):
-            return super().ab(a, b, transform)
-        return self.ab_by_chunks(tensor_of(a), self.whole_column(b), transform)
+            return super().ab(a, b)
+        return self.ab_by_chunks(tensor_of(a), self.whole_column(b))
 
     def abt(self, a: Operand, b: Operand) -> Pending:
         weight = self.whole_column(b).t()
@@ -77,13 +75,11 @@ class ChunkedGather(Gather):
     # The loops over chunks. Each depends on nothing but the shapes of its operands, so traces and
     # estimates of memory run it once for each shape.
 
-    def ab_by_chunks(
-        self, a: Tensor, weight: Tensor, transform: Callable[[Tensor], Tensor]
-    ) -> Pending:
+    def ab_by_chunks(self, a: Tensor, weight: Tensor) -> Pending:
         """Computes A B, given the gathered weight."""
         result = self._result(a, weight.shape[1])
         for chunk, arriving in self.arriving(Operand(a)):
-            result.multiply(chunk, transform(arriving.wait()), weight)
+            result.multiply(chunk, arriving.wait(), weight)
             del arriving
         return Pending(result.all())
 

@@ -14,7 +14,7 @@ activation is gathered along its row, and how a sum of activations is reduce-sca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -38,11 +38,6 @@ from gridformer.parallel.tensor.summa.operands import (
 )
 
 
-def unchanged(whole: Tensor) -> Tensor:
-    """Returns its argument."""
-    return whole
-
-
 class Gather:
     """Gathers all panels at once, so that each product is one multiplication and one sum.
 
@@ -56,21 +51,13 @@ class Gather:
 
     # ------------------------------------------------------------------ the products
 
-    def ab(
-        self, a: Operand, b: Operand, transform: Callable[[Tensor], Tensor] = unchanged
-    ) -> Pending:
-        """Computes C = A B. a [.., K/c], b [K/r, N/c], result [.., N/c].
-
-        Args:
-            a: Activation, gathered along the row.
-            b: Weight, gathered down the column.
-            transform: Applied to the gathered rows of A before the product, such as a norm.
-        """
+    def ab(self, a: Operand, b: Operand) -> Pending:
+        """Computes C = A B. a [.., K/c], b [K/r, N/c], result [.., N/c]."""
         self.prefetch(a, b)
         weight = self.whole_column(b)
         if isinstance(a, OneHotOperand):
             return Pending(times(a.all, weight))
-        return Pending(times(transform(self._take_whole(a).wait()), weight))
+        return Pending(times(self._take_whole(a).wait(), weight))
 
     def abt(self, a: Operand, b: Operand) -> Pending:
         """Computes C = A Bᵀ. a [.., K/c], b [N/r, K/c], result [.., N/c]."""
