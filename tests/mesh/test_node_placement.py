@@ -20,6 +20,7 @@ from gridformer.mesh.node_placement import (
     NodeBlock,
     Sizes,
     blocks,
+    explain_racks,
     nodes_of,
     plain_block,
     rank_grid,
@@ -27,7 +28,6 @@ from gridformer.mesh.node_placement import (
     search_racks,
     sizes_of,
 )
-from gridformer.mesh.placement_table import explain_racks
 from gridformer.parallel.fixes import Refusal
 from gridformer.parallel.validation import problems
 from tests.support.meshes import Traffic, cases, grid

@@ -127,8 +127,6 @@ class Axes:
         nothing.
 
         Args:
-            name: The axis, whose size `n_blocks` divides.
-            n_blocks: The number of blocks.
             label: The prefix of the names of the axes.
         """
         label = f"{label}{n_blocks}"
@@ -147,14 +145,7 @@ class Axes:
         return found
 
     def _copies(self, name: str, each: int, over: Sequence[str], new: str) -> Axis:
-        """Creates the axis of the ranks in one block of `each` ranks along an axis.
-
-        Args:
-            name: The axis.
-            each: The number of ranks in a block.
-            over: Other axes whose ranks all belong to the new axis, too.
-            new: The name of the new axis.
-        """
+        """Creates the axis of the ranks in one block of `each` ranks along an axis."""
         if self.places is None:
             return Axis(new)
         if each == 1 and all(self[other].size == 1 for other in over):
@@ -173,10 +164,6 @@ class Axes:
         """Creates groups of the ranks that have these indices along pp, one group for each pp line.
 
         All processes must call this in the same order.
-
-        Args:
-            stages: Indices along pp.
-            purpose: A name for the groups in torch's reports.
 
         Returns:
             The group that contains this process, or None if there is none.
@@ -223,8 +210,6 @@ class Axes:
         Args:
             ranks: The rank at each place of the mesh, int64, one dimension per axis. Ranks ascend
                 along every dimension.
-            names: Names of the dimensions, which are fields of `Axes`.
-            device_type: "cpu" or "cuda".
         """
         import torch.distributed as dist
 

@@ -32,60 +32,41 @@ def gpus_are_shared() -> bool:
     return os.environ.get(SHARING, "").strip() not in ("", "0")
 
 
-def own_gpu(place: RankEnv | None) -> int | None:
-    """Returns the GPU of this process, or None if it has none of its own.
-
-    Args:
-        place: The place of this process in its run; None for a run of one process.
-    """
-    visible = _n_visible(place)
-    local_rank, local_size = (place.local_rank, place.local_size) if place else (0, 1)
+def own_gpu(env: RankEnv | None) -> int | None:
+    """Returns the GPU of this process, or None if it has none of its own."""
+    visible = _n_visible(env)
+    local_rank, local_size = (env.local_rank, env.local_size) if env else (0, 1)
     if local_size <= visible:
-        return None if place and not place.knows_local and visible > 1 else local_rank
+        return None if env and not env.knows_local and visible > 1 else local_rank
     if visible and gpus_are_shared():
         return local_rank % visible
-    return 0 if visible == 1 and _may_be_bound(place) else None
+    return 0 if visible == 1 and _may_be_bound(env) else None
 
 
-def gpus_here(place: RankEnv | None, n_processes: int) -> list[int]:
-    """Returns those of the visible GPUs that the run's processes on this machine use; maybe none.
-
-    Args:
-        place: The place of this process in its run; None if it starts the others.
-        n_processes: Number of processes of the run.
-    """
-    visible = _n_visible(place, n_processes)
-    if place is None:
+def gpus_here(env: RankEnv | None, n_processes: int) -> list[int]:
+    """Returns the visible GPUs that the run's processes on this machine use, perhaps none."""
+    visible = _n_visible(env, n_processes)
+    if env is None:
         enough = n_processes <= visible or gpus_are_shared()
         return [*range(min(n_processes, visible))] if enough else []
-    mine = own_gpu(place)
+    mine = own_gpu(env)
     if mine is None:
         return []
     if gpus_are_shared():
-        return [*range(min(place.local_size, visible))]
-    return [*range(place.local_size)] if place.local_size <= visible else [mine]
+        return [*range(min(env.local_size, visible))]
+    return [*range(env.local_size)] if env.local_size <= visible else [mine]
 
 
-def processes_on_a_gpu(place: RankEnv | None, n_processes: int) -> int:
-    """Returns how many of the run's processes use the same GPU, at most; 1 unless GPUs are shared.
-
-    Args:
-        place: The place of this process in its run; None if it starts the others.
-        n_processes: Number of processes of the run.
-    """
+def processes_on_a_gpu(env: RankEnv | None, n_processes: int) -> int:
+    """Returns how many processes of the run share a GPU at most; 1 unless GPUs are shared."""
     if not gpus_are_shared():
         return 1
-    here = place.local_size if place else n_processes
-    return -(-here // max(1, len(gpus_here(place, n_processes))))
+    here = env.local_size if env else n_processes
+    return -(-here // max(1, len(gpus_here(env, n_processes))))
 
 
-def too_few_gpus(place: RankEnv | None, n_local: int) -> list[str]:
-    """Returns why `n_local` processes on this machine cannot each have a GPU; empty if they can.
-
-    Args:
-        place: The place of this process in its run; None if it starts the others.
-        n_local: Number of processes of the run on this machine.
-    """
+def too_few_gpus(env: RankEnv | None, n_local: int) -> list[str]:
+    """Returns why `n_local` processes on this machine cannot each have a GPU; empty if they can."""
     import torch
     import torch.distributed as dist
 
@@ -95,16 +76,16 @@ def too_few_gpus(place: RankEnv | None, n_local: int) -> list[str]:
             "cpu; `gridformer doctor` shows what torch finds"
         ]
     n_gpus = torch.cuda.device_count()
-    if place and not place.knows_local and n_gpus > 1:
+    if env and not env.knows_local and n_gpus > 1:
         return [
-            f"this machine has {n_gpus} GPUs, and {place.by} did not say which one is this "
+            f"this machine has {n_gpus} GPUs, and {env.by} did not say which one is this "
             "process's: set LOCAL_RANK and LOCAL_WORLD_SIZE, let CUDA_VISIBLE_DEVICES name one GPU "
             "for each process, or start the processes with torchrun or srun"
         ]
     if n_local > n_gpus and gpus_are_shared():
         if problem := _cannot_share():
             return [problem]
-    elif n_local > n_gpus and not (n_gpus == 1 and _may_be_bound(place)):
+    elif n_local > n_gpus and not (n_gpus == 1 and _may_be_bound(env)):
         return [
             f"more processes than devices: {n_local} processes on this machine and {n_gpus} "
             f"GPU{'s' * (n_gpus > 1)}: use a layout of at most {n_gpus}, or train.device=cpu"
@@ -118,12 +99,7 @@ def too_few_gpus(place: RankEnv | None, n_local: int) -> list[str]:
 
 
 def identity(gpu: int | None, rank: int) -> str:
-    """Returns a text that names this process's machine and GPU, for `device_or_problem`.
-
-    Args:
-        gpu: What `own_gpu` returned.
-        rank: The global rank, which names a GPU that has no number of its own.
-    """
+    """Returns a text that names this process's machine and GPU, for `device_or_problem`."""
     if gpu is None:
         return json.dumps([socket.gethostname(), ""])
     import torch
@@ -136,11 +112,7 @@ def identity(gpu: int | None, rank: int) -> str:
 
 
 def device_or_problem(identities: Sequence[str]) -> str:
-    """Returns whether a run uses CPUs or GPUs, or a sentence that says why it cannot start.
-
-    Args:
-        identities: What `identity` returned on each rank.
-    """
+    """Returns whether a run uses CPUs or GPUs, or a sentence that says why it cannot start."""
     found = [tuple(json.loads(text)) for text in identities]
     without = [rank for rank, (_, gpu) in enumerate(found) if not gpu]
     if len(without) == len(found):
@@ -152,11 +124,11 @@ def device_or_problem(identities: Sequence[str]) -> str:
             f"on {found[rank][0]} has one ({len(without)} of {len(found)} ranks have none): start "
             "at most as many processes on a machine as it has GPUs, or use train.device=cpu"
         )
-    (place, times), *_ = Counter(found).most_common(1)
+    (gpu, times), *_ = Counter(found).most_common(1)
     if times > 1 and not gpus_are_shared():
-        ranks = [str(rank) for rank, here in enumerate(found) if here == place]
+        ranks = [str(rank) for rank, here in enumerate(found) if here == gpu]
         return (
-            f"ranks {', '.join(ranks[:-1])} and {ranks[-1]} on {place[0]} all see the same single "
+            f"ranks {', '.join(ranks[:-1])} and {ranks[-1]} on {gpu[0]} all see the same single "
             "GPU: let the launcher give each its own (srun --gpus-per-task=1), or start one "
             "process for each GPU"
         )
@@ -174,10 +146,10 @@ def n_visible_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _n_visible(place: RankEnv | None, n_processes: int = 1) -> int:
+def _n_visible(env: RankEnv | None, n_processes: int = 1) -> int:
     """Returns the number of GPUs that a run of several processes, or of one, can use."""
     visible = n_visible_gpus()
-    if not visible or (place.size if place else n_processes) == 1:
+    if not visible or (env.size if env else n_processes) == 1:
         return visible
     import torch.distributed as dist
 
@@ -213,6 +185,6 @@ def nccl_version() -> tuple[int, int, int] | None:
     return number.value // 10000, number.value // 100 % 100, number.value % 100
 
 
-def _may_be_bound(place: RankEnv | None) -> bool:
+def _may_be_bound(env: RankEnv | None) -> bool:
     """Whether processes may see different GPUs; those that gridformer starts see the same."""
-    return place is not None and place.by != "gridformer.launch"
+    return env is not None and env.by != "gridformer.launch"

@@ -72,7 +72,6 @@ def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
     Args:
         lines: Disjoint lists of global ranks, each in ascending order because torch sorts the
             members of a group.
-        purpose: A name for the groups in torch's reports.
 
     Returns:
         The group, or None if no line contains this process.
@@ -97,10 +96,6 @@ def _create_each(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup |
 
     A process makes at most one group, however many lines there are: with thousands of ranks there
     are thousands of lines.
-
-    Args:
-        lines: The global ranks of each group; a rank is in one of them at most.
-        purpose: A name for the groups in torch's reports.
 
     Returns:
         The group of this process, or None if it is in none.

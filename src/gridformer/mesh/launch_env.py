@@ -1,27 +1,25 @@
 """Determines whether a launcher started this process as one of several, and as which rank.
 
 The launchers are `launch`, torchrun, srun, mpirun, and all others that set RANK and WORLD_SIZE.
-This reads only environment variables, so importing and calling it is cheap.
+Only environment variables are read, so importing and calling this is cheap.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from gridformer.mesh.slurm_notation import expand_counts, expand_nodes
 from gridformer.utils.errors import UserError
 
 # Slurm's step ids from here on mean "batch script", "extern", "interactive shell" and the like.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# The variables that `launch` sets for the workers that it starts.
-STORE_FILE = "GRIDFORMER_STORE_FILE"
-_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", STORE_FILE)
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+STORE_FILE = "GRIDFORMER_STORE_FILE"  # `launch` sets it for the workers that it starts
 _MPI_PORT = 29_400  # for processes of mpirun on one machine; torchrun's is 29500
+
+Launcher = Literal["gridformer.launch", "torchrun", "srun", "mpirun", "the launcher"]
 
 
 class _Names(NamedTuple):
@@ -45,18 +43,17 @@ _MPI = (
 class RankEnv:
     """The place of this process in a run of `size` processes, `local_size` of them on this machine.
 
-    If `launch` started the processes, they rendezvous in the file `store_file`, which is in a
-    folder that only this user can open, and otherwise at port `master_port` of host `master_addr`.
-
-    `knows_local` is False if the launcher did not say which process of its machine this one is. It
-    then counts as the only one there.
+    Processes that `launch` started meet in the file `store_file`, which is in a folder that only
+    this user can open, and others at port `master_port` of host `master_addr`. `knows_local` is
+    False if the launcher did not say which process of its machine this one is; it then counts as
+    the only one there.
     """
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-    by: Literal["gridformer.launch", "torchrun", "srun", "mpirun", "the launcher"]
+    by: Launcher
     master_addr: str = ""
     master_port: int = 0
     store_file: str = ""
@@ -79,26 +76,24 @@ def rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
     there is None and the run starts its own processes. RANK=0 and WORLD_SIZE=1 alone do not count
     as a launcher either.
 
-    Args:
-        environ: Environment variables.
-
     Raises:
         UserError: A variable is not a number, or the variables contradict each other, or they say
             that this is one of several processes but not where these meet.
     """
-    mpi = _mpi_names(environ)
-    if all(environ.get(name) for name in _LAUNCHED):
-        place = _from_launch(environ)
-    elif all(environ.get(name) for name in _TORCHRUN):
-        place = _from_torchrun(environ)
-    elif _is_one_of_several(environ):
-        place = _from_rank(environ)
-    elif mpi and not (_is_srun_task(environ) and _is_the_same_in_slurm(environ, mpi)):
+    env = _Environ(environ)
+    mpi = next((names for names in _mpi_order(environ) if env.number(names.size, 1) > 1), None)
+    if env.has("RANK", "WORLD_SIZE", "LOCAL_RANK", STORE_FILE):
+        place = env.place("gridformer.launch", store_file=environ[STORE_FILE])
+    elif env.has("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        place = env.place("torchrun", **env.address())
+    elif env.has("RANK", "WORLD_SIZE") and env.number("WORLD_SIZE") > 1:
+        place = _from_rank(env)
+    elif mpi and not (env.is_srun_task and _set_by_srun(environ, mpi)):
         # Before Slurm, because mpirun starts a daemon on each node through srun, whose variables
         # the processes inherit.
-        place = _from_mpi(environ, mpi)
-    elif _is_srun_task(environ):
-        place = _from_srun(environ)
+        place = _from_mpi(env, mpi)
+    elif env.is_srun_task:
+        place = _from_srun(env)
     else:
         return None
     if not (0 <= place.rank < place.size and 0 <= place.local_rank < place.local_size):
@@ -110,41 +105,48 @@ def rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
     return place if _used is None else replace(place, size=min(place.size, _used))
 
 
-def _from_launch(environ: Mapping[str, str]) -> RankEnv:
-    size = _number(environ, "WORLD_SIZE")
-    return RankEnv(
-        rank=_number(environ, "RANK"),
-        size=size,
-        local_rank=_number(environ, "LOCAL_RANK"),
-        local_size=size,
-        by="gridformer.launch",
-        store_file=environ[STORE_FILE],
-    )
+class _Environ:
+    """Environment variables, an empty one counting as not set."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self.values = values
+
+    def has(self, *names: str) -> bool:
+        return all(self.values.get(name) for name in names)
+
+    def number(self, name: str, default: int | None = None) -> int:
+        if default is not None and not self.has(name):
+            return default
+        try:
+            return int(self.values[name])
+        except ValueError:
+            raise UserError(
+                f"the environment variable {name} is '{self.values[name]}', which is not a number"
+            ) from None
+
+    def place(self, by: Launcher, **rest: Any) -> RankEnv:
+        """Returns the place that RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe."""
+        rank, size = self.number("RANK"), self.number("WORLD_SIZE")
+        local_size = size if self.has(STORE_FILE) else self.number("LOCAL_WORLD_SIZE", size)
+        return RankEnv(rank, size, self.number("LOCAL_RANK"), local_size, by, **rest)
+
+    def address(self, host: str = "", port: int | None = None) -> dict[str, Any]:
+        host = self.values.get("MASTER_ADDR") or host
+        return {"master_addr": host, "master_port": self.number("MASTER_PORT", port)}
+
+    @property
+    def is_srun_task(self) -> bool:
+        return (
+            self.has("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID")
+            and self.number("SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
+            and self.number("SLURM_STEP_NUM_TASKS", 1) > 1
+        )
 
 
-def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
-    size = _number(environ, "WORLD_SIZE")
-    return RankEnv(
-        rank=_number(environ, "RANK"),
-        size=size,
-        local_rank=_number(environ, "LOCAL_RANK"),
-        local_size=_number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else size,
-        master_addr=environ["MASTER_ADDR"],
-        master_port=_number(environ, "MASTER_PORT"),
-        by="torchrun",
-    )
-
-
-def _is_one_of_several(environ: Mapping[str, str]) -> bool:
-    """Whether RANK and WORLD_SIZE, set by a Kubernetes operator or a script, say so."""
-    both = environ.get("RANK") and environ.get("WORLD_SIZE")
-    return bool(both) and _number(environ, "WORLD_SIZE") > 1
-
-
-def _from_rank(environ: Mapping[str, str]) -> RankEnv:
-    """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and LOCAL_RANK where it is known."""
-    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+def _from_rank(env: _Environ) -> RankEnv:
+    """Reads RANK and WORLD_SIZE, set by a Kubernetes operator or a script."""
+    rank, size = env.number("RANK"), env.number("WORLD_SIZE")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.has(name)]
     if missing:
         raise UserError(
             f"RANK={rank} and WORLD_SIZE={size} say that this is one of {size} processes, but "
@@ -153,103 +155,85 @@ def _from_rank(environ: Mapping[str, str]) -> RankEnv:
             "29500), start the processes with torchrun or srun, or unset RANK and WORLD_SIZE for a "
             "run that starts its own processes"
         )
-    place = RankEnv(
-        rank=rank,
-        size=size,
-        local_rank=0,
-        local_size=1,
-        by="the launcher",
-        master_addr=environ["MASTER_ADDR"],
-        master_port=_number(environ, "MASTER_PORT"),
-        knows_local=False,
+    address = env.address()
+    if env.has("LOCAL_RANK"):
+        return env.place("the launcher", **address)
+    local = 0, 1
+    task = env.is_srun_task and env.values["SLURM_PROCID"] == env.values["RANK"]
+    if task:
+        tasks = _from_srun(env)
+        local = tasks.local_rank, tasks.local_size
+    on_one_machine = address["master_addr"] in ("localhost", "127.0.0.1", "::1")
+    if on_one_machine and not task:
+        local = rank, size
+    return RankEnv(
+        rank, size, *local, "the launcher", **address, knows_local=task or on_one_machine
     )
-    if environ.get("LOCAL_RANK"):
-        local, known = _number(environ, "LOCAL_RANK"), environ.get("LOCAL_WORLD_SIZE")
-        local_size = _number(environ, "LOCAL_WORLD_SIZE") if known else size
-        return replace(place, local_rank=local, local_size=local_size, knows_local=True)
-    if _is_srun_task(environ) and environ["SLURM_PROCID"] == environ["RANK"]:
-        tasks = _from_srun(environ)
-        local, local_size = tasks.local_rank, tasks.local_size
-        return replace(place, local_rank=local, local_size=local_size, knows_local=True)
-    if place.master_addr in _LOOPBACK:  # then all processes are on this machine
-        return replace(place, local_rank=rank, local_size=size, knows_local=True)
-    return place
 
 
-def _mpi_names(environ: Mapping[str, str]) -> _Names | None:
-    """Returns the variables of the MPI launcher that started this as one of several processes."""
-    for names in sorted(_MPI, key=lambda names: names.local_rank not in environ):
-        both = environ.get(names.rank) and environ.get(names.size)
-        if both and _number(environ, names.size) > 1:
-            return names
-    return None
+def _mpi_order(environ: Mapping[str, str]) -> list[_Names]:
+    """Returns the variables of MPI launchers that are set, those with a local rank first."""
+    some = [names for names in _MPI if environ.get(names.rank) and environ.get(names.size)]
+    return sorted(some, key=lambda names: names.local_rank not in environ)
 
 
-def _is_the_same_in_slurm(environ: Mapping[str, str], mpi: _Names) -> bool:
+def _set_by_srun(environ: Mapping[str, str], mpi: _Names) -> bool:
     """Whether srun itself set the variables of MPI, as `srun --mpi=pmi2` does."""
     here = (environ[mpi.rank], environ[mpi.size])
     return here == (environ["SLURM_PROCID"], environ["SLURM_STEP_NUM_TASKS"])
 
 
-def _from_mpi(environ: Mapping[str, str], names: _Names) -> RankEnv:
-    rank, size = _number(environ, names.rank), _number(environ, names.size)
-    knows = bool(environ.get(names.local_rank) and environ.get(names.local_size))
-    local_rank = _number(environ, names.local_rank) if knows else 0
-    local_size = _number(environ, names.local_size) if knows else 1
-    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
-    if not address:
+def _from_mpi(env: _Environ, names: _Names) -> RankEnv:
+    rank, size = env.number(names.rank), env.number(names.size)
+    knows = env.has(names.local_rank, names.local_size)
+    local = (env.number(names.local_rank), env.number(names.local_size)) if knows else (0, 1)
+    address = env.address("127.0.0.1" if local[1] == size else "", _MPI_PORT)
+    if not address["master_addr"]:
         raise UserError(
             f"mpirun started this as one of {size} processes on several machines, but MASTER_ADDR, "
             "where they meet, is not set: add `-x MASTER_ADDR=HOST -x MASTER_PORT=29500` (Open "
             "MPI) or `-genv MASTER_ADDR HOST -genv MASTER_PORT 29500` (MPICH, Intel MPI) with the "
             "host of rank 0, or start the processes with torchrun or srun"
         )
-    return RankEnv(
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        by="mpirun",
-        master_addr=address,
-        master_port=_number(environ, "MASTER_PORT", _MPI_PORT),
-        knows_local=knows,
-    )
+    return RankEnv(rank, size, *local, "mpirun", **address, knows_local=knows)
 
 
-def _is_srun_task(environ: Mapping[str, str]) -> bool:
-    if not all(environ.get(n) for n in ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID")):
-        return False
-    if _number(environ, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP:
-        return False
-    return _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1
-
-
-def _from_srun(environ: Mapping[str, str]) -> RankEnv:
-    job = _number(environ, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environ else 0
-    step = _number(environ, "SLURM_STEP_ID")
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "localhost"
-    size = _number(environ, "SLURM_STEP_NUM_TASKS")
-    counts = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    node = _number(environ, "SLURM_NODEID", 0)
+def _from_srun(env: _Environ) -> RankEnv:
+    values, size = env.values, env.number("SLURM_STEP_NUM_TASKS")
+    nodes = values.get("SLURM_STEP_NODELIST") or values.get("SLURM_JOB_NODELIST") or "localhost"
+    counts = task_counts(values.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = env.number("SLURM_NODEID", 0)
     # Below the range of ephemeral ports, and different for each step of a job.
-    port = 10_000 + (31 * job + step) % 20_000
+    port = 10_000 + (31 * env.number("SLURM_JOB_ID", 0) + env.number("SLURM_STEP_ID")) % 20_000
+    host = "" if values.get("MASTER_ADDR") else first_node(nodes)
     return RankEnv(
-        rank=_number(environ, "SLURM_PROCID"),
-        size=size,
-        local_rank=_number(environ, "SLURM_LOCALID"),
-        local_size=counts[node] if node < len(counts) else size,
-        master_addr=environ.get("MASTER_ADDR") or expand_nodes(nodes)[0],
-        master_port=_number(environ, "MASTER_PORT", port),
-        by="srun",
+        env.number("SLURM_PROCID"),
+        size,
+        env.number("SLURM_LOCALID"),
+        counts[node] if node < len(counts) else size,
+        "srun",
+        **env.address(host, port),
     )
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    if default is not None and not environ.get(name):
-        return default
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise UserError(
-            f"the environment variable {name} is '{environ[name]}', which is not a number"
-        ) from None
+def first_node(text: str) -> str:
+    """Returns the first name of Slurm's list of nodes: `node01` of `node[01-03,7],other`.
+
+    Raises:
+        UserError: The brackets do not match, or a range is malformed.
+    """
+    name = re.sub(r"\[(\d+)[\d,-]*\]", r"\1", re.split(r",(?![^\[\]]*\])", text)[0])
+    if not re.fullmatch(r"[^\[\],\s]+", name):
+        raise UserError(f"Slurm's node list '{text}' cannot be read: set MASTER_ADDR yourself")
+    return name
+
+
+def task_counts(text: str) -> list[int]:
+    """Expands `4(x2),3` (tasks per node) to `[4, 4, 3]`; a malformed text gives an empty list."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not match:
+            return []
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts

@@ -1,29 +1,18 @@
 """Places the mesh on nodes and racks: finds the block per node that the fewest bytes enter.
 
-With k devices per node, a launcher puts ranks 0 to k-1 on the first node, the next k on the
-second, and so on. Ranks are therefore placed by numbering them: each node holds a *block* of the
-mesh, which has an extent along each axis, and the devices of a block get consecutive ranks.
-
-Bytes that enter a node. Collectives run over an axis as rings, in which each device receives from
-the one before it. Ranks ascend along every axis (see rank_grid), so a ring passes through all its
-members in a node before it leaves, and enters the node once. The bytes that enter there are those
-that the ring's first member in the node receives, which are as many as any member receives. In a
-block of k devices with extent e along an axis there are k/e rings of that axis. If e is the whole
-axis, they stay inside the node. Otherwise k/e devices receive from another node, and
+With k devices per node, a launcher puts ranks 0 to k-1 on the first node, the next k on the second,
+and so on. So the mesh is placed by numbering its ranks: each node holds a *block* of the mesh with
+an extent along each axis. Collectives run over an axis as rings in rank order, which enter a node
+once. A block of k devices with extent e along an axis holds k/e rings of it, which stay inside the
+node if e is the whole axis; otherwise the first device of each receives from another node:
 
     bytes into a node = sum over the axes with extent < size of (k / extent) * bytes of one device
 
-The axis of pipeline stages is not a ring, but a node in the middle of a pipeline receives as much:
-activations into its first stage and gradients into its last. The nodes at both ends receive less.
-
-Xu et al. 2021 (Optimus), figure 8, is the case of a square grid with 4 devices per node. With 1x4
-strips, all 4 devices of a node exchange with other nodes along the columns over one link. With 2x2
-blocks, 2 devices at a time do so, and a column spans half as many nodes. On 8x8 with equal traffic,
-4 + 1 shares enter a strip and 2 + 2 enter a block. On 4x4 it is 4 + 0 against 2 + 2: the bytes are
-equal, and the number of devices that share the link decides in favor of the block.
-
-Racks. Nodes form a mesh, too, and a rack holds a block of them. It is found in the same way, after
-the block of devices in a node: few bytes into nodes come first, and few into racks second.
+The stages of a pipeline are no ring, but a node in its middle receives as much: activations into
+its first stage and gradients into its last. Figure 8 of Xu et al. 2021 (Optimus) is the case of a
+square grid with 4 devices per node: 2x2 blocks, not 1x4 strips. On 8x8 with equal traffic, 4 + 1
+shares enter a strip and 2 + 2 enter a block. On 4x4 the bytes are equal, and the number of devices
+that share the link decides. Racks hold blocks of nodes, which are found in the same way afterward.
 """
 
 from __future__ import annotations
@@ -36,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from gridformer.config import LayoutConfig, divisors
+from gridformer.utils.units import MIB, three_digits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,11 +65,7 @@ class NodeBlock:
         return math.prod(self.extents)
 
     def describe(self, sizes: Sizes) -> str:
-        """Returns `2x2 of the grid`, `dp 2 x 1x2`, or `dp 4` if the grid is one device.
-
-        Args:
-            sizes: Sizes of the mesh, see sizes_of.
-        """
+        """Returns `2x2 of the grid`, `dp 2 x 1x2`, or `dp 4` if the grid is one device."""
         words = [f"{name} {e}" for name, e in (("pp", self.pp), ("dp", self.dp)) if e > 1]
         grid = f"{self.row}x{self.col}"
         if self.n_devices == 1:
@@ -126,10 +112,6 @@ def blocks(sizes: Sizes, devices_per_node: int) -> list[NodeBlock]:
 
     The list is empty if devices_per_node does not divide the number of devices, which
     gridformer.parallel.validation refuses.
-
-    Args:
-        sizes: Sizes of the mesh, see sizes_of.
-        devices_per_node: Number of devices per node, at least 1.
     """
     assert devices_per_node >= 1, "0 means that the nodes are unknown and ranks are in plain order"
     if math.prod(sizes) <= devices_per_node:
@@ -140,12 +122,7 @@ def blocks(sizes: Sizes, devices_per_node: int) -> list[NodeBlock]:
 
 
 def plain_block(sizes: Sizes, devices_per_node: int) -> NodeBlock | None:
-    """Returns the block of each node in plain order (`col` innermost), or None if there is none.
-
-    Args:
-        sizes: Sizes of the mesh, see sizes_of.
-        devices_per_node: Number of devices per node, at least 1.
-    """
+    """Returns the block of each node in plain order (`col` innermost), or None if there is none."""
     if math.prod(sizes) <= devices_per_node:
         return NodeBlock.of(sizes)
     left, extents = devices_per_node, []
@@ -168,15 +145,9 @@ def search_blocks(
     `col`, then along `row`, `dp` and `pp`.
 
     Args:
-        sizes: Sizes of the mesh, see sizes_of.
         traffic: For each axis, the bytes that one device receives over it in one optimizer step
             with ring algorithms. An axis that is absent moves nothing. Messages over all devices
             ("world") enter every node equally and are left out.
-        devices_per_node: Number of devices per node, at least 1. It must divide the number of
-            devices if that is larger (see gridformer.parallel.validation.check_layout).
-
-    Returns:
-        The candidates, the best first.
     """
     shapes = blocks(sizes, devices_per_node)
     assert shapes, f"devices_per_node={devices_per_node} does not divide the mesh {sizes}"
@@ -201,8 +172,6 @@ def search_racks(sizes: Sizes, best: Candidate, nodes_per_rack: int) -> list[Can
     along that axis. So the same search serves racks, with nodes in the place of devices.
 
     Args:
-        sizes: Sizes of the mesh, see sizes_of.
-        best: How nodes are filled.
         nodes_per_rack: Number of nodes per rack, at least 1. It must divide the number of nodes if
             that is larger.
 
@@ -215,12 +184,7 @@ def search_racks(sizes: Sizes, best: Candidate, nodes_per_rack: int) -> list[Can
 
 
 def nodes_of(sizes: Sizes, block: NodeBlock) -> Sizes:
-    """Returns the sizes of the mesh in nodes.
-
-    Args:
-        sizes: Sizes of the mesh in devices, see sizes_of.
-        block: The block on each node, whose extents divide the sizes.
-    """
+    """Returns the sizes of the mesh in nodes."""
     pp, dp, row, col = (size // extent for size, extent in zip(sizes, block.extents))
     return pp, dp, row, col
 
@@ -248,9 +212,7 @@ def _plain_receivers(sizes: Sizes, devices_per_node: int) -> list[list[int]]:
     for rank in range(n):
         stride = 1
         for axis in reversed(range(len(sizes))):
-            first = (
-                rank // stride % sizes[axis] == 0
-            )  # the ring closes: its last member is the source
+            first = rank // stride % sizes[axis] == 0  # the ring closes: its last member sends
             source = rank + stride * (sizes[axis] - 1) if first else rank - stride
             nodes[rank // devices_per_node][axis] += (
                 source // devices_per_node != rank // devices_per_node
@@ -268,10 +230,6 @@ def rank_grid(sizes: Sizes, block: NodeBlock | None) -> Tensor:
     Ranks ascend along every axis. The order of ranks within a process group (torch sorts its
     members) is therefore the order of coordinates, and a ring in this order visits the members on
     one node one after the other.
-
-    Args:
-        sizes: Sizes of the mesh, see sizes_of.
-        block: The block on each node, or None for the plain order.
     """
     import torch
 
@@ -291,12 +249,6 @@ def sub_grids(pp: int, dp: int, g: int, order: Literal["topology", "contiguous"]
     With `topology` it is x*g + y, so the g members of a segmented collective (equal x) have
     neighboring ranks. With `contiguous` it is y*dp + x, so the dp members of a sub-grid do
     (Jain et al. 2021, SUPER).
-
-    Args:
-        pp: Number of pipeline ranks.
-        dp: Number of processes in each sub-grid.
-        g: Number of sub-grids.
-        order: `layout.order`.
     """
     import torch
 
@@ -317,11 +269,8 @@ def split_messages(
     the nearest first, whatever the levels are.
 
     Args:
-        n: Number of processes.
-        g: Number of sub-grids.
         units: Numbers of processes in a unit of each level, the smallest first, such as in a node
             and in a rack. They need not divide n.
-        order: `layout.order`.
 
     Returns:
         For each level the number of messages within its units that leave those of the level
@@ -334,3 +283,93 @@ def split_messages(
             counts = Counter(rank // k for rank in group).values()
             within[level] += sum(count * count for count in counts)
     return [b - a for a, b in itertools.pairwise([0, *within, n * g])]
+
+
+# --------------------------------------------------------------------------- explanations
+
+
+def explain(
+    candidates: Sequence[Candidate], sizes: Sizes, devices_per_node: int, few: int = 3
+) -> str:
+    """Returns a table of the best `few` candidates and the plain order, and a sentence below it.
+
+    The chosen block, which is the first, has a `>`. Axes of size 1 move nothing and are left out.
+    """
+    plain, best = plain_block(sizes, devices_per_node), candidates[0]
+    axes = [axis for axis, size in zip(MESH_AXES, sizes) if size > 1]
+    table = [["", "a node holds", *axes, "total", "ratio", "sharing"]]
+    for number, one in enumerate(candidates):
+        if number >= few and one.block != plain:
+            continue
+        ratio = "1.00"
+        if one.total != best.total:
+            ratio = f"{one.total / best.total:.2f}" if best.total else "-"
+        mib = [_mib(one.bytes_in[axis]) for axis in axes]
+        mark = "" if number else ">"
+        sums = [_mib(one.total), ratio, str(one.sharing)]
+        table.append([mark, _words(one, sizes, plain), *mib, *sums])
+    widths = [max(map(len, column)) for column in zip(*table)]
+    text = [f"MiB that enter a node of {devices_per_node} devices in one step, by axis:"]
+    for line in table:
+        left = [cell.ljust(width) for cell, width in zip(line[:2], widths)]
+        right = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:])]
+        text.append(f"{left[0]} {left[1]}  {'  '.join(right)}")
+    return "\n".join([*text, _reason(candidates, sizes, devices_per_node, plain)])
+
+
+def _reason(
+    candidates: Sequence[Candidate], sizes: Sizes, devices_per_node: int, plain: NodeBlock | None
+) -> str:
+    """Says in one sentence what a node holds, what enters it, and how the plain order compares."""
+    n, best = math.prod(sizes), candidates[0]
+    if n <= devices_per_node:
+        return f"One node holds all {n} devices, so nothing enters it."
+    in_order = next(candidate for candidate in candidates if candidate.block == plain)
+    holds = f"A node holds {_words(best, sizes, plain)}"
+    if best.block is None:
+        holds = "A node holds rows in order, wherever a row ends"
+    start = f"{holds}: {_mib(best.total)} MiB enter it in a step"
+    if best is in_order:
+        if len(candidates) == 1:
+            return f"{start}; no other block fills a node."
+        second = candidates[1]
+        return (
+            f"{start}; with {_words(second, sizes, plain)}, the next best, it would be "
+            f"{_mib(second.total)}."
+        )
+    if best.total < in_order.total:
+        return f"{start}; with rows in order it would be {_mib(in_order.total)}."
+    return (
+        f"{start}, as with rows in order, but {best.sharing} of its devices share the network "
+        f"link, not {in_order.sharing}."
+    )
+
+
+def explain_racks(
+    candidates: Sequence[Candidate], node: NodeBlock, sizes: Sizes, nodes_per_rack: int
+) -> str:
+    """Returns a sentence on which nodes a rack holds, and what enters it; see `search_racks`."""
+    best = candidates[0]
+    if best.block is None:
+        return f"A rack holds {nodes_per_rack} nodes in order."
+    extents = tuple(a * b for a, b in zip(best.block.extents, node.extents))
+    if extents == sizes:
+        return f"One rack holds all {math.prod(sizes)} devices, so nothing enters it."
+    holds = NodeBlock.of(extents).describe(sizes)
+    others = [candidate for candidate in candidates if candidate.total > best.total]
+    worst = f"; at worst it would be {_mib(others[-1].total)}" if others else ""
+    return (
+        f"A rack of {nodes_per_rack} nodes holds {holds}: {_mib(best.total)} MiB enter it in a "
+        f"step{worst}."
+    )
+
+
+def _words(candidate: Candidate, sizes: Sizes, plain: NodeBlock | None) -> str:
+    if candidate.block is None:
+        return "rows in order"
+    shape = candidate.block.describe(sizes)
+    return f"{shape} (rows in order)" if candidate.block == plain else shape
+
+
+def _mib(n_bytes: int) -> str:
+    return three_digits(n_bytes / MIB)

@@ -49,13 +49,7 @@ def check_devices(
     """Checks whether `n_processes` processes can start from this process.
 
     Args:
-        device: `train.device` of the run.
-        n_processes: Number of processes that the layout needs.
-        nproc: Value of --nproc, if given.
         elastic: Whether there may be more processes than the run needs.
-
-    Returns:
-        The problems, each with its remedy.
     """
     problems = []
     place = rank_env()
@@ -90,8 +84,6 @@ def init_process_groups(
     with gloo if none has. A run of one process gets a device but no process group.
 
     Args:
-        device: `train.device` of the run.
-        n_processes: Number of processes that the layout needs.
         timeout_s: Seconds after which a collective that still waits raises.
         margin_s: Seconds by which torch's own timeout is longer, so that a watch ends the wait
             first. NCCL counts from when a message was queued, which may be a whole step before the

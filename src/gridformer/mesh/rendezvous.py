@@ -1,8 +1,7 @@
 """The key-value store in which the processes of a run meet before they form a process group.
 
 Through it they also agree on things that must be known before there is a group: which GPU each has,
-and what rank 0 has planned. Values are plain text, so nothing that is read from the store is
-unpickled.
+and what rank 0 has planned. Values are plain text, so nothing that is read is unpickled.
 """
 
 from __future__ import annotations
@@ -29,40 +28,37 @@ WAIT_S = 600.0
 _LONGEST_PAUSE_S = 0.2  # between two polls; one process may serve a thousand ranks
 
 
-def store_of(place: RankEnv) -> dist.Store:
+def store_of(env: RankEnv) -> dist.Store:
     """Returns the store for the rendezvous, which is empty at every attempt.
 
     Workers that `launch` started use a file in a private folder, so no port is open. Those of
     torchrun and srun use a TCP port, which is open on all interfaces without authentication.
-
-    Args:
-        place: The place of this process in the run.
     """
-    return _store(replace(place, size=0))  # of all that were started, however many take part
+    return _store(replace(env, size=0))  # of all that were started, however many take part
 
 
 @cache  # the process that serves a TCP store can open its port only once
-def _store(place: RankEnv) -> dist.Store:
+def _store(env: RankEnv) -> dist.Store:
     import torch.distributed as dist
 
     timeout = timedelta(seconds=WAIT_S)
-    if place.store_file:
+    if env.store_file:
         # Without a number of workers, because with one the file is deleted when workers leave.
-        file = dist.FileStore(place.store_file)
+        file = dist.FileStore(env.store_file)
         file.set_timeout(timeout)
         return file
     agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
-        place.master_addr,
-        place.master_port,
-        is_master=place.rank == 0 and not agent_has_it,
+        env.master_addr,
+        env.master_port,
+        is_master=env.rank == 0 and not agent_has_it,
         timeout=timeout,
         wait_for_workers=False,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     shared = dist.PrefixStore(f"gridformer/{attempt}", store)
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    return of_this_attempt(shared, place.rank, size) if agent_has_it else shared
+    return of_this_attempt(shared, env.rank, size) if agent_has_it else shared
 
 
 def of_this_attempt(store: dist.Store, rank: int, size: int) -> dist.Store:
@@ -72,11 +68,6 @@ def of_this_attempt(store: dist.Store, rank: int, size: int) -> dist.Store:
     the previous attempt under the names that gloo uses, and if a restart is due to a change in the
     number of machines, torchrun does not even count it. So rank 0 draws a name for the attempt and
     sends it to each process that has announced a random name, which is new in each attempt.
-
-    Args:
-        store: What the processes of all attempts share.
-        rank: The rank of this process.
-        size: The number of processes of this attempt.
 
     Raises:
         UserError: Rank 0 or another rank did not answer within ten minutes.
@@ -108,111 +99,73 @@ def of_this_attempt(store: dist.Store, rank: int, size: int) -> dist.Store:
     return dist.PrefixStore(mine, store)
 
 
-def share_result(
-    place: RankEnv, name: str, text: str, judge: Callable[[Sequence[str]], str]
-) -> str:
-    """Lets rank 0 judge what all ranks say, and returns its judgment on every rank.
-
-    All ranks call it with the same name, once. Each sends and receives one text, whatever the
-    number of ranks.
-
-    Args:
-        place: The place of this process in the run.
-        name: A name in the store.
-        text: What this rank says.
-        judge: Makes the result from the texts of all ranks.
-    """
-    texts = collect(place, name, text)
-    if place.rank == 0:
-        result = judge(texts)
-        share(place, name, result)
-        return result
-    return receive(place, name)
-
-
-def collect(place: RankEnv, name: str, text: str) -> list[str]:
-    """Sends a text to rank 0. All ranks call it with the same name, once.
-
-    Args:
-        place: The place of this process in the run.
-        name: A name in the store, which nothing else uses.
-        text: What this rank sends.
+def collect(env: RankEnv, name: str, text: str) -> list[str]:
+    """Sends a text to rank 0, under a name that nothing else uses; all ranks call it once.
 
     Returns:
         The texts of all ranks on rank 0, an empty list on the others.
     """
-    store = store_of(place)
-    store.set(f"{name}/{place.rank}", text)
-    if place.rank:
-        return []
-    return gather(place, name, range(place.size))
+    store_of(env).set(f"{name}/{env.rank}", text)
+    return [] if env.rank else gather(env, name, range(env.size))
 
 
-def gather(place: RankEnv, name: str, ranks: Iterable[int]) -> list[str]:
+def gather(env: RankEnv, name: str, ranks: Iterable[int]) -> list[str]:
     """Returns on rank 0 the texts that some ranks have shared, each under `NAME/RANK`.
 
     Raises:
         UserError: One did not share it within ten minutes.
     """
-    return [_get(place, f"{name}/{rank}", f"rank {rank}") for rank in ranks]
+    return [_get(env, f"{name}/{rank}", f"rank {rank}") for rank in ranks]
 
 
-def share(place: RankEnv, name: str, text: str) -> None:
-    """Sends a text from rank 0 to all others, each of which calls `receive` with the same name.
-
-    Args:
-        place: The place of this process in the run.
-        name: A name in the store, which nothing else uses.
-        text: What rank 0 sends.
-    """
-    store_of(place).set(name, text)
+def share(env: RankEnv, name: str, text: str) -> None:
+    """Sends a text from rank 0 to all others, each of which calls `receive` with the same name."""
+    store_of(env).set(name, text)
 
 
-def receive(place: RankEnv, name: str) -> str:
+def receive(env: RankEnv, name: str) -> str:
     """Returns the text that rank 0 shares under this name.
 
     Raises:
         UserError: Rank 0 did not share it within ten minutes.
     """
-    text = _get(place, name, "rank 0")
-    store = store_of(place)
-    if store.add(f"{name}/heard", 1) == place.size - 1:
+    text = _get(env, name, "rank 0")
+    store = store_of(env)
+    if store.add(f"{name}/heard", 1) == env.size - 1:
         store.set(f"{name}/heard by all", "yes")
     return text
 
 
-def wait_until_heard(place: RankEnv, name: str, timeout_s: float) -> None:
-    """Waits on rank 0 until all others have received a text, at most `timeout_s` seconds.
+def share_result(env: RankEnv, name: str, text: str, judge: Callable[[Sequence[str]], str]) -> str:
+    """Lets rank 0 judge the texts of all ranks, and returns its judgment on every rank."""
+    texts = collect(env, name, text)
+    if env.rank:
+        return receive(env, name)
+    result = judge(texts)
+    share(env, name, result)
+    return result
+
+
+def wait_until_heard(env: RankEnv, name: str, timeout_s: float) -> None:
+    """Waits on rank 0, at most so long, until all others have received the text of that name.
 
     Rank 0 may serve the store, which ends with it.
-
-    Args:
-        place: The place of this process in the run, which is that of rank 0.
-        name: The name under which it has shared the text.
-        timeout_s: After how many seconds it gives up, without an error.
     """
     with suppress(RuntimeError):  # torch's error for a timeout
-        store_of(place).wait([f"{name}/heard by all"], timedelta(seconds=timeout_s))
+        store_of(env).wait([f"{name}/heard by all"], timedelta(seconds=timeout_s))
 
 
-def _get(place: RankEnv, key: str, source: str) -> str:
-    """Returns a value as soon as another rank has set it."""
-    store = store_of(place)
-    _poll(lambda: store.check([key]), time.monotonic() + WAIT_S, lambda: source, place.rank)
+def _get(env: RankEnv, key: str, source: str) -> str:
+    store = store_of(env)
+    _poll(lambda: store.check([key]), time.monotonic() + WAIT_S, lambda: source, env.rank)
     return store.get(key).decode()
 
 
 def _poll(done: Callable[[], bool], deadline: float, source: Callable[[], str], rank: int) -> None:
     """Waits until something is done. It polls, because Ctrl-C does not interrupt torch's own wait.
 
-    Args:
-        done: Returns whether it is.
-        deadline: When to give up, on the clock of `time.monotonic`.
-        source: Returns what is waited for.
-        rank: The rank that waits.
-
     Raises:
-        UserError: It was not done in time.
+        UserError: It was not done by the deadline, on the clock of `time.monotonic`.
     """
     pause = 0.005
     while not done():

@@ -16,8 +16,7 @@ from rich.text import Text
 
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.mesh import node_placement as nodes
-from gridformer.mesh.node_placement import Candidate, NodeBlock
-from gridformer.mesh.placement_table import explain, explain_racks
+from gridformer.mesh.node_placement import Candidate, NodeBlock, explain, explain_racks
 from gridformer.parallel.auto.cost import Choice, Choices, resolved
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import ITEMSIZE, Work, parameter_bytes, replica_work
