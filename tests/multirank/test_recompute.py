@@ -19,7 +19,7 @@ from gridformer.models import Model, build_model
 from gridformer.models.blocks import Linear, RecomputeMode, StyledLayer
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.fsdp import FSDPUnit, Gathering
-from gridformer.parallel.pipeline.stage_io import StageIO
+from gridformer.parallel.pipeline.stages import StageIO
 from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch

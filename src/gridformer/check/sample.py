@@ -8,7 +8,7 @@ from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.pipeline.partition import model_outline, stages_of
-from gridformer.parallel.pipeline.stage_io import inputs_of
+from gridformer.parallel.pipeline.stages import inputs_of
 from gridformer.record.events import Event, Start
 
 MOST = 64  # with more ranks, equal ones are traced once

@@ -19,7 +19,7 @@ from gridformer.comm import Pending
 from gridformer.evaluate.loading import Trained
 from gridformer.models import Activations, Model
 from gridformer.models.blocks import KVCache
-from gridformer.parallel.pipeline.stage_io import LABEL
+from gridformer.parallel.pipeline.stages import LABEL
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 from gridformer.train.forward_backward import RowSplit

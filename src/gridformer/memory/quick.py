@@ -14,7 +14,7 @@ from gridformer.parallel.auto.cost import Choice, Choices, resolved
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import replica_work, state_bytes
 from gridformer.parallel.data.buckets import BUCKET_BYTES
-from gridformer.parallel.pipeline.stage_shares import shares_of_ranks, stack_of, stacks_of
+from gridformer.parallel.pipeline.partition import shares_of_ranks, stack_of, stacks_of
 from gridformer.parallel.registry import spec_of
 
 _SCORE = 12  # bytes of a score that is not in a fused kernel, in the backward pass of its layer

@@ -24,7 +24,7 @@ from gridformer.parallel.auto.decisions import decisions_of
 from gridformer.parallel.auto.loads import Load, ProductTimes
 from gridformer.parallel.auto.products import parameter_bytes
 from gridformer.parallel.data.buckets import BUCKET_BYTES
-from gridformer.parallel.pipeline.stage_shares import (
+from gridformer.parallel.pipeline.partition import (
     StageShares,
     shares_of_ranks,
     stack_of,

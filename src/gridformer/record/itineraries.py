@@ -23,7 +23,7 @@ from gridformer.parallel.pipeline.schedules import (
     forwards,
     rounds,
 )
-from gridformer.parallel.pipeline.stage_io import inputs_of
+from gridformer.parallel.pipeline.stages import inputs_of
 from gridformer.record.step import StepPart
 
 _MOST_RANKS, _MOST_ROUNDS = 8, 3

@@ -11,8 +11,12 @@ timeline      measures it
 
 from gridformer.parallel.pipeline.executor import LOADING_RUNS, Executor, StopsBefore
 from gridformer.parallel.pipeline.partition import stages_of
-from gridformer.parallel.pipeline.prefetching import prefetch_within_stages
-from gridformer.parallel.pipeline.stage_params import keep_stages, mark_shared, modules_of
+from gridformer.parallel.pipeline.stages import (
+    keep_stages,
+    mark_shared,
+    modules_of,
+    prefetch_within_stages,
+)
 from gridformer.parallel.pipeline.timeline import Clock, Event, OnAction, idle_fraction, timed
 
 __all__ = [

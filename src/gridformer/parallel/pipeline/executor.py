@@ -31,8 +31,7 @@ from gridformer.mesh import Axes
 from gridformer.models import Activations, Model
 from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline.schedules import Action, Itinerary, actions_of, forwards
-from gridformer.parallel.pipeline.stage_io import LABEL, StageIO
-from gridformer.parallel.pipeline.stage_params import parameters_under, shared_sets
+from gridformer.parallel.pipeline.stages import LABEL, StageIO, parameters_under, shared_sets
 from gridformer.parallel.pipeline.timeline import OnAction, timed
 from gridformer.utils.batch import Batch, MicroBatch
 
@@ -53,9 +52,6 @@ class Executor:
     """Runs micro-batches through the stages of a pipeline, together with the other ranks.
 
     Args:
-        model: This rank's part of the model, from `gridformer.parallel.build_parallel`.
-        layout: The validated layout, equal on all ranks.
-        axes: The mesh axes of this rank.
         sums: Sums gradients over replicas, starting in the last backward pass of each stage.
         on_action: Called with an `Event` after each action, with times of the device.
 
@@ -99,25 +95,13 @@ class Executor:
         }
 
     def train(self, work: Sequence[MicroBatch], finish: Finish) -> None:
-        """Runs the forward and backward passes of a step; gradients accumulate in `.grad`.
-
-        Args:
-            work: The micro-batches of the step, the same on all ranks of the pipeline.
-            finish: Computes the loss of a micro-batch from the final hidden states; it is called on
-                the last stage.
-        """
+        """Runs the forward and backward passes of a step; gradients accumulate in `.grad`."""
         run = _Run(self, work, finish, training=True)
         run.go()
         self.dropped = run.left_out < len(work)
 
     def evaluate(self, work: Sequence[MicroBatch], finish: Finish) -> None:
-        """Runs forward passes only.
-
-        Args:
-            work: The micro-batches, the same on all ranks of the pipeline.
-            finish: Computes the loss of a micro-batch from the final hidden states; it is called on
-                the last stage.
-        """
+        """Runs forward passes only."""
         _Run(self, work, finish, training=False).go()
 
     def loads(self, training: bool, work: Sequence[MicroBatch]) -> bool:
@@ -127,10 +111,6 @@ class Executor:
         until the GPU has done all that it was given (CUDA's lazy loading). Over NCCL a receive is a
         kernel, too, which runs until its message comes. If the message depends on what this process
         launches next, both wait forever. A message through the host occupies no GPU.
-
-        Args:
-            training: Whether there are backward passes.
-            work: The micro-batches, all of the same shapes.
         """
         return self._n_runs[_kernels_of(training, work)] < self._loading_runs
 
@@ -150,59 +130,34 @@ class Executor:
         self._n_runs.clear()
 
     def itinerary(self, m: int, training: bool) -> tuple[Itinerary, Completed]:
-        """Returns this rank's actions for m micro-batches, and the gradients each one completes.
-
-        Args:
-            m: The number of micro-batches.
-            training: Whether there are backward passes.
-        """
+        """Returns this rank's actions for m micro-batches, and the gradients each one completes."""
         if (m, training) not in self._itineraries:
-            found = self.follows or self._itinerary(m, training)
-            self._itineraries[m, training] = found, self._completed(found)
+            layout = self.layout
+            orders = actions_of(layout.pipeline_order, layout.pp, layout.stages_per_rank, m)
+            orders = orders if training else forwards(orders)
+            actions = self.follows or Itinerary.of(orders, self.pp.index, layout.n_stages)
+            self._itineraries[m, training] = actions, self._completed(actions)
         return self._itineraries[m, training]
-
-    def _itinerary(self, m: int, training: bool) -> Itinerary:
-        layout = self.layout
-        orders = actions_of(layout.pipeline_order, layout.pp, layout.stages_per_rank, m)
-        orders = orders if training else forwards(orders)
-        return Itinerary.of(orders, self.pp.index, layout.n_stages)
 
     def _completed(self, itinerary: Itinerary) -> Completed:
         left: set[nn.Parameter] = set().union(*self._parameters.values())
         ended: set[int] = set()
-        found = {}
+        completed = {}
         for action in reversed(itinerary.actions):
             if action.kind == "backward" and action.stage not in ended:
                 ended.add(action.stage)
-                found[action] = left & self._parameters[action.stage]
-                left -= found[action]
-        return found
+                completed[action] = left & self._parameters[action.stage]
+                left -= completed[action]
+        return completed
 
     def empty_inputs(self, action: Action, batch: Batch) -> dict[str, Tensor]:
-        """Allocates the inputs of a forward pass, or the output gradients of a backward pass.
-
-        Args:
-            action: The action.
-            batch: Its micro-batch.
-
-        Returns:
-            The tensors by their names in `Activations`.
-        """
-        stage = action.stage + (action.kind == "backward")
-        return self.stage_io.entering(stage, batch)
+        """Allocates by name the inputs of a forward pass, or a backward pass's output gradients."""
+        return self.stage_io.entering(action.stage + (action.kind == "backward"), batch)
 
     def enter(
         self, action: Action, entered: dict[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Puts autograd leaves in front of what has entered a stage.
-
-        Args:
-            action: The forward pass.
-            entered: The tensors by name.
-
-        Returns:
-            The leaves by name, and the tensors as the stage reads them.
-        """
+        """Puts autograd leaves in front of what entered a stage; returns them and what it reads."""
         leaves = {name: _leaf(x) for name, x in entered.items()}
         return leaves, {name: _Enter.apply(leaves[name], x) for name, x in entered.items()}
 
@@ -212,10 +167,7 @@ class Executor:
         """Runs the forward pass of an action.
 
         Args:
-            action: The action.
-            batch: Its micro-batch.
             entering: The activations of the previous stage, which are taken out of it.
-            finish: See `train`; it is called on the last stage.
 
         Returns:
             The activations that leave the stage, and the roots of its backward pass: the loss, or
@@ -236,14 +188,7 @@ class Executor:
         roots: list[Any],
         grads: list[Tensor] | None,
     ) -> None:
-        """Runs the backward pass of an action, which gives the leaves their gradients.
-
-        Args:
-            action: The action.
-            leaves: The autograd leaves in front of the tensors that entered the stage, by name.
-            roots: Where it begins, from `forward`.
-            grads: The gradients of what left the stage; None for the last stage.
-        """
+        """Runs the backward pass of an action, which gives the leaves their gradients."""
         torch.autograd.backward(roots, grads)
 
     def timed(self, kind: str, action: Action) -> AbstractContextManager[None]:
@@ -276,20 +221,16 @@ class _Run:
     def go(self) -> None:
         loads = self.executor.loads(self.training, self.work)
         with self.executor.channel.through_host() if loads else nullcontext():
-            self._go()
-        self.executor.note_run(self.training, self.work)
-
-    def _go(self) -> None:
-        if not self.stage_io.absent:
-            for peer in self._queues:
+            for peer in () if self.stage_io.absent else self._queues:
                 self._post_receive(peer)
-        for action in self.itinerary.actions:
-            if action.kind == "forward":
-                self._forward(action)
-            else:
-                self._backward(action)
-        for message in [*self._sent]:
-            self._finish_send(message)
+            for action in self.itinerary.actions:
+                if action.kind == "forward":
+                    self._forward(action)
+                else:
+                    self._backward(action)
+            for message in [*self._sent]:
+                self._finish_send(message)
+        self.executor.note_run(self.training, self.work)
 
     def _leaves_out(self, micro: int) -> bool:
         """Returns whether a micro-batch is left out, at the stop point before its forward pass."""
@@ -330,27 +271,23 @@ class _Run:
             self._kept[stage, action.micro] = leaves, roots
 
     def _backward(self, action: Action) -> None:
-        last = action.stage == len(self.model.stages) - 1
-        grads = None if last else [*self._receive(action).values()]
+        at_end = action.stage == len(self.model.stages) - 1
+        grads = None if at_end else [*self._receive(action).values()]
         if action.micro >= self.left_out:
             if action.stage:
                 self._send_empty(action, action.stage)
             return
         leaves, roots = self._kept.pop((action.stage, action.micro))
         with self.executor.timed("backward", action):
-            self.model.dropout_rng.at(
-                self.work[action.micro].rows
-            )  # recomputed blocks read the clock
-            with self._summing(action):
+            self.model.dropout_rng.at(self.work[action.micro].rows)  # for recomputed blocks
+            completed = self.complete.get(action)  # an empty set counts, too
+            last = completed is not None
+            with self.executor.sums.last_backward(completed) if last else nullcontext():
                 self.executor.backward(action, leaves, roots, grads)
             del grads
         if action.stage:
-            self._send(action, [_gradient(leaf) for leaf in leaves.values()])
-
-    def _summing(self, action: Action) -> AbstractContextManager[None]:
-        if action not in self.complete:
-            return nullcontext()
-        return self.executor.sums.last_backward(self.complete[action])
+            grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves.values()]
+            self._send(action, grads)
 
     # ------------------------------------------------------------------ messages
 
@@ -423,7 +360,3 @@ class _Enter(torch.autograd.Function):
 def _leaf(x: Tensor) -> Tensor:
     """Returns an autograd leaf with the shape of x that holds a single element."""
     return x.new_empty(()).expand(x.shape).requires_grad_()
-
-
-def _gradient(x: Tensor) -> Tensor:
-    return torch.zeros_like(x) if x.grad is None else x.grad

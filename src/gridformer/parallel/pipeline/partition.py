@@ -1,4 +1,4 @@
-"""Splits a model into pipeline stages so that the largest amount of work in a stage is minimal.
+"""Splits a model into pipeline stages so that the largest work of a stage is minimal.
 
 A model is a list of links (gridformer.models.Link), and a stage is a range of them. The work of a
 link is the number of floating-point operations of its products: 2 n_in n_out per row of a linear
@@ -13,15 +13,16 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import nn
 
-from gridformer.config import ModelConfig
+from gridformer.config import ModelConfig, RunConfig
 from gridformer.models import Model, blocks, build_model
 from gridformer.models.held_layers import only_layers
-from gridformer.parallel.auto.products import Work
+from gridformer.parallel.auto.products import Product, Work
 
 _given: dict[tuple[ModelConfig, int], tuple[range, ...]] = {}  # see `with_stages`
 
@@ -30,8 +31,6 @@ def stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, ..
     """Returns the range of links of each stage; the same on every rank.
 
     Args:
-        config: The model.
-        n_stages: Number of stages, over all ranks.
         work: Tokens, source tokens and sequences of a micro-batch.
 
     Raises:
@@ -47,12 +46,7 @@ def _stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, .
 
 @contextmanager
 def with_stages(config: ModelConfig, stages: Sequence[range]) -> Iterator[None]:
-    """Makes `stages_of` return these stages for their number, inside the context.
-
-    Args:
-        config: The model.
-        stages: The links of each stage.
-    """
+    """Makes `stages_of` return these stages for their number, inside the context."""
     _given[config, len(stages)] = tuple(stages)
     try:
         yield
@@ -78,12 +72,7 @@ def model_outline(config: ModelConfig) -> Model:
 
 
 def link_costs(model: Model, work: Work) -> list[float]:
-    """Returns the FLOPs of each link's forward pass for the tokens of `work`.
-
-    Args:
-        model: A plain model or its outline.
-        work: The tokens.
-    """
+    """Returns the FLOPs of each link's forward pass for the tokens of `work`."""
     costs = dict[tuple[str, ...], float]()
     found = []
     for link in model.links():
@@ -99,13 +88,6 @@ def partition(costs: Sequence[float], n_stages: int) -> tuple[range, ...]:
 
     Among those splits it takes one with the smallest sum of squared costs. Each of the two
     objectives is one dynamic program over (links, stages).
-
-    Args:
-        costs: The cost of each link, in any unit.
-        n_stages: The number of stages.
-
-    Returns:
-        The indices of the links of each stage.
 
     Raises:
         ValueError: There are more stages than links.
@@ -171,3 +153,65 @@ def _cost(module: nn.Module, config: ModelConfig, work: Work) -> float:
         case blocks.TiedHead():
             return 2.0 * config.hidden_size * config.vocab_size * work.tokens
     return 0.0
+
+
+def stack_of(product: Product) -> str:
+    """Returns the name of the stack of a product of a layer: "" in a model that has one."""
+    return product.name.rpartition(".")[0]
+
+
+def stacks_of(run: RunConfig) -> dict[str, int]:
+    """Returns the number of layers of each stack."""
+    model = run.model
+    if model.two_stacks:
+        return {"encoder": model.n_layers, "decoder": model.n_decoder_layers}
+    return {"": model.n_layers}
+
+
+@dataclass(frozen=True)
+class StageShares:
+    """Which part of a model a rank of a pipeline has.
+
+    Attributes:
+        layers: The name of each stack, and the fraction that it has of the stack's layers.
+        lookups: How many lookups of tokens it has, as a fraction of the model's.
+        head: Whether it has the head.
+    """
+
+    layers: tuple[tuple[str, float], ...]
+    lookups: float
+    head: bool
+
+    def share_of(self, product: Product) -> float:
+        """Returns the fraction that it has of the products of a name."""
+        if product.section != "head":
+            return dict(self.layers)[stack_of(product)]
+        return float(self.head)
+
+
+def shares_of_ranks(run: RunConfig) -> list[StageShares]:
+    """Returns the parts of the ranks of a pipeline, in order, by the real partition."""
+    layout, stacks = run.layout, stacks_of(run)
+    if layout.pp == 1:
+        return [StageShares(tuple((stack, 1.0) for stack in stacks), 1.0, True)]
+    model = run.model
+    if not model.vocab_size:  # it is not known yet
+        model = model.model_copy(update={"vocab_size": 1})
+    names = link_names(model)
+    # How work is divided does not depend on the number of sequences.
+    work = Work(tokens=run.seq_len, source=run.source_len, sequences=1)
+    stages = stages_of(model, layout.n_stages, work)
+    found: list[StageShares] = []
+    for rank in range(layout.pp):
+        mine = [names[i] for stage in stages[rank :: layout.pp] for i in stage]
+        layers = tuple(
+            (stack, sum(_is_layer_of(stack, name) for name in mine) / n)
+            for stack, n in stacks.items()
+        )
+        lookups = sum(name.endswith("embedding") for name in mine) / len(stacks)
+        found.append(StageShares(layers, lookups, names[-1] in mine))
+    return found
+
+
+def _is_layer_of(stack: str, link: str) -> bool:
+    return link.startswith(f"{stack}.layers." if stack else "layers.")

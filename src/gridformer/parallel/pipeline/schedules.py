@@ -39,12 +39,6 @@ def actions_of(pipeline: PipelineOrder, pp: int, k: int, m: int) -> tuple[tuple[
 
     `interleaved` works in rounds of about pp micro-batches, all of the same size, so m must be a
     multiple of the number of rounds, see `rounds`. The layout's checks ensure this.
-
-    Args:
-        pipeline: The schedule.
-        pp: Number of ranks.
-        k: Number of stages per rank; 1 unless the schedule is `interleaved`.
-        m: Number of micro-batches.
     """
     assert k == 1 or pipeline == "interleaved", "gpipe and 1f1b have one stage a rank"
     assert m % rounds(pp, m) == 0 or pipeline != "interleaved", "layout.check was not called"
@@ -112,13 +106,7 @@ class Itinerary:
 
     @staticmethod
     def of(orders: tuple[tuple[Action, ...], ...], rank: int, n_stages: int) -> Itinerary:
-        """Derives the messages of `rank` from the orders of all ranks.
-
-        Args:
-            orders: The actions of each rank in the order in which it runs them.
-            rank: The index of the rank along `pp`.
-            n_stages: The stages of all ranks together.
-        """
+        """Derives the messages of `rank` from the orders of all ranks."""
         pp = len(orders)
         sends = {
             action: (reader, reader.stage % pp)

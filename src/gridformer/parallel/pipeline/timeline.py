@@ -50,10 +50,6 @@ def timed(
     """Reports the start and end of the work inside the context.
 
     Args:
-        on_action: Receives the event when the work is done; None reports nothing.
-        kind: What the work is; see `Event`.
-        stage: The pipeline stage, or -1 if the work belongs to none.
-        micro: The micro-batch, or -1 if the work belongs to none.
         on_gpu: Whether the work is timed on the GPU. The host does not wait for the GPU: in a
             pipeline, a GPU may have posted the receive of a message that depends on what the host
             launches next.
@@ -71,11 +67,7 @@ def _now(on_gpu: bool) -> float | DeviceEvent:
 
 
 class Clock:
-    """Converts moments of a GPU to times of the host's clock. The device must be idle at first.
-
-    Args:
-        device: The device.
-    """
+    """Converts moments of a GPU to times of the host's clock. The device must be idle at first."""
 
     def __init__(self, device: torch.device) -> None:
         self.zero = time.perf_counter()
