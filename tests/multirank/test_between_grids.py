@@ -16,8 +16,7 @@ from gridformer.mesh import Axis
 from gridformer.mesh.node_placement import split_messages
 from gridformer.models.branches import Branches
 from gridformer.parallel.branches import Placed, parallelize_branches
-from gridformer.parallel.branches.grids import Grid
-from gridformer.parallel.branches.section import Columns, Section
+from gridformer.parallel.branches.section import Columns, Grid, Section
 from tests.support.multirank.exactness import CPU
 from tests.support.multirank.pool import WorkerPool
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from gridformer.models.branches import Branches
 from gridformer.parallel.branches import parallelize_branches
-from gridformer.parallel.branches.grids import assign
+from gridformer.parallel.branches.network import assign
 from tests.support.multirank.networks import TwoTowers, batch, build, compare, worse
 from tests.support.multirank.pool import RankFailed, WorkerPool
 

@@ -14,7 +14,7 @@ from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models.blocks import Init, new_parameter
 from gridformer.parallel import build_parallel
-from gridformer.parallel.initialization import initialize
+from gridformer.parallel.build import initialize
 from gridformer.parallel.sharding import ParamPlacement, shard_of, shard_parameter
 from gridformer.utils import rng
 from tests.support.layouts import LAYOUTS, name_of, ranks
@@ -162,7 +162,7 @@ def test_bfloat16_computes_in_bfloat16_with_float32_parameters() -> None:
 
 def test_filling_in_chunks_changes_nothing() -> None:
     want = values()
-    with patch("gridformer.parallel.initialization._CHUNK", 100):
+    with patch("gridformer.parallel.build._CHUNK", 100):
         assert all(torch.equal(v, want[name]) for name, v in values().items())
 
 

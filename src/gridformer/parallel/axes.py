@@ -29,9 +29,6 @@ def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None =
     says how.
 
     Args:
-        layout: The layout. More than one process needs the default process group, with
-            `layout.n_processes` ranks.
-        device_type: `cpu` or `cuda`.
         block: The block of the mesh that each node holds, or None.
     """
     if layout.n_processes == 1:
@@ -57,11 +54,6 @@ def split_heads(model: ModelConfig, layout: LayoutConfig, axes: Axes) -> None:
 
     Every process of the layout must call it before models are built, even a process without such
     heads.
-
-    Args:
-        model: The model.
-        layout: The layout.
-        axes: The axes of this process, to which the new ones belong.
     """
     over = spec_of(layout).boundary(layout).axis
     replicated(axes, model.kv_heads, over)
@@ -71,7 +63,6 @@ def replicated(axes: Axes, pieces: int, over: str) -> Split | None:
     """Returns the axes of pieces that several columns hold, or None if the pieces divide.
 
     Args:
-        axes: The axes of this process.
         pieces: The number of pieces that are never split, such as heads of keys.
         over: The axis over which they are sharded, `col` or `branch`.
     """

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor, nn
 
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
-from gridformer.models import FAMILIES, Model, build_model
-from gridformer.models.blocks import attach_copies, attach_gradient_slots
+from gridformer.models import FAMILIES, Model, blocks, build_model
+from gridformer.models.blocks import Init, attach_copies, attach_gradient_slots
 from gridformer.models.held_layers import only_layers
 from gridformer.parallel import pipeline
 from gridformer.parallel.auto.cost import Choices
@@ -17,9 +19,10 @@ from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.axes import split_heads
 from gridformer.parallel.data import fsdp
 from gridformer.parallel.data.zero import cut_over_replicas, reserve_padding
-from gridformer.parallel.initialization import initialize
 from gridformer.parallel.registry import spec_of
-from gridformer.parallel.walk import apply_table
+from gridformer.parallel.scheme import ModuleTable
+from gridformer.parallel.sharding import info_of, is_sharded, set_info, shard_parameter
+from gridformer.utils import rng
 
 PARAMETER_DTYPE = {
     "float32": torch.float32,
@@ -27,6 +30,8 @@ PARAMETER_DTYPE = {
     "bfloat16": torch.float32,
     "float16": torch.float32,
 }
+
+_CHUNK = 1 << 20  # elements filled at a time, so that the float64 workspace stays small
 
 
 def parallelize(
@@ -36,10 +41,6 @@ def parallelize(
 
     Args:
         model: A plain model of gridformer.models on the meta device.
-        layout: The validated layout.
-        axes: The axes of this process, see `gridformer.parallel.axes.build_axes`.
-        choices: How each product is carried out; None asks
-            `gridformer.parallel.auto.heuristics.decide`.
 
     Returns:
         The same model with parallel modules. Its parameters are not allocated: `initialize` does
@@ -77,11 +78,9 @@ def build_parallel(
     """Builds this device's part of a newly initialized model.
 
     Args:
-        config: The model.
         layout: The validated layout. With a pipeline, only the rank's own stages are built.
         axes: The axes of this process, see `gridformer.parallel.axes.build_axes`.
         seed: Seed of the initial values, which depend on it and the parameter's name alone.
-        device: Where parameters are allocated.
         dtype: `float32`, `float64`, `bfloat16` or `float16`. With the last two only activations
             have that dtype; parameters stay float32.
         choices: See `parallelize`.
@@ -109,7 +108,122 @@ def build_parallel(
     model.dropout_rng.sites = model.sites()
     model.compute_dtype = getattr(torch, dtype)
     if layout.dp_mode == "fsdp":
-        fsdp.install_gathering(model, axes, reshards=choices.reshard == "layer")
+        reshards = choices.reshard == "layer"
+        model.gathering = fsdp.Gathering(model, axes, reshards)  # type: ignore[assignment]
     if layout.stages_per_rank > 1:
         pipeline.prefetch_within_stages(model)
     return model
+
+
+_ROLES: dict[type[nn.Module], str] = {
+    blocks.LayerNorm: "norm",
+    blocks.RMSNorm: "norm",
+    blocks.HeadNorm: "head_norm",
+    blocks.TokenEmbedding: "token_embedding",
+    blocks.PositionEmbedding: "positions",
+    blocks.SinusoidalPositions: "sinusoidal_positions",
+    blocks.SegmentEmbedding: "segments",
+    blocks.RelativeBias: "relative_bias",
+    blocks.Attention: "attention",
+    blocks.CrossAttention: "attention",
+    blocks.PaddingMask: "padding_mask",
+    blocks.AttendingRows: "attending_rows",
+    blocks.FeedForward: "feed_forward",
+    blocks.GatedFeedForward: "feed_forward",
+    blocks.PooledDropout: "pooled_dropout",  # before its base class
+    blocks.Dropout: "dropout",
+    blocks.TiedHead: "tied_head",
+    blocks.TokenHead: "token_head",  # before its base class
+    blocks.LabelHead: "label_head",
+    blocks.SpanHead: "span_head",
+    blocks.WholeSequence: "whole_sequence",
+    blocks.ChosenToken: "chosen_token",
+    blocks.Classifier: "classifier",
+    blocks.LastTokenClassifier: "classifier",
+    blocks.CrossEntropy: "cross_entropy",
+    blocks.LabelLoss: "label_loss",
+}
+
+
+def role_of(module: nn.Module) -> str | None:
+    """Returns the role of a plain module in its model; None if no scheme replaces such modules.
+
+    The product that opens a section is `opening`, the one that closes it `closing`. A product of a
+    head has its own name as role: `pooler` or `transform`.
+    """
+    if isinstance(module, blocks.Linear | blocks.MergedLinear):
+        if module.role.section == "head":
+            return module.role.product
+        return "opening" if module.role.opens else "closing"
+    return next((role for kind, role in _ROLES.items() if isinstance(module, kind)), None)
+
+
+def apply_table(model: Model, table: ModuleTable, axes: Axes) -> None:
+    """Replaces the modules of a plain model as a scheme's table says, and places all parameters."""
+    if table.partition is not None:
+        model.recompute.partition = table.partition
+    model.recompute.stops_early = table.stops_early
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            replace = table.roles.get(role_of(child) or "")
+            parallel = replace(child) if replace else None
+            if parallel is not None:
+                setattr(module, name, parallel)
+    if table.rest is None:
+        return
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not is_sharded(parameter):
+                shard_parameter(module, name, table.rest(parameter), axes)
+
+
+def initialize(
+    model: nn.Module,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    cut: Callable[[nn.Parameter], None] | None = None,
+    filled: bool = True,
+) -> None:
+    """Replaces every parameter of a model by one that is allocated and initialized, in place.
+
+    Args:
+        cut: Called with each parameter as soon as it is initialized. The memory that it frees
+            (gridformer.parallel.data.zero) is thus never allocated for two parameters at once.
+        filled: Whether parameters get their initial values. Otherwise they are 0.
+    """
+    for name, parameter in list(model.named_parameters()):
+        module_name, _, leaf = name.rpartition(".")
+        info = info_of(parameter)
+        shard, init = info.shard, info.init
+        assert init is not None, f"{name} has no Init: create it with models.blocks.new_parameter"
+        shape = parameter.shape[::-1] if shard.transposed else parameter.shape
+        local = torch.zeros(shape, dtype=dtype, device=device)
+        local = local.t() if shard.transposed else local
+        if filled:
+            _fill(shard.valid(local), init, rng.key(seed, name), shard.offset)
+        ours = set_info(nn.Parameter(local), info)
+        setattr(model.get_submodule(module_name), leaf, ours)
+        if cut is not None:
+            cut(ours)
+
+
+def _fill(part: Tensor, init: Init, key: int, offset: tuple[int, ...]) -> None:
+    """Fills the block of a vector or matrix that begins at the global index `offset`."""
+    if init.std == 0.0 or part.numel() == 0:
+        part.fill_(init.mean)
+        return
+    rows = part if part.dim() == 2 else part.unsqueeze(0)
+    first_row, first_col = offset if part.dim() == 2 else (0, offset[0])
+    cols = torch.arange(first_col, first_col + rows.shape[1], device=part.device)
+    std: float | Tensor
+    if isinstance(init.std, tuple):
+        stds = torch.tensor(init.std, dtype=torch.float64, device=part.device)
+        std = stds[cols // init.width % len(stds)]
+    else:
+        std = init.std
+    step = max(1, _CHUNK // rows.shape[1])
+    for start in range(0, rows.shape[0], step):
+        chunk = rows[start : start + step]
+        index = torch.arange(first_row + start, first_row + start + len(chunk), device=part.device)
+        chunk.copy_(rng.normal(key, index, cols).mul_(std).add_(init.mean))

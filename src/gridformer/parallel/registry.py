@@ -6,8 +6,7 @@ from gridformer.config import LayoutConfig, Scheme
 from gridformer.parallel.megatron import Megatron
 from gridformer.parallel.megatron_2d import Megatron2D
 from gridformer.parallel.optimus import Optimus
-from gridformer.parallel.scheme import SchemeSpec
-from gridformer.parallel.single import Single
+from gridformer.parallel.scheme import SchemeSpec, Single
 from gridformer.parallel.subgraph import Branched
 
 SPECS: dict[Scheme, SchemeSpec] = {

@@ -1,12 +1,7 @@
 """`SchemeSpec`: everything that distinguishes one parallel scheme, in one place.
 
-A scheme says where weights lie and how activations are sharded between sections. Whatever depends
-on the scheme asks its spec: validation and its offers (gridformer.parallel.validation), `gridformer
-layouts`, `auto` (gridformer.parallel.auto.heuristics), pipelines, memory estimates, descriptions,
-and the walk over a model's modules (gridformer.parallel.walk). No code compares names of schemes. A
-new scheme is one file with a subclass, a line in gridformer.parallel.registry, and a name in
-gridformer.config.layout.
-
+Whatever depends on the scheme asks its spec; no code compares names of schemes. A new scheme is one
+file with a subclass, a line in gridformer.parallel.registry, and a name in gridformer.config.layout.
 Specs are read before torch is imported: a module table imports what it needs when it is built.
 """
 
@@ -55,7 +50,7 @@ class BoundarySpec:
 
 @dataclass(frozen=True)
 class ModuleTable:
-    """Replacements of a plain model's modules, by their role (gridformer.parallel.walk.role_of).
+    """Replacements of a plain model's modules, by their role (gridformer.parallel.build.role_of).
 
     Attributes:
         roles: For each role a function of the plain module. It returns the replacement, or None if
@@ -113,12 +108,7 @@ class SchemeSpec:
         return layout.dp * (int(getattr(layout, axis)) if axis else 1)
 
     def ranks(self, layout: LayoutConfig, block: NodeBlock | None) -> Tensor:
-        """Returns the rank at each position of the mesh, int64 [pp, dp, *mesh].
-
-        Args:
-            layout: The layout.
-            block: The block of the mesh that each node holds, or None.
-        """
+        """Returns the rank at each position of the mesh, int64 [pp, dp, *mesh]."""
         return rank_grid(sizes_of(layout), block)
 
     # ------------------------------------------------------------------ validation
@@ -177,8 +167,6 @@ class SchemeSpec:
         They are counted for one device with ring collectives.
 
         Args:
-            choices: Sizes of the products.
-            layout: The layout.
             again: How often the parameters of a layer travel; all others travel twice.
         """
         outside = choices.head_parameters
@@ -191,8 +179,6 @@ class SchemeSpec:
         Where devices differ, it is the device that receives most.
 
         Args:
-            choices: The choices for all products.
-            layout: The layout.
             products: Bytes that the products receive over that axis.
         """
         return products
@@ -208,15 +194,24 @@ class SchemeSpec:
     def table(
         self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
     ) -> ModuleTable | None:
-        """Returns the replacements of a plain model's modules; None if all of them stay.
-
-        Args:
-            model: The plain model on the meta device. Roles may modify its modules in place.
-            axes: The axes of this process.
-            choices: How each product is carried out.
-            layout: The layout.
-        """
+        """Returns the replacements of a plain model's modules; None if all of them stay."""
         return None
+
+
+class Single(SchemeSpec):
+    """One device per replica: the reference that every other scheme must equal."""
+
+    name = "single"
+
+    def describe(self, layout: LayoutConfig) -> str:
+        return "single device"
+
+    def arrangements(self, devices: int) -> Iterator[dict[str, Any]]:
+        if devices == 1:
+            yield {}
+
+    def grid(self, layout: LayoutConfig) -> tuple[int, int]:
+        return 1, 1
 
 
 def has_pooler(model: ModelConfig) -> bool:

@@ -52,12 +52,7 @@ class ParamShard:
         size: The shape of the global tensor, without padding.
         offset: Where the block begins in the global tensor. Elements of the block beyond `size` are
             padding and stay zero.
-        copies: The axis along which every rank holds a copy; None if there is only one.
-        partial: Whether the gradients of the copies are partial sums.
-        replicas: The axis of the replicas that hold the same block; None for rows that only this
-            replica updates (gridformer.parallel.data.zero).
         owned: Whether this device's copy is the owner.
-        transposed: Whether the block is stored column by column.
         stages: Indices along pp of the ranks that hold and update the block, if there are several,
             as for the tied embedding of a pipeline.
     """
@@ -81,7 +76,6 @@ class ParamShard:
         """Returns a copy of this device's block of a global tensor.
 
         Args:
-            whole: The global tensor, of shape `size`.
             shape: The shape of the block; what lies beyond `whole` is filled with zeros.
         """
         local = whole.new_zeros(shape)
@@ -164,11 +158,11 @@ def shared_by_stages(model: nn.Module) -> dict[tuple[int, ...], list[tuple[str, 
 
     The order is the same on all ranks, whatever they hold.
     """
-    found: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    shared: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         if shard_of(parameter).stages:
-            found[shard_of(parameter).stages].append((name, parameter))
-    return {stages: found[stages] for stages in sorted(found)}
+            shared[shard_of(parameter).stages].append((name, parameter))
+    return dict(sorted(shared.items()))
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -177,14 +171,7 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 def shard_parameter(module: nn.Module, name: str, placement: ParamPlacement, axes: Axes) -> None:
-    """Replaces a full parameter of a module by this device's block, on the meta device.
-
-    Args:
-        module: The module that holds the parameter.
-        name: The parameter's name in `module`.
-        placement: How the parameter is sharded.
-        axes: The axes of the mesh.
-    """
+    """Replaces a full parameter of a module by this device's block, on the meta device."""
     whole = module.get_parameter(name)
     size, offset = list(whole.shape), [0] * whole.dim()
     for dim, axis_name in enumerate(placement.cut):

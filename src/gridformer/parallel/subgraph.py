@@ -135,11 +135,6 @@ class Branched(SchemeSpec):
         those that close it. Both travel forward and, as gradients, backward, and forward once more
         if the section is recomputed. In D&SP-cSub the first sub-grid sends and receives all slices,
         while the others receive what the products send.
-
-        Args:
-            choices: The choices for all products.
-            layout: The layout.
-            products: Bytes that the products receive over that axis.
         """
         if layout.attention == "inside":
             return products

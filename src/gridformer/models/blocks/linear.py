@@ -47,7 +47,7 @@ _INIT = TensorAttribute[Init]("init")
 def new_parameter(*shape: int, init: Init) -> nn.Parameter:
     """Returns an uninitialized parameter with its `Init`.
 
-    `gridformer.parallel.initialization` initializes it.
+    `gridformer.parallel.build` initializes it.
     """
     return with_init(nn.Parameter(torch.empty(*shape)), init)
 

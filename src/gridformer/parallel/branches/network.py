@@ -30,14 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gridformer import comm
 from gridformer.config import closest
 from gridformer.mesh import Axis
 from gridformer.mesh.groups import make_groups
 from gridformer.models.branches import Branches
-from gridformer.parallel.branches.grids import Grid, Order, assign, divide, whole
 from gridformer.parallel.branches.placed import Placed, PlacedBranches, SectionRow, SharedBatchSize
-from gridformer.parallel.branches.section import Section
+from gridformer.parallel.branches.section import Grid, Section
+from gridformer.parallel.data.copies import differing
 from gridformer.parallel.data.gradients import GradientSums
 
 _REMEDY = (
@@ -47,6 +46,7 @@ _REMEDY = (
 )
 _BRANCH = "branch "  # no module can have this name
 Common = Literal["all", "first"] | Sequence[int]
+Order = Literal["topology", "contiguous"]
 
 
 def parallelize_branches(
@@ -65,7 +65,7 @@ def parallelize_branches(
             of sub-grids; sections that no pattern matches are not divided.
         common: Where the common layers are: `all` processes (D&SP), the `first` sub-grid
             (D&SP-cSub; there are as many sub-grids as the first section has), or a list of ranks.
-        order: Which ranks form a sub-grid, see `gridformer.parallel.branches.grids.whole`.
+        order: Which ranks form a sub-grid, see ``whole`.
 
     Returns:
         This process's part of the network.
@@ -287,13 +287,7 @@ def _outside(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 def _check_equal(model: nn.Module, world: Axis) -> None:
     """Raises RuntimeError if the processes' weights differ: training would be meaningless."""
-    named = [*model.named_parameters()]
-    if world.size == 1 or not named:
-        return
-    sums = torch.stack([p.detach().double().abs().sum() for _, p in named])
-    low = comm.all_reduce(sums.clone(), world, "min", "sanity")
-    high = comm.all_reduce(sums, world, "max", "sanity")
-    wrong = [name for (name, _), same in zip(named, (low == high).tolist()) if not same]
+    wrong = differing([*model.named_parameters()], world)
     if wrong:
         few = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         raise RuntimeError(
@@ -305,3 +299,65 @@ def _check_equal(model: nn.Module, world: Axis) -> None:
 def _device(model: nn.Module) -> torch.device:
     parameter = next(model.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
+
+
+def whole(n: int, g: int, order: Order) -> Grid:
+    """Returns all n processes in an order that `divide` cuts into the g sub-grids wanted.
+
+    The orders are those of SUPER (Jain et al. 2021). Process x of sub-grid y has rank
+
+    - x*g + y with `topology`: neighboring ranks exchange tensors where sections begin and end;
+    - y*n/g + x with `contiguous`: neighboring ranks form a sub-grid.
+    """
+    if order == "contiguous":
+        return Grid(tuple(range(n)))
+    return Grid(tuple(rank for first in range(g) for rank in range(first, n, g)))
+
+
+def divide(grid: Grid, g: int) -> list[Grid]:
+    """Cuts a grid into g sub-grids of consecutive processes.
+
+    If g does not divide the number of processes, the first sub-grids have one process more.
+
+    Raises:
+        ValueError: g is not between 1 and the number of processes.
+    """
+    n = len(grid)
+    if not 1 <= g <= n:
+        raise ValueError(f"{n} processes cannot form {g} sub-grids: use 1 to {n}")
+    small, larger = divmod(n, g)
+    found, start = [], 0
+    for index in range(g):
+        stop = start + small + (index < larger)
+        found.append(Grid(grid.ranks[start:stop]))
+        start = stop
+    return found
+
+
+def assign(costs: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
+    """Assigns branches to sub-grids so that the largest work per process is small.
+
+    Takes the branches from the costliest to the cheapest and gives each to the sub-grid where
+    (assigned work + its cost) / size is smallest, the first of them in a tie, while ensuring that
+    no sub-grid stays empty. This is Graham's LPT rule (1969). With sub-grids of equal size its
+    result is at most 4/3 of the optimum.
+
+    Returns:
+        For each sub-grid, the indices of its branches in ascending order.
+
+    Raises:
+        ValueError: There are fewer branches than sub-grids.
+    """
+    n, g = len(costs), len(sizes)
+    if n < g:
+        raise ValueError(f"{n} branches cannot occupy {g} sub-grids: use at most {n} sub-grids")
+    held: list[list[int]] = [[] for _ in sizes]
+    work = [0.0] * g
+    queue = sorted(range(n), key=lambda branch: -costs[branch])
+    for place, branch in enumerate(queue):
+        empty = [y for y in range(g) if not held[y]]
+        choice = empty if len(empty) >= n - place else range(g)
+        best = min(choice, key=lambda y: (work[y] + costs[branch]) / sizes[y])
+        held[best].append(branch)
+        work[best] += costs[branch]
+    return [sorted(branches) for branches in held]

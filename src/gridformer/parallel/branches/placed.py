@@ -13,8 +13,13 @@ from gridformer import comm
 from gridformer.comm.autograd import one_thread
 from gridformer.mesh import Axis
 from gridformer.models.branches import Branches, slice_widths
-from gridformer.parallel.branches.grids import Grid
-from gridformer.parallel.branches.section import Columns, Section, split_or_slice, sum_or_concat
+from gridformer.parallel.branches.section import (
+    Columns,
+    Grid,
+    Section,
+    split_or_slice,
+    sum_or_concat,
+)
 from gridformer.parallel.data.gradients import GradientSums
 
 
@@ -54,9 +59,6 @@ class PlacedBranches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes this process's part of the section.
-
-        Args:
-            x: The samples of this process, along dimension 0.
 
         Raises:
             ValueError: `Placed.local` has not been called, so the batch size is unknown.

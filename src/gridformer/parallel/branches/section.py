@@ -31,7 +31,35 @@ from torch import Tensor
 
 from gridformer import comm
 from gridformer.mesh import Axis
-from gridformer.parallel.branches.grids import Grid
+
+
+@dataclass(frozen=True)
+class Grid:
+    """An ordered set of n processes. Sample k of a batch is the (k div n)-th on process k mod n.
+
+    Attributes:
+        ranks: Distinct global ranks. A process is numbered by its position among them.
+
+    Raises:
+        ValueError: There is no rank, or a rank occurs twice.
+    """
+
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.ranks or len(set(self.ranks)) != len(self.ranks):
+            raise ValueError(f"a grid needs one or more distinct ranks, not {self.ranks}")
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self.ranks
+
+    def samples(self, rank: int, n_samples: int) -> range:
+        """Returns the global indices of the samples on a process, in its order."""
+        return range(self.ranks.index(rank), n_samples, len(self))
+
 
 # For each sub-grid, the columns [start, stop) of each of its branches.
 Spans = Sequence[Sequence[tuple[int, int]]]
@@ -60,7 +88,6 @@ class Columns:
         Args:
             x: [.., total, ..], all columns along `dim`.
             part: [.., width(grid), ..], in the order of the sub-grid's spans.
-            grid: The index of the sub-grid.
         """
         done = 0
         for start, stop in self.spans[grid]:
@@ -124,11 +151,6 @@ class Section:
 
         Args:
             x: This process's samples [b, ...]; a meta tensor on processes outside the source.
-            columns: Columns of each sub-grid, or None.
-            n_samples: Size of the global batch.
-
-        Returns:
-            The samples of this process inside its sub-grid.
 
         Raises:
             ValueError: x does not have the number of samples of this process.
@@ -149,16 +171,7 @@ class Section:
         return self._spread_messages(x, columns, n_samples)
 
     def collect(self, z: Tensor, columns: Columns | None, n_samples: int) -> Tensor:
-        """Brings z from the sub-grids back to the source: sum, or concat if `columns` is given.
-
-        Args:
-            z: This process's samples inside its sub-grid [b', ...].
-            columns: Columns of each sub-grid, or None.
-            n_samples: Size of the global batch.
-
-        Returns:
-            The samples of this process; a meta tensor on processes outside the source.
-        """
+        """Brings z from the sub-grids back to the source: sum, or concat if `columns` is given."""
         z = z.contiguous()
         match self.form(n_samples):
             case "all":
@@ -303,12 +316,6 @@ def split_or_slice(x: Tensor, section: Section, columns: Columns | None, n_sampl
 
     Args:
         x: This process's samples [b, ...]; a meta tensor on processes outside the source.
-        section: The section that is entered.
-        columns: The columns of each sub-grid, which slices; None splits the samples alone.
-        n_samples: Size of the global batch.
-
-    Returns:
-        The samples of this process inside its sub-grid [b', ...].
     """
     there = partial(section.spread, columns=columns, n_samples=n_samples)
     back = partial(section.collect, columns=columns, n_samples=n_samples)
@@ -324,12 +331,6 @@ def sum_or_concat(z: Tensor, section: Section, columns: Columns | None, n_sample
 
     Args:
         z: This process's samples inside its sub-grid [b', ...].
-        section: The section that is left.
-        columns: The columns of each sub-grid, which are concatenated; None sums.
-        n_samples: Size of the global batch.
-
-    Returns:
-        The samples of this process [b, ...]; a meta tensor on processes outside the source.
     """
     there = partial(section.collect, columns=columns, n_samples=n_samples)
     back = partial(section.spread, columns=columns, n_samples=n_samples)

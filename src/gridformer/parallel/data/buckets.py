@@ -49,7 +49,6 @@ def in_buckets(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]
     """Applies a collective to flat buckets of tensors of one dtype, and copies the result back.
 
     Args:
-        tensors: The tensors of one dtype, which get the result.
         collective: Gets a flat bucket [n], which it may overwrite, and returns as many elements.
     """
     for bucket in buckets(tensors):
@@ -65,10 +64,6 @@ def buckets(
     """Yields tensors in buckets of one dtype, at most 25 MiB each, or a single larger tensor.
 
     Small tensors before and after a larger one share a bucket.
-
-    Args:
-        tensors: The tensors to send.
-        limit: The size of a bucket in bytes, if not 25 MiB.
     """
     limit = BUCKET_BYTES if limit is None else min(limit, BUCKET_BYTES)
     by_type: dict[torch.dtype, list[AnyTensor]] = defaultdict(list)

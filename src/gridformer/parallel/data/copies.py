@@ -29,11 +29,6 @@ def share_parts(units: Iterable[Sequence[nn.Parameter]], axes: Axes) -> None:
 
     Small parameters of a unit travel together. Only a few messages are in flight at a time, because
     each holds its parameters a second time until it has arrived.
-
-    Args:
-        units: The parameters of this rank, such as those of each layer; parameters that are not
-            sharded over replicas are left out.
-        axes: The axes of the mesh.
     """
     whole: dict[tuple[int, str], list[nn.Parameter]] = defaultdict(list)
     for number, unit in enumerate(units):
@@ -63,10 +58,6 @@ def share_copies(parameters: Iterable[nn.Parameter], axes: Axes) -> None:
     """Broadcasts the values of owners to all copies, after the update: one message per axis.
 
     A message above 25 MiB is split.
-
-    Args:
-        parameters: The parameters of this rank; those without copies are left out.
-        axes: The axes of the mesh.
     """
     copies: dict[str, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -87,17 +78,17 @@ def assert_copies_equal(model: nn.Module, axes: Axes) -> None:
     Raises:
         RuntimeError: Parameters differ. It names them, and is raised on every rank of the axis.
     """
-    found = []
+    problems = []
     keys: set[str] = set()
     for parameter in model.parameters():
         keys |= {key for key in _held_along(parameter) if key}
     for key in sorted(keys):  # in the same order on all ranks
         held = [(name, stored(p)) for name, p in model.named_parameters() if key in _held_along(p)]
-        found += _unequal(held, axes[key])
+        problems += _unequal(held, axes[key])
     for stages, shared in shared_by_stages(model).items():
-        found += _unequal([(name, stored(p)) for name, p in shared], axes.holders(stages))
-    if found:  # not earlier: ranks of another axis may wait for this one
-        raise RuntimeError("; ".join(found))
+        problems += _unequal([(name, stored(p)) for name, p in shared], axes.holders(stages))
+    if problems:  # not earlier: ranks of another axis may wait for this one
+        raise RuntimeError("; ".join(problems))
 
 
 def _held_along(parameter: nn.Parameter) -> tuple[str | None, str | None]:
@@ -106,13 +97,18 @@ def _held_along(parameter: nn.Parameter) -> tuple[str | None, str | None]:
 
 
 def _unequal(held: Sequence[tuple[str, nn.Parameter]], axis: Axis) -> list[str]:
+    names = differing(held, axis)
+    return [f"copies over axis {axis.name} differ: {', '.join(names)}"] if names else []
+
+
+def differing(held: Sequence[tuple[str, nn.Parameter]], axis: Axis) -> list[str]:
+    """Returns the names of the parameters whose checksums differ over an axis."""
     if axis.size == 1 or not held:
         return []
     sums = torch.stack([checksum(p) for _, p in held])
     low = comm.all_reduce(sums.clone(), axis, "min", "sanity")
     high = comm.all_reduce(sums, axis, "max", "sanity")
-    names = [name for (name, _), differs in zip(held, (low != high).tolist()) if differs]
-    return [f"copies over axis {axis.name} differ: {', '.join(names)}"] if names else []
+    return [name for (name, _), differs in zip(held, (low != high).tolist()) if differs]
 
 
 def checksum(parameter: Tensor) -> Tensor:

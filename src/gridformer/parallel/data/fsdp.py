@@ -46,8 +46,6 @@ class FSDPUnit:
     """Parameters that are gathered and freed together.
 
     Args:
-        parameters: The parameters. Those that are not sharded over replicas are left out.
-        axes: The axes of the mesh.
         as_copies: Whether cast copies of the parameters are gathered instead of the parameters,
             where there are any.
 
@@ -55,7 +53,8 @@ class FSDPUnit:
         after: The unit that the forward pass needs next; it is prefetched.
         before: The unit that the backward pass needs next; it is prefetched.
         whole: Whether the parameters are materialized.
-        reshards: Whether a layer frees them after its forward pass and after its backward pass.
+        reshards: Whether a layer frees them after its passes (`reshard: layer`), or they stay until
+            the step ends.
     """
 
     def __init__(
@@ -80,12 +79,7 @@ class FSDPUnit:
         ]
 
     def watch(self, layer: nn.Module, recompute: Recompute) -> None:
-        """Makes a layer unshard and reshard these parameters when it runs.
-
-        Args:
-            layer: The layer whose parameters these are.
-            recompute: Runs the layers of the model, and calls hooks before their backward passes.
-        """
+        """Makes a layer unshard and reshard these parameters when it runs."""
         layer.register_forward_pre_hook(self._before_forward)
         layer.register_forward_hook(self._after_forward)
         recompute.before_backward(layer, self._before_backward)
@@ -144,12 +138,7 @@ class FSDPUnit:
 
 
 class _Message:
-    """Parameters of a unit that travel together, as they are or as cast copies.
-
-    Args:
-        flat_bucket: The layout of the message.
-        copied: Whether cast copies travel, all of one type.
-    """
+    """Parameters of a unit that travel together, as they are or as cast copies."""
 
     def __init__(self, flat_bucket: FlatBucket, copied: bool) -> None:
         self.bucket = flat_bucket
@@ -157,11 +146,7 @@ class _Message:
         self._share: Tensor | None = None
 
     def start(self, again: bool) -> comm.Pending:
-        """Starts to gather the message.
-
-        Args:
-            again: Whether it will be gathered again in this step.
-        """
+        """Starts to gather the message."""
         share = self._share
         if share is None:
             share = self.bucket.join_parts(self._copies[0].dtype if self._copies else None)
@@ -190,16 +175,12 @@ class _Message:
 class Gathering:
     """The units of a model: one for each layer, and one for all other parameters.
 
-    Args:
-        model: A model whose parameters are sharded over replicas. Its modules get hooks.
-        axes: The axes of the mesh.
-
     Attributes:
         layers: The units of the layers, in the model's order.
         rest: The unit of all other parameters.
     """
 
-    def __init__(self, model: Model, axes: Axes) -> None:
+    def __init__(self, model: Model, axes: Axes, reshards: bool = True) -> None:
         layers = [module for module in model.modules() if isinstance(module, Layer)]
         of_layer = [[*layer.parameters()] for layer in layers]
         if model.compute_dtype not in (None, torch.float32, torch.float64):
@@ -207,6 +188,7 @@ class Gathering:
             of_layer = [[p for p in each if copy_of(p) is not None] for each in of_layer]
         self.layers = [FSDPUnit(each, axes, as_copies=True) for each in of_layer]
         for layer, unit in zip(layers, self.layers):
+            unit.reshards = reshards
             unit.watch(layer, model.recompute)
         for unit, after in pairwise(self.layers):
             unit.after, after.before = after, unit
@@ -246,22 +228,6 @@ class Gathering:
                 "the parameters are sharded over replicas (dp_mode=fsdp): run the model inside "
                 "`with gridformer.parallel.tensor.linear.weights_kept(model):`"
             )
-
-
-def install_gathering(model: Model, axes: Axes, reshards: bool = True) -> None:
-    """Makes a model gather its parameters when it runs.
-
-    Args:
-        model: A model whose parameters `gridformer.parallel.data.zero.cut_over_replicas` has
-            sharded. It must run inside `gathered`.
-        axes: The axes of the mesh.
-        reshards: Whether layers free their parameters after their passes (`reshard: layer`) or keep
-            them until the step ends.
-    """
-    gathering = Gathering(model, axes)
-    for unit in gathering.layers:
-        unit.reshards = reshards
-    model.gathering = gathering  # type: ignore[assignment]
 
 
 @contextmanager

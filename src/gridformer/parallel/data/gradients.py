@@ -71,8 +71,6 @@ def reduce_gradients(
     way. Gradients of other parameters are undefined.
 
     Args:
-        parameters: All parameters of this rank's model, in the model's order.
-        axes: The axes of the mesh.
         sums: Sums over replicas that were started in the backward pass; they are finished here.
         updated: Parameters that the backward pass has updated, and their copies. They are left out.
     """
@@ -191,8 +189,6 @@ class GradientSums:
         sum after that over replicas.
 
         Args:
-            model: This rank's model.
-            axes: The axes of the mesh.
             units: See `GradientSums`; by default the parameters of each layer are one. A step then
                 repeats the same messages for each layer.
         """
@@ -243,9 +239,6 @@ class GradientSums:
 
         All gradients of the unit, and of parameters nearer to the end of the model, must be
         complete: their buckets are sent first if they have not been.
-
-        Args:
-            parameters: The parameters of one of `units`.
         """
         mine = {self._bucket_of[p] for p in parameters if p in self._bucket_of}
         numbers = [i for i, bucket in enumerate(self._buckets) if bucket in mine]
@@ -344,30 +337,23 @@ class _Bucket:
 
 
 def counted_square(parameters: Iterable[nn.Parameter], axes: Axes) -> Tensor:
-    """Returns this rank's contribution to the squared norm of some gradients.
+    """Returns this rank's contribution to the squared norm of some gradients, a float64 scalar.
 
-    The sum over all ranks is the squared norm. Every element counts once: on the first replica, or
-    on the one that has it in its part, and on the first of the stages that share it.
-
-    Args:
-        parameters: Parameters that this rank updates; see `owned`.
-        axes: The axes of the mesh.
-
-    Returns:
-        A float64 scalar.
+    Every element counts once: on the first replica, or on the one that has it in its part, and on
+    the first of the stages that share it.
     """
-    mine = [p for p in parameters if _counts(shard_of(p), axes)]
+
+    def counts(shard: ParamShard) -> bool:
+        first_stage = not shard.stages or axes.pp.index == shard.stages[0]
+        return first_stage and (shard.replicas is None or axes[shard.replicas].index == 0)
+
+    mine = [p for p in parameters if counts(shard_of(p))]
     grads = [p.grad for p in mine if p.grad is not None]
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=axes.device_type)
-    if norms_at_once(grads[0].device):
+    if grads[0].device.type != "cpu":  # few kernels
         return torch.stack(torch._foreach_norm(grads)).double().square().sum()
     return torch.stack([_square_on_cpu(grad) for grad in grads]).double().sum()
-
-
-def norms_at_once(device: torch.device) -> bool:
-    """Whether one operation computes the norms of many gradients, as few kernels do on a GPU."""
-    return device.type != "cpu"
 
 
 def _square_on_cpu(grad: Tensor) -> Tensor:
@@ -391,16 +377,10 @@ def _rows_of(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
     return tensor.detach().t() if shard_of(parameter).transposed else tensor.detach()
 
 
-def _counts(shard: ParamShard, axes: Axes) -> bool:
-    first_stage = not shard.stages or axes.pp.index == shard.stages[0]
-    return first_stage and (shard.replicas is None or axes[shard.replicas].index == 0)
-
-
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> Tensor | None:
-    """Multiplies the gradients of parameters by `factor`, in place, or leaves it to the optimizer.
+    """Multiplies gradients by `factor`, in place, or leaves it to the optimizer.
 
     Args:
-        parameters: The parameters.
         factor: A scalar on the device of the gradients, which the host need not know.
 
     Returns:
@@ -424,13 +404,6 @@ def clippings(norms: Tensor, max_norm: float) -> Tensor:
     """Returns the factors that scale norms above `max_norm` down to it, otherwise 1.
 
     A `max_norm` of 0 turns clipping off.
-
-    Args:
-        norms: Norms of gradients, of any shape.
-        max_norm: The largest norm.
-
-    Returns:
-        Factors of the shape of `norms`, at most 1.
     """
     if not max_norm:
         return torch.ones_like(norms)

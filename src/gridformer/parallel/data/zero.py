@@ -39,11 +39,6 @@ def cut_over_replicas(parameter: nn.Parameter, axes: Axes, mode: Mode) -> None:
 
     It gets a `ParamInfo.replica_part`, and with fsdp the memory of the rest is freed. With zero1, a
     copy that is not the owner gets no part, because it is never updated.
-
-    Args:
-        parameter: The parameter. It stays as it is with `replicate` and if there is one replica.
-        axes: The axes of the mesh.
-        mode: The layout's `dp_mode`.
     """
     info = info_of(parameter)
     shard = info.shard
@@ -79,10 +74,6 @@ def reserve_padding(parameters: Iterable[nn.Parameter], axes: Axes) -> None:
     """Lets gradients be computed in memory that has room for the padding of their message.
 
     `FlatBucket.join` then need not copy a gradient that travels alone and whose rows do not divide.
-
-    Args:
-        parameters: The parameters of a model, sharded over replicas or not.
-        axes: The axes of the mesh.
     """
     for parameter in parameters:
         place = gradient_slot(parameter)
@@ -135,21 +126,12 @@ class FlatBucket:
         return flat
 
     def part(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copies `flat` [replicas, share] into full tensors; the reverse of `join`.
-
-        Args:
-            flat: [replicas, share].
-            tensors: Where the elements go, each with the shape of its parameter.
-        """
+        """Copies `flat` [replicas, share] into full tensors; the reverse of `join`."""
         for in_flat, in_tensor in self._places(flat, tensors):
             in_tensor.copy_(in_flat)
 
     def join_parts(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns this replica's parts of all parameters as one new tensor [share].
-
-        Args:
-            dtype: The type of the result; None means that of the parameters.
-        """
+        """Returns this replica's parts of all parameters as one new tensor [share]."""
         parts = [self._part(parameter) for parameter in self.parameters]
         flat = self._room(parts[0], (self.share,), dtype)
         for part, view in zip(parts, self.parts(flat)):
@@ -231,12 +213,7 @@ def _rows_of(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
 
 @torch.no_grad()
 def unshard(flat_bucket: FlatBucket, shares: Tensor) -> None:
-    """Allocates and fills parameters whose storage was freed.
-
-    Args:
-        flat_bucket: The layout of the parameters in the message.
-        shares: The shares of all replicas, [replicas, share].
-    """
+    """Allocates and fills parameters whose storage was freed."""
     for parameter in flat_bucket.parameters:
         allocate_storage(parameter)
     flat_bucket.part(shares, [parameter.data for parameter in flat_bucket.parameters])
