@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gridformer.launch import launch
 from gridformer.mesh.process_group import close_process_groups, init_process_groups
-from gridformer.models.resnext import ResNeXt
+from gridformer.models.branches import ResNeXt
 from gridformer.parallel.branches import parallelize_branches
 
 Common = Literal["all", "first"]

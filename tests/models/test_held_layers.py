@@ -9,7 +9,7 @@ import torch
 
 from gridformer.config import Family, ModelConfig
 from gridformer.models import build_model, count_parameters, in_few_layers
-from gridformer.models.held_layers import only_layers
+from gridformer.models.model import only_layers
 from gridformer.parallel.auto.products import Work, products_of
 from gridformer.parallel.auto.products import _built as products_of_all_layers
 from gridformer.parallel.pipeline.partition import link_costs, model_outline

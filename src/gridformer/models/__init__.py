@@ -7,12 +7,9 @@ import torch
 
 from gridformer.config import Family, ModelConfig
 from gridformer.models.bert import BERT
-from gridformer.models.encoder_decoder import EncoderDecoder
-from gridformer.models.gpt2 import GPT2
-from gridformer.models.llama import Llama
+from gridformer.models.decoder import GPT2, Llama
+from gridformer.models.encoder_decoder import T5, EncoderDecoder, Transformer
 from gridformer.models.model import LOSSES, Activations, Link, Model
-from gridformer.models.t5 import T5
-from gridformer.models.transformer import Transformer
 
 __all__ = [
     "BERT",

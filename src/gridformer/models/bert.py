@@ -7,7 +7,8 @@ applied to the input of each sub-layer and once at the end, which Megatron neede
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +32,11 @@ from gridformer.models.blocks import (
     TokenEmbedding,
     added_to_scores,
 )
-from gridformer.models.held_layers import layer_numbers
-from gridformer.models.model import Activations, Link, Model
+from gridformer.models.model import Link, OneStack
 from gridformer.utils.batch import Batch
 
 
-class BERT(Model):
+class BERT(OneStack):
     """Maps tokens [b, s] to logits [b, s, v] and to the logits of optional branches.
 
     The branch `pair` reads the first token ([CLS]) and tells whether sentence B follows sentence A:
@@ -57,13 +57,8 @@ class BERT(Model):
             self.embedding_norm = LayerNorm(h, config.norm_eps)
         self.dropout = Dropout(config.dropout, "embedding", self.dropout_rng)
         self.mask = PaddingMask()
-        self.layers = nn.ModuleDict(
-            {
-                str(i): StyledLayer(
-                    config, style, self.dropout_rng, "", f"layers.{i}", causal=False
-                )
-                for i in layer_numbers("layers", config.n_layers)
-            }
+        self.layers = self._stack(
+            lambda site: StyledLayer(config, style, self.dropout_rng, "", site, causal=False)
         )
         if not self.post:
             self.norm = LayerNorm(h, config.norm_eps)
@@ -96,37 +91,30 @@ class BERT(Model):
             batch["valid"] = valid_BS
         return self.token_logits(self.hidden(batch))
 
-    def run(
-        self,
-        batch: Batch,
-        entering: Activations | None = None,
-        links: Collection[str] | None = None,
-        caches: Sequence[KVCache] | None = None,
-        start: int = 0,
-    ) -> Activations:
-        assert not caches, "an encoder sees all tokens at once"
-        hidden, _ = Activations.taken(entering)
-        links = self._link_names() if links is None else links
+    def embed(self, batch: Batch, start: int) -> Tensor:
         tokens_BS = batch["tokens"]
-        s = tokens_BS.shape[1]
+        segments_BS = batch.get("segments", torch.zeros_like(tokens_BS))
+        hidden = self.tokens(tokens_BS) + self.positions(tokens_BS.shape[1], 0)
+        hidden = hidden + self.segments(segments_BS)
+        if self.post:
+            hidden = self.embedding_norm(hidden)
+        x: Tensor = hidden
+        return x
 
-        if "embedding" in links:
-            segments_BS = batch.get("segments", torch.zeros_like(tokens_BS))
-            hidden = self.tokens(tokens_BS) + self.positions(s, 0) + self.segments(segments_BS)
-            if self.post:
-                hidden = self.embedding_norm(hidden)
-            hidden = self.dropout(self._cast(hidden))
+    def layer_inputs(
+        self, batch: Batch, dtype: torch.dtype, start: int, caches: Sequence[KVCache] | None
+    ) -> tuple[Any, ...]:
+        assert not caches, "an encoder sees all tokens at once"
+        if "valid" not in batch:
+            return (None,)
+        s, valid = batch["tokens"].shape[1], self.mask(batch["valid"])
+        return (added_to_scores(s, dtype, valid, fused=self.fused),)
 
-        layers = self._layers(self.layers, "layers", links)
-        mask = None
-        if layers and "valid" in batch:
-            mask = added_to_scores(s, hidden.dtype, self.mask(batch["valid"]), fused=self.fused)
-        for _, layer in layers:
-            hidden = self.recompute.block(layer, hidden, mask)
-
-        if "head" in links and not self.post:
-            hidden = self.norm(hidden)
-        return Activations(hidden)
+    def after_layers(self, hidden_BSH: Tensor) -> Tensor:
+        if self.post:
+            return hidden_BSH
+        normed: Tensor = self.norm(hidden_BSH)
+        return normed
 
     def token_logits(
         self, hidden_BSH: Tensor, table: Tensor | None = None, padded: bool = False
@@ -149,8 +137,4 @@ class BERT(Model):
         words = ("transform", "head_norm", "head", "tokens") if config.token_head else ("head",)
         last = (*("norm",) * (not self.post), *words, "loss")
         branches = ("pair",) * config.sentence_pair + self._branch_modules()
-        return [
-            Link("embedding", first),
-            *(Link(f"layers.{i}", (f"layers.{i}", "mask")) for i in range(self.config.n_layers)),
-            Link("head", last + branches),
-        ]
+        return self._links(first, ("mask",), last + branches)

@@ -1,7 +1,8 @@
-"""Encoder-decoder families: an encoder reads a source, a decoder generates a text from it."""
+"""Encoder-decoder families, T5 and the original Transformer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Literal
 
@@ -16,6 +17,8 @@ from gridformer.models.blocks import (
     PaddingMask,
     RelativeBias,
     RMSNorm,
+    SinusoidalPositions,
+    Spread,
     Style,
     StyledLayer,
     TiedHead,
@@ -24,8 +27,7 @@ from gridformer.models.blocks import (
     document_bounds,
     new_norm,
 )
-from gridformer.models.held_layers import layer_numbers
-from gridformer.models.model import Activations, Link, Model
+from gridformer.models.model import Activations, Link, Model, layer_numbers
 from gridformer.utils.batch import Batch
 
 StackName = Literal["encoder", "decoder"]
@@ -271,3 +273,48 @@ class EncoderDecoder(Model):
             *(layer("decoder", i) for i in range(config.n_decoder_layers)),
             Link("head", head),
         ]
+
+
+class T5(EncoderDecoder):
+    """T5 as first released (Raffel et al. 2020): RMSNorm, relative positions, no biases, ReLU.
+
+    Attention scores are not scaled; the query matrices are initialized with a smaller std instead.
+    The head shares the embedding's table and multiplies its input by h^-1/2. The heads of
+    fine-tuning do not.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        h, f = config.hidden_size, config.ffn_size
+        d, inner = config.head_width, config.n_heads * config.head_width
+        spread = Spread((h * d) ** -0.5, h**-0.5, h**-0.5, inner**-0.5, h**-0.5, f**-0.5)
+        style = Style(spread, "relu", norm="rms", bias=False, scaled=False)
+        head_scale = h**-0.5 if config.token_head else 1.0
+        super().__init__(config, style, embedding_std=1.0, head_scale=head_scale)
+
+    def embed(self, tokens_BS: Tensor, start: int, positions: Tensor | None = None) -> Tensor:
+        x: Tensor = self.tokens(tokens_BS)
+        return x
+
+
+class Transformer(EncoderDecoder):
+    """The original Transformer (Vaswani et al. 2017): post-LayerNorm, sinusoids.
+
+    One table, scaled by h^1/2, embeds source and target; the head shares it (section 3.4).
+
+    Matrices are initialized from a normal distribution with std = (2 / (in + out))^1/2 (Glorot and
+    Bengio 2010).
+    """
+
+    position_modules = ("positions",)
+
+    def __init__(self, config: ModelConfig) -> None:
+        h, f, inner = config.hidden_size, config.ffn_size, config.n_heads * config.head_width
+        attention, feed_forward = math.sqrt(2 / (h + inner)), math.sqrt(2 / (h + f))
+        spread = Spread(*[attention] * 4, *[feed_forward] * 2)
+        super().__init__(config, Style(spread, "relu"), embedding_std=h**-0.5)
+        self.positions = SinusoidalPositions(h)
+
+    def embed(self, tokens_BS: Tensor, start: int, positions: Tensor | None = None) -> Tensor:
+        x: Tensor = self.tokens(tokens_BS) * math.sqrt(self.config.hidden_size)
+        waves: Tensor = self.positions(tokens_BS.shape[1], start, x, positions)
+        return x + waves

@@ -7,7 +7,9 @@ A family implements `run`, which turns a batch into hidden states, and `token_lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -40,6 +42,34 @@ from gridformer.utils.batch import Batch, counts
 
 # Maps each loss of a model to the key of a batch that holds its targets.
 LOSSES = {"tokens": "targets", "pair": "pair", "labels": "labels", "answer": "answer"}
+
+
+_held: ContextVar[Collection[str] | None] = ContextVar("held layers", default=None)
+
+
+@contextmanager
+def only_layers(names: Collection[str]) -> Iterator[None]:
+    """Builds models with these layers alone, inside the context. They are otherwise complete.
+
+    Args:
+        names: Names of layers within a model, such as `layers.3` or `decoder.layers.0`.
+    """
+    before = _held.set(names)
+    try:
+        yield
+    finally:
+        _held.reset(before)
+
+
+def layer_numbers(stack: str, n: int) -> list[int]:
+    """Returns the numbers of the layers of a stack that are built.
+
+    Args:
+        stack: The name of the stack within its model, such as `layers`.
+        n: The number of layers of the stack.
+    """
+    held = _held.get()
+    return [i for i in range(n) if held is None or f"{stack}.{i}" in held]
 
 
 @dataclass
@@ -346,3 +376,67 @@ class Model(nn.Module):
         prepared = table is not None
         logits: Tensor = self.head(x_BSH, table if prepared else self.table, prepared, padded)
         return logits
+
+
+class OneStack(Model):
+    """The base class of the families with one stack of layers, which run link by link.
+
+    A family implements `embed` and `layer_inputs`.
+    """
+
+    layers: nn.ModuleDict
+    dropout: nn.Module
+
+    def embed(self, batch: Batch, start: int) -> Tensor:
+        """Embeds the tokens of a batch, the first of which is at position `start`: [b, s, h]."""
+        raise NotImplementedError
+
+    def layer_inputs(
+        self, batch: Batch, dtype: torch.dtype, start: int, caches: Sequence[KVCache] | None
+    ) -> tuple[Any, ...]:
+        """Returns what all layers read besides hidden states and caches, such as masks."""
+        raise NotImplementedError
+
+    def after_layers(self, hidden_BSH: Tensor) -> Tensor:
+        """Returns the last hidden states, given the result of the last layer."""
+        return hidden_BSH
+
+    def run(
+        self,
+        batch: Batch,
+        entering: Activations | None = None,
+        links: Collection[str] | None = None,
+        caches: Sequence[KVCache] | None = None,
+        start: int = 0,
+    ) -> Activations:
+        hidden, _ = Activations.taken(entering)
+        links = self._link_names() if links is None else links
+        if "embedding" in links:
+            hidden = self.dropout(self._cast(self.embed(batch, start)))
+        layers = self._layers(self.layers, "layers", links)
+        shared = self.layer_inputs(batch, hidden.dtype, start, caches) if layers else ()
+        for i, layer in layers:
+            cache = caches[i] if caches else None
+            hidden = self.recompute.block(layer, hidden, *shared, cache)
+        if "head" in links:
+            hidden = self.after_layers(hidden)
+        return Activations(hidden)
+
+    def _stack(self, layer: Callable[[str], nn.Module]) -> nn.ModuleDict:
+        """Builds the layers, given a function of a layer's name.
+
+        A ModuleDict keeps parameter names the same on a device that holds only some layers.
+        """
+        numbers = layer_numbers("layers", self.config.n_layers)
+        return nn.ModuleDict({str(i): layer(f"layers.{i}") for i in numbers})
+
+    def _links(
+        self, embedding: tuple[str, ...], shared: tuple[str, ...], head: tuple[str, ...]
+    ) -> list[Link]:
+        """Returns the links, given the modules that each runs; layers run themselves, too."""
+        layers = (f"layers.{i}" for i in range(self.config.n_layers))
+        return [
+            Link("embedding", embedding),
+            *(Link(name, (name, *shared)) for name in layers),
+            Link("head", head),
+        ]

@@ -12,7 +12,7 @@ from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import FAMILIES, Model, blocks, build_model
 from gridformer.models.blocks import Init, attach_copies, attach_gradient_slots
-from gridformer.models.held_layers import only_layers
+from gridformer.models.model import only_layers
 from gridformer.parallel import pipeline
 from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.heuristics import decide

@@ -1,7 +1,7 @@
 """`SchemeSpec`: everything that distinguishes one parallel scheme, in one place.
 
-Whatever depends on the scheme asks its spec; no code compares names of schemes. A new scheme is one
-file with a subclass, a line in gridformer.parallel.registry, and a name in gridformer.config.layout.
+Whatever depends on the scheme asks its spec; no code compares names of schemes. A new scheme is a
+file with a subclass, a line in gridformer.parallel.registry and a name in gridformer.config.layout.
 Specs are read before torch is imported: a module table imports what it needs when it is built.
 """
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridformer.models.branches import Branches
-from gridformer.models.resnext import ResNeXt
+from gridformer.models.branches import Branches, ResNeXt
 from gridformer.parallel.branches import parallelize_branches
 
 

@@ -108,7 +108,7 @@ def differing(held: Sequence[tuple[str, nn.Parameter]], axis: Axis) -> list[str]
     sums = torch.stack([checksum(p) for _, p in held])
     low = comm.all_reduce(sums.clone(), axis, "min", "sanity")
     high = comm.all_reduce(sums, axis, "max", "sanity")
-    return [name for (name, _), differs in zip(held, (low != high).tolist()) if differs]
+    return [name for (name, _), same in zip(held, (low == high).tolist()) if not same]
 
 
 def checksum(parameter: Tensor) -> Tensor:

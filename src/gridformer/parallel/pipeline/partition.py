@@ -21,7 +21,7 @@ from torch import nn
 
 from gridformer.config import ModelConfig, RunConfig
 from gridformer.models import Model, blocks, build_model
-from gridformer.models.held_layers import only_layers
+from gridformer.models.model import only_layers
 from gridformer.parallel.auto.products import Product, Work
 
 _given: dict[tuple[ModelConfig, int], tuple[range, ...]] = {}  # see `with_stages`

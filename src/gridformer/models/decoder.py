@@ -1,0 +1,172 @@
+"""Decoders: GPT-2, and the family of Llama-like models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gridformer.config import ModelConfig
+from gridformer.models.blocks import (
+    AttendingRows,
+    Dropout,
+    GatedLayer,
+    KVCache,
+    LayerNorm,
+    PaddingMask,
+    PositionEmbedding,
+    RMSNorm,
+    RotaryPositions,
+    ScoreBias,
+    Spread,
+    Style,
+    StyledLayer,
+    TiedHead,
+    TokenEmbedding,
+    UntiedHead,
+    Window,
+    added_to_scores,
+    document_bounds,
+)
+from gridformer.models.model import Link, OneStack
+from gridformer.utils.batch import Batch
+
+
+class Decoder(OneStack):
+    """Maps tokens [b, s] to logits [b, s, v], and to the logits of optional branches.
+
+    The branch `labels` classifies one chosen token of each sequence: [b, n_labels]. The branch
+    `answer` tells where an answer begins and ends: [b, 2, s].
+    """
+
+    norm: nn.Module
+    window = 0  # how many keys a query sees at most; 0 means all of them
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.tokens = TokenEmbedding(config.vocab_size, config.hidden_size, config.init_std)
+        self.dropout = Dropout(config.dropout, "embedding", self.dropout_rng)
+        self.mask, self.rows = PaddingMask(), AttendingRows()
+
+    def forward(
+        self, tokens_BS: Tensor, caches: Sequence[KVCache] | None = None, start: int = 0
+    ) -> Tensor:
+        """Computes logits [b, s, v].
+
+        Args:
+            tokens_BS: Tokens [b, s].
+            caches: For generation, one cache per layer, which the tokens continue.
+            start: The position of the first token.
+        """
+        return self.token_logits(self.hidden({"tokens": tokens_BS}, caches, start))
+
+    def added_to_scores(
+        self, batch: Batch, dtype: torch.dtype, start: int, caches: Sequence[KVCache] | None
+    ) -> ScoreBias | None:
+        """Returns the mask of padding, documents and windows; without them attention is causal."""
+        tokens_BS = batch["tokens"]
+        s, valid, bounds, near = tokens_BS.shape[1], None, None, None
+        if self.window:
+            keys = s + (
+                min(start, self.window - 1) if caches else 0
+            )  # of past tokens, and new ones
+            near = Window(self.window, keys, tokens_BS.device)
+        if "documents" in batch:  # padding has a number of its own
+            bounds = document_bounds(self.rows(batch["documents"]))
+        elif "valid" in batch:
+            valid = self.mask(batch["valid"])
+        fused = self.fused and not caches
+        return added_to_scores(s, dtype, valid, None, True, fused, near, bounds)
+
+    # The last norm is part of the logits, so that a chunked loss runs it on one chunk at a time.
+
+    def token_logits(
+        self, hidden_BSH: Tensor, table: Tensor | None = None, padded: bool = False
+    ) -> Tensor:
+        return self._head_logits(self.norm(hidden_BSH), table, padded)
+
+    def branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return self._branch_logits(hidden_BSH, batch, self.norm)
+
+    def head_modules(self) -> tuple[nn.Module, ...]:
+        return self.norm, self.head
+
+
+class GPT2(Decoder):
+    """GPT-2 (Radford et al. 2019): pre-LayerNorm, learned positions, tied embedding."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        h, std = config.hidden_size, config.init_std
+        # The two projections into the residual stream are initialized with a smaller std, so that
+        # the variance of the residual stream does not grow with depth (section 2.3).
+        std_out = std / math.sqrt(2 * config.n_layers)
+        style = Style(Spread(std, std, std, std_out, std, std_out), "gelu_tanh")
+        self.positions = PositionEmbedding(config.max_seq_len, h, std)
+        self.layers = self._stack(
+            lambda site: StyledLayer(config, style, self.dropout_rng, "", site, causal=True)
+        )
+        self.norm = LayerNorm(h, config.norm_eps, "head" if config.only_token_head else None)
+        self.head = TiedHead()
+        self._add_heads(std)
+
+    def embed(self, batch: Batch, start: int) -> Tensor:
+        tokens_BS = batch["tokens"]
+        x: Tensor = self.tokens(tokens_BS)
+        return x + self.positions(tokens_BS.shape[1], start, batch.get("positions"))
+
+    def layer_inputs(
+        self, batch: Batch, dtype: torch.dtype, start: int, caches: Sequence[KVCache] | None
+    ) -> tuple[Any, ...]:
+        return (self.added_to_scores(batch, dtype, start, caches),)
+
+    def links(self) -> list[Link]:
+        tied = ("tokens",) * self.config.token_head
+        return self._links(
+            ("tokens", "positions", "dropout"),
+            ("mask", "rows"),
+            ("norm", "head", *tied, "loss", *self._branch_modules()),
+        )
+
+
+class Llama(Decoder):
+    """Pre-RMSNorm, rotary positions, grouped queries, gated feed-forward, tied or untied head.
+
+    The family describes Llama (Touvron et al. 2023; Meta 2024), Mistral (Jiang et al. 2023: a
+    sliding window), Qwen2 (Yang et al. 2024: biases of q, k and v) and Qwen3 (Yang et al. 2025:
+    norms of each head's queries and keys).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        h, v, std = config.hidden_size, config.vocab_size, config.init_std
+        self.window = config.window
+        self.rotary = RotaryPositions(config.head_width, config.rope_theta, config.rope_scaling)
+        self.layers = self._stack(lambda site: GatedLayer(config, self.dropout_rng, site))
+        self.norm = RMSNorm(h, config.norm_eps, "head" if config.only_token_head else None)
+        tied = config.tied_head or not config.token_head  # which has no weights of its own
+        self.head = TiedHead() if tied else UntiedHead(v, h, std)
+        self._add_heads(std)
+
+    def embed(self, batch: Batch, start: int) -> Tensor:
+        x: Tensor = self.tokens(batch["tokens"])
+        return x
+
+    def layer_inputs(
+        self, batch: Batch, dtype: torch.dtype, start: int, caches: Sequence[KVCache] | None
+    ) -> tuple[Any, ...]:
+        tokens_BS = batch["tokens"]
+        places = self.rows(batch["positions"]) if "positions" in batch else None
+        rotation = self.rotary(tokens_BS.shape[1], start, tokens_BS.device, dtype, places)
+        return rotation, self.added_to_scores(batch, dtype, start, caches)
+
+    def links(self) -> list[Link]:
+        tied = ("tokens",) * (self.config.tied_head and self.config.token_head)
+        return self._links(
+            ("tokens", "dropout"),
+            ("mask", "rows", "rotary"),
+            ("norm", "head", *tied, "loss", *self._branch_modules()),
+        )
