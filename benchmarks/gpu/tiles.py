@@ -62,7 +62,7 @@ def _problem(tile: Tile, device: str) -> str:
 
 def milliseconds(tile: Tile, device: str, repeats: int) -> tuple[float, float]:
     """Return the median times of a forward and a backward pass."""
-    from gridformer.models.kernels import flash_launch
+    from gridformer.models.kernels import flash
 
     b, n, s, d = SHAPE if device == "cuda" else QUICK_SHAPE
 
@@ -73,16 +73,16 @@ def milliseconds(tile: Tile, device: str, repeats: int) -> tuple[float, float]:
     counter = torch.tensor([*rng.halves(rng.key(1, 2, "tiles")), 0, 0], device=device)
     inputs, settings = (q, k, v, None, None, None, counter), (True, d**-0.5, 0, P, 0)
     names = dict(zip(("R", "C", "num_warps", "num_stages"), tile), D=d)
-    sizes = (lambda q, forward: names) if tile else flash_launch.tile_sizes
-    with patch.object(flash_launch, "tile_sizes", sizes):
-        out, lse = flash_launch.launch_attention(*inputs, *settings)
+    sizes = (lambda q, forward: names) if tile else flash.tile_sizes
+    with patch.object(flash, "tile_sizes", sizes):
+        out, lse = flash.launch_attention(*inputs, *settings)
 
         def backward() -> object:
-            return flash_launch.launch_attention_backward(
+            return flash.launch_attention_backward(
                 grad, *inputs, None, out, lse, *settings, wants_bias=False
             )
 
         backward()
-        passes = (lambda: flash_launch.launch_attention(*inputs, *settings)), backward
+        passes = (lambda: flash.launch_attention(*inputs, *settings)), backward
         times = [median(seconds_of(run, torch.device(device), repeats)) for run in passes]
     return 1e3 * times[0], 1e3 * times[1]

@@ -90,11 +90,11 @@ def interpreter() -> Iterator[Callable[..., Any]]:
 def _begin() -> None:
     # Words of 32 bits are meant to wrap, of which numpy warns.
     warnings.filterwarnings("ignore", message="overflow encountered")
-    from gridformer.models.kernels import flash_launch, masking
+    from gridformer.models.kernels import flash, masking
 
     library.LIBRARY.impl("masked", masking.launch_masking, "CPU")
-    library.LIBRARY.impl("attention", flash_launch.launch_attention, "CPU")
-    library.LIBRARY.impl("attention_backward", flash_launch.launch_attention_backward, "CPU")
+    library.LIBRARY.impl("attention", flash.launch_attention, "CPU")
+    library.LIBRARY.impl("attention_backward", flash.launch_attention_backward, "CPU")
     library.available = lambda device, dtype: device.type == "cpu"
 
 
@@ -113,7 +113,7 @@ def run_attention(
     Args:
         tile: Tiles have this number of rows and columns; 0 means those of a real run.
     """
-    from gridformer.models.kernels import flash_launch
+    from gridformer.models.kernels import flash
 
     (b, n, s, seen, d), causal, padded, biased, p, sharing, size = ATTENTION[name]
     generator = torch.Generator().manual_seed(2)
@@ -141,7 +141,7 @@ def run_attention(
         if tile:
             width = max(16, 1 << (d - 1).bit_length())
             sizes = {"D": width, "R": tile, "C": tile, "num_warps": 4}
-            stack.enter_context(patch.object(flash_launch, "tile_sizes", lambda *_, **__: sizes))
+            stack.enter_context(patch.object(flash, "tile_sizes", lambda *_, **__: sizes))
         out = heads._attend(q, k, v, causal, mask)
         return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 

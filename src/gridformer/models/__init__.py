@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """Plain single-device models, without distributed code.
 
 Schemes, pipelines and memory methods change them at a few places, which docs/architecture.md lists.
@@ -10,23 +11,6 @@ from gridformer.models.bert import BERT
 from gridformer.models.decoder import GPT2, Llama
 from gridformer.models.encoder_decoder import T5, EncoderDecoder, Transformer
 from gridformer.models.model import LOSSES, Activations, Link, Model
-
-__all__ = [
-    "BERT",
-    "FAMILIES",
-    "GPT2",
-    "LOSSES",
-    "T5",
-    "Activations",
-    "EncoderDecoder",
-    "Link",
-    "Llama",
-    "Model",
-    "Transformer",
-    "build_model",
-    "count_parameters",
-    "in_few_layers",
-]
 
 FAMILIES: dict[Family, type[Model]] = {
     "gpt2": GPT2,

@@ -80,7 +80,6 @@ class BERT(OneStack):
         """Computes logits [b, s, v].
 
         Args:
-            tokens_BS: Tokens [b, s].
             segments_BS: 0 for tokens of sentence A, 1 for sentence B [b, s]; None means all 0.
             valid_BS: False where a token is padding [b, s]; None means there is no padding.
         """

@@ -27,8 +27,6 @@ class Branches(nn.Module):
     Dimension 0 of the input holds the samples.
 
     Args:
-        branches: Modules that map one tensor to one tensor. Results that are summed must have the
-            same shape.
         enter: `split` passes all of x to every branch; `slice` passes branch i its slice along
             `dim`.
         leave: `sum` adds the results; `concat` concatenates them along `dim` in order of the
@@ -103,11 +101,6 @@ class Branches(nn.Module):
 def slice_widths(sizes: Sequence[int] | None, n: int, total: int) -> list[int]:
     """Returns the widths of the n slices of an input dimension; see `Branches`.
 
-    Args:
-        sizes: The widths, one for each branch; None makes all slices equally wide.
-        n: The number of branches.
-        total: The size of the dimension that is sliced.
-
     Raises:
         ValueError: `sizes` do not add up to `total`, or `total` is not divisible by n.
     """
@@ -160,14 +153,6 @@ class ResNeXt(nn.Module):
     """ResNeXt (Xie et al. 2017) for small images [b, colors, y, x]: logits [b, classes].
 
     GroupNorm replaces BatchNorm, whose statistics would depend on how a batch is distributed.
-
-    Args:
-        channels: Channels between blocks.
-        width: Channels inside each path.
-        branches: Paths per block (the paper's cardinality).
-        blocks: Number of residual blocks.
-        classes: Number of classes.
-        colors: Channels of an image.
     """
 
     def __init__(

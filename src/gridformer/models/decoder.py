@@ -57,7 +57,6 @@ class Decoder(OneStack):
         """Computes logits [b, s, v].
 
         Args:
-            tokens_BS: Tokens [b, s].
             caches: For generation, one cache per layer, which the tokens continue.
             start: The position of the first token.
         """

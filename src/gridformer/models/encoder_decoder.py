@@ -90,8 +90,6 @@ class EncoderDecoder(Model):
     They are those of `GPT2`. One table embeds source and tokens, and the head shares it.
 
     Args:
-        config: The model's config.
-        style: The style that all layers of the family share.
         embedding_std: The standard deviation with which the table is initialized.
         head_scale: A factor on the decoder's last norm, if that is an RMSNorm.
     """
@@ -114,13 +112,7 @@ class EncoderDecoder(Model):
     def forward(
         self, source_BT: Tensor, tokens_BS: Tensor, source_valid_BT: Tensor | None = None
     ) -> Tensor:
-        """Computes logits [b, s, v].
-
-        Args:
-            source_BT: The encoder's tokens [b, S].
-            tokens_BS: The decoder's tokens [b, s].
-            source_valid_BT: False where a source token is padding [b, S]; None means there is none.
-        """
+        """Computes logits [b, s, v]."""
         batch = {"source": source_BT, "tokens": tokens_BS}
         if source_valid_BT is not None:
             batch["source_valid"] = source_valid_BT
@@ -203,13 +195,9 @@ class EncoderDecoder(Model):
         """Embeds tokens; each family does so in its own way.
 
         Args:
-            tokens_BS: Tokens [b, s].
             start: The position of the first token of each row.
             positions: The position of each token [b, s], where several documents lie in one row;
                 None counts on from `start`.
-
-        Returns:
-            [b, s, h].
         """
         raise NotImplementedError
 
@@ -238,11 +226,8 @@ class EncoderDecoder(Model):
         """Runs the decoder and computes logits [b, s, v].
 
         Args:
-            tokens_BS: The decoder's tokens [b, s].
-            memory_BTH: The encoder's output [b, S, h].
             source_valid_BT: False where a source token is padding [b, S]; None means there is none.
             caches: For generation, one cache per decoder layer, which the tokens continue.
-            start: The position of the first token.
         """
         batch = {"tokens": tokens_BS}
         if source_valid_BT is not None:

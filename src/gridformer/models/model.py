@@ -49,11 +49,7 @@ _held: ContextVar[Collection[str] | None] = ContextVar("held layers", default=No
 
 @contextmanager
 def only_layers(names: Collection[str]) -> Iterator[None]:
-    """Builds models with these layers alone, inside the context. They are otherwise complete.
-
-    Args:
-        names: Names of layers within a model, such as `layers.3` or `decoder.layers.0`.
-    """
+    """Builds models with these layers alone, inside the context. They are otherwise complete."""
     before = _held.set(names)
     try:
         yield
@@ -62,12 +58,7 @@ def only_layers(names: Collection[str]) -> Iterator[None]:
 
 
 def layer_numbers(stack: str, n: int) -> list[int]:
-    """Returns the numbers of the layers of a stack that are built.
-
-    Args:
-        stack: The name of the stack within its model, such as `layers`.
-        n: The number of layers of the stack.
-    """
+    """Returns the numbers of the layers of a stack that are built."""
     held = _held.get()
     return [i for i in range(n) if held is None or f"{stack}.{i}" in held]
 
@@ -170,15 +161,8 @@ class Model(nn.Module):
         """Runs a batch through the model up to its last hidden states [b, s, h].
 
         Args:
-            batch: The tensors of a batch by key, as `gridformer.data.samples` makes them.
             entering: The activations of the previous stage, which are taken out of it.
             links: Names of the links to run, which must be consecutive; None runs all of them.
-            caches: For generation, one cache per decoder layer.
-            start: For generation, the position of the first token.
-
-        Returns:
-            The hidden states after the last link that ran, and the encoder's output if there is
-            one.
         """
         raise NotImplementedError
 
@@ -188,13 +172,9 @@ class Model(nn.Module):
         """Computes logits [b, s, v] from the last hidden states, or from some positions of them.
 
         Args:
-            hidden_BSH: Hidden states [b, s, h].
             table: The head's table as `TiedHead.prepare` returned it, for callers that use it many
                 times; None reads `table`.
             padded: Whether the logits may have more than v columns, of which `loss` reads v.
-
-        Returns:
-            Logits [b, s, v], or with `padded` perhaps with more columns after the v.
         """
         raise NotImplementedError
 
@@ -223,13 +203,7 @@ class Model(nn.Module):
         """Returns the last hidden states of a model that is run as a whole.
 
         Args:
-            batch: Tokens [b, s], and what else the family reads; see `gridformer.utils.batch`.
-            caches: The keys and values of earlier tokens, one cache for each layer; None in
-                training.
             start: The position of the first token, the number of tokens in the caches.
-
-        Returns:
-            [b, s, h].
         """
         hidden = self.run(batch, caches=caches, start=start).hidden
         assert hidden is not None
@@ -259,12 +233,7 @@ class Model(nn.Module):
         return losses
 
     def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Computes the token loss of a family that reads nothing but tokens.
-
-        Args:
-            tokens_BS: Tokens [b, s].
-            targets_BS: Targets [b, s], IGNORE where there is none.
-        """
+        """Computes the token loss of a family that reads nothing but tokens."""
         return self.losses({"tokens": tokens_BS, "targets": targets_BS})["tokens"]
 
     def _token_loss(self, hidden_BSH: Tensor, targets_BS: Tensor) -> Tensor:

@@ -72,14 +72,14 @@ def test_attention_compiles(
 
 
 def compile_attention(name: str, dtype: torch.dtype, head_dim: int, architecture: int) -> int:
-    from gridformer.models.kernels import flash, flash_backward, flash_launch
+    from gridformer.models.kernels import flash, flash_backward
 
     kernel = getattr(flash if name == "forward" else flash_backward, name)
     q = torch.empty(1, 1, 1, head_dim, dtype=dtype, device="meta")
-    tiles = flash_launch.tile_sizes(q, forward=name == "forward")
+    tiles = flash.tile_sizes(q, forward=name == "forward")
     options = {option: tiles.pop(option) for option in ("num_warps", "num_stages")}
     one = torch.ones(1)
-    constants = flash_launch._constants(True, 100, head_dim**-0.5, 0.1, one, one, one) | tiles
+    constants = flash._constants(True, 100, head_dim**-0.5, 0.1, one, one, one) | tiles
     types: dict[str, Any] = {}
     for argument in kernel.arg_names:
         if argument.endswith("strides"):

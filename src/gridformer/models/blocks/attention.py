@@ -22,13 +22,6 @@ from gridformer.models.kernels import library
 class _Heads(DropoutSite):
     """The part that both attentions share: from q, k and v of this device's heads to their results.
 
-    Args:
-        head_dim: Size of a head.
-        scaled: Whether scores are divided by sqrt(head_dim).
-        dropout: Probability of dropping an attention probability.
-        site: The name of this module in dropout masks.
-        dropout_rng: The step and rows on which dropout masks depend.
-
     With `fused`, a GPU uses a kernel of `gridformer.models.kernels` where PyTorch has no fused one:
     with dropout, and with what `added_to_scores` returns.
     """
@@ -144,9 +137,7 @@ class Attention(_Heads):
         """Attends from x [b, s, h] to itself, and to the tokens in `cache`, which it extends.
 
         Args:
-            x_BSH: Input [b, s, h].
             mask: The result of `added_to_scores`, called with this module's `causal`.
-            cache: Keys and values of past tokens, for generation.
         """
         q, k, v = _heads(self.qkv(x_BSH), 3, self.head_dim)
         if cache is not None:
@@ -183,11 +174,9 @@ class CrossAttention(_Heads):
         """Attends from x to the encoder's output.
 
         Args:
-            x_BSH: Input [b, s, h].
             memory_BTH: The encoder's output [b, S, h]. With a cache it is read in the first call
                 only.
             mask: The result of `added_to_scores` for the source's padding.
-            cache: Where the source's keys and values are kept, for generation.
         """
         (q,) = _heads(self.q(x_BSH), 1, self.head_dim)
         if cache is not None and cache.source is not None:
@@ -229,11 +218,6 @@ class KVCache:
         With a window, no new token sees more than `window` - 1 of the past tokens, and the others
         are forgotten.
 
-        Args:
-            k_BNSD: Keys of the new tokens [b, n, s, d].
-            v_BNSD: Values of the new tokens [b, n, s, d].
-            window: How many keys a query sees at most, its own among them; 0 means all of them.
-
         Returns:
             The keys and the values of all tokens that a new one may see, [b, n, S, d] with S >= s.
         """
@@ -266,14 +250,7 @@ class GroupedAttention(Attention):
     holds whole heads.
 
     Args:
-        qkv: The joined product of q [h, n d], k and v [h, m d].
-        out: The product that closes the section.
-        head_dim: Size d of a head.
-        norms: The norms of each head's queries and keys, if there are any.
         window: A query sees this many keys at most, its own included; 0 means all of them.
-        dropout: Probability of dropping an attention probability.
-        site: The name of this module in dropout masks.
-        dropout_rng: The step and rows on which dropout masks depend.
 
     Attributes:
         kv_heads: For each head of queries on this device, the index of the head of keys that it
@@ -310,10 +287,7 @@ class GroupedAttention(Attention):
         """Attends from x [b, s, h] to itself, and to the tokens in `cache`, which it extends.
 
         Args:
-            x_BSH: Input [b, s, h].
-            rotation: The rotations of the positions of x.
             mask: The result of `added_to_scores` for causal attention with this module's window.
-            cache: Keys and values of past tokens, for generation.
         """
         # The product may return more sequences, or longer ones, than this device has of x.
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x_BSH))

@@ -27,7 +27,6 @@ class CastCopy:
     """The copy of one parameter.
 
     Args:
-        dtype: The type of the copy.
         once: Whether the copy is kept from its first use on while `keep_copies` is open.
         multiple: The number of rows of the copy is rounded up to a multiple of this, with zeros.
 
@@ -44,11 +43,7 @@ class CastCopy:
         self.together: CopiesTogether | None = None
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Returns the copy, which is made now if there is none.
-
-        Args:
-            parameter: The parameter to which this copy is attached.
-        """
+        """Returns the copy, which is made now if there is none."""
         if self.value is not None:
             return self.value
         if self.held and self.together is not None:
@@ -89,11 +84,7 @@ class CastCopy:
 
 
 class CopiesTogether:
-    """The copies of parameters that one product reads side by side: one tensor [.., sum of n].
-
-    Args:
-        parameters: The parameters [.., n], each of which has a `CastCopy` of the same type.
-    """
+    """The copies of parameters that one product reads side by side: one tensor [.., sum of n]."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._copies = [copy for p in parameters if (copy := copy_of(p)) is not None]
@@ -277,11 +268,6 @@ def attach_copies(model: nn.Module, dtype: torch.dtype, once: bool) -> None:
     A module names these parameters in its attribute `cast_parameters`. With `cast_multiple` it asks
     for additional rows, see `CastCopy`. Its method `cast_together` returns those of other modules
     that it reads side by side, see `CopiesTogether`.
-
-    Args:
-        model: The model, whose parameters are allocated.
-        dtype: The type of the computation.
-        once: Whether a step casts each parameter once.
     """
     for module in model.modules():
         for name in getattr(module, "cast_parameters", ()):

@@ -59,13 +59,7 @@ class DropoutRng:
             self._of_now()
 
     def counter(self, site: str, sample_block: int, device: torch.device) -> Tensor:
-        """Returns a site's counter for the step and the rows that are set, int64 [COUNTER_SIZE].
-
-        Args:
-            site: The name of the site.
-            sample_block: See `DropoutSite`.
-            device: Where the counter is wanted.
-        """
+        """Returns a site's counter for the step and the rows that are set, int64 [COUNTER_SIZE]."""
         self.device = device
         counters = self._of_now()
         found = counters.get(site)
@@ -103,11 +97,6 @@ class DropoutRng:
 
 class DropoutSite(nn.Module):
     """The base class of modules that have dropout masks of their own.
-
-    Args:
-        p: The probability of dropping an element.
-        site: The name of the module in dropout masks.
-        dropout_rng: The step and rows on which the masks depend.
 
     Attributes:
         sample_block: Index of this device's micro-batch among those that the module gets, if it
@@ -189,18 +178,7 @@ def _masked(x: Tensor, counter: Tensor, token: int, column: int, p: float, fused
 
 
 def drop_elements(x_BSH: Tensor, counter: Tensor, token: int, column: int, p: float) -> Tensor:
-    """Zeroes elements of x with probability p and multiplies the others by 1 / (1 - p).
-
-    Args:
-        x_BSH: Activations [b, s, h].
-        counter: The counter of the site, see `DropoutRng`.
-        token: The index of the first token within its sequence.
-        column: The index of the first column.
-        p: The probability of zeroing an element, below 1.
-
-    Returns:
-        [b, s, h], contiguous.
-    """
+    """Zeroes elements of x with probability p and multiplies the others by 1 / (1 - p)."""
     b, s, h = x_BSH.shape
     low, high, first_sample, _ = counter.unbind()
     # Runs on some rows at a time: the random integers take several times the memory of x.
@@ -222,14 +200,7 @@ _CHUNK_ELEMENTS = {False: 1 << 18, True: 1 << 24}
 def keep_scores(
     counter: Tensor, shape: tuple[int, int, int, int], first_head: int, p: float
 ) -> Tensor:
-    """Returns which attention probabilities dropout keeps, bool [b, n, s, S].
-
-    Args:
-        counter: The counter of the site, see `DropoutRng`.
-        shape: b, n, s, S.
-        first_head: The global index of the first head.
-        p: The probability of dropping one.
-    """
+    """Returns which attention probabilities dropout keeps, bool [b, n, s, S]."""
     if torch.compiler.is_compiling():
         out: Tensor = torch.ops.gridformer.keep_scores(counter, shape, first_head, p)
         return out
@@ -246,16 +217,7 @@ def _keep_scores(counter: Tensor, shape: Sequence[int], first_head: int, p: floa
 
 
 def indices(start: int, n: int, like: Tensor) -> Tensor:
-    """Returns the n integers from `start` on, on the device of `like`.
-
-    Args:
-        start: The first integer.
-        n: How many there are.
-        like: A tensor on the device of the result.
-
-    Returns:
-        int64 [n].
-    """
+    """Returns the n integers from `start` on, on the device of `like`."""
     return torch.arange(start, start + n, device=like.device)
 
 

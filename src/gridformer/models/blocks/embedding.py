@@ -40,8 +40,6 @@ class PositionEmbedding(nn.Module):
         """Returns the embeddings of `s` positions, or this device's part of them.
 
         Args:
-            s: Number of positions.
-            start: The first of them.
             positions: Positions [b, s], in place of those from `start` on.
 
         Returns:
@@ -69,8 +67,6 @@ class SinusoidalPositions(nn.Module):
         """Returns positions `start` to `start + s`, or this device's part of them.
 
         Args:
-            s: Number of positions.
-            start: The first of them.
             like: A tensor on the device. The result is in its dtype, but at least in float32.
             positions: Positions [b, s] below s, in place of those from `start` on.
 
@@ -132,7 +128,6 @@ class TiedHead(nn.Module):
         """Computes logits [b, s, v] from x [b, s, h].
 
         Args:
-            x_BSH: Hidden states [b, s, h].
             table_VH: The embedding's table [v, h], or what `prepare` returned.
             prepared: Whether `prepare` returned the table.
             padded: Whether the logits may have additional columns, which a loss leaves out.

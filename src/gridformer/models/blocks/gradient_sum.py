@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +27,6 @@ class GradientSum:
     autograd then returns none for it.
 
     Args:
-        shape: The shape of the tensor.
-        dtype: Its dtype.
         begin: A sum to which gradients are added, contiguous; None if there is none yet.
         elements: How many elements the memory of the sum has, if more than the sum.
     """
@@ -44,22 +41,6 @@ class GradientSum:
         self.shape, self.dtype = torch.Size(shape), torch.promote_types(dtype, torch.float32)
         self._sum = begin
         self._elements = elements if elements > self.shape.numel() else 0
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What decides how something is added, besides what is added."""
-        begun = self._sum
-        place = None if begun is None else (begun.shape, begun.stride(), begun.dtype)
-        return self.shape, self.dtype, self._elements, place
-
-    @property
-    def memory(self) -> Tensor | None:
-        """The tensor of the sum, which may have additional rows; None if nothing was added."""
-        return self._sum
-
-    def begin(self, memory: Tensor) -> None:
-        """Takes a tensor as the sum, which other code has computed."""
-        self._sum = memory
 
     @property
     def value(self) -> Tensor:
@@ -144,22 +125,15 @@ class MainGrad:
     without a copy, since nothing else refers to it.
 
     Args:
-        total: The sum, in the order of the parameter's memory.
         turned: Whether that is the order of the weight's transpose.
 
     Attributes:
-        total: The sum.
         begun: Whether something was added in this pass.
     """
 
     def __init__(self, total: GradientSum, turned: bool) -> None:
         self.total, self._turned = total, turned
         self.begun = False
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What decides how something is added, besides what is added."""
-        return self._turned, *self.total.kind
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the gradient a @ b, given its factors [m, k] and [k, n]."""

@@ -44,9 +44,6 @@ class Style:
 
     Attributes:
         spread: Standard deviations of the initialization.
-        activation: The activation of the feed-forward.
-        norm: The kind of norm.
-        bias: Whether products have a bias.
         scaled: Whether attention scores are divided by sqrt(d).
     """
 
@@ -73,12 +70,7 @@ class StyledLayer(Layer):
     it is post.
 
     Args:
-        config: The model's config.
-        style: The style that all layers of the family share.
-        dropout_rng: The step and rows on which dropout masks depend.
         stack: The prefix of the names of the layer's products; empty if the model has one stack.
-        site: The name of the layer in dropout masks.
-        causal: Whether self-attention sees only the past.
         crossed: Whether there is cross-attention between self-attention and feed-forward.
     """
 
@@ -146,15 +138,7 @@ class StyledLayer(Layer):
         memory: Tensor | None = None,
         memory_mask: ScoreBias | None = None,
     ) -> Tensor:
-        """Runs the layer on x [b, s, h].
-
-        Args:
-            x: Input [b, s, h].
-            mask: Added to the scores of self-attention; see `added_to_scores`.
-            cache: Keys and values of past tokens, for generation.
-            memory: The encoder's output [b, S, h], for cross-attention.
-            memory_mask: Added to the scores of cross-attention.
-        """
+        """Runs the layer on x [b, s, h]."""
         if self.post:
             x = self.norm1(x + self.dropout1(self.attention(x, mask, cache)))
             if self.crossed:
@@ -199,13 +183,7 @@ class _Gated(torch.autograd.Function):
 
 
 class GatedLayer(Layer):
-    """One layer of Llama-like models, [b, s, h] to [b, s, h]: x + f(norm(x)) for each sub-layer f.
-
-    Args:
-        config: The model's config.
-        dropout_rng: The step and rows on which dropout masks depend.
-        site: The name of the layer in dropout masks.
-    """
+    """One layer of Llama-like models, [b, s, h] to [b, s, h]: x + f(norm(x)) for each sub-layer f."""
 
     def __init__(self, config: ModelConfig, dropout_rng: DropoutRng, site: str) -> None:
         super().__init__()

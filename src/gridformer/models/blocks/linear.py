@@ -186,11 +186,7 @@ class Linear(nn.Module):
     """Computes y = x W + b with W [in, out]: x [..., in] to [..., out].
 
     Args:
-        n_in: Size of the input's last dimension.
-        n_out: Size of the output's last dimension.
-        role: The role of the product in its model.
         init: How the weight is initialized; the bias starts at 0.
-        bias: Whether there is a bias.
     """
 
     cast_parameters = ("weight", "bias")
@@ -279,7 +275,6 @@ class MergedLinear(MergedParts):
     """Several products with one input, carried out as one: x [.., in] to one output [.., n] a part.
 
     Args:
-        n_in: Size of the input's last dimension.
         parts: The sizes of the parts by name, in the order of the outputs.
         role: The role of the product in its model. It opens its section.
         bias: Whether the parts have biases.

@@ -108,8 +108,6 @@ def places_per_chunk(hidden_BSH: Tensor, targets_BS: Tensor, chunk_tokens: int) 
     """Returns how many positions of each sequence one chunk of `chunked_loss` has on this device.
 
     Args:
-        hidden_BSH: This device's hidden states [b, s, h], or [b, s/c, h] if s is sharded.
-        targets_BS: Targets [b, s].
         chunk_tokens: About how many tokens' logits may exist at a time; 0 means all of them.
     """
     n_chunks = -(-targets_BS.numel() // chunk_tokens) if chunk_tokens else 1
@@ -136,11 +134,7 @@ def chunked_loss(
     sequence.
 
     Args:
-        hidden_BSH: This device's hidden states [b, s, h] or [b, s/c, h].
-        targets_BS: Targets [b, s].
         places: Positions per chunk of each sequence on this device; see `places_per_chunk`.
-        head: Maps hidden states of a chunk to logits.
-        loss: Maps logits and targets of a chunk to the sum of their losses.
         parameters: The other tensors that the head reads and that need gradients.
     """
     b, s = hidden_BSH.shape[:2]

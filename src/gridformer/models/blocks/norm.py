@@ -17,8 +17,6 @@ class LayerNorm(nn.Module):
     """Computes (x - mean) / std * weight + bias over h for x [b, s, h].
 
     Args:
-        h: Hidden size.
-        eps: Added to the variance.
         reader: The name of the product that alone reads the result, or None if others read it too.
     """
 
@@ -34,13 +32,7 @@ class LayerNorm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x / sqrt(mean(x²) + eps) * weight over the last dimension, in the dtype of x.
-
-    Args:
-        x: [.., d].
-        weight: [d]; the norm is computed in its dtype.
-        eps: Added to the mean square.
-    """
+    """Returns x / sqrt(mean(x²) + eps) * weight over the last dimension, in the dtype of x."""
     y: Tensor = _RMSNorm.apply(x, weight, eps)
     return y
 
@@ -100,12 +92,5 @@ class HeadNorm(nn.Module):
 
 
 def new_norm(kind: NormKind, h: int, eps: float, reader: str | None = None) -> LayerNorm | RMSNorm:
-    """Returns a norm of the given kind.
-
-    Args:
-        kind: `layer` for a LayerNorm, or `rms` for an RMSNorm.
-        h: Hidden size.
-        eps: Added to the variance, or to the mean square.
-        reader: The name of the product that alone reads the result, or None if others read it too.
-    """
+    """Returns a norm of the given kind."""
     return LayerNorm(h, eps, reader) if kind == "layer" else RMSNorm(h, eps, reader)

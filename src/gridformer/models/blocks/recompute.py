@@ -30,12 +30,7 @@ class ActivationPartition(Protocol):
         """Returns this device's part of x, in memory of its own."""
 
     def whole(self, part: Tensor, like: torch.Size) -> Tensor:
-        """Gathers all parts and returns x with the shape `like`.
-
-        Args:
-            part: What `part` returned on this device.
-            like: The shape of x.
-        """
+        """Gathers all parts and returns x with the shape `like`."""
 
 
 class Unpartitioned:
@@ -106,10 +101,6 @@ class Recompute:
         It runs before anything in the block is recomputed or runs backward. A hook on the tensor
         that the block itself returns would run after recomputation if `stops_early` is false and
         before it if true, so that devices could disagree on the order of their messages.
-
-        Args:
-            block: The block, which `Recompute.block` runs.
-            hook: Gets the gradient of the block's output, of its shape.
         """
         self._hooks.setdefault(block, []).append(hook)
 

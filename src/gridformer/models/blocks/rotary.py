@@ -38,7 +38,6 @@ class RotaryPositions(nn.Module):
     """Computes the rotations of positions; it has no parameters.
 
     Args:
-        d: Size of a head.
         theta: The base of the wavelengths, which are 2 pi theta^(2i/d).
         scaling: How the frequencies are changed for sequences that are longer than those of the
             first training, or None.

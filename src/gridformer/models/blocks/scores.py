@@ -47,12 +47,10 @@ class DocumentBounds(NamedTuple):
 
 
 def document_bounds(documents_BS: Tensor, of_keys_BT: Tensor | None = None) -> DocumentBounds:
-    """Returns where documents lie; a query attends only within its document.
+    """Returns where the documents of queries and keys lie, within which a query attends.
 
-    Args:
-        documents_BS: The number of each query's document, ascending in a row, int64 [b, s].
-        of_keys_BT: The number of each key's document, likewise [b, S]; None means that keys are
-            at the same positions as queries.
+    The numbers of documents, int64 [b, s] and [b, S], ascend in each row. Without those of keys,
+    keys are at the positions of the queries.
     """
     if of_keys_BT is None:
         same = _places_of(documents_BS, documents_BS)
@@ -63,12 +61,7 @@ def document_bounds(documents_BS: Tensor, of_keys_BT: Tensor | None = None) -> D
 
 
 def _places_of(documents: Tensor, others: Tensor) -> Tensor:
-    """Returns where each number of a row is in a row of ascending numbers, int32 [b, 2, n].
-
-    Args:
-        documents: The numbers to look for [b, n].
-        others: The rows in which they are looked for [b, m].
-    """
+    """Returns where each number [b, n] is in a row of ascending numbers [b, m], int32 [b, 2, n]."""
     row, x = others.contiguous(), documents.contiguous()
     sides = (torch.searchsorted(row, x, out_int32=True, right=after) for after in (False, True))
     return torch.stack([*sides], 1)
@@ -81,11 +74,8 @@ class RelativeBias(nn.Module):
     `furthest`.
 
     Args:
-        buckets: Number of buckets.
         furthest: The distance from which on all keys share the last bucket.
-        n: Number of heads.
         both_ways: Whether queries also see later keys; each direction then has half of the buckets.
-        std: The standard deviation with which the table is initialized.
     """
 
     def __init__(self, buckets: int, furthest: int, n: int, both_ways: bool, std: float) -> None:
@@ -121,11 +111,8 @@ class DocumentMask:
     The mask of all queries and keys would take s x S numbers for each sequence.
 
     Attributes:
-        bounds: Where the documents of queries lie; see `DocumentBounds.of_queries`.
-        keys: The number S of keys.
         causal: Whether a query sees only keys up to its own position.
         window: How many keys a query sees at most if `causal`; 0 means all of its document.
-        dtype: The dtype of what is added to scores.
     """
 
     bounds: Tensor
@@ -162,13 +149,6 @@ class DocumentMask:
 
 def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask, scale: float) -> Tensor:
     """Computes attention from q [b, n, s, d] to k and v [b, m, S, d], where m divides n.
-
-    Args:
-        q: Queries [b, n, s, d].
-        k: Keys [b, m, S, d]; n / m heads of queries in a row share one head of keys.
-        v: Values [b, m, S, d].
-        mask: Which keys each query sees.
-        scale: A factor of the scores.
 
     Returns:
         [b, n, s, d], in memory [b, s, n, d].
@@ -218,12 +198,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tens
 class SharedBias:
     """A learned bias of scores that all layers of a stack read in bfloat16 or float16.
 
-    Its memory is shared, and the gradients of the layers are added up in float32.
-
-    Attributes:
-        bias: The bias in float32 [n, s, S], which gets the gradients.
-        values: What is added to the scores, without a graph.
-        mask: Where a key may be attended to, or None.
+    Its memory is shared, and the gradients of the layers are added up in float32, for `bias`
+    [n, s, S]. `values` are what is added to scores; `mask` says where a key may be attended to.
     """
 
     bias: Tensor
@@ -254,8 +230,6 @@ class Window:
 
     Attributes:
         size: A query attends to the key at its own position and to size - 1 keys before it.
-        keys: Number of keys.
-        device: The device of the keys.
     """
 
     size: int
@@ -267,12 +241,7 @@ class Window:
 class ScoreParts:
     """The terms that `gridformer.models.kernels` adds to scores, which are smaller than their sum.
 
-    Attributes:
-        valid: False where no query may attend to a key [b, S].
-        bias: Bias of the scores [n, s, S].
-        causal: See `added_to_scores`.
-        window: See `added_to_scores`.
-        documents: See `added_to_scores`.
+    `valid` [b, S] is False where no query may attend to a key, and `bias` is [n, s, S].
     """
 
     valid: Tensor | None
@@ -282,12 +251,7 @@ class ScoreParts:
     documents: DocumentBounds | None = None
 
     def sum(self, queries: int, dtype: torch.dtype) -> Tensor | SharedBias | DocumentMask | None:
-        """Returns the sum as one tensor, for attention that the kernels cannot compute.
-
-        Args:
-            queries: The number s of queries.
-            dtype: The dtype of what is added to scores.
-        """
+        """Returns the sum as one tensor, for attention that the kernels cannot compute."""
         mask = None if self.valid is None else self.valid[:, None, None, :]
         out = added_to_scores(
             queries, dtype, mask, self.bias, self.causal, False, self.window, self.documents
@@ -312,14 +276,10 @@ def added_to_scores(
     """Builds what all layers of a stack add to their scores, so that it exists once.
 
     Args:
-        queries: Number of queries.
-        dtype: The dtype of the result.
         mask: True where a key may be attended to [b, 1, 1, S]; see `PaddingMask`.
-        bias_NST: Bias of the scores [n, s, S]; see `RelativeBias`.
         causal: Whether a query attends only to keys up to its own position. The last query and the
             last key are at the same position.
         fused: Whether attention may use the kernels of `gridformer.models.kernels`.
-        window: The window of causal attention, if there is one.
         documents: The bounds of documents, which a query does not leave; see `document_bounds`.
             If `causal`, they are those of self-attention.
 
@@ -373,8 +333,6 @@ def same_document(bounds: Tensor, keys: int, causal: bool) -> Tensor:
     """Returns a mask [b, 1, s, S]: True where a key is in the document of the query.
 
     Args:
-        bounds: Where the documents of queries lie; see `DocumentBounds.of_queries`.
-        keys: The number S of keys.
         causal: Whether another mask hides all later keys, so that this one need not.
     """
     key = torch.arange(keys, dtype=bounds.dtype, device=bounds.device)
@@ -387,14 +345,8 @@ def past(queries: int, seen: int, device: torch.device, size: int | None = None)
     """Returns a mask that is True where a key is not after the query's position.
 
     Args:
-        queries: The number of queries, the last ones of the sequence.
-        seen: The number of keys, those of earlier tokens included.
-        device: The device of the mask.
         size: How many keys a query sees at most, of which its own position is the last; None means
             all that are not after it.
-
-    Returns:
-        bool [queries, seen]. The last query and the last key are at the same position.
     """
     mask = torch.ones(queries, seen, dtype=torch.bool, device=device).tril(seen - queries)
     return mask if size is None else mask.triu(seen - queries - size + 1)

@@ -5,6 +5,5 @@ use them compute the same numbers with PyTorch's operators.
 
 Each operator declares the shapes of its results without Triton, so fake tensors (in an estimate of
 memory, or a count of kernels) see what a GPU would run. Triton is imported when an operator first
-runs: `bits`, `tiles`, `masking`, `flash`, `flash_backward` and `flash_launch` import it, the others
-do not.
+runs: `tiles`, `masking`, `flash` and `flash_backward` import it, the others do not.
 """

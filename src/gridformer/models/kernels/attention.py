@@ -131,18 +131,18 @@ def empty_lse(q_BNSD: Tensor) -> Tensor:
 
 @torch.library.impl(LIBRARY, "attention", "CUDA")
 def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    from gridformer.models.kernels import flash_launch
+    from gridformer.models.kernels import flash
 
     with torch.cuda.device(q.device):
-        return flash_launch.launch_attention(q, *rest)
+        return flash.launch_attention(q, *rest)
 
 
 @torch.library.impl(LIBRARY, "attention_backward", "CUDA")
 def _(grad: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from gridformer.models.kernels import flash_launch
+    from gridformer.models.kernels import flash
 
     with torch.cuda.device(grad.device):
-        return flash_launch.launch_attention_backward(grad, *rest)
+        return flash.launch_attention_backward(grad, *rest)
 
 
 @torch.library.register_fake("gridformer::attention", lib=LIBRARY)

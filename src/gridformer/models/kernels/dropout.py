@@ -20,9 +20,6 @@ def masked(x_BSH: Tensor, counter: Tensor, first_token: int, first_column: int, 
         counter: What the mask depends on, int64 [4] on the device of x: the halves of its key (see
             `gridformer.utils.rng`), the global index of the first sequence, and a number that is
             not read.
-        first_token: The index of the first token within its sequence.
-        first_column: The index of the first column.
-        p: The probability of zeroing an element, below 1.
 
     Returns:
         [b, s, h], contiguous, with the bits that `gridformer.models.blocks.dropout.masked` computes

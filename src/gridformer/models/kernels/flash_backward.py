@@ -96,16 +96,8 @@ def backward_queries(
         )  # fmt: skip
         grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION)
         grad_p = grad_p * tl.full([1, 1], GAIN, wide)
-        grad_p = drop(
-            grad_p,
-            first_sample + sample,
-            first_head + head,
-            row,
-            column,
-            key_low,
-            key_high,
-            THRESHOLD,
-        )
+        at, of = first_sample + sample, first_head + head
+        grad_p = drop(grad_p, at, of, row, column, key_low, key_high, THRESHOLD)
         grad_x = tl.exp(x - log[:, None]) * (grad_p - row_delta[:, None])
         total = product(grad_x.to(tile_k.dtype), tile_k, total, PRECISION)
     total = total * tl.full([1, 1], SCALE, wide)
@@ -194,16 +186,8 @@ def backward_keys(
             )  # fmt: skip
             p = tl.exp(x - log[:, None])
             factor = tl.full([R, C], GAIN, wide)
-            factor = drop(
-                factor,
-                first_sample + sample,
-                first_head + head,
-                row,
-                column,
-                key_low,
-                key_high,
-                THRESHOLD,
-            )
+            at, of = first_sample + sample, first_head + head
+            factor = drop(factor, at, of, row, column, key_low, key_high, THRESHOLD)
             dropped = (p * factor).to(tile_grad.dtype)
             total_v = product(tl.trans(dropped), tile_grad, total_v, PRECISION)
             grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION)
@@ -287,16 +271,8 @@ def backward_bias(
         )  # fmt: skip
         grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION)
         grad_p = grad_p * tl.full([1, 1], GAIN, wide)
-        grad_p = drop(
-            grad_p,
-            first_sample + sample,
-            first_head + head,
-            row,
-            column,
-            key_low,
-            key_high,
-            THRESHOLD,
-        )
+        at, of = first_sample + sample, first_head + head
+        grad_p = drop(grad_p, at, of, row, column, key_low, key_high, THRESHOLD)
         total += tl.exp(x - log[:, None]) * (grad_p - row_delta[:, None])
     place = row[:, None].to(tl.int64) * n_columns + column[None, :]
     inside = (row < n_rows)[:, None] & (column < n_columns)[None, :]

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gridformer.models.kernels.bits import hash_column, hash_index, hash_row, kept, load_counter
 from gridformer.models.kernels.library import threshold
+from gridformer.models.kernels.tiles import hash_column, hash_index, hash_row, kept, load_counter
 
 _ELEMENTS = 2048  # of a program's tile: 16 for each of 128 threads
 
@@ -48,18 +48,7 @@ def _masked(
 def launch_masking(
     x_BSH: Tensor, counter: Tensor, first_token: int, first_column: int, p: float
 ) -> Tensor:
-    """Drops elements on a GPU; see `dropout.masked`.
-
-    Args:
-        x_BSH: Activations [b, s, h].
-        counter: What the mask depends on; see `dropout.masked`.
-        first_token: The index of the first token within its sequence.
-        first_column: The index of the first column.
-        p: The probability of dropping an element.
-
-    Returns:
-        A new contiguous tensor [b, s, h]: x / (1 - p) where it is kept, and 0 elsewhere.
-    """
+    """Drops elements on a GPU; see `dropout.masked`."""
     x_BSH = x_BSH.contiguous()
     out = torch.empty_like(x_BSH)
     h = x_BSH.shape[-1]

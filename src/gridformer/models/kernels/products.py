@@ -20,29 +20,14 @@ define("write_product(Tensor(a!) out, Tensor a, Tensor b) -> ()")
 
 
 def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a @ b of matrices a [m, k] and b [k, n] in a type at least as wide as theirs.
-
-    Args:
-        a: [m, k].
-        b: [k, n], of the dtype of a.
-        dtype: The dtype of the result. GPUs write float32 without rounding to the dtype of a.
-
-    Returns:
-        [m, n].
-    """
+    """Returns a @ b of matrices a [m, k] and b [k, n] in a type at least as wide as theirs."""
     if _in_float32(a, dtype):
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).to(dtype)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a @ b of matrices a [m, k] and b [k, n] to `total` [m, n], in the type of `total`.
-
-    Args:
-        total: [m, n], which is added to in place.
-        a: [m, k].
-        b: [k, n], of the dtype of a.
-    """
+    """Adds a @ b of matrices a [m, k] and b [k, n] to `total` [m, n], in the type of `total`."""
     if _in_float32(a, total.dtype):
         torch.ops.gridformer.add_product(total, a, b)
     elif a.dtype == total.dtype:
@@ -52,13 +37,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Writes a @ b of matrices a [m, k] and b [k, n] to `out` [m, n], in the type of `out`.
-
-    Args:
-        out: [m, n], which is overwritten.
-        a: [m, k].
-        b: [k, n], of the dtype of a.
-    """
+    """Writes a @ b of matrices a [m, k] and b [k, n] to `out` [m, n], in the type of `out`."""
     if _in_float32(a, out.dtype):
         torch.ops.gridformer.write_product(out, a, b)
     elif a.dtype == out.dtype:
