@@ -130,7 +130,8 @@ def run_attention(
     if biased:
         bias = random(n, s, seen, dtype=torch.promote_types(dtype, torch.float32))
         inputs.append(bias.requires_grad_())
-    heads = _Heads(d, True, p, "x", DropoutRng(1, 2, 2**32 + 3)).train()
+    config = ModelConfig(n_layers=1, hidden_size=n * d, n_heads=n, attention_dropout=p)
+    heads = _Heads(config, "x", DropoutRng(1, 2, 2**32 + 3), scaled=True).train()
     heads.head_block, heads.fused = 2, fused
     window = Window(size, seen, torch.device(device)) if size else None
     bounds = bounds_of(s, seen, device) if "documents" in name else None

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gridformer.config import ModelConfig
 from gridformer.models.blocks import scores as scores_module
 from gridformer.models.blocks.dropout import DropoutRng, DropoutSite, keep_scores
 from gridformer.models.blocks.linear import Linear, MergedLinear
@@ -27,11 +28,11 @@ class _Heads(DropoutSite):
     """
 
     def __init__(
-        self, head_dim: int, scaled: bool, dropout: float, site: str, dropout_rng: DropoutRng
+        self, config: ModelConfig, site: str, dropout_rng: DropoutRng, scaled: bool
     ) -> None:
-        super().__init__(dropout, site, dropout_rng)
-        self.head_dim = head_dim
-        self.scale = 1.0 / math.sqrt(head_dim) if scaled else 1.0
+        super().__init__(config.attention_dropout, site, dropout_rng)
+        self.head_dim = config.head_width
+        self.scale = 1.0 / math.sqrt(self.head_dim) if scaled else 1.0
         self.head_block = 0  # index of the block of heads that this device holds
         self.recompute = Recompute()
 
@@ -115,16 +116,15 @@ class Attention(_Heads):
 
     def __init__(
         self,
-        qkv: Linear,
+        qkv: Linear | MergedLinear,
         out: Linear,
-        head_dim: int,
-        causal: bool,
-        scaled: bool,
-        dropout: float,
+        config: ModelConfig,
         site: str,
         dropout_rng: DropoutRng,
+        causal: bool = True,
+        scaled: bool = True,
     ) -> None:
-        super().__init__(head_dim, scaled, dropout, site, dropout_rng)
+        super().__init__(config, site, dropout_rng, scaled)
         self.causal = causal
         self.qkv, self.out = qkv, out
 
@@ -142,8 +142,8 @@ class Attention(_Heads):
         q, k, v = _heads(self.qkv(x_BSH), 3, self.head_dim)
         if cache is not None:
             k, v = cache.append(k, v)
-        found = self.recompute.attention(self._attend, q, k, v, self.causal, mask)
-        out: Tensor = self.out(found)
+        heads = self.recompute.attention(self._attend, q, k, v, self.causal, mask)
+        out: Tensor = self.out(heads)
         return out
 
 
@@ -155,13 +155,12 @@ class CrossAttention(_Heads):
         q: Linear,
         kv: Linear,
         out: Linear,
-        head_dim: int,
-        scaled: bool,
-        dropout: float,
+        config: ModelConfig,
         site: str,
         dropout_rng: DropoutRng,
+        scaled: bool,
     ) -> None:
-        super().__init__(head_dim, scaled, dropout, site, dropout_rng)
+        super().__init__(config, site, dropout_rng, scaled)
         self.q, self.kv, self.out = q, kv, out
 
     def forward(
@@ -185,8 +184,8 @@ class CrossAttention(_Heads):
             k, v = _heads(self.kv(memory_BTH), 2, self.head_dim)
         if cache is not None:
             cache.source = k, v
-        found = self.recompute.attention(self._attend, q, k, v, False, mask)
-        out: Tensor = self.out(found)
+        heads = self.recompute.attention(self._attend, q, k, v, False, mask)
+        out: Tensor = self.out(heads)
         return out
 
 
@@ -249,33 +248,24 @@ class GroupedAttention(Attention):
     The columns of q, k and v are ordered [n, d] and [m, d], so that a contiguous block of columns
     holds whole heads.
 
-    Args:
-        window: A query sees this many keys at most, its own included; 0 means all of them.
-
     Attributes:
         kv_heads: For each head of queries on this device, the index of the head of keys that it
             reads among those on this device. None means that n / m heads in a row share one.
     """
 
-    qkv: MergedLinear  # type: ignore[assignment]
-
     def __init__(
         self,
         qkv: MergedLinear,
         out: Linear,
-        head_dim: int,
-        norms: tuple[HeadNorm, HeadNorm] | None,
-        window: int,
-        dropout: float,
+        config: ModelConfig,
         site: str,
         dropout_rng: DropoutRng,
     ) -> None:
-        super().__init__(qkv, out, head_dim, True, True, dropout, site, dropout_rng)  # type: ignore[arg-type]
-        self.window = window
+        super().__init__(qkv, out, config, site, dropout_rng)
+        self.window, d, eps = config.window, config.head_width, config.norm_eps
         self.kv_heads: tuple[int, ...] | None = None
-        self.q_norm: nn.Module | None
-        self.k_norm: nn.Module | None
-        self.q_norm, self.k_norm = norms or (None, None)
+        self.q_norm: nn.Module | None = HeadNorm(d, eps) if config.qk_norm else None
+        self.k_norm: nn.Module | None = HeadNorm(d, eps) if config.qk_norm else None
 
     def forward(  # type: ignore[override]
         self,
@@ -296,8 +286,8 @@ class GroupedAttention(Attention):
         q, k, v = (part.transpose(1, 2) for part in (rotation.of(q), rotation.of(k), v))
         if cache is not None:
             k, v = cache.append(k, v, self.window)
-        found = self.recompute.attention(self._grouped, q, k, v, mask)
-        out: Tensor = self.out(found)
+        heads = self.recompute.attention(self._grouped, q, k, v, mask)
+        out: Tensor = self.out(heads)
         return out
 
     def _grouped(self, q: Tensor, k: Tensor, v: Tensor, mask: ScoreBias | None) -> Tensor:

@@ -115,7 +115,7 @@ class GradientSlot:
         self.continued = False
 
 
-_PLACE = TensorAttribute[GradientSlot]("gradient_slot")
+_SLOT = TensorAttribute[GradientSlot]("gradient_slot")
 
 
 class MainGrad:
@@ -125,15 +125,12 @@ class MainGrad:
     without a copy, since nothing else refers to it.
 
     Args:
-        turned: Whether that is the order of the weight's transpose.
-
-    Attributes:
-        begun: Whether something was added in this pass.
+        turned: Whether the sum lies in the order of the weight's transpose.
     """
 
     def __init__(self, total: GradientSum, turned: bool) -> None:
         self.total, self._turned = total, turned
-        self.begun = False
+        self.begun = False  # whether something was added in this pass
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the gradient a @ b, given its factors [m, k] and [k, n]."""
@@ -154,8 +151,8 @@ class MainGrad:
 
 
 def gradient_slot(parameter: Tensor) -> GradientSlot | None:
-    """Returns the place of a parameter's gradient, if products may add to it."""
-    return _PLACE.get(parameter)
+    """Returns the slot of a parameter's gradient, if products may add to it."""
+    return _SLOT.get(parameter)
 
 
 def attach_gradient_slots(model: nn.Module) -> None:
@@ -167,7 +164,7 @@ def attach_gradient_slots(model: nn.Module) -> None:
         for name in getattr(module, "summed_parameters", ()):
             parameter = getattr(module, name)
             if parameter is not None:
-                _PLACE.set(parameter, GradientSlot(parameter.numel()))
+                _SLOT.set(parameter, GradientSlot(parameter.numel()))
 
 
 def continued(weight: Tensor) -> MainGrad | None:
@@ -183,8 +180,8 @@ def continued(weight: Tensor) -> MainGrad | None:
     parameter = parameter_behind(weight)
     if parameter is None:
         return None
-    place = _PLACE.get(parameter)
-    if place is None or not place.continued or _SUM.get(parameter) is not None:
+    slot = _SLOT.get(parameter)
+    if slot is None or not slot.continued or _SUM.get(parameter) is not None:
         return None
     # The parameter may have no memory (FSDP), so nothing takes a view of it.
     by_columns, begin = not parameter.is_contiguous(), parameter.grad
@@ -194,5 +191,5 @@ def continued(weight: Tensor) -> MainGrad | None:
             return None
         parameter.grad = None
     shape = parameter.shape[::-1] if by_columns else parameter.shape
-    total = GradientSum(shape, parameter.dtype, begin, place.elements)
+    total = GradientSum(shape, parameter.dtype, begin, slot.elements)
     return MainGrad(total, (weight is parameter) == by_columns)

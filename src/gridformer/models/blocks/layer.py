@@ -21,7 +21,7 @@ from gridformer.models.blocks.linear import (
     PartSize,
     Role,
 )
-from gridformer.models.blocks.norm import HeadNorm, NormKind, RMSNorm, new_norm
+from gridformer.models.blocks.norm import NormKind, RMSNorm, new_norm
 from gridformer.models.blocks.rotary import Rotation
 from gridformer.models.blocks.scores import ScoreBias
 
@@ -106,21 +106,20 @@ class StyledLayer(Layer):
             alone = None if self.post else stack + reader  # post: the residual reads it as well
             return new_norm(style.norm, h, config.norm_eps, alone)
 
-        drop = config.attention_dropout
         self.norm1 = norm("qkv")
         qkv = linear("qkv", h, 3 * inner, (spread.q, spread.k, spread.v))
         out = linear("out", inner, h, spread.out, opens=False)
-        where = f"{site}.attention"
-        self.attention = Attention(qkv, out, d, causal, style.scaled, drop, where, dropout_rng)
+        self.attention = Attention(
+            qkv, out, config, f"{site}.attention", dropout_rng, causal, style.scaled
+        )
         self.dropout1 = Dropout(config.dropout, f"{site}.dropout1", dropout_rng)
         if crossed:
             self.cross_norm = norm("q")
             q = linear("q", h, inner, spread.q)
             kv = linear("kv", h, 2 * inner, (spread.k, spread.v))
             out = linear("cross_out", inner, h, spread.out, opens=False)
-            where = f"{site}.cross_attention"
             self.cross_attention = CrossAttention(
-                q, kv, out, d, style.scaled, drop, where, dropout_rng
+                q, kv, out, config, f"{site}.cross_attention", dropout_rng, style.scaled
             )
             self.cross_dropout = Dropout(config.dropout, f"{site}.cross_dropout", dropout_rng)
         self.crossed = crossed
@@ -183,7 +182,7 @@ class _Gated(torch.autograd.Function):
 
 
 class GatedLayer(Layer):
-    """One layer of Llama-like models, [b, s, h] to [b, s, h]: x + f(norm(x)) for each sub-layer f."""
+    """One layer of Llama-like models: x + f(norm(x)) for each sub-layer f, on x [b, s, h]."""
 
     def __init__(self, config: ModelConfig, dropout_rng: DropoutRng, site: str) -> None:
         super().__init__()
@@ -197,11 +196,7 @@ class GatedLayer(Layer):
         }
         qkv = MergedLinear(h, parts, Role("qkv", "attention"), config.qkv_bias)
         out = Linear(n * d, h, Role("out", "attention", opens=False), init, bias=False)
-        norms = (HeadNorm(d, eps), HeadNorm(d, eps)) if config.qk_norm else None
-        drop, where = config.attention_dropout, f"{site}.attention"
-        self.attention = GroupedAttention(
-            qkv, out, d, norms, config.window, drop, where, dropout_rng
-        )
+        self.attention = GroupedAttention(qkv, out, config, f"{site}.attention", dropout_rng)
         self.dropout1 = Dropout(config.dropout, f"{site}.dropout1", dropout_rng)
         self.norm2 = RMSNorm(h, eps, "up")
         halves = {"gate": PartSize(f, init), "up": PartSize(f, init)}

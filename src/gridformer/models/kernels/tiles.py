@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The random bits of `gridformer.utils.rng`, which computes with 32-bit words held in int64. Here they
-# are uint32, whose products wrap at 2^32 as `rng` masks them to it: the integers are the same.
+# The random bits of `gridformer.utils.rng`, which computes with 32-bit words held in int64. Here
+# they are uint32, whose products wrap at 2^32 as `rng` masks them to it: the integers are the same.
 
 
 @triton.jit

@@ -76,10 +76,10 @@ def reserve_padding(parameters: Iterable[nn.Parameter], axes: Axes) -> None:
     `FlatBucket.join` then need not copy a gradient that travels alone and whose rows do not divide.
     """
     for parameter in parameters:
-        place = gradient_slot(parameter)
-        if place is not None and replica_part(parameter) is not None:
+        slot = gradient_slot(parameter)
+        if slot is not None and replica_part(parameter) is not None:
             axis = axes[shard_of(parameter).replicas or ""]
-            place.elements = FlatBucket([parameter], axis).share * axis.size
+            slot.elements = FlatBucket([parameter], axis).share * axis.size
 
 
 class FlatBucket:
