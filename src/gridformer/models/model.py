@@ -65,9 +65,7 @@ def layer_numbers(stack: str, n: int) -> list[int]:
 
 @dataclass
 class Activations:
-    """The tensors that one pipeline stage sends to the next.
-
-    A stage computes everything else that it needs from the batch.
+    """The tensors that one pipeline stage sends to the next, which computes the rest from the batch.
 
     Attributes:
         hidden: Hidden states [b, s, h], or [b, S, h] while an encoder runs.
@@ -190,10 +188,7 @@ class Model(nn.Module):
 
     @property
     def table(self) -> Tensor:
-        """The table [v, h] that the head multiplies by: its own, or the embedding's if tied.
-
-        It is None where other devices hold it.
-        """
+        """The table [v, h] of the head, or of the embedding if tied; None where others hold it."""
         table: Any = self.tokens.weight if self.config.tied_head else self.head.weight
         return table
 

@@ -26,11 +26,9 @@ ROWS_OF_TABLE = 64
 class CastCopy:
     """The copy of one parameter.
 
-    Args:
+    Attributes:
         once: Whether the copy is kept from its first use on while `keep_copies` is open.
         multiple: The number of rows of the copy is rounded up to a multiple of this, with zeros.
-
-    Attributes:
         held: Whether a copy that is made now is kept.
         value: The copy, with its additional rows; None while there is none.
         together: The tensor in which copies that are kept lie side by side, if there is one.
@@ -221,10 +219,7 @@ def padded_columns(weight_IO: Tensor, dtype: torch.dtype) -> int:
 
 
 def parameter_behind(weight: Tensor) -> Tensor | None:
-    """Returns the parameter that `weight` is, or whose transpose it is; None if it is neither.
-
-    If the parameter has a single row or column, its transpose may be returned in its place.
-    """
+    """Returns the parameter that `weight` is, or whose transpose it is; None if it is neither."""
     if torch.compiler.is_compiling():  # compiled code cannot keep a tensor between calls
         return None
     turned = _TRANSPOSE_OF.get(weight)
@@ -250,10 +245,7 @@ def _copy_behind(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, CastCopy] 
 
 
 def _is_alike(weight: Tensor, other: Tensor) -> bool:
-    """Returns whether two views of the same memory are the same view.
-
-    Strides alone do not tell a matrix with one row or column from its transpose.
-    """
+    """Returns whether two views of the same memory are the same view."""
     return weight.shape == other.shape and weight.stride() == other.stride()
 
 
@@ -285,12 +277,8 @@ def attach_copies(model: nn.Module, dtype: torch.dtype, once: bool) -> None:
 def keep_copies(parameters: Iterable[Tensor], once: bool = True) -> Iterator[None]:
     """Keeps copies from their first use until the end of this context.
 
-    Code that changes a parameter inside the context must call `CastCopy.drop`.
-
-    Args:
-        parameters: The parameters; those without a copy are left out.
-        once: True keeps only the copies of parameters that are to be cast once a step; False keeps
-            all copies.
+    Code that changes a parameter inside the context must call `CastCopy.drop`. With `once` only the
+    copies of parameters that are to be cast once a step are kept, and otherwise all of them.
     """
     copies = [copy for parameter in parameters if (copy := copy_of(parameter)) is not None]
     mine = [copy for copy in copies if not copy.held and (copy.once or not once)]

@@ -116,10 +116,7 @@ class TiedHead(nn.Module):
         self.bias: nn.Parameter | None = new_parameter(biases, init=Init()) if biases else None
 
     def prepare(self, table_VH: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the table in the form that `forward(..., prepared=True)` reads many times.
-
-        Here that is the table itself; a parallel head may gather it in `dtype` first.
-        """
+        """Returns the table as `forward(..., prepared=True)` reads it; a parallel head gathers it."""
         return table_VH
 
     def forward(
@@ -136,10 +133,7 @@ class TiedHead(nn.Module):
 
 
 class UntiedHead(TiedHead):
-    """Computes logits [b, s, v] = x Tᵀ from a table T [v, h] of its own, which callers pass to it.
-
-    See `gridformer.models.Model.table`.
-    """
+    """Computes logits from a table of its own, `Model.table`, which callers pass to it."""
 
     cast_parameters = ("weight", "bias")
 

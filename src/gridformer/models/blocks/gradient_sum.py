@@ -101,18 +101,14 @@ def sum_behind(weight: Tensor) -> GradientSum | None:
 
 
 class GradientSlot:
-    """The information that products have about the gradient of one weight.
+    """What products know about the gradient of one weight.
 
-    Args:
-        elements: The number of elements of its memory; see `GradientSum`.
-
-    Attributes:
-        continued: Whether a product adds to the gradient of earlier backward passes.
+    Its memory has so many `elements`. Products add to the gradient of earlier backward passes if
+    `continued` is set.
     """
 
     def __init__(self, elements: int) -> None:
-        self.elements = elements
-        self.continued = False
+        self.elements, self.continued = elements, False
 
 
 _SLOT = TensorAttribute[GradientSlot]("gradient_slot")
@@ -156,10 +152,7 @@ def gradient_slot(parameter: Tensor) -> GradientSlot | None:
 
 
 def attach_gradient_slots(model: nn.Module) -> None:
-    """Attaches a `GradientSlot` to each weight whose gradient is summed in products of a model.
-
-    A module names these parameters in its attribute `summed_parameters`.
-    """
+    """Attaches a `GradientSlot` to the weights that modules name in `summed_parameters`."""
     for module in model.modules():
         for name in getattr(module, "summed_parameters", ()):
             parameter = getattr(module, name)
@@ -170,12 +163,9 @@ def attach_gradient_slots(model: nn.Module) -> None:
 def continued(weight: Tensor) -> MainGrad | None:
     """Takes the gradient that earlier backward passes have left, for a product that adds to it.
 
-    Args:
-        weight: A parameter or its transpose.
-
     Returns:
-        The gradient; None if autograd is to add it, for instance because `GradientSlot.continued`
-        is false or a chunk of a loss wants its own.
+        The gradient of a parameter or its transpose; None if autograd is to add it, for instance
+        because `GradientSlot.continued` is false or a chunk of a loss wants its own.
     """
     parameter = parameter_behind(weight)
     if parameter is None:

@@ -29,11 +29,8 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 class Init:
     """How a parameter is initialized: `mean` plus normal noise with standard deviation `std`.
 
-    Attributes:
-        mean: The mean of all elements.
-        std: One standard deviation, or several that alternate every `width` columns, such as those
-            of q, k and v in a matrix that computes all three.
-        width: How many columns each of several standard deviations covers at a time.
+    Several standard deviations alternate every `width` columns, such as those of q, k and v in a
+    matrix that computes all three.
     """
 
     mean: float = 0.0
@@ -45,10 +42,7 @@ _INIT = TensorAttribute[Init]("init")
 
 
 def new_parameter(*shape: int, init: Init) -> nn.Parameter:
-    """Returns an uninitialized parameter with its `Init`.
-
-    `gridformer.parallel.build` initializes it.
-    """
+    """Returns a parameter with its `Init`, by which gridformer.parallel.build initializes it."""
     return with_init(nn.Parameter(torch.empty(*shape)), init)
 
 
@@ -91,10 +85,9 @@ def linear(x: Tensor, weight_IO: Tensor, bias_O: Tensor | None, padded: bool = F
 
     Args:
         x: Input [..., in].
-        weight_IO: Weight [in, out], a parameter, the transpose of one, or the placeholder of
-            several.
+        weight_IO: A parameter, the transpose of one, or the placeholder of several.
         bias_O: Bias [out], or None.
-        padded: Whether the result may have the additional columns of the cast copy, see `CastCopy`.
+        padded: Whether the result may have the additional columns of the cast copy.
     """
     if weight_IO.dtype == x.dtype and not stands_for_parameters(weight_IO):
         # F.linear would transpose the transpose once more, and both again in the backward pass.
@@ -110,8 +103,7 @@ def linear(x: Tensor, weight_IO: Tensor, bias_O: Tensor | None, padded: bool = F
 def as_rows(x: Tensor) -> Tensor:
     """Returns x [.., K], or a copy of it, so that its product with a matrix is a single one.
 
-    For a slice of tokens, such as a chunk of a loss, torch would run a small product per sequence
-    where nothing needs a gradient.
+    For a slice of tokens torch would run a small product per sequence if nothing needs a gradient.
     """
     if x.is_contiguous():
         return x
@@ -183,11 +175,7 @@ class _CastLinearResult(torch.autograd.Function):
 
 
 class Linear(nn.Module):
-    """Computes y = x W + b with W [in, out]: x [..., in] to [..., out].
-
-    Args:
-        init: How the weight is initialized; the bias starts at 0.
-    """
+    """Computes y = x W + b with W [in, out]: x [..., in] to [..., out]."""
 
     cast_parameters = ("weight", "bias")
     summed_parameters = ("weight",)
@@ -220,8 +208,6 @@ class PartSize:
     """The size of one part of a `MergedLinear`.
 
     Attributes:
-        n_out: Size of the output's last dimension.
-        init: How the weight is initialized; a bias starts at 0.
         pieces: The number of pieces of the part that are never split, such as heads of keys.
             Where they do not divide over devices, several devices compute the same ones. 0 if the
             part must divide over devices.
@@ -300,13 +286,10 @@ class MergedLinear(MergedParts):
 
 
 def side_by_side(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Returns a differentiable placeholder for parameters side by side.
+    """Returns a differentiable placeholder for matrices [in, n], or vectors [n], side by side.
 
-    It holds one element, and only `gridformer.models.blocks.cast` reads its values.
-
-    Args:
-        parameters: Matrices [in, n], or vectors [n].
-        dtype: The dtype of the product. Gradients arrive in it and are cast part by part.
+    It holds one element, and only `gridformer.models.blocks.cast` reads its values. Gradients
+    arrive in `dtype`, that of the product, and are cast part by part.
     """
     place: Tensor = _SideBySide.apply(dtype, *parameters)
     return stand_for(place, parameters)

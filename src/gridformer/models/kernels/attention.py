@@ -67,7 +67,6 @@ def attention(
         v_BNTD: Values [b, m, S, d].
         valid_BT: False where no query may attend to a key, bool [b, S].
         bias_NST: Added to the scores [n, s, S].
-        settings: The rest.
         documents: Where the document of each query, which it does not leave, begins and ends among
             the keys, int32 [b, 2, s], and where that of each key begins and ends among the queries,
             int32 [b, 2, S]. Both ascend. Tiles outside are left out.
