@@ -65,7 +65,7 @@ def layer_numbers(stack: str, n: int) -> list[int]:
 
 @dataclass
 class Activations:
-    """The tensors that one pipeline stage sends to the next, which computes the rest from the batch.
+    """What a pipeline stage sends to the next, which computes the rest from the batch.
 
     Attributes:
         hidden: Hidden states [b, s, h], or [b, S, h] while an encoder runs.

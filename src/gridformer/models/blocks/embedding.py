@@ -116,7 +116,7 @@ class TiedHead(nn.Module):
         self.bias: nn.Parameter | None = new_parameter(biases, init=Init()) if biases else None
 
     def prepare(self, table_VH: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the table as `forward(..., prepared=True)` reads it; a parallel head gathers it."""
+        """Returns the table as `forward(.., prepared=True)` reads it; parallel heads gather it."""
         return table_VH
 
     def forward(
