@@ -35,7 +35,7 @@ from gridformer.models.model import Link, OneStack
 from gridformer.utils.batch import Batch
 
 
-class Decoder(OneStack):
+class DecoderOnly(OneStack):
     """Maps tokens [b, s] to logits [b, s, v], and to the logits of optional branches.
 
     The branch `labels` classifies one chosen token of each sequence: [b, n_labels]. The branch
@@ -94,7 +94,7 @@ class Decoder(OneStack):
         return self.norm, self.head
 
 
-class GPT2(Decoder):
+class GPT2(DecoderOnly):
     """GPT-2 (Radford et al. 2019): pre-LayerNorm, learned positions, tied embedding."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -131,7 +131,7 @@ class GPT2(Decoder):
         )
 
 
-class Llama(Decoder):
+class Llama(DecoderOnly):
     """Pre-RMSNorm, rotary positions, grouped queries, gated feed-forward, tied or untied head.
 
     The family describes Llama (Touvron et al. 2023; Meta 2024), Mistral (Jiang et al. 2023: a
