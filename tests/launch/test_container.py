@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 from gridformer import __version__
-from gridformer.launch.cluster_jobs import kubernetes
+from gridformer.launch import kubernetes
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")

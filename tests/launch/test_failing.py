@@ -7,7 +7,6 @@ a peer is gone. What the ranks wait for takes 600 s, far longer than any limit h
 
 import json
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,14 +18,13 @@ import torch.distributed as dist
 
 from gridformer.cli.errors import errors_as_sentences
 from gridformer.launch import worker_process as working
-from gridformer.launch.failures import Failure, report_and_exit
+from gridformer.launch.failures import Failure
 from gridformer.mesh.process_group import abandon_process_groups
 from gridformer.utils import torch_private
 from gridformer.utils.errors import DataError, DivergedError
 from gridformer.utils.signals import StopPolicy, StopRequest
 from tests.support.launch.programs import (
     TORCHRUN,
-    Start,
     assert_gone,
     finish,
     starting,
@@ -34,7 +32,6 @@ from tests.support.launch.programs import (
 )
 
 FAILING = "training:one_fails_in_training"
-LEAVING = "training:one_leaves_before_it_reports"
 PIDS = ["pid0", "pid1", "pid2"]
 STOPPED_S = 10.0  # it takes less than 2 s (docs/how-to/faults.md)
 Ended = tuple[float, int, str]
@@ -81,16 +78,6 @@ def test_a_rank_that_fails_reports_to_torchrun(tmp_path: Path) -> None:
     assert "rank      : 1 (local_rank: 1)" in cause, err
     assert cause.count("Traceback") == 1
     assert "ValueError: the root cause" in cause
-
-
-def test_a_rank_that_leaves_before_it_reports_is_noticed(start: Start, tmp_path: Path) -> None:
-    """The old fault is put back: groups are destroyed before anything says why."""
-    process = start(LEAVING, 3)
-    pids = wait_for(tmp_path, PIDS, process)
-    wait_for(tmp_path, ["left1"], process)
-    with pytest.raises(subprocess.TimeoutExpired):  # in the tests above it comes to its end
-        process.wait(2.0)
-    assert all(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_giving_up_nccl_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +179,6 @@ def test_exit_code_of_a_run_that_fails_in_the_middle(
     working._write_failure(error, tmp_path / "error.json")
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     with pytest.raises(SystemExit) as ended, errors_as_sentences():
-        report_and_exit(Failure(1, 1, None, message))
+        Failure(1, 1, 1, message).report_and_exit()
     assert ended.value.code == code
     assert str(error) in capsys.readouterr().err

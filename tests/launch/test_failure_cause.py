@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gridformer.comm.progress import Progress
-from gridformer.launch.failures import Failure, cause_of, failure_text, out_of_memory
+from gridformer.launch.failures import Failure, cause_of, out_of_memory
 from gridformer.launch.worker_process import _write_failure
 from gridformer.utils.errors import SaveError
 from gridformer.utils.files import FullDiskError
@@ -62,8 +62,8 @@ def test_a_failed_save_is_told_by_the_rank_that_knows_why(tmp_path: Path) -> Non
         _write_failure(error, path)
         found.append(Failure(rank, 4711, 1, json.loads(path.read_text())["message"]))
     assert [failure.ends_all for failure in found] == [False, True]
-    assert failure_text(min(found, key=Failure.order)) == "gridformer: why"
-    assert failure_text(found[0]) == "gridformer: another says why"
+    assert min(found, key=Failure.order).text() == "gridformer: why"
+    assert found[0].text() == "gridformer: another says why"
 
 
 @pytest.mark.parametrize(

@@ -57,14 +57,6 @@ def test_one_process_runs_here_without_a_group(start: Start, tmp_path: Path) -> 
     assert "one process on" in out
 
 
-@pytest.mark.full  # test_failing.py joins torchrun, and test_restarts.py restarts
-def test_torchrun_is_joined_and_restarts(start: Start, tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    code, _, err = finish(start("fails_in_the_first_attempt", 2, *torchrun, "--max-restarts", "1"))
-    assert code == 0, err
-    assert [(tmp_path / f"attempt{r}").read_text() for r in range(2)] == ["1 of 2 ranks"] * 2
-
-
 def test_srun_is_joined(start: Start, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -157,15 +149,6 @@ def test_workers_end_when_the_launcher_is_killed(start: Start, tmp_path: Path) -
 
 
 # --------------------------------------------------------------------------- failing
-
-
-@pytest.mark.full  # in a training run, which test_failing.py starts, more can go wrong
-def test_an_exception_is_shown_last(start: Start) -> None:
-    # ends long before the 600 s that one of the ranks would take
-    code, _, err = finish(start("one_raises", 3))
-    assert code == 1
-    assert err.startswith("rank 1 failed:\n\nTraceback"), err
-    assert err.endswith("ValueError: the root cause\n")
 
 
 def test_a_killed_worker_is_named(start: Start) -> None:

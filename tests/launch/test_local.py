@@ -1,4 +1,4 @@
-"""How long the launcher waits for workers whose time is over, and what they leave it to read."""
+"""How long the launcher waits for workers, what it reads of them, and a dead fork server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from gridformer.launch import local
 from gridformer.launch.processes import signals_seen
-from gridformer.launch.worker_process import Meeting
+from gridformer.launch.worker_process import Meeting, write_whole
 from gridformer.utils.signals import StopPolicy
 from tests.support.launch.programs import Start, assert_gone, finish, wait_for
 
@@ -97,13 +97,13 @@ def test_what_stopped_a_run_is_whole_or_not_there(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", killed)
         with pytest.raises(KilledError):
-            meeting.tell_stopped("SIGUSR1")
+            write_whole(meeting.stopped, "SIGUSR1")
     assert not meeting.stopped.exists()
-    meeting.tell_stopped("SIGUSR1")
+    write_whole(meeting.stopped, "SIGUSR1")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", killed)
         with pytest.raises(KilledError):
-            meeting.tell_stopped("SIGUSR1")
+            write_whole(meeting.stopped, "SIGUSR1")
     assert meeting.stopped.read_text(encoding="utf-8") == "SIGUSR1"
 
 
@@ -143,3 +143,52 @@ def test_the_progress_bar_of_a_killed_rank_is_cleared_before_the_cause_is_told(
     assert bar.endswith(" a bar")
     assert cleared
     assert cause.startswith("rank 0 (pid ")
+
+
+def parent_of(pid: str) -> int:
+    """Return the id of the process that forked a process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_dead_fork_server_is_named_and_the_ranks_save(start: Start, tmp_path: Path) -> None:
+    process = start("steps", 2)
+    pids = wait_for(tmp_path, ["pid0", "pid1"], process)
+    server = parent_of(pids[0])
+    assert server not in (process.pid, os.getpid())
+    os.kill(server, signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 1, err
+    (line,) = err.splitlines()
+    assert line.startswith(
+        f"The fork server (pid {server}), from which all ranks were started, was"
+    )
+    assert "killed by signal 9 (SIGKILL)" in line
+    assert "exited with code 255" not in err, "no rank is blamed"
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
+    assert_gone(pids)
+
+
+@pytest.mark.full
+def test_a_signal_to_all_processes_is_not_the_end_of_the_fork_server(
+    start: Start, tmp_path: Path
+) -> None:
+    """As `scancel` sends it. The launcher still waits until all ranks have saved."""
+    process = start("steps", 2)
+    pids = wait_for(tmp_path, ["pid0", "pid1"], process)
+    os.killpg(process.pid, signal.SIGTERM)
+    code, _, err = finish(process)
+    assert code == 128 + signal.SIGTERM, err
+    assert "fork server" not in err
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
+    assert_gone(pids)
+
+
+@pytest.mark.full
+def test_a_fork_server_that_dies_while_it_starts_ranks(start: Start, tmp_path: Path) -> None:
+    process = start("starting:killing_the_server", 3)
+    code, _, err = finish(process)
+    assert code == 1, err
+    assert err.splitlines()[-1].startswith("The fork server (pid "), err
+    assert "Traceback" not in err

@@ -18,9 +18,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from tests.support.launch.programs import Start, assert_gone, finish, processes, wait_for
 
@@ -74,22 +71,6 @@ def test_a_local_run_cannot_be_reached_from_outside(start: Start, tmp_path: Path
     assert "SIGTERM" in err
     assert all((tmp_path / f"saved{rank}").exists() for rank in range(2))
     assert_gone(pids)
-
-
-def test_an_elastic_agent_can_be_reached_from_outside(tmp_path: Path) -> None:
-    """The old fault is put back: torch's rendezvous, to whose store every machine can write."""
-    own, trace = Path("/proc/self"), tmp_path / "trace"
-    before = {*sockets_in(own)}
-    where = RendezvousParameters("c10d", "localhost:0", "old", 1, 1, is_host=True)
-    backend, store = create_backend(where)
-    ((address, port),) = listening_at({*sockets_in(own)} - before)
-    with pytest.raises(AssertionError, match="can be reached from outside"):
-        assert_loopback(address, port)
-    set_in_store(port, "old", pickle.dumps(Leaves(trace)))
-    handler = create_handler(store, backend, where)
-    with suppress(AttributeError):  # what is unpickled is no state of a rendezvous
-        handler.is_closed()
-    assert trace.exists(), "a pickle from outside has not been read"
 
 
 def assert_loopback(address: str, port: int) -> None:

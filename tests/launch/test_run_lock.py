@@ -155,63 +155,27 @@ def test_one_of_many_takes_a_stale_lock(tmp_path: Path) -> None:
         assert left(tmp_path) == []
 
 
-@pytest.mark.parametrize("how", ["no links", "lost answer"])
-def test_it_holds_on_file_systems_with_fewer_promises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    """Some have no hard links, and NFS may say that one exists which this very call has made."""
-    link = os.link
-
-    def fails(source: Path, target: Path) -> None:
-        if how == "lost answer":
-            link(source, target)
-            raise FileExistsError(errno.EEXIST, "File exists")
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    monkeypatch.setattr(os, "link", fails)
-    with RunLock() as lock:
-        lock.take(tmp_path)
-        with pytest.raises(UserError, match="is in use by process"):
-            RunLock().take(tmp_path)
-    assert left(tmp_path) == []
-    written(tmp_path, began=1)  # a dead process's
-    with RunLock() as lock:
-        lock.take(tmp_path)
-        assert is_held(tmp_path)
-    assert left(tmp_path) == []
-
-
-def test_one_process_takes_a_lock_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one goes on waiting for it; what a killed one leaves is no obstacle for long."""
-    path = written(tmp_path, began=1)
-    mine = replace(this_process(), token="mine")
-    claims: list[Path] = []
-
-    def is_taken_over(path: Path, token: str) -> None:
-        claims.extend(tmp_path.glob(".lock-claim-*"))
-        assert not run_lock._take_over(path, token, replace(mine, token="another"))
-        raise SystemExit  # killed, but for the claim
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run_lock, "_displace", is_taken_over)
-        with pytest.raises(SystemExit):
-            run_lock._take_over(path, "theirs", mine)
-    claims[0].touch()
-    assert not run_lock._take_over(path, "theirs", mine)
-    os.utime(claims[0], (1, 1))
-    assert not run_lock._take_over(path, "theirs", mine), "it only removes the claim"
-    assert not run_lock._take_over(path, "of the one before", mine)
-    assert run_lock._take_over(path, "theirs", mine)
-    assert run_lock._token_of(path) == "mine"
-
-
 def test_a_stale_lock_is_not_confused_with_the_next_one(tmp_path: Path) -> None:
-    """Between finding a lock stale and removing it, another host may have taken its place."""
-    path = written(tmp_path, host="elsewhere")
+    """Between finding a lock stale and replacing it, another process may have taken its place."""
+    path, mine = written(tmp_path, began=1), this_process()
     content = path.read_text()
-    run_lock._displace(path, "of the one before")
+    assert not run_lock._take_over(path, "of the one before", mine)
     assert path.read_text() == content
-    run_lock._displace(path, "theirs")
+    assert run_lock._take_over(path, "theirs", mine)
+    assert not run_lock._take_over(path, "theirs", replace(mine, token="another"))
+    assert holder_of(tmp_path) == mine
+    path.unlink()
+    assert not run_lock._take_over(path, "theirs", mine)
+    assert left(tmp_path) == []
+
+
+def test_a_full_disk_leaves_no_torn_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    with pytest.raises(UserError, match=r"cannot be written \(No space"):
+        RunLock().take(tmp_path / "out")
     assert left(tmp_path) == []
 
 
@@ -246,7 +210,6 @@ def test_a_lock_that_is_given_back_is_not_restored(
         lock.take(tmp_path)
         (tmp_path / LOCK).unlink()
         assert restores.wait(120)
-    assert lock._refreshing is not None
     lock._refreshing.join(120)
     assert left(tmp_path) == []
 

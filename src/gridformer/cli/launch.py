@@ -107,7 +107,7 @@ def launch(
     from gridformer import __version__
     from gridformer.cluster.file import cluster_path
     from gridformer.config import find_run_file, load_run
-    from gridformer.launch.cluster_jobs.job import make_job
+    from gridformer.launch.job_scripts import make_job, sbatch_script, torchrun_lines
     from gridformer.parallel.validation import check_layout
     from gridformer.utils.errors import ConfigError
     from gridformer.utils.files import check_output
@@ -125,11 +125,9 @@ def launch(
         loaded, run, overrides or [], cluster, devices_per_node or 0, run_dir, hours, interface
     )
     if kind is JobKind.SLURM:
-        from gridformer.launch.cluster_jobs.scripts import sbatch_script
-
         text = sbatch_script(job, tasks.value, sbatch or [], before)
     elif kind is JobKind.KUBERNETES:
-        from gridformer.launch.cluster_jobs.kubernetes import PodSettings, manifest
+        from gridformer.launch.kubernetes import PodSettings, manifest
 
         place = PodSettings(
             image or f"gridformer:{__version__}",
@@ -139,8 +137,6 @@ def launch(
         )
         text = manifest(job, place)
     else:
-        from gridformer.launch.cluster_jobs.scripts import torchrun_lines
-
         text = torchrun_lines(job, rendezvous.value, master, max_restarts)
     if out is None:
         typer.echo(text, nl=False)

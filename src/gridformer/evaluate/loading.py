@@ -196,7 +196,7 @@ def is_hugging_face(path: Path) -> bool:
 class Watched(Protocol):
     """The watch of a process, which ends it with a report if the job hangs."""
 
-    where: Any  # its `model` is that in which a report says where the process is
+    model: Any  # in which a report says where the process is
 
     def end(self) -> None:
         """Ends the watch."""
@@ -257,7 +257,7 @@ class Job:
         dtype = self.run.train.dtype
         trained = load_model(self.folder, world.device, self.run.layout, axes, dtype)
         if watched:
-            watched.where.model = trained.model
+            watched.model = trained.model
         yield trained, world.rank
         if watched:
             watched.end()

@@ -31,28 +31,25 @@ _IMPROVED = 4  # layouts whose settings the planner improves
 def with_processes(run: RunConfig, nproc: int | None = None) -> RunConfig:
     """Returns a run with a layout for the processes that are there, and says so if it is another.
 
-    Args:
-        run: The checked run, with the layout that is wanted.
-        nproc: Number of processes that the user asked for, if any.
-
     Raises:
         ConfigError: No layout works.
     """
     wanted, present = run.layout, processes_present(run, nproc)
     if present == wanted.n_processes:
         return run
-    found = _best(run, present)
-    layout = found.layout
+    best = _best(run, present)
+    layout = best.layout
     idle = present - layout.n_processes
+    before, after = (f"{describe_layout(one)}, m={one.micro_batches}" for one in (wanted, layout))
     print(
         f"gridformer: ELASTIC: {present} process{'es' * (present > 1)} instead of "
-        f"{wanted.n_processes}: layout {_named(wanted)} becomes {_named(layout)}"
+        f"{wanted.n_processes}: layout {before} becomes {after}"
         + (f", with {idle} left over" if idle else "")
         + f"; the global batch stays {run.train.global_batch}",
         file=sys.stderr,
         flush=True,
     )
-    return found
+    return best
 
 
 def processes_present(run: RunConfig, nproc: int | None = None) -> int:
@@ -61,9 +58,6 @@ def processes_present(run: RunConfig, nproc: int | None = None) -> int:
     They are those that torchrun or another launcher has started. A run that starts its own has as
     many as `nproc` says, or as its layout needs, but not more than there are GPUs if it uses GPUs.
 
-    Args:
-        run: The run.
-        nproc: How many processes the user asked for.
     """
     place = rank_env()
     if place:
@@ -77,16 +71,8 @@ def processes_present(run: RunConfig, nproc: int | None = None) -> int:
     return min(run.layout.n_processes, torch.cuda.device_count() or run.layout.n_processes)
 
 
-def _named(layout: LayoutConfig) -> str:
-    return f"{describe_layout(layout)}, m={layout.micro_batches}"
-
-
 def _best(run: RunConfig, present: int) -> RunConfig:
-    """Returns the run on the best layout of at most that number of processes.
-
-    Raises:
-        ConfigError: No layout is valid and fits.
-    """
+    """Returns the run on the best layout of at most that number of processes."""
     from gridformer.memory.room import room_of
 
     for n in range(present, 0, -1):
@@ -104,17 +90,12 @@ def _best(run: RunConfig, present: int) -> RunConfig:
 
 
 def layouts_for(run: RunConfig, n: int) -> Iterator[RunConfig]:
-    """Yields valid runs on n processes, the preferred one first.
-
-    Args:
-        run: The run with the layout that is wanted.
-        n: The number of processes.
-    """
+    """Yields valid runs on n processes, the preferred one first."""
     if run.layout.cluster:
         from gridformer.plan.search import Search
 
-        found, _ = Search(run, load_cluster(run.layout.cluster), n).ranked(_IMPROVED)
-        for one in found:
+        ranked, _ = Search(run, load_cluster(run.layout.cluster), n).ranked(_IMPROVED)
+        for one in ranked:
             layout = one.run.layout.model_copy(update={"cluster": run.layout.cluster})
             other = one.run.model_copy(update={"layout": layout})
             if not violations(other):
@@ -128,17 +109,11 @@ def layouts_for(run: RunConfig, n: int) -> Iterator[RunConfig]:
 
 def _change(old: LayoutConfig, new: LayoutConfig) -> tuple[Any, ...]:
     """Returns how much a layout changes, as a key for sorting."""
-
-    def kind(layout: LayoutConfig) -> str:
-        return layout.scheme
-
-    def grid(layout: LayoutConfig) -> tuple[int, ...]:
-        return layout.rows, layout.cols, layout.branches
-
-    shards = [math.prod(grid(layout)) * layout.pp for layout in (old, new)]
+    grids = [(layout.rows, layout.cols, layout.branches) for layout in (old, new)]
+    shards = [math.prod(grid) * layout.pp for grid, layout in zip(grids, (old, new))]
     # More shards of the model rather than fewer: they need less memory.
     further = abs(math.log(shards[1] / shards[0])), -shards[1]
-    return kind(new) != kind(old), grid(new) != grid(old), new.pp != old.pp, *further
+    return new.scheme != old.scheme, grids[0] != grids[1], new.pp != old.pp, *further
 
 
 def _carried_over(run: RunConfig, arrangement: LayoutConfig) -> RunConfig | None:
@@ -188,5 +163,5 @@ def _fits(run: RunConfig, room: Room | None) -> bool:
     if states_of(run) > room.n_bytes:
         return False
     decisions = decide_run(run)
-    found = estimate_ranks(run, [*largest_ranks(run, decisions)], decisions)
-    return max(one.needed for one in found) <= room.n_bytes
+    ranks = estimate_ranks(run, [*largest_ranks(run, decisions)], decisions)
+    return max(rank.needed for rank in ranks) <= room.n_bytes

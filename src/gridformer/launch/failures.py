@@ -1,4 +1,4 @@
-"""What a failure is, which one of a run explains its end, and how it is told."""
+"""What a failure is, which failure of a run explains its end, and how it is told."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from gridformer.launch.memory_advice import GENERAL
 from gridformer.launch.processes import signal_text
 from gridformer.utils import files, oom, signals
 from gridformer.utils.errors import ConfigError, UserError
 from gridformer.utils.units import format_bytes
 
+if TYPE_CHECKING:
+    from gridformer.train.plan import Plan
+
 Advise = Callable[[], str]  # returns a part of a sentence
+_GENERAL = "try a smaller batch, more micro_batches, or a layout that shards the model further"
+_SEARCH_S, _LIMIT_S = 8.0, 20.0  # of the advice for a run that used up its memory
+_LESS = 0.85  # of the estimate: settings that need no more than this are advised
 _ASKED_CPU = re.compile(r"you tried to allocate (\d+) bytes", re.IGNORECASE)
 _ASKED_GPU = re.compile(r"Tried to allocate ([\d.]+ [KMGT]iB)")
 _OF_GPU = re.compile(r"total capacity of ([\d.]+ [KMGT]iB)")
@@ -26,29 +33,70 @@ _ASKED_NUMPY = re.compile(r"Unable to allocate ([\d.]+ [KMGT]?i?B)")
 
 def general() -> str:
     """Returns what helps any run that needs too much memory."""
-    return GENERAL
+    return _GENERAL
 
 
+def memory_advice(plan: Plan) -> str:
+    """Returns the estimate of a run's memory and settings that lower it, in a sentence's words.
+
+    This takes seconds, and must not be called in a process of the run.
+    """
+    advice = [_GENERAL]
+
+    def look() -> None:
+        advice.append(_estimate(plan))
+
+    thread = threading.Thread(target=look, name="memory advice", daemon=True)
+    thread.start()
+    thread.join(_LIMIT_S)
+    return advice[-1]
+
+
+def _estimate(plan: Plan) -> str:
+    from gridformer.memory.budget import Patience, nearest
+    from gridformer.memory.estimate import estimate_ranks
+    from gridformer.memory.ranks import largest_ranks
+
+    run, decisions = plan.run, plan.decisions
+    ranks = [*largest_ranks(run, decisions)]
+    worst = max(estimate_ranks(run, ranks, decisions), key=lambda one: one.needed)
+    text = (
+        f"the estimate is {format_bytes(worst.needed)} on rank {worst.rank} (`gridformer memory`)"
+    )
+    patience = Patience(time.monotonic() + _SEARCH_S)
+    offers = nearest(run, worst, round(_LESS * worst.needed), patience=patience)
+    less = ", or ".join(f"{offer.settings} ({format_bytes(offer.peak)})" for offer in offers)
+    return f"{text}: try {less}" if less else f"{text}: {_GENERAL}"
+
+
+@dataclass(frozen=True)
 class Failure:
     """A worker that failed.
 
-    Args:
-        rank, pid, exitcode: What it was and how it ended; no exit code if it has not ended yet.
+    Attributes:
+        rank, pid, exitcode: What it was and how it ended.
         message: The report that it wrote, empty if it wrote none.
         killer: Who killed it, see `gridformer.utils.oom.kill_cause`.
+        stopped_by: What has stopped the run, where nothing has failed.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        pid: int | None,
-        exitcode: int | None,
-        message: dict[str, Any],
-        killer: str = "",
-    ) -> None:
-        self.rank, self.pid, self.message, self.killer = rank, pid, message, killer
-        self.exitcode = 1 if exitcode is None else exitcode
-        self.time: float = message.get("time", time.time())
+    rank: int
+    pid: int | None
+    exitcode: int
+    message: dict[str, Any]
+    killer: str = ""
+    stopped_by: str = ""
+    noticed: float = field(default_factory=time.time)
+
+    @staticmethod
+    def of_run(text: str) -> Failure:
+        """Returns a failure of the run as a whole, which `text` tells."""
+        return Failure(-1, None, 1, {"message": text, "report": text})
+
+    @staticmethod
+    def stopped(by: str, code: int) -> Failure:
+        """Returns the end of a run that was stopped, which exits with a code."""
+        return Failure(-1, None, code, {}, stopped_by=by)
 
     @property
     def caused_by_peer(self) -> bool:
@@ -64,21 +112,15 @@ class Failure:
     def ends_all(self) -> bool:
         """Whether no rank can do anything anymore: the run hangs, lost its ranks, cannot save.
 
-        A rank that only knows that another one could not save does not end that one, which says
-        why.
+        A rank that only knows that another one could not save does not end the others.
         """
-        return self.has_report and not self.caused_by_peer
-
-    @property
-    def has_report(self) -> bool:
-        """Whether the worker wrote all that is to be printed."""
-        return "report" in self.message
+        return "report" in self.message and not self.caused_by_peer
 
     @property
     def told_to_stop(self) -> bool:
         """Whether it ended because a signal told it to stop."""
         codes = (signals.REQUEUE, *(128 + signum for signum in signals.SIGNALS))
-        return not self.message and self.exitcode in codes
+        return bool(self.stopped_by) or (not self.message and self.exitcode in codes)
 
     def order(self) -> tuple[int, float]:
         """Sort key that puts the failure that explains the end of the run first.
@@ -88,80 +130,70 @@ class Failure:
         long after a peer has failed.
         """
         killed = self.exitcode < 0 and -self.exitcode != signal.SIGABRT and not self.message
-        return (
-            0 if killed else 3 if self.told_to_stop else 2 if self.caused_by_peer else 1,
-            self.time,
-        )
+        kind = 0 if killed else 3 if self.told_to_stop else 2 if self.caused_by_peer else 1
+        return kind, self.message.get("time", self.noticed)
 
+    @property
+    def cause(self) -> str:
+        """Why the worker failed, in one line."""
+        if "report" in self.message:
+            return str(self.message["message"])
+        if self.message:
+            whole = str(self.message["message"])
+            return f"rank {self.rank} failed: {whole.strip().splitlines()[0]}"
+        who = f"rank {self.rank} (pid {self.pid})"
+        if self.exitcode >= 0:
+            return f"{who} exited with code {self.exitcode} and no error message"
+        by = f" {self.killer}" if self.killer else ""
+        return f"{who} was killed by {signal_text(-self.exitcode)}{by}"
 
-def report_and_exit(failure: Failure, advise: Advise = general) -> NoReturn:
-    """Prints why a worker failed and exits with the matching code, or raises its UserError.
+    def text(self, advise: Advise = general) -> str:
+        """Returns all that is known of a failure that is no UserError: lines, the cause last.
 
-    Args:
-        failure: The failure.
-        advise: Called for what helps if memory was used up.
+        Args:
+            advise: Called for what helps if memory was used up.
+        """
+        message = self.message
+        if "report" in message:
+            return str(message["report"])
+        if message:
+            means = f" {message['meaning']}" if message.get("meaning") else ""
+            if message.get("out_of_memory"):
+                means += f"; {advise()}"
+            stack = message["extraInfo"]["py_callstack"].rstrip()
+            return f"rank {self.rank} failed:{means}\n\n{stack}"
+        advice = ""
+        if -self.exitcode == signal.SIGKILL:
+            if oom.is_oom(self.killer):
+                advice = f": {advise()}"
+            elif not self.killer:
+                advice = f": out of memory is the usual cause: {advise()}"
+        elif self.exitcode < 0:
+            advice = ": it crashed in native code, see its output above"
+        return f"{self.cause}{advice}"
 
-    Raises:
-        UserError: The worker raised it.
-        SystemExit: In all other cases.
-    """
-    message, exitcode = failure.message, failure.exitcode
-    if failure.is_user_error:
-        if message.get("problems"):
-            raise ConfigError(message["problems"])
-        error = UserError(message["user_error"])
-        error.exit_code = message["exit_code"]
-        raise error
-    if failure.told_to_stop:
-        requeue = exitcode == signals.REQUEUE
-        name = "" if requeue else signal.Signals(exitcode - 128).name
-        by = f"{name} sent to rank {failure.rank}"
-        print_stopped(f"a signal or {signals.MAX_HOURS}" if requeue else by, exitcode)
-        raise SystemExit(exitcode)
-    print_last(failure_text(failure, advise))
-    raise SystemExit(1)
+    def report_and_exit(self, advise: Advise = general) -> NoReturn:
+        """Prints why the worker failed and exits with the matching code, or raises its UserError.
 
-
-def failure_text(failure: Failure, advise: Advise = general) -> str:
-    """Returns all that is known of a failure that is no UserError: lines, the cause last.
-
-    Args:
-        failure: The failure.
-        advise: Called for what helps if memory was used up.
-    """
-    message = failure.message
-    if failure.has_report:
-        return str(message["report"])
-    if message:
-        means = f" {message['meaning']}" if message.get("meaning") else ""
-        if message.get("out_of_memory"):
-            means += f"; {advise()}"
-        return (
-            f"rank {failure.rank} failed:{means}\n\n{message['extraInfo']['py_callstack'].rstrip()}"
-        )
-    advice = ""
-    if -failure.exitcode == signal.SIGKILL:
-        if oom.is_oom(failure.killer):
-            advice = f": {advise()}"
-        elif not failure.killer:
-            advice = f": out of memory is the usual cause: {advise()}"
-    elif failure.exitcode < 0:
-        advice = ": it crashed in native code, see its output above"
-    return f"{cause(failure)}{advice}"
-
-
-def cause(failure: Failure) -> str:
-    """Returns why a worker failed, in one line."""
-    if failure.has_report:
-        return str(failure.message["message"])
-    if failure.message:
-        whole = str(failure.message["message"])
-        return f"rank {failure.rank} failed: {whole.strip().splitlines()[0]}"
-    who = f"rank {failure.rank} (pid {failure.pid})"
-    if failure.exitcode >= 0:
-        return f"{who} exited with code {failure.exitcode} and no error message"
-    by = f" {failure.killer}" if failure.killer else ""
-    return f"{who} was killed by {signal_text(-failure.exitcode)}{by}"
+        Raises:
+            UserError: The worker raised it.
+            SystemExit: In all other cases.
+        """
+        message, code = self.message, self.exitcode
+        if self.is_user_error:
+            if message.get("problems"):
+                raise ConfigError(message["problems"])
+            error = UserError(message["user_error"])
+            error.exit_code = message["exit_code"]
+            raise error
+        if self.told_to_stop:
+            by = f"a signal or {signals.MAX_HOURS}"
+            if code != signals.REQUEUE:
+                by = f"{signal.Signals(code - 128).name} sent to rank {self.rank}"
+            print_stopped(self.stopped_by or by, code)
+            raise SystemExit(code)
+        print_last(self.text(advise))
+        raise SystemExit(1)
 
 
 def cause_of(error: BaseException) -> str:
@@ -180,17 +212,15 @@ def out_of_memory(error: BaseException) -> str | None:
     """Returns what was asked for if an error means that memory is used up, otherwise None."""
     text = str(error)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch
-        asked = _found(_ASKED_GPU, text)
-        whole = _found(_OF_GPU, text)
-        of = f" of {whole}" if whole else ""
-        return f"the memory of the GPU{of} is used up" + (
-            f": {asked} more were asked for" * bool(asked)
-        )
+        asked, whole = _ASKED_GPU.search(text), _OF_GPU.search(text)
+        of = f" of {whole[1]}" if whole else ""
+        return f"the memory of the GPU{of} is used up" + _more(asked[1] if asked else "")
     host = "the memory of this machine, or what this process may have of it, is used up"
-    if found := _ASKED_CPU.search(text):
-        return host + _more(format_bytes(int(found[1])))
+    if asked := _ASKED_CPU.search(text):
+        return host + _more(format_bytes(int(asked[1])))
     if isinstance(error, MemoryError):
-        return host + _more(_found(_ASKED_NUMPY, text))
+        asked = _ASKED_NUMPY.search(text)
+        return host + _more(asked[1] if asked else "")
     return None
 
 
@@ -198,18 +228,8 @@ def _more(asked: str) -> str:
     return f": {asked} more were asked for" if asked else ""
 
 
-def _found(pattern: re.Pattern[str], text: str) -> str:
-    found = pattern.search(text)
-    return found[1] if found else ""
-
-
 def print_stopped(by: str, code: int = 0) -> None:
-    """Prints the one line with which a run ends that was stopped.
-
-    Args:
-        by: What stopped it, for example the name of a signal.
-        code: The exit code.
-    """
+    """Prints the one line with which a run ends that was stopped, such as by `SIGTERM`."""
     requeue = f"; exit code {code}: start it again to go on" if code == signals.REQUEUE else ""
     print_last(f"gridformer: stopped by {by.replace('SIGINT', 'Ctrl-C (SIGINT)', 1)}{requeue}")
 

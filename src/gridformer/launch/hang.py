@@ -49,7 +49,7 @@ def diagnose_hang(
     """Returns why a run hangs.
 
     Args:
-        ranks: What is known of each rank.
+        ranks: The report of each rank.
         first: The rank that has waited for too long.
         limit: What users call the time that was too long.
         queued: Whether messages are only queued by the host, as over NCCL.
@@ -73,8 +73,8 @@ def _cause(run: Messages, first: int, limit: str, queued: bool) -> _Cause:
         )  # fmt: skip
     if dead := [r for r in ranks if ranks[r].status == "dead"]:
         return "dead", dead, f"{run.named(dead)} dead"
-    if found := run.mismatch(first):
-        return "diverged", *found
+    if mismatch := run.mismatch(first):
+        return "diverged", *mismatch
     if queued:
         behind = run.last_ones()
         ends, said = [one.rank for one in behind], _said(run, behind)
@@ -116,11 +116,7 @@ def _cause(run: Messages, first: int, limit: str, queued: bool) -> _Cause:
 
 
 class Messages:
-    """The messages of a run, as its ranks have told them.
-
-    Args:
-        ranks: What is known of each rank.
-    """
+    """The messages of a run, from the reports of its ranks."""
 
     def __init__(self, ranks: Mapping[int, RankReport]) -> None:
         self.ranks = ranks
@@ -142,16 +138,16 @@ class Messages:
         return tuple(r for r in others if r not in lanes or lanes[r].started < wait.number)
 
     def mismatch(self, first: int) -> tuple[tuple[int, ...], str] | None:
-        """Returns which ranks have started different messages under one number, and what they are.
+        """Returns which ranks have started different messages under one number, and the messages.
 
-        Messages of the rank `first` come first.
+        Those of the rank `first` come first.
         """
         for lanes in sorted(self._channels.values(), key=lambda lanes: first not in lanes):
             by_number: dict[int, dict[Message, list[int]]] = defaultdict(dict)
             for rank, lane in sorted(lanes.items()):
                 for number, message in lane.recent.items() if lane.kind != EXCHANGE else ():
                     same = by_number[number]
-                    known = next((one for one in same if not _differ(one, message, lane)), message)
+                    known = next((m for m in same if not _differ(m, message, lane)), message)
                     same.setdefault(known, []).append(rank)
             for number, held in sorted(by_number.items()):
                 if len(held) > 1:
@@ -164,13 +160,11 @@ class Messages:
         return None
 
     def reached(self, first: int) -> list[int]:
-        """Returns a rank, those for which it waits, those for which these wait, and so on."""
-        found, known = [first], {first}
-        for rank in found:  # grows meanwhile
-            others = [other for other in self.missing(rank) if other not in known]
-            found += others
-            known.update(others)
-        return found
+        """Returns a rank, the ranks for which it waits, those for which these wait, and so on."""
+        reached = [first]
+        for rank in reached:  # grows meanwhile
+            reached += [other for other in self.missing(rank) if other not in reached]
+        return reached
 
     def circle(self, among: Sequence[int]) -> list[int]:
         """Returns ranks of which each waits for the next one, and the last one for the first."""
@@ -227,7 +221,7 @@ class Messages:
         return min((first, *self.ranks), key=nearness)
 
     def silence(self, silent: Sequence[int]) -> str:
-        """Returns in words what is known of ranks that do not answer."""
+        """Returns a sentence about ranks that do not answer."""
         states = [state for r in silent if (state := self.ranks[r].state)]
         why = "the process is stopped or gone, or its machine is out of reach"
         if states:
@@ -246,7 +240,7 @@ class Messages:
 
 
 def _said(run: Messages, behind: Sequence[_Behind]) -> str:
-    """Returns in words what is known of ranks that are behind."""
+    """Returns a sentence about ranks that are behind."""
     texts = []
     for one in behind[:4]:
         message = one.lane.recent.get(one.started + 1)

@@ -2,47 +2,92 @@
 
 from __future__ import annotations
 
+import linecache
+import traceback
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter
 
 from gridformer.comm.progress_file import Lane, State, WaitingMessage
 
+if TYPE_CHECKING:
+    from torch import nn
+
 Kind = Literal["stopped", "dead", "diverged", "silent", "slow", "stuck", "late"]
 _CALLS = 8  # shown of a stack; the file has them all
+_DEEPEST = 40  # calls that are kept of a stack
+_NODES = 200  # of the graph that are looked at to find a parameter
+
+
+def stack_of(frame: FrameType) -> list[str]:
+    """Returns the calls of a thread, the innermost last, as a traceback shows them."""
+    calls = []
+    for call, number in [*traceback.walk_stack(frame)][:_DEEPEST]:
+        name = call.f_code.co_filename
+        # Between two lines, such as on leaving a `with`, Python may know none.
+        source = linecache.getline(name, number or 0).strip()
+        text = f'  File "{name}", line {number or "?"}, in {call.f_code.co_name}\n'
+        calls.append(text + (f"    {source}\n" if source else ""))
+    return calls[::-1]
+
+
+def module_of(frame: FrameType, model: nn.Module | None) -> str:
+    """Returns the module of a model in which a thread is; empty if it is in none.
+
+    In a forward pass this is the innermost module on the stack. In a backward pass there are no
+    modules on the stack, but the autograd function that runs, and the next parameter of its graph
+    is one of the same module or of the one before it.
+    """
+    if model is None:
+        return ""
+    modules = {id(module): name for name, module in model.named_modules()}
+    for call, _ in traceback.walk_stack(frame):
+        if (name := modules.get(id(call.f_locals.get("self")))) is not None:
+            return f"{name or 'the model'} (forward)"
+        node = call.f_locals.get("ctx")  # also in the forward pass of an autograd function
+        if call.f_code.co_name == "backward" and hasattr(node, "next_functions"):
+            parameter = _next_parameter(node, model)
+            return f"the backward pass near {parameter}" if parameter else "the backward pass"
+    return ""
+
+
+def _next_parameter(node: Any, model: nn.Module) -> str:
+    names = {id(p): name for name, p in model.named_parameters()}
+    waiting, seen = deque([node]), {node}
+    while waiting and len(seen) < _NODES:
+        for function, _ in waiting.popleft().next_functions:
+            if function is None or function in seen:
+                continue
+            if (name := names.get(id(getattr(function, "variable", None)))) is not None:
+                return name
+            seen.add(function)
+            waiting.append(function)
+    return ""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What is known of one rank.
-
-    Attributes:
-        rank: The rank.
-        status: "answers", "stopped", "dead", or "silent" if it does not answer for unknown reasons.
-        state: Its progress, also of a rank that does not answer; None if it cannot be read.
-        host: Its machine; empty if that is not known.
-        module: Where in the model it is; empty if that is not known.
-        moved: How many times its stack changed while it was looked at.
-        cpu: Processor time that it used meanwhile, as a share of the time.
-        stack: Its calls, the innermost last.
-        threads: The calls of its other threads, by name.
-        nccl: The messages that NCCL has not finished, if torch tells.
-        neighbors: Reports of processes of its machine that cannot tell themselves.
-    """
+    """What is known of one rank."""
 
     rank: int
+    # "answers", "stopped", "dead", or "silent" if it does not answer for unknown reasons
     status: str = "answers"
+    # Its progress, also of a rank that does not answer; None if it cannot be read
     state: State | None = None
-    host: str = ""
-    module: str = ""
-    moved: int = 0
-    cpu: float = 0.0
-    stack: tuple[str, ...] = ()
+    host: str = ""  # its machine; empty if that is not known
+    module: str = ""  # where in the model it is; empty if that is not known
+    moved: int = 0  # how many times its stack changed while it was looked at
+    cpu: float = 0.0  # processor time that it used meanwhile, as a share of the time
+    stack: tuple[str, ...] = ()  # its calls, the innermost last
+    # The calls of its other threads, by name
     threads: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    nccl: Any = None
+    nccl: Any = None  # the messages that NCCL has not finished, if torch tells
+    # Reports of processes of its machine that cannot tell themselves
     neighbors: tuple[RankReport, ...] = ()
 
     @property
@@ -70,12 +115,7 @@ def reports() -> TypeAdapter[RankReport]:
 
 
 def all_ranks(told: Mapping[int, RankReport], size: int) -> dict[int, RankReport]:
-    """Returns what is known of each rank, from what those that answered have told.
-
-    Args:
-        told: The reports of the ranks that answered, by rank. They also tell of their neighbors.
-        size: The number of ranks.
-    """
+    """Returns what is known of each of `size` ranks, from the reports of those that answered."""
     of_others = {other.rank: other for report in told.values() for other in report.neighbors}
     unknown = {rank: RankReport(rank, "silent") for rank in range(size)}
     return {**unknown, **of_others, **told}
@@ -83,37 +123,20 @@ def all_ranks(told: Mapping[int, RankReport], size: int) -> dict[int, RankReport
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a run hangs.
-
-    Attributes:
-        kind: The kind of reason.
-        culprits: The ranks that hold up the others.
-        reason: One sentence.
-        witness: The rank whose message is reported: one that waits for the culprits itself.
-        arrived: The ranks that have arrived at this message.
-        missing: The ranks that have not.
-    """
+    """Why a run hangs."""
 
     kind: Kind
-    culprits: tuple[int, ...]
-    reason: str
-    witness: int
-    arrived: tuple[int, ...]
-    missing: tuple[int, ...]
+    culprits: tuple[int, ...]  # the ranks that hold up the others
+    reason: str  # one sentence
+    witness: int  # the rank whose message is reported: one that waits for the culprits itself
+    arrived: tuple[int, ...]  # the ranks that have arrived at this message
+    missing: tuple[int, ...]  # the ranks that have not
 
 
 def hang_text(
     ranks: Mapping[int, RankReport], verdict: Verdict, first: int, limit: str, trains: bool
 ) -> str:
-    """Returns what a user reads last.
-
-    Args:
-        ranks: What is known of each rank.
-        verdict: Why the run hangs.
-        first: The rank that has noticed it.
-        limit: The limit for which it has waited, such as `train.timeout_s=600`.
-        trains: Whether the run has steps.
-    """
+    """Returns what a user reads last."""
     witness, lines = ranks[verdict.witness], []
     for rank in dict.fromkeys([witness.rank, *verdict.culprits[:3]]):
         lines += _stack_text(ranks[rank])
@@ -145,12 +168,7 @@ def hang_text(
 
 
 def ranks_in_words(ranks: Sequence[int], most: int = 12) -> str:
-    """Returns ranks in words, such as `rank 3` or `ranks 0, 1 and 5`.
-
-    Args:
-        ranks: The ranks.
-        most: How many of them are named.
-    """
+    """Returns ranks in words, such as `rank 3` or `ranks 0, 1 and 5`; at most `most` are named."""
     names = [str(rank) for rank in ranks[:most]]
     if len(ranks) > most:
         names.append(f"{len(ranks) - most} more")

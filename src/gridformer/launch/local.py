@@ -28,25 +28,17 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from gridformer.launch.failures import (
-    Advise,
-    Failure,
-    cause,
-    general,
-    print_stopped,
-    report_and_exit,
-)
+from gridformer.launch.failures import Advise, Failure, general
 from gridformer.launch.processes import (
-    UNKNOWN,
-    ForkServer,
     Signals,
     end_orphans,
+    fork_server,
+    how_it_ended,
     process_state,
     signals_seen,
 )
@@ -66,6 +58,8 @@ _LEAVES_S = 10.0  # for a worker that has saved to say so and to leave its group
 _LINGER_S = 3.0
 _LOOK_S = 1.0  # between two looks whether all workers are stopped
 _EFFECTS_S = 30.0  # what fails so soon after a pause fails because of it
+# The exit code that multiprocessing makes up for all workers if their fork server was killed.
+_UNKNOWN = 255
 
 
 def launch(
@@ -87,7 +81,7 @@ def launch(
         n_processes: Number of processes of the whole run. `check_devices` checks beforehand whether
             they can start.
         policy: How the processes answer stop signals; None means StopPolicy().
-        advise: Called for what helps if memory was used up; see `failures.report`.
+        advise: Called for what helps if memory was used up.
 
     Raises:
         UserError: A worker raised it.
@@ -99,38 +93,8 @@ def launch(
         work_here(entrypoint, args, place, policy)
         return
     with signals_seen(policy) as signals:
-        attempt(entrypoint, args, n_processes, policy, signals).tell(advise)
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How the processes of an attempt have ended.
-
-    Attributes:
-        code: The exit code of a run that was stopped, otherwise 0.
-        stopped_by: What stopped it.
-        failure: What explains why it failed, if it did.
-    """
-
-    code: int = 0
-    stopped_by: str = ""
-    failure: Failure | None = None
-
-    def tell(self, advise: Advise = general) -> None:
-        """Prints how the processes have ended, unless all has gone well.
-
-        Args:
-            advise: Returns what to do about a failure.
-
-        Raises:
-            UserError: A process has raised it.
-            SystemExit: A process has failed otherwise, or a signal stopped the run.
-        """
-        if self.failure:
-            report_and_exit(self.failure, advise)
-        if self.code:
-            print_stopped(self.stopped_by, self.code)
-            raise SystemExit(self.code)
+        if failure := attempt(entrypoint, args, n_processes, policy, signals):
+            failure.report_and_exit(advise)
 
 
 def attempt(
@@ -139,12 +103,15 @@ def attempt(
     n_processes: int,
     policy: StopPolicy,
     signals: Signals,
-) -> Ended:
+) -> Failure | None:
     """Starts worker processes, in a private folder of their own, and waits for their end.
 
     Args:
-        entrypoint, args, n_processes, policy: See `launch`.
+        entrypoint, args, n_processes, policy: As in `launch`.
         signals: The stop signals that this process receives, from `signals_seen`.
+
+    Returns:
+        Why the run ended or was stopped; None if all has gone well.
     """
     remove_private_leftovers()
     with tempfile.TemporaryDirectory(prefix=private_prefix()) as folder:  # mode 0700
@@ -160,22 +127,19 @@ def attempt(
             leave_progress_bar()
         # All ranks have saved before any of them exits with this code.
         saved = failure is None or failure.told_to_stop
-        saved = saved and bool({REQUEUE, UNKNOWN} & codes)
+        saved = saved and bool({REQUEUE, _UNKNOWN} & codes)
         if saved and meeting.stopped.exists():
-            return Ended(REQUEUE, meeting.stopped.read_text(encoding="utf-8"))
+            return Failure.stopped(meeting.stopped.read_text(encoding="utf-8"), REQUEUE)
         if saved and REQUEUE in codes and signals.first:
             # Its grace was over before it could write the cause there.
-            return Ended(REQUEUE, signal.Signals(signals.first).name)
+            return Failure.stopped(signal.Signals(signals.first).name, REQUEUE)
     if failure and not (failure.told_to_stop and signals.first):
-        return Ended(failure=failure)
+        return failure
     if signals.first and codes != {0}:
         by = signal.Signals(signals.first).name
         again = ", twice: ended at once, no new checkpoint" if signals.again else ""
-        return Ended(128 + signals.first, by + again)
-    return Ended()
-
-
-# --------------------------------------------------------------------------- the workers
+        return Failure.stopped(by + again, 128 + signals.first)
+    return None
 
 
 class _Workers:
@@ -183,11 +147,13 @@ class _Workers:
 
     def __init__(self, size: int, meeting: Meeting, policy: StopPolicy) -> None:
         self.size, self.meeting, self.policy = size, meeting, policy
-        self.server, self._oom_kills = ForkServer(), oom.count()
+        self._server: int | None = None
+        self._oom_kills = oom.count()
         self._patience_s = policy.grace_s + _MORE_PATIENCE_S
         self._started: list[ForkServerProcess] = []
         self._saw_save = False  # when the time of the workers was over
         self._kill_at = float("inf")  # finite once a stop signal was sent to the workers
+        self._ran, self._resumed, self._paused_s = time.monotonic(), float("-inf"), 0.0
 
     def start(
         self, entrypoint: Callable[..., None], args: tuple[Any, ...], signals: Signals
@@ -196,7 +162,7 @@ class _Workers:
         warm_up(entrypoint.__module__)
         context = multiprocessing.get_context("forkserver")
         threads = threads_of(self.size)
-        self.server.note()
+        self._server = fork_server()
         for rank in range(self.size):
             process = context.Process(
                 target=work,
@@ -206,11 +172,11 @@ class _Workers:
             try:
                 process.start()
             except (OSError, EOFError):
-                if not self.server.ended():
+                if not self._lost():
                     raise
                 break  # `watch` ends those that were started
             if rank == 0:
-                self.server.note()
+                self._server = fork_server()
             self._started.append(process)
             if signals.first:
                 # Not SIGINT: Python would print a traceback if the worker has no handlers yet.
@@ -225,11 +191,11 @@ class _Workers:
             signal came first.
         """
         stop_at = float("inf")
-        found: list[Failure] = []
-        self._ran, self._resumed, self._paused_s = time.monotonic(), float("-inf"), 0.0
+        failures: list[Failure] = []
+        self._ran = time.monotonic()
         running = {process.sentinel: rank for rank, process in enumerate(self._started)}
-        if len(self._started) < self.size and not signals.first and self._lost():
-            return self._end_without_server()
+        if len(self._started) < self.size and not signals.first and (how := self._lost()):
+            return self._end_without_server(how)
         while running:
             now = time.monotonic()
             if signals.again or (now >= self._kill_at and not self._has_more_time(now)):
@@ -246,46 +212,20 @@ class _Workers:
             ended = [running.pop(s) for s in ready if s in running]
             for rank in ended:  # one that was killed in a save does not save anymore
                 self.meeting.saving(rank).unlink(missing_ok=True)
-            if ended and self._lost():
-                lost = self._end_without_server()
+            if ended and (how := self._lost()):
+                lost = self._end_without_server(how)
                 return None if signals.first else lost  # the signal may have been sent to all
             if self._stopping or signals.first:
                 continue  # from here on workers end because they were stopped
-            found += [failure for rank in ended if (failure := self._failure(rank))]
-            if any(failure.ends_all for failure in found):
-                self.kill()  # it takes those, too, that were stopped and hear no signal
+            failures += [failure for rank in ended if (failure := self._failure(rank))]
+            if any(failure.ends_all for failure in failures):
+                self.kill()  # also workers that were stopped and hear no signal
                 break
-            if found:
-                stop_at = min(stop_at, time.monotonic() + self._time_left(found))
-        failure = min(found, key=Failure.order, default=None)
-        late = failure and (failure.caused_by_peer or cause(failure).startswith("The run hangs"))
+            if failures:
+                stop_at = min(stop_at, time.monotonic() + self._time_left(failures))
+        failure = min(failures, key=Failure.order, default=None)
+        late = failure and (failure.caused_by_peer or failure.cause.startswith("The run hangs"))
         return self._paused() if late and self._resumed > self._ran - _EFFECTS_S else failure
-
-    def _are_paused(self, ranks: Iterable[int]) -> bool:
-        """Returns whether all workers are stopped for too long; notes a pause that is over, too."""
-        now, noted = time.monotonic(), self._resumed
-        stopped = all(process_state(self._started[rank].pid or 0) in ("T", "t") for rank in ranks)
-        if now - self._ran > self.policy.timeout_s + 2 * _LOOK_S:
-            self._paused_s, self._resumed = now - self._ran, now
-        if not stopped:
-            self._ran = now
-        # Seen twice, as this process may have been stopped, too, and go on before the workers.
-        return stopped and self._resumed == now and now - noted < 3 * _LOOK_S
-
-    def _paused(self) -> Failure:
-        text = (
-            f"All ranks were stopped for {self._paused_s:.0f} s, as by SIGSTOP or Ctrl-Z (limit: "
-            f"{self.policy.timeout_s:g} s): the same command goes on from the newest checkpoint."
-        )
-        return Failure(-1, None, None, {"message": text, "report": text})
-
-    def _has_more_time(self, now: float) -> bool:
-        """Returns whether workers whose time is over get more, because one saves or has saved."""
-        saves, saved = self.meeting.is_saving, self._saw_save
-        if saves or saved:
-            self._kill_at = now + (_MORE_PATIENCE_S if saves else _LEAVES_S)
-        self._saw_save = saves
-        return saves or saved
 
     def kill(self) -> None:
         """Kills all workers that still run."""
@@ -300,19 +240,44 @@ class _Workers:
         codes = {process.exitcode for process in self._started}
         return codes | ({None} if len(self._started) < self.size else set())
 
-    def _time_left(self, found: list[Failure]) -> float:
+    def _are_paused(self, ranks: Iterable[int]) -> bool:
+        """Returns whether all workers are stopped for too long; notes a pause that is over, too."""
+        now, noted = time.monotonic(), self._resumed
+        stopped = all(process_state(self._started[rank].pid or 0) in ("T", "t") for rank in ranks)
+        if now - self._ran > self.policy.timeout_s + 2 * _LOOK_S:
+            self._paused_s, self._resumed = now - self._ran, now
+        if not stopped:
+            self._ran = now
+        # Seen twice, as this process may have been stopped, too, and go on before the workers.
+        return stopped and self._resumed == now and now - noted < 3 * _LOOK_S
+
+    def _paused(self) -> Failure:
+        return Failure.of_run(
+            f"All ranks were stopped for {self._paused_s:.0f} s, as by SIGSTOP or Ctrl-Z (limit: "
+            f"{self.policy.timeout_s:g} s): the same command goes on from the newest checkpoint."
+        )
+
+    def _has_more_time(self, now: float) -> bool:
+        """Returns whether workers whose time is over get more, because one saves or has saved."""
+        saves, saved = self.meeting.is_saving(), self._saw_save
+        if saves or saved:
+            self._kill_at = now + (_MORE_PATIENCE_S if saves else _LEAVES_S)
+        self._saw_save = saves
+        return saves or saved
+
+    def _time_left(self, failures: list[Failure]) -> float:
         """Returns for how many seconds the others may continue.
 
-        Adds to `found` the workers that have reported a failure but have not ended yet.
+        Adds to `failures` the workers that have reported a failure but have not ended yet.
         """
-        if all(failure.told_to_stop for failure in found):
+        if all(failure.told_to_stop for failure in failures):
             # The others have agreed to stop and may still be writing a checkpoint.
             return self._patience_s
-        known = {failure.rank for failure in found}
+        known = {failure.rank for failure in failures}
         for rank, process in enumerate(self._started):
             if rank not in known and self.meeting.error_file(rank).exists():
-                found.append(Failure(rank, process.pid, None, self._read(rank)))
-        if all(failure.caused_by_peer or failure.told_to_stop for failure in found):
+                failures.append(Failure(rank, process.pid, 1, self._read(rank)))
+        if all(failure.caused_by_peer or failure.told_to_stop for failure in failures):
             return _LINGER_S
         self.meeting.failed.touch()
         return 0.0
@@ -325,25 +290,8 @@ class _Workers:
         killer = ""
         if process.exitcode == -signal.SIGKILL:
             killer = oom.kill_cause(self._oom_kills, oom.count())
-        return Failure(rank, process.pid, process.exitcode, self._read(rank), killer)
-
-    def _lost(self) -> str:
-        """Returns how the fork server has ended, or an empty text if it runs or nobody needs it."""
-        codes = [process.exitcode for process in self._started]
-        return self.server.ended() if len(codes) < self.size or UNKNOWN in codes else ""
-
-    def _end_without_server(self) -> Failure:
-        """Ends the workers when the fork server has ended, and returns what is to be told."""
-        pids = [p.pid for p in self._started if p.pid and p.exitcode == UNKNOWN]
-        killed = end_orphans(pids, self._patience_s, lambda: self.meeting.is_saving)
-        how = self._lost()
-        text = (
-            f"{how[0].upper()}{how[1:]}. Without it nothing is known of the ranks, so they were "
-            "asked to save and to stop; the same command goes on from the newest checkpoint."
-        )
-        if killed:
-            text += f" {len(killed)} ranks did not end in time and were killed."
-        return Failure(-1, None, None, {"message": text, "report": text})
+        code = 1 if process.exitcode is None else process.exitcode
+        return Failure(rank, process.pid, code, self._read(rank), killer)
 
     def _read(self, rank: int) -> dict[str, Any]:
         path = self.meeting.error_file(rank)
@@ -351,6 +299,26 @@ class _Workers:
             return {}
         message: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["message"]
         return message
+
+    def _lost(self) -> str:
+        """Returns how the fork server has ended, or an empty text if it runs or nobody needs it."""
+        codes = [process.exitcode for process in self._started]
+        if self._server is None or (len(codes) == self.size and _UNKNOWN not in codes):
+            return ""
+        return "has ended" if fork_server() != self._server else how_it_ended(self._server)
+
+    def _end_without_server(self, how: str) -> Failure:
+        """Ends the workers when the fork server has ended, and returns what is to be told."""
+        pids = [p.pid for p in self._started if p.pid and p.exitcode == _UNKNOWN]
+        killed = end_orphans(pids, self._patience_s, self.meeting.is_saving)
+        text = (
+            f"The fork server (pid {self._server}), from which all ranks were started, {how}. "
+            "Without it nothing is known of the ranks, so they were asked to save and to stop; the "
+            "same command goes on from the newest checkpoint."
+        )
+        if killed:
+            text += f" {killed} ranks did not end in time and were killed."
+        return Failure.of_run(text)
 
     @property
     def _stopping(self) -> bool:

@@ -1,10 +1,8 @@
 """Starts the processes of one node, where the cluster starts a single task or container there.
 
-    python -m gridformer.launch.node --processes 8 -- train mine.yaml
-
 torchrun does this, too, but ends with exit code 1 whatever its processes end with, and then nobody
-learns that a run wants to be started again (75) or was given bad input (2). Here the exit code is
-that of the processes. Nothing listens on a port but the store of rank 0, as under srun.
+learns that a run wants to be started again (75) or was given bad input (2). Nothing listens on a
+port but the store of rank 0, as under srun.
 
 Number and address come from what started the tasks: SLURM_PROCID and the nodes of the step under
 srun, JOB_COMPLETION_INDEX and MASTER_ADDR in Kubernetes, otherwise NODE_RANK and MASTER_ADDR.
@@ -20,21 +18,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from gridformer.launch.processes import handled
 from gridformer.mesh.launch_env import rank_env
 from gridformer.utils.errors import UserError
 from gridformer.utils.signals import REQUEUE
 
 # Signals that are passed on to the processes. Not SIGINT: a terminal sends it to all of them, and a
 # second one means that the user has lost patience.
-_SIGNALS = [
-    getattr(signal, name)
-    for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT")
-    if hasattr(signal, name)
-]
+_SIGNALS = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT]
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 # After the first process has failed, the others have this long to notice it and to say why they
 # end, and then this long after SIGTERM.
@@ -52,11 +47,7 @@ class Node(NamedTuple):
 
 
 def node_of(nodes: int | None, environ: Mapping[str, str]) -> Node:
-    """Returns which node this is.
-
-    Args:
-        nodes: Number of nodes; None means the number of tasks of srun.
-        environ: Environment variables.
+    """Returns which of `nodes` nodes this is; None means as many as srun has started tasks.
 
     Raises:
         UserError: The environment does not say it.
@@ -81,13 +72,7 @@ def node_of(nodes: int | None, environ: Mapping[str, str]) -> Node:
 def environments(
     node: Node, processes: int, environ: Mapping[str, str]
 ) -> Iterator[dict[str, str]]:
-    """Yields the environment of each process of a node, as torchrun would set it.
-
-    Args:
-        node: The node.
-        processes: How many processes each node has.
-        environ: What each process inherits.
-    """
+    """Yields the environment of each process of a node, as torchrun would set it."""
     for local in range(processes):
         yield {
             **environ,
@@ -106,7 +91,14 @@ def run_node(command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> i
     When one of the processes has failed, the others are left to notice it, and are then stopped.
     """
     started: list[subprocess.Popen[bytes]] = []
-    with _passing_on(started) as received:
+    received: list[int] = []
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        _send(started, signum)
+
+    # A SIGINT has reached the processes, too, and this one outlives it.
+    with handled(_SIGNALS, pass_on), handled([signal.SIGINT], lambda signum, frame: None):
         try:
             for environ in environs:
                 started.append(
@@ -167,32 +159,6 @@ def _send(started: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
         if process.poll() is None:
             with suppress(ProcessLookupError):
                 process.send_signal(signum)
-
-
-@contextmanager
-def _passing_on(started: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Passes signals on to processes inside the block; yields those that have arrived."""
-    received: list[int] = []
-
-    def pass_on(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-        _send(started, signum)
-
-    before: dict[int, Any] = {
-        signum: signal.signal(signum, pass_on)
-        for signum in _SIGNALS
-        if signal.getsignal(signum) is not signal.SIG_IGN
-    }
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, _stay)
-    try:
-        yield received
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-
-
-def _stay(signum: int, frame: FrameType | None) -> None:
-    """Lets this process outlive a signal that its processes have got, too."""
 
 
 def main() -> None:

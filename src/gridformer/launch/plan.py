@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,8 +42,7 @@ def plan_run(
         overrides: `dotted.key=value` texts.
         nproc: Number of processes that the user asked for; None accepts what the layout needs.
         out: Run directory; None means `runs/NAME`.
-        tell: Receives progress messages, see gridformer.memory.budget.fit_problems; None discards
-            them.
+        tell: Receives progress messages; None discards them.
         lock: Takes the run directory for this run before its checkpoints are looked at; None
             does not, for a plan that is not executed.
 
@@ -50,11 +50,9 @@ def plan_run(
         The plan. Its config is resolved: vocabulary size and sequence lengths are those of the run.
 
     Raises:
-        ConfigError: The run cannot start. It lists all problems of values, layout, data and devices
-            at once; memory and run directory are checked only when there are none.
-        CheckpointError: The last checkpoint in `out` is damaged or belongs to a different run, or
-            train.init_from is no run directory or is of another model.
-        UserError: Another run holds the lock of `out`.
+        UserError: The run cannot start. A ConfigError lists all problems of values, layout, data
+            and devices at once; memory, lock and run directory are checked only when there are
+            none.
     """
     return plan_checked(check_run(path, overrides, nproc), out, tell, lock=lock)
 
@@ -68,11 +66,6 @@ def check_run(
 
     This does not load torch unless the run asks for GPUs or for torch.compile, so a refusal does
     not take the seconds that torch takes to load.
-
-    Args:
-        path: Path of a run file, or the name of a shipped one.
-        overrides: `dotted.key=value` texts.
-        nproc: Number of processes that the user asked for; None accepts what the layout needs.
 
     Returns:
         The run. With `train.elastic` its layout is one for the processes that are there.
@@ -121,12 +114,7 @@ _FOLDERS = ("checkpoints", "tensorboard")
 
 
 def check_run_dir(out: Path) -> None:
-    """Refuses a path where the files of a run would replace others.
-
-    Raises:
-        ConfigError: It is a file, or a folder of something else than a run, or in it is something
-            else than a file where a run has one.
-    """
+    """Raises ConfigError for a path where the files of a run would replace others."""
     if not str(out) or (out.exists() and not out.is_dir()):
         raise ConfigError([f"--out {out} is a file: use the path of a folder"])
     for name in (*_FILES, *_FOLDERS):
@@ -153,24 +141,23 @@ def plan_checked(
     room: Room | None = None,
     lock: RunLock | None = None,
 ) -> Plan:
-    """Plans a run that `check_run` has returned.
+    """Plans a run that `check_run` has returned, as `plan_run` does.
 
     Args:
         run: The checked run.
-        out, tell, lock: See `plan_run`.
+        out, tell, lock: As in `plan_run`.
         room: The budget of each process; None means that of the processes on this machine.
-
-    Raises:
-        ConfigError: A process would need more memory than it has, the messages of the ranks do
-            not fit together, or train.checkpoint_to is where the run itself writes.
-        CheckpointError: The last checkpoint in `out` is damaged or belongs to a different run, or
-            train.init_from is no run directory or is of another model.
-        UserError: Another run holds the lock of `out`.
     """
-    _refuse_what_nothing_saves(run, room)  # what follows loads torch
+    from gridformer.memory.bounds import beyond_saving
+    from gridformer.memory.room import room_of
+
+    # A run that is far too large for its budget is refused before torch is loaded.
+    budget = room or room_of(run)
+    if budget and (problems := beyond_saving(run, budget)):
+        raise ConfigError(problems)
     from gridformer.checkpoint import weights
     from gridformer.checkpoint.copies import choose_or_replace, clash, fetch_newest
-    from gridformer.checkpoint.same_run import check_copy, check_same_run, data_start_of
+    from gridformer.checkpoint.same_run import check_copy, check_same_run
     from gridformer.checkpoint.store import LocalStore
     from gridformer.data.run_data import fingerprint
     from gridformer.memory.budget import fit_problems
@@ -196,41 +183,18 @@ def plan_checked(
         if run.train.checkpoint_to:
             (tell or silent)("", f"looking for a newer checkpoint at {run.train.checkpoint_to}")
             fetch_newest(run.train.checkpoint_to, out, check)
-    found = choose_or_replace(run.train, out, check, replaces=lock is not None)
-    if found is None:
-        return Plan(run, out, None, 0, decisions, weights.start_of(run), data=data)
-    check_same_run(found.manifest, run, found.folder, data)
-    return Plan(
-        run,
-        out,
-        found.folder,
-        found.manifest.step,
-        decisions,
-        data_start=data_start_of(found.manifest, run, data),
-        data=data,
-        older=found.older,
-        damaged=found.damaged,
-        unevaluated=found.manifest.step == run.train.steps
-        and lacks_evaluation(out, run.train.steps),
-    )
-
-
-def _refuse_what_nothing_saves(run: RunConfig, room: Room | None) -> None:
-    """Refuses a run that is far too large for its budget, without loading torch."""
-    from gridformer.memory.bounds import beyond_saving
-    from gridformer.memory.room import room_of
-
-    room = room or room_of(run)
-    if room and (problems := beyond_saving(run, room)):
-        raise ConfigError(problems)
+    chosen = choose_or_replace(run.train, out, check, replaces=lock is not None)
+    plan = Plan(run, out, None, 0, decisions, data=data)
+    if chosen is None:
+        return replace(plan, start=weights.start_of(run))
+    check_same_run(chosen.manifest, run, chosen.folder, data)
+    plan = plan.resuming(chosen.folder, chosen.manifest, chosen.older, chosen.damaged)
+    last = plan.resume_step == run.train.steps
+    return replace(plan, unevaluated=last and lacks_evaluation(out, run.train.steps))
 
 
 def read_run(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
     """Reads a run file, resolves it, and checks its layout and data, but not the local devices.
-
-    Args:
-        path: Path of a run file, or the name of a shipped one.
-        overrides: `dotted.key=value` texts.
 
     Raises:
         ConfigError: It lists all problems at once.
@@ -319,11 +283,6 @@ def preflight_problems(run: RunConfig, tell: Tell, decisions: Decisions) -> list
     `gridformer check` looks at more ranks, and also says what is slow. An error of the step is told
     and refuses nothing: versions of torch differ in what they can do with tensors without memory,
     and a step that raises an error on GPUs, too, ends all processes at once.
-
-    Args:
-        run: The checked run.
-        tell: Receives a progress message, and errors.
-        decisions: The result of `decide_run(run)`.
 
     Returns:
         The problems, each with its remedy.

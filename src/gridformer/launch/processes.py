@@ -1,9 +1,4 @@
-"""What a launcher sees of its machine: states of processes, the end of their fork server, signals.
-
-Workers are forked from a server (`gridformer.utils.forkserver`), which also tells the launcher when
-one has ended. If the server is killed, every worker seems to have ended with code 255, although all
-of them still run. This module finds that out, and ends them.
-"""
+"""What a launcher sees of its machine: processes, the end of their fork server, signals."""
 
 from __future__ import annotations
 
@@ -20,8 +15,7 @@ from typing import Any
 
 from gridformer.utils.signals import StopPolicy
 
-UNKNOWN = 255  # the exit code that multiprocessing makes up for what it does not know
-_NOTICED_S = 1.0  # the server's pipes close a moment before the system says that it has ended
+_NOTICED_S = 1.0  # pipes of a process close a moment before the system says that it has ended
 
 
 def process_state(pid: int) -> str:
@@ -55,74 +49,56 @@ def runs(pid: int, began: int) -> bool:
     return state not in ("Z", "X") and now == began
 
 
-class ForkServer:
-    """The fork server of this process, once it runs."""
+def fork_server() -> int | None:
+    """Returns the id of multiprocessing's fork server, from which workers are forked, if it runs.
 
-    def __init__(self) -> None:
-        self.pid: int | None = None
-        # multiprocessing offers no name for the process id of its server.
-        self._server: Any = forkserver._forkserver
+    multiprocessing replaces one that has ended when the next worker is started.
+    """
+    server: Any = forkserver._forkserver
+    pid: int | None = server._forkserver_pid
+    return pid
 
-    def note(self) -> None:
-        """Remembers the server that runs now; multiprocessing replaces one that has ended."""
-        self.pid = self._server._forkserver_pid
 
-    def ended(self) -> str:
-        """Returns how the server has ended, or an empty text if it runs."""
-        now = self._server._forkserver_pid
-        if self.pid is None:
+def how_it_ended(pid: int) -> str:
+    """Returns how a child of this process has ended, as a verb; an empty text if it runs."""
+    until = time.monotonic() + _NOTICED_S
+    while True:
+        try:
+            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return "has ended"
+        if status is not None:
+            break
+        if time.monotonic() > until:
             return ""
-        who = f"the fork server (pid {self.pid}), from which all ranks were started,"
-        if now != self.pid:
-            return f"{who} has ended"
-        until = time.monotonic() + _NOTICED_S
-        while True:
-            try:
-                found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return f"{who} has ended"
-            if found is not None:
-                break
-            if time.monotonic() > until:
-                return ""
-            time.sleep(0.01)
-        if found.si_code == os.CLD_EXITED:
-            return f"{who} has ended with code {found.si_status}"
-        return f"{who} was killed by {signal_text(found.si_status)}"
+        time.sleep(0.01)
+    if status.si_code == os.CLD_EXITED:
+        return f"has ended with code {status.si_status}"
+    return f"was killed by {signal_text(status.si_status)}"
 
 
-def end_orphans(pids: Iterable[int], patience_s: float, is_saving: Callable[[], bool]) -> list[int]:
+def end_orphans(pids: Iterable[int], patience_s: float, is_saving: Callable[[], bool]) -> int:
     """Ends processes that are nobody's children anymore.
-
-    They are asked to stop, so that they can save, and those that still run later are killed.
 
     Args:
         pids: Their ids.
-        patience_s: Seconds between the two.
+        patience_s: Those that still run this number of seconds after SIGTERM are killed.
         is_saving: Whether a process saves; it is given the time that it takes.
 
     Returns:
-        The ids of those that had to be killed.
+        How many had to be killed.
     """
     began = {pid: process_stat(pid)[1] for pid in pids}
-
-    def left() -> list[int]:
-        return [pid for pid in began if runs(pid, began[pid])]
-
-    def send(signum: int) -> list[int]:
-        for pid in (sent := left()):
+    for signum, seconds in ((signal.SIGTERM, patience_s), (signal.SIGKILL, _NOTICED_S)):
+        sent = left = [pid for pid in began if runs(pid, began[pid])]
+        for pid in sent:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
-        return sent
-
-    send(signal.SIGTERM)
-    until = time.monotonic() + patience_s
-    while left() and (time.monotonic() < until or is_saving()):
-        time.sleep(0.1)
-    killed, until = send(signal.SIGKILL), time.monotonic() + _NOTICED_S
-    while left() and time.monotonic() < until:
-        time.sleep(0.01)
-    return killed
+        until = time.monotonic() + seconds
+        while left and (time.monotonic() < until or (signum == signal.SIGTERM and is_saving())):
+            time.sleep(0.02)
+            left = [pid for pid in left if runs(pid, began[pid])]
+    return len(sent)
 
 
 def signal_text(signum: int) -> str:
@@ -165,14 +141,26 @@ def signals_seen(policy: StopPolicy) -> Iterator[Signals]:
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
     signals = Signals(reader, writer)
-    before: dict[int, Any] = {}
     try:
-        for caught in policy.signals:
-            if signal.getsignal(caught) is not signal.SIG_IGN:
-                before[caught] = signal.signal(caught, signals.note)
-        yield signals
+        with handled(policy.signals, signals.note):
+            yield signals
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         os.close(reader)
         os.close(writer)
+
+
+@contextlib.contextmanager
+def handled(
+    signums: Iterable[int], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Handles signals inside the block, except for those that are ignored."""
+    before: dict[int, Any] = {
+        signum: signal.signal(signum, handler)
+        for signum in signums
+        if signal.getsignal(signum) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for signum, former in before.items():
+            signal.signal(signum, signal.SIG_DFL if former is None else former)

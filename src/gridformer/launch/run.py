@@ -12,18 +12,15 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from gridformer.checkpoint.copies import choose_or_replace, copy_newest
-from gridformer.checkpoint.same_run import check_copy, data_start_of
+from gridformer.checkpoint.same_run import check_copy
 from gridformer.checkpoint.store import LocalStore
-from gridformer.config import TrainConfig
 from gridformer.launch import launch
-from gridformer.launch.failures import Failure, cause, failure_text, out_of_memory, print_last
+from gridformer.launch.failures import memory_advice, out_of_memory, print_last
 from gridformer.launch.local import attempt
-from gridformer.launch.memory_advice import memory_advice
 from gridformer.launch.processes import process_stat, signals_seen
 from gridformer.launch.watch import MARGIN_S, start_watch
 from gridformer.mesh.launch_env import RankEnv, rank_env, use_only
@@ -48,40 +45,37 @@ _LOOK_S = 1.0  # a spare process checks this often whether the run has ended
 def execute(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     """Starts the processes of a run and waits for them. A run that is done already is left alone.
 
-    Args:
-        plan: The run.
-        callbacks: Are told what the run does. They are pickled into its first process.
+    The callbacks are pickled into the first process of the run, which tells them what it does.
 
     Raises:
         UserError: A worker raised it.
-        SystemExit: A worker failed or a signal stopped the run, see `launch`; or the last
-            checkpoint is not at `train.checkpoint_to`, see `copy_last`.
+        SystemExit: A worker failed, a signal stopped the run, or the last checkpoint could not be
+            copied to `train.checkpoint_to`.
     """
-    policy, place = policy_of(plan.run.train), rank_env()
+    train, place = plan.run.train, rank_env()
+    ends_at = None if train.max_hours is None else _began() + 3600 * train.max_hours
+    policy = StopPolicy(
+        train.stop_grace_s, train.stop_signals, ends_at=ends_at, timeout_s=train.timeout_s
+    )
     if plan.done:
         if place and place.rank:
             return
         print(
-            f"{plan.out} has done {plan.resume_step} of {plan.run.train.steps} steps: increase "
+            f"{plan.out} has done {plan.resume_step} of {train.steps} steps: increase "
             "train.steps to continue, or choose another --out"
         )
         copy_last(plan, policy.ends_at)
         return
     work = partial(worker, callbacks=tuple(callbacks)) if callbacks else worker
-    if place and place.size > plan.n_processes:
+    spare = place is not None and place.size > plan.n_processes
+    if place and spare:
         if place.rank >= plan.n_processes:
             wait_as_spare(place)
             return
         use_only(plan.n_processes)
-        try:
-            launch(work, (plan,), plan.n_processes, policy)
-        finally:
-            release_spares(place)
-        copy_last(plan, policy.ends_at)
-        return
     advise = partial(memory_advice, plan)
     try:
-        if plan.run.train.max_restarts and not place:
+        if train.max_restarts and not place:
             launch_with_restarts(work, plan, policy)
         else:
             launch(work, (plan,), plan.n_processes, policy, advise)
@@ -95,6 +89,8 @@ def execute(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     finally:
         if not place:
             LocalStore(plan.out).sweep()  # what a killed process was writing
+        elif spare and place.rank == 0:  # lets the spare processes end
+            store_of(place).set(_ENDED, "yes")
     copy_last(plan, policy.ends_at)
 
 
@@ -117,9 +113,8 @@ def train(
         callbacks: Are told what the run does, in its first process.
 
     Raises:
-        UserError: The run cannot start, see `gridformer.launch.plan.plan_run`, or a worker raised
-            it.
-        SystemExit: See `execute`.
+        UserError: The run cannot start, or a worker raised it.
+        SystemExit: A worker failed, or a signal stopped the run.
     """
     from gridformer.launch.plan import plan_run
     from gridformer.launch.run_lock import RunLock
@@ -142,20 +137,7 @@ def wait_as_spare(place: RankEnv) -> None:
     stop.uninstall()
 
 
-def release_spares(place: RankEnv) -> None:
-    """Called on rank 0 when a run has ended: lets processes end that took no part in it."""
-    if place.rank == 0:
-        store_of(place).set(_ENDED, "yes")
-
-
-def policy_of(train: TrainConfig) -> StopPolicy:
-    """Returns how the processes of a run answer stop signals."""
-    ends_at = None if train.max_hours is None else began() + 3600 * train.max_hours
-    grace_s, timeout_s = train.stop_grace_s, train.timeout_s
-    return StopPolicy(grace_s, train.stop_signals, ends_at=ends_at, timeout_s=timeout_s)
-
-
-def began() -> float:
+def _began() -> float:
     """Returns when this run began (`time.time`): when its first process was started.
 
     Under torchrun that is torchrun itself, whose workers may be restarted.
@@ -169,35 +151,27 @@ def began() -> float:
         return time.time()
 
 
-def _measures(plan: Plan) -> list[Measure]:
-    """Returns what evaluations measure besides losses; texts are generated by `evaluate`."""
-    if not plan.run.train.bleu_every:
-        return []
-    from gridformer.evaluate.bleu import Bleu
-
-    return [Bleu(plan.run, plan.out)]
-
-
 def worker(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     """The entrypoint of every process of a run: joins the process group and trains.
 
     The process group is destroyed only on success. A rank that fails must report it before it does
     anything that waits for its peers, which may be inside a collective: `launch` reports the
     failure and ends the process.
-
-    Args:
-        plan: The run.
-        callbacks: See `execute`.
     """
     train = plan.run.train
     leave_to_callers()
     set_numerics(train)
     world = init_process_groups(train.device, plan.n_processes, train.timeout_s, MARGIN_S)
     watch = start_watch(world, train.timeout_s, plan.out)
+    measures: list[Measure] = []
+    if train.bleu_every:
+        from gridformer.evaluate.bleu import Bleu
+
+        measures.append(Bleu(plan.run, plan.out))
     with without_dynamo():
-        trainer = Trainer(plan, world, _measures(plan), callbacks)
+        trainer = Trainer(plan, world, measures, callbacks)
         if watch:
-            watch.where.model = trainer.model
+            watch.model = trainer.model
         trainer.fit()
     close_process_groups()
     if watch:
@@ -209,10 +183,6 @@ def copy_last(plan: Plan, ends_at: float | None = None) -> None:
 
     The processes of the run have ended, so none of them waits meanwhile. This process, or under
     torchrun and srun that of rank 0, tries again for `train.full_disk_wait_s`.
-
-    Args:
-        plan: The run, which has done all its steps.
-        ends_at: When this process must have ended (`time.time`); None means never.
 
     Raises:
         SystemExit: The last checkpoint is not there, with code 1.
@@ -248,71 +218,42 @@ def launch_with_restarts(
     There is no further attempt after a UserError, which would come again, after a stop, or if two
     attempts in a row fail in the same step with the same error.
 
-    Args:
-        entrypoint: See `gridformer.launch.launch`; its argument is the plan.
-        plan: The first attempt.
-        policy: How the processes answer stop signals.
-
     Raises:
-        UserError: See `gridformer.launch.launch`.
-        SystemExit: See there.
+        UserError: A worker raised it.
+        SystemExit: The last attempt failed, or a signal stopped the run.
     """
     attempts, before = 1 + plan.run.train.max_restarts, None
     with signals_seen(policy) as signals:
         for number in range(1, attempts + 1):
-            ended = attempt(entrypoint, (plan,), plan.n_processes, policy, signals)
-            failure = ended.failure
-            if failure is None or failure.is_user_error or failure.told_to_stop or signals.first:
-                ended.tell()
+            failure = attempt(entrypoint, (plan,), plan.n_processes, policy, signals)
+            if failure is None:
                 return
-            here = _step_of(plan), re.sub(r"\d+", "#", cause(failure))
+            if failure.is_user_error or failure.told_to_stop or signals.first:
+                failure.report_and_exit()
+            steps = [line["step"] for line in read_metrics(plan.out)[-1:]]
+            here = int(steps[0]) if steps else 0, re.sub(r"\d+", "#", failure.cause)
             if number == attempts or here == before:
-                _print_last_attempt(failure, plan, number, here[0] if here == before else None)
+                why = f"attempt {number} was the last (train.max_restarts)"
+                if here == before:
+                    why = (
+                        f"two attempts in a row failed with the same error after step {here[0]}, "
+                        "so there is no other"
+                    )
+                print_last(f"gridformer: {why}:\n")
+                print_last(failure.text(partial(memory_advice, plan)))
                 raise SystemExit(1)
             before, plan = here, resumed(plan)
             goes_on = f"resumes from step {plan.resume_step}" if plan.resume else "begins anew"
-            print_last(f"{failure_text(failure)}\n")
+            print_last(f"{failure.text()}\n")
             print_last(
-                f"gridformer: attempt {number + 1} of {attempts} {goes_on}, as {cause(failure)}"
+                f"gridformer: attempt {number + 1} of {attempts} {goes_on}, as {failure.cause}"
             )
 
 
 def resumed(plan: Plan) -> Plan:
-    """Returns the plan of a run that goes on from its newest checkpoint.
-
-    Args:
-        plan: An earlier attempt of the run.
-
-    Raises:
-        CheckpointError: The newest checkpoint is damaged; see `train.fallback`.
-    """
+    """Returns the plan of a run that goes on from its newest checkpoint, if there is one."""
     check = partial(check_copy, plan.run, plan.data)
-    found = choose_or_replace(plan.run.train, plan.out, check)
-    if found is None:
+    newest = choose_or_replace(plan.run.train, plan.out, check)
+    if newest is None:
         return plan
-    return replace(
-        plan,
-        resume=found.folder,
-        resume_step=found.manifest.step,
-        start=None,
-        data_start=data_start_of(found.manifest, plan.run, plan.data),
-        older=found.older,
-        damaged=found.damaged,
-    )
-
-
-def _step_of(plan: Plan) -> int:
-    """Returns the last step of which there are metrics."""
-    steps = [line["step"] for line in read_metrics(plan.out)[-1:]]
-    return int(steps[0]) if steps else 0
-
-
-def _print_last_attempt(failure: Failure, plan: Plan, number: int, same_step: int | None) -> None:
-    if same_step is not None:
-        print_last(
-            f"gridformer: two attempts in a row failed with the same error after step {same_step}, "
-            "so there is no other:\n"
-        )
-    else:
-        print_last(f"gridformer: attempt {number} was the last (train.max_restarts):\n")
-    print_last(failure_text(failure, partial(memory_advice, plan)))
+    return plan.resuming(newest.folder, newest.manifest, newest.older, newest.damaged)

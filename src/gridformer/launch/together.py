@@ -1,11 +1,8 @@
 """Plans a run that torchrun or srun started: rank 0 plans it, and the others receive its plan.
 
-Opening the data, deciding what is `auto` and estimating memory may take many seconds, and a
-thousand ranks would do it a thousand times, on the same files. So rank 0 alone does it. Every rank
-only looks at its own machine: at its GPUs and, on the first rank of a machine, at its memory. If
-the run cannot start, rank 0 alone says why, and all ranks end with its exit code. That is so, too,
-if a machine does not see the lock that rank 0 has taken: it has another run directory of that name,
-and no checkpoint would ever be complete.
+Every rank only looks at its own machine: at its GPUs and, on the first rank of a machine, at its
+memory and at the lock that rank 0 has taken. If the run cannot start, rank 0 alone says why, and
+all ranks end with its exit code.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from gridformer.config import RunConfig
 from gridformer.launch.plan import check_run, plan_checked
@@ -59,11 +56,11 @@ def plan_together(
 
     Args:
         place: The place of this process in the run.
-        path, overrides, nproc, out, tell, lock: See `gridformer.launch.plan.plan_run`. Only those
-            of rank 0 count.
+        path, overrides, nproc, out, tell, lock: Arguments of `gridformer.launch.plan.plan_run`, of
+            which only those of rank 0 count.
 
     Raises:
-        UserError: On rank 0, the run cannot start; see `plan_run`.
+        UserError: On rank 0, the run cannot start.
         SystemExit: On the others, the run cannot start.
     """
     if place.rank:
@@ -72,8 +69,8 @@ def plan_together(
         folder = _received(place, _FOLDER)
         if folder is not None and not place.local_rank:
             share(place, f"{_SEEN}/{place.rank}", _not_seen(**folder))
-        found: Plan = _plans().validate_python(_received(place, _PLAN))
-        return found
+        plan: Plan = _plans().validate_python(_received(place, _PLAN))
+        return plan
     name = _CONFIG
     try:
         run = check_run(path, list(overrides), nproc)
@@ -98,7 +95,7 @@ def plan_together(
 
 
 def _machine(run: RunConfig, place: RankEnv) -> str:
-    """Returns what rank 0 needs to know of this process's machine, as JSON."""
+    """Returns the problems, GPU and memory of this process's machine, as JSON for rank 0."""
     elastic = run.train.elastic
     problems = check_devices(run.train.device, run.layout.n_processes, None, elastic)
     if problems:
@@ -115,19 +112,15 @@ def _machine(run: RunConfig, place: RankEnv) -> str:
 
 
 def _room(machines: Sequence[dict[str, Any]]) -> Room | None:
-    """Returns the smallest budget of a process on any machine, or None if none is known.
-
-    Raises:
-        ConfigError: A machine cannot run its processes.
-    """
+    """Returns the smallest budget of a process on any machine, or None if none is known."""
     from gridformer.memory.room import Room
 
     problems = [problem for machine in machines for problem in machine["problems"]]
     if problems:
         raise ConfigError([*dict.fromkeys(problems)])
-    found = device_or_problem([machine["gpu"] for machine in machines])
-    if found not in (CPU, GPU):
-        raise ConfigError([found])
+    device = device_or_problem([machine["gpu"] for machine in machines])
+    if device not in (CPU, GPU):
+        raise ConfigError([device])
     rooms = [Room(*machine["room"]) for machine in machines if "room" in machine]
     return min(rooms, key=lambda room: room.n_bytes, default=None)
 
@@ -143,11 +136,7 @@ def _not_seen(out: str, token: str) -> str:
 
 
 def _check_folder(out: Path, not_seen: Sequence[str]) -> None:
-    """Checks that all machines see the run directory.
-
-    Raises:
-        ConfigError: Some do not.
-    """
+    """Checks that all machines see the run directory."""
     if hosts := [host for host in dict.fromkeys(not_seen) if host]:
         raise ConfigError(
             [
@@ -161,18 +150,14 @@ def _received(place: RankEnv, name: str) -> Any:
     """Returns what rank 0 shares, or ends this process if rank 0 has refused the run."""
     message = json.loads(receive(place, name))
     if "refused" in message:
-        _end(message["refused"])
+        time.sleep(_LINGER_S)
+        raise SystemExit(message["refused"])
     return message["is"]
-
-
-def _end(code: int) -> NoReturn:
-    time.sleep(_LINGER_S)
-    raise SystemExit(code)
 
 
 @cache
 def _plans() -> TypeAdapter[Plan]:
-    """Returns what turns plans into JSON and back."""
+    """Returns the converter of plans to JSON and back."""
     from pydantic import TypeAdapter
 
     from gridformer.train.plan import Plan

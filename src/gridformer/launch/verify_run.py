@@ -36,17 +36,11 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RunFinding:
-    """What was found about one thing in a run directory.
-
-    Attributes:
-        what: The thing, such as `step-00000100`.
-        ok: Whether it is as it should be.
-        note: A phrase about it, or a sentence with a remedy.
-    """
+    """The result of the check of one thing in a run directory, such as `step-00000100`."""
 
     what: str
     ok: bool
-    note: str
+    note: str  # a phrase, or a sentence with a remedy
 
 
 def verify_run(
@@ -64,11 +58,10 @@ def verify_run(
     """
     if (run_dir / MANIFEST).is_file():
         return [_checkpoint(run_dir, finite)[0]]
-    parts = (CONFIG, METRICS, "checkpoints")
-    if not any((run_dir / name).exists() for name in parts):
+    if not any((run_dir / name).exists() for name in (CONFIG, METRICS, "checkpoints")):
         raise UserError(
-            f"{run_dir} is not a run directory, because it has no {', '.join(parts[:-1])} or "
-            f"{parts[-1]}: name one that `gridformer train` wrote, such as runs/demo"
+            f"{run_dir} is not a run directory, because it has no {CONFIG}, {METRICS} or "
+            "checkpoints: name one that `gridformer train` wrote, such as runs/demo"
         )
     held = is_held(run_dir)
     findings, run = _checked(LOCK, lambda: _lock(run_dir / LOCK, held)), None
@@ -81,12 +74,12 @@ def verify_run(
     folders = find.complete(run_dir)
     for number, folder in enumerate(folders, start=1):
         tell(f"verifying checkpoint {number} of {len(folders)}, {_size(folder)}")
-        found, manifest = _checkpoint(folder, finite)
+        finding, manifest = _checkpoint(folder, finite)
         if held and not folder.exists():
             continue  # the run has removed it meanwhile, because it keeps only some
         if manifest is not None:
             manifests.append(manifest)
-        findings.append(found)
+        findings.append(finding)
     if not folders:
         findings.append(RunFinding("checkpoints", True, "there are none"))
     last = manifests[-1] if manifests else None
@@ -166,15 +159,6 @@ def _check_finite(folder: Path, manifest: Manifest) -> None:
                     )
 
 
-def _agree(run: RunConfig, last: Manifest) -> Iterator[RunFinding]:
-    different = other_model(last, run)
-    if different:
-        told = "; ".join(different)
-        yield RunFinding(
-            CONFIG, False, f"it belongs to another run than step {last.step} does ({told})"
-        )
-
-
 def _metrics(path: Path, last: Manifest | None, held: bool) -> str:
     if last is not None and last.weights_only:
         return ""
@@ -208,30 +192,24 @@ def _tokenizer(path: Path, last: Manifest | None) -> str:
         if ours is None:
             return ""
         raise UserError(f"{path} is missing: copy that of the data there")
-    found = Tokenizer.load(path)
-    if ours and found.vocab_size > ours.model.vocab_size:
+    tokenizer = Tokenizer.load(path)
+    if ours and tokenizer.vocab_size > ours.model.vocab_size:
         raise UserError(
-            f"it has {found.vocab_size} words, but the model only {ours.model.vocab_size}: it is "
-            "another tokenizer, so copy that of the data there"
+            f"it has {tokenizer.vocab_size} words, but the model only {ours.model.vocab_size}: it "
+            "is another tokenizer, so copy that of the data there"
         )
-    return f"{found.vocab_size} words"
+    return f"{tokenizer.vocab_size} words"
 
 
 def _data(run: RunConfig | None, last: Manifest | None) -> str:
     """Compares the data with that of the last checkpoint, if both are there."""
     if run is None or last is None or last.data is None or not run.data.exists:
         return ""
-    changed = fingerprint(RunData.open(run.data)).differences(last.data)
-    if changed:
-        told = ", ".join(changed)
-        raise UserError(f"{_named(run)} has changed since the checkpoint ({told})")
-    return f"{_named(run)} is that of the checkpoint"
-
-
-def _named(run: RunConfig) -> str:
-    """Returns the folder of a run, or the names of its sources, as a subject."""
-    names = " and ".join(one.name for one in run.data.sources)
-    return f"the data of {names}" if names else str(run.data.path)
+    names = " and ".join(source.name for source in run.data.sources)
+    subject = f"the data of {names}" if names else str(run.data.path)
+    if changed := fingerprint(RunData.open(run.data)).differences(last.data):
+        raise UserError(f"{subject} has changed since the checkpoint ({', '.join(changed)})")
+    return f"{subject} is that of the checkpoint"
 
 
 def _others(run_dir: Path, held: bool) -> Iterator[RunFinding]:
@@ -262,15 +240,10 @@ def verify_copies(
 ) -> list[RunFinding]:
     """Checks the checkpoints at a URL. Each is copied into a temporary folder, one at a time.
 
-    Args:
-        url: What `train.checkpoint_to` of a run is.
-        finite: Whether to check besides that all tensors are finite.
-        tell: Receives progress messages.
-
     Raises:
         UserError: The URL cannot be read, or has no checkpoint.
     """
-    found: list[RunFinding] = []
+    findings: list[RunFinding] = []
     with reading(url):
         remote = RemoteStore(url)
         names = remote.complete()
@@ -281,13 +254,10 @@ def verify_copies(
         for number, name in enumerate(names, start=1):
             tell(f"copying and verifying checkpoint {number} of {len(names)}")
             with tempfile.TemporaryDirectory(prefix=private_prefix()) as folder:
-                found += _verify(remote, name, Path(folder) / name, finite)
-    return found
-
-
-def _verify(remote: RemoteStore, name: str, copy: Path, finite: bool) -> list[RunFinding]:
-    try:
-        remote.download(name, copy)
-    except CheckpointError as error:
-        return [RunFinding(name, False, str(error))]
-    return verify_run(copy, finite)
+                copy = Path(folder) / name
+                try:
+                    remote.download(name, copy)
+                    findings += verify_run(copy, finite)
+                except CheckpointError as error:
+                    findings.append(RunFinding(name, False, str(error)))
+    return findings

@@ -1,30 +1,27 @@
 """The watch of a run: a thread in each rank that notices a hang, and names it.
 
-When a rank has waited longer than its limit (train.timeout_s) for a message, it says so on the
-run's board, and every rank that can tells there where it is: for which message it waits, its stack,
-and whether it computes. For the processes of its machine that cannot tell, because they are stopped
-or dead, it tells what their progress files and the system say. The rank that was first then
-collects all this, says why the run hangs (`gridformer.launch.hang`), writes it to the run
-directory, and ends the run.
-
-All of this is over within MARGIN_S, and only then do torch's own timeouts end what is left.
+When a rank has waited longer than its limit (train.timeout_s) for a message, every rank reports on
+a board where it is, also for processes of its machine that are stopped or dead. The rank that was
+first says why the run hangs (`gridformer.launch.hang`), writes it to the run directory, and ends
+the run, all within MARGIN_S. Only then do torch's own timeouts end what is left.
 """
 
 from __future__ import annotations
 
 import json
-import linecache
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -32,17 +29,24 @@ from torch import nn
 
 from gridformer.comm import progress, progress_file
 from gridformer.launch.hang import diagnose_hang
-from gridformer.launch.hang_board import HangBoard, asks_s
-from gridformer.launch.hang_report import RankReport, all_ranks, hang_text, reports
+from gridformer.launch.hang_report import (
+    RankReport,
+    all_ranks,
+    hang_text,
+    module_of,
+    reports,
+    stack_of,
+)
 from gridformer.launch.processes import process_state
-from gridformer.launch.worker_process import end_after_peer, end_with_report
+from gridformer.launch.worker_process import at_failure, end_from_watch
 from gridformer.mesh.launch_env import RankEnv, rank_env
 from gridformer.mesh.process_group import World
+from gridformer.mesh.rendezvous import store_of
 
 MARGIN_S = 9.0  # torch's own timeouts come this much later than the watch
 _LOOKS_S = 1.0  # between two looks, or an eighth of the timeout if that is less
-_DEEPEST = 40  # calls that are kept of a stack
-_NODES = 200  # of the graph that are looked at to find a parameter
+_ASKS_S = 2.0  # between two questions to the store of the run, or more if it is large
+_ANSWER_S = 4.0  # the store answers within milliseconds, or hangs itself
 _SAMPLES, _APART_S = 6, 0.15  # of the stack of a rank, once the run hangs
 _ANSWERS_S = 3.0  # how long the first rank waits for what others see
 _LEAVES_S = 25.0  # a rank ends by itself this long after it told what it saw
@@ -73,16 +77,104 @@ def start_watch(
     limit: str = "train.timeout_s",
     trains: bool = True,
 ) -> HangWatch | None:
-    """Starts to watch this process, unless it is the only one.
-
-    Args:
-        world: The processes.
-        timeout_s, out, limit, trains: See `HangWatch`.
-    """
+    """Starts to watch this process with a `HangWatch`, unless it is the only one."""
     place = rank_env()
     if place is None or world.size == 1:
         return None
     return HangWatch(place, timeout_s, out, world.backend == "nccl", limit, trains)
+
+
+class HangBoard:
+    """Where the ranks of a run tell each other that it hangs, and what each of them sees.
+
+    This is the store of the rendezvous, which a thread asks that may be left behind: the process
+    that serves the store may be the one that hangs. Every method raises TimeoutError when the store
+    does not answer.
+    """
+
+    def __init__(self, place: RankEnv) -> None:
+        self.place = place
+        store: Any = store_of(place)
+        self._store = store.clone()  # a connection of its own
+        self._asked: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        threading.Thread(target=self._ask, name="hang board", daemon=True).start()
+        # `launch` ends its processes itself; torchrun and srun do so on their own machine or late.
+        if not place.store_file:
+            at_failure.append(self.tell_failed)
+
+    def register(self, path: Path | None) -> None:
+        """Tells the file with the progress of this rank to the others of this machine."""
+        self._set("place", self.place.rank, json.dumps([socket.gethostname(), str(path or "")]))
+
+    def is_claimed(self) -> bool:
+        """Returns whether a rank has found that the run hangs."""
+        return bool(self._get("hang"))
+
+    def failed(self) -> str:
+        """Returns which rank has failed, or nothing."""
+        return self._get("failed")
+
+    def tell_failed(self) -> None:
+        """Tells the others that this rank has failed, who over NCCL spin in messages to it."""
+        with suppress(TimeoutError):
+            self._set("failed", "", f"rank {self.place.rank} on {socket.gethostname()}")
+            if self.place.rank == 0 and self.place.by == "srun":
+                # The store of the run is in this process. All ranks ask it in this time.
+                time.sleep(1.5 * asks_s(self.place.size))
+
+    def claim(self) -> bool:
+        """Says that the run hangs. Returns whether this rank is the first to do so."""
+        first = self._answer(lambda: self._store.add("watch/claims", 1)) == 1
+        self._set("hang", "", str(self.place.rank))
+        return first
+
+    def publish(self, report: RankReport) -> None:
+        """Tells what this rank sees."""
+        self._set("seen", self.place.rank, reports().dump_json(report).decode())
+
+    def published(self, ranks: Iterable[int]) -> dict[int, RankReport]:
+        """Returns what the given ranks see, for those of them that have published it."""
+        texts = {rank: self._get("seen", rank) for rank in ranks}
+        return {rank: reports().validate_json(text) for rank, text in texts.items() if text}
+
+    def neighbors(self) -> dict[int, Path]:
+        """Returns where the progress of each other rank of this machine can be read."""
+        here, paths = socket.gethostname(), {}
+        for rank in {*range(self.place.size)} - {self.place.rank}:
+            host, path = json.loads(self._get("place", rank) or '["", ""]')
+            if host == here and path:
+                paths[rank] = Path(path)
+        return paths
+
+    def _set(self, what: str, rank: int | str, text: str) -> None:
+        self._answer(lambda: self._store.set(f"watch/{what}/{rank}", text))
+
+    def _get(self, what: str, rank: int | str = "") -> str:
+        """Returns a text, or an empty one if there is none."""
+        key = f"watch/{what}/{rank}"
+        check, get = self._store.check, self._store.get
+        return str(self._answer(lambda: get(key).decode() if check([key]) else ""))
+
+    def _answer(self, question: Callable[[], Any]) -> Any:
+        answer: Future[Any] = Future()
+        self._asked.put((question, answer))
+        try:
+            return answer.result(_ANSWER_S)
+        except Exception:  # torch's many errors of a lost connection, or no answer in time
+            raise TimeoutError("the store of the run does not answer") from None
+
+    def _ask(self) -> None:
+        while True:
+            question, answer = self._asked.get()
+            try:
+                answer.set_result(question())
+            except Exception as error:
+                answer.set_exception(error)
+
+
+def asks_s(size: int) -> float:
+    """Returns after how many seconds each of `size` ranks asks the store of the run again."""
+    return max(_ASKS_S, size / 250)  # it answers about a thousand questions a second
 
 
 class HangWatch:
@@ -95,6 +187,9 @@ class HangWatch:
         nccl: Whether messages run on GPUs, where the host waits elsewhere than in messages.
         limit: What users call the limit.
         trains: Whether the run has steps, before the first of which nothing is known over NCCL.
+
+    Attributes:
+        model: The model, once there is one.
     """
 
     def __init__(
@@ -115,7 +210,7 @@ class HangWatch:
         self._progress = progress.start(own)
         with suppress(TimeoutError):
             self._board.register(self._progress.path)
-        self.where = StackLocation()
+        self.model: nn.Module | None = None
         self._main = threading.main_thread().ident or 0
         self._ended = threading.Event()
         self._still_since = time.monotonic()
@@ -147,7 +242,8 @@ class HangWatch:
                     if who := self._board.failed():
                         # Over gloo connections break, and it raises an error.
                         if not self._ended.wait(_LINGERS_S):
-                            end_after_peer(who)
+                            text = f"rank {self.place.rank} ends because {who} has failed"
+                            end_from_watch(text, text, caused_by_peer=True)
                         return
             if hangs:
                 self._tell(True)
@@ -162,7 +258,7 @@ class HangWatch:
         self._progress.beat()
         frame = sys._current_frames().get(self._main)
         if frame is not None:
-            self._progress.put_stack("".join(self.where.stack(frame)))
+            self._progress.put_stack("".join(stack_of(frame)))
         return self._hangs(frame)
 
     def _hangs(self, frame: FrameType | None) -> bool:
@@ -218,15 +314,15 @@ class HangWatch:
             if frame is not None:
                 at = tuple((id(f.f_code), f.f_lasti) for f, _ in traceback.walk_stack(frame))
                 moved += last is not None and at != last
-                last, stack = at, self.where.stack(frame)
+                last, stack = at, stack_of(frame)
                 with suppress(Exception):  # it looks into frames that run meanwhile
-                    module = self.where.module(frame)
+                    module = module_of(frame, self.model)
             if number + 1 < _SAMPLES:
                 time.sleep(_APART_S)
         used = (time.process_time() - cpu) / max(1e-9, time.monotonic() - began)
         frames = sys._current_frames()
         threads = {
-            thread.name: tuple(self.where.stack(frames[thread.ident]))
+            thread.name: tuple(stack_of(frames[thread.ident]))
             for thread in threading.enumerate()
             if thread.ident in frames and thread.ident not in (self._main, threading.get_ident())
         }
@@ -243,14 +339,14 @@ class HangWatch:
         )
 
     def _neighbors(self) -> tuple[RankReport, ...]:
-        """Returns what is known of the processes of this machine that cannot tell themselves."""
-        found: list[RankReport] = []
+        """Returns reports of the processes of this machine that cannot tell themselves."""
+        silent: list[RankReport] = []
         for rank, path in self._board.neighbors().items():
             state = progress_file.read(path)
             letter = process_state(state.pid) if state else ""
             if status := _STATUS.get(letter, "silent" if state and state.beat_s > _QUIET_S else ""):
-                found.append(RankReport(rank, status, state, socket.gethostname()))
-        return tuple(found)
+                silent.append(RankReport(rank, status, state, socket.gethostname()))
+        return tuple(silent)
 
     def _collect(self, told: dict[int, RankReport]) -> None:
         """Adds what the other ranks see, as far as they tell within seconds."""
@@ -284,7 +380,7 @@ class HangWatch:
                 text += f"\nAll ranks' messages and stacks are in {path}."
             except OSError as error:
                 text += f"\nThe report of all ranks could not be written: {error}."
-        end_with_report(text)
+        end_from_watch(f"The run hangs: {verdict.reason}.", text, report=text)
 
 
 def _flight_records() -> Any:
@@ -296,60 +392,3 @@ def _flight_records() -> Any:
     thread.start()
     thread.join(_RECORDS_S)  # torch asks the GPU, which may not answer
     return answer[0] if answer else None
-
-
-class StackLocation:
-    """Names places of the model of this process.
-
-    Attributes:
-        model: The model, once there is one.
-    """
-
-    def __init__(self) -> None:
-        self.model: nn.Module | None = None
-
-    def stack(self, frame: FrameType) -> list[str]:
-        """Returns the calls of a thread, the innermost last, as a traceback shows them."""
-        calls = []
-        for call, number in [*traceback.walk_stack(frame)][:_DEEPEST]:
-            name = call.f_code.co_filename
-            # Between two lines, such as on leaving a `with`, Python may know none.
-            source = linecache.getline(name, number or 0).strip()
-            text = f'  File "{name}", line {number or "?"}, in {call.f_code.co_name}\n'
-            calls.append(text + (f"    {source}\n" if source else ""))
-        return calls[::-1]
-
-    def module(self, frame: FrameType) -> str:
-        """Returns the part of the model in which a thread is; empty if it is in none.
-
-        In a forward pass this is the innermost module on the stack. In a backward pass there are no
-        modules on the stack, but the autograd function that runs, and the next parameter of its
-        graph is one of the same module or of the one before it.
-        """
-        if self.model is None:
-            return ""
-        modules = {id(module): name for name, module in self.model.named_modules()}
-        for call, _ in traceback.walk_stack(frame):
-            found = call.f_locals
-            if (name := modules.get(id(found.get("self")))) is not None:
-                return f"{name or 'the model'} (forward)"
-            node = found.get("ctx")  # also in the forward pass of an autograd function
-            if call.f_code.co_name == "backward" and hasattr(node, "next_functions"):
-                parameter = self._next_parameter(node)
-                return f"the backward pass near {parameter}" if parameter else "the backward pass"
-        return ""
-
-    def _next_parameter(self, node: Any) -> str:
-        assert self.model is not None
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        waiting, seen = deque([node]), {node}
-        while waiting and len(seen) < _NODES:
-            for found, _ in waiting.popleft().next_functions:
-                if found is None or found in seen:
-                    continue
-                name = names.get(id(getattr(found, "variable", None)))
-                if name is not None:
-                    return name
-                seen.add(found)
-                waiting.append(found)
-        return ""

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,43 +35,28 @@ _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 at_failure: list[Callable[[], None]] = []  # tell the other ranks that this one has failed
 
 
-@dataclass(frozen=True)
 class Meeting:
-    """The private folder of a local run, for the rendezvous and failure reports of its ranks."""
+    """The private folder of a local run, for the rendezvous and failure reports of its ranks.
 
-    folder: Path
+    The launcher creates the file `failed` as soon as it knows that the run has failed. Workers
+    write to `stopped` what stopped the run, after they have saved.
+    """
 
-    @property
-    def store_file(self) -> Path:
-        """The file of the torch.distributed FileStore."""
-        return self.folder / "store"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.failed, self.stopped = folder / "failed", folder / "stopped"
 
-    @property
-    def failed(self) -> Path:
-        """The file that the launcher creates as soon as it knows that the run has failed."""
-        return self.folder / "failed"
-
-    @property
-    def stopped(self) -> Path:
-        """The file in which a worker writes what stopped the run, after it has saved."""
-        return self.folder / "stopped"
-
-    def saving(self, rank: int) -> Path:
-        """The file that exists as long as a rank saves and must not be killed."""
+    def saving(self, rank: int | str) -> Path:
+        """Returns the file that exists as long as a rank saves and must not be killed."""
         return self.folder / f"saving-{rank}"
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether any rank saves."""
-        return any(self.folder.glob("saving-*"))
-
-    def tell_stopped(self, cause: str) -> None:
-        """Writes what has stopped the run. Every rank does, and each may be killed meanwhile."""
-        _write_whole(self.stopped, cause)
-
     def error_file(self, rank: int | str) -> Path:
-        """The file in which a rank reports its failure."""
+        """Returns the file in which a rank reports its failure."""
         return self.folder / f"error-{rank}.json"
+
+    def is_saving(self) -> bool:
+        """Returns whether any rank saves."""
+        return any(self.folder.glob(self.saving("*").name))
 
     def is_hopeless(self) -> bool:
         """Returns whether a worker has failed, so that no checkpoint can be saved anymore."""
@@ -90,10 +75,8 @@ def work(
     """The main function of a process that `launch` started.
 
     Args:
-        entrypoint: Function to call with `args`.
-        args: Its arguments.
-        rank: Rank of this process.
-        size: Number of processes of the run.
+        entrypoint, args: Function to call, and its arguments.
+        rank, size: Rank of this process, and the number of processes of the run.
         meeting: Folder of the run.
         threads: Number of threads for torch's CPU operations; None does not change it.
         policy: How to answer stop signals; a second Ctrl-C is the launcher's matter.
@@ -114,7 +97,7 @@ def work(
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(size),
-        STORE_FILE: str(meeting.store_file),
+        STORE_FILE: str(meeting.folder / "store"),
     }
     if sys.platform in _LOOPBACK:
         # All peers are on this machine, so no other machine needs to reach the sockets through
@@ -133,7 +116,7 @@ def work(
     stop.nothing_left_to_save()
     if stop.requested:
         if stop.exit_code == signals.REQUEUE:
-            meeting.tell_stopped(stop.cause)
+            write_whole(meeting.stopped, stop.cause)  # each rank does, and may be killed meanwhile
         raise SystemExit(stop.exit_code)
 
 
@@ -155,8 +138,7 @@ def work_here(
     """Runs the entrypoint in this process: the whole run, or a rank that torchrun or srun started.
 
     Args:
-        entrypoint: Function to call with `args`.
-        args: Its arguments.
+        entrypoint, args: Function to call, and its arguments.
         place: This process's rank in a run that torchrun or srun started; None if it is the only
             process of the run.
         policy: How to answer stop signals; None means StopPolicy().
@@ -179,7 +161,9 @@ def work_here(
     try:
         entrypoint(*args)
     except Exception as error:
-        if place and _in_a_group():
+        import torch.distributed as dist
+
+        if place and dist.is_initialized():
             _fail(error, stop, error_file, by_torchrun_or_srun=True)
         if error_file:
             _write_failure(error, error_file)
@@ -192,37 +176,21 @@ def work_here(
         raise SystemExit(stop.exit_code)
 
 
-def end_with_report(text: str) -> NoReturn:
-    """Reports a failure of the run that is not an error of this rank, and ends this process.
-
-    The watch of the run calls it, while the main thread waits for a message.
+def end_from_watch(reason: str, text: str, **report: Any) -> NoReturn:
+    """Reports why the run ends, and ends this process, whose main thread waits for a message.
 
     Args:
-        text: What the run ends with.
+        reason: One line.
+        text: What is printed.
+        report: More for the launcher; see `Failure`.
     """
-    folder = Path(os.environ[STORE_FILE]).parent if os.environ.get(STORE_FILE) else None
-    path = Meeting(folder).error_file(os.environ["RANK"]) if folder else _error_file_of_torchrun()
+    store, path = os.environ.get(STORE_FILE), _error_file_of_torchrun()
+    if store:
+        path = Meeting(Path(store).parent).error_file(os.environ["RANK"])
     if path:
-        reason = next(line for line in text.splitlines() if line.startswith("The run hangs"))
-        _write(path, reason, text, report=text)
-    if not folder:
+        _write(path, reason, text, **report)
+    if not store:  # else the launcher prints it
         print_last(text)
-    abandon_process_groups()
-    signals.end_process(1)
-
-
-def end_after_peer(who: str) -> NoReturn:
-    """Ends this process because another rank has failed, which reports why.
-
-    The watch of the run calls it, while the main thread may wait for that rank.
-
-    Args:
-        who: Names the rank.
-    """
-    text = f"rank {os.environ.get('RANK', '?')} ends because {who} has failed"
-    if path := _error_file_of_torchrun():
-        _write(path, text, text, caused_by_peer=True)
-    print_last(text)
     abandon_process_groups()
     signals.end_process(1)
 
@@ -296,10 +264,10 @@ def _write(path: Path, text: str, callstack: str, **more: Any) -> None:
     now = time.time()
     extra = {"py_callstack": callstack, "timestamp": str(int(now))}
     message = {"message": text, "extraInfo": extra, "time": now, **more}
-    _write_whole(path, json.dumps({"message": message}))
+    write_whole(path, json.dumps({"message": message}))
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Writes a file that is complete as soon as it exists."""
     unfinished = path.with_suffix(f".unfinished-{os.getpid()}")
     unfinished.write_text(text, encoding="utf-8")
@@ -331,9 +299,3 @@ def _is_effect_of_a_peer(error: Exception) -> bool:
     if isinstance(error, SaveError):
         return error.elsewhere
     return is_effect_of_a_peer(error)
-
-
-def _in_a_group() -> bool:
-    import torch.distributed as dist
-
-    return bool(dist.is_initialized())

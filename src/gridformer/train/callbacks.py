@@ -22,68 +22,41 @@ State = Literal["starting", "training", "evaluating", "saving", "stopped", "fail
 
 @dataclass(frozen=True)
 class RunStart:
-    """A run that starts, or that goes on from a checkpoint.
+    """A run that starts, or that goes on from a checkpoint."""
 
-    Attributes:
-        run: Its settings, resolved.
-        run_dir: The run directory.
-        step: The steps that are done already; 0 for a new run.
-        layout: A short description of the layout, such as `optimus 2x2`.
-        devices: The number of processes, each of which has one device.
-        device: The name of the device, such as `cpu`.
-    """
-
-    run: RunConfig
+    run: RunConfig  # its settings, resolved
     run_dir: Path
-    step: int
-    layout: str
-    devices: int
-    device: str
+    step: int  # the steps that are done already; 0 for a new run
+    layout: str  # A short description of the layout, such as `optimus 2x2`
+    devices: int  # the number of processes, each of which has one device
+    device: str  # the name of the device, such as `cpu`
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The result of a save.
+    """The result of a save."""
 
-    Attributes:
-        step: The step of the checkpoint.
-        path: The folder of the checkpoint.
-        n_bytes: The bytes of all its files.
-        seconds: The time from its start to its end.
-        stalled_s: The seconds for which training waited for it and for the save before it.
-        waited_s: The part of `stalled_s` for which training waited for the save before it.
-        failure: Why there is no checkpoint; empty if it is complete.
-        removed: Checkpoints that were removed to make room on a full disk.
-        not_copied: Why it is not at `train.checkpoint_to`; empty if it is, or if there is no such
-            place.
-    """
-
-    step: int
-    path: str
-    n_bytes: int
-    seconds: float
-    stalled_s: float
-    waited_s: float
-    failure: str = ""
-    removed: tuple[str, ...] = ()
+    step: int  # the step of the checkpoint
+    path: str  # the folder of the checkpoint
+    n_bytes: int  # the bytes of all its files
+    seconds: float  # the time from its start to its end
+    stalled_s: float  # the seconds for which training waited for it and for the save before it
+    waited_s: float  # the part of `stalled_s` for which training waited for the save before it
+    failure: str = ""  # why there is no checkpoint; empty if it is complete
+    removed: tuple[str, ...] = ()  # checkpoints that were removed to make room on a full disk
+    # Why it is not at `train.checkpoint_to`; empty if it is, or if there is no such place
     not_copied: str = ""
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run has ended.
+    """How a run has ended."""
 
-    Attributes:
-        how: `done` with all steps, `stopped` before the last one with its work saved, or `failed`.
-        step: The last step that is done.
-        saved: The step of the last checkpoint; None if the run has failed.
-        why: The error of a run that has failed.
-    """
-
+    # `done` with all steps, `stopped` before the last one with its work saved, or `failed`
     how: Literal["done", "stopped", "failed"]
-    step: int
-    saved: int | None = None
-    why: str = ""
+    step: int  # the last step that is done
+    saved: int | None = None  # the step of the last checkpoint; None if the run has failed
+    why: str = ""  # the error of a run that has failed
 
 
 class Callback:
@@ -161,11 +134,7 @@ class Callbacks:
         self.own, self.others = [*own], [*others]
 
     def tell(self, event: Callable[[Callback], None]) -> None:
-        """Tells all callbacks of an event.
-
-        Args:
-            event: Calls the method of a callback.
-        """
+        """Tells all callbacks of an event, which calls the method of a callback."""
         for callback in self.own:
             event(callback)
         for callback in [*self.others]:
@@ -173,7 +142,7 @@ class Callbacks:
                 event(callback)
             except Exception as error:
                 self.others.remove(callback)
-                self._note(callback_failure(callback, error))
+                self._note(callback, error)
 
     def close(self) -> None:
         """Closes all callbacks, whatever one of them raises.
@@ -189,25 +158,20 @@ class Callbacks:
                 if callback in self.own:
                     raised.append(error)
                 else:
-                    self._note(callback_failure(callback, error))
+                    self._note(callback, error)
         self.own, self.others = [], []
         if raised:
             raise raised[0]
 
-    def _note(self, text: str) -> None:
+    def _note(self, failed: Callback, error: Exception) -> None:
+        """Says what a callback has raised."""
+        last, said = traceback.extract_tb(error.__traceback__)[-1], str(error).strip().splitlines()
+        what = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+        text = (
+            f"the callback {failed.name} has failed ({what}, in {Path(last.filename).name}, line "
+            f"{last.lineno}); it gets no more events, and the run goes on"
+        )
         for callback in self.own:
             callback.on_note(text)
         if not self.own:
             print(f"gridformer: {text}", file=sys.stderr, flush=True)
-
-
-def callback_failure(callback: Callback, error: Exception) -> str:
-    """Returns a sentence about what a callback has raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1]
-    said = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
-    return (
-        f"the callback {callback.name} has failed ({text}, in {Path(last.filename).name}, line "
-        f"{last.lineno}); it gets no more events, and the run goes on"
-    )

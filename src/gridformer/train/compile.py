@@ -1,15 +1,8 @@
 """torch.compile, block by block: checking what it needs on this machine, and applying it.
 
-Transformer blocks and the loss are compiled in place, so that names of modules and parameters, and
-therefore checkpoints, stay the same. All blocks run the same code on the same shapes: one
-compilation serves all of them, and its cost does not grow with the model's depth. The head is one
-product, with which nothing could be fused; it stays as it is and reads a copy of the table
-(gridformer.models.blocks.cast), which compiled code does not.
-
-Modules that communicate run uncompiled, between compiled regions: torch.compile cannot trace
-messages that are started early and waited for late, and it would gain nothing, since these modules
-consist of matrix products and messages. The regions between them are what a GPU runs as many small
-kernels: norms and residuals, activations, and attention with its reshaping.
+Blocks and the loss are compiled in place, so that names of parameters, and therefore checkpoints,
+stay the same; one compilation serves all blocks. Modules that communicate run uncompiled between
+compiled regions: torch.compile cannot trace messages that are started early and waited for late.
 """
 
 from __future__ import annotations
@@ -45,27 +38,18 @@ from gridformer.parallel.sharding import info_of
 from gridformer.parallel.tensor.branched import Elsewhere
 
 _in_parts = scores.attention_in_parts
-_OFF = "use train.compile=false"
 _left_out: set[type[nn.Module]] = set()  # whose forward passes are excluded
 
 
 def compile_model(model: Model, backend: str = "inductor") -> None:
     """Compiles a model's blocks and loss in place, each when it is first called.
 
-    Shapes are treated as static, as they are in training. Another micro-batch size or sequence
-    length recompiles, and so does evaluation, which saves nothing for a backward pass.
-
-    Dropout masks depend on the seed, the step, the micro-batch and the layer, which compiled code
-    would treat as constants if they were Python numbers. It reads them from a tensor of each site,
-    its counter, which is looked up before a block runs. The masks themselves are computed by
-    operators that the compiler does not trace, so they are bit-identical to those of uncompiled
-    code.
-
-    Hooks of a block, with which FSDP gathers its parameters, also run outside of compiled code. In
-    bfloat16 and float16 FSDP gathers cast copies, which compiled code cannot read, so the products
-    of its blocks stay outside as well.
-
-    Where the common layers of D&SP-cSub are on another rank, nothing is compiled.
+    Shapes are treated as static; another micro-batch size or sequence length recompiles, and so
+    does evaluation, which saves nothing for a backward pass. Dropout reads what its masks depend on
+    from a tensor, its counter, because compiled code would treat numbers as constants. In bfloat16
+    and float16 FSDP gathers cast copies, which compiled code cannot read, so the products of its
+    blocks stay outside. Where the common layers of D&SP-cSub are on another rank, nothing is
+    compiled.
 
     Args:
         model: This rank's model on any layout.
@@ -108,14 +92,39 @@ def compile_problems(run: RunConfig) -> list[str]:
 
 def toolchain_problems(device_type: str) -> list[str]:
     """Returns a problem for each tool that torch.compile needs on `cpu` or `cuda` and lacks."""
-    return (_problems_on_cuda() if device_type == "cuda" else _problems_on_cpu()) + _no_headers()
+    problems = []
+    if device_type == "cpu":  # torch.compile generates C++ and builds it with $CXX
+        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+        if shutil.which(compiler) is None:
+            problems.append(
+                f"a C++ compiler on the CPU, and {compiler} was not found: install one (Debian, "
+                "Ubuntu: apt install g++), set CXX to one"
+            )
+    else:
+        if find_spec("triton") is None:
+            problems.append(
+                "the package triton on a GPU, and it is not installed: pip install triton (CUDA "
+                "builds of torch for Linux include it)"
+            )
+        named = os.environ.get("CC")  # Triton builds its launchers with it
+        if not any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"])):
+            problems.append(
+                f"a C compiler for Triton, and {named or 'gcc or clang'} was not found: install "
+                "one (Debian, Ubuntu: apt install gcc), set CC to one"
+            )
+    # Compiled code is loaded as Python modules. This is where torch and Triton look for headers.
+    scheme = "nt" if os.name == "nt" else "posix_prefix"
+    if not (Path(sysconfig.get_path("include", scheme)) / "Python.h").exists():
+        problems.append(
+            "Python's C headers, and Python.h is missing: install them (Debian, Ubuntu: apt "
+            "install python3-dev)"
+        )
+    off = "or use train.compile=false"
+    return [f"train.compile=true needs {problem}, {off}" for problem in problems]
 
 
 def _stamped(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a forward pass that first takes the counters of its dropout masks.
-
-    It does so whenever it is called, so that recomputation takes those of its own micro-batch.
-    """
+    """Returns a forward pass, also recomputed, that first takes the counters of its dropout."""
     sites = [
         module for module in part.modules() if isinstance(module, DropoutSite) and module.p > 0.0
     ]
@@ -170,42 +179,3 @@ def _takes_cuda(run: RunConfig) -> bool:
     if run.train.device != "auto":
         return run.train.device == "cuda"
     return bool(gpus_here(rank_env(), run.layout.n_processes))
-
-
-def _problems_on_cpu() -> list[str]:
-    """Looks for a C++ compiler: for CPUs torch.compile generates C++ and builds it with $CXX."""
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(compiler) is not None:
-        return []
-    return [
-        f"train.compile=true needs a C++ compiler on the CPU, and {compiler} was not found: "
-        f"install one (Debian, Ubuntu: apt install g++), set CXX to one, or {_OFF}"
-    ]
-
-
-def _problems_on_cuda() -> list[str]:
-    """Looks for Triton and a C compiler: Triton builds its launchers with $CC, gcc or clang."""
-    problems = []
-    if find_spec("triton") is None:
-        problems.append(
-            "train.compile=true needs the package triton on a GPU, and it is not installed: pip "
-            f"install triton (CUDA builds of torch for Linux include it), or {_OFF}"
-        )
-    named = os.environ.get("CC")
-    if not any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"])):
-        problems.append(
-            f"train.compile=true needs a C compiler for Triton, and {named or 'gcc or clang'} was "
-            f"not found: install one (Debian, Ubuntu: apt install gcc), set CC to one, or {_OFF}"
-        )
-    return problems
-
-
-def _no_headers() -> list[str]:
-    """Looks for Python's C headers: compiled code is loaded as Python modules."""
-    scheme = "nt" if os.name == "nt" else "posix_prefix"  # where torch and Triton look for them
-    if (Path(sysconfig.get_path("include", scheme)) / "Python.h").exists():
-        return []
-    return [
-        "train.compile=true needs Python's C headers, and Python.h is missing: install them "
-        f"(Debian, Ubuntu: apt install python3-dev), or {_OFF}"
-    ]

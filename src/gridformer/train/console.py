@@ -24,9 +24,7 @@ from gridformer.train.metrics import spelled, token_perplexity
 from gridformer.utils.units import GIB, format_bytes, format_count, three_digits
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from gridformer.config import LayoutConfig, RunConfig
+    from gridformer.config import RunConfig
     from gridformer.data import Batches
     from gridformer.mesh.process_group import World
     from gridformer.train.plan import Plan
@@ -47,14 +45,7 @@ class _RunConsole(Console):
 
 
 class Reporter(Callback):
-    """Prints a summary, a progress bar (lines every few seconds without a terminal), and the end.
-
-    Args:
-        plan: The run.
-        world: The processes of the run.
-        n_train_tokens: Tokens of training text.
-        batches: The training batches, then those of validation and test sets.
-    """
+    """Prints a summary, a progress bar (without a terminal, lines now and then), and the end."""
 
     def __init__(self, plan: Plan, world: World, n_train_tokens: int, *batches: Batches) -> None:
         self.plan = plan
@@ -64,9 +55,10 @@ class Reporter(Callback):
         run = plan.run
         self._print(f"{title_of(run)}, vocabulary {run.model.vocab_size:,}")
         self._print(f"  {world.why}; {run.train.dtype}")
+        lengths = f"{run.source_len} + {run.seq_len}" if run.source_len else str(run.seq_len)
         self._print(
             f"  {format_count(n_train_tokens)} tokens of text, {batches[0].n_samples:,} samples; "
-            f"batches of {run.train.global_batch} x {_lengths(run)} tokens"
+            f"batches of {run.train.global_batch} x {lengths} tokens"
         )
         for note in notes(run):
             self._print(f"  {note}")
@@ -89,7 +81,6 @@ class Reporter(Callback):
         self.progress.update(self._task, description=what)
 
     def on_state(self, state: State, step: int | None = None, loss: float | None = None) -> None:
-        """Shows what the run does between steps."""
         if state in ("evaluating", "saving"):
             self.say(state)
 
@@ -125,15 +116,12 @@ class Reporter(Callback):
             self._print(f"  step {step:>5}/{self.plan.run.train.steps}  {text}")
 
     def on_note(self, sentence: str) -> None:
-        """Prints what has happened."""
         self._print(f"  {sentence}")
 
     def on_diverged(self, step: int, why: str, back_to: int | None) -> None:
-        """Prints what became of a step that was not finite."""
         self._print(f"  {why}")
 
     def on_saved(self, saved: Saved) -> None:
-        """Prints that a checkpoint is complete, or why there is none."""
         waited = f"training waited for {three_digits(saved.stalled_s)} s"
         if saved.waited_s > 0.5 * saved.stalled_s and saved.waited_s > 0.1:
             waited += ", mostly for the save before it"
@@ -173,7 +161,6 @@ class Reporter(Callback):
             )
 
     def close(self) -> None:
-        """Stops the progress bar."""
         self.progress.stop()
 
     def _print(self, text: str) -> None:
@@ -206,31 +193,6 @@ def beside_bar(parts: Sequence[str], width: int, n_steps: int) -> str:
     return "  ".join(shown)
 
 
-def overflow_note(step: int, scale: float) -> str:
-    """Returns the message that gradients overflowed float16, with the new loss scale."""
-    return (
-        f"step {step}: gradients overflowed float16; nothing was updated, and the loss is now "
-        f"scaled by {scale:g}"
-    )
-
-
-def trace_note(path: Path, idle: float | None, layout: LayoutConfig) -> str:
-    """Returns a sentence on the timeline of a step: its file, and how long pipeline ranks waited.
-
-    Args:
-        path: The file of the timeline.
-        idle: How long ranks waited, as a fraction of the time that they computed; None if it is
-            unknown.
-        layout: The layout of the run.
-    """
-    text = f"timeline of this step: {path} (open it in ui.perfetto.dev)"
-    if layout.pp > 1 and idle is not None:
-        ideal = (layout.pp - 1) / (layout.stages_per_rank * layout.micro_batches)
-        text += f"; ranks waited for {idle:.0%} of the time that they computed "
-        text += f"({ideal:.0%} with equal stages)"
-    return text
-
-
 def title_of(run: RunConfig) -> str:
     """Returns a title such as `demo: demo-4m (3.87M parameters) on optimus 2x2`."""
     model = run.model.family if run.model.name == "custom" else run.model.name
@@ -243,11 +205,6 @@ def set_losses(run: RunConfig, metrics: Mapping[str, Any]) -> str:
     losses = {one.name: metrics.get(f"val_loss_{one.name}") for one in run.data.validation_sets}
     losses |= {f"test {one.name}": metrics.get(f"test_loss_{one.name}") for one in run.data.test}
     return ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items() if name and loss)
-
-
-def _lengths(run: RunConfig) -> str:
-    """Returns `128`, or `128 + 114` if samples have a source."""
-    return f"{run.source_len} + {run.seq_len}" if run.source_len else str(run.seq_len)
 
 
 def command_after(plan: Plan) -> str:

@@ -42,25 +42,15 @@ _Bad = list[tuple[int, int, str]]  # what is not finite: its kind, its position,
 
 @dataclass(frozen=True)
 class Decision:
-    """How a run goes on after a step that was not finite.
+    """How a run goes on after a step that was not finite."""
 
-    Attributes:
-        back_to: The step of the checkpoint to go back to, and its folder; None leaves the step out.
-        told: A sentence about it.
-    """
-
+    # The step of the checkpoint to go back to, and its folder; None leaves the step out
     back_to: tuple[int, Path] | None
-    told: str
+    told: str  # A sentence about it
 
 
 class Recovery:
     """Decides how a run goes on, and counts what it has decided.
-
-    Args:
-        train: The training config.
-        run_dir: The run directory.
-        axes: The axes of the mesh.
-        data_start: The step at which the order of samples began, before which it cannot go back.
 
     Attributes:
         done: The decisions so far.
@@ -68,7 +58,7 @@ class Recovery:
 
     def __init__(self, train: TrainConfig, run_dir: Path, axes: Axes, data_start: int = 0) -> None:
         self.train, self.run_dir, self.axes = train, run_dir, axes
-        self.data_start = data_start
+        self.data_start = data_start  # where the order of samples began; it cannot go back further
         self.done = Divergences()
 
     @property
@@ -85,10 +75,6 @@ class Recovery:
 
     def decide(self, error: DivergedError, diagnosis: Diagnosis) -> Decision:
         """Returns how the run goes on. All ranks call it together.
-
-        Args:
-            error: The error that the step has raised.
-            diagnosis: Why it was not finite.
 
         Raises:
             DivergedError: The run ends.
@@ -144,17 +130,11 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of a diagnosis.
+    """The result of a diagnosis."""
 
-    Attributes:
-        cause: What is not finite and where, as a part of a sentence.
-        advice: What to do, as a sentence without its period.
-        tokens: How many tokens the step read.
-    """
-
-    cause: str
-    advice: str
-    tokens: int
+    cause: str  # what is not finite and where, as a part of a sentence
+    advice: str  # what to do, as a sentence without its period
+    tokens: int  # how many tokens the step read
 
 
 def diagnose(stepper: Stepper, step: int, read: ReadRows) -> Diagnosis:
@@ -162,11 +142,6 @@ def diagnose(stepper: Stepper, step: int, read: ReadRows) -> Diagnosis:
 
     All ranks look at their own parts, and agree on the first cause in this order: data, weights,
     outputs of layers, the loss, gradients, and moments.
-
-    Args:
-        stepper: The stepper, whose step was not finite.
-        step: The number of the step, counted from 0.
-        read: Reads the rows of the step's batch anew.
     """
     bad: _Bad = []
     model, train, axes = stepper.model, stepper.train, stepper.axes

@@ -71,34 +71,19 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """One set that an evaluation reads.
+    """One set that an evaluation reads."""
 
-    Attributes:
-        name: Its name in metrics, `val_loss_NAME`; empty for the only set of a run.
-        batches: Its global batches.
-        numbers: Which of them an evaluation reads.
-        scorer: Scores its samples, if they have right answers; then the batches hold each sample
-            once.
-        kind: The prefix of its metrics. A `test` set is read after the last step only.
-    """
-
-    name: str
-    batches: Batches
-    numbers: range
+    name: str  # its name in metrics, `val_loss_NAME`; empty for the only set of a run
+    batches: Batches  # its global batches
+    numbers: range  # which of them an evaluation reads
+    # Scores its samples, if they have right answers; then the batches hold each sample once
     scorer: Scorer | None = None
+    # The prefix of its metrics. A `test` set is read after the last step only.
     kind: Literal["val", "test"] = "val"
 
 
 class Evaluator:
-    """Evaluates a model during training. All ranks call it together and get the same numbers.
-
-    Args:
-        stepper: Holds the model.
-        sets: The validation sets.
-        device: Where the batches are needed.
-        measures: What else is measured.
-        check_copies: Whether to check first that all ranks hold equal copies of parameters.
-    """
+    """Evaluates a model during training. All ranks call it together and get the same numbers."""
 
     def __init__(
         self,
@@ -116,10 +101,7 @@ class Evaluator:
 
         The loss of several validation sets is the mean of their losses.
 
-        Args:
-            step: How many steps the model has been trained.
-            stopping: Decides whether the run stops inside the evaluation.
-            last: Whether the run is done, so that test sets are read, too.
+        Test sets are read only if it is the last evaluation of the run.
 
         Raises:
             StepDropped: The run stops inside the evaluation.

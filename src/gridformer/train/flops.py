@@ -1,12 +1,9 @@
 """How many floating-point operations a step takes, and how well they utilize the devices.
 
-Only matrix products count, 2mnk for each, and the backward pass has two for each of the forward
-pass. Attention counts all pairs of positions, even those that a causal mask, a window or a border
-of documents hides, and padding counts like text, as is usual for MFU (Narayanan et al. 2021;
-Chowdhery et al. 2022, appendix B).
-
-Model operations are those of one device without recomputation, so they are the same on every
-layout. Hardware operations add what `train.recompute` computes again (Korthikanti et al. 2022).
+Only matrix products count, 2mnk each and twice that in the backward pass; attention counts all
+pairs of positions, and padding counts like text, as is usual for MFU (Narayanan et al. 2021;
+Chowdhery et al. 2022, appendix B). Model operations are those of one device without recomputation;
+hardware operations add what `train.recompute` computes again (Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -23,15 +20,10 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Floating-point operations of one optimizer step on all devices together.
+    """Floating-point operations of one optimizer step on all devices together."""
 
-    Attributes:
-        model: The operations of the model itself.
-        hardware: `model`, and what is recomputed.
-    """
-
-    model: int
-    hardware: int
+    model: int  # the operations of the model itself
+    hardware: int  # `model`, and what is recomputed
 
     @staticmethod
     def of(run: RunConfig, stops_early: bool = True, layers_only: bool = False) -> StepFlops:
@@ -121,17 +113,11 @@ def _heads(model: ModelConfig, s: int) -> int:
 
 @dataclass(frozen=True)
 class Utilization:
-    """Turns the time of a step into the speed and utilization of each device.
+    """Turns the time of a step into the speed and utilization of each device."""
 
-    Attributes:
-        flops: The operations of a step.
-        n_devices: The number of devices, which is that of processes.
-        peak: The peak of one device in TFLOP/s; 0 if it is unknown.
-    """
-
-    flops: StepFlops
-    n_devices: int
-    peak: float
+    flops: StepFlops  # the operations of a step
+    n_devices: int  # the number of devices, which is that of processes
+    peak: float  # the peak of one device in TFLOP/s; 0 if it is unknown
 
     @staticmethod
     def of(run: RunConfig, device: torch.device, stops_early: bool) -> Utilization:

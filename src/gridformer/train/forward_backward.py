@@ -95,15 +95,13 @@ class Passes(ABC):
 
     `train` and `evaluate` return this process's sum of each loss in float64, which is 0 if other
     processes compute the loss.
-
-    Attributes:
-        on_action: Called with each pass and each message between stages, and their times.
-        stops_before: Called in training with the number of each micro-batch but the first; True
-            means that this micro-batch and all later ones are left out, on all ranks.
     """
 
     model: Model
+    # Called with each pass and each message between stages, and their times
     on_action: OnAction | None
+    # Called in training with the number of each micro-batch but the first; True means that this
+    # micro-batch and all later ones are left out, on all ranks
     stops_before: StopsBefore | None
 
     @abstractmethod

@@ -27,16 +27,10 @@ _DEFAULT_MAX_AGE_S = 600.0
 
 
 class Heartbeat(Callback):
-    """Writes `heartbeat.json`. Rank 0 only.
+    """Writes `heartbeat.json`: a change of state at once, a further step at most once a second.
 
-    A change of state is written at once, a further step at most once a second. The file appears
-    whole, because it is written under another name first. The run goes on if the file cannot be
-    written, for example because the disk is full: `gridformer health` then finds it too old.
-
-    Args:
-        run_dir: The run directory.
-        max_age_s: The age in seconds from which `gridformer health` takes the run for dead.
-        clock: Returns the time in seconds since 1970.
+    The run goes on if the file cannot be written, for example because the disk is full: `gridformer
+    health` then finds it too old.
     """
 
     def __init__(
@@ -55,19 +49,7 @@ class Heartbeat(Callback):
         }
         self._written = -math.inf
 
-    @property
-    def state(self) -> str:
-        """The state that was reported last."""
-        return str(self._told["state"])
-
     def on_state(self, state: State, step: int | None = None, loss: float | None = None) -> None:
-        """Says what the run does now.
-
-        Args:
-            state: What it does, or how it ended.
-            step: The last step that is done; None if it is the same as before.
-            loss: The loss of that step; None if it is the same as before.
-        """
         now, changed = self._clock(), state != self._told["state"]
         self._told |= {"state": state, "time": now}
         if step is not None:
@@ -76,14 +58,11 @@ class Heartbeat(Callback):
             self._told["loss"] = loss if math.isfinite(loss) else None  # JSON has no NaN
         if changed or now - self._written >= _EVERY_S:
             self._written = now
+            unfinished = self.path.with_name(f".{HEARTBEAT}.unfinished")
             with suppress(OSError):
-                self._write()
-
-    def _write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_name(f".{HEARTBEAT}.unfinished")
-        unfinished.write_text(json.dumps(self._told) + "\n", encoding="utf-8")
-        os.replace(unfinished, self.path)
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                unfinished.write_text(json.dumps(self._told) + "\n", encoding="utf-8")
+                os.replace(unfinished, self.path)
 
 
 class Health(NamedTuple):
@@ -135,5 +114,5 @@ def _is_gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):
-        return False
+        pass
     return False

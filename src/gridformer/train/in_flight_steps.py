@@ -21,25 +21,16 @@ from gridformer.utils.tensors import DeviceEvent
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one step, which is the same on every rank.
+    """The result of one step, which is the same on every rank."""
 
-    Attributes:
-        loss: The sum of `losses`, which is minimized.
-        losses: Each loss as a mean over its targets in the global batch.
-        grad_norm: The norm of all gradients before clipping; infinite or NaN if `skipped`.
-        lr: The learning rate.
-        tokens: How many tokens of the global batch were read.
-        flagged: Whether a rank raised its flag before this step, because it was told to stop.
-        skipped: Whether float16 gradients overflowed, so that nothing was updated.
-    """
-
-    loss: float
-    losses: dict[str, float]
-    grad_norm: float
+    loss: float  # the sum of `losses`, which is minimized
+    losses: dict[str, float]  # each loss as a mean over its targets in the global batch
+    grad_norm: float  # the norm of all gradients before clipping; infinite or NaN if `skipped`
     lr: float
-    tokens: int
+    tokens: int  # how many tokens of the global batch were read
+    # Whether a rank raised its flag before this step, because it was told to stop
     flagged: bool = False
-    skipped: bool = False
+    skipped: bool = False  # whether float16 gradients overflowed, so that nothing was updated
 
 
 @dataclass(frozen=True)

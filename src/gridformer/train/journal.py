@@ -16,7 +16,7 @@ from gridformer.data.side_texts import write_label_names
 from gridformer.data.tokenizer import SETTINGS
 from gridformer.parallel.registry import describe_layout
 from gridformer.train.callbacks import Callback, Callbacks, RunEnd, RunStart, Saved, State
-from gridformer.train.console import Reporter, overflow_note, title_of, trace_note
+from gridformer.train.console import Reporter, title_of
 from gridformer.train.heartbeat import Heartbeat
 from gridformer.train.loggers import open_loggers
 from gridformer.train.metrics import Events, MetricsFile, plot_loss
@@ -32,11 +32,6 @@ class Journal:
     """Tells callbacks what a run does. Every rank has a journal, but only that of rank 0 tells it.
 
     When it is created it tells that the run is starting; everything else it tells after `begin`.
-
-    Args:
-        plan: The checked run.
-        world: The processes of the run.
-        callbacks: The callbacks of the user.
     """
 
     def __init__(self, plan: Plan, world: World, callbacks: Sequence[Callback] = ()) -> None:
@@ -51,13 +46,7 @@ class Journal:
             self.state("starting", plan.resume_step)
 
     def begin(self, plan: Plan, n_train_tokens: int, *batches: Batches) -> None:
-        """Writes config and tokenizer to the run directory, opens its logs, and says what runs.
-
-        Args:
-            plan: The run, with the checkpoint that it resumes from.
-            n_train_tokens: Tokens of training text.
-            batches: The training batches, then those of validation and test sets.
-        """
+        """Writes config and tokenizer to the run directory, opens its logs, and says what runs."""
         if self.world.rank:
             return
         self._prepare_folder(plan)
@@ -92,7 +81,7 @@ class Journal:
             weights.keep_files(plan.start, self.out)
 
     def state(self, state: State, step: int | None = None, loss: float | None = None) -> None:
-        """Tells what the run does now, or how it ended; see `Callback.on_state`."""
+        """Tells what the run does now, or how it ended."""
         self.told.tell(lambda callback: callback.on_state(state, step, loss))
 
     def say(self, what: str) -> None:
@@ -112,11 +101,23 @@ class Journal:
 
     def skipped(self, step: int, scale: float) -> None:
         """Tells that the gradients of a step overflowed float16, and the new loss scale."""
-        self.note(overflow_note(step, scale))
+        self.note(
+            f"step {step}: gradients overflowed float16; nothing was updated, and the loss is now "
+            f"scaled by {scale:g}"
+        )
 
     def traced(self, path: Path, idle: float | None) -> None:
-        """Tells where the timeline of a step was written, and how long pipeline ranks waited."""
-        self.note(trace_note(path, idle, self.run.layout))
+        """Tells where the timeline of a step was written, and how long pipeline ranks waited.
+
+        `idle` is a fraction of the time that they computed; None if it is not known.
+        """
+        text = f"timeline of this step: {path} (open it in ui.perfetto.dev)"
+        layout = self.run.layout
+        if layout.pp > 1 and idle is not None:
+            ideal = (layout.pp - 1) / (layout.stages_per_rank * layout.micro_batches)
+            text += f"; ranks waited for {idle:.0%} of the time that they computed "
+            text += f"({ideal:.0%} with equal stages)"
+        self.note(text)
 
     def note(self, sentence: str) -> None:
         """Tells a sentence that a reader of the terminal wants to know."""
@@ -139,17 +140,11 @@ class Journal:
         self.told.tell(lambda callback: callback.on_saved(saved))
 
     def diverged(self, step: int, why: str, back_to: int | None) -> None:
-        """Tells what becomes of a step that was not finite; see `Callback.on_diverged`."""
+        """Tells what becomes of a step that was not finite."""
         self.told.tell(lambda callback: callback.on_diverged(step, why, back_to))
 
     def end(self, step: int, saved: int, done: bool) -> None:
-        """Plots the losses and says how the run has ended.
-
-        Args:
-            step: The last step that is done.
-            saved: The step of the last checkpoint.
-            done: Whether the run is done, its last evaluation included.
-        """
+        """Plots the losses and says how the run has ended."""
         if self.world.rank == 0:
             plot_loss(self.out, title_of(self.run), self.run)
         end = RunEnd("done" if done else "stopped", step, saved)

@@ -68,10 +68,6 @@ class BatchLoader:
     def read(self, step: int, rows: Rows) -> Batch:
         """Returns the batch of a step on the device and waits until it has been made.
 
-        Args:
-            step: The step, which must be the next one of `steps`.
-            rows: The loader's `rows`.
-
         Raises:
             Exception: The error that was raised while the batch was made, with the traceback of the
                 thread.
@@ -143,15 +139,11 @@ class InPlace:
 
 @dataclass
 class PinnedBuffer:
-    """Pinned memory for one batch, from which a GPU copies without the CPU.
+    """Pinned memory for one batch, from which a GPU copies without the CPU."""
 
-    Attributes:
-        batch: The tensors; empty until the first batch determines their shapes.
-        copied: Passes when the last copy from the buffer is done.
-    """
-
+    # The tensors; empty until the first batch determines their shapes
     batch: Batch = field(default_factory=dict)
-    copied: torch.cuda.Event | None = None
+    copied: torch.cuda.Event | None = None  # passes when the last copy from the buffer is done
 
     def fill(self, arrays: Arrays) -> None:
         """Copies arrays into the buffer once the GPU has read what was there before."""

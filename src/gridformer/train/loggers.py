@@ -51,11 +51,6 @@ def open_loggers(
 ) -> tuple[list[Callback], list[Callback]]:
     """Opens the loggers that `train.loggers` names.
 
-    Args:
-        run: The run.
-        run_dir: The run directory.
-        resume_step: The step of the checkpoint to resume from; 0 for a new run.
-
     Returns:
         The loggers whose errors end a run, because they write to the run directory only, and the
         others.

@@ -22,19 +22,12 @@ LARGEST_SCALE = 2.0**24
 
 @dataclass
 class LossScale:
-    """The loss scale of the next step.
+    """The loss scale of the next step."""
 
-    Attributes:
-        scale: The factor on the loss; always 1 unless `dynamic`.
-        good: Number of good steps since the scale last changed.
-        skipped: Number of skipped steps in the whole run.
-        dynamic: Whether the scale changes, which it does for float16.
-    """
-
-    scale: float = 1.0
-    good: int = 0
-    skipped: int = 0
-    dynamic: bool = False
+    scale: float = 1.0  # the factor on the loss; always 1 unless `dynamic`
+    good: int = 0  # number of good steps since the scale last changed
+    skipped: int = 0  # number of skipped steps in the whole run
+    dynamic: bool = False  # whether the scale changes, which it does for float16
 
     @staticmethod
     def of(dtype: str) -> LossScale:

@@ -31,10 +31,6 @@ class MetricsFile(Callback):
 
     A run that died after its last checkpoint leaves lines of later steps. Resuming removes them,
     because those steps run again, with the same result.
-
-    Args:
-        run_dir: The run directory.
-        resume_step: The step of the checkpoint to resume from; 0 for a new run.
     """
 
     def __init__(self, run_dir: Path, resume_step: int) -> None:

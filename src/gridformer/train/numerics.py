@@ -17,9 +17,6 @@ def set_numerics(train: TrainConfig) -> None:
     Products of bfloat16 and float16 accumulate in float32 and never in less, whatever torch's
     defaults are. `train.tf32` decides about TF32, and `train.deterministic` about kernels that add
     in an order that differs from run to run.
-
-    Args:
-        train: The training config.
     """
     if train.deterministic:
         os.environ.setdefault(_WORKSPACE, ":4096:8")

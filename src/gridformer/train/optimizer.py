@@ -1,18 +1,13 @@
 """The optimizer, which clips, updates and offloads parameters in units, and the learning rate.
 
 A unit is the matrices of one layer; the last unit is everything else: embeddings, heads, vectors.
-After the backward pass, units are updated one after the other. With `update: in_backward` a layer
-is updated as soon as its gradients are complete and summed over replicas. Its gradients are then
-freed, so that the memory for the gradients of one layer (of two while sums over replicas are in
-flight) serves all layers.
+With `update: in_backward` a layer is updated as soon as its gradients are complete and summed over
+replicas. Its gradients are then freed, so that the memory for the gradients of one layer (of two
+while sums over replicas are in flight) serves all layers, if there is a single micro-batch.
 
 Clipping: `global` uses the norm of all gradients, which is known only after the last of them, so it
 excludes `in_backward`. `layer` clips each unit by its own norm. Both give the same result on every
 layout, and `layer` gives the same result with every `update`.
-
-Gradients of several micro-batches accumulate, so the gradients of all layers exist until the last
-micro-batch's backward pass, which then frees them one by one. Only a single micro-batch saves
-memory.
 
 `offload: optimizer` keeps the moments in host memory and copies those of a unit to the device while
 it is updated. The arithmetic is the same as without offloading.
@@ -52,18 +47,12 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class UpdateUnit:
-    """Parameters of this rank that are updated together.
+    """Parameters of this rank that are updated together."""
 
-    Attributes:
-        parameters: The parameters.
-        updated: The tensors that the optimizer updates: the parameters, or this rank's ZeRO shards
-            of them.
-        optimizer: The AdamW of `updated`.
-    """
-
-    parameters: list[nn.Parameter]
+    parameters: list[nn.Parameter]  # the parameters
+    # The tensors that the optimizer updates: the parameters, or this rank's ZeRO shards of them
     updated: list[nn.Parameter]
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.AdamW  # the AdamW of `updated`
 
     @staticmethod
     def of(parameters: list[nn.Parameter], train: TrainConfig) -> UpdateUnit:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from gridformer.checkpoint.fallback import Damaged
+from gridformer.checkpoint.manifest import Manifest
+from gridformer.checkpoint.same_run import data_start_of
 from gridformer.checkpoint.weights import InitialWeights
 from gridformer.config import RunConfig
 from gridformer.data.run_data import Fingerprint
@@ -14,34 +17,35 @@ from gridformer.parallel.auto.decisions import Decisions
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that can start: its config is checked and every `auto` is decided.
-
-    Attributes:
-        run: The checked config.
-        out: The run directory.
-        resume: The checkpoint to resume from, or None.
-        resume_step: The step of that checkpoint, or 0.
-        decisions: The choice for each `auto`.
-        start: The weights with which a new run begins; None if they are random, and for a run that
-            resumes.
-        data_start: The step at which the order of samples began, see `data.restart`.
-        data: The fingerprint of the data; None leaves it out of checkpoints.
-        older: Checkpoints to try if `resume` is damaged, newest first; see `train.fallback`.
-        damaged: Checkpoints after `resume` that were found damaged.
-        unevaluated: Whether the run was stopped after its last step, before the evaluation there.
-    """
+    """A run that can start: its config is checked and every `auto` is decided."""
 
     run: RunConfig
     out: Path
-    resume: Path | None
-    resume_step: int
-    decisions: Decisions
+    resume: Path | None  # the checkpoint to resume from, or None
+    resume_step: int  # the step of that checkpoint, or 0
+    decisions: Decisions  # the choice for each `auto`
+    # The weights with which a new run begins; None if they are random, and for a run that resumes
     start: InitialWeights | None = None
-    data_start: int = 0
+    data_start: int = 0  # the step at which the order of samples began, see `data.restart`
+    # The fingerprint of the data; None leaves it out of checkpoints
     data: Fingerprint | None = None
+    # Checkpoints to try if `resume` is damaged, newest first; see `train.fallback`
     older: tuple[Path, ...] = ()
-    damaged: tuple[Damaged, ...] = ()
+    damaged: tuple[Damaged, ...] = ()  # checkpoints after `resume` that were found damaged
+    # Whether the run was stopped after its last step, before the evaluation there
     unevaluated: bool = False
+
+    def resuming(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        older: tuple[Path, ...] = (),
+        damaged: tuple[Damaged, ...] = (),
+    ) -> Self:
+        """Returns the plan of the same run that goes on from a checkpoint."""
+        start = data_start_of(manifest, self.run, self.data)
+        plan = replace(self, resume=folder, resume_step=manifest.step, start=None, data_start=start)
+        return replace(plan, older=older, damaged=damaged)
 
     @property
     def n_processes(self) -> int:

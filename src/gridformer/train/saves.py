@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint.copies import copy_newest, replace_damaged
 from gridformer.checkpoint.fallback import Damaged, choose_together, set_aside
 from gridformer.checkpoint.manifest import Manifest
-from gridformer.checkpoint.same_run import check_copy, check_same_run, data_start_of
+from gridformer.checkpoint.same_run import check_copy, check_same_run
 from gridformer.checkpoint.save import renewing, until
 from gridformer.checkpoint.saver import Saver
 from gridformer.checkpoint.store import LocalStore
@@ -42,13 +41,8 @@ def intact_checkpoint(plan: Plan, axes: Axes) -> tuple[Plan, Manifest | None]:
         verified = chosen.manifest
         if chosen.folder != plan.resume:
             check_same_run(verified, plan.run, chosen.folder, plan.data)
-        plan = replace(
-            plan,
-            resume=chosen.folder,
-            resume_step=verified.step,
-            data_start=data_start_of(verified, plan.run, plan.data),
-            damaged=(*plan.damaged, *chosen.damaged),
-        )
+        all_damaged = (*plan.damaged, *chosen.damaged)
+        plan = plan.resuming(chosen.folder, verified, plan.older, all_damaged)
     if axes.world.index == 0:
         for damaged in plan.damaged:
             kept = set_aside(damaged.folder, "damaged")

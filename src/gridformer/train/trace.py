@@ -102,7 +102,7 @@ def merged_trace(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
             _meta("process_sort_index", rank, {"sort_index": rank}),
             _meta("thread_name", rank, {"name": "computes, and waits"}),
         ]
-        events += [_slice(rank, zero, Event(*event)) for event in part["events"]]
+        events += [_pass(rank, zero, Event(*event)) for event in part["events"]]
         for number, message in enumerate(part["messages"]):
             events += _traveling(rank, zero, f"{rank}.{number}", message)
     events.sort(key=lambda event: (event.get("ts", -1.0), -event.get("dur", 0.0)))
@@ -121,22 +121,13 @@ def _message(record: Record) -> dict[str, Any]:
     }
 
 
-def _slice(rank: int, zero: float, event: Event) -> dict[str, Any]:
+def _pass(rank: int, zero: float, event: Event) -> dict[str, Any]:
     name, args = event.kind, {}
-    start, end = event.span
     if event.stage >= 0:
         name = f"{event.kind} {event.micro}"
         args = {"stage": event.stage, "micro-batch": event.micro}
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": "pass" if event.kind in _PASSES else "other",
-        "pid": rank,
-        "tid": 0,
-        "ts": 1e6 * (start - zero),
-        "dur": 1e6 * (end - start),
-        "args": args,
-    }
+    kind = "pass" if event.kind in _PASSES else "other"
+    return _slice(rank, name, kind, zero, event.span, args)
 
 
 def _traveling(
@@ -150,21 +141,18 @@ def _traveling(
     axis, label = message["axis"], message["label"]
     name = f"{axis}: {message['op']}" + (f", {label}" if label else "")
     travels = {"name": name, "cat": f"comm {axis}", "pid": rank, "tid": 0, "id": number}
-    wait = {
-        "ph": "X",
-        "name": f"wait for {name}",
-        "cat": "wait",
-        "pid": rank,
-        "tid": 0,
-        "ts": 1e6 * (waited - zero),
-        "dur": 1e6 * (ended - waited),
-        "args": args,
-    }
     return [
         {"ph": "b", "ts": 1e6 * (began - zero), "args": args, **travels},
         {"ph": "e", "ts": 1e6 * (ended - zero), **travels},
-        wait,
+        _slice(rank, f"wait for {name}", "wait", zero, (waited, ended), args),
     ]
+
+
+def _slice(
+    rank: int, name: str, kind: str, zero: float, span: tuple[float, float], args: dict[str, Any]
+) -> dict[str, Any]:
+    event = {"ph": "X", "name": name, "cat": kind, "pid": rank, "tid": 0}
+    return {**event, "ts": 1e6 * (span[0] - zero), "dur": 1e6 * (span[1] - span[0]), "args": args}
 
 
 def _meta(name: str, rank: int, args: dict[str, Any]) -> dict[str, Any]:

@@ -53,14 +53,7 @@ _SAVED_PER_S = 200e6  # bytes that a rank is expected to write in a second befor
 
 
 class Trainer:
-    """Trains one run from its start, or from a checkpoint, to its last step.
-
-    Args:
-        plan: The checked run.
-        world: The processes of the run.
-        measures: What evaluations measure besides the losses.
-        callbacks: They are told what the run does, on the first rank.
-    """
+    """Trains one run from its start, or from a checkpoint, to its last step."""
 
     def __init__(
         self,
@@ -157,12 +150,12 @@ class Trainer:
                     saved = step
                 if not metrics:
                     continue
-                if not told and self._evaluates_after(step):
+                if not told and self._is_due(step, train.eval_every):
                     with suppress(StepDropped):  # the next stop point ends the run
                         metrics |= self._evaluate(step)
                 self.journal.metrics(metrics)
                 self.journal.state("training", metrics["step"], metrics.get("loss"))
-                if self._saves_after(step):
+                if self._is_due(step, train.save_every):
                     try:
                         self._save(step, step == train.steps)
                     except DivergedError as error:
@@ -211,11 +204,9 @@ class Trainer:
         started.peak = start_largest_peak(self.world.device, self.axes.world)
         self.in_flight.append(started)
 
-    def _evaluates_after(self, step: int) -> bool:
-        return step == self.run.train.steps or _due(step, self.run.train.eval_every)
-
-    def _saves_after(self, step: int) -> bool:
-        return step == self.run.train.steps or _due(step, self.run.train.save_every)
+    def _is_due(self, step: int, every: int) -> bool:
+        """Returns whether what is done after each `every` steps is done after this one."""
+        return step == self.run.train.steps or (every > 0 and step % every == 0)
 
     def _results(
         self, step: int, left: int | None = None
@@ -232,7 +223,8 @@ class Trainer:
             was told to stop.
         """
         if left is None:
-            due = self._evaluates_after(step) or self._saves_after(step)
+            train = self.run.train
+            due = any(self._is_due(step, every) for every in (train.eval_every, train.save_every))
             left = 0 if due else self.max_in_flight
         try:
             metrics, told = self._end_steps(left)
@@ -394,7 +386,3 @@ class Trainer:
 def _parts(name: str, losses: dict[str, float]) -> dict[str, float]:
     """Names the parts of a loss, such as `loss_tokens` and `loss_pair`, if there are several."""
     return {f"{name}_{part}": loss for part, loss in losses.items()} if len(losses) > 1 else {}
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

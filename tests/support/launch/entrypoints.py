@@ -95,17 +95,6 @@ def one_long_save(folder: Path, n: int) -> None:
     close_process_groups()
 
 
-def one_raises(folder: Path, n: int) -> None:
-    """One rank raises; of the others, one is in a collective and one notices nothing."""
-    init_process_groups("cpu", n, 600.0)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        raise ValueError("the root cause")
-    if dist.get_rank() == 2:
-        time.sleep(600)
-    dist.all_reduce(torch.ones(1))
-
-
 def one_is_killed(folder: Path, n: int) -> None:
     init_process_groups("cpu", n, 600.0)
     dist.barrier()
@@ -125,15 +114,3 @@ def config_error_of_one_that_stops(folder: Path, n: int) -> None:
     while os.environ["RANK"] == "1" and not stop.requested:
         time.sleep(0.01)
     config_error(folder, n)
-
-
-def fails_in_the_first_attempt(folder: Path, n: int) -> None:
-    """For torchrun --max-restarts: the second attempt must not find the first one's addresses."""
-    init_process_groups("cpu", n, 600.0)
-    dist.barrier()
-    if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(1))
-    world = dist.get_world_size()
-    note(folder, "attempt", f"{os.environ['TORCHELASTIC_RESTART_COUNT']} of {world} ranks")
-    close_process_groups()

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -19,7 +18,7 @@ from gridformer.config import (
     shipped_model,
 )
 from gridformer.launch import run as runner
-from gridformer.mesh.process_group import World, close_process_groups
+from gridformer.mesh.process_group import World
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.plan import Plan
 from tests.support.launch.entrypoints import note
@@ -27,22 +26,6 @@ from tests.support.launch.entrypoints import note
 
 def one_fails_in_training(folder: Path, n: int) -> None:
     """Fail in a training run. Leaving a group waits for peers in a collective, as NCCL does."""
-    _train(folder, n, runner.worker)
-
-
-def one_leaves_before_it_reports(folder: Path, n: int) -> None:
-    """Fail in the same run with an old fault: a worker always destroys its groups at the end."""
-
-    def worker(plan: Plan) -> None:
-        try:
-            runner.worker(plan)
-        finally:
-            close_process_groups()
-
-    _train(folder, n, worker)
-
-
-def _train(folder: Path, n: int, worker: Callable[[Plan], None]) -> None:
 
     class Failing:
         def __init__(self, plan: Plan, world: World, *others: object) -> None:
@@ -74,4 +57,4 @@ def _train(folder: Path, n: int, worker: Callable[[Plan], None]) -> None:
         patch.object(runner, "Trainer", Failing),
         patch.object(dist, "destroy_process_group", leave),
     ):
-        worker(Plan(run, folder, None, 0, decide_run(run)))
+        runner.worker(Plan(run, folder, None, 0, decide_run(run)))

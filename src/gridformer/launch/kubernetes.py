@@ -1,11 +1,8 @@
 """`gridformer launch kubernetes`: a manifest with a JobSet, one pod a node.
 
-A JobSet (jobset.x-k8s.io) restarts all pods together when one fails, which a run needs, and it is
-what Kubeflow's TrainJob creates, too. Exit code 75 and the eviction of a pod are restarts that do
-not count; others count to a limit. Its pods are those of an indexed Job of batch/v1.
-
-The run file travels in a ConfigMap with all overrides, so that the image needs nothing of the run.
-Data and run directory are on a volume that all pods share.
+A JobSet (jobset.x-k8s.io) restarts all pods together when one fails, which a run needs. Exit code
+75 and the eviction of a pod are restarts that do not count. The run file travels in a ConfigMap
+with all overrides; data and run directory are on a volume that all pods share.
 """
 
 from __future__ import annotations
@@ -16,8 +13,7 @@ from typing import Any
 
 import yaml
 
-from gridformer.launch.cluster_jobs.job import PORT, ClusterJob, one_word
-from gridformer.launch.cluster_jobs.scripts import PYTHON, comments
+from gridformer.launch.job_scripts import PORT, PYTHON, ClusterJob, comments, one_word
 from gridformer.utils.signals import REQUEUE
 
 # Values that are `$name` are filled in, and left out where there is none. The network policy lets
@@ -112,21 +108,13 @@ spec:
 
 @dataclass(frozen=True)
 class PodSettings:
-    """Where the pods of a run get their image and files from, and what they may use.
-
-    Attributes:
-        image: The container image.
-        claim: Name of a PersistentVolumeClaim that all pods can write (ReadWriteMany).
-        mount: Where it is mounted; relative paths of the run start there.
-        memory_gib: Memory of a pod in GiB; 0 says nothing.
-        max_restarts: How many failures are met by starting all pods again.
-    """
+    """Where the pods of a run get their image and files from, and what they may use."""
 
     image: str
-    claim: str
-    mount: str = "/workspace"
-    memory_gib: float = 0.0
-    max_restarts: int = 3
+    claim: str  # a PersistentVolumeClaim that all pods can write (ReadWriteMany)
+    mount: str = "/workspace"  # relative paths of the run start there
+    memory_gib: float = 0.0  # of a pod; 0 says nothing
+    max_restarts: int = 3  # how many failures are met by starting all pods again
 
 
 def manifest(job: ClusterJob, place: PodSettings) -> str:

@@ -1,11 +1,15 @@
-"""What the watch does over NCCL, where no process waits in a message, without GPUs."""
+"""The watch of a process: over NCCL, for a peer that failed, and where it finds a thread."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
 import sys
+import textwrap
 import threading
 import time
+import traceback
 import weakref
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -13,13 +17,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from gridformer.checkpoint.save import SaveOutcome
 from gridformer.checkpoint.saver import Saver
 from gridformer.comm import progress
 from gridformer.config import parse_run
 from gridformer.launch import watch
-from gridformer.launch.watch import HangWatch, StackLocation
+from gridformer.launch.hang_report import module_of, stack_of
+from gridformer.launch.watch import HangBoard, HangWatch, asks_s
 from gridformer.mesh import Axes, Axis
 
 TIMEOUT_S = 0.2
@@ -142,7 +149,7 @@ def test_a_watch_keeps_no_tensor_alive_and_ends_before_the_process(watched: Any)
     code than the run has chosen.
     """
     watched.timeout_s = 4.0  # it looks eight times in it
-    watched.where, watched._main = StackLocation(), threading.get_ident()
+    watched._main = threading.get_ident()
     watched.place = SimpleNamespace(store_file="store", size=4)
     watched._board = SimpleNamespace(is_claimed=lambda: False, failed=lambda: "")
     watched._ended = threading.Event()
@@ -154,3 +161,120 @@ def test_a_watch_keeps_no_tensor_alive_and_ends_before_the_process(watched: Any)
         watched.end()
     assert not all(kept)
     assert not watched._thread.is_alive()
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> HangBoard:
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    monkeypatch.setattr(watch, "store_of", lambda place: store)
+    monkeypatch.setattr(watch, "at_failure", [])
+    return HangBoard(SimpleNamespace(rank=3, size=8, store_file="", by="torchrun"))  # type: ignore[arg-type]
+
+
+def test_a_failure_is_told_in_the_store(board: HangBoard) -> None:
+    assert board.failed() == ""
+    board.tell_failed()
+    assert board.failed().startswith("rank 3 on ")
+    assert not board.is_claimed()
+
+
+def test_a_run_of_launch_needs_none(board: HangBoard) -> None:
+    """`launch` ends the other processes itself."""
+    assert watch.at_failure == [board.tell_failed]
+    HangBoard(SimpleNamespace(rank=0, size=2, store_file="store"))  # type: ignore[arg-type]
+    assert watch.at_failure == [board.tell_failed]
+
+
+def test_a_large_run_asks_less_often() -> None:
+    assert asks_s(8) == 2.0
+    assert asks_s(4096) > 10.0
+
+
+def test_a_watch_ends_its_process_for_a_failed_peer(
+    board: HangBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In less than 10 s, though the main thread is stuck."""
+    monkeypatch.setattr(watch, "_ASKS_S", 0.1)
+    monkeypatch.setattr(watch, "HangBoard", lambda place: board)
+    told: list[str] = []
+    monkeypatch.setattr(watch, "end_from_watch", lambda reason, text, **_: told.append(text))
+    place: Any = SimpleNamespace(rank=1, size=8, store_file="", by="torchrun")
+    watching = HangWatch(place, 600.0, None, True)
+    try:
+        time.sleep(0.3)
+        assert told == []
+        began = time.monotonic()
+        board.tell_failed()
+        while not told and time.monotonic() - began < 60:
+            time.sleep(0.05)
+    finally:
+        watching.end()
+    (who,) = told
+    assert who.startswith("rank 1 ends because rank 3 on ")
+
+
+def test_a_process_that_ends_for_a_peer_says_so(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        from gridformer.launch.worker_process import end_from_watch
+        text = "rank 1 ends because rank 3 on b has failed"
+        end_from_watch(text, text, caused_by_peer=True)
+    """)
+    error_file = tmp_path / "error.json"
+    environ = {**os.environ, "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(error_file)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environ, check=False
+    )
+    assert done.returncode == 1
+    assert "rank 1 ends because rank 3 on b has failed" in done.stdout + done.stderr
+    assert '"caused_by_peer": true' in error_file.read_text()
+
+
+PLACES: list[str] = []
+MODELS: list[nn.Module] = []
+
+
+class Sum(torch.autograd.Function):
+    """Notes where it runs, as a message would be noted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        PLACES.append(module_of(sys._getframe(), MODELS[0]))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        PLACES.append(module_of(sys._getframe(), MODELS[0]))
+        return grads[0]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.down = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(Sum.apply(self.norm(x)))
+        return found
+
+
+def test_the_module_of_a_message_is_named() -> None:
+    MODELS[:], PLACES[:] = [nn.Sequential(Layer(), Layer())], []
+    MODELS[0](torch.ones(2, 4)).sum().backward()
+    assert module_of(sys._getframe(), MODELS[0]) == ""
+    assert PLACES[:2] == ["0 (forward)", "1 (forward)"]
+    assert PLACES[2].startswith("the backward pass near 1.norm.")
+    assert PLACES[3].startswith("the backward pass near 0.norm.")
+
+
+def test_a_call_between_two_lines_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python then knows none, and the watch, which asks once a second, must not end of it."""
+    calls = [(sys._getframe(), None)]
+    monkeypatch.setattr(traceback, "walk_stack", lambda frame: calls)
+    (line,) = stack_of(sys._getframe())
+    assert line.endswith("line ?, in test_a_call_between_two_lines_has_no_number\n")
+
+
+def test_the_stack_ends_with_the_innermost_call() -> None:
+    call = stack_of(sys._getframe())[-1]
+    source = "    call = stack_of(sys._getframe())[-1]\n"
+    assert call.endswith("in test_the_stack_ends_with_the_innermost_call\n" + source)

@@ -1,1 +1,0 @@
-"""Scripts and manifests that start a run on many machines: `gridformer launch`."""
