@@ -35,7 +35,7 @@ def with_a_full_disk(folder: Path, n: int) -> None:
 def with_a_full_folder(folder: Path, n: int) -> None:
     """The same, where rank 1 cannot write its report, either."""
     if os.environ["RANK"] == "1":
-        patch.object(worker_process, "_write_whole", side_effect=OSError).start()
+        patch.object(worker_process, "write_whole", side_effect=OSError).start()
     with_a_full_disk(folder, n)
 
 
