@@ -347,8 +347,7 @@ def test_a_compiled_run_resumes_an_uncompiled_one(
         compile_model(model, "aot_eager")
 
     monkeypatch.setattr(trainer, "compile_model", compile_quickly)
-    monkeypatch.setattr(compiling, "_no_headers", list)
-    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(compiling, "compile_problems", lambda run: [])
     for out, on in (("plain", "false"), ("compiled", "true")):
         for steps, flag in ((2, "false"), (5, on)):
             words = [f"train.steps={steps}", f"train.compile={flag}", "train.device=cpu"]
@@ -370,9 +369,16 @@ def run_of(train: dict[str, Any], **layout: Any) -> RunConfig:
     return parse_run(raw)
 
 
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Python's headers, which this machine may lack."""
+    monkeypatch.setattr(compiling.sysconfig, "get_path", lambda *_: str(tmp_path))
+    (tmp_path / "Python.h").touch()
+    return tmp_path / "Python.h"
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, headers: Path) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(compiling, "_no_headers", list)
     monkeypatch.setattr(compiling, "find_spec", lambda name: None)
     for name in ("CXX", "CC"):
         monkeypatch.delenv(name, raising=False)
@@ -390,21 +396,19 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "my-cc was not found" in compile_problems(run_of({**ON, "device": "cuda"}))[1]
 
 
-def test_missing_headers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_headers_are_named(monkeypatch: pytest.MonkeyPatch, headers: Path) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: name)
-    monkeypatch.setattr(compiling.sysconfig, "get_path", lambda *_: str(tmp_path))
+    assert not compile_problems(run_of(ON))
+    headers.unlink()
     (problem,) = compile_problems(run_of(ON))
     assert "Python.h" in problem
-    (tmp_path / "Python.h").touch()
-    assert not compile_problems(run_of(ON))
 
 
 @pytest.mark.parametrize(("n_gpus", "sign"), [(0, "C++ compiler"), (1, "C++ compiler"), (2, "CC")])
 def test_auto_looks_at_the_device_that_will_be_taken(
-    monkeypatch: pytest.MonkeyPatch, n_gpus: int, sign: str
+    monkeypatch: pytest.MonkeyPatch, headers: Path, n_gpus: int, sign: str
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(compiling, "_no_headers", list)
     monkeypatch.setattr(compiling, "find_spec", partial(str))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: n_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
