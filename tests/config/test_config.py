@@ -119,16 +119,11 @@ def test_description_of_a_layout(changes: dict[str, Any], text: str) -> None:
     assert describe_layout(LayoutConfig(**changes)) == text
 
 
-def test_older_runs_keep_their_micro_batches() -> None:
-    """Micro-batches used to be in the section `train`; old run directories are still read."""
-    run = parse_run({**BASE, "train": {"global_batch": 8, "micro_batches": 4}})
-    assert run.layout.micro_batches == 4
-    assert parse_run({**BASE, "layout": {"dp": 2}}, ["train.micro_batches=2"]).layout.dp == 2
-
-
 def test_what_an_older_version_saved_is_read_with_the_new_names() -> None:
     saved = {"train": {"loss_tokens": 64, "steps": 3}, "data": {"path": "."}}
     assert with_new_names(saved)["train"] == {"loss_chunk_tokens": 64, "steps": 3}
+    older = with_new_names({"train": {"steps": 3, "micro_batches": 4}})
+    assert older == {"train": {"steps": 3}, "layout": {"micro_batches": 4}}
     assert saved["train"] == {"loss_tokens": 64, "steps": 3}, "the argument stays as it was"
 
 

@@ -83,6 +83,7 @@ REFUSED: list[tuple[str, ...]] = [
     ("data.sources.0=a: must be a section with keys of its own", "data.sources=[a]"),
     ("data.path: must be a path", "data.path=[a]"),
     ("use train.loss_chunk_tokens=64", "train.loss_tokens=64"),
+    ("use layout.micro_batches=2", "train.micro_batches=2"),
     # families
     ("t5 has this head only with token_head=false", T5, "model.n_labels=3"),
     (

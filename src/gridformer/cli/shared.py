@@ -188,6 +188,7 @@ def time_limit(seconds: float | None, instead: str) -> Iterator[None]:
         used = _processor_s()
         if max(now - began.get(pid, 0.0) for pid, now in used.items()) < seconds:
             return
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # this was the last look
         for pid in used.keys() - began.keys():  # processes that the block has started
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from gridformer.config.run import RunConfig
 from gridformer.utils.units import format_value
 
+# The words for types, of which the first that fits is taken.
+_WORDS = {
+    bool: "`true`, `false`",
+    int: "whole number",
+    float: "number",
+    Path: "path",
+    BaseModel: "section",
+    tuple | list: "list",
+    dict: "mapping",
+}
 _SECTIONS = ("model", "data", "layout", "train")
 _BEGIN = """# All keys of a run file
 
@@ -28,28 +36,19 @@ overrides the file. Where a model is shipped (`model: gpt2-124m`, or with change
 
 def reference() -> str:
     """Returns the page, in Markdown."""
-    parts = [_BEGIN, *_table({"name": RunConfig.model_fields["name"]}, "")]
+    lines = [_BEGIN, *_table({"name": RunConfig.model_fields["name"]}, "")]
     for section in _SECTIONS:
         kind = RunConfig.model_fields[section].annotation
         assert isinstance(kind, type)
         assert issubclass(kind, BaseModel)
-        parts += [f"\n## {section}\n", *_table(kind.model_fields, f"{section}.")]
-        parts += [line for one in _inner(kind) for line in _inner_section(section, *one)]
-    return "\n".join(parts) + "\n"
-
-
-def _inner_section(section: str, key: str, kind: type[BaseModel]) -> list[str]:
-    return [f"\n### {section}.{key}\n", *_table(kind.model_fields, "")]
-
-
-def _inner(kind: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yields the keys of a section whose values have keys of their own."""
-    seen = set()
-    for key, field in kind.model_fields.items():
-        for one in _kinds(field.annotation):
-            if isinstance(one, type) and issubclass(one, BaseModel) and one not in seen:
-                seen.add(one)
-                yield key, one
+        lines += [f"\n## {section}\n", *_table(kind.model_fields, f"{section}.")]
+        seen = set()
+        for key, field in kind.model_fields.items():
+            for one in _kinds(field.annotation):
+                if isinstance(one, type) and issubclass(one, BaseModel) and one not in seen:
+                    seen.add(one)
+                    lines += [f"\n### {section}.{key}\n", *_table(one.model_fields, "")]
+    return "\n".join(lines) + "\n"
 
 
 def _table(fields: dict[str, FieldInfo], before: str) -> list[str]:
@@ -61,33 +60,18 @@ def _table(fields: dict[str, FieldInfo], before: str) -> list[str]:
 
 
 def _values(field: FieldInfo) -> str:
-    words = []
-    for kind in _kinds(field.annotation):
-        if get_origin(kind) is Literal:
-            words += [f"`{format_value(value)}`" for value in get_args(kind)]
-        elif isinstance(kind, type) and issubclass(kind, Enum):
-            words += [f"`{one.value}`" for one in kind]
-        elif kind is bool:
-            words += ["`true`", "`false`"]
-        elif kind is int:
-            words.append("whole number")
-        elif kind is float:
-            words.append("number")
-        elif isinstance(kind, type) and issubclass(kind, str):
-            words.append("text")
-        elif isinstance(kind, type) and issubclass(kind, Path):
-            words.append("path")
-        elif isinstance(kind, type) and issubclass(kind, BaseModel):
-            words.append("section")
-        else:
-            words.append(
-                {tuple: "list", list: "list", dict: "mapping"}.get(get_origin(kind), "text")
-            )
-    return ", ".join(dict.fromkeys(words))
+    return ", ".join(dict.fromkeys(_word(kind) for kind in _kinds(field.annotation)))
+
+
+def _word(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{format_value(value)}`" for value in get_args(kind))
+    kind = get_origin(kind) or kind
+    return next((word for base, word in _WORDS.items() if issubclass(kind, base)), "text")
 
 
 def _kinds(kind: Any) -> Iterator[Any]:
-    """Yields the types that a value may have, those in lists among them, without None."""
+    """Yields the types that a value may have, sections in lists among them, without None."""
     origin = get_origin(kind)
     if origin is Annotated:
         yield from _kinds(get_args(kind)[0])
@@ -99,7 +83,7 @@ def _kinds(kind: Any) -> Iterator[Any]:
         for one in get_args(kind):
             if isinstance(one, type) and issubclass(one, BaseModel):
                 yield one
-    elif kind not in (type(None), Ellipsis):
+    elif kind is not type(None):
         yield kind
 
 
@@ -107,13 +91,11 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    if value is PydanticUndefined or value is None or value == ():
-        return ""
-    if isinstance(value, BaseModel):
+    if value in (None, "", ()) or isinstance(value, BaseModel):
         return ""
     if isinstance(value, tuple | list):
         return f"`[{', '.join(map(format_value, value))}]`"
-    return f"`{format_value(value)}`" if value != "" else ""
+    return f"`{format_value(value)}`"
 
 
 if __name__ == "__main__":

@@ -35,17 +35,6 @@ class RunConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _move_micro_batches(cls, values: Any) -> Any:
-        """Accepts micro_batches in the train section, where older versions had it."""
-        train = values.get("train") if isinstance(values, dict) else None
-        if not isinstance(train, dict) or "micro_batches" not in train:
-            return values
-        rest = {key: value for key, value in train.items() if key != "micro_batches"}
-        layout = {"micro_batches": train["micro_batches"], **(values.get("layout") or {})}
-        return {**values, "train": rest, "layout": layout}
-
-    @model_validator(mode="before")
-    @classmethod
     def _choose_heads(cls, values: Any) -> Any:
         """Fills in which heads a task of fine-tuning gives the model, unless the run sets them."""
         if not isinstance(values, dict):

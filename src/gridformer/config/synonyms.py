@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-# Maps an old dotted key to its new dotted key in the same section.
-RENAMED = {"train.loss_tokens": "train.loss_chunk_tokens"}
+# Old dotted keys, and their new ones.
+RENAMED: Final = {
+    "train.loss_tokens": "train.loss_chunk_tokens",
+    "train.micro_batches": "layout.micro_batches",
+}
 
 # Each key, or setting, of a run file with the words that users of PyTorch, Hugging Face, DeepSpeed,
 # Lightning, Megatron-LM and nanoGPT write for it.
@@ -155,8 +158,8 @@ def with_new_names(run: Mapping[str, Any]) -> dict[str, Any]:
         for name, section in run.items()
     }
     for old, new in RENAMED.items():
-        (section, old_key), new_key = old.split("."), new.split(".")[1]
+        (section, old_key), (new_section, new_key) = old.split("."), new.split(".")
         values = sections.get(section)
         if isinstance(values, dict) and old_key in values:
-            values.setdefault(new_key, values.pop(old_key))
+            sections.setdefault(new_section, {}).setdefault(new_key, values.pop(old_key))
     return sections
