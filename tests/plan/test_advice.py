@@ -21,15 +21,6 @@ from gridformer.plan.trace_candidates import Tracing
 from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
 
 
-def test_advice_names_what_takes_most_time() -> None:
-    asked, best = Search(run_of(), cluster(), 8), found_on_8().layouts[0]
-    parts = replace(trace_of(best).parts, bubble=100.0)
-    waits = replace(best, prediction=replace(trace_of(best), parts=parts, step_s=150.0))
-    said = advise(asked, waits)
-    assert "the pipeline" in said.limit
-    assert said.shares["bubble"] == pytest.approx(2 / 3)
-
-
 def test_advice_prefers_traces_to_estimates() -> None:
     """A change that an estimate favors is not advised if its trace was slower, or did not fit."""
     asked, result = Search(run_of(), cluster(), 8), found_on_8()
@@ -64,11 +55,14 @@ def test_advice_prefers_traces_to_estimates() -> None:
     assert large.too_large.peak_gib == 1e3
 
 
-def test_messages_behind_computation_are_named_apart_and_noise_is_not() -> None:
+def test_advice_names_what_takes_most_time_messages_behind_computation_apart_and_no_noise() -> None:
     asked, best = Search(run_of(), cluster(), 8), found_on_8().layouts[0]
-    parts = replace(trace_of(best).parts, hidden={"dp": 30.0, "pp": 1e-9}, launches=1e-15)
+    hidden = {"dp": 30.0, "pp": 1e-9}
+    parts = replace(trace_of(best).parts, hidden=hidden, launches=1e-15, bubble=100.0)
     one = replace(best, prediction=replace(trace_of(best), parts=parts, step_s=150.0))
     said = advise(asked, one)
+    assert "the pipeline" in said.limit
+    assert said.shares["bubble"] == pytest.approx(2 / 3)
     assert said.hidden == {"messages over dp": 0.2}
     assert "Hidden behind computation, and not part of this: messages over dp 20%." in (
         said.sentences
