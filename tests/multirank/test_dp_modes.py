@@ -1,9 +1,8 @@
-"""Replicas that shard optimizer state (zero1), or parameters too (fsdp), train as one device."""
+"""Replicas that shard optimizer state (zero1), or parameters too (fsdp): casts, errors, hooks."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -14,135 +13,14 @@ from gridformer.config import LayoutConfig
 from gridformer.models.blocks import Layer
 from gridformer.parallel.data.zero import replica_part, stored
 from gridformer.utils.errors import DivergedError
-from tests.support.marks import full_unless
-from tests.support.multirank.exactness import TOLERANCE, compare
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.replicas import (
-    FIRST,
-    MEGATRON,
-    OPTIMUS,
-    SEQUENCE,
     SINGLE,
-    SUPER,
-    THREE,
     Layout,
     in_memory,
     read_of,
     settings_of,
 )
-
-WEIGHTS_NOT_KEPT: Layout = {**OPTIMUS, "schedule": "gather", "keep_gathered": "none"}
-SCHEMES = [
-    SINGLE,
-    THREE,
-    MEGATRON,
-    SEQUENCE,
-    {"scheme": "megatron_2d", "rows": 2, "cols": 2, "dp": 2},
-    SUPER,
-    {**SUPER, "dp": 1},  # common layers have replicas, branches have none
-    {**SUPER, "attention": "outside", "feed_forward": "common"},
-    FIRST,
-    # Processes of the second sub-grid hold nothing.
-    {**FIRST, "attention": "outside", "feed_forward": "common"},
-    OPTIMUS,
-    WEIGHTS_NOT_KEPT,
-    {**OPTIMUS, "schedule": "gather", "keep_gathered": "all", "stationary": "input"},
-    {**OPTIMUS, "schedule": "pipelined"},
-    {**OPTIMUS, "schedule": "broadcast", "stationary": "output"},
-]
-CASES = [
-    {**scheme, "dp_mode": mode, "micro_batches": micro_batches}
-    for scheme in SCHEMES
-    for mode in ("zero1", "fsdp")
-    for micro_batches in (1, 3)
-]
-# Gathered parameters that stay until the step ends.
-CASES += [
-    {**scheme, "dp_mode": "fsdp", "reshard": "step", "micro_batches": micro_batches}
-    for scheme in SCHEMES
-    for micro_batches in (1, 3)
-]
-TRAIN = {
-    "global_batch": 36,
-    "clip_norm": 0.05,
-    "lr": 1e-3,
-    "weight_decay": 0.1,
-    "adam_eps": 1e-4,
-    "dtype": "float64",
-}
-# Sizes that 3 does not divide, and tables of fewer rows than replicas.
-MODEL = {
-    "dropout": 0.2,
-    "attention_dropout": 0.1,
-    "max_seq_len": 8,
-    "hidden_size": 40,
-    "n_heads": 4,
-    "ffn_size": 56,
-}
-
-
-def title(layout: Layout) -> str:
-    return "-".join(str(value) for key, value in layout.items() if key != "cols")
-
-
-def quick(layout: Layout) -> bool:
-    """Each mode and each scheme occurs once, on as few processes as possible."""
-    schemes = {"fsdp": (THREE, FIRST), "zero1": (THREE, SUPER)}
-    micro_batches = {"fsdp": 3, "zero1": 1}
-    mode = layout["dp_mode"]
-    added = ("dp_mode", "reshard", "micro_batches")
-    plain = {k: v for k, v in layout.items() if k not in added}
-    if "reshard" in layout:
-        return plain == SEQUENCE and layout["micro_batches"] == 3
-    if plain == WEIGHTS_NOT_KEPT:
-        return mode == "fsdp" and layout["micro_batches"] == 1
-    return plain in schemes[mode] and layout["micro_batches"] == micro_batches[mode]
-
-
-@pytest.mark.parametrize("layout", full_unless(quick, CASES), ids=title)
-def test_equals_one_device(pool: WorkerPool, layout: Layout) -> None:
-    """Compare loss, gradient norm, every gradient, and weights after some steps, with dropout."""
-    n = LayoutConfig(**layout).n_processes
-    for rank, worst in enumerate(pool.run(n, compare, layout, MODEL, TRAIN, 2)):
-        assert worst["init"] == 0.0, f"rank {rank}: initial weights depend on the layout"
-        wrong = {k: v for k, v in worst.items() if not v <= TOLERANCE["float64"]}
-        assert not wrong, f"rank {rank}: {wrong}"
-
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "bert": {"family": "bert", "n_labels": 3},
-    "t5": {"family": "t5", "n_decoder_layers": 1, "relative_buckets": 8},
-    "transformer": {"family": "transformer", "norm_position": "pre"},
-}
-BELOW = {"replicas": SINGLE, "grid": OPTIMUS, "first": FIRST, "sequence": SEQUENCE}
-FAMILY_CASES = [
-    (family, below, mode) for family in FAMILIES for below in BELOW for mode in ("zero1", "fsdp")
-]
-
-
-@pytest.mark.parametrize(
-    "case",
-    full_unless(lambda case: case[1:] == ("replicas", "fsdp"), FAMILY_CASES),
-    ids="-".join,
-)
-def test_every_family_equals_one_device(pool: WorkerPool, case: tuple[str, str, str]) -> None:
-    """Cover two stacks, score biases, several losses, and heads with their own parameters."""
-    family, below, mode = case
-    layout = {**BELOW[below], "dp_mode": mode, "micro_batches": 3}
-    model = {**MODEL, **FAMILIES[family]}
-    n = LayoutConfig(**layout).n_processes
-    for worst in pool.run(n, compare, layout, model, TRAIN, 2):
-        assert all(v <= TOLERANCE["float64"] for v in worst.values()), worst
-
-
-@pytest.mark.parametrize("mode", ["zero1", "fsdp"])
-def test_bfloat16_stays_close_to_one_device(pool: WorkerPool, mode: str) -> None:
-    """Casts of a weight are made again after every gather."""
-    layout = {**SINGLE, "dp_mode": mode}
-    for worst in pool.run(2, compare, layout, MODEL, {**TRAIN, "dtype": "bfloat16"}, 3):
-        assert worst["init"] == 0.0
-        assert worst["loss"] < 2e-3
-        assert worst["norm"] < 2e-2
 
 
 def parts_after(layout: Layout) -> list[Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gridformer import comm
-from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.config import Family, LayoutConfig, ModelConfig
 from gridformer.models import Activations, Link, Model
 from gridformer.models.blocks import KVCache
 from gridformer.parallel.data.copies import assert_copies_equal
@@ -118,10 +118,11 @@ def test_encoder_results_travel_through_decoder_stages(pool: WorkerPool, pp: int
 # --------------------------------------------------------------------------- shared parameters
 
 
-def with_one_copy_changed(layout: Layout, name: str, rank: int) -> str:
+def with_one_copy_changed(layout: Layout, model: Family, name: str, rank: int) -> str:
+    """Return what the sanity check says on this rank."""
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
-    stepper = stepper_of(family("t5"), plan, axes)
+    stepper = stepper_of(family(model), plan, axes)
     assert_copies_equal(stepper.model, axes)
     if axes.world.index == rank:
         with torch.no_grad():
@@ -133,9 +134,27 @@ def with_one_copy_changed(layout: Layout, name: str, rank: int) -> str:
     return "equal"
 
 
-def test_unequal_copies_on_stages_are_found(pool: WorkerPool) -> None:
-    said = pool.run(4, with_one_copy_changed, {"pp": 4, "micro_batches": 4}, "tokens.weight", 3)
-    assert Counter(said) == {"copies over axis pp differ: tokens.weight": 3, "equal": 1}
+@pytest.mark.parametrize(
+    ("layout", "model", "name", "axis", "equal"),
+    [
+        ({"pp": 4, "micro_batches": 4}, "t5", "tokens.weight", "pp", 1),
+        # A product that computes a norm has a copy of it on every device of the grid.
+        (
+            {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "gather"},
+            *("gpt2", "norm.weight", "grid", 0),
+        ),
+        (
+            {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
+            *("gpt2", "layers.0.mlp.down.bias", "col", 0),
+        ),
+    ],
+)
+def test_unequal_copies_are_found(
+    pool: WorkerPool, layout: Layout, model: Family, name: str, axis: str, equal: int
+) -> None:
+    said = pool.run(4, with_one_copy_changed, layout, model, name, 3)
+    assert said.count("equal") == equal
+    assert {*said} - {"equal"} == {f"copies over axis {axis} differ: {name}"}
 
 
 def sums_in_backward(layout: Layout) -> tuple[list[str], int]:

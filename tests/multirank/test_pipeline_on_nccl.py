@@ -23,12 +23,11 @@ from gridformer.config import LayoutConfig
 from gridformer.parallel.pipeline import LOADING_RUNS, Executor
 from gridformer.utils.batch import Batch
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import TOLERANCE, axes_of
+from tests.support.multirank.exactness import TOLERANCE, TRAIN, axes_of, compare
 from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.pipelines import (
     LENGTH,
     Layout,
-    compare,
     family,
     reads_of,
     stepper_of,
@@ -48,6 +47,12 @@ LAYOUTS: list[Layout] = [
 N_LAYERS = 8  # enough stages for all layouts
 
 
+def how(layout: Layout) -> tuple[Any, ...]:
+    """Return what `compare` gets: a small GPT-2 with labels and dropout."""
+    model = family("gpt2", n_layers=N_LAYERS).model_dump()
+    return layout, {**model, "max_seq_len": LENGTH}, {**TRAIN, "dtype": "float64"}, 2
+
+
 def name_of(layout: Layout) -> str:
     return "-".join(map(str, layout.values()))
 
@@ -56,17 +61,15 @@ def name_of(layout: Layout) -> str:
     "layout", full_unless(lambda layout: layout == INTERLEAVED, LAYOUTS), ids=name_of
 )
 def test_equals_one_device(pool: WorkerPool, layout: Layout) -> None:
-    config = family("gpt2", n_layers=N_LAYERS)
-    for found in pool.run(LayoutConfig(**layout).n_processes, on_nccl, compare, layout, config):
+    for found in pool.run(LayoutConfig(**layout).n_processes, on_nccl, compare, *how(layout)):
         wrong = {k: v for k, v in found.items() if not v <= TOLERANCE["float64"]}
         assert not wrong
 
 
 @pytest.mark.parametrize("layout", [INTERLEAVED, LAYOUTS[1]], ids=name_of)
 def test_messages_through_the_host_change_nothing(pool: WorkerPool, layout: Layout) -> None:
-    config = family("gpt2", n_layers=N_LAYERS)
     compared = partial(on_nccl, loading_runs=99)
-    for found in pool.run(LayoutConfig(**layout).n_processes, compared, compare, layout, config):
+    for found in pool.run(LayoutConfig(**layout).n_processes, compared, compare, *how(layout)):
         wrong = {k: v for k, v in found.items() if not v <= TOLERANCE["float64"]}
         assert not wrong
 

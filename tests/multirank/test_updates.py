@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -21,94 +21,18 @@ from gridformer.parallel.data.zero import replica_part
 from gridformer.record.tracker import Entry
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
-from tests.support.marks import full_unless
 from tests.support.memory_log import MemoryLog
 from tests.support.multirank.exactness import (
     CPU,
     IN_BACKWARD,
-    assert_equal_one_device,
     axes_of,
     batch_of,
     tiny,
 )
 from tests.support.multirank.layouts import Layout
-from tests.support.multirank.matrix import QUICK, SETTINGS, Cell, n_of
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import assert_same_run, plan_of, start_from
 from tests.support.multirank.runs import train as run
-
-METHODS: dict[str, dict[str, Any]] = {
-    "in_backward": IN_BACKWARD,
-    "clip_by_layer": {"clip_by": "layer"},
-    "in_backward, not clipped": {"update": "in_backward", "clip_norm": 0.0},
-    "offload": {"offload": "optimizer"},
-    "all": {**IN_BACKWARD, "offload": "optimizer", "recompute": "full", "loss_chunk_tokens": 21},
-}
-
-
-class Case(NamedTuple):
-    """A method and a cell of the exactness matrix.
-
-    Without a pipeline, dropout comes with two micro-batches.
-    """
-
-    method: str
-    cell: Cell
-
-    @property
-    def layout(self) -> Layout:
-        accumulates = self.cell.pp == 1 and self.cell.dropout
-        return self.cell.layout | ({"micro_batches": 2} if accumulates else {})
-
-    @property
-    def title(self) -> str:
-        return f"{self.method}-{self.cell.title}".replace(", ", "_").replace(" ", "_")
-
-
-# Cells in which every pair of values occurs, with each method. `make test` runs the small ones with
-# one method each, and a grid and a long pipeline, which have no small cells there.
-GRID = Cell("GPT-2", "Optimus", 1, "none", True)
-STAGES = Cell("GPT-2", "single", 4, "none", False)  # one of the stages has no layer
-CELLS = sorted(QUICK | {GRID, STAGES}, key=lambda cell: (n_of(cell), cell))
-CASES = [Case(method, cell) for cell in CELLS for method in METHODS]
-
-
-def is_quick(case: Case) -> bool:
-    if case.cell == GRID:
-        return case.method == "in_backward"
-    if case.cell == STAGES:
-        return case.method == "in_backward"
-    turn = [*METHODS][CELLS.index(case.cell) % len(METHODS)]
-    return n_of(case.cell) <= 2 and case.method == turn
-
-
-@pytest.mark.parametrize("case", full_unless(is_quick, CASES), ids=lambda case: case.title)
-def test_equals_one_device(pool: WorkerPool, case: Case) -> None:
-    """Compare loss, norm, and parameters after three steps, for any layout."""
-    settings = {**SETTINGS, **METHODS[case.method]}
-    assert_equal_one_device(pool, case.layout, case.cell.config, settings, case.cell.task)
-
-
-ORDERS: list[Layout] = [
-    {"pp": 2, "micro_batches": 4, "pipeline": "gpipe"},
-    {"pp": 2, "micro_batches": 4, "pipeline": "1f1b"},
-    {"pp": 2, "micro_batches": 4, "stages_per_rank": 2, "pipeline": "interleaved"},
-]
-PIPELINES = [
-    {**order, **beside} for beside in ({}, {"dp": 2, "dp_mode": "zero1"}) for order in ORDERS
-]
-
-
-@pytest.mark.parametrize(
-    "layout",
-    full_unless(ORDERS.__contains__, PIPELINES),
-    ids=lambda layout: str([*layout.values()]),
-)
-def test_every_order_of_a_pipeline(pool: WorkerPool, layout: Layout) -> None:
-    """Each stage is updated in its own last backward pass."""
-    model = {"n_layers": 3, "max_seq_len": 12, "dropout": 0.1}
-    assert_equal_one_device(pool, layout, model, {**SETTINGS, **IN_BACKWARD})
-
 
 FSDP: Layout = {"dp": 2, "dp_mode": "fsdp"}
 OTHER: Layout = {"scheme": "megatron", "cols": 2}

@@ -1,4 +1,4 @@
-"""The work of one rank to compare a pipeline with one device, for every family and its options."""
+"""Small models of every family for pipelines, their batches, and their training."""
 
 from __future__ import annotations
 
@@ -8,21 +8,11 @@ import torch
 
 from gridformer.config import Family, LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes
-from gridformer.models import Model
 from gridformer.parallel import build_parallel
-from gridformer.parallel.data.copies import assert_copies_equal
-from gridformer.parallel.data.gradients import reduce_gradients
-from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch
 from tests.support.multirank.exactness import (
     CPU,
-    Tensors,
-    axes_of,
-    computed_once,
-    distance,
-    gradients,
-    values,
 )
 
 Layout = dict[str, Any]
@@ -91,58 +81,3 @@ def stepper_of(
 ) -> Stepper:
     model = build_parallel(config, plan, axes, SETTINGS.seed, CPU, dtype)
     return Stepper(model, SETTINGS, axes, plan)
-
-
-def compare(layout: Layout, config: ModelConfig, n_steps: int = 3) -> dict[str, float]:
-    """Return the largest relative differences to one device; see exactness.compare."""
-    torch.set_num_threads(1)
-    plan = LayoutConfig(**layout)
-    want = computed_once(_one_device, config.model_dump_json(), n_steps)
-    axes = axes_of(plan)
-    stepper = stepper_of(config, plan, axes)
-    cut = stepper.model
-    worst = {"init": distance(cut, values(cut), want["initial"]), "loss": 0.0}
-    reads = reads_of(config, n_steps)
-    worst["grad"] = distance(cut, first_gradients(stepper, reads[0]), want["gradients"])
-    for step, read in enumerate(reads):
-        got = stepper(step, read)
-        for name, loss in {**got.losses, "norm": got.grad_norm, "loss": got.loss}.items():
-            difference = abs(loss / want["numbers"][step][name] - 1)
-            worst[name] = max(worst.get(name, 0.0), difference)
-        assert got.tokens == want["numbers"][step]["n_tokens"]
-    worst["parameter"] = distance(cut, values(cut), want["trained"])
-    assert_copies_equal(cut, axes)
-    found = stepper.evaluate(reads[:2])
-    worst["eval"] = abs(found.loss / want["evaluated"] - 1)
-    return worst
-
-
-def first_gradients(stepper: Stepper, read: ReadRows) -> Tensors:
-    """Return the gradients of the sum of losses, before clipping, by the production passes."""
-    model = stepper.model
-    model.train()
-    model.zero_grad()
-    model.dropout_rng.step = 0
-    work = stepper.split.micro_batches(stepper._read(read))
-    ones = {name: torch.ones(()) for name in Model.counts(work[0].batch)}
-    with weights_kept(model):
-        stepper.passes.train(work, ones)
-    reduce_gradients(stepper.parameters, stepper.axes, stepper.sums)
-    return gradients(model)
-
-
-def _one_device(config_json: str, n_steps: int) -> dict[str, Any]:
-    config = ModelConfig.model_validate_json(config_json)
-    stepper = stepper_of(config, LayoutConfig(), Axes())
-    whole = stepper.model
-    reads = reads_of(config, n_steps)
-    found: dict[str, Any] = {"initial": {n: v.clone() for n, v in values(whole).items()}}
-    found["gradients"] = {n: g.clone() for n, g in first_gradients(stepper, reads[0]).items()}
-    results = [stepper(step, read) for step, read in enumerate(reads)]
-    assert min(result.grad_norm for result in results) > SETTINGS.clip_norm, "the test must clip"
-    found["numbers"] = [
-        {**r.losses, "loss": r.loss, "norm": r.grad_norm, "n_tokens": r.tokens} for r in results
-    ]
-    found["trained"] = values(whole)
-    found["evaluated"] = stepper.evaluate(reads[:2]).loss
-    return found

@@ -26,6 +26,11 @@ SUPER: Layout = {"scheme": "subgraph", "branches": 2, "dp": 2}
 FIRST: Layout = {**SUPER, "common": "first"}
 ODD = {"vocab_size": 97, "ffn_size": 100}
 EVEN = {"vocab_size": 96}
+# Sizes that 3 does not divide, and tables of fewer rows than replicas.
+MODEL: dict[str, Any] = {
+    **{"dropout": 0.2, "attention_dropout": 0.1, "max_seq_len": 8},
+    **{"hidden_size": 40, "n_heads": 4, "ffn_size": 56},
+}
 
 
 def settings_of(
