@@ -100,10 +100,7 @@ class SchemeSpec:
         return None
 
     def batch_parts(self, layout: LayoutConfig) -> int:
-        """Returns over how many devices the sequences of a micro-batch are divided.
-
-        The size of every micro-batch is a multiple of it.
-        """
+        """Returns over how many devices the sequences of a micro-batch are divided."""
         axis = self.samples_over(layout)
         return layout.dp * (int(getattr(layout, axis)) if axis else 1)
 
@@ -152,8 +149,7 @@ class SchemeSpec:
     def stays(self, product: Product, layout: LayoutConfig) -> Stays:
         """Returns which activation of a product is not sent.
 
-        By default a section gathers its input and reduces its output: the product that opens it
-        keeps its output in place, and the one that closes it its input.
+        By default a section gathers its input and reduces its output.
         """
         return "input" if product.closes else "output"
 

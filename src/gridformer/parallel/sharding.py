@@ -123,11 +123,7 @@ _INFO = TensorAttribute[ParamInfo]("info")
 
 
 def info_of(parameter: Tensor) -> ParamInfo:
-    """Returns the ParamInfo of a parameter.
-
-    A parameter without one, as in a plain model, gets a new one which says that it is not sharded.
-    It is not attached, so changes to it are lost: attach it with `set_info`.
-    """
+    """Returns the ParamInfo of a parameter; for a plain model's a new one that is not attached."""
     info = _INFO.get(parameter)
     if info is None:
         whole = ParamShard(tuple(parameter.shape), (0,) * parameter.dim())
@@ -154,10 +150,7 @@ def replica_axis(parameter: nn.Parameter) -> str:
 
 
 def shared_by_stages(model: nn.Module) -> dict[tuple[int, ...], list[tuple[str, nn.Parameter]]]:
-    """Returns the parameters that several stages share, by these stages.
-
-    The order is the same on all ranks, whatever they hold.
-    """
+    """Returns the parameters that several stages share, by stages, in one order on all ranks."""
     shared: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         if shard_of(parameter).stages:
@@ -199,10 +192,7 @@ def shard_parameter(module: nn.Module, name: str, placement: ParamPlacement, axe
 
 
 def vocabulary_multiple(axes: Axes) -> int:
-    """Returns the multiple to which a vocabulary is padded.
-
-    Rows may shard it in the table, and columns shard it in the logits.
-    """
+    """Returns the multiple to which a vocabulary is padded: rows cut tables, columns logits."""
     return math.lcm(axes.row.size, axes.col.size)
 
 

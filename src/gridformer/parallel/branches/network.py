@@ -65,7 +65,7 @@ def parallelize_branches(
             of sub-grids; sections that no pattern matches are not divided.
         common: Where the common layers are: `all` processes (D&SP), the `first` sub-grid
             (D&SP-cSub; there are as many sub-grids as the first section has), or a list of ranks.
-        order: Which ranks form a sub-grid, see ``whole`.
+        order: Which ranks form a sub-grid, see `whole`.
 
     Returns:
         This process's part of the network.

@@ -58,11 +58,6 @@ class PlacedBranches(nn.Module):
         self._columns: dict[tuple[int, ...], Columns] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes this process's part of the section.
-
-        Raises:
-            ValueError: `Placed.local` has not been called, so the batch size is unknown.
-        """
         n = self.batch.n_samples
         if not n:
             raise ValueError(
@@ -222,15 +217,12 @@ class Placed:
         lines = [f"common layers on {_listed('rank', self.common.ranks)}"]
         for row in self.rows:
             total = sum(row.work) or 1.0
-            lines.append(f"{row.section}: {_some('sub-grid', len(row.grids))}")
+            n = len(row.grids)
+            lines.append(f"{row.section}: {n} sub-grid{'s' * (n != 1)}")
             for grid, branches, work in zip(row.grids, row.branches, row.work):
                 names = _listed("branch", branches, "branches")
                 lines.append(f"  {_listed('rank', grid.ranks)}: {names} ({work / total:.0%})")
         return "\n".join(lines)
-
-
-def _some(word: str, n: int) -> str:
-    return f"{n} {word}" + "s" * (n != 1)
 
 
 def _listed(word: str, numbers: Sequence[int], plural: str = "") -> str:

@@ -38,10 +38,7 @@ LABEL = "gradients"
 
 
 def owned(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Returns names and parameters that this rank updates, counts in the norm and saves.
-
-    For a parameter that is sharded over replicas, it is this rank's part.
-    """
+    """Returns names and parameters (or this replica's parts) that this rank updates and saves."""
     return [(name, _updated(parameter)) for name, parameter in _owned_parameters(model)]
 
 
@@ -70,9 +67,8 @@ def reduce_gradients(
     None, for a parameter that backward did not reach, so that every layout updates it in the same
     way. Gradients of other parameters are undefined.
 
-    Args:
-        sums: Sums over replicas that were started in the backward pass; they are finished here.
-        updated: Parameters that the backward pass has updated, and their copies. They are left out.
+    `sums` over replicas, which the backward pass has started, are finished here. Parameters that it
+    has `updated`, and their copies, are left out.
     """
     parameters = [*parameters]
     infos = [info_of(parameter) for parameter in parameters]
@@ -136,8 +132,8 @@ class GradientSums:
     Args:
         summed: Axes, and for each the parameters whose gradients are summed over it.
         order: All parameters in the model's order, which is the same on every rank of an axis.
-        units: Sets of parameters that share no bucket with others; see `finish_of`. Without them, a
-            bucket holds at most a quarter of the gradients, so that most of them travel early.
+        units: Sets of parameters that share no bucket with others. Without them, a bucket holds at
+            most a quarter of the gradients, so that most of them travel early.
         layer_bytes: The bytes of the gradients of the largest layer; see `last_backward`.
 
     Attributes:
@@ -182,15 +178,11 @@ class GradientSums:
     def of(
         model: nn.Module, axes: Axes, units: Sequence[Sequence[nn.Parameter]] | None = None
     ) -> GradientSums:
-        """Returns the sums over replicas for the parameters that this rank owns.
+        """Returns the sums over replicas for the parameters that this rank owns, layer by layer.
 
         Parameters whose gradients are partial on copies, or which several stages share, are left to
         `reduce_gradients`: the former must be summed over copies first, and the latter need another
         sum after that over replicas.
-
-        Args:
-            units: See `GradientSums`; by default the parameters of each layer are one. A step then
-                repeats the same messages for each layer.
         """
         held: dict[str, list[nn.Parameter]] = defaultdict(list)
         for _, parameter in _owned_parameters(model):
@@ -235,10 +227,9 @@ class GradientSums:
             self._armed = ()
 
     def finish_of(self, parameters: Collection[nn.Parameter]) -> None:
-        """Waits for the sums of one unit's gradients.
+        """Waits for the sums of a unit's gradients; those nearer to the model's end are sent first.
 
-        All gradients of the unit, and of parameters nearer to the end of the model, must be
-        complete: their buckets are sent first if they have not been.
+        All gradients of the unit, and of parameters nearer to the end, must be complete.
         """
         mine = {self._bucket_of[p] for p in parameters if p in self._bucket_of}
         numbers = [i for i, bucket in enumerate(self._buckets) if bucket in mine]
@@ -311,10 +302,9 @@ class _Bucket:
         self._pending = comm.start_reduce_scatter(flat, self.axis, 0, LABEL)
 
     def _as_message(self, grads: list[Tensor]) -> Tensor:
-        """Returns the gradients as one message, and makes them views of it.
+        """Returns the gradients as one message, and makes them views of it, where sums arrive.
 
-        The sums then arrive in the gradients themselves. A gradient that travels alone is not even
-        copied. Each keeps the memory order of its parameter.
+        A gradient that travels alone is not copied. Each keeps the memory order of its parameter.
         """
         flats = [_rows_of(grad, p).reshape(-1) for grad, p in zip(grads, self.parameters)]
         flat = flats[0] if len(flats) == 1 else torch.cat(flats)

@@ -35,10 +35,9 @@ Mode = Literal["replicate", "zero1", "fsdp"]
 
 
 def cut_over_replicas(parameter: nn.Parameter, axes: Axes, mode: Mode) -> None:
-    """Shards an initialized parameter over its replicas, in place.
+    """Gives an initialized parameter its `replica_part`; with fsdp the rest is freed.
 
-    It gets a `ParamInfo.replica_part`, and with fsdp the memory of the rest is freed. With zero1, a
-    copy that is not the owner gets no part, because it is never updated.
+    With zero1, a copy that is not the owner gets no part, because it is never updated.
     """
     info = info_of(parameter)
     shard = info.shard
