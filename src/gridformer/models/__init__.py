@@ -24,8 +24,7 @@ FAMILIES: dict[Family, type[Model]] = {
 def build_model(config: ModelConfig) -> Model:
     """Builds the model that a config describes, with uninitialized parameters.
 
-    Build it under `torch.device("meta")` and pass it to `gridformer.parallel.parallelize`, which
-    shards, allocates and initializes it.
+    Build it under `torch.device("meta")` and pass it to `gridformer.parallel.parallelize`.
 
     Raises:
         ValueError: `config.vocab_size` is not known yet.
@@ -36,12 +35,8 @@ def build_model(config: ModelConfig) -> Model:
 def in_few_layers(config: ModelConfig) -> list[tuple[int, ModelConfig]]:
     """Returns models of few layers, and how often to take each so that they add up to a deep model.
 
-    Totals of a model, such as its number of parameters, are sums over its layers. The layers of a
-    stack are equal except perhaps for the first and the last one, so two models of two and of three
-    layers tell what each further layer adds. Building them takes a fraction of the time.
-
-    Args:
-        config: The deep model.
+    Totals of a model, such as its number of parameters, are sums over its layers, which are equal
+    except perhaps for the first and the last one: two and three layers tell what each further adds.
 
     Returns:
         Pairs of a factor and a model. The factor says how many times the model counts; one factor

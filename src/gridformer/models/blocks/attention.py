@@ -216,9 +216,6 @@ class KVCache:
 
         With a window, no new token sees more than `window` - 1 of the past tokens, and the others
         are forgotten.
-
-        Returns:
-            The keys and the values of all tokens that a new one may see, [b, n, S, d] with S >= s.
         """
         if self.k is not None and self.v is not None:
             unseen = max(0, self.k.shape[2] - window + 1) if window else 0

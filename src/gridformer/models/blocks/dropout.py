@@ -34,12 +34,9 @@ class DropoutRng:
     """Tells all sites of a model which step and which samples their masks are for.
 
     Attributes:
-        seed: The seed of the run.
-        step: The optimizer step.
         first_sample: The index of this rank's first sequence within the step's global batch.
         n_samples: The number of sequences in this rank's micro-batch.
         sites: The model's sites and the `sample_block` of each, whose counters are made together.
-        device: Where counters are.
     """
 
     seed: int = 0

@@ -37,14 +37,7 @@ class PositionEmbedding(nn.Module):
         self.weight = new_parameter(max_seq_len, h, init=Init(std=std))
 
     def forward(self, s: int, start: int = 0, positions: Tensor | None = None) -> Tensor:
-        """Returns the embeddings of `s` positions, or this device's part of them.
-
-        Args:
-            positions: Positions [b, s], in place of those from `start` on.
-
-        Returns:
-            [s, h], or [b, s, h] of `positions`.
-        """
+        """Returns this device's part of [s, h] from `start` on, or of [b, s, h] of `positions`."""
         first, size = chunk_bounds(s, self.part)
         if positions is not None:
             return F.embedding(positions[:, first : first + size], self.weight)
@@ -64,14 +57,9 @@ class SinusoidalPositions(nn.Module):
         self.part, self.columns = (0, 1), (0, 1)
 
     def forward(self, s: int, start: int, like: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Returns positions `start` to `start + s`, or this device's part of them.
+        """Returns [s, h] of positions from `start` on, or [b, s, h] of `positions`, all below s.
 
-        Args:
-            like: A tensor on the device. The result is in its dtype, but at least in float32.
-            positions: Positions [b, s] below s, in place of those from `start` on.
-
-        Returns:
-            [s, h], or [b, s, h] of `positions`.
+        It is this device's part of them, in the dtype of `like`, but at least in float32.
         """
         first, size = chunk_bounds(s, self.part)
         if positions is not None:

@@ -6,8 +6,7 @@
     full        keeps only the input of each block, sharded over the devices that would all hold it
 
 Recomputation stops as soon as backward has what it needs: the last product of a block is not
-recomputed unless a norm reads it. Dropout masks are functions of an element's global index, so
-recomputation generates the same ones.
+recomputed unless a norm reads it.
 """
 
 from __future__ import annotations

@@ -74,11 +74,7 @@ def forward(
         counter: What dropout masks depend on, if `THRESHOLD`; see `dropout.masked`.
         lse: For backward, the logarithm of each query's sum of exponentials [b, n, s].
         q_strides, k_strides, v_strides, out_strides, sizes: See `tiles`.
-        first_head: The global index of the first head.
-        SCALE: A factor of the scores.
-        CAUSAL: Whether queries see only the past.
         VALID, BIAS, DOCUMENTS: Whether there are these.
-        WINDOW: How many keys a query sees at most if `CAUSAL`; 0 means all of them.
         THRESHOLD: The value that random bits must reach for a probability to be kept.
         GAIN: 1 / (1 - p), with the probability p of dropping one.
         PRECISION: How float32 is multiplied, ieee or tf32.
@@ -243,10 +239,6 @@ def tile_sizes(q: Tensor, forward: bool) -> dict[str, int]:
     """Returns the sizes of tiles and how many threads and buffers a program has.
 
     They fit into the 99 KiB of shared memory that the smallest supported GPUs have.
-
-    Args:
-        q: Queries [.., d]; only their width and dtype are read.
-        forward: Whether it is the forward kernel, which needs less memory.
 
     Returns:
         The constants of the kernels: `D`, the width of a tile, at least d; `R` and `C`, its numbers

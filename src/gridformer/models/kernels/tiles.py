@@ -119,16 +119,10 @@ def scores(
     """Returns the scores of a tile [R, C]; minus infinity where a query does not see a key.
 
     Args:
-        q: Queries [R, D].
-        k: Keys [C, D].
         valid: Pointer to the sample's mask of keys [n_columns], if `VALID`.
         bias: Pointer to the head's bias [n_rows, n_columns], if `BIAS`.
         documents: Pointer to where the documents of the sample's queries begin and end among its
             keys [2, n_rows], if `DOCUMENTS`.
-        row: Indices of the queries [R].
-        column: Indices of the keys [C].
-        n_rows: Number of queries.
-        n_columns: Number of keys.
     """
     wide: tl.constexpr = tl.float64 if q.dtype == tl.float64 else tl.float32
     found = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], wide), PRECISION)
@@ -155,16 +149,11 @@ def scores(
 
 @triton.jit
 def within(documents, begin, end, start, size, length, TILE: tl.constexpr):
-    """Shrinks a range of tiles, [begin, end) in steps of TILE, to the documents of some positions.
+    """Shrinks a range of tiles, [begin, end) in steps of TILE, to documents of `size` positions.
 
     Args:
         documents: Pointer to where the documents of the sample's positions begin and end in the
             range [2, length].
-        begin: Where the range begins, a multiple of TILE.
-        end: Where it ends.
-        start: The first of the positions.
-        size: Their number; positions from `length` on do not exist.
-        length: The length of the sample.
     """
     last = tl.minimum(start + size, length) - 1
     first = tl.load(documents + start) // TILE * TILE
@@ -182,16 +171,7 @@ def dropout_key(counter, THRESHOLD: tl.constexpr):
 
 @triton.jit
 def drop(x, sample, head, row, column, key_low, key_high, THRESHOLD: tl.constexpr):
-    """Zeroes elements of a tile [R, C] where dropout drops a probability.
-
-    Args:
-        x: The tile.
-        sample: The global index of the sample, int64.
-        head: The global index of the head, int64.
-        row: Indices of the queries [R].
-        column: Indices of the keys [C].
-        key_low, key_high: See `dropout_key`.
-    """
+    """Zeroes elements of a tile [R, C] where dropout drops a probability."""
     if THRESHOLD > 0:
         joined = hash_index(tl.zeros_like(row).to(tl.uint32), sample)
         rows = hash_row(hash_index(hash_index(joined, head), row.to(tl.int64)), key_low)
