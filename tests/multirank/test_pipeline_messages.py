@@ -138,9 +138,9 @@ def with_one_copy_changed(layout: Layout, model: Family, name: str, rank: int) -
     ("layout", "model", "name", "axis", "equal"),
     [
         ({"pp": 4, "micro_batches": 4}, "t5", "tokens.weight", "pp", 1),
-        # A product that computes a norm has a copy of it on every device of the grid.
+        # Each device of a grid has a copy of the last norm, or each of a row one of a bias.
         (
-            {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "gather"},
+            {"scheme": "megatron_2d", "rows": 2, "cols": 2},
             *("gpt2", "norm.weight", "grid", 0),
         ),
         (
