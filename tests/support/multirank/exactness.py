@@ -373,8 +373,9 @@ def assert_equal_one_device(
     train: dict[str, Any],
     task: Task = "auto",
 ) -> None:
-    """Train two steps under these settings in float64, and compare with one device."""
-    n = LayoutConfig(**layout).n_processes
+    """Train two steps under these settings, and compare with one device."""
+    n, limit = LayoutConfig(**layout).n_processes, TOLERANCE[train["dtype"]]
     for rank, worst in enumerate(pool.run(n, compare, layout, model, train, 2, False, task)):
-        wrong = {k: v for k, v in worst.items() if not v <= TOLERANCE["float64"]}
+        assert worst["init"] == 0.0, f"rank {rank}: initial weights depend on the layout"
+        wrong = {k: v for k, v in worst.items() if not v <= limit}
         assert not wrong, f"rank {rank}: {wrong}"
