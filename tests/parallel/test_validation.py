@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import gridformer
 from gridformer.config import SCHEMES, LayoutConfig, RunConfig
@@ -20,185 +22,114 @@ from tests.support.fixes import changed, rules, run_of
 
 # --------------------------------------------------------------------------- each rule
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    (
-        {"layout.scheme": "megatron", "layout.cols": 8},
-        "model.n_heads=12 does not divide over layout.cols=8: use layout.cols=1",
-    ),
-    (
-        {"layout.scheme": "megatron", "layout.cols": 12, "model.ffn_size": 50},
-        "model.ffn_size=50 does not divide over layout.cols=12: use layout.cols=1",
-    ),
-    (
-        {"layout.scheme": "optimus", "layout.rows": 5, "train.global_batch": 25}
-        | {"model.ffn_size": 200},
-        "model.hidden_size=48 does not divide over layout.rows=5: use layout.rows=1",
-    ),
-    (
-        {"layout.scheme": "optimus", "layout.rows": 4, "model.ffn_size": 50},
-        "model.ffn_size=50 does not divide over layout.rows=4: use layout.rows=1",
-    ),
-    (
-        {"layout.scheme": "megatron", "layout.cols": 4, "layout.sequence_parallel": True}
-        | {"data.seq_len": 22},
-        "data.seq_len=22 does not divide over layout.cols=4: use layout.cols=1",
-    ),
-    (
-        {"layout.scheme": "optimus", "layout.rows": 2, "layout.dp": 2, "train.global_batch": 10},
-        "train.global_batch=10 does not divide over layout.dp (2) x layout.rows (2): use "
-        "train.global_batch=8 or 12",
-    ),
-    (
-        {"layout.dp": 3, "layout.micro_batches": 5, "train.global_batch": 10},
-        "train.global_batch=10 does not divide over layout.dp (3) x layout.micro_batches (5): use "
-        "train.global_batch=15",
-    ),
-    (
-        {"data.seq_len": 25},
-        "data.seq_len=25 is longer than model.max_seq_len=24: use data.seq_len=24, or "
-        "model.max_seq_len=25",
-    ),
-    (
-        {"layout.pp": 4},
-        "layout.pp=4 x layout.stages_per_rank=1: more stages than layers, embeddings "
-        "and heads (3): use layout.pp=3",
-    ),
-    (
-        {"layout.pp": 2, "layout.stages_per_rank": 2},
-        "layout.pp=2 x layout.stages_per_rank=2: more stages than layers, embeddings "
-        "and heads (3): use layout.pp=1 and "
-        "layout.stages_per_rank=1 and layout.pipeline=auto, or "
-        "layout.stages_per_rank=1",
-    ),
-    (
-        {"layout.stages_per_rank": 2},
-        "layout.stages_per_rank=2 needs a pipeline, but layout.pp=1 has none: use "
-        "layout.stages_per_rank=1",
-    ),
-    (
-        {"layout.pipeline": "1f1b"},
-        "layout.pipeline=1f1b needs a pipeline, but layout.pp=1 has none: use layout.pipeline=auto",
-    ),
-    (
-        {"layout.pp": 3, "layout.pipeline": "1f1b", "layout.micro_batches": 2},
-        "layout.pipeline=1f1b needs at least as many micro-batches as layout.pp=3 stages, not "
-        "layout.micro_batches=2: use layout.pipeline=auto, or layout.micro_batches=3",
-    ),
-    (
-        {"layout.pp": 2, "layout.pipeline": "interleaved"},
-        "layout.pipeline=interleaved needs several stages per rank, not "
-        "layout.stages_per_rank=1: use layout.pipeline=auto",
-    ),
-    (
-        {"layout.pp": 2, "layout.stages_per_rank": 2, "layout.pipeline": "gpipe"}
-        | {"model.n_layers": 3, "layout.micro_batches": 4},
-        "layout.pipeline=gpipe has one stage per rank, not layout.stages_per_rank=2: use "
-        "layout.pipeline=auto, or layout.stages_per_rank=1",
-    ),
-    (
-        {"layout.pp": 2, "layout.stages_per_rank": 2, "layout.micro_batches": 5}
-        | {"model.n_layers": 3, "train.global_batch": 60},
-        "layout.micro_batches=5 cannot form equal rounds of at least layout.pp=2 micro-batches, "
-        "which interleaved stages need: use layout.micro_batches=4, or layout.stages_per_rank=1",
-    ),
-    (
-        {"layout.cols": 2},
-        "layout.scheme=single uses no grid and cannot use layout.cols=2: use layout.cols=1, or "
-        "layout.scheme=megatron, megatron_2d or optimus",
-    ),
-    (
-        {"layout.scheme": "megatron", "layout.rows": 2, "layout.cols": 3},
-        "layout.scheme=megatron uses layout.cols and cannot use layout.rows=2: use "
-        "layout.rows=1 and layout.cols=6, or layout.rows=1, or "
-        "layout.scheme=megatron_2d or optimus",
-    ),
-    (
-        {"layout.scheme": "optimus", "layout.sequence_parallel": True},
-        "layout.sequence_parallel=true belongs to scheme=megatron, not optimus: use "
-        "layout.sequence_parallel=false",
-    ),
-    (
-        {"layout.scheme": "subgraph", "layout.branches": 8},
-        "model.n_heads=12 does not divide over layout.branches=8: use layout.branches=1, 2, 3, 4, "
-        "6 or 12, or model.n_heads=8 or 16",
-    ),
-    (
-        {"layout.scheme": "subgraph", "layout.branches": 12, "model.ffn_size": 50},
-        "model.ffn_size=50 does not divide over layout.branches=12: use layout.branches=1 or 2, or "
-        "model.ffn_size=48 or 60",
-    ),
-    (
-        {"layout.scheme": "subgraph", "layout.branches": 4, "train.global_batch": 10},
-        "train.global_batch=10 does not divide over layout.branches (4): use "
-        "train.global_batch=8 or 12",
-    ),
-    (
-        {"layout.scheme": "subgraph", "layout.branches": 3, "layout.dp": 2}
-        | {"layout.micro_batches": 2, "train.global_batch": 16},
-        "train.global_batch=16 does not divide over layout.dp (2) x layout.branches (3) x "
-        "layout.micro_batches (2): use train.global_batch=12 or 24",
-    ),
-    (
-        {"layout.scheme": "subgraph", "layout.branches": 2, "layout.rows": 2, "layout.cols": 3},
-        "layout.scheme=subgraph uses layout.branches and cannot use layout.rows=2 and "
-        "layout.cols=3: use layout.rows=1 and layout.cols=1 and layout.branches=12, or "
-        "layout.rows=1 and layout.cols=1, or "
-        "layout.scheme=megatron_2d and layout.branches=1, or "
-        "layout.scheme=optimus and layout.branches=1",
-    ),
-    (
-        {"layout.branches": 2},
-        "layout.scheme=single uses no grid and cannot use layout.branches=2: use "
-        "layout.branches=1, or layout.scheme=subgraph",
-    ),
-    (
-        {"layout.scheme": "megatron", "layout.common": "first"},
-        "layout.common=first belongs to scheme=subgraph, not megatron: use layout.common=all",
-    ),
-    (
-        {"layout.scheme": "optimus", "layout.attention": "outside"},
-        "layout.attention=outside belongs to scheme=subgraph, not optimus: use "
-        "layout.attention=inside",
-    ),
-    (
-        {"layout.scheme": "megatron", "layout.feed_forward": "common"},
-        "layout.feed_forward=common belongs to scheme=subgraph, not megatron: use "
-        "layout.feed_forward=branched",
-    ),
-    (
-        {"layout.order": "contiguous"},
-        "layout.order=contiguous belongs to scheme=subgraph, not single: use layout.order=topology",
-    ),
-    (
-        {"layout.scheme": "subgraph", "layout.branches": 2, "layout.keep_gathered": "weights"},
-        "layout.keep_gathered=weights does not apply to subgraph, 2 branches: use "
-        "layout.keep_gathered=auto, inputs or none",
-    ),
-    (
-        {"layout.scheme": "subgraph", "layout.branches": 2, "layout.schedule": "gather"},
-        "layout.schedule=gather belongs to scheme=optimus, not subgraph: use layout.schedule=auto",
-    ),
-    (
-        {"layout.dp_mode": "fsdp"},
-        "layout.dp_mode=fsdp shards state over replicas, but layout.dp=1 has only one: use "
-        "layout.dp_mode=replicate",
-    ),
-    (
-        {"layout.scheme": "subgraph", "layout.branches": 2, "layout.common": "first"}
-        | {"layout.dp_mode": "zero1"},
-        "layout.dp_mode=zero1 shards state over replicas, but layout.dp=1 has only one: use "
-        "layout.dp_mode=replicate",
-    ),
-    (
-        {"layout.scheme": "subgraph", "layout.branches": 2, "layout.dp": 3}
-        | {"layout.devices_per_node": 4},
-        "layout.devices_per_node=4 does not divide branches x dp x pp=6: use "
-        "layout.devices_per_node=",
-    ),
-]
+# Settings, those of the layout without its name, and how the sentence about them begins.
+WRONG = """
+scheme=megatron cols=8
+    model.n_heads=12 does not divide over layout.cols=8: use layout.cols=1
+scheme=megatron cols=12 model.ffn_size=50
+    model.ffn_size=50 does not divide over layout.cols=12: use layout.cols=1
+scheme=optimus rows=5 train.global_batch=25 model.ffn_size=200
+    model.hidden_size=48 does not divide over layout.rows=5: use layout.rows=1
+scheme=optimus rows=4 model.ffn_size=50
+    model.ffn_size=50 does not divide over layout.rows=4: use layout.rows=1
+scheme=megatron cols=4 sequence_parallel=true data.seq_len=22
+    data.seq_len=22 does not divide over layout.cols=4: use layout.cols=1
+scheme=optimus rows=2 dp=2 train.global_batch=10
+    train.global_batch=10 does not divide over layout.dp (2) x layout.rows (2): use
+    train.global_batch=8 or 12
+dp=3 micro_batches=5 train.global_batch=10
+    train.global_batch=10 does not divide over layout.dp (3) x layout.micro_batches (5): use
+    train.global_batch=15
+data.seq_len=25
+    data.seq_len=25 is longer than model.max_seq_len=24: use data.seq_len=24, or
+    model.max_seq_len=25
+pp=4
+    layout.pp=4 x layout.stages_per_rank=1: more stages than layers, embeddings and heads (3):
+    use layout.pp=3
+pp=2 stages_per_rank=2
+    layout.pp=2 x layout.stages_per_rank=2: more stages than layers, embeddings and heads (3):
+    use layout.pp=1 and layout.stages_per_rank=1 and layout.pipeline=auto, or
+    layout.stages_per_rank=1
+stages_per_rank=2
+    layout.stages_per_rank=2 needs a pipeline, but layout.pp=1 has none: use
+    layout.stages_per_rank=1
+pipeline=1f1b
+    layout.pipeline=1f1b needs a pipeline, but layout.pp=1 has none: use layout.pipeline=auto
+pp=3 pipeline=1f1b micro_batches=2
+    layout.pipeline=1f1b needs at least as many micro-batches as layout.pp=3 stages, not
+    layout.micro_batches=2: use layout.pipeline=auto, or layout.micro_batches=3
+pp=2 pipeline=interleaved
+    layout.pipeline=interleaved needs several stages per rank, not layout.stages_per_rank=1: use
+    layout.pipeline=auto
+pp=2 stages_per_rank=2 pipeline=gpipe model.n_layers=3 micro_batches=4
+    layout.pipeline=gpipe has one stage per rank, not layout.stages_per_rank=2: use
+    layout.pipeline=auto, or layout.stages_per_rank=1
+pp=2 stages_per_rank=2 micro_batches=5 model.n_layers=3 train.global_batch=60
+    layout.micro_batches=5 cannot form equal rounds of at least layout.pp=2 micro-batches, which
+    interleaved stages need: use layout.micro_batches=4, or layout.stages_per_rank=1
+cols=2
+    layout.scheme=single uses no grid and cannot use layout.cols=2: use layout.cols=1, or
+    layout.scheme=megatron, megatron_2d or optimus
+scheme=megatron rows=2 cols=3
+    layout.scheme=megatron uses layout.cols and cannot use layout.rows=2: use layout.rows=1 and
+    layout.cols=6, or layout.rows=1, or layout.scheme=megatron_2d or optimus
+scheme=optimus sequence_parallel=true
+    layout.sequence_parallel=true belongs to scheme=megatron, not optimus: use
+    layout.sequence_parallel=false
+scheme=subgraph branches=8
+    model.n_heads=12 does not divide over layout.branches=8: use layout.branches=1, 2, 3, 4, 6
+    or 12, or model.n_heads=8 or 16
+scheme=subgraph branches=12 model.ffn_size=50
+    model.ffn_size=50 does not divide over layout.branches=12: use layout.branches=1 or 2, or
+    model.ffn_size=48 or 60
+scheme=subgraph branches=4 train.global_batch=10
+    train.global_batch=10 does not divide over layout.branches (4): use train.global_batch=8 or
+    12
+scheme=subgraph branches=3 dp=2 micro_batches=2 train.global_batch=16
+    train.global_batch=16 does not divide over layout.dp (2) x layout.branches (3) x
+    layout.micro_batches (2): use train.global_batch=12 or 24
+scheme=subgraph branches=2 rows=2 cols=3
+    layout.scheme=subgraph uses layout.branches and cannot use layout.rows=2 and layout.cols=3:
+    use layout.rows=1 and layout.cols=1 and layout.branches=12, or layout.rows=1 and
+    layout.cols=1, or layout.scheme=megatron_2d and layout.branches=1, or layout.scheme=optimus
+    and layout.branches=1
+branches=2
+    layout.scheme=single uses no grid and cannot use layout.branches=2: use layout.branches=1,
+    or layout.scheme=subgraph
+scheme=megatron common=first
+    layout.common=first belongs to scheme=subgraph, not megatron: use layout.common=all
+scheme=optimus attention=outside
+    layout.attention=outside belongs to scheme=subgraph, not optimus: use
+    layout.attention=inside
+scheme=megatron feed_forward=common
+    layout.feed_forward=common belongs to scheme=subgraph, not megatron: use
+    layout.feed_forward=branched
+order=contiguous
+    layout.order=contiguous belongs to scheme=subgraph, not single: use layout.order=topology
+scheme=subgraph branches=2 keep_gathered=weights
+    layout.keep_gathered=weights does not apply to subgraph, 2 branches: use
+    layout.keep_gathered=auto, inputs or none
+scheme=subgraph branches=2 schedule=gather
+    layout.schedule=gather belongs to scheme=optimus, not subgraph: use layout.schedule=auto
+dp_mode=fsdp
+    layout.dp_mode=fsdp shards state over replicas, but layout.dp=1 has only one: use
+    layout.dp_mode=replicate
+scheme=subgraph branches=2 common=first dp_mode=zero1
+    layout.dp_mode=zero1 shards state over replicas, but layout.dp=1 has only one: use
+    layout.dp_mode=replicate
+scheme=subgraph branches=2 dp=3 devices_per_node=4
+    layout.devices_per_node=4 does not divide branches x dp x pp=6: use layout.devices_per_node=
+"""
 
 
-@pytest.mark.parametrize(("changes", "text"), WRONG, ids=[text[:40] for _, text in WRONG])
+def table(text: str) -> Iterator[tuple[dict[str, Any], str]]:
+    for settings, said in re.findall(r"^(\w.*)\n((?:    .*\n)+)", text, re.MULTILINE):
+        pairs = (word.split("=") for word in settings.split())
+        changes = {k if "." in k else f"layout.{k}": yaml.safe_load(v) for k, v in pairs}
+        yield changes, " ".join(said.split())
+
+
+@pytest.mark.parametrize(("changes", "text"), table(WRONG), ids=str)
 def test_one_rule_broken(changes: dict[str, Any], text: str) -> None:
     run = run_of(**changes)
     (only,) = problems(run)
