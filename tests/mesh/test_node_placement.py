@@ -240,31 +240,32 @@ def test_square_grid_is_bunched(n: int) -> None:
     assert strip.total == (400 if n == 4 else 500)  # on 4x4 a strip is a whole row
 
 
-def test_strips_when_one_axis_dominates() -> None:
-    assert best(grid(4, 4), 4, row=10, col=100).block == NodeBlock(col=4)
-    assert best(grid(4, 4), 4, row=100, col=10).block == NodeBlock(row=4)
-    assert best(grid(8, 8), 4, row=10, col=100).block == NodeBlock(col=4)
-    assert best(grid(16, 16), 8, row=100, col=10).block == NodeBlock(row=8)
+@pytest.mark.parametrize(
+    ("sizes", "k", "traffic", "block"),
+    [
+        # strips where one axis dominates
+        (grid(4, 4), 4, {"row": 10, "col": 100}, NodeBlock(col=4)),
+        (grid(4, 4), 4, {"row": 100, "col": 10}, NodeBlock(row=4)),
+        (grid(8, 8), 4, {"row": 10, "col": 100}, NodeBlock(col=4)),
+        (grid(16, 16), 8, {"row": 100, "col": 10}, NodeBlock(row=8)),
+        (grid(16, 16), 16, {"row": 100, "col": 100}, NodeBlock(row=4, col=4)),
+        # tensor-parallel ranks move the most, then replicas, then stages (Narayanan et al. 2021)
+        ((2, 4, 1, 8), 8, {"pp": 2, "dp": 10, "col": 100}, NodeBlock(col=8)),
+        ((2, 4, 1, 4), 8, {"pp": 2, "dp": 10, "col": 100}, NodeBlock(dp=2, col=4)),
+        ((2, 4, 1, 2), 16, {"pp": 2, "dp": 10, "col": 100}, NodeBlock(pp=2, dp=4, col=2)),
+        # gradients are what moves
+        ((1, 4, 2, 2), 4, {"dp": 100, "row": 1, "col": 1}, NodeBlock(dp=4)),
+    ],
+)
+def test_the_best_block(sizes: Sizes, k: int, traffic: dict[str, int], block: NodeBlock) -> None:
+    assert best(sizes, k, **traffic).block == block
 
 
-def test_eight_devices_a_node() -> None:
+def test_equal_blocks_are_ordered_by_how_long_their_rows_are() -> None:
     """2x4 and 4x2 let in equally many bytes; 2x4's longer rows are closer to plain order."""
     found = search_blocks(grid(16, 16), {"row": 100, "col": 100}, 8)
     assert [c.block for c in found[:2]] == [NodeBlock(row=2, col=4), NodeBlock(row=4, col=2)]
     assert [c.total for c in found] == [600, 600, 900, 900]
-    assert best(grid(16, 16), 16, row=100, col=100).block == NodeBlock(row=4, col=4)
-
-
-def test_tensor_parallel_ranks_inside_a_node() -> None:
-    """Tensor-parallel ranks move the most, then replicas, then stages (Narayanan et al. 2021)."""
-    moved = {"pp": 2, "dp": 10, "col": 100}
-    assert best((2, 4, 1, 8), 8, **moved).block == NodeBlock(col=8)
-    assert best((2, 4, 1, 4), 8, **moved).block == NodeBlock(dp=2, col=4)
-    assert best((2, 4, 1, 2), 16, **moved).block == NodeBlock(pp=2, dp=4, col=2)
-
-
-def test_replicas_share_a_node_when_gradients_are_what_moves() -> None:
-    assert best((1, 4, 2, 2), 4, dp=100, row=1, col=1).block == NodeBlock(dp=4)
 
 
 def test_plain_order_where_all_is_equal() -> None:
@@ -299,16 +300,8 @@ def test_plain_block() -> None:
 
 
 def test_rank_grid() -> None:
-    assert rank_grid(grid(4, 4), NodeBlock(row=2, col=2))[0, 0].tolist() == [
-        [0, 1, 4, 5],
-        [2, 3, 6, 7],
-        [8, 9, 12, 13],
-        [10, 11, 14, 15],
-    ]
-    assert rank_grid((1, 2, 2, 2), NodeBlock(dp=2, col=2))[0].tolist() == [
-        [[0, 1], [4, 5]],
-        [[2, 3], [6, 7]],
-    ]
+    ranks = rank_grid((1, 2, 2, 2), NodeBlock(dp=2, col=2))[0].tolist()
+    assert ranks == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
 def test_description_of_a_block() -> None:

@@ -129,7 +129,7 @@ def table(text: str) -> Iterator[tuple[dict[str, Any], str]]:
         yield changes, " ".join(said.split())
 
 
-@pytest.mark.parametrize(("changes", "text"), table(WRONG), ids=str)
+@pytest.mark.parametrize(("changes", "text"), [*table(WRONG)], ids=str)
 def test_one_rule_broken(changes: dict[str, Any], text: str) -> None:
     run = run_of(**changes)
     (only,) = problems(run)

@@ -172,15 +172,9 @@ def _cluster(run: RunConfig) -> Iterator[Violation]:
 def _pipeline(run: RunConfig) -> Iterator[Violation]:
     """Stages, their schedule and the micro-batches must fit each other."""
     layout, n_links = run.layout, run.model.n_links
-    m, k, pp, order = (
-        layout.micro_batches,
-        layout.stages_per_rank,
-        layout.pp,
-        layout.pipeline,
-    )
+    m, k, pp, order = layout.micro_batches, layout.stages_per_rank, layout.pp, layout.pipeline
     fewest: Changes = {"layout.stages_per_rank": 1, "layout.pipeline": "auto"}
     no_order, one_stage = _one("layout.pipeline", ["auto"]), _one("layout.stages_per_rank", [1])
-    most = max(2 * pp, 2 * m)
     if pp == 1:
         if k > 1:
             text = f"layout.stages_per_rank={k} needs a pipeline, but layout.pp=1 has none"
@@ -195,36 +189,34 @@ def _pipeline(run: RunConfig) -> Iterator[Violation]:
             f"layout.pp={pp} x layout.stages_per_rank={k}: more stages than layers, embeddings "
             f"and heads ({n_links})"
         )
-        fixes = [
-            Fix(lambda: [*ranks, {"layout.pp": 1, **fewest}]),
-            _one("layout.stages_per_rank", range(k - 1, 0, -1)),
-        ]
-        yield Violation("stages", text, fixes)
-    if k > 1 and order in ("gpipe", "1f1b"):
+        fewer = Fix(lambda: [*ranks, {"layout.pp": 1, **fewest}])
+        yield Violation(
+            "stages", text, [fewer, _one("layout.stages_per_rank", range(k - 1, 0, -1))]
+        )
+    several, most = k > 1, max(2 * pp, 2 * m)
+    if several and order in ("gpipe", "1f1b"):
         text = f"layout.pipeline={order} has one stage per rank, not layout.stages_per_rank={k}"
         in_turns = Fix(lambda: [{"layout.pipeline": "auto"}, fewest])
         yield Violation("one stage", text, [in_turns, one_stage])
-    if k == 1 and order == "interleaved":
+    if not several and order == "interleaved":
         text = (
-            "layout.pipeline=interleaved needs several stages per rank, not "
-            "layout.stages_per_rank=1"
+            f"layout.pipeline={order} needs several stages per rank, not layout.stages_per_rank=1"
         )
         yield Violation("several stages", text, [no_order, _one("layout.stages_per_rank", [2])])
-    if k == 1 and order == "1f1b" and m < pp:
+    if not several and order == "1f1b" and m < pp:
         text = (
             f"layout.pipeline=1f1b needs at least as many micro-batches as layout.pp={pp} stages, "
             f"not layout.micro_batches={m}"
         )
         yield Violation("1f1b", text, [no_order, _one("layout.micro_batches", range(pp, most + 1))])
-    if k > 1 and order in ("auto", "interleaved") and m % max(1, m // pp) != 0:
+    if several and order in ("auto", "interleaved") and m % max(1, m // pp) != 0:
         text = (
             f"layout.micro_batches={m} cannot form equal rounds of at least layout.pp={pp} "
             "micro-batches, which interleaved stages need"
         )
-        equal = _one("layout.micro_batches", sorted(range(1, most + 1), key=lambda n: abs(n - m)))
-        yield Violation(
-            "rounds", text, [equal, Fix(lambda: [{"layout.stages_per_rank": 1}, fewest])]
-        )
+        near = sorted(range(1, most + 1), key=lambda n: abs(n - m))
+        one = Fix(lambda: [{"layout.stages_per_rank": 1}, fewest])
+        yield Violation("rounds", text, [_one("layout.micro_batches", near), one])
 
 
 # --------------------------------------------------------------------------- model and batch

@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """Pipeline parallelism: consecutive stages of a model on different ranks (Narayanan et al. 2021).
 
 partition     splits a model into stages
@@ -18,19 +19,3 @@ from gridformer.parallel.pipeline.stages import (
     prefetch_within_stages,
 )
 from gridformer.parallel.pipeline.timeline import Clock, Event, OnAction, idle_fraction, timed
-
-__all__ = [
-    "LOADING_RUNS",
-    "Clock",
-    "Event",
-    "Executor",
-    "OnAction",
-    "StopsBefore",
-    "idle_fraction",
-    "keep_stages",
-    "mark_shared",
-    "modules_of",
-    "prefetch_within_stages",
-    "stages_of",
-    "timed",
-]
