@@ -1,19 +1,14 @@
 """SUPER: sub-graph parallelism of transformers (Jain et al. 2021).
 
 Attention heads and slices of the feed-forward are branches. Each of g sub-grids holds 1/g of them
-and runs them for the samples of all. Segmented collectives enter and leave a branch section: each
-runs among the g processes that have the same position in their sub-grids.
+and runs them for the samples of all, so weights are sharded as in Megatron, and only the boundary
+of a section differs (gridformer.parallel.tensor.boundary):
 
     D&SP        common layers on all processes, b sharded      all-gather, reduce-scatter of b
     D&SP-cSub   common layers on the first sub-grid only       broadcast, reduce
 
-So weights are sharded as in Megatron, and only the boundary of a section differs
-(gridformer.parallel.tensor.boundary). With the projections outside the branches (`attention:
-outside`), slices of q, k and v enter the branches and the outputs of the heads leave them: by
-all-to-all in both directions, or by scatter and gather.
-
-In D&SP-cSub the other sub-grids have no common layers. A tensor between sections is there on the
-meta device: it has a shape and takes part in autograd, and costs nothing.
+With `attention: outside`, slices of q, k and v enter the branches and the outputs of heads leave
+them. In D&SP-cSub tensors between sections are on the meta device on the other sub-grids.
 """
 
 from __future__ import annotations

@@ -8,15 +8,10 @@
         placed.backward(loss)                           # gradients of the whole batch
         optimizer.step()
 
-This is SUPER (Jain et al. 2021). Layers outside branches, the common layers, are data-parallel over
-all processes (D&SP) or over the first sub-grid (D&SP-cSub). A branch belongs to one sub-grid, which
-runs it for the samples of all processes. Sections inside a branch divide its sub-grid further.
-
-On processes without the common layers, these are on torch's meta device: the network runs as it is
-written but computes only shapes. Common layers must therefore not depend on values (`.item()`,
-`if x > 0`). Layers that mix samples, such as BatchNorm, see only the samples of one process, as in
-data parallelism; GroupNorm and LayerNorm are exact. Dropout uses each process's own generator: seed
-it by rank after the network is placed.
+This is SUPER (Jain et al. 2021). The common layers, which are outside branches, are data-parallel
+over all processes (D&SP) or over the first sub-grid (D&SP-cSub). Elsewhere they are on torch's meta
+device and compute only shapes, so they must not depend on values (`.item()`). Layers that mix
+samples, such as BatchNorm, see those of one process. Dropout uses each process's own generator.
 """
 
 from __future__ import annotations

@@ -123,16 +123,9 @@ def _known_by_all(widths: Tensor, section: Section) -> list[int]:
 
 @dataclass
 class Placed:
-    """One process's part of a network on sub-grids.
+    """One process's part of a network on sub-grids: its `model`, and the parameters that it `held`.
 
-    Attributes:
-        model: The network; it runs what this process holds.
-        common: The processes that hold the common layers.
-        rows: The sections, as `describe` lists them.
-        rank: Global rank of this process.
-        world: Axis of all processes.
-        device: Device of this process.
-        held: This process's parameters.
+    `common` are the processes that hold the common layers; `describe` lists the `rows`.
     """
 
     model: nn.Module
@@ -154,8 +147,7 @@ class Placed:
     def local(self, whole_batch: Tensor) -> Tensor:
         """Returns this process's samples of a global batch, and tells the sections its size.
 
-        Args:
-            whole_batch: The global batch [B, ...], equal on every process.
+        The global batch [B, ...] is equal on every process.
 
         Returns:
             Every n-th sample for n processes with common layers, on this process's device, possibly

@@ -3,20 +3,13 @@
     `spread`    split: every sub-grid gets the tensor    slice: every sub-grid gets its columns
     `collect`   sum: the sub-grids' tensors are added    concat: they are put into their columns
 
-They are transposes of each other: spread has collect as its backward, and the other way round.
-With `columns` given they are slice and concat, otherwise split and sum.
-
-Samples lie round-robin on every grid. If the sub-grids are of equal size and together are the
-source (D&SP), or if the source is the first sub-grid (D&SP-cSub), then the processes number x of
-all sub-grids form a group. Each group runs one collective among itself; SUPER (Jain et al. 2021)
-calls this a segmented collective:
+Each is the other's backward pass. Samples lie round-robin on every grid. If the sub-grids are of
+equal size and together are the source (D&SP), or if the source is the first one (D&SP-cSub), the
+processes number x of all sub-grids form a group with a collective of its own, which SUPER (Jain et
+al. 2021) calls segmented; all other cases use point-to-point messages, all posted together.
 
     split, sum        all-gather, reduce-scatter (D&SP)    broadcast, reduce (cSub)
     slice, concat     all-to-all, all-to-all               scatter, gather
-
-All other cases (sub-grids of different sizes, a batch that does not divide, other sources) use
-point-to-point messages, one from each process to each process that has samples of it, all posted
-together.
 """
 
 from __future__ import annotations
@@ -35,10 +28,7 @@ from gridformer.mesh import Axis
 
 @dataclass(frozen=True)
 class Grid:
-    """An ordered set of n processes. Sample k of a batch is the (k div n)-th on process k mod n.
-
-    Attributes:
-        ranks: Distinct global ranks. A process is numbered by its position among them.
+    """An ordered set of n global ranks. Sample k of a batch is the (k div n)-th on process k mod n.
 
     Raises:
         ValueError: There is no rank, or a rank occurs twice.
@@ -103,9 +93,6 @@ class Section:
     Attributes:
         source: Processes that hold the tensors outside the branches.
         grids: The sub-grids. Together they are all processes of the section, including the source.
-        rank: Global rank of this process.
-        world: Axis of all processes.
-        device: Device of this process.
         segment: The processes with this process's number in each sub-grid, in order of sub-grids;
             None if segmented collectives do not apply.
     """

@@ -1,23 +1,15 @@
 """FSDP: parameters are sharded over replicas and gathered layer by layer (`dp_mode: fsdp`).
 
-This is ZeRO-3 (Rajbhandari et al. 2020) with the schedule of FSDP (Zhao et al. 2023). A layer's
-parameters are gathered before its forward pass and freed after it. They are gathered again before
-its backward pass and freed when all its gradients are complete. Meanwhile the parameters of the
-next layer are in flight. All others, among them the tied table, which the first and the last module
-read, are gathered once and stay until the step ends. With L parameter elements in layers and R
-others, m micro-batches and d replicas, a rank therefore receives in a step
+This is ZeRO-3 (Rajbhandari et al. 2020) with the schedule of FSDP (Zhao et al. 2023): a layer is
+gathered before its forward pass and before its backward pass, while the one before it computes, and
+freed after each. All other parameters, L of which are in layers and R are not, are gathered once
+and stay until the step ends. With m micro-batches and d replicas, a rank receives in a step
 
     (d-1)/d (2 m L + R)   elements of parameters, and sends    (d-1)/d (L + R)   of gradients.
 
-With `reshard: step` layers keep their parameters, too, and 2 m is 1. In a pipeline all of them are
-then gathered from the beginning of the step on, while a rank waits for its first micro-batch.
-
-In bfloat16 and float16 the L elements travel in that type, as copies of what products read
-(gridformer.models.blocks.cast), and the float32 parameters of layers are never materialized. The
-vectors of norms, which are read in float32, then belong to R.
-
-Freeing a parameter frees its storage and keeps its tensor. What autograd has saved of it is
-therefore valid again once it is gathered for the backward pass.
+With `reshard: step` layers stay, too, and 2 m is 1. In bfloat16 and float16 L elements travel in
+that type, as copies of what products read (gridformer.models.blocks.cast). Freeing frees a storage
+and keeps the tensor, so what autograd has saved of it is valid again once it is gathered.
 """
 
 from __future__ import annotations

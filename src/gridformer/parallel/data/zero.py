@@ -5,15 +5,10 @@
     zero1        full          parts, summed    parts              ZeRO-1, Rajbhandari et al. 2020
     fsdp         parts         parts, summed    parts              ZeRO-3, FSDP, Zhao et al. 2023
 
-Every parameter is sharded over the d replicas, vectors too, so a device holds 1/d of the state,
-rounded up to a row of each tensor. A part consists of adjacent rows of the local block, or of
-adjacent columns if the block is stored transposed. It is therefore contiguous in memory, and a
-rectangle of the global tensor, which checkpoints store like any other block. All replicas have the
-same number of rows, except that the last ones may have fewer or none.
-
-Gradients are summed over replicas once per step. With several micro-batches every device therefore
-accumulates full gradients of all parameters that it computes with, until its last backward pass
-ends, with fsdp too. With one micro-batch it holds only the gradients of two messages.
+A part consists of adjacent rows of the local block, or of columns if the block is stored
+transposed: it is contiguous in memory, and a rectangle of the global tensor, as checkpoints store
+them. Gradients are summed once per step, so with several micro-batches every device accumulates
+full gradients until its last backward pass ends, with fsdp too.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 # ruff: noqa: F401
 """Pipeline parallelism: consecutive stages of a model on different ranks (Narayanan et al. 2021).
 
-partition     splits a model into stages
-stage_params  which parameters a rank holds, and which are shared by several ranks
-schedules     the order of forward and backward passes, and the messages between ranks
-stage_io      the tensors that are sent from stage to stage
-prefetching   which weights a pass gathers early
-executor      runs a schedule
-timeline      measures it
+partition   splits a model into stages
+stages      what a rank holds of a model, and the tensors that are sent from stage to stage
+schedules   the order of forward and backward passes, and the messages between ranks
+executor    runs a schedule
+timeline    measures it
 """
 
 from gridformer.parallel.pipeline.executor import LOADING_RUNS, Executor, StopsBefore

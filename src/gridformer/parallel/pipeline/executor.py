@@ -1,16 +1,10 @@
 """Runs one rank's part of a pipeline: the passes of its stages in schedule order, and messages.
 
-The forward pass of a stage receives the outputs of the previous stage and puts autograd leaves in
-front of them. Its backward pass receives the gradients from the next stage and sends back those of
-the leaves. Between the two only the leaves, which take no memory, and the edges of the graph are
-kept: the sent outputs are freed after the forward pass unless a layer saves them.
-
-Sends start as soon as a tensor is computed, and are waited for once their reader is known to have
-read them. The next receive from each rank is posted before it is needed, so that it overlaps with
-computation. Over NCCL the messages of the first runs go through the host; see `Executor.loads`.
-
-A run that is told to stop leaves out the last micro-batches of a step, the same on all ranks. Their
-messages are still sent, with uninitialized content, because their receives may be posted.
+A stage puts autograd leaves in front of what it receives, and sends back their gradients. Between
+its passes only the leaves, which take no memory, and the edges of the graph are kept. Sends start
+as soon as a tensor is computed, and receives are posted one message ahead. A run that is told to
+stop leaves out the last micro-batches of a step, the same on all ranks. Their messages are still
+sent, with uninitialized content, because their receives may be posted.
 """
 
 from __future__ import annotations
