@@ -88,8 +88,8 @@ def export(
         def doing(what: str) -> None:
             tell("", what)
 
-        with run_with_checkpoints(run_dir, doing) as found:
-            done = export_run(found, out, dtype.value, shard_gib, doing)
+        with run_with_checkpoints(run_dir, doing) as folder:
+            done = export_run(folder, out, dtype.value, shard_gib, doing)
     files = f"{done.n_files} files" if done.n_files > 1 else "one file"
     typer.echo(
         f"{out}: a {done.model_type} with {format_count(done.n_parameters)} parameters in "
@@ -126,7 +126,7 @@ def average(
         def doing(what: str) -> None:
             tell("", what)
 
-        with run_with_checkpoints(run_dir, doing, max(1, last)) as found:
-            averaged = average_run(found, out, last, doing, url_of(run_dir) or str(run_dir))
+        with run_with_checkpoints(run_dir, doing, max(1, last)) as folder:
+            averaged = average_run(folder, out, last, doing, url_of(run_dir) or str(run_dir))
     steps = ", ".join(map(str, averaged))
     typer.echo(f"{out}: the mean of the checkpoints of steps {steps}")

@@ -93,9 +93,9 @@ def evaluate(
     asked += [TaskArgument("set", name) for name in sets or []]
     with ExitStack() as at_end:
         with waiting() as tell:
-            found = at_end.enter_context(run_directory(run_dir, tell))
+            folder = at_end.enter_context(run_directory(run_dir, tell))
             job = plan_job(
-                found, overrides or [], device_option(device), reads, dtype_option(dtype)
+                folder, overrides or [], device_option(device), reads, dtype_option(dtype)
             )
             names = checkpoint_label_names(job.run, job.folder)
             check_tasks(job.run, asked, options, names, [*given])

@@ -111,8 +111,8 @@ def generate(
     )
     with ExitStack() as at_end:
         with waiting() as tell:
-            found = at_end.enter_context(run_directory(run_dir, tell))
-            job = plan_job(found, overrides, device_option(device), dtype=dtype_option(dtype))
+            folder = at_end.enter_context(run_directory(run_dir, tell))
+            job = plan_job(folder, overrides, device_option(device), dtype=dtype_option(dtype))
             check_options(job.run.model, given, chat)
         wanted = Generation(texts, prompts is not None, batch_size, sampling, how)
         if chat:

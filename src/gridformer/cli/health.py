@@ -29,7 +29,7 @@ def health(
     """
     from gridformer.train.heartbeat import health_of
 
-    found = health_of(run_dir, max_age_s)
-    typer.echo(found.why)
-    if not found.ok:
+    state = health_of(run_dir, max_age_s)
+    typer.echo(state.why)
+    if not state.ok:
         raise typer.Exit(1)

@@ -72,32 +72,32 @@ def layouts(
     elif not global_batch:
         global_batch, why = common_batch(processes, schemes), "the fewest that all layouts split"
     seq_len = seq_len or run.data.seq_len or min(run.model.max_seq_len, ESTIMATED_TOKENS)
-    found = list_layouts(section, processes, global_batch, seq_len, schemes, _LIST_S)
+    listed = list_layouts(section, processes, global_batch, seq_len, schemes, _LIST_S)
     total = sum(1 for _ in candidates(processes, schemes))
-    if len(found) < total:
+    if len(listed) < total:
         left_out = (
-            f"{len(found):,} of {total:,} layouts were checked in {_LIST_S} s, "
+            f"{len(listed):,} of {total:,} layouts were checked in {_LIST_S} s, "
             "fewest stages first (see --scheme)"
         )
         typer.echo(left_out, err=True)
     if settings:
-        for one in found:
+        for one in listed:
             if not one.problems:
                 typer.echo(one.settings_over(run.layout) or f"layout.scheme={run.layout.scheme}")
         return
     what = f"{run.model.name} on {processes} process{'es' * (processes > 1)}, "
     what += f"{global_batch} samples of {seq_len} tokens a step ({why})"
-    _print_layouts(what, found, Console(highlight=False))
+    _print_layouts(what, listed, Console(highlight=False))
 
 
-def _print_layouts(what: str, found: Sequence[Listed], console: Console) -> None:
+def _print_layouts(what: str, listed: Sequence[Listed], console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
     from gridformer.memory.layouts import reasons
     from gridformer.utils.units import byte_unit
 
-    fitting = [one for one in found if not one.problems]
+    fitting = [one for one in listed if not one.problems]
     console.print(Text(f"{what}: {len(fitting)} layouts work"))
     if fitting:
         unit, unit_name = byte_unit(max(one.modes["replicate"] for one in fitting))
@@ -122,9 +122,9 @@ def _print_layouts(what: str, found: Sequence[Listed], console: Console) -> None
             note += "; the next columns are the same with layout.dp_mode=zero1 and fsdp"
         note += ". `gridformer memory` shows it exactly; --settings prints settings to copy."
         console.print(Text(note))
-    for number, reason in enumerate(reasons(found)):
+    for number, reason in enumerate(reasons(listed)):
         if not number:
-            count = str(len(found) - len(fitting))
+            count = str(len(listed) - len(fitting))
             console.print(Text(f"\n{count} do not work, counted by their first reason:"))
         where = f"{reason.where}: " if reason.where else ""
         console.print(Text(f"{reason.n_layouts:{len(count)}}  {where}{reason.why}"))

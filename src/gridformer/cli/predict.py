@@ -193,7 +193,7 @@ def predict(
     from gridformer.plan.show import print_prediction
 
     with time_limit(seconds, _FEWER), Console(stderr=True).status("tracing and replaying a step"):
-        found = predicted(
+        prediction = predicted(
             checked,
             machine,
             layers_only,
@@ -201,12 +201,12 @@ def predict(
             timeline=trace is not None,
             on_all_cores=True,
         )
-    found.warnings[:0] = notes
+    prediction.warnings[:0] = notes
     if trace is not None:
-        trace.write_text(json.dumps(found.chrome_trace()), encoding="utf-8")
+        trace.write_text(json.dumps(prediction.chrome_trace()), encoding="utf-8")
     if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=1))
+        typer.echo(json.dumps(prediction.to_json(), indent=1))
         return
-    print_prediction(checked, machine, found, Console(highlight=False))
+    print_prediction(checked, machine, prediction, Console(highlight=False))
     if trace is not None:
         typer.echo(f"Timeline: {trace}")

@@ -55,26 +55,26 @@ def report(
         require("plotly", "--html", "html")
         check_output("--html", html)
     console = Console(highlight=False)
-    found = read_runs(runs)
-    print_summary(found, console)
+    readings = read_runs(runs)
+    print_summary(readings, console)
     if html is None:
         return
     from gridformer.report.page import write_report_page
 
-    estimates: list[Estimates | None] = [None] * len(found)
+    estimates: list[Estimates | None] = [None] * len(readings)
     if seconds:
         with Console(stderr=True).status("estimating memory and messages"):
-            estimates = _all_estimated(found, seconds)
-    write_report_page(found, estimates, html)
+            estimates = _all_estimated(readings, seconds)
+    write_report_page(readings, estimates, html)
     console.print(f"The report: {html}", soft_wrap=True)
 
 
-def _all_estimated(found: Sequence[RunReading], seconds: float) -> list[Estimates | None]:
+def _all_estimated(readings: Sequence[RunReading], seconds: float) -> list[Estimates | None]:
     """Returns the estimates of runs, each with a sentence why there are none if it failed."""
     from gridformer.report.estimates import Estimates
     from gridformer.utils.fork_pool import as_far_as, can_copy
 
-    work = [partial(_estimated, run) for run in found]
+    work = [partial(_estimated, run) for run in readings]
     if not can_copy():  # nothing can stop them
         return [piece()[0] for piece in work]
     late = Estimates(

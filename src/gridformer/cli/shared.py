@@ -140,9 +140,9 @@ def device_option(name: str) -> DeviceChoice:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[Callable[[str, str], None]]:
-    """Yields a function `tell(found, doing)` that reports progress on standard error.
+    """Yields a function `tell(result, doing)` that reports progress on standard error.
 
-    A text `found` is printed for good unless it is empty. The text `doing` names the current
+    A text `result` is printed for good unless it is empty. The text `doing` names the current
     activity: on a terminal it is a line with a spinner that disappears when the block ends,
     elsewhere it is printed.
     """
@@ -152,9 +152,9 @@ def waiting() -> Iterator[Callable[[str, str], None]]:
     console = Console(stderr=True, highlight=False)
     status = console.status("")
 
-    def tell(found: str, doing: str) -> None:
-        if found:
-            console.print(Text(found), soft_wrap=True)
+    def tell(result: str, doing: str) -> None:
+        if result:
+            console.print(Text(result), soft_wrap=True)
         if console.is_terminal:
             status.update(Text(doing))
             status.start()

@@ -286,10 +286,10 @@ class ModelConfig(Config):
         These are nearly all of its parameters.
         """
         cross = 2 * (self.n_heads + self.kv_heads) * self.head_width * self.hidden_size
-        found = self.n_layers * self.layer_elements
+        elements = self.n_layers * self.layer_elements
         if self.two_stacks:
-            found += self.n_decoder_layers * (self.layer_elements + cross)
-        return found + self.n_tables * self.vocab_size * self.hidden_size
+            elements += self.n_decoder_layers * (self.layer_elements + cross)
+        return elements + self.n_tables * self.vocab_size * self.hidden_size
 
     @property
     def n_tables(self) -> int:

@@ -325,8 +325,8 @@ def _key_instead(keys: list[str]) -> str:
 
 
 def _keys_of(section: str) -> Iterable[str]:
-    found = _section([section])
-    return found.model_fields if found else ()
+    kind = _section([section])
+    return kind.model_fields if kind else ()
 
 
 def _value_instead(got: str, message: str) -> str:

@@ -76,11 +76,11 @@ def examine(n_processes: int, timeout_s: float, folder: Path = Path()) -> Iterat
 
 def check_python() -> Iterator[Finding]:
     """Checks the version of Python."""
-    found = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    version = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info < _FIRST_PYTHON:
-        yield Finding("bad", found, "gridformer needs Python 3.11 or newer")
+        yield Finding("bad", version, "gridformer needs Python 3.11 or newer")
     else:
-        yield Finding("ok", found)
+        yield Finding("ok", version)
 
 
 def check_packages(requirements: list[str] | None = None) -> Iterator[Finding]:
@@ -258,20 +258,20 @@ def check_processes(n: int, timeout_s: float, program: str = _PROBE) -> Iterator
             remedy = "the full message is:\n" + errors.strip()
             yield Finding("bad", f"{what}: failed ({last[0]})", remedy)
             return
-        found = json.loads(answer.read_text())
-    if found["wrong"]:
+        answers = json.loads(answer.read_text())
+    if answers["wrong"]:
         remedy = (
             "do not train here; on GPUs try NCCL_P2P_DISABLE=1, else report it with this output"
         )
-        yield Finding("bad", f"{what}: wrong sums: {'; '.join(found['wrong'])}", remedy)
+        yield Finding("bad", f"{what}: wrong sums: {'; '.join(answers['wrong'])}", remedy)
         return
     yield Finding("ok", f"{what}: sums along rows, columns and all are right")
-    yield Finding("ok", f"chosen: {found['why']}")
-    speed = _BIG_BYTES / found["big_s"] / 1e9
+    yield Finding("ok", f"chosen: {answers['why']}")
+    speed = _BIG_BYTES / answers["big_s"] / 1e9
     yield Finding(
         "ok",
-        f"all-reduce over {n} processes: 4 bytes in {1e3 * found['small_s']:.2f} ms, 16 MiB in "
-        f"{1e3 * found['big_s']:.0f} ms ({speed:.2f} GB/s)",
+        f"all-reduce over {n} processes: 4 bytes in {1e3 * answers['small_s']:.2f} ms, 16 MiB in "
+        f"{1e3 * answers['big_s']:.0f} ms ({speed:.2f} GB/s)",
     )
 
 
@@ -360,6 +360,6 @@ def probe(n_processes: int, timeout_s: float, answer: Path) -> None:
     if n_wrong and not wrong:
         wrong = [f"{n_wrong} sums on other ranks"]
     if world.rank == 0:
-        found = {"why": world.why, "wrong": wrong, "small_s": small_s, "big_s": big_s}
-        answer.write_text(json.dumps(found))
+        answers = {"why": world.why, "wrong": wrong, "small_s": small_s, "big_s": big_s}
+        answer.write_text(json.dumps(answers))
     close_process_groups()

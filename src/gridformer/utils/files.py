@@ -125,15 +125,17 @@ def regular_bytes(path: Path, at_most: int) -> bytes:
     # Without O_NONBLOCK, opening a pipe would wait for someone who writes into it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        found, why = os.fstat(descriptor), ""
-        if not stat.S_ISREG(found.st_mode):
-            why = f"it is {_kind(found.st_mode)}, not a file"
-        elif found.st_size > at_most:
+        status, why = os.fstat(descriptor), ""
+        if not stat.S_ISREG(status.st_mode):
+            why = f"it is {_kind(status.st_mode)}, not a file"
+        elif status.st_size > at_most:
             why = f"it has more than {format_bytes(at_most)}, the most that is read of such a file"
         if why:
             raise OSError(errno.EINVAL, why, str(path))
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read(max(found.st_size, MIB))  # files of the system say that they are empty
+            return file.read(
+                max(status.st_size, MIB)
+            )  # files of the system say that they are empty
     finally:
         os.close(descriptor)
 
@@ -177,12 +179,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for key in found if keys.count(key) > 1)
+        twice = next(key for key in mapping if keys.count(key) > 1)
         raise ValueError(f"the key {twice[:40]!r} occurs twice")
-    return found
+    return mapping
 
 
 def _kind(mode: int) -> str:

@@ -89,5 +89,5 @@ def world_timeout() -> timedelta | None:
     world = dist.group.WORLD
     assert world is not None
     options = world._get_backend(world._device_types[0]).options
-    found: timedelta | None = getattr(options, "_timeout", None)
-    return found
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
