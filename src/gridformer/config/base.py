@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Self, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 from gridformer.utils.units import (
     LARGEST_FLOAT,
@@ -47,7 +47,10 @@ class Bounded(BaseModel):
 
 
 class Config(Bounded):
-    """Base class of every section: instances are immutable and unknown keys are errors."""
+    """Base class of every section: instances are immutable and unknown keys are errors.
+
+    A section yields from `_problems` what does not fit together in it, so that all is told at once.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -56,6 +59,15 @@ class Config(Bounded):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    def _problems(self) -> Iterator[str]:
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Self:
+        if problems := [*self._problems()]:
+            raise ValueError("; ".join(problems))
+        return self
 
 
 def shortened_text(value: object, at_most: int = 80) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -128,74 +128,61 @@ class DataConfig(Config):
         rest = {key: value for key, value in values.items() if (key, value) != ("path", None)}
         return {**rest, **named}
 
-    @model_validator(mode="after")
-    def _check_sources(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if not self.sources and "path" not in self.model_fields_set:
-            raise ValueError(
-                "data.path is missing: set it to a folder that `gridformer prepare` wrote"
-            )
+            yield "data.path is missing: set it to a folder that `gridformer prepare` wrote"
+            return
         if self.sources and self.path != Path():
-            raise ValueError(
+            yield (
                 f"data.path={self.path} and data.sources are both set: use data.path=null with "
                 "the sources, or name the folder as one of them"
             )
-        problems = [
-            *self._source_problems(),
-            *self._set_problems("data.validation", self.validation),
-            *self._set_problems("data.test", self.test),
-        ]
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
-
-    def _source_problems(self) -> list[str]:
+            return
         names = [source.name for source in self.sources]
-        problems = [
-            f"data.sources.{number}.name is missing: give the source a name"
-            for number, name in enumerate(names)
-            if not name
-        ]
-        problems += [
-            f"data.sources has two sources called {name}: give each a name of its own"
-            for name in repeated(name for name in names if name)
-        ]
-        if not self.sources:
-            if self.stages:
-                problems.append("data.stages needs data.sources, whose weights it changes")
-            return problems
-        weights = [source.weight for source in self.sources]
-        problems += weight_problems("the weights of data.sources", names, weights)
+        for number, name in enumerate(names):
+            if not name:
+                yield f"data.sources.{number}.name is missing: give the source a name"
+        for name in repeated(filter(None, names)):
+            yield f"data.sources has two sources called {name}: give each a name of its own"
+        if self.sources:
+            weights = [source.weight for source in self.sources]
+            yield from weight_problems("the weights of data.sources", names, weights)
+            yield from self._stage_problems(names)
+        elif self.stages:
+            yield "data.stages needs data.sources, whose weights it changes"
+        yield from self._set_problems("data.validation", self.validation, names)
+        yield from self._set_problems("data.test", self.test, names)
+
+    def _stage_problems(self, names: list[str]) -> Iterator[str]:
         step = 1
         for number, stage in enumerate(self.stages):
             key = f"data.stages.{number}"
             if stage.from_step <= step:
-                problems.append(
+                yield (
                     f"{key}.from_step={stage.from_step} is not after step {step}, with which the "
                     f"stage before it begins: use {step + 1} or more"
                 )
             step = max(step, stage.from_step)
             unknown = [name for name in stage.weights if name not in names]
-            problems += [unknown_source(f"{key}.weights", name, names) for name in unknown]
+            for name in unknown:
+                yield unknown_source(f"{key}.weights", name, names)
             if not unknown:
                 weights = [stage.weights.get(name, 0.0) for name in names]
-                problems += weight_problems(f"the weights of {key}", names, weights)
-        return problems
+                yield from weight_problems(f"the weights of {key}", names, weights)
 
-    def _set_problems(self, section: str, sets: Sequence[ValidationConfig]) -> list[str]:
-        known = [source.name for source in self.sources]
-        problems = [
-            f"{section} has two sets called {name}: give each a name of its own"
-            for name in repeated(one.name for one in sets if one.name)
-        ]
+    def _set_problems(
+        self, section: str, sets: Sequence[ValidationConfig], sources: list[str]
+    ) -> Iterator[str]:
+        for name in repeated(one.name for one in sets if one.name):
+            yield f"{section} has two sets called {name}: give each a name of its own"
         for number, one in enumerate(sets):
             key = f"{section}.{number}"
-            if one.path is None and not known:
-                problems.append(f"{key}.path is missing: set it to a token folder")
-            elif one.path is None and one.name not in known:
-                problems.append(unknown_source(key, one.name, known))
+            if one.path is None and not sources:
+                yield f"{key}.path is missing: set it to a token folder"
+            elif one.path is None and one.name not in sources:
+                yield unknown_source(key, one.name, sources)
             elif not one.name:
-                problems.append(f"{key}.name is missing: give the set a name")
-        return problems
+                yield f"{key}.name is missing: give the set a name"
 
     @property
     def train_sources(self) -> tuple[SourceConfig, ...]:

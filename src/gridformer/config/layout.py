@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self, get_args
+from collections.abc import Iterator
+from typing import Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from gridformer.config.base import Config
 from gridformer.utils.units import MOST_LAYERS, MOST_PROCESSES
@@ -100,15 +101,11 @@ class LayoutConfig(Config):
     must be the same on all machines of a run. Empty means that volumes and thresholds decide
     them."""
 
-    @model_validator(mode="after")
-    def _check_processes(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.n_processes > MOST_PROCESSES:
             axes = ("rows", "cols", "branches", "dp", "pp")
             sizes = " x ".join(f"{axis}={n}" for axis in axes if (n := getattr(self, axis)) > 1)
-            raise ValueError(
-                f"{sizes} are {self.n_processes:,} processes: use at most {MOST_PROCESSES:,}"
-            )
-        return self
+            yield (f"{sizes} are {self.n_processes:,} processes: use at most {MOST_PROCESSES:,}")
 
     @property
     def n_processes(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -63,31 +64,26 @@ class RopeScaling(Config):
     truncate: bool = True
     """For yarn, true rounds the borders of the interpolated frequencies outward."""
 
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         others = {"linear": (_LENGTH, *_LLAMA3, *_YARN), "llama3": _YARN, "yarn": _LLAMA3}[
             self.kind
         ]
-        problems = [
-            f"{key}={getattr(self, key)} does not belong to kind={self.kind}: leave it out"
-            for key in others
-            if getattr(self, key) != type(self).model_fields[key].default
-        ]
+        for key in others:
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default:
+                yield f"{key}={value} does not belong to kind={self.kind}: leave it out"
         if self.kind != "linear" and not self.original_max_position_embeddings:
-            problems.append(
+            yield (
                 f"kind={self.kind} needs original_max_position_embeddings, the length of sequences "
                 "in the first training, such as 8192"
             )
         if self.low_freq_factor >= self.high_freq_factor:
-            problems.append(
+            yield (
                 f"low_freq_factor={self.low_freq_factor} must be below "
                 f"high_freq_factor={self.high_freq_factor}"
             )
         if self.beta_slow >= self.beta_fast:
-            problems.append(f"beta_slow={self.beta_slow} must be below beta_fast={self.beta_fast}")
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+            yield (f"beta_slow={self.beta_slow} must be below beta_fast={self.beta_fast}")
 
     @property
     def attention(self) -> float:
@@ -197,53 +193,46 @@ class ModelConfig(Config):
             filled["n_decoder_layers"] = values.get("n_layers", 0)
         return filled
 
-    @model_validator(mode="after")
-    def _check_family(self) -> Self:
-        problems = [
-            f"{key}={getattr(self, key)} belongs to family {any_of(families)}, not {self.family}: "
-            f"leave it out"
-            for key, families in _ONLY_IN.items()
-            if self.family not in families
-            and getattr(self, key) != type(self).model_fields[key].default
-        ]
+    def _problems(self) -> Iterator[str]:
+        for key, families in _ONLY_IN.items():
+            value = getattr(self, key)
+            if self.family not in families and value != type(self).model_fields[key].default:
+                yield (
+                    f"{key}={value} belongs to family {any_of(families)}, not {self.family}: leave "
+                    "it out"
+                )
         if self.norm_position == "post" and self.family in ("gpt2", "t5", "llama"):
-            problems.append(f"norm_position=post: {self.family} normalizes inputs; use pre")
+            yield (f"norm_position=post: {self.family} normalizes inputs; use pre")
         if self.family == "t5" and self.token_head and (self.n_labels or self.span_head):
             key = f"n_labels={self.n_labels}" if self.n_labels else "span_head=true"
-            problems.append(f"{key}: t5 has this head only with token_head=false; set both")
+            yield (f"{key}: t5 has this head only with token_head=false; set both")
         if self.family == "t5" and self.relative_max_distance <= self.relative_buckets // 2:
-            problems.append(
+            yield (
                 f"relative_max_distance={self.relative_max_distance}: the first half of "
                 f"relative_buckets={self.relative_buckets} holds one distance each; use "
                 f"relative_max_distance={self.relative_buckets // 2 + 1} or more"
             )
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
 
-    @model_validator(mode="after")
-    def _check_heads(self) -> Self:
         if not self.head_dim and self.hidden_size % self.n_heads:
-            raise ValueError(
+            yield (
                 f"hidden_size={self.hidden_size} is not a multiple of n_heads={self.n_heads}: use "
                 f"n_heads {any_of(divisors(self.hidden_size))}, or set head_dim"
             )
-        if self.n_heads * self.head_width > WIDEST:
-            raise ValueError(
+        elif self.n_heads * self.head_width > WIDEST:
+            yield (
                 f"n_heads={self.n_heads} of head_dim={self.head_width} are wider than {WIDEST} "
                 f"together: use head_dim={WIDEST // self.n_heads} or less"
             )
         if self.n_kv_heads and self.n_heads % self.n_kv_heads:
-            raise ValueError(
+            yield (
                 f"n_kv_heads={self.n_kv_heads} does not divide n_heads={self.n_heads}: use "
                 f"n_kv_heads={any_of(divisors(self.n_heads))}"
             )
-        if self.family == "llama" and self.head_width % 2:
-            raise ValueError(
+        elif self.family == "llama" and self.head_width % 2:
+            yield (
                 f"rotary positions rotate pairs of features, and a head has {self.head_width}: use "
                 f"head_dim={self.head_width + 1}"
             )
-        return self
 
     @property
     def head_width(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Iterator
+from typing import Any
 
 import yaml
 from pydantic import model_validator
@@ -48,120 +49,108 @@ class RunConfig(Config):
         heads = _heads_of(task, model.get("family"))
         return {**values, "model": heads | model}
 
-    @model_validator(mode="after")
-    def _check_heads(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        data, family, tasks = self.data, self.model.family, TASKS[self.model.family]
+        if data.task not in ("auto", *tasks):
+            yield (
+                f"data.task={data.task}: {family} learns from {any_of(tasks)}; use data.task="
+                f"{any_of(('auto', *tasks))}"
+            )
+            return
+        yield from self._head_problems()
+        if data.source_len and not self.model.two_stacks:
+            yield (
+                f"data.source_len={data.source_len}: {family} has no source; use data.source_len=0"
+            )
+        if self.train.bleu_every and self.task != "pairs":
+            yield (
+                f"train.bleu_every={self.train.bleu_every}: data.task={self.task} has no pairs to "
+                "translate; use train.bleu_every=0"
+            )
+        if data.task == "chat" and self.model.n_labels:
+            yield (
+                f"model.n_labels={self.model.n_labels}: conversations have no labels; use "
+                "model.n_labels=0"
+            )
+        yield from self._document_problems()
+        yield from self._size_problems()
+
+    def _head_problems(self) -> Iterator[str]:
         """The heads of the model must be those that the task trains."""
-        model, task, problems = self.model, self.task, []
+        model, task = self.model, self.task
         if task not in FINE_TUNING:
             if not model.token_head or model.span_head:
                 key = "token_head=false" if not model.token_head else "span_head=true"
-                raise ValueError(
+                yield (
                     f"model.{key} does not fit data.task={task}: use data.task="
                     f"{any_of([t for t in TASKS[model.family] if t in FINE_TUNING])}"
                 )
-            return self
+            return
         for key, value in _heads_of(task, model.family).items():
             if getattr(model, key) != value:
                 here = format_value(getattr(model, key))
-                problems.append(
+                yield (
                     f"data.task={task} does not fit model.{key}={here}: "
                     f"use model.{key}={format_value(value)}, or leave it out"
                 )
         if task == "classify" and not model.n_labels:
-            problems.append(
+            yield (
                 "data.task=classify needs model.n_labels, the number of labels: use "
                 "model.n_labels=2, for example"
             )
         if model.two_stacks and self.data.source_len not in (0, self.seq_len):
-            problems.append(
+            yield (
                 f"data.source_len={self.data.source_len}: with data.task={task} encoder and "
                 f"decoder read the same {self.seq_len} tokens; use data.source_len=0"
             )
         if task == "answer" and model.n_labels:
-            problems.append(
+            yield (
                 f"data.task=answer does not fit model.n_labels={model.n_labels}: use "
                 "model.n_labels=0"
             )
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
 
-    @model_validator(mode="after")
-    def _check_task(self) -> Self:
-        family, tasks = self.model.family, TASKS[self.model.family]
-        problems = []
-        if self.data.task not in ("auto", *tasks):
-            problems.append(
-                f"data.task={self.data.task}: {family} learns from {any_of(tasks)}; use data.task="
-                f"{any_of(('auto', *tasks))}"
-            )
-        if self.data.source_len and not self.model.two_stacks:
-            problems.append(
-                f"data.source_len={self.data.source_len}: {family} has no source; use "
-                "data.source_len=0"
-            )
-        if self.train.bleu_every and self.task != "pairs":
-            problems.append(
-                f"train.bleu_every={self.train.bleu_every}: data.task={self.task} has no pairs to "
-                "translate; use train.bleu_every=0"
-            )
-        if self.data.task == "chat" and self.model.n_labels:
-            problems.append(
-                f"model.n_labels={self.model.n_labels}: conversations have no labels; use "
-                "model.n_labels=0"
-            )
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
-
-    @model_validator(mode="after")
-    def _check_documents(self) -> Self:
+    def _document_problems(self) -> Iterator[str]:
         """Attention can stay within documents of running text, and packed samples need that."""
-        if not self.data.document_mask:
-            if self.data.packing == "windows":
-                return self
-            raise ValueError(
-                f"data.packing={self.data.packing}: documents that share a sample must not see "
-                "each other; use data.document_mask=true, or data.packing=windows"
+        data, task = self.data, self.task
+        if not data.document_mask and data.packing != "windows":
+            yield (
+                f"data.packing={data.packing}: documents that share a sample must not see each "
+                "other; use data.document_mask=true, or data.packing=windows"
             )
-        if self.task in ("chat", "pairs"):
-            one = "conversation" if self.task == "chat" else "pair"
-            if self.data.packing != "documents":
-                raise ValueError(
-                    f"data.document_mask=true: each sample of data.task={self.task} is one {one}; "
-                    "use data.packing=documents to put several into one, or "
-                    "data.document_mask=false"
-                )
-            if self.task == "pairs" and not self.data.reset_positions:
-                raise ValueError(
-                    "data.reset_positions=false: source and target of a pair begin at position 0 "
-                    "each; use data.reset_positions=true"
-                )
-            return self
-        if self.task != "causal":
-            why = f"samples of data.task={self.task} ({self.model.family}) are not running text"
-        elif self.model.n_labels:
-            why = f"with model.n_labels={self.model.n_labels} each sample is one document"
-        else:
-            return self
-        raise ValueError(
-            f"data.document_mask=true: {why}; use data.document_mask=false and data.packing=windows"
-        )
+        if not data.document_mask or (task == "causal" and not self.model.n_labels):
+            return
+        if task not in ("chat", "pairs"):
+            why = f"samples of data.task={task} ({self.model.family}) are not running text"
+            if task == "causal":
+                why = f"with model.n_labels={self.model.n_labels} each sample is one document"
+            yield (
+                f"data.document_mask=true: {why}; use data.document_mask=false and "
+                "data.packing=windows"
+            )
+        elif data.packing != "documents":
+            one = "conversation" if task == "chat" else "pair"
+            yield (
+                f"data.document_mask=true: each sample of data.task={task} is one {one}; use "
+                "data.packing=documents to put several into one, or data.document_mask=false"
+            )
+        elif task == "pairs" and not data.reset_positions:
+            yield (
+                "data.reset_positions=false: source and target of a pair begin at position 0 "
+                "each; use data.reset_positions=true"
+            )
 
-    @model_validator(mode="after")
-    def _check_sizes(self) -> Self:
+    def _size_problems(self) -> Iterator[str]:
         """No tensor of a step may have so many elements that 64 bits cannot count its bytes."""
         model, batch = self.model, self.train.global_batch
         length = max(self.seq_len, self.source_len)
         widest = max(model.vocab_size, model.ffn_size, model.hidden_size, model.n_heads * length)
-        if batch * length * widest <= _MOST_NUMBERS:
-            return self
-        most = _MOST_NUMBERS // (length * widest)
-        remedy = f"train.global_batch={most} or less" if most else "data.seq_len=1024"
-        raise ValueError(
-            f"train.global_batch={batch} samples of {length} tokens are tensors of more than 2^58 "
-            f"numbers, which no machine holds: use {remedy}"
-        )
+        if batch * length * widest > _MOST_NUMBERS:
+            most = _MOST_NUMBERS // (length * widest)
+            remedy = f"train.global_batch={most} or less" if most else "data.seq_len=1024"
+            yield (
+                f"train.global_batch={batch} samples of {length} tokens are tensors of more than "
+                f"2^58 numbers, which no machine holds: use {remedy}"
+            )
 
     @property
     def seq_len(self) -> int:

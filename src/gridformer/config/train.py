@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import signal
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from gridformer.config.base import AnyPath, Config, any_of
 from gridformer.utils.units import MOST_TOKENS
@@ -104,15 +105,13 @@ class FaultsConfig(Config):
                 raise ValueError(f"'{name}' cannot be caught here: name {any_of(STOP_SIGNALS)}")
         return tuple(dict.fromkeys(names))
 
-    @model_validator(mode="after")
-    def _can_roll_back(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.on_divergence == "rollback" and self.rollback_checkpoints > self.keep_checkpoints:
-            raise ValueError(
+            yield (
                 f"rollback_checkpoints={self.rollback_checkpoints}, but keep_checkpoints="
                 f"{self.keep_checkpoints} keeps fewer; use rollback_checkpoints="
                 f"{self.keep_checkpoints}, or keep_checkpoints={self.rollback_checkpoints}"
             )
-        return self
 
 
 class TrainConfig(FaultsConfig):
@@ -259,49 +258,39 @@ class TrainConfig(FaultsConfig):
         """Whether a run ever saves while training goes on, for which it needs memory for copies."""
         return self.async_save and 0 < self.save_every < self.steps
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        problems = [*self._update_problems(), *self._schedule_problems()]
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        if self.update == "in_backward":
+            yield from self._update_problems()
+        if self.lr_schedule == "inverse_sqrt" and not (self.warmup_steps or self.warmup_fraction):
+            yield (
+                "lr_schedule=inverse_sqrt falls as sqrt(warmup_steps / step), so it cannot use "
+                "warmup_steps=0; use warmup_steps=1 or a larger number"
+            )
+        stable = self.steps - self.decay_steps
+        computed = self.epochs or self.warmup_fraction
+        if self.lr_schedule == "wsd" and not computed and self.warmup_steps > stable:
+            fits = math.floor(100 * (self.steps - self.warmup_steps) / self.steps) / 100
+            fraction = f", or decay_fraction={fits:g}" if fits > 0 else ""
+            yield (
+                f"lr_schedule=wsd: warmup_steps={self.warmup_steps} and the decay of "
+                f"{self.decay_steps} steps (decay_fraction={self.decay_fraction:g}) take more than "
+                f"steps={self.steps}; use warmup_steps={stable}{fraction}"
+            )
 
-    def _update_problems(self) -> list[str]:
-        if self.update != "in_backward":
-            return []
-        problems = []
+    def _update_problems(self) -> Iterator[str]:
         if self.clip_by == "global" and self.clip_norm:
-            problems.append(
+            yield (
                 "update=in_backward: layers are updated before the norm of all gradients is known; "
                 "use clip_by=layer or clip_norm=0"
             )
         if self.dtype == "float16":
-            problems.append(
+            yield (
                 "update=in_backward: a step whose float16 gradients overflow could not be skipped; "
                 "use dtype=bfloat16 or update=after_backward"
             )
         if self.on_divergence == "skip":
-            problems.append(
+            yield (
                 "update=in_backward: a step could not be left out, because layers are updated "
                 "before its loss is known; use on_divergence=rollback or update=after_backward"
             )
-        return problems
-
-    def _schedule_problems(self) -> list[str]:
-        if self.lr_schedule == "inverse_sqrt" and not (self.warmup_steps or self.warmup_fraction):
-            return [
-                "lr_schedule=inverse_sqrt falls as sqrt(warmup_steps / step), so it cannot use "
-                "warmup_steps=0; use warmup_steps=1 or a larger number"
-            ]
-        if self.lr_schedule != "wsd" or self.epochs or self.warmup_fraction:
-            return []
-        stable = self.steps - self.decay_steps
-        if self.warmup_steps <= stable:
-            return []
-        fits = math.floor(100 * (self.steps - self.warmup_steps) / self.steps) / 100
-        fraction = f", or decay_fraction={fits:g}" if fits > 0 else ""
-        return [
-            f"lr_schedule=wsd: warmup_steps={self.warmup_steps} and the decay of "
-            f"{self.decay_steps} steps (decay_fraction={self.decay_fraction:g}) take more than "
-            f"steps={self.steps}; use warmup_steps={stable}{fraction}"
-        ]
