@@ -11,34 +11,19 @@ import torch
 from gridformer.checkpoint import average, checkpoint, find
 from gridformer.checkpoint.average import average_run
 from gridformer.checkpoint.manifest import Manifest, read_manifest
-from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.evaluate import loading
 from gridformer.mesh import Axes
-from gridformer.models import Model
-from gridformer.parallel import build_parallel
-from gridformer.train.step import Stepper
 from gridformer.utils.errors import CheckpointError, ConfigError, UserError
+from tests.support.checkpoints import built, save_model, small_run
 
-MODEL = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
-
-
-def a_run() -> RunConfig:
-    return parse_run({"model": MODEL, "data": {"path": "x"}, "train": {"keep_checkpoints": 9}})
-
-
-def a_model(seed: int) -> Model:
-    return build_parallel(a_run().model, LayoutConfig(), Axes(), seed, torch.device("cpu"))
+RUN = small_run(keep_checkpoints=9)
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """Return a run whose checkpoint of step i has the initial weights of seed i."""
-    run = a_run()
     for step in (1, 2, 3):
-        model = a_model(step)
-        updates = Stepper(model, run.train, Axes()).updates
-        updates.allocate(step)
-        checkpoint.save(tmp_path / "run", step, 8 * step, run, model, updates, Axes())
+        save_model(tmp_path / "run", RUN, step, seed=step)
     for name in ("tokenizer.json", "labels.json"):
         (tmp_path / "run" / name).write_text("kept", encoding="utf-8")
     return tmp_path / "run"
@@ -51,10 +36,10 @@ def test_the_mean_of_the_last_checkpoints(
     assert average_run(run_dir, tmp_path / "mean", len(steps)) == steps
     for name in ("tokenizer.json", "labels.json"):
         assert (tmp_path / "mean" / name).read_text(encoding="utf-8") == "kept"
-    found = a_model(4)
+    found = built(RUN, 4)
     manifest = checkpoint.load(find.newest(tmp_path / "mean"), found, None, Axes())
     assert (manifest.step, manifest.tokens, manifest.weights_only) == (3, 24, True)
-    averaged = [a_model(step) for step in steps]
+    averaged = [built(RUN, step) for step in steps]
     for mean, *some in zip(*(m.parameters() for m in (found, *averaged))):
         assert torch.equal(mean, (sum(one.double() for one in some) / len(some)).float())
     assert not read_manifest(find.newest(run_dir)).weights_only

@@ -7,18 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
-from gridformer.checkpoint import checkpoint
-from gridformer.checkpoint.copies import run_with_checkpoints, url_of
+from gridformer.checkpoint.copies import clash, run_with_checkpoints, url_of
 from gridformer.checkpoint.store import RemoteStore
-from gridformer.config import parse_run
-from gridformer.mesh import Axes
-from gridformer.parallel import build_parallel
-from gridformer.train.step import Stepper
+from tests.support.checkpoints import save_model, small_run
 from tests.support.commands import gridformer_here
 
-MODEL = {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 24, "vocab_size": 301}
+MODEL = {"hidden_size": 16, "max_seq_len": 24, "vocab_size": 301}
 STEPS = (1, 2, 3)
 
 
@@ -27,18 +22,12 @@ def far(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     """Return a run directory with three checkpoints of different weights, and their URL."""
     root = tmp_path_factory.mktemp("runs")
     out, url = root / "run", f"file://{root}/far"
-    run = parse_run(
-        {"model": MODEL, "data": {"path": str(token_folder)}, "train": {"checkpoint_to": url}}
-    )
+    run = small_run(token_folder, MODEL, checkpoint_to=url)
     out.mkdir()
     (out / "config.yaml").write_text(run.to_yaml())
     shutil.copy(token_folder / "tokenizer.json", out)
     for step in STEPS:
-        model = build_parallel(run.model, run.layout, Axes(), step, torch.device("cpu"), "float32")
-        updates = Stepper(model, run.train, Axes()).updates
-        updates.allocate(0)
-        checkpoint.save(out, step, 0, run, model, updates, Axes())
-        RemoteStore(url).upload(out / "checkpoints" / f"step-{step:08d}")
+        RemoteStore(url).upload(save_model(out, run, step, step))
     return out, url
 
 
@@ -124,3 +113,31 @@ def test_copies_are_verified(far: tuple[Path, str], tmp_path: Path) -> None:
     assert [one["ok"] for one in found["findings"]] == [True, False, True]
     note = found["findings"][1]["note"]
     assert note.startswith(f"file://{damaged}/step-00000002/shard-00001.safetensors is damaged")
+
+
+@pytest.mark.parametrize(
+    ("url", "clashes"),
+    [
+        ("{out}/checkpoints", True),
+        ("file://{out}/checkpoints/", True),
+        ("file://{out}/checkpoints/copies", True),
+        ("{link}/checkpoints", True),
+        ("local://{out}", True),
+        ("{top}", True),  # the run directory is one of the folders of copies there
+        ("{out}/copies", False),
+        ("{out}/../far", False),
+        ("{out}-far", False),
+        ("{top}/..", False),
+        ("memory://{out}/checkpoints", False),
+        ("nonsense://{out}", False),
+    ],
+)
+def test_copies_never_replace_what_the_run_writes(tmp_path: Path, url: str, clashes: bool) -> None:
+    out, link = tmp_path / "step-00000004", tmp_path / "link"
+    link.symlink_to(out)
+    asked = url.format(out=out, link=link, top=tmp_path)
+    said = clash(asked, out)
+    assert said.startswith(f"train.checkpoint_to={asked} is where the run itself writes") == clashes
+    assert bool(said) == clashes
+    if clashes:
+        assert "name a folder outside the run directory" in said

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.checkpoint import manifest_of
 from gridformer.checkpoint.copies import fetch_newest, give_up
 from gridformer.checkpoint.manifest import MANIFEST, Manifest, verify_checkpoint
 from gridformer.checkpoint.saver import Saver, SaveReport
 from gridformer.checkpoint.store import RemoteStore
-from gridformer.config import RunConfig, parse_run
+from gridformer.config import RunConfig
 from gridformer.mesh import Axes
-from gridformer.parallel.sharding import ParamShard
 from gridformer.train.divergence import Recovery
 from gridformer.utils.errors import CheckpointError, UserError
+from tests.support.checkpoints import save_filled, small_run
 
-MODEL = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
 URL = "memory://bucket/run"
 
 
@@ -32,17 +30,12 @@ def _empty() -> Iterator[None]:
         remote.files.rm("/bucket", recursive=True)
 
 
-def a_run(**train: object) -> RunConfig:
-    train = {"checkpoint_to": URL, "keep_checkpoints": 2, **train}
-    return parse_run({"model": MODEL, "data": {"path": "unused"}, "train": train})
+def a_run(**train: Any) -> RunConfig:
+    return small_run(**{"checkpoint_to": URL, "keep_checkpoints": 2, **train})
 
 
 def save(out: Path, step: int, run: RunConfig) -> SaveReport:
-    saver = Saver(out, run, Axes())
-    shards = {"a": (torch.full((6, 3), float(step)), ParamShard((6, 3), (0, 0)))}
-    saver.save(manifest_of(step, 0, run), shards, wait=False, last=False)
-    saver.finish()
-    (report,) = saver.news()
+    report = save_filled(Saver(out, run, Axes()), step, run, float(step), wait=False)
     assert not report.outcome.failure
     return report
 

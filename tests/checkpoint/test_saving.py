@@ -8,10 +8,12 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import pytest
@@ -23,22 +25,18 @@ from gridformer.checkpoint import saver as saver_module
 from gridformer.checkpoint.blocks import TensorBlock
 from gridformer.checkpoint.checkpoint import manifest_of
 from gridformer.checkpoint.manifest import KEPT, read_manifest, verify_checkpoint
-from gridformer.checkpoint.save import Save, SaveOutcome
+from gridformer.checkpoint.save import Save, SaveOutcome, until
 from gridformer.checkpoint.saver import Saver
 from gridformer.checkpoint.side_files import side_files
 from gridformer.checkpoint.store import Kept, LocalStore
-from gridformer.config import RunConfig, parse_run
+from gridformer.comm import progress
 from gridformer.mesh import Axes
-from gridformer.parallel.sharding import ParamShard
 from gridformer.utils.errors import SaveError
 from gridformer.utils.folders import private_prefix, remove_private_leftovers
+from tests.support.checkpoints import filled, save_filled, small_run
 
-MODEL = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
 N_RANKS = 3
-
-
-def a_run(**train: Any) -> RunConfig:
-    return parse_run({"model": MODEL, "data": {"path": "unused"}, "train": train})
+TIMEOUT_S = 100.0
 
 
 def blocks_of(rank: int, value: float = 0.0) -> Mapping[str, TensorBlock]:
@@ -47,7 +45,7 @@ def blocks_of(rank: int, value: float = 0.0) -> Mapping[str, TensorBlock]:
 
 def saved(out: Path, step: int, kept: Kept, timeout_s: float = 60.0, ranks: int = N_RANKS) -> Any:
     """Save on several ranks, which are threads here, and return what became of it."""
-    manifest = manifest_of(step, 0, a_run())
+    manifest = manifest_of(step, 0, small_run())
     saves = [Save(LocalStore(out), manifest, i, N_RANKS, kept, timeout_s) for i in range(N_RANKS)]
     if saves[0].begin():
         threads = [
@@ -141,9 +139,8 @@ def test_the_oldest_checkpoint_makes_room_if_told_so(
 
 def last_save(out: Path, **how: Any) -> Saver:
     """Save the last checkpoint of a run of one process."""
-    saver = Saver(out, a_run(**how.pop("train", {})), Axes(), **how)
-    shards = {"a": (torch.zeros(6, 3), ParamShard((6, 3), (0, 0)))}
-    saver.save(manifest_of(1, 0, a_run()), shards, last=True)
+    saver = Saver(out, small_run(**how.pop("train", {})), Axes(), **how)
+    saver.save(manifest_of(1, 0, small_run()), filled(0.0), last=True)
     return saver
 
 
@@ -221,7 +218,7 @@ def test_a_rank_that_was_killed_in_a_save_is_not_waited_for(
 ) -> None:
     """Otherwise the others would be waited for, as they save, and the run could not go on."""
     monkeypatch.setattr(saving, "_LOST_S", 0.2)
-    manifest, kept = manifest_of(1, 0, a_run()), Kept(1)
+    manifest, kept = manifest_of(1, 0, small_run()), Kept(1)
     saves = [Save(LocalStore(tmp_path), manifest, i, 2, kept, 600.0) for i in range(2)]
     assert saves[0].begin()
     for one in saves:
@@ -251,18 +248,106 @@ def test_a_draft_that_was_given_up_is_not_made_again(tmp_path: Path) -> None:
     assert [*(tmp_path / "checkpoints").iterdir()] == []
 
 
+# ------------------------------------------------------------------ copies to a URL
+
+
+class Clock:
+    """The clock of a rank that waits, on which a look takes more than half of its patience.
+
+    Args:
+        draft: Each look waits until this is renewed.
+        ends: Called at the tenth look.
+    """
+
+    def __init__(self, draft: store.Draft, ends: threading.Event) -> None:
+        self.draft, self.ends = draft, ends
+        self.now, self.looks = 0.0, 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now, self.looks = self.now + 0.6 * TIMEOUT_S, self.looks + 1
+        if self.looks == 10:
+            self.ends.set()
+        sign, until = self.draft.renewed_ns(), time.monotonic() + 60.0
+        while sign is not None and self.draft.renewed_ns() == sign and time.monotonic() < until:
+            time.sleep(0.001)
+
+
+def test_ranks_wait_for_a_copy_however_long_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would else begin a message in which the first rank does not take part."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def upload(self: store.RemoteStore, folder: Path) -> None:
+        begun.set()
+        assert may_end.wait(60.0)
+
+    monkeypatch.setattr(store.RemoteStore, "upload", upload)
+    monkeypatch.setattr(saving, "_RENEW_S", 0.01)
+    manifest = manifest_of(1, 0, small_run())
+    first, other = (
+        Save(LocalStore(tmp_path), manifest, rank, 2, Kept(1), TIMEOUT_S, "memory://far")
+        for rank in range(2)
+    )
+    assert first.begin()
+    other.run({})
+    thread = threading.Thread(target=first.run, args=(blocks_of(0),))
+    thread.start()
+    assert begun.wait(60.0)
+    assert isinstance(other.draft, store.Draft)
+    clock = Clock(other.draft, may_end)
+    monkeypatch.setattr(saving, "time", clock)
+    other.wait_for_the_end()
+    assert clock.looks >= 10
+    assert other.has_ended()
+    thread.join(60.0)
+    assert first.outcome.not_copied == ""
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_a_rank_that_gives_no_more_signs_is_waited_for_as_long_as_patience_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = LocalStore(tmp_path).draft("step-00000001")
+    draft.begin()
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += 5.0
+        if now == 290.0:
+            draft.renew()
+
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    until(lambda: False, TIMEOUT_S, draft, 3 * TIMEOUT_S)
+    assert now == 390.0
+
+
+def test_a_process_that_copies_itself_is_not_taken_for_one_that_hangs(tmp_path: Path) -> None:
+    """The last checkpoint is copied in the main thread, in the middle of a step as it seems."""
+    draft = LocalStore(tmp_path).draft("step-00000001")
+    draft.begin()
+    noted, until = progress.start(None), time.monotonic() + 60.0
+    try:
+        with saving.renewing(draft, 0.01):
+            while noted.waits < 3 and time.monotonic() < until:
+                time.sleep(0.001)
+        assert noted.waits >= 3
+    finally:
+        progress.stop()
+
+
 # ------------------------------------------------------------------ killed
 
 
 def save_with(out: Path, value: float, beside: bool) -> SaveOutcome:
     """Save step 2 of a run in this process, with a saver of its own."""
-    saver = Saver(out, a_run(), Axes())
+    saver = Saver(out, small_run(), Axes())
     saver.sweep()
-    shards = {"a": (torch.full((6, 3), value), ParamShard((6, 3), (0, 0)))}
-    saver.save(manifest_of(2, 0, a_run()), shards, wait=not beside, last=False)
-    saver.finish()
-    (report,) = saver.news()
-    return report.outcome
+    return save_filled(saver, 2, small_run(), value, wait=not beside).outcome
 
 
 def save_and_die(out: Path, at_event: int, at_byte: int, beside: bool) -> None:

@@ -11,38 +11,29 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint.average import average_run
 from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.checkpoint.convert.importing import import_folder
 from gridformer.checkpoint.manifest import KEPT, MANIFEST, read_manifest, verify_checkpoint
 from gridformer.checkpoint.side_files import load_tokenizer, root_of
 from gridformer.checkpoint.store import RemoteStore
-from gridformer.config import RunConfig, parse_run
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.run_data import fingerprint
 from gridformer.data.side_texts import write_label_names
 from gridformer.evaluate.loading import load_model
-from gridformer.mesh import Axes
-from gridformer.parallel import build_parallel
-from gridformer.train.step import Stepper
 from gridformer.utils.errors import CheckpointError, DataError
 from gridformer.utils.files import regular_bytes
+from tests.support.checkpoints import save_model, small_run
 from tests.support.data import sentences
 
 CPU = torch.device("cpu")
-MODEL = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "max_seq_len": 8, "vocab_size": 301}
 SMALL = {"config.json": b"{}", "merges.txt": b"a b\n"}  # of an imported model
 
 
 def save(out: Path, tokens: Path, step: int = 1) -> Path:
     """Save a checkpoint of an untrained model into a run directory."""
-    run: RunConfig = parse_run({"model": MODEL, "data": {"path": str(tokens)}})
-    model = build_parallel(run.model, run.layout, Axes(), step, CPU)
-    updates = Stepper(model, run.train, Axes()).updates
-    updates.allocate(0)
-    data = fingerprint(TokenFolder.open(tokens))
-    return checkpoint.save(out, step, 0, run, model, updates, Axes(), data=data)
+    run = small_run(tokens, {"max_seq_len": 8, "vocab_size": 301})
+    return save_model(out, run, step, step, data=fingerprint(TokenFolder.open(tokens)))
 
 
 @pytest.fixture

@@ -8,49 +8,32 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.checkpoint import checkpoint, find, weights
+from gridformer.checkpoint import find, weights
 from gridformer.checkpoint.manifest import read_manifest
 from gridformer.checkpoint.same_run import check_same_run
-from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.mesh import Axes
 from gridformer.models import Model
-from gridformer.parallel import build_parallel
-from gridformer.train.step import Stepper
 from gridformer.utils.errors import CheckpointError, ConfigError
-
-MODEL = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
-CPU = torch.device("cpu")
-
-
-def a_run(model: dict[str, Any], **train: Any) -> RunConfig:
-    sections = {"model": {**MODEL, **model}, "data": {"path": "unused"}}
-    return parse_run({**sections, "train": {"global_batch": 2, **train}})
-
-
-def a_model(run: RunConfig, seed: int) -> Model:
-    return build_parallel(run.model, LayoutConfig(), Axes(), seed, CPU)
+from tests.support.checkpoints import built, save_model, small_run
 
 
 def saved(out: Path, init_from: str | None = None, **model: Any) -> Model:
     """Save a model of seed 1 as a run would, and return it."""
-    run = a_run(model, init_from=init_from)
-    made = a_model(run, 1)
-    updates = Stepper(made, run.train, Axes()).updates
-    updates.allocate(1)
-    checkpoint.save(out, 1, 8, run, made, updates, Axes())
-    return made
+    run = small_run(model=model, init_from=init_from)
+    save_model(out, run)
+    return built(run, 1)
 
 
 def begun(
     out: Path, model: dict[str, Any], **train: Any
 ) -> tuple[weights.InitialWeights, Model, Model]:
     """Begin a run of seed 2 with saved weights; also return the model as it would be without."""
-    run = a_run(model, init_from=str(out), **train)
+    run = small_run(model=model, init_from=str(out), **train)
     start = weights.start_of(run)
     assert start is not None
-    made = a_model(run, 2)
+    made = built(run, 2)
     weights.load_initial_weights(start, made, Axes())
-    return start, made, a_model(run, 2)
+    return start, made, built(run, 2)
 
 
 def test_all_weights_are_taken(tmp_path: Path) -> None:
@@ -62,7 +45,7 @@ def test_all_weights_are_taken(tmp_path: Path) -> None:
 
 
 def test_runs_begin_with_random_weights_by_default() -> None:
-    assert weights.start_of(a_run({})) is None
+    assert weights.start_of(small_run()) is None
 
 
 @pytest.mark.parametrize(("there", "here"), [(11, 14), (14, 11)])
@@ -131,9 +114,9 @@ def test_a_run_resumes_only_with_what_it_began_with(tmp_path: Path) -> None:
     saved(tmp_path)
     folder = find.newest(tmp_path)
     manifest = read_manifest(folder)
-    check_same_run(manifest, a_run({}), folder)
+    check_same_run(manifest, small_run(), folder)
     with pytest.raises(CheckpointError, match=r"train.init_from is other, there None"):
-        check_same_run(manifest, a_run({}, init_from="other"), folder)
+        check_same_run(manifest, small_run(init_from="other"), folder)
 
 
 def test_a_folder_that_is_named_otherwise_is_the_same(
@@ -143,9 +126,9 @@ def test_a_folder_that_is_named_otherwise_is_the_same(
     saved(tmp_path / "second", str(tmp_path / "first"))
     monkeypatch.chdir(tmp_path)
     folder = find.newest(tmp_path / "second")
-    check_same_run(read_manifest(folder), a_run({}, init_from="first"), folder)
+    check_same_run(read_manifest(folder), small_run(init_from="first"), folder)
     with pytest.raises(CheckpointError, match=r"train.init_from is second"):
-        check_same_run(read_manifest(folder), a_run({}, init_from="second"), folder)
+        check_same_run(read_manifest(folder), small_run(init_from="second"), folder)
 
 
 def test_a_command_that_a_refusal_names_can_be_copied(tmp_path: Path) -> None:

@@ -63,11 +63,10 @@ class TensorBlock:
     def overlap(
         self, offset: tuple[int, ...], size: tuple[int, ...]
     ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Returns where the block at an offset and of a size and this one overlap.
+        """Returns where the block at an offset and of a size overlaps with this one.
 
         Returns:
-            The slices of the other block and those of this one, whose elements are the same; None
-            if the blocks do not overlap.
+            The slices of that block and of this one, whose elements are the same; None without any.
         """
         there, here = [], []
         for mine, n, other, m in zip(self.offset, self.tensor.shape, offset, size):
@@ -80,11 +79,7 @@ class TensorBlock:
 
 
 def with_moments(parameters: Shards) -> Shards:
-    """Returns parameters, and under the names of their two moments the parameters again.
-
-    The moments do not exist before the first step, and they will have the sizes of their
-    parameters.
-    """
+    """Returns parameters, and again under the names of their moments, which will be as large."""
     moments = {
         f"{moment}.{name.removeprefix(PARAMETER)}": shard
         for name, shard in parameters.items()

@@ -61,8 +61,6 @@ def save(
 ) -> Path:
     """Writes a checkpoint, and returns its folder. All ranks call it together.
 
-    `more` are the other arguments of `manifest_of`.
-
     Raises:
         SaveError: The checkpoint could not be written. All ranks raise it.
     """
@@ -86,8 +84,7 @@ def manifest_of(
     """Returns the manifest of a checkpoint whose files are not written yet.
 
     Args:
-        step: How many optimizer steps are done.
-        tokens: How many tokens the run has read.
+        step, tokens: How many optimizer steps are done, and how many tokens the run has read.
         run: The run's config.
         scale: The loss scale of float16; None with other types.
         data_start: The step at which the present order of samples began.
@@ -125,8 +122,7 @@ def load(
     Args:
         folder: The folder of the checkpoint.
         model: This rank's model, which is filled in place.
-        optimizer: This rank's optimizer, whose state is allocated and filled; None loads only the
-            model.
+        optimizer: Its state is allocated and filled; None loads only the model.
         axes: The axes of the mesh.
         verified: The checkpoint's manifest if all ranks have verified it already.
 

@@ -4,10 +4,10 @@ A `Save` may run in a thread while training goes on. It uses no process group: r
 the draft, so no order of messages can be disturbed.
 
     done-3              rank 3 has written its file; the note says its bytes, checksum and blocks
-    trouble-3-0-28-4096 rank 3 could not write 4096 bytes in attempt 0, because of error 28
-    again-0             the first rank has made room, and who had trouble tries again
+    trouble-3-28-4096   rank 3 could not write 4096 bytes, because of error 28
 
-The first rank looks for the notes of all ranks. Other ranks only look for an answer to trouble.
+The first rank looks for the notes of all ranks. If it could make room it removes notes of trouble,
+and the ranks that left them try again. It closes the draft when the save has ended, well or not.
 """
 
 from __future__ import annotations
@@ -68,11 +68,7 @@ def until(
 
 @contextlib.contextmanager
 def renewing(draft: Draft, timeout_s: float) -> Iterator[None]:
-    """Shows other ranks that this one works on a draft while the block runs, however long.
-
-    Raises:
-        OSError: It cannot be shown; the block does not run.
-    """
+    """Shows other ranks that this one works on a draft while the block runs, or raises OSError."""
     waits, ended = threading.current_thread() is threading.main_thread(), threading.Event()
 
     def renew() -> None:
@@ -109,8 +105,7 @@ class SaveOutcome:
         failure: Why there is no checkpoint; empty if it is complete.
         full: Whether all that was missing is space.
         removed: Checkpoints that were removed to make room.
-        not_copied: Why the complete checkpoint is not at `train.checkpoint_to`; empty if it is, or
-            if there is no such URL.
+        not_copied: Why the complete checkpoint is not at `train.checkpoint_to`, if it should be.
     """
 
     target: str
@@ -133,13 +128,22 @@ class _Note:
     part: bytes = b""
     error: int = 0
 
+    @property
+    def name(self) -> str:
+        trouble = f"trouble-{self.rank}-{self.error}-{self.n_bytes}"
+        return trouble if self.error else f"done-{self.rank}"
+
     def content(self) -> bytes:
-        return b"%d %d %b" % (self.n_bytes, self.crc32, self.part)
+        return b"" if self.error else b"%d %d %b" % (self.n_bytes, self.crc32, self.part)
 
     @staticmethod
-    def of(rank: int, content: bytes) -> _Note:
-        n_bytes, crc32, part = content.split(b" ", 2)
-        return _Note(rank, int(n_bytes), int(crc32), part)
+    def read(name: str, draft: Draft) -> _Note:
+        kind, rank, *numbers = name.split("-")
+        if kind == "trouble":
+            error, needed = map(int, numbers)
+            return _Note(int(rank), needed, error=error)
+        n_bytes, crc32, part = draft.read(name).split(b" ", 2)
+        return _Note(int(rank), int(n_bytes), int(crc32), part)
 
 
 @dataclass
@@ -147,10 +151,8 @@ class Save:
     """One save, as one rank takes part in it.
 
     Attributes:
-        store: The checkpoints of the run.
         manifest: The manifest without files and index.
         rank: This rank, of `n_ranks`.
-        kept: Which checkpoints stay.
         timeout_s: The first rank gives up when no rank has left a note for this many seconds, and
             for much longer than its own part of the save took.
         copy_to: A URL to which the first rank copies the checkpoint; empty for none.
@@ -188,18 +190,12 @@ class Save:
 
     def run(self, blocks: Mapping[str, TensorBlock]) -> None:
         """Writes this rank's file and, on the first rank, publishes the checkpoint."""
-        attempt = 0
         note = self._write(blocks)
-        while True:
-            if self.rank == 0:
-                if self._ends(note, attempt):
-                    return
-            else:
-                self._tell(note, attempt)
-                if not note.error or not self._again(attempt):
-                    return
-            attempt += 1
-            if note.error:
+        if self.rank == 0:
+            while not self._ends(note):
+                note = self._write(blocks) if note.error else note
+        else:
+            while (note := self._tell(note)).error and self._may_retry(note):
                 note = self._write(blocks)
 
     def has_ended(self) -> bool:
@@ -247,18 +243,14 @@ class Save:
             self.draft.drop(file_of(self.rank))
         return _trouble(self.rank, error, sum(block.n_bytes for block in blocks.values()))
 
-    def _tell(self, note: _Note, attempt: int) -> None:
-        """Leaves a note, as soon as there is room for it."""
+    def _tell(self, note: _Note) -> _Note:
+        """Leaves a note, as soon as there is room for it, and returns it; maybe one of trouble."""
         began = time.monotonic()
 
         def tells() -> bool:
             nonlocal note
             try:
-                if note.error:
-                    words = (self.rank, attempt, note.error, note.n_bytes)
-                    self.draft.tell(f"trouble-{'-'.join(map(str, words))}")
-                else:
-                    self.draft.tell(f"done-{self.rank}", note.content())
+                self.draft.tell(note.name, note.content())
                 return True
             except OSError as error:
                 if not note.error:
@@ -266,15 +258,16 @@ class Save:
                 return not _is_open(self.draft) or self._is_lost(began)
 
         until(tells, self.timeout_s)
+        return note
 
-    def _again(self, attempt: int) -> bool:
+    def _may_retry(self, trouble: _Note) -> bool:
         """Waits for the first rank's answer to trouble, and returns whether to try again."""
         again, began = False, time.monotonic()
 
         def answered() -> bool:
             nonlocal again
             with contextlib.suppress(OSError):
-                again = f"again-{attempt}" in self.draft.told()
+                again = trouble.name not in self.draft.told()
             return again or not _is_open(self.draft) or self._is_lost(began, 2)
 
         until(answered, 3 * self.timeout_s)
@@ -282,10 +275,10 @@ class Save:
 
     # ------------------------------------------------------------------ the first rank
 
-    def _ends(self, own: _Note, attempt: int) -> bool:
+    def _ends(self, own: _Note) -> bool:
         """Returns whether the save has ended, well or not; otherwise there is room again."""
         try:
-            notes = self._all(own, attempt)
+            notes = self._all(own)
             troubles = [note for note in notes if note.error]
             if not troubles:
                 self._publish(notes)
@@ -300,32 +293,25 @@ class Save:
             self._fails(f"{self.draft.target}: {type(error).__name__}: {error}")
             return True
         if self._makes_room(troubles):
-            try:
-                self.draft.tell(f"again-{attempt}")
-                return False
-            except OSError as error:
-                troubles = [_trouble(0, error)]
+            with contextlib.suppress(OSError):  # who cannot try again is asked again
+                for note in troubles:
+                    self.draft.untell(note.name)
+            return False
         self.outcome.full = all(note.error in _FULL for note in troubles)
         self._fails(self._why(troubles))
         return True
 
-    def _all(self, own: _Note, attempt: int) -> list[_Note]:
+    def _all(self, own: _Note) -> list[_Note]:
         """Waits until all ranks have left their notes, and returns what the notes say."""
-        notes = {0: own}
+        notes = {own.rank: own}
         last_news = time.monotonic()
 
         def looked() -> bool:
             nonlocal last_news
             for name in self.draft.told():
-                kind, *numbers = name.split("-")
-                if kind == "done" and (rank := int(numbers[0])) not in notes:
-                    notes[rank] = _Note.of(rank, self.draft.read(name))
+                if (rank := int(name.split("-")[1])) not in notes:
+                    notes[rank] = _Note.read(name, self.draft)
                     last_news = time.monotonic()
-                elif kind == "trouble" and int(numbers[1]) == attempt:
-                    rank, _, error, needed = map(int, numbers)
-                    if rank not in notes:
-                        last_news = time.monotonic()
-                    notes[rank] = _Note(rank, needed, error=error)
             if len(notes) == self.n_ranks:
                 return True
             if time.monotonic() - last_news > _LOST_S:

@@ -77,12 +77,7 @@ def read_side_files(root: Path) -> dict[str, bytes]:
 def write_side_files(
     contents: Mapping[str, bytes], writing: Callable[[str], AbstractContextManager[BinaryIO]]
 ) -> dict[str, FileEntry]:
-    """Writes side files into a checkpoint, and returns what its manifest says of them.
-
-    Args:
-        contents: The content of each by name.
-        writing: Opens a file of the checkpoint to write.
-    """
+    """Writes side files into a checkpoint, and returns what its manifest says of them."""
     for name, content in contents.items():
         with writing(name) as file:
             file.write(content)

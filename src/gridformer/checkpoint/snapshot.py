@@ -72,11 +72,9 @@ class Snapshot:
             self._unpin()
 
     def reserve(self, n_bytes: int, pinned: bool) -> None:
-        """Takes memory for copies. Pinning takes seconds, in which nothing else runs on the GPU.
+        """Takes memory for copies, whose bytes `bytes_of` tells.
 
-        Args:
-            n_bytes: The bytes that all copies take (`bytes_of`).
-            pinned: Whether a GPU will write to it.
+        Pinning it for a GPU takes seconds, in which nothing else runs on the GPU.
         """
         if self._memory.numel() >= n_bytes and self._pinned >= pinned:
             return

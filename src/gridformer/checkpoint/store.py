@@ -22,7 +22,6 @@ from typing import Any, BinaryIO
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import (
-    KEPT,
     MANIFEST,
     STEP_FOLDER,
     Manifest,
@@ -173,6 +172,10 @@ class Draft:
         half.write_bytes(content)
         half.replace(self._notes / note)
 
+    def untell(self, note: str) -> None:
+        """Removes a note, if it exists."""
+        (self._notes / note).unlink(missing_ok=True)
+
     def told(self) -> set[str]:
         """Returns the names of all notes."""
         return {name for name in os.listdir(self._notes) if not name.startswith(".")}
@@ -263,11 +266,11 @@ class RemoteStore(CheckpointStore):
         if self.local and Path(target).exists() and Path(target).samefile(folder):
             raise OSError(f"{target} is the checkpoint itself, so it cannot be copied there")
         self.sweep()
-        run_dir, there = folder.parents[1], self._sizes_with_kept(self.root)
         for name in (CONFIG, *SIDE_FILES):
-            path = run_dir / name
-            if path.is_file() and there.get(name) != path.stat().st_size:
-                self._put(run_dir, name, self.root)
+            here, there = folder.parents[1], f"{self.root}/{name}"
+            size = self.files.size(there) if self.files.exists(there) else None
+            if (here / name).is_file() and (here / name).stat().st_size != size:
+                self._put(here, name, self.root)
         self.remove(folder.name)
         try:
             for name in (*(name for name in names if name != MANIFEST), MANIFEST):
@@ -306,8 +309,9 @@ class RemoteStore(CheckpointStore):
         begin_folder(writing)
         try:
             self._get(f"{self.root}/{name}", writing, (MANIFEST,))
-            check(read_manifest(writing))
-            self._get(f"{self.root}/{name}", writing)
+            manifest = read_manifest(writing)
+            check(manifest)
+            self._get(f"{self.root}/{name}", writing, (*manifest.files, *manifest.side_files))
             verify_checkpoint(writing)
             verified()
             finish_folder(writing, target)
@@ -319,7 +323,8 @@ class RemoteStore(CheckpointStore):
 
     def download_beside(self, run_dir: Path) -> None:
         """Copies the small files of the run to a local folder, as far as they are there."""
-        self._get(self.root, run_dir, (CONFIG, *SIDE_FILES))
+        names = [one for one in (CONFIG, *SIDE_FILES) if self.files.exists(f"{self.root}/{one}")]
+        self._get(self.root, run_dir, names)
 
     def _manifest(self, name: str) -> str:
         return f"{self.root}/{name}/{MANIFEST}"
@@ -327,22 +332,9 @@ class RemoteStore(CheckpointStore):
     def _names(self) -> list[str]:
         """Returns the names of all checkpoints there, whether complete or not, in their order."""
         self.files.invalidate_cache()
-        names = {Path(one["name"]).name for one in self._list(self.root, "directory")}
+        there = self.files.ls(self.root, detail=True) if self.files.exists(self.root) else []
+        names = {Path(one["name"]).name for one in there if one["type"] == "directory"}
         return sorted(filter(STEP_FOLDER.fullmatch, names), key=step_of)
-
-    def _list(self, folder: str, kind: str) -> list[dict[str, Any]]:
-        """Returns what is in a folder there: a `file` or `directory` each; nothing without it."""
-        if not self.files.exists(folder):
-            return []
-        return [one for one in self.files.ls(folder, detail=True) if one["type"] == kind]
-
-    def _sizes(self, folder: str) -> dict[str, int]:
-        return {Path(one["name"]).name: one["size"] for one in self._list(folder, "file")}
-
-    def _sizes_with_kept(self, folder: str) -> dict[str, int]:
-        """Returns the sizes of the files in a folder there, and of those in its folder `KEPT`."""
-        kept = self._sizes(f"{folder}/{KEPT}")
-        return self._sizes(folder) | {f"{KEPT}/{name}": size for name, size in kept.items()}
 
     def _put(self, here: Path, name: str, there: str) -> None:
         """Copies a file of a folder to a folder there."""
@@ -350,9 +342,9 @@ class RemoteStore(CheckpointStore):
         self.files.makedirs(target.rpartition("/")[0], exist_ok=True)
         self.files.put_file(str(here / name), target)
 
-    def _get(self, there: str, here: Path, names: Collection[str] = ()) -> None:
-        """Copies files of a folder there, all or those of some names, to a local folder."""
-        for name in self._sizes_with_kept(there):
-            if not names or name in names:
-                (here / name).parent.mkdir(exist_ok=True)
+    def _get(self, there: str, here: Path, names: Collection[str]) -> None:
+        """Copies files of a folder there to a local folder, as far as they are there."""
+        for name in names:
+            (here / name).parent.mkdir(exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
                 self.files.get_file(f"{there}/{name}", str(here / name))

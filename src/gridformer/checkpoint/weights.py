@@ -125,11 +125,7 @@ def start_of(run: RunConfig) -> InitialWeights | None:
 
 
 def load_initial_weights(start: InitialWeights, model: Model, axes: Axes) -> None:
-    """Loads weights into a new model under any layout. All ranks call it together.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
-    """
+    """Loads weights into a new model under any layout. All ranks call it together."""
     folder = start.folder
     with advice_for_readers(folder):
         manifest = verify_checkpoint(folder, part=axes.world.index, n_parts=axes.world.size)

@@ -43,11 +43,7 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class StoredParameters:
-    """The parameters of a checkpoint. It holds one of them at a time.
-
-    Raises:
-        CheckpointError: One is missing, incomplete or of another shape.
-    """
+    """The parameters of a checkpoint, which must have all of its model. It holds one at a time."""
 
     def __init__(
         self, folder: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]

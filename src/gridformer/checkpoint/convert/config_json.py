@@ -33,14 +33,10 @@ _TASK = "gridformer_task"
 
 
 class ConfigKeys:
-    """The keys of a config.json.
+    """The keys of a config.json, and as `problems` what gridformer cannot represent.
 
     A key that is absent has the default of its class in transformers, since that library writes
     only what differs from it.
-
-    Attributes:
-        values: The content of config.json.
-        problems: What gridformer cannot represent, one sentence each.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -66,12 +62,9 @@ class ConfigKeys:
         return self.get(key, 1)
 
     def only(self, key: str, allowed: tuple[Any, ...], hint: str = "") -> Any:
-        """Returns a value, which must be one of those that gridformer can represent.
+        """Returns a value, which must be one of those allowed; the first is also that of no value.
 
-        Args:
-            key: The key.
-            allowed: These values. The first one is also that of a file without the key.
-            hint: What else to say if it has another value.
+        `hint` is added to the problem if it is another.
         """
         value = self.values.get(key, allowed[0])
         if value not in allowed:
@@ -88,7 +81,7 @@ def read_heads(keys: ConfigKeys, names: frozenset[str], label_weight: str) -> di
     Args:
         keys: Their config.json.
         names: The names of their tensors.
-        label_weight: The name of the weight that computes the logits of labels.
+        label_weight: That of the weight that computes the logits of labels.
     """
     if "qa_outputs.weight" in names:
         return {"token_head": False, "span_head": True}

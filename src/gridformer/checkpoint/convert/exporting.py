@@ -37,15 +37,7 @@ from gridformer.utils.units import GIB
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export has written.
-
-    Attributes:
-        model_type: The kind of model.
-        architecture: The class of transformers that opens it.
-        n_parameters: How many elements its parameters have.
-        n_files: How many files hold them.
-        step: The step of the checkpoint.
-    """
+    """What an export has written; `architecture` is the class of transformers that opens it."""
 
     model_type: str
     architecture: str
@@ -153,14 +145,8 @@ def write_weight_files(
 ) -> int:
     """Writes tensors as transformers does, with an index if there are several files.
 
-    Args:
-        streamed: The tensors by name.
-        folder: An existing folder.
-        most: The largest size of a file in bytes.
-        tell: Receives progress messages.
-
     Returns:
-        The number of files.
+        The number of files, each of which has at most `most` bytes or one tensor.
     """
     groups = in_files(streamed, most)
     n = len(groups)

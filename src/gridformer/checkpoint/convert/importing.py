@@ -70,14 +70,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import has written.
-
-    Attributes:
-        run: The run whose checkpoint it is.
-        model_type: The kind of model.
-        n_parameters: How many elements its parameters have.
-        has_tokenizer: Whether the folder had a tokenizer.json.
-    """
+    """What an import has written."""
 
     run: RunConfig
     model_type: str
@@ -89,14 +82,7 @@ class Imported:
 class _Source:
     """A folder of Hugging Face whose tensors fit a model of ours.
 
-    Attributes:
-        folder: The folder.
-        kind: The kind of its model.
-        model: The config of our model.
-        task: The task that it has learned, or `auto`.
-        entries: The table.
-        shapes: The shapes of our parameters.
-        tensors: Their tensors by the names of the table.
+    `shapes` are those of our parameters, and `tensors` theirs by the names of the table.
     """
 
     folder: Path
@@ -189,11 +175,7 @@ def _asked(source: _Source, task: str) -> Task:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Reads a JSON file that is a mapping.
-
-    Raises:
-        CheckpointError: It is missing, damaged or something else.
-    """
+    """Reads a JSON file that is a mapping, or raises CheckpointError."""
     if not exists(path):
         raise CheckpointError(f"{path} is missing")
     try:

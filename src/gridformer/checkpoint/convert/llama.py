@@ -50,8 +50,6 @@ class _Traits:
     """What one kind has that the others do not, and the defaults of its class in transformers.
 
     Attributes:
-        qkv_bias: Whether queries, keys and values have biases.
-        qk_norm: Whether heads are normalized.
         window: Whether there may be a sliding window: in no layer, in all of them, or in those that
             `layer_types` or `max_window_layers` names.
         kv_heads: The number of key/value heads; None means that of query heads.

@@ -24,10 +24,6 @@ class Form(NamedTuple):
 
     Results are views where that is possible, so that a tensor of a mapped file is only read when
     it is written. Every form takes matrices and their biases.
-
-    Attributes:
-        ours: Returns our parameter, given their tensors in the table's order.
-        theirs: Returns their tensors, given our parameter.
     """
 
     ours: Callable[[Sequence[Tensor]], Tensor]
@@ -48,9 +44,7 @@ REVERSED = Form(lambda theirs: theirs[0].flip(0).t(), lambda ours: [ours.t().fli
 def interleaved(n: int, d: int) -> Form:
     """Ours are the columns [head, product, d] of n products; theirs one torch.nn.Linear for each.
 
-    Args:
-        n: The number of products, such as 3 for q, k and v.
-        d: The width of a head.
+    d is the width of a head.
     """
 
     def ours(theirs: Sequence[Tensor]) -> Tensor:
@@ -202,10 +196,8 @@ class Kind:
         unlike: Returns what a model of ours has that this kind has not, one phrase each.
         skipped: Patterns (regular expressions of whole names) of tensors that are not parameters.
         repeats: Tensors that repeat one of the table where the table does not have them, and which.
-            One that differs from it would be lost.
         otherwise: What to do about a tensor that differs from the one that it repeats.
-        old_names: Replacements in names that older versions, or classes with other heads, have
-            written.
+        old_names: Replacements in names of older versions, or of classes with other heads.
         renamed: Returns the name that the class of a model has for a tensor of the table.
         hints: Additions to the message about another value of a fixed key.
     """
@@ -236,9 +228,7 @@ class Kind:
     def read_config(self, keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
         """Returns the keys of our ModelConfig; what we do not have becomes `keys.problems`.
 
-        Args:
-            keys: The keys of their config.json.
-            names: The names of the stored tensors, which tell what heads there are.
+        The names of the stored tensors tell what heads there are.
         """
         for key, allowed in self.fixed.items():
             keys.only(key, allowed, self.hints.get(key, ""))

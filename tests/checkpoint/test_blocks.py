@@ -1,27 +1,35 @@
-"""Each rank writes its own blocks, the index of them stays small, and a load opens few files."""
+"""Each rank copies and writes its own blocks, their index stays small, a load opens few files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gridformer.checkpoint import safetensors_file
+from gridformer.checkpoint import checkpoint, safetensors_file
 from gridformer.checkpoint.blocks import (
     BlockIndex,
     TensorBlock,
     joined_index,
     packed_part,
+    with_moments,
     written_here,
 )
 from gridformer.checkpoint.safetensors_file import positions_in, read_blocks, write_file
+from gridformer.checkpoint.snapshot import Snapshot, bytes_of
+from gridformer.config import LayoutConfig, TrainConfig
+from gridformer.config.train import DType
 from gridformer.mesh import Axes, Axis
+from gridformer.parallel import build_parallel
 from gridformer.parallel.sharding import ParamShard
+from gridformer.train.step import Stepper
 from gridformer.utils.errors import CheckpointError
+from tests.support.checkpoints import small_run
 
 SIZE = (6, 8)
 
@@ -134,3 +142,47 @@ def test_parts_of_replicas_are_all_written_and_padding_is_not() -> None:
     assert written_here(mine, Axes(dp=Axis("dp", 3, 2)))
     beyond = {"part": (torch.zeros(3), ParamShard((6,), (6,), replicas=None))}
     assert not written_here(beyond, Axes(dp=Axis("dp", 3, 2)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_what_is_reserved_for_parameters_and_moments_is_what_they_take(dtype: DType) -> None:
+    train = TrainConfig(dtype=dtype)
+    config = small_run(model={"n_layers": 2, "hidden_size": 12}).model
+    model = build_parallel(config, LayoutConfig(), Axes(), 1, torch.device("cpu"), train.dtype)
+    updates = Stepper(model, train, Axes()).updates
+    reserved = with_moments(checkpoint.updated_parameters(model))
+    updates.allocate(1)
+    shards = checkpoint.shards_of(model, updates)
+    assert [*reserved] == [*shards]
+    assert bytes_of(written_here(reserved, Axes())) == bytes_of(written_here(shards, Axes())) > 0
+    for index in range(3):  # replicas divide them, each by their order and sizes
+        axes = Axes(dp=Axis("dp", 3, index))
+        mine = bytes_of(written_here(shards, axes))
+        assert (
+            bytes_of(written_here(reserved, axes)) == mine < bytes_of(written_here(shards, Axes()))
+        )
+
+
+def test_memory_that_was_reserved_is_not_pinned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+
+    def register(_: int, n_bytes: int, __: int) -> int:
+        pinned.append(n_bytes)
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    blocks = {
+        "x": TensorBlock(torch.arange(6.0), (6,), (0,)),
+        "y": TensorBlock(torch.ones(3), (3,), (0,)),
+    }
+    snapshot = Snapshot()
+    snapshot.reserve(bytes_of(blocks), pinned=True)
+    copies = snapshot.take(blocks)
+    snapshot.reserve(bytes_of(blocks), pinned=True)
+    assert pinned == [bytes_of(blocks)]
+    assert {name: copy.tensor.tolist() for name, copy in copies.items()} == {
+        "x": [0, 1, 2, 3, 4, 5],
+        "y": [1, 1, 1],
+    }
