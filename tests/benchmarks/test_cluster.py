@@ -1,4 +1,4 @@
-"""The report on a cluster: its layouts, its measure of overlap, and the whole of it on CPU."""
+"""The report on a cluster: its layouts, its measure of overlap, and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The corpus of benchmarks.data is one that runs read, and its page has a row for each figure."""
+"""The pages of benchmarks.data have a row for each figure."""
 
 from __future__ import annotations
 

@@ -34,33 +34,16 @@ def checkout(tmp_path: Path) -> Path:
     """A folder with the scripts and a fake interpreter, `python`."""
     shutil.copytree(SCRIPTS, tmp_path / "benchmarks" / "gpu")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    fake(tmp_path / "python", PYTHON)
+    python = tmp_path / "python"
+    python.write_text(PYTHON, encoding="utf-8")
+    python.chmod(0o755)
     return tmp_path
 
 
-def fake(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    path.chmod(0o755)
-
-
-def begin(
-    checkout: Path, script: str, *words: str, python: str = "python", seconds: int = 480
-) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [checkout / "benchmarks" / "gpu" / script, *words],
-        env=dict(
-            os.environ,
-            PYTHON=str(checkout / python),
-            PATH=path_of(checkout),
-            SECONDS_IN_ALL=str(seconds),
-        ),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def path_of(checkout: Path) -> str:
-    return f"{checkout / 'bin'}{os.pathsep}{os.environ['PATH']}"
+def begin(checkout: Path, script: str, *words: str, seconds: int = 480) -> subprocess.Popen[str]:
+    settings = {"PYTHON": str(checkout / "python"), "SECONDS_IN_ALL": str(seconds)}
+    command: list[str | Path] = [checkout / "benchmarks" / "gpu" / script, *words]
+    return subprocess.Popen(command, env=os.environ | settings, stderr=subprocess.PIPE, text=True)
 
 
 def end(process: subprocess.Popen[str]) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from benchmarks.memory import __main__ as memory
-from benchmarks.memory.cases import HYBRID, METHODS, SCALINGS, Scaling, columns, family, schemes
+from benchmarks.memory.cases import HYBRID, METHODS, SCALINGS, Scaling, schemes
 from benchmarks.memory.report import plot, report
 
 from gridformer.memory.estimate import estimate_rank
@@ -34,15 +34,6 @@ def test_schemes_fill_the_processes_and_what_does_not_divide_is_left_out() -> No
             odd = {9: (3,), 36: (3, 6, 9, 12, 18)}  # columns that do not divide s
             hybrids = [HYBRID.replace("1xc", f"1x{c}") for c in odd.get(processes, ())]
             assert left_out == (cut_s + hybrids if processes in odd else [])
-
-
-def test_hybrids_are_all_columns_times_replicas() -> None:
-    hybrids = {t: layout for t, layout in schemes(64).items() if family(t) == HYBRID}
-    assert [columns(title) for title in hybrids] == [2, 4, 8, 16, 32]
-    for title, layout in hybrids.items():
-        assert (layout.cols, layout.dp) == (columns(title), 64 // columns(title))
-        assert layout.sequence_parallel
-        assert layout.dp_mode == "fsdp"
 
 
 def test_an_equal_batch_is_that_of_optimus_or_the_next_smaller(

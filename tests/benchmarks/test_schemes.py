@@ -1,4 +1,4 @@
-"""The benchmark of schemes: its counters on known cases, its checks, and a tiny complete run."""
+"""The benchmark of schemes: its counters on known cases, its checks, and its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak: what it draws, how it judges, and three faults that hit real runs."""
+"""The soak: what it draws, and how it judges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of sub-graphs: a tiny run, its cases, and its report on known numbers."""
+"""The benchmark of sub-graphs: its cases, and its report on known numbers."""
 
 from __future__ import annotations
 

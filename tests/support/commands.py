@@ -11,7 +11,7 @@ import io
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -41,11 +41,6 @@ def gridformer_here(*words: str | Path) -> Done:
     """Run `gridformer WORDS` in this process."""
     with patch.object(app, "app", built()), patch.object(shared, "end_process", sys.exit):
         return called_here(app.main, "gridformer", *words)
-
-
-def script_here(function: Callable[..., None], *words: str | Path) -> Done:
-    """Run a script in this process which ends with `typer.run(function)`."""
-    return called_here(partial(typer.run, function), "script", *words)
 
 
 def called_here(function: Callable[[], None], *argv: str | Path) -> Done:
