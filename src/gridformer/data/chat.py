@@ -113,11 +113,6 @@ class ChatTemplate:
     answer begins where the text with the prompt for it ends, and it ends where the text of the
     conversation up to it does.
 
-    Args:
-        source: The template.
-        special: The special tokens that it may write, such as `bos_token`, by name.
-        origin: Where the template comes from, for errors.
-
     Raises:
         DataError: The template is too large or not a template.
     """
@@ -227,13 +222,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class StoredChat:
-    """The content of chat.json.
-
-    Attributes:
-        template: The template.
-        special: The special tokens that it may write, by name.
-        origin: Where it comes from.
-    """
+    """The content of chat.json."""
 
     template: str
     special: dict[str, str]
@@ -251,11 +240,7 @@ def write_chat(folder: Path, chat: StoredChat) -> None:
 
 
 def read_chat(folder: Path) -> StoredChat:
-    """Reads chat.json of a folder.
-
-    Raises:
-        DataError: It is missing or damaged.
-    """
+    """Reads chat.json of a folder."""
     file, reason = folder / CHAT_FILE, "it is damaged"
     try:
         chat = StoredChat(**read_json(file))
@@ -278,7 +263,6 @@ def open_template(spec: str, tokenizer: Path | None) -> tuple[StoredChat, tuple[
     Args:
         spec: `chatml`, `llama3`, `tokenizer` for the one beside a tokenizer.json, or the path of a
             jinja file.
-        tokenizer: The tokenizer.json that is used, or its folder; None if one is trained.
 
     Returns:
         The template, and the special tokens that it needs from the tokenizer as far as is known.
@@ -353,10 +337,6 @@ def messages_of(record: Mapping[str, Any], where: str) -> list[Message]:
     {"prompt", "completion"}, where the last two values are texts or lists of messages. A text under
     "system" comes first in the latter two.
 
-    Args:
-        record: The record.
-        where: Its file and place, for errors.
-
     Raises:
         DataError: It is none of them, or a value has the wrong type.
     """
@@ -402,11 +382,6 @@ def encode(
     """Returns conversations as tokens, as transformers' `apply_chat_template` does.
 
     A token belongs to an answer if one of its characters does.
-
-    Args:
-        conversations: The messages of each conversation.
-        template: Renders them as text.
-        tokenizer: Encodes the text, in which special tokens are spelled out.
 
     Raises:
         DataError: The template refuses a conversation.

@@ -51,15 +51,10 @@ def open_tokens(
     for validation, as many as hold `val_fraction` of the tokens.
 
     Args:
-        path: The source.
         tokenizer: The tokenizer.json of foreign files, or its folder. None means the one beside
             them.
         val_fraction: The fraction of the tokens of foreign files for validation; 0 means none, and
             1 all.
-
-    Raises:
-        DataError: There is no such source, or it is damaged. The message names the file and what
-            was expected of it.
     """
     path = Path(path)
     if prefix := megatron_prefix(path):
@@ -80,11 +75,7 @@ def open_tokens(
 
 
 def tokenizer_path(data: DataConfig) -> Path:
-    """Returns the tokenizer.json of a run's first token source, without opening it.
-
-    Raises:
-        DataError: It is not known.
-    """
+    """Returns the tokenizer.json of a run's first token source, without opening it."""
     path = data.first_path
     prefix = megatron_prefix(path)
     file = _with(prefix, ".bin") if prefix else _datatrove_file(path)
@@ -106,8 +97,6 @@ class ForeignTokens(TokenFolder):
     Attributes:
         borders: The file that says where documents begin.
         every: Where all documents begin.
-        loaded: The tokenizer.
-        loaded_from: Its file.
     """
 
     borders: Path = field(kw_only=True)
@@ -131,11 +120,7 @@ class ForeignTokens(TokenFolder):
         return self.loaded
 
     def check(self) -> None:
-        """Reads where every document begins, and some of the tokens.
-
-        Raises:
-            DataError: Documents do not follow one another, or ids are outside the vocabulary.
-        """
+        """Reads where every document begins, and some of the tokens."""
         if self.borders.suffix == ".idx":
             Indexed.open(self.borders).check()
         self.every.check(self.borders, "")

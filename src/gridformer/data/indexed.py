@@ -47,7 +47,6 @@ class Indexed:
     """An open .idx file, memory-mapped.
 
     Attributes:
-        path: The .idx file.
         dtype: The dtype of the token file.
         lengths: The tokens of each sequence [S] int32.
         pointers: The byte of the token file at which each begins [S] int64.
@@ -72,11 +71,7 @@ class Indexed:
         return len(self.documents) - 1
 
     def starts(self) -> DocumentStarts:
-        """Returns where documents begin. Documents without tokens are left out.
-
-        Raises:
-            DataError: Documents are not in order.
-        """
+        """Returns where documents begin. Documents without tokens are left out."""
         documents = self.documents
         if self._check_documents():
             kept = np.flatnonzero(np.diff(documents) > 0)
@@ -92,11 +87,7 @@ class Indexed:
 
     @classmethod
     def open(cls, path: Path) -> Indexed:
-        """Opens an .idx file and compares its size with what it says of itself.
-
-        Raises:
-            DataError: It is missing, damaged, empty, or of another format.
-        """
+        """Opens an .idx file and compares its size with what it says of itself."""
         if not path.is_file():
             raise DataError(f"{path}: is missing, and without it {path.stem}.bin cannot be read")
         with path.open("rb") as file:
@@ -136,11 +127,7 @@ class Indexed:
         return cls(path, np.dtype(DTYPES[code]), lengths, pointers, documents)
 
     def check(self) -> None:
-        """Reads the whole index: sequences follow one another, and documents are in order.
-
-        Raises:
-            DataError: They are not.
-        """
+        """Reads the whole index: sequences follow one another, and documents are in order."""
         for some in blocks(len(self.lengths)):
             lengths = self.lengths[some].astype(np.int64)
             steps = np.diff(self.pointers[some])
@@ -177,8 +164,6 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: NDArray[np.integer[An
     """Writes the index of a token file in which every document is one sequence.
 
     Args:
-        path: The .idx file.
-        dtype: The dtype of the token file.
         lengths: The tokens of each document [n_documents]. It may be memory-mapped, since a
             million are read at a time.
     """

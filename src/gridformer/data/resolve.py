@@ -25,10 +25,6 @@ def resolve(run: RunConfig, data: RunData | TokenFolder) -> RunConfig:
 
     The vocabulary consists of the folders' and of the special ids that the task adds.
 
-    Args:
-        run: The run.
-        data: Its open folders, or the only one.
-
     Raises:
         ConfigError: The run and the folders do not fit together: a folder's kind, labels or
             tokenizer, the vocabulary, the lengths, or too little data. It lists all problems at
@@ -82,17 +78,7 @@ def resolve(run: RunConfig, data: RunData | TokenFolder) -> RunConfig:
 
 
 def check_set(run: RunConfig, key: str, data: RunData) -> None:
-    """Checks that a set which `RunData.open_set` has opened fits a resolved run.
-
-    Args:
-        run: The run.
-        key: What the set is called in errors.
-        data: The set.
-
-    Raises:
-        ConfigError: It does not. It lists all problems at once.
-        DataError: Its folder is damaged.
-    """
+    """Checks that a set which `RunData.open_set` has opened fits a resolved run."""
     data.first.check()
     problems = [*_kind_problems(run, key, data.first), *_label_problems(run, data.first)]
     if not problems:
@@ -104,12 +90,7 @@ def check_set(run: RunConfig, key: str, data: RunData) -> None:
 
 
 def _with_steps(run: RunConfig, data: RunData) -> RunConfig:
-    """Returns the run with the steps of its epochs and of its warm-up filled in.
-
-    Raises:
-        ConfigError: The run has several sources, which have no common epoch, or the schedule does
-            not fit the number of steps.
-    """
+    """Returns the run with the steps of its epochs and of its warm-up filled in."""
     train = run.train
     if not train.epochs and not train.warmup_fraction:
         return run

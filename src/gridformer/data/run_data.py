@@ -57,11 +57,7 @@ class RunData:
 
     @classmethod
     def open(cls, data: DataConfig) -> Self:
-        """Opens all folders of a run.
-
-        Raises:
-            DataError: A folder is missing or damaged.
-        """
+        """Opens all folders of a run."""
         opened: dict[Path, TokenFolder] = {}
 
         def folder_at(path: Path, val_fraction: float) -> TokenFolder:
@@ -94,9 +90,6 @@ class RunData:
         """Opens one validation or test set of a run, without the other folders.
 
         The folder of the set stands for the first source, whose tokenizer it has.
-
-        Raises:
-            DataError: The folder is missing or damaged.
         """
         assert one.path is not None
         of_sources = {source.path: data.val_fraction for source in data.train_sources}

@@ -27,11 +27,7 @@ def write_label_names(folder: Path, names: Sequence[str]) -> None:
 
 
 def read_label_names(folder: Path) -> tuple[str, ...]:
-    """Returns the names of labels 0, 1, ... of a run directory; none if it has no labels.json.
-
-    Raises:
-        DataError: The file is damaged.
-    """
+    """Returns the names of labels 0, 1, ... of a run directory; none if it has no labels.json."""
     file = folder / LABELS_FILE
     if not file.is_file():
         return ()
@@ -82,11 +78,7 @@ def write_questions(folder: Path, split: str, questions: Iterable[Question]) -> 
 
 
 def read_questions(folder: Path, split: str) -> list[Question]:
-    """Reads the questions of one split.
-
-    Raises:
-        DataError: The file is missing or damaged.
-    """
+    """Reads the questions of one split."""
     file = folder / questions_name(split)
     try:
         lines = file.read_text(encoding="utf-8").split("\n")

@@ -150,14 +150,7 @@ class Index(Config):
 
 @dataclass(frozen=True)
 class TokenFolder:
-    """An open token folder, or token files of another program that are described as one.
-
-    Attributes:
-        path: The folder, or what names the files.
-        index: The content of its index.json.
-        train: The training split.
-        val: The validation split.
-    """
+    """An open token folder, or token files of another program that are described as one."""
 
     path: Path
     index: Index
@@ -188,11 +181,7 @@ class TokenFolder:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The folder's tokenizer.
-
-        Raises:
-            DataError: It is damaged, or not the one that wrote the folder's tokens.
-        """
+        """The folder's tokenizer."""
         tokenizer = Tokenizer.load(self.tokenizer_file, self.index.eos_token, self.index.bos_token)
         there = (tokenizer.vocab_size, tokenizer.eos_id)
         if there != (self.vocab_size, self.eos_id):
@@ -205,12 +194,7 @@ class TokenFolder:
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Opens a folder after comparing every file with the index.
-
-        Raises:
-            DataError: The folder is missing, is not a token folder, is truncated, or contradicts
-                itself. The message names the file and what was expected of it.
-        """
+        """Opens a folder after comparing every file with the index."""
         path = Path(path)
         index = read_index(path)
         dtype = token_dtype(index.vocab_size)
@@ -232,10 +216,6 @@ class TokenFolder:
         """Reads what `open` does not: the tokenizer, and where every document begins.
 
         A launcher calls this before it starts processes, so that none of them finds it out.
-
-        Raises:
-            DataError: The tokenizer is damaged, or the documents of a split do not follow one
-                another.
         """
         for split in SPLITS:
             file, again = self.path / borders_name(split), f": {_again(self.path)}"
@@ -259,11 +239,7 @@ def is_token_folder(path: Path) -> bool:
 
 
 def read_index(path: Path) -> Index:
-    """Reads the index of a token folder.
-
-    Raises:
-        DataError: The folder or its index is missing, damaged, or of another format or version.
-    """
+    """Reads the index of a token folder."""
     if not exists(path):
         meant = meant_beside(path, is_token_folder)
         raise DataError(

@@ -30,20 +30,9 @@ class Tokenizer:
 
     Attributes:
         vocab_size: Ids are in [0, vocab_size).
-        eos_token: The token that ends every document.
-        eos_id: The id of `eos_token`.
         bos_token: The token with which every document begins, if there is one.
         special_ids: `eos_id` and the ids of all other tokens that the tokenizer declares special.
         origin: A phrase for people that tells where the tokenizer comes from.
-
-    Args:
-        backend: The tokenizer of the library tokenizers.
-        origin: A phrase for people that tells where it comes from.
-        eos_token: The token that ends documents; None means the first of EOS_NAMES that it has.
-        bos_token: A token with which documents begin.
-
-    Raises:
-        DataError: The vocabulary is empty or has no such tokens.
     """
 
     def __init__(
@@ -97,11 +86,7 @@ class Tokenizer:
         """Trains a byte-level BPE like GPT-2's. The order of the texts does not matter.
 
         Args:
-            texts: The texts.
             vocab_size: The most tokens of the vocabulary; small texts give fewer.
-
-        Raises:
-            UserError: `vocab_size` is too small for the 256 bytes and the end-of-text token.
         """
         if vocab_size < SMALLEST_VOCAB:
             raise UserError(
@@ -135,13 +120,7 @@ class Tokenizer:
         A token with which documents begin is taken from there only if `save` wrote it.
 
         Args:
-            path: The file or folder.
-            eos_token: The token that ends documents.
             bos_token: A token with which documents begin.
-            settings_file: The tokenizer_config.json; None means the one beside it.
-
-        Raises:
-            DataError: There is none, it is damaged, or it lacks these tokens.
         """
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path

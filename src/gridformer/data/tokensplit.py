@@ -42,11 +42,7 @@ class Column(Config):
         return self.item.itemsize * self.width
 
     def rows(self, values: object, number: int) -> NDArray[Any]:
-        """Returns values as an array [number, width] of the column's dtype.
-
-        Raises:
-            ValueError: There are more or fewer values, or they do not fit the dtype.
-        """
+        """Returns values as an array [number, width] of the column's dtype."""
         given = np.asarray(values)
         if given.size != number * self.width:
             raise ValueError(f"{given.size} values, but {number} times {self.width} are needed")
@@ -63,7 +59,6 @@ class DocumentStarts(NamedTuple):
     """Where the documents of a file begin, computed from the mapped file when it is needed.
 
     Attributes:
-        n_documents: How many documents there are.
         at: Returns the first tokens of documents with given numbers, int64. The document after the
             last one begins where that ends.
     """
@@ -83,11 +78,7 @@ class DocumentStarts(NamedTuple):
         """Checks that each document starts after the one before, so that none is empty.
 
         Args:
-            file: The file that says so.
             remedy: The end of the message.
-
-        Raises:
-            DataError: One does not.
         """
         for some in blocks(self.n_documents):
             starts = self.at(np.arange(some.start, min(some.stop, self.n_documents + 1)))
@@ -113,8 +104,6 @@ class TokenSplit:
     Document d is tokens[offsets[d] : offsets[d + 1]], its end-of-text token included.
 
     Attributes:
-        name: The name of the split.
-        path: Its token file.
         tokens: Token ids [n_tokens] in the file's dtype.
         starts: Starts of documents, and the end of the last, [n_documents + 1] int64, or a function
             that reads them.
@@ -149,12 +138,7 @@ class TokenSplit:
         return int(self.offsets[number + 1] - self.offsets[number])
 
     def document(self, number: int) -> NDArray[np.int64]:
-        """Returns the token ids [length] int64 of one document.
-
-        Raises:
-            IndexError: There is no document with that number.
-            DataError: The file is damaged; see `window`.
-        """
+        """Returns the token ids [length] int64 of one document."""
         if not 0 <= number < self.n_documents:
             raise IndexError(f"{self.path} has documents 0 to {self.n_documents - 1}, not {number}")
         return self.window(int(self.offsets[number]), int(self.offsets[number + 1]))
@@ -180,9 +164,6 @@ class TokenSplit:
 
         It is faster than as many calls of `window`, and it does not hold Python's lock while it
         copies.
-
-        Raises:
-            DataError: The file is damaged; see `window`.
         """
         every = np.lib.stride_tricks.sliding_window_view(np.asarray(self.tokens), length)
         ids = every[starts].astype(np.int64)

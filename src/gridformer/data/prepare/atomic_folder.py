@@ -58,7 +58,6 @@ class Unfinished:
     """The folder that a preparation writes.
 
     Attributes:
-        folder: The hidden folder.
         state: The state from which it goes on, if it was stopped.
         keeps: Whether the folder stays if the preparation fails.
     """
@@ -103,9 +102,6 @@ def check_free(out: Path, overwrite: bool) -> None:
     """Checks that `out` may be written: it is absent, empty, or a token folder to overwrite.
 
     A folder that contains anything but a token folder's own files is never replaced.
-
-    Raises:
-        UserError: `out` may not be written.
     """
     if not out.exists():
         return
@@ -138,12 +134,7 @@ def atomic_folder(out: Path, overwrite: bool, key: str | None) -> Iterator[Unfin
     behind without an index, so that it cannot be mistaken for a token folder.
 
     Args:
-        out: The folder to write.
-        overwrite: Whether it may replace a token folder.
         key: What determines the folder, see `resume_key`; None cannot be resumed.
-
-    Raises:
-        UserError: `out` may not be written; see `check_free`.
     """
     check_free(out, overwrite)
     target = out.resolve()  # keeps a link, and allows renaming a folder beside its target

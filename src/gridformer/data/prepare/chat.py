@@ -75,14 +75,7 @@ def prepare_chat(
 
     Args:
         specs: Files of JSON lines, tables, or data sets of Hugging Face.
-        out: The folder.
-        chat: The template.
         needed: Special tokens that the template writes; the tokenizer gets those it does not have.
-        split: The split of data sets.
-
-    Raises:
-        UserError: An argument or `out` cannot be used.
-        DataError: A source cannot be read or has no conversations, or the template refuses one.
     """
 
     def complete(tokenizer: Tokenizer) -> Tokenizer:

@@ -53,7 +53,6 @@ def prepare_corpus(
     Args:
         sources: The sources, all of one kind (`open_sources` checks that), which becomes the
             folder's kind.
-        out: The folder.
         tokenizer: The tokenizer. None trains a byte-level BPE on a sample of the sources; for pairs
             it covers both languages.
         vocab_size: The most tokens of a tokenizer that is trained.
@@ -62,12 +61,6 @@ def prepare_corpus(
         seed: The seed that decides which documents are for validation.
         ends: Whether the end-of-text token follows every document of running text.
         workers: How many processes tokenize; None means one for each core if there is much text.
-        overwrite: Whether to replace a token folder at `out`.
-        on_progress: Called with the progress.
-
-    Raises:
-        UserError: An argument or `out` cannot be used.
-        DataError: A source cannot be read or contains no text.
     """
     kind = sources[0].kind
     if not ends and kind != "text":

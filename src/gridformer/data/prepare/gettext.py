@@ -67,12 +67,8 @@ class Catalogs:
     splits. All sentences are held in memory: a whole system has a few megabytes.
 
     Attributes:
-        languages: The codes of the languages.
-        files: The files of the catalogs.
-        pairs: The sentences.
         parts: The catalogs that contributed pairs; each pair counts as two documents.
         license: The licenses with the number of pairs under each, the most frequent first.
-        skipped: Counts what was left out.
     """
 
     languages: tuple[str, str]
@@ -84,13 +80,7 @@ class Catalogs:
 
 
 def read_catalogs(spec: str) -> Catalogs:
-    """Reads `gettext:de`, the catalogs of this machine, or `gettext:de:PATH`, those in a folder.
-
-    Raises:
-        UserError: `spec` is malformed, polib is not installed, or there are no catalogs. The
-            message says what to install.
-        DataError: The only file is damaged.
-    """
+    """Reads `gettext:de`, the catalogs of this machine, or `gettext:de:PATH`, those in a folder."""
     language, files = _files_of(spec)
     pairs_of: dict[tuple[str, str | None], list[Pair]] = {}  # by catalog and license
     skipped: Counter[str] = Counter()
@@ -181,11 +171,7 @@ def system_folders(language: str) -> list[Path]:
 
 
 def read_catalog(path: Path) -> polib.MOFile | polib.POFile:
-    """Reads a .mo or .po file.
-
-    Raises:
-        DataError: The file is damaged, or neither a .mo nor a .po file.
-    """
+    """Reads a .mo or .po file."""
     import polib
 
     try:
@@ -205,7 +191,6 @@ def cleaned(
     """Yields translated messages on one line each, without keyboard shortcuts.
 
     Args:
-        catalog: The catalog.
         min_words: The fewest words of a source text.
         skipped: Counts what is left out: messages that are short, not translated, or whose
             translation is the same or waits for review (fuzzy).

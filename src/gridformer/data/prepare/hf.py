@@ -25,7 +25,6 @@ class Table:
         name: The source as the user wrote it.
         data: The data set, streamed or not.
         files: The files of a data set on this machine, perhaps with those of other splits.
-        license: The license, if known.
         revision: What changes with the rows beside the files: the split, and the fingerprint of a
             saved data set or the commit of one on the hub, if it has one that is known.
     """
@@ -38,16 +37,7 @@ class Table:
 
 
 def hub_table(spec: str, split: str) -> Table:
-    """Opens `hf:NAME` or `hf:NAME/CONFIG` for streaming; NAME is a hub name or a local folder.
-
-    Args:
-        spec: The name, with `hf:` before it.
-        split: The split to read.
-
-    Raises:
-        UserError: `datasets` is not installed, or there is no such data set, configuration or
-            split.
-    """
+    """Opens `hf:NAME` or `hf:NAME/CONFIG` for streaming; NAME is a hub name or a local folder."""
     datasets = _library(spec)
     name = spec.removeprefix("hf:").rstrip("/")
     parts = name.split("/")
@@ -82,17 +72,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def saved_table(folder: Path, name: str, split: str) -> Table:
-    """Opens a folder that `save_to_disk` of `datasets` wrote.
-
-    Args:
-        folder: The folder.
-        name: What messages call the source.
-        split: The split to read; a data set that was saved without splits is read whole.
-
-    Raises:
-        UserError: `datasets` is not installed, or there is no such split.
-        DataError: The data set cannot be loaded.
-    """
+    """Opens a folder that `save_to_disk` of `datasets` wrote."""
     datasets = _library(name)
     try:
         table = datasets.load_from_disk(str(folder))
@@ -109,12 +89,7 @@ def saved_table(folder: Path, name: str, split: str) -> Table:
 
 
 def open_table(path: Path) -> Table:
-    """Opens one .parquet, .arrow, .csv, .tsv or .json file for streaming.
-
-    Raises:
-        UserError: `datasets` is not installed.
-        DataError: The file cannot be read.
-    """
+    """Opens one .parquet, .arrow, .csv, .tsv or .json file for streaming."""
     datasets = _library(str(path))
     kind, more = ("csv", {"sep": "\t"}) if path.suffix == ".tsv" else (path.suffix[1:], {})
     try:
@@ -129,17 +104,7 @@ def open_table(path: Path) -> Table:
 def table_texts(
     table: Table, fields: Fields, skipped: Counter[str], cursor: Cursor | None = None
 ) -> Iterator[Text]:
-    """Yields the documents of the rows of a table.
-
-    Args:
-        table: The table, of which only the columns that `fields` needs are read.
-        fields: The columns.
-        skipped: Counts the rows that are left out.
-        cursor: Where to begin; it is told of places where reading can begin again.
-
-    Raises:
-        DataError: The table lacks a column, or a row cannot be read.
-    """
+    """Yields the documents of the rows of a table."""
     data, columns = table.data, table.data.column_names
     if columns is not None:
         data = data.select_columns(fields.columns(columns, table.name))
@@ -156,17 +121,7 @@ def table_texts(
 def records(
     name: str, data: Any, skipped: Counter[str], cursor: Cursor
 ) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yields the values of each row after cursor.mark, with the place of the row for errors.
-
-    Args:
-        name: The name of the table, for errors.
-        data: The data set.
-        skipped: What is left out so far, which `cursor` is told.
-        cursor: Where to begin; it is told of the marks that reading passes.
-
-    Raises:
-        DataError: Reading failed.
-    """
+    """Yields the values of each row after cursor.mark, with the place of the row for errors."""
     if hasattr(data, "to_iterable_dataset"):
         data = data.to_iterable_dataset()  # which can begin in the middle
     done = 0

@@ -142,15 +142,7 @@ def pieces(texts: Iterable[str], limit: int = PIECE_CHARS) -> Iterator[Text]:
 
 
 def text_file(path: Path, skipped: Counter[str]) -> Iterator[Text]:
-    """Yields the parts of a text file, which is one document, unless it has NUL bytes.
-
-    Args:
-        path: The file.
-        skipped: Counts what is left out, and what is not UTF-8 text.
-
-    Raises:
-        DataError: The file cannot be read.
-    """
+    """Yields the parts of a text file, which is one document, unless it has NUL bytes."""
     with readable(path):
         # A first pass looks for NUL bytes, because tokens cannot be taken back. It is free for a
         # file of up to one chunk; the second pass mostly reads from the page cache.
@@ -201,11 +193,7 @@ def lines(path: Path, skipped: Counter[str]) -> Iterator[tuple[str, str]]:
 
 
 def json_lines(path: Path, skipped: Counter[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the records of a file of JSON lines, each after its place for errors.
-
-    Raises:
-        DataError: The file cannot be read, or a line is not a record.
-    """
+    """Yields the records of a file of JSON lines, each after its place for errors."""
     for where, line in lines(path, skipped):
         if not line.strip(" \t\n\r\v\f"):
             continue
@@ -220,11 +208,7 @@ def json_lines(path: Path, skipped: Counter[str]) -> Iterator[tuple[str, dict[st
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turns errors of reading a file inside the block into one that names the file.
-
-    Raises:
-        DataError: The file cannot be read, or its compressed content is damaged.
-    """
+    """Turns errors of reading a file inside the block into one that names the file."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:

@@ -29,16 +29,7 @@ _INSTEAD = {"pairs": "", "labels": ": put it into folders, and use --labels-from
 
 
 def file_texts(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Text]:
-    """Yields the documents of a file: a text file is one, other formats have one per line or row.
-
-    Args:
-        path: The file.
-        fields: The keys of records.
-        skipped: Counts what is left out, and what is not UTF-8 text.
-
-    Raises:
-        DataError: The file cannot be read, or is plain text and `fields` asks for pairs or labels.
-    """
+    """Yields the documents of a file: a text file is one, a table or JSON lines hold many."""
     if path.name.endswith(JSON_LINES):
         for where, record in json_lines(path, skipped):
             yield from record_texts(record, fields, where, skipped)
@@ -58,13 +49,7 @@ def file_texts(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Te
 
 @dataclass(frozen=True)
 class Fields:
-    """The keys of a record. `a.b` means key b within the value of a, unless a key is named `a.b`.
-
-    Attributes:
-        text: The key of the document, unless `pair` is given.
-        pair: The keys of a pair's two texts.
-        label: The key of the document's label, if it has one.
-    """
+    """The keys of a record. `a.b` means key b within the value of a, unless that is a key."""
 
     text: str = "text"
     pair: tuple[str, str] | None = None
@@ -92,15 +77,7 @@ class Fields:
         return {self.text: "--text-key"} | label
 
     def columns(self, present: Sequence[str], where: str) -> list[str]:
-        """Returns the columns of a table that these keys need.
-
-        Args:
-            present: The columns of the table.
-            where: The name of the table, for errors.
-
-        Raises:
-            DataError: A column is missing.
-        """
+        """Returns the columns of a table that these keys need."""
         for key, option in self.options.items():
             if key not in present and key.partition(".")[0] not in present:
                 raise _missing_key(where, key, list(present), option)
@@ -110,17 +87,7 @@ class Fields:
 def record_texts(
     record: Mapping[str, Any], fields: Fields, where: str, skipped: Counter[str]
 ) -> Iterator[Text]:
-    """Yields the document of a record, or the pair, unless it is incomplete.
-
-    Args:
-        record: The record.
-        fields: The keys to read.
-        where: The file and place of the record, for errors.
-        skipped: Counts incomplete records.
-
-    Raises:
-        DataError: A key is missing, or its value has the wrong type.
-    """
+    """Yields the document of a record, or the pair, unless it is incomplete."""
     if fields.pair:
         one, other = (_text(record, key, fields, where).strip() for key in fields.pair)
         if one and other:

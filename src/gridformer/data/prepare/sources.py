@@ -55,8 +55,6 @@ class Source(Generic[Item]):
             that of `read`.
         files: The files that are read: others, or changed ones, cannot go on with what was written.
         kind: What its documents are.
-        languages: The languages of a pair's two texts; None for other kinds.
-        license: Its license, if known.
         revision: What else changes with its items.
         n_bytes: The bytes to read, for progress; None if they are not known.
         parts: The parts of the source, if they have their own licenses.
@@ -93,10 +91,6 @@ def file_source(
     """Returns a source of documents from files.
 
     Args:
-        name: The source as the user wrote it.
-        files: The files.
-        fields: The keys of records.
-        license: The license, if known.
         label_root: If given, the label of a file is the name of the folder directly below this one.
     """
 
@@ -189,11 +183,7 @@ def parallel_source(first: Path, second: Path) -> TextSource:
 
 
 def _parallel_sources(specs: Sequence[str]) -> list[TextSource]:
-    """Returns the sources of `--pair-files`, two files each.
-
-    Raises:
-        UserError: Their number is odd, or one is not a file.
-    """
+    """Returns the sources of `--pair-files`, two files each."""
     if len(specs) % 2:
         raise UserError(
             f"--pair-files reads two files at a time, the texts and their translations, but there "
@@ -230,20 +220,10 @@ def open_sources(
     """Finds out what each SOURCE is, without reading its documents.
 
     Args:
-        specs: The sources as the user wrote them.
         suffixes: The suffixes of the files to take from folders; empty means DEFAULT_SUFFIXES, or
             FOLDER_RECORDS for pairs and labels.
-        text_key: The key of the text in JSON lines and tables.
-        split: The split of data sets.
-        pair_keys: The keys of a pair's two texts in JSON lines and tables.
-        label_key: The key of the label in JSON lines and tables.
         labels_from_folders: Whether the label of a file is the name of its folder.
         pair_files: Whether every two sources are a text file and its translation, line by line.
-
-    Raises:
-        UserError: A source does not exist, is of another kind than the others, or an option does
-            not apply.
-        DataError: A folder contains no fitting file, or a data set cannot be loaded.
     """
     if not specs:
         raise UserError(f"name at least one source, for instance {PYTHON_STDLIB}")
@@ -350,11 +330,7 @@ def _open_source(
 
 
 def python_stdlib() -> TextSource:
-    """Opens the source files of this Python's standard library, as a text without a download.
-
-    Raises:
-        UserError: They are not on this machine.
-    """
+    """Opens the source files of this Python's standard library, as a text without a download."""
     root = Path(sysconfig.get_paths()["stdlib"])
     # _sysconfigdata contains paths of the machine on which Python was built.
     files = [

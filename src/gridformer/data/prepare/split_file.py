@@ -55,13 +55,7 @@ class Document(NamedTuple):  # which workers send faster than a dataclass
 
 
 def split_of(seed: int, document: int, val_fraction: float) -> SplitName:
-    """Returns the split of a document, a function of a hash of (seed, document number).
-
-    Args:
-        seed: The seed of the preparation.
-        document: The number of the document, or of the pair, in order of reading.
-        val_fraction: The probability of `val`, from 0 to 1.
-    """
+    """Returns the split of a document, a function of a hash of (seed, document number)."""
     digest = hashlib.blake2b(f"{seed}/{document}".encode(), digest_size=8, person=b"val split")
     return "val" if int.from_bytes(digest.digest(), "little") < val_fraction * 2.0**64 else "train"
 
@@ -88,12 +82,7 @@ class SplitWriter:
     Pairs are appended as two documents each, which go to the same split. Call `finish` at the end.
 
     Args:
-        folder: The folder.
-        dtype: The dtype of the token files.
         eos_id: The id of the end-of-text token; None ends documents with their last own token.
-        seed: The seed that decides the split of a document.
-        val_fraction: The fraction of the documents for validation.
-        kind: The kind of the documents.
         columns: The columns to write beside the tokens; labeled documents have labels as well.
         bos_id: The id of a token with which every document begins, if there is one.
         state: What `state` returned in a process that was stopped; None begins with empty files.
@@ -174,12 +163,7 @@ class SplitWriter:
         )
 
     def append(self, document: Document) -> None:
-        """Appends a document, or the next tokens of one. One without tokens is not written.
-
-        Raises:
-            DataError: There are more than 10,000 different labels, or values are missing or do not
-                fit their column.
-        """
+        """Appends a document, or the next tokens of one. One without tokens is not written."""
         ids, ends = document.ids, document.ends
         begin: list[int] = []
         if len(ids) and self._open is None:
@@ -234,9 +218,6 @@ class SplitWriter:
         Returns:
             The sizes of both splits, and the names of the labels, which the files number in this
             order. They are sorted as numbers if all of them are numbers.
-
-        Raises:
-            DataError: There is only one pair or labeled document, which cannot be divided.
         """
         assert self.documents >= 1
         assert self.is_between
@@ -291,15 +272,7 @@ class SplitWriter:
 
 
 class _SplitFile:
-    """The token file of a split, the lengths of its documents, and its columns.
-
-    Args:
-        folder: The folder.
-        split: The name of the split.
-        dtype: The dtype of the token file.
-        columns: The columns by name.
-        sizes: The bytes to keep of files that are there already, by name.
-    """
+    """The token file of a split, the lengths of its documents, and its columns."""
 
     def __init__(
         self,
@@ -342,11 +315,7 @@ class _SplitFile:
         self._begun += len(ids)
 
     def end_document(self) -> None:
-        """Ends the current document.
-
-        Raises:
-            DataError: It is longer than the format can say.
-        """
+        """Ends the current document."""
         if self._begun > LONGEST_DOCUMENT:
             raise DataError(
                 f"a document has {self._begun:,} tokens; at most {LONGEST_DOCUMENT:,} fit: divide "
@@ -386,14 +355,7 @@ def _opened(path: Path, size: int) -> IO[bytes]:
 
 
 def _move_documents(source: _SplitFile, target: _SplitFile, share: float, unit: int) -> None:
-    """Moves the `unit` documents whose length is nearest to `share` of all to an empty target.
-
-    Args:
-        source: The split that gives the documents.
-        target: The split that gets them, which has none.
-        share: The wanted length, as a fraction of the tokens of `source`.
-        unit: How many documents belong together: 2 for pairs, otherwise 1.
-    """
+    """Moves the `unit` documents whose length is nearest to `share` of all to an empty target."""
     lengths = np.array(source.lengths())
     units = lengths.reshape(-1, unit).sum(axis=1)
     first = unit * int(np.abs(units - share * source.tokens).argmin())

@@ -49,12 +49,9 @@ class Example:
     """One example.
 
     Attributes:
-        texts: Its texts, which become the parts of a document.
-        label: Its label, if it has one.
         values: The values of its columns, beside what its tokens determine.
         answer: For a question and its context, the characters [begin, end) of the answer in the
             context; (-1, -1) if it has none.
-        split: Its split.
     """
 
     texts: tuple[str, ...]
@@ -121,20 +118,7 @@ def prepare_task(
     overwrite: bool = False,
     on_progress: OnProgress = lambda progress: None,
 ) -> TokenFolder:
-    """Writes a folder of examples from a data set, whose splits are those of its files.
-
-    Args:
-        kind: One of FORMATS.
-        path: The folder with the files of the data set, under the names with which it is
-            distributed.
-        out: The folder to write.
-        tokenizer: The tokenizer of the model that is fine-tuned.
-        workers, overwrite, on_progress: As of `gridformer.data.prepare.corpus.prepare_corpus`.
-
-    Raises:
-        UserError: `out` cannot be used, or the format is unknown.
-        DataError: A file is missing or cannot be read.
-    """
+    """Writes a folder of examples from a data set, whose splits are those of its files."""
     if kind not in FORMATS:
         raise UserError(f"--format {kind} is unknown: use one of {', '.join(FORMATS)}")
     places = [_first_existing(kind, path, split) for split in SPLITS]
@@ -247,17 +231,7 @@ def _tokens_of(answer: tuple[int, int], offsets: Sequence[tuple[int, int]]) -> t
 
 
 def read_glue(task: GlueTask, path: Path, skipped: Counter[str]) -> Iterator[Example]:
-    """Yields the examples of a file of GLUE.
-
-    Args:
-        task: The data set.
-        path: The file.
-        skipped: Counts rows without a text or with a label that is unknown, such as `-` in MNLI's
-            files.
-
-    Raises:
-        DataError: The file cannot be read, lacks a column, or has no usable row.
-    """
+    """Yields the examples of a file of GLUE."""
     try:
         text = read_text(path, GIB).removeprefix("\ufeff")
     except UnreadableError as error:
@@ -320,16 +294,9 @@ def squad_examples(path: Path, skipped: Counter[str]) -> Iterator[Example]:
 def read_squad(path: Path, skipped: Counter[str]) -> Iterator[tuple[Question, int]]:
     """Yields the questions of a file of SQuAD.
 
-    Args:
-        path: The file.
-        skipped: Counts questions that are left out.
-
     Returns:
         Each question, and the character of its context at which the first answer begins; -1 if it
         has none.
-
-    Raises:
-        DataError: The file cannot be read or is not of this format.
     """
     raw = _json(path, GIB)
     try:
@@ -368,13 +335,6 @@ def read_race(folder: Path, skipped: Counter[str]) -> Iterator[Example]:
     """Yields the questions of all texts of a folder of RACE, ordered by the names of files.
 
     The texts of an example are a passage, and the question with each of its answers.
-
-    Args:
-        folder: The folder.
-        skipped: Counts questions that lack something.
-
-    Raises:
-        DataError: A file cannot be read or is not of this format, or there is none.
     """
     files = sorted(folder.rglob("*.txt"))
     if not files:

@@ -59,7 +59,6 @@ class PrepareProgress:
     """The progress of a preparation.
 
     Attributes:
-        phase: What it does now.
         bytes: The bytes of text that are tokenized.
         tokens: The tokens that are written.
         documents: The documents that are written.
@@ -93,16 +92,12 @@ class FolderSpec(Generic[Item]):
     """What kind of folder is made from the items of the sources, and how.
 
     Attributes:
-        kind: The kind of the folder.
         encoder: Given a tokenizer, returns what turns items into documents.
         chars: Returns the characters of an item.
         settings: What else determines the documents; see `resume_key`.
-        columns: The columns. Folders whose documents have labels need the column
-            `gridformer.data.tokensplit.LABELS` too, unless their kind is labeled.
         also: Writes what else belongs into the folder.
         seed: The seed that decides which documents are for validation, if they do not say.
         val_fraction: The fraction of the documents for validation, if they do not say.
-        languages: The languages of a pair's two texts.
         begins: Whether the tokenizer's begin-of-text token, if it has one, begins every document.
         ends: Whether the end-of-text token ends every document.
         nothing: What the error says if there are no documents.
@@ -140,17 +135,11 @@ def write_documents(
 
     Args:
         documents: The documents. They may be read lazily; memory holds a few thousand at a time.
-        out: The folder.
         tokenizer: The tokenizer of the documents' tokens.
-        kind: The kind of the folder.
-        name: What the documents were read from, for index.json.
-        license: Its license, if known.
         columns: The columns. Folders whose documents have labels need the column
             `gridformer.data.tokensplit.LABELS` too, unless their kind is labeled.
         skipped: Counts what was left out. It is read after the last document.
         seed: The seed that decides which documents are for validation, if they do not say.
-        val_fraction: The fraction of the documents for validation, if they do not say.
-        overwrite: Whether to replace a token folder at `out`.
 
     Raises:
         UserError: `out` cannot be used.
@@ -193,19 +182,9 @@ def prepare_documents(
     same call goes on where it was.
 
     Args:
-        sources: What is read.
-        out: The folder.
-        spec: What kind of folder is made from the sources, and how.
         tokenizer: The tokenizer, or a function that trains it; a call that goes on does not train
             it again.
         workers: How many processes tokenize; None means one for each core if there is much text.
-        overwrite: Whether to replace a token folder at `out`.
-        on_progress: Called with the progress.
-
-    Raises:
-        UserError: An argument or `out` cannot be used.
-        DataError: There are no documents, or none of one of the splits that they name; or values
-            do not fit their columns.
     """
     if not 0 < spec.val_fraction < 1:
         raise UserError(
@@ -234,12 +213,7 @@ def trained_on(
 
     Args:
         texts: Yields the sample.
-        vocab_size: The most tokens.
-        on_progress: Called with the progress.
         empty: Returns what to raise if there is no text.
-
-    Raises:
-        Exception: What `empty` returns, because there is no text.
     """
     on_progress(PrepareProgress("sampling"))
     sample = list(texts())
@@ -405,7 +379,6 @@ def workers_for(wanted: int | None, n_bytes: int | None) -> int:
 
     Args:
         wanted: What the user wants; None chooses one for each core, or none for little text.
-        n_bytes: The bytes of all sources, if known.
     """
     if wanted is not None:
         return wanted
@@ -417,11 +390,7 @@ def workers_for(wanted: int | None, n_bytes: int | None) -> int:
 def encoded_batches(
     batches: Iterator[tuple[list[Item], Cursor]], encoder: Encoder[Item], workers: int
 ) -> Iterator[tuple[Cursor, EncodedBatch]]:
-    """Yields the encoding of every batch, in order. One worker is this process itself.
-
-    Raises:
-        DataError: A worker process died.
-    """
+    """Yields the encoding of every batch, in order. One worker is this process itself."""
     if workers <= 1:
         for items, after in batches:
             yield after, encoder(items)

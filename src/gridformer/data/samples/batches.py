@@ -53,10 +53,6 @@ class Batches(Protocol):
 
         Args:
             step: The number of the step, counted from 0.
-            rows: The rows; None returns all.
-
-        Returns:
-            int64 and bool arrays by key.
 
         Raises:
             DataError: A file is damaged.
@@ -170,9 +166,6 @@ def open_samples(
     """Returns the samples that a run's task makes of one split.
 
     Args:
-        run: The run, as `gridformer.data.resolve` returned it.
-        text: The split.
-        tokenizer: The tokenizer of the run.
         evaluating: Whether the samples have what only an evaluation needs.
 
     Raises:
@@ -210,14 +203,6 @@ def open_batches(run: RunConfig, folder: TokenFolder, split: SplitName) -> Shuff
     """Opens batches of a run in one split of one folder.
 
     Validation batches also have global_batch rows, and batch i is the same in every evaluation.
-
-    Args:
-        run: The run, as `gridformer.data.resolve` returned it.
-        folder: The token folder.
-        split: The split.
-
-    Raises:
-        DataError: The split contains no sample.
     """
     text = folder.train if split == "train" else folder.val
     return _shuffled(run, open_samples(run, text, folder.tokenizer), split)
@@ -227,12 +212,7 @@ def open_training(run: RunConfig, data: RunData, start: int = 0) -> Batches:
     """Opens the training batches of a run.
 
     Args:
-        run: The run, as `gridformer.data.resolve` returned it.
-        data: Its token folders.
         start: The step, counted from 0, at which the order of samples begins.
-
-    Raises:
-        DataError: A source contains no sample.
     """
     tokenizer = data.first.tokenizer
     samples = [open_samples(run, one.train, tokenizer) for one in data.sources.values()]
@@ -250,9 +230,6 @@ def open_validation(run: RunConfig, data: RunData) -> dict[str, Batches]:
 
     Batch i of a set is the same in every evaluation, and has global_batch rows. Fine-tuning
     evaluates all samples of a set, so its batches are `SequentialBatches`.
-
-    Raises:
-        DataError: A set contains no sample.
     """
     return _open_sets(run, data, data.validation)
 

@@ -47,8 +47,6 @@ class Reading:
     """Puts two texts into one sequence of seq_len tokens, the longer text truncated to fit.
 
     Args:
-        seq_len: Tokens of a sequence.
-        special: The special ids, with [CLS] for encoders.
         two_stacks: Whether an encoder reads the sequence, and a decoder the same one token later.
     """
 
@@ -60,12 +58,7 @@ class Reading:
         self.ends = special.eos != special.pad or self.encoder
 
     def sequence(self, a: NDArray[np.int64], b: NDArray[np.int64]) -> Arrays:
-        """Returns tokens, valid and, for encoders, segments [seq_len]; and at [].
-
-        Args:
-            a: The tokens of the first text.
-            b: Those of the second one; there is none if they are empty.
-        """
+        """Returns tokens, valid and, for encoders, segments [seq_len]; and at []."""
         ids, n_first = self.joined(a.tolist(), b.tolist())
         tokens = np.array(ids, dtype=np.int64)
         found = {
@@ -219,12 +212,8 @@ class AnswerExamples(Samples):
     """The windows of all questions.
 
     Args:
-        split: A split of a folder of questions.
-        seq_len: Tokens of a sequence.
-        special: The special ids.
         stride: How many tokens a window begins after the previous one.
         evaluating: Whether samples tell where answers may be, in the key `context`.
-        two_stacks: Whether an encoder reads a sequence, and a decoder the same one token later.
     """
 
     def __init__(
@@ -308,9 +297,7 @@ def read_by(ids: NDArray[np.int64], seq_len: int, special: SpecialIds, two_stack
     """Returns the keys of a batch that hold a sequence.
 
     Args:
-        ids: Its tokens, at most `seq_len`.
         seq_len: Its length with padding.
-        special: The special ids.
         two_stacks: Whether a decoder reads them one token later than an encoder.
     """
     tokens, valid = padded(ids, seq_len, special.pad), first(len(ids), seq_len)
@@ -324,10 +311,6 @@ def truncated(n_a: int, n_b: int, room: int) -> tuple[int, int]:
     """Returns how many tokens of two texts are kept: the longer one gives up one after the other.
 
     If both are equally long, the second one does (Devlin et al. 2019's code).
-
-    Args:
-        n_a, n_b: The tokens of each text.
-        room: The most tokens that both may have together.
     """
     excess = max(0, n_a + n_b - room)
     longer = min(excess, abs(n_a - n_b))

@@ -40,10 +40,6 @@ class Masking:
         """Returns tokens to read and targets, both [n] int64, for a text of ids [n], n >= 1.
 
         80% of the hidden words become [MASK], 10% become a random word, 10% stay unchanged.
-
-        Args:
-            ids: Token ids of the text, which is not changed.
-            draw: Random numbers that decide what is hidden.
         """
         # A text may consist of end-of-text tokens alone; then one of those is hidden.
         words = np.flatnonzero(self.is_word[ids])
@@ -69,9 +65,6 @@ class MaskedSamples(Samples):
     tokens. The length of A is random and leaves at least 1 token to B. Half of the time B continues
     where A ends (`pair` 1); otherwise it comes from a random position outside of this sample's own
     text (`pair` 0).
-
-    Raises:
-        DataError: The split is too short.
     """
 
     def __init__(
@@ -157,9 +150,6 @@ class SpanSamples(Samples):
     """Samples of masked spans.
 
     Sample i is made from tokens [i*n, (i+1)*n) of the split, where n = window_length(source_len).
-
-    Raises:
-        DataError: The split is too short for a single sample.
     """
 
     def __init__(
@@ -201,7 +191,6 @@ def corrupted(
     Args:
         window: Token ids, int64 [n].
         special: The ids of sentinels, one for each span of noise, and of the end of text.
-        draw: Random numbers that decide the lengths of the spans.
     """
     noise, spans = noise_of(len(window))
     kept_lengths = _parts(len(window) - noise, spans, draw)

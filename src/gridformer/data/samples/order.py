@@ -102,10 +102,7 @@ class Order:
         names: The names of the sources. Each has its own shuffles, drawn from the seed and its
             name, so that a source that is added does not change the others' order. A single source
             may have the empty name.
-        sizes: The number of samples of each source.
         stages: At least one stage, in ascending order; the first one begins with step 0.
-        global_batch: Samples per step.
-        seed: The seed.
     """
 
     names: tuple[str, ...]
@@ -126,13 +123,6 @@ class Order:
 
         Only the wanted rows are computed, so a device's time for them depends on its own rows and
         not on the size of the global batch.
-
-        Args:
-            step: The number of the step, counted from 0.
-            rows: The rows of the global batch; None returns all.
-
-        Raises:
-            ValueError: `step` is negative.
         """
         if step < 0:
             raise ValueError(f"{step=} must not be negative")
@@ -170,11 +160,6 @@ def in_epochs(first: int, ahead: NDArray[np.int64], n: int, seed: int | str) -> 
     Args:
         first: A place, however far.
         ahead: How far the wanted places are after it, [k] int64 >= 0.
-        n: The number of samples, each of which every epoch visits once.
-        seed: The seed of the epochs' shuffles.
-
-    Returns:
-        int64 [k] in [0, n).
     """
     # The place is a Python integer: it could in theory exceed 2^63, but the position within an
     # epoch cannot.
@@ -190,9 +175,7 @@ def generator_of(seed: int, purpose: str, place: int) -> np.random.Generator:
     """Returns the random numbers of one place of the global order of samples.
 
     Args:
-        seed: The seed.
         purpose: A name for what the numbers decide; other purposes have other numbers.
-        place: The number of the sample, counted over all steps.
     """
     digest = hashlib.blake2b(f"{seed}/{purpose}/{place}".encode(), digest_size=16)
     # The streams of a counter-based generator do not overlap for different keys.
@@ -217,12 +200,6 @@ def permute(positions: NDArray[np.int64], n: int, seed: int | str, epoch: int) -
 
     Args:
         positions: int64 [...] in [0, n).
-        n: The size of the domain.
-        seed: The seed; every number and every text has other shuffles.
-        epoch: The epoch; each has its own shuffle.
-
-    Returns:
-        int64 [...] in [0, n).
     """
     assert n >= 1
     assert positions.size == 0 or (positions.min() >= 0 and positions.max() < n)

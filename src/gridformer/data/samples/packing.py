@@ -47,7 +47,6 @@ def pack(offsets: NDArray[np.int64], seq_len: int) -> Packed:
 
     Args:
         offsets: The starts of documents, and the end of the last, [n_documents + 1].
-        seq_len: Places per sample.
     """
     left = np.maximum(np.diff(offsets) - 1, 0)
     n_pieces = -(-left // seq_len)
@@ -97,7 +96,6 @@ def _fillings(counts: NDArray[np.int64], seq_len: int) -> list[tuple[_Filling, i
 
     Args:
         counts: How many pieces have each length, from 0 on.
-        seq_len: Places per sample.
     """
     samples: dict[int, list[tuple[_Filling, int]]] = {}  # by room
     rooms: list[int] = []  # the keys of `samples`, ascending

@@ -56,7 +56,6 @@ class Samples:
 
         Args:
             number: The number of the sample, in [0, n_samples).
-            draw: The source of the sample's random choices.
         """
         raise NotImplementedError
 
@@ -106,7 +105,6 @@ class SpecialIds:
     Attributes:
         start: The first token that a decoder reads.
         sentinels: One for each span of a sample.
-        vocab_size: The size of the vocabulary, special ids included.
         ordinary_size: The size of the tokenizer's own vocabulary.
         not_words: Ids of the tokenizer's own vocabulary that are not words.
         begin: What a decoder reads before a text, such as Llama's begin-of-text token.
@@ -136,9 +134,6 @@ class SpecialIds:
         implementations.
 
         Args:
-            family: The model's family.
-            task: The task.
-            tokenizer: The tokenizer.
             n_sentinels: How many sentinels the task spans needs; it gets at least 100.
         """
         size, eos = tokenizer.vocab_size, tokenizer.eos_id

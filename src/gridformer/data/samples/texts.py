@@ -34,15 +34,9 @@ class WindowSamples(Samples):
     the windows whose last target exists.
 
     Args:
-        split: The split.
-        seq_len: Tokens per sample.
         documents: Whether samples say which documents are in them. A document that begins before
             its window has position 0 at the window's first token.
         reset: Whether positions restart in each document.
-
-    Raises:
-        DataError: The split is too short for a single sample.
-        ValueError: `seq_len` is less than 1.
     """
 
     def __init__(
@@ -61,9 +55,6 @@ class WindowSamples(Samples):
         """Returns tokens and targets [b, seq_len], and with documents also these and positions.
 
         It reads only these tokens from the disk.
-
-        Raises:
-            DataError: An id is outside the vocabulary, which happens only in a damaged file.
         """
         ids = self.split.windows(numbers * self.seq_len, self.seq_len + 1)
         tokens, targets = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
@@ -92,15 +83,6 @@ class PackedDocuments(Samples):
 
     A document of n tokens takes n - 1 places: each token but the last is read, and each but the
     first is predicted once in an epoch. The rest of a sample is padding.
-
-    Args:
-        split: The split.
-        seq_len: Places per sample.
-        pad: The id of padding.
-        reset: Whether positions restart in each document.
-
-    Raises:
-        DataError: No document has two tokens.
     """
 
     def __init__(self, split: TokenSplit, seq_len: int, pad: int, reset: bool = True) -> None:
@@ -129,14 +111,8 @@ class ChatSamples(Samples):
     left, it is left out.
 
     Args:
-        split: A split of a folder of conversations.
-        seq_len: Tokens per sample.
-        special: The special ids.
         packed: Whether a sample holds several conversations, which do not see one another.
         reset: Whether positions of packed samples restart in each conversation.
-
-    Raises:
-        DataError: No conversation fits.
     """
 
     def __init__(
@@ -197,15 +173,10 @@ class PairSamples(Samples):
     is longer than source_len, or the target longer than seq_len, end-of-text tokens included.
 
     Args:
-        split: A split of a folder of pairs.
         source_len: Places for sources in a sample.
         seq_len: Places for targets in a sample.
-        special: The special ids.
         packed: Whether a sample holds several whole pairs. Sources are side by side in the row of
             the encoder, and targets, in the same order, in that of the decoder.
-
-    Raises:
-        DataError: No pair fits.
     """
 
     def __init__(
@@ -271,7 +242,6 @@ def places_of(documents: NDArray[np.int64], reset: bool) -> Arrays:
 
     Args:
         documents: A number of the document of each token [n], ascending.
-        reset: Whether positions begin anew with each document.
     """
     found: Arrays = {"documents": documents - documents[0]}
     if reset:
