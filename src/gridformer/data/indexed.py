@@ -1,19 +1,8 @@
 """Megatron-LM's files of tokens, PREFIX.bin and PREFIX.idx: the index is read and written here.
 
-The .bin file holds the token ids of one sequence after the other. The .idx file holds, little-
-endian and without gaps:
-
-    9 bytes              the letters MMIDIDX and two zero bytes
-    uint64               version 1
-    uint8                the dtype of the tokens, a code
-    uint64, uint64       the number of sequences S, and of document borders D
-    int32 [S]            the tokens of each sequence
-    int64 [S]            the byte of the .bin file at which each begins
-    int64 [D]            the first sequence of each document, and S
-    int8 [S]             modes, only in files with several kinds of tokens
-
-`gridformer prepare` writes every document as one sequence. Megatron's own preprocessing does the
-same, or writes each sentence as one; a document is then several sequences.
+The .bin file holds the token ids of one sequence after the other. `gridformer prepare` writes every
+document as one sequence. Megatron's own preprocessing does the same, or writes each sentence as
+one; a document is then several sequences.
 """
 
 from __future__ import annotations
@@ -32,6 +21,9 @@ from gridformer.utils.errors import DataError
 
 MAGIC: Final = b"MMIDIDX\x00\x00"
 VERSION: Final = 1
+# After the letters and the header follow, without gaps: the tokens of each sequence, int32; the
+# byte of the .bin file at which each begins, int64; the first sequence of each document, and the
+# number of sequences, int64; and, only in files with several kinds of tokens, modes, int8.
 _HEADER: Final = struct.Struct("<QBQQ")  # version, dtype, sequences, document borders
 HEADER_BYTES: Final = len(MAGIC) + _HEADER.size
 # The codes of dtypes; 6 and 7 are float64 and float32, in which no token ids are written.

@@ -19,6 +19,14 @@ from gridformer.data.tokenizer import Tokenizer
 from gridformer.data.tokensplit import LABELS
 from gridformer.utils.errors import ConfigError, DataError
 
+# The column of the examples of each task of fine-tuning, and what `prepare --format` reads.
+_EXAMPLES: dict[Task, tuple[str, str]] = {
+    "classify": (LABELS, "mnli, or from your own records with --label-key"),
+    "regression": (VALUE, "sts-b"),
+    "choice": (RIGHT, "race"),
+    "answer": (ANSWER, "squad"),
+}
+
 
 def resolve(run: RunConfig, data: RunData | TokenFolder) -> RunConfig:
     """Returns the run with its vocabulary size, task and lengths filled in.
@@ -42,8 +50,14 @@ def resolve(run: RunConfig, data: RunData | TokenFolder) -> RunConfig:
         raise ConfigError(problems)
     first = data.first
     for key, folder in data.folders.items():
-        problems += [*_kind_problems(run, key, folder), *_label_problems(run, folder)]
-    problems += [*_pair_problems(run), *_unequal(run, data)]
+        problems += _folder_problems(run, key, folder)
+    model = run.model
+    if model.n_labels and model.family == "bert" and model.sentence_pair:
+        problems.append(
+            f"model.n_labels={model.n_labels}: labeled documents have no sentence B, which "
+            f"model.sentence_pair=true needs; use model.sentence_pair=false"
+        )
+    problems += _unequal(run, data)
     needed = first.vocab_size
     if run.task != "causal" or run.model.n_labels:
         try:
@@ -80,7 +94,7 @@ def resolve(run: RunConfig, data: RunData | TokenFolder) -> RunConfig:
 def check_set(run: RunConfig, key: str, data: RunData) -> None:
     """Checks that a set which `RunData.open_set` has opened fits a resolved run."""
     data.first.check()
-    problems = [*_kind_problems(run, key, data.first), *_label_problems(run, data.first)]
+    problems = _folder_problems(run, key, data.first)
     if not problems:
         for split in data.validation.values():
             open_samples(run, split, data.first.tokenizer)
@@ -95,12 +109,8 @@ def _with_steps(run: RunConfig, data: RunData) -> RunConfig:
     if not train.epochs and not train.warmup_fraction:
         return run
     if train.epochs and run.data.sources:
-        raise ConfigError(
-            [
-                f"train.epochs={train.epochs:g}: a mixture of data.sources has no epochs; use "
-                "train.steps with train.epochs=0"
-            ]
-        )
+        said = f"train.epochs={train.epochs:g}: a mixture of data.sources has no epochs"
+        raise ConfigError([f"{said}; use train.steps with train.epochs=0"])
     steps, warmup = train.steps, train.warmup_steps
     if train.epochs:
         n = open_samples(run, data.first.train, data.first.tokenizer).n_samples
@@ -136,8 +146,8 @@ def _unscored(run: RunConfig, data: RunData) -> list[str]:
     if run.task != "answer":
         return []
     sets = (*data.validation.values(), *data.test.values())
-    found = [without_questions(data.folder_of(split).path, split.name) for split in sets]
-    return [*dict.fromkeys(problem for problem in found if problem)]
+    said = [without_questions(data.folder_of(split).path, split.name) for split in sets]
+    return [*dict.fromkeys(problem for problem in said if problem)]
 
 
 def _unequal(run: RunConfig, data: RunData) -> list[str]:
@@ -164,139 +174,94 @@ def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
     return one.eos_id == other.eos_id and one.vocabulary == other.vocabulary
 
 
-def _kind_problems(run: RunConfig, key: str, folder: TokenFolder) -> list[str]:
-    path, family = folder.path, run.model.family
-    if run.task in FINE_TUNING:
-        return _example_problems(run, key, folder)
-    if folder.kind == "examples":
-        fits = " or ".join(f"data.task={task}" for task in _tasks_of(folder))
-        return [
-            f"{key}={path} contains examples for fine-tuning, but data.task={run.task} needs text: "
-            f"use {fits}, or a folder written by `gridformer prepare SOURCE --out FOLDER`"
-        ]
-    if run.task == "pairs" and folder.kind != "pairs":
-        other = ", or use data.task=spans for text" if family == "t5" else ""
-        return [
-            f"{key}={path} contains no pairs, which data.task=pairs needs: write some with "
-            f"`gridformer prepare gettext:de --out FOLDER`, or from your own records with "
-            f"--pair-keys{other}"
-        ]
-    if run.task != "pairs" and folder.kind == "pairs":
-        one, other = folder.index.languages or ("one text", "another")
-        remedy = (
-            "use data.task=pairs"
-            if family == "t5"
-            else "use a model of family t5 or transformer, or a folder written by `gridformer "
-            "prepare SOURCE --out FOLDER`"
-        )
-        return [
-            f"{key}={path} contains pairs ({one} to {other}), but data.task={run.task} needs "
-            f"running text: {remedy}"
-        ]
-    if run.task == "chat" and folder.kind != "chat":
-        return [
-            f"{key}={path} contains no conversations, which data.task=chat needs: write some "
-            f"with `gridformer prepare FILE.jsonl --chat chatml --out FOLDER`"
-        ]
-    if run.task != "chat" and folder.kind == "chat":
-        remedy = "use data.task=chat" if "chat" in TASKS[family] else "use a gpt2 or llama model"
-        return [
-            f"{key}={path} contains conversations, but data.task={run.task} does not tell "
-            f"their answers from the rest: {remedy}"
-        ]
-    return []
-
-
-def _tasks_of(folder: TokenFolder) -> list[Task]:
-    """Returns the tasks of fine-tuning whose column a folder has."""
-    columns = {"classify": LABELS, "regression": VALUE, "choice": RIGHT, "answer": ANSWER}
-    return [task for task in FINE_TUNING if columns[task] in folder.index.columns]
-
-
-def _example_problems(run: RunConfig, key: str, folder: TokenFolder) -> list[str]:
-    """Returns why a folder does not fit a task of fine-tuning."""
-    path, fits = folder.path, _tasks_of(folder)
-    if run.task not in fits:
-        formats = {
-            "classify": "mnli, or from your own records with --label-key",
-            "regression": "sts-b",
-            "choice": "race",
-            "answer": "squad",
-        }
-        other = f", or use data.task={' or '.join(fits)}" if fits else ""
-        return [
-            f"{key}={path} contains no examples for data.task={run.task}: write some with "
-            f"`gridformer prepare FOLDER --format {formats[run.task]}`{other}"
-        ]
-    if run.task == "classify":
-        found, n_labels = len(folder.index.labels), run.model.n_labels
-        if n_labels < found:
-            return [
-                f"model.n_labels={n_labels} is less than the {found} labels of {path}: use "
-                f"model.n_labels={found}"
-            ]
-    return []
-
-
-def _label_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
-    n_labels = run.model.n_labels
-    if not n_labels or run.task in FINE_TUNING:
-        return []
-    found = len(folder.index.labels)
-    if folder.kind != "labeled":
-        return [
+def _folder_problems(run: RunConfig, key: str, folder: TokenFolder) -> list[str]:
+    """Returns why a folder does not fit the task and the labels of a run."""
+    problem = _kind_problem(run, folder)
+    problems = [f"{key}={folder.path} contains {problem}"] if problem else []
+    n_labels, n = run.model.n_labels, len(folder.index.labels)
+    labeled = run.task == "classify" if run.task in FINE_TUNING else n_labels > 0
+    if labeled and run.task not in FINE_TUNING and folder.kind != "labeled":
+        problems.append(
             f"model.n_labels={n_labels}: {folder.path} has no labels; write them with "
             f"`gridformer prepare SOURCE --label-key KEY`, or --labels-from-folders, or use "
             f"model.n_labels=0"
-        ]
-    if n_labels < found:
-        return [
-            f"model.n_labels={n_labels} is less than the {found} labels of {folder.path}: use "
-            f"model.n_labels={found}"
-        ]
-    return []
+        )
+    elif labeled and n_labels < n:
+        problems.append(
+            f"model.n_labels={n_labels} is less than the {n} labels of {folder.path}: use "
+            f"model.n_labels={n}"
+        )
+    return problems
 
 
-def _pair_problems(run: RunConfig) -> list[str]:
-    model = run.model
-    if model.n_labels and model.family == "bert" and model.sentence_pair:
-        return [
-            f"model.n_labels={model.n_labels}: labeled documents have no sentence B, which "
-            f"model.sentence_pair=true needs; use model.sentence_pair=false"
-        ]
-    return []
+def _kind_problem(run: RunConfig, folder: TokenFolder) -> str:
+    """Returns what a folder contains instead of what the run's task needs, and a remedy."""
+    task, kind, family = run.task, folder.kind, run.model.family
+    fits = [name for name in FINE_TUNING if _EXAMPLES[name][0] in folder.index.columns]
+    written = "a folder written by `gridformer prepare SOURCE --out FOLDER`"
+    if task in FINE_TUNING and task not in fits:
+        other = f", or use data.task={' or '.join(fits)}" if fits else ""
+        return (
+            f"no examples for data.task={task}: write some with `gridformer prepare FOLDER "
+            f"--format {_EXAMPLES[task][1]}`{other}"
+        )
+    if task in FINE_TUNING:
+        return ""
+    if kind == "examples":
+        tasks = " or ".join(f"data.task={name}" for name in fits)
+        return (
+            f"examples for fine-tuning, but data.task={task} needs text: use {tasks}, or {written}"
+        )
+    if task == "pairs" and kind != "pairs":
+        other = ", or use data.task=spans for text" if family == "t5" else ""
+        return (
+            "no pairs, which data.task=pairs needs: write some with `gridformer prepare gettext:de "
+            f"--out FOLDER`, or from your own records with --pair-keys{other}"
+        )
+    if task != "pairs" and kind == "pairs":
+        languages = " to ".join(folder.index.languages or ("one text", "another"))
+        remedy = f"use a model of family t5 or transformer, or {written}"
+        remedy = "use data.task=pairs" if family == "t5" else remedy
+        return f"pairs ({languages}), but data.task={task} needs running text: {remedy}"
+    if task == "chat" and kind != "chat":
+        return (
+            "no conversations, which data.task=chat needs: write some with `gridformer prepare "
+            "FILE.jsonl --chat chatml --out FOLDER`"
+        )
+    if task != "chat" and kind == "chat":
+        remedy = "use data.task=chat" if "chat" in TASKS[family] else "use a gpt2 or llama model"
+        return (
+            f"conversations, but data.task={task} does not tell their answers from the rest: "
+            f"{remedy}"
+        )
+    return ""
 
 
 def _length_problems(run: RunConfig) -> list[str]:
     """Checks that samples are long enough for their special tokens and some text."""
-    problems = []
-    seq_len, source_len = run.seq_len, run.source_len
-    shortest, why = 1, ""
-    if run.task in FINE_TUNING:
+    task, seq_len, source_len = run.task, run.seq_len, run.source_len
+    problems, shortest, why, or_0 = [], 1, "", ""
+    if task in FINE_TUNING:
         shortest, why = 5, "two texts of a word each and the tokens around them"
-    elif run.task == "masked":
-        if run.model.n_labels:
-            shortest, why = 3, "[CLS], a word and [SEP]"
-        elif run.model.sentence_pair:
-            shortest, why = 5, "[CLS], and a word and a [SEP] for each sentence"
-        else:
-            shortest, why = 4, "[CLS], two words and [SEP]"
-    elif run.task == "pairs":
+    elif task == "masked" and run.model.n_labels:
+        shortest, why = 3, "[CLS], a word and [SEP]"
+    elif task == "masked" and run.model.sentence_pair:
+        shortest, why = 5, "[CLS], and a word and a [SEP] for each sentence"
+    elif task == "masked":
+        shortest, why = 4, "[CLS], two words and [SEP]"
+    elif task in ("pairs", "spans"):
         shortest, why = 2, "a word and the end of text"
+        if task == "spans":
+            shortest, why = SHORTEST_SOURCE, "a word, a sentinel and the end of text"
         if source_len < shortest:
             problems.append(
                 f"data.source_len={source_len} does not hold {why}: use {shortest} or more"
             )
-    elif run.task == "spans":
-        if source_len < SHORTEST_SOURCE:
-            return [
-                f"data.source_len={source_len} does not hold a word, a sentinel and the end of "
-                f"text: use {SHORTEST_SOURCE} or more"
-            ]
-        shortest, why = target_length(source_len), f"the spans of data.source_len={source_len}"
-        if not run.data.seq_len:
-            return []
+        if task == "spans" and (problems or not run.data.seq_len):
+            return problems
+        if task == "spans":
+            shortest, why = target_length(source_len), f"the spans of data.source_len={source_len}"
+            or_0 = ", or 0"
     if seq_len < shortest:
-        at_least = f"{shortest} or more" + (", or 0" if run.task == "spans" else "")
-        problems.append(f"data.seq_len={seq_len} does not hold {why}: use {at_least}")
+        problems.append(f"data.seq_len={seq_len} does not hold {why}: use {shortest} or more{or_0}")
     return problems

@@ -1,19 +1,8 @@
 """Token folders, which `gridformer prepare` writes and training reads memory-mapped.
 
-    index.json           describes the folder; written last, and without it the folder does not open
-    tokenizer.json       the tokenizer, in the format of the tokenizers library
-    train.bin            token ids, little-endian uint16 (int32 past 65536 tokens), documents one
-                         after the other, each followed by the end-of-text token
-    train.idx            where documents begin; both files are Megatron-LM's (see `indexed`)
-    train.NAME.bin       the column NAME, values of each document or token (see `tokensplit`)
-    train.questions.jsonl
-                         of questions with answers: their texts (see `side_texts`)
-    chat.json            in folders of conversations, the template of their text
-    val.bin, val.idx, val.NAME.bin, val.questions.jsonl
-
-Labeled folders have the column labels. A corpus of a single document is split in two; only then
-train.bin does not end with the end-of-text token. In a folder of pairs, documents 2i and 2i + 1 of
-a split are the two texts of pair i.
+index.json describes a folder; it is written last, and without it the folder does not open. Of each
+split there are SPLIT.bin and SPLIT.idx, which are Megatron-LM's, and a file for every column. In a
+folder of pairs, documents 2i and 2i + 1 of a split are the two texts of pair i.
 """
 
 from __future__ import annotations

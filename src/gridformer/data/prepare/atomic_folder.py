@@ -15,12 +15,13 @@ import os
 import secrets
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from gridformer.config import Config
 from gridformer.data.prepare.reading import Cursor
 from gridformer.data.prepare.split_file import WriterState
 from gridformer.data.tokenfolder import INDEX, is_own_file, is_token_folder
@@ -32,26 +33,28 @@ STATE, LOCK = "state.json", "lock"
 SAVE_EVERY_S = 10.0
 
 
-class PreparationState(Config):
+@dataclass
+class PreparationState:
     """How far a preparation is.
 
     Attributes:
-        key: What is prepared and how; see `resume_key`.
+        key: The `resume_key` of what is prepared and how.
         origin: Where the tokenizer comes from.
-        cursor: The place in the sources.
         documents: The documents of each source that are written.
         n_bytes: The bytes of text of each source that are tokenized.
         dropped: What was left out after it was read.
-        writer: The files.
     """
 
     key: str
     origin: str
-    cursor: Cursor
-    documents: tuple[int, ...]
-    n_bytes: tuple[int, ...]
-    dropped: dict[str, int]
-    writer: WriterState
+    documents: list[int]
+    n_bytes: list[int]
+    writer: WriterState = field(default_factory=WriterState)
+    cursor: Cursor = field(default_factory=Cursor)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+_STATE = TypeAdapter(PreparationState)
 
 
 class Unfinished:
@@ -77,7 +80,7 @@ class Unfinished:
         """Saves the state of files that are on disk."""
         new = self.folder / f"{STATE}.new"
         with new.open("w", encoding="utf-8") as file:
-            file.write(state.model_dump_json())
+            file.write(_STATE.dump_json(state).decode())
             file.flush()
             os.fsync(file.fileno())
         new.replace(self.folder / STATE)
@@ -192,7 +195,7 @@ def _lock(folder: Path) -> int | None:
 
 def _read(folder: Path) -> PreparationState | None:
     try:
-        return PreparationState.model_validate(read_json(folder / STATE))
+        return _STATE.validate_python(read_json(folder / STATE))
     except (UnreadableError, ValidationError):
         return None
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Generic
+from typing import Any, Generic
 
 from gridformer.data.prepare import hf
 from gridformer.data.prepare.gettext import PREFIX, read_catalogs
@@ -109,9 +109,7 @@ def file_source(
 
     def sample() -> Iterator[Text]:
         # Folders are read in sorted order, so their first megabytes may not be typical.
-        shuffled = [*files]
-        random.Random(0).shuffle(shuffled)
-        return itertools.chain.from_iterable(of(file, Counter()) for file in shuffled)
+        return itertools.chain.from_iterable(of(file, Counter()) for file in _shuffled(files))
 
     sized = not any(file.suffix == ".gz" or file.name.endswith(TABLES) for file in files)
     return Source(
@@ -250,6 +248,12 @@ def open_sources(
     return sources
 
 
+def _shuffled(items: Sequence[Any]) -> list[Any]:
+    shuffled = [*items]
+    random.Random(0).shuffle(shuffled)
+    return shuffled
+
+
 def _check_same(one: TextSource, other: TextSource) -> None:
     if one.kind != other.kind:
         raise UserError(
@@ -271,15 +275,10 @@ def _catalog_source(spec: str) -> TextSource:
         skipped.update(catalogs.skipped)
         yield from pairs
 
-    def sample() -> Iterator[Text]:
-        shuffled = [*pairs]
-        random.Random(0).shuffle(shuffled)
-        yield from shuffled
-
     return Source(
         spec,
         read,
-        sample,
+        lambda: iter(_shuffled(pairs)),
         catalogs.files,
         "pairs",
         catalogs.languages,
@@ -306,7 +305,10 @@ def _open_source(
             return _table_source(hf.saved_table(path, spec, split), fields)
         walked = _walk(path, suffixes)
         if not walked:
-            raise DataError(_nothing_fits(path, suffixes))
+            names = (Path(name).suffix for _, _, files in os.walk(path) for name in files)
+            there = ", ".join(s for s, _ in Counter(name for name in names if name).most_common(5))
+            remedy = f"there are {there}: choose with --suffix" if there else "there are no files"
+            raise DataError(f"{path}: has no file that ends in {', '.join(suffixes)}; {remedy}")
         if not from_folders:
             return file_source(spec, walked, fields)
         below = [file for file in walked if file.parent != path]
@@ -357,12 +359,3 @@ def _walk(
         fitting = (f for f in sorted(files) if f.endswith(suffixes) and not f.startswith("."))
         walked += [path for f in fitting if (path := Path(folder, f)).is_file()]
     return walked
-
-
-def _nothing_fits(root: Path, suffixes: tuple[str, ...]) -> str:
-    present = Counter(
-        Path(name).suffix for _, _, files in os.walk(root) for name in files if Path(name).suffix
-    )
-    there = ", ".join(suffix for suffix, _ in present.most_common(5))
-    remedy = f"there are {there}: choose with --suffix" if there else "there are no files"
-    return f"{root}: has no file that ends in {', '.join(suffixes)}; {remedy}"

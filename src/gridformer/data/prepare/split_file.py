@@ -7,11 +7,11 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from gridformer.config import Config
 from gridformer.data.indexed import LONGEST_DOCUMENT, write_index
@@ -61,18 +61,11 @@ def split_of(seed: int, document: int, val_fraction: float) -> SplitName:
 
 
 class WriterState(Config):
-    """What a `SplitWriter` has written, between two documents.
+    """What a `SplitWriter` has written, between two documents: the bytes of each file by name."""
 
-    Attributes:
-        documents: The number of documents.
-        labels: The names of labels in order of appearance.
-        files: The bytes of each file of each split by name.
-        splits_given: Whether documents came with their splits.
-    """
-
-    documents: int
-    labels: tuple[str, ...]
-    files: dict[SplitName, dict[str, int]]
+    documents: int = 0
+    labels: tuple[str, ...] = ()  # in order of appearance
+    files: dict[SplitName, dict[str, int]] = Field(default_factory=dict)
     splits_given: bool = False
 
 
@@ -100,11 +93,11 @@ class SplitWriter:
         bos_id: int | None = None,
         state: WriterState | None = None,
     ) -> None:
-        state = state or WriterState(documents=0, labels=(), files={split: {} for split in SPLITS})
+        state = state or WriterState()
         labels = {LABELS: LABEL_COLUMN} if kind == "labeled" else {}
         self.columns = {**(columns or {}), **labels}
         self._files = {
-            split: _SplitFile(folder, split, dtype, self.columns, state.files[split])
+            split: _SplitFile(folder, split, dtype, self.columns, state.files.get(split, {}))
             for split in SPLITS
         }
         self._eos = [] if eos_id is None else [eos_id]
@@ -121,12 +114,7 @@ class SplitWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         for file in self._files.values():
             file.close()
             if self._finished and error is None:
@@ -175,7 +163,13 @@ class SplitWriter:
             return
         values = dict(document.values or {})
         if ends and document.label is not None:
-            values[LABELS] = self._number_of(document.label)
+            number = self._labels.setdefault(document.label, len(self._labels))
+            if number >= MOST_LABELS:
+                raise DataError(
+                    f"there are more than {MOST_LABELS:,} different labels, for instance "
+                    f"'{document.label[:40]}': name the key of the label with --label-key"
+                )
+            values[LABELS] = number
         end = self._eos if ends else []
         tokens = np.concatenate([begin, ids, end]) if begin or end else ids
         rows = self._columns_of(values, len(begin), len(ids), len(end), ends)
@@ -260,15 +254,6 @@ class SplitWriter:
             shutil.copyfile(path, to)
         for file in (whole, other):
             file.lengths_path.write_bytes(np.array([file.tokens], _LENGTH).tobytes())
-
-    def _number_of(self, label: str) -> int:
-        number = self._labels.setdefault(label, len(self._labels))
-        if number >= MOST_LABELS:
-            raise DataError(
-                f"there are more than {MOST_LABELS:,} different labels, for instance "
-                f"'{label[:40]}': name the key of the label with --label-key"
-            )
-        return number
 
 
 class _SplitFile:

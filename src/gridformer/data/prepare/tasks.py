@@ -63,11 +63,9 @@ class Example:
 
 @dataclass(frozen=True)
 class GlueTask:
-    """The columns and labels of one data set of GLUE.
+    """The files of one data set of GLUE, its columns and labels.
 
     Attributes:
-        train: The file of training examples.
-        val: The file of validation examples.
         columns: The columns of the first text, of the second one if there is one, and of the label.
         labels: The labels, in the order of their numbers; none if the last column has numbers.
         header: Whether the first row names the columns; otherwise columns are numbers.
@@ -96,14 +94,11 @@ GLUE: dict[str, GlueTask] = {
     "sts-b": GlueTask("train.tsv", "dev.tsv", (*_SENTENCES, "score"), ()),
     "cola": GlueTask("train.tsv", "dev.tsv", ("3", "1"), ("0", "1"), header=False),
 }
-# The files of each format; the first that exists is read.
-_FILES: dict[str, dict[SplitName, tuple[str, ...]]] = {
-    **{kind: {"train": (task.train,), "val": (task.val,)} for kind, task in GLUE.items()},
-    "squad": {
-        "train": ("train-v2.0.json", "train-v1.1.json"),
-        "val": ("dev-v2.0.json", "dev-v1.1.json"),
-    },
-    "race": {"train": ("train",), "val": ("dev",)},
+# The training and validation files of each format; of several names the first that exists is read.
+_FILES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    **{kind: ((task.train,), (task.val,)) for kind, task in GLUE.items()},
+    "squad": (("train-v2.0.json", "train-v1.1.json"), ("dev-v2.0.json", "dev-v1.1.json")),
+    "race": (("train",), ("dev",)),
 }
 FORMATS = tuple(_FILES)
 
@@ -121,7 +116,15 @@ def prepare_task(
     """Writes a folder of examples from a data set, whose splits are those of its files."""
     if kind not in FORMATS:
         raise UserError(f"--format {kind} is unknown: use one of {', '.join(FORMATS)}")
-    places = [_first_existing(kind, path, split) for split in SPLITS]
+    places = []
+    for names in _FILES[kind]:
+        there = [path / name for name in names if (path / name).exists()]
+        if not there:
+            raise DataError(
+                f"{path}: has no {' or '.join(names)}, which --format {kind} reads: name the "
+                "folder that holds the files of the data set"
+            )
+        places.append(there[0])
     read, columns = _reader(kind, places[0])
 
     def examples(skipped: Counter[str], cursor: Cursor) -> Iterator[Example]:
@@ -144,7 +147,7 @@ def prepare_task(
         columns,
         also,
     )
-    files = [file for place in places for file in _files_of(place)]
+    files = [f for place in places for f in ([place] if place.is_file() else _texts_of(place))]
     # They do not tell how much text is tokenized: an example may repeat one that a file has once.
     size = sum(file.stat().st_size for file in files)
     return prepare_documents(
@@ -162,42 +165,18 @@ def _reader(
     kind: str, train: Path
 ) -> tuple[Callable[[Path, Counter[str]], Iterator[Example]], dict[str, Column]]:
     """Returns what reads a file of a format, and the columns of its examples."""
+    read: Callable[[Path, Counter[str]], Iterator[Example]]
     if kind == "squad":
-        return squad_examples, _columns(2, answer=Column(dtype="int32", width=2))
-    if kind == "race":
+        read, n, more = squad_examples, 2, {"answer": Column(dtype="int32", width=2)}
+    elif kind == "race":
         first = next(read_race(train, Counter()), None)
         n = len(first.texts) if first else 5
-        return partial(_of_length, n), _columns(n, right=Column(dtype="int32"))
-    task = GLUE[kind]
-    value = {LABELS: LABEL_COLUMN} if task.labels else {"value": Column(dtype="float32")}
-    return partial(read_glue, task), _columns(2, **value)
-
-
-def _columns(parts: int, **more: Column) -> dict[str, Column]:
-    return {"parts": Column(dtype="int32", width=parts), **more}
-
-
-def _of_length(n: int, place: Path, skipped: Counter[str]) -> Iterator[Example]:
-    for one in read_race(place, skipped):
-        if len(one.texts) == n:
-            yield one
-        else:
-            skipped[f"questions with another number of answers than {n - 1}"] += 1
-
-
-def _first_existing(kind: str, path: Path, split: SplitName) -> Path:
-    names = _FILES[kind][split]
-    for name in names:
-        if (path / name).exists():
-            return path / name
-    raise DataError(
-        f"{path}: has no {' or '.join(names)}, which --format {kind} reads: name the folder that "
-        "holds the files of the data set"
-    )
-
-
-def _files_of(path: Path) -> tuple[Path, ...]:
-    return tuple(sorted(path.rglob("*.txt"))) if path.is_dir() else (path,)
+        read, more = partial(read_race, n_texts=n), {"right": Column(dtype="int32")}
+    else:
+        read, n, more = partial(read_glue, GLUE[kind]), 2, {"value": Column(dtype="float32")}
+        if GLUE[kind].labels:
+            more = {LABELS: LABEL_COLUMN}
+    return read, {"parts": Column(dtype="int32", width=n), **more}
 
 
 def _encoded(tokenizer: Tokenizer, examples: Sequence[Example]) -> EncodedBatch:
@@ -238,20 +217,23 @@ def read_glue(task: GlueTask, path: Path, skipped: Counter[str]) -> Iterator[Exa
         raise DataError(str(error)) from None
     lines = text.split("\n")  # splitlines would also split at other separators of Unicode
     rows = [line.rstrip("\r").split("\t") for line in lines if line.strip()]
-    places, rows = _places(path, task, rows)
-    n = 0
+    names = [*"0123"]
+    if task.header:
+        names, rows = rows[0] if rows else [], rows[1:]
+    if missing := [column for column in task.columns if column not in names]:
+        raise DataError(
+            f"{path}: has no column {', '.join(missing)}, but {', '.join(names) or 'nothing'}: it "
+            "is not a file of this data set"
+        )
+    places, n = [names.index(column) for column in task.columns], 0
     for row in rows:
-        values = [row[place].strip() if place < len(row) else "" for place in places]
-        *texts, label = values
+        *texts, label = (row[place].strip() if place < len(row) else "" for place in places)
         if not all(texts) or not _known(label, task):
             skipped[BAD_ROWS] += 1
             continue
         n += 1
         pair = texts[0], texts[1] if len(texts) > 1 else ""
-        if task.labels:
-            yield Example(pair, label)
-        else:
-            yield Example(pair, values={"value": float(label)})
+        yield Example(pair, label) if task.labels else Example(pair, values={"value": float(label)})
     if not n:
         wanted = f"one of the labels {', '.join(task.labels)}" if task.labels else "a number"
         raise DataError(
@@ -268,20 +250,6 @@ def _known(label: str, task: GlueTask) -> bool:
         return math.isfinite(float(label))
     except ValueError:
         return False
-
-
-def _places(path: Path, task: GlueTask, rows: list[list[str]]) -> tuple[list[int], list[list[str]]]:
-    """Returns the numbers of the columns, and the rows without the header."""
-    if not task.header:
-        return [int(column) for column in task.columns], rows
-    names = rows[0] if rows else []
-    missing = [column for column in task.columns if column not in names]
-    if missing:
-        raise DataError(
-            f"{path}: has no column {', '.join(missing)}, but {', '.join(names) or 'nothing'}: it "
-            "is not a file of this data set"
-        )
-    return [names.index(column) for column in task.columns], rows[1:]
 
 
 def squad_examples(path: Path, skipped: Counter[str]) -> Iterator[Example]:
@@ -331,12 +299,17 @@ def _asked(
     return question, start
 
 
-def read_race(folder: Path, skipped: Counter[str]) -> Iterator[Example]:
+def _texts_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.txt"))
+
+
+def read_race(folder: Path, skipped: Counter[str], n_texts: int | None = None) -> Iterator[Example]:
     """Yields the questions of all texts of a folder of RACE, ordered by the names of files.
 
-    The texts of an example are a passage, and the question with each of its answers.
+    The texts of an example, of which there may have to be `n_texts`, are a passage, and the
+    question with each of its answers in its blank, or behind it.
     """
-    files = sorted(folder.rglob("*.txt"))
+    files = _texts_of(folder)
     if not files:
         raise DataError(f"{folder}: has no .txt files of RACE; name a folder such as RACE/train")
     for file in files:
@@ -346,25 +319,20 @@ def read_race(folder: Path, skipped: Counter[str]) -> Iterator[Example]:
             asked = list(zip(raw["questions"], raw["options"], raw["answers"], strict=True))
             for question, options, answer in asked:
                 right = string.ascii_uppercase.find(answer.strip())
-                usable = passage and all(o.strip() for o in options)
-                if not usable or right not in range(len(options)):
+                question, options = question.strip(), [option.strip() for option in options]
+                if not passage or not all(options) or right not in range(len(options)):
                     skipped[INCOMPLETE] += 1
-                    continue
-                filled = (_filled(question, o) for o in options)
-                yield Example((passage, *filled), values={"right": right})
+                elif n_texts and len(options) != n_texts - 1:
+                    skipped[f"questions with another number of answers than {n_texts - 1}"] += 1
+                else:
+                    whole = question if "_" in question else f"{question} _"
+                    filled = (whole.replace("_", option, 1).strip() for option in options)
+                    yield Example((passage, *filled), values={"right": right})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(
                 f"{file}: is not a text of RACE ({type(error).__name__}: {error}); it has article, "
                 "questions, options and answers"
             ) from None
-
-
-def _filled(question: str, option: str) -> str:
-    """Returns a question with an answer in its blank, or after it."""
-    question, option = question.strip(), option.strip()
-    if "_" in question:
-        return question.replace("_", option, 1)
-    return f"{question} {option}".strip()
 
 
 def _json(path: Path, *at_most: int) -> Any:

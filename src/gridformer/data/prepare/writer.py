@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, cast
 
@@ -76,12 +75,8 @@ class PrepareProgress:
 
 
 OnProgress = Callable[[PrepareProgress], None]
-
-
 # The documents of a batch, and what was left out of it, by reason.
 EncodedBatch = tuple[list[Document], Counter[str]]
-
-
 # Turns the items of a batch into documents, which depend on these alone. It is pickled into each
 # worker process.
 Encoder = Callable[[Sequence[Item]], EncodedBatch]
@@ -241,7 +236,14 @@ def _prepare(
     on_progress: OnProgress,
 ) -> TokenFolder:
     with atomic_folder(out, overwrite, key) as work:
-        used = _saved_tokenizer(work, tokenizer)
+        if isinstance(tokenizer, Tokenizer):
+            used = tokenizer
+        elif work.state is not None:
+            used = Tokenizer.load(work.folder / TOKENIZER)
+            used.origin = work.state.origin
+        else:
+            used = tokenizer()
+        used.save(work.folder / TOKENIZER)  # also for a preparation that goes on
         with SplitWriter(
             work.folder,
             token_dtype(used.vocab_size),
@@ -253,32 +255,47 @@ def _prepare(
             used.bos_id if spec.begins else None,
             work.state.writer if work.state else None,
         ) as writer:
-            append = partial(_append_all, sources, spec, used, work, key or "", writer)
-            entries, skipped = append(workers, on_progress)
+            none = [0] * len(sources)
+            state = work.state or PreparationState(key or "", used.origin, none, [*none])
+            skipped = _append_all(sources, spec, used, work, state, writer, workers, on_progress)
             names = [one.name for one in sources]
             if not writer.documents:
                 raise nothing_error(names, spec.nothing, skipped)
             if writer.splits_given and (missing := writer.empty_splits):
                 raise nothing_error(names, f"there are no documents for the split {missing[0]}", {})
             spec.also(work.folder)
-            _finish(work, writer, spec, used, entries, skipped)
+            if writer.rewrites:
+                work.forget()
+            splits, labels = writer.finish()
+            entries = tuple(
+                SourceEntry(source=s.name, license=s.license, documents=n, bytes=b, parts=s.parts)
+                for s, n, b in zip(sources, state.documents, state.n_bytes)
+            )
+            index = Index(
+                kind=spec.kind,
+                languages=spec.languages,
+                labels=labels,
+                columns=writer.columns,
+                dtype=cast(Any, token_dtype(used.vocab_size).name),
+                vocab_size=used.vocab_size,
+                eos_token=used.eos_token,
+                eos_id=used.eos_id,
+                bos_token=used.bos_token,
+                ends=spec.ends,
+                seed=spec.seed,
+                val_fraction=spec.val_fraction,
+                train=splits["train"],
+                val=splits["val"],
+                tokenizer=TokenizerEntry(
+                    origin=used.origin, bytes=(work.folder / TOKENIZER).stat().st_size
+                ),
+                sources=entries,
+                skipped=skipped,
+            )
+            text = index.model_dump_json(indent=2) + "\n"
+            (work.folder / INDEX).write_text(text, encoding="utf-8")
+            TokenFolder.open(work.folder)
     return TokenFolder.open(out)
-
-
-def _saved_tokenizer(work: Unfinished, tokenizer: Tokenizer | Callable[[], Tokenizer]) -> Tokenizer:
-    """Returns a given tokenizer, that of a preparation that was stopped, or one that is trained.
-
-    It is saved, so that a preparation that goes on has it.
-    """
-    if isinstance(tokenizer, Tokenizer):
-        used = tokenizer
-    elif work.state is not None:
-        used = Tokenizer.load(work.folder / TOKENIZER)
-        used.origin = work.state.origin
-    else:
-        used = tokenizer()
-    used.save(work.folder / TOKENIZER)
-    return used
 
 
 def _append_all(
@@ -286,92 +303,36 @@ def _append_all(
     spec: FolderSpec[Item],
     tokenizer: Tokenizer,
     work: Unfinished,
-    key: str,
+    state: PreparationState,
     writer: SplitWriter,
     workers: int | None,
     on_progress: OnProgress,
-) -> tuple[tuple[SourceEntry, ...], dict[str, int]]:
-    """Appends all documents after those that are written already, and saves its progress.
+) -> dict[str, int]:
+    """Appends all documents after those of `state`, which it changes and saves.
 
     Returns:
-        What was written of each source, and what was left out or damaged.
+        What was left out or damaged.
     """
-    state, kept = work.state, writer.documents
-    documents = [*state.documents] if state else [0] * len(sources)
-    n_bytes = [*state.n_bytes] if state else [0] * len(sources)
+    kept, skipped = writer.documents, Counter[str]()
     sizes = [one.n_bytes for one in sources if one.n_bytes is not None]
     total = sum(sizes) if len(sizes) == len(sources) else None
-    skipped, dropped = Counter[str](), Counter(state.dropped if state else {})
-    start = state.cursor if state else Cursor()
-    read = batches([one.read for one in sources], spec.chars, skipped, start)
+    read = batches([one.read for one in sources], spec.chars, skipped, state.cursor)
     encoder = spec.encoder(tokenizer)
-    for cursor, (made, without) in encoded_batches(read, encoder, workers_for(workers, total)):
-        before = writer.documents
+    for cursor, (made, dropped) in encoded_batches(read, encoder, workers_for(workers, total)):
+        before, state.cursor = writer.documents, cursor
         for document in made:
             writer.append(document)
-            n_bytes[cursor.source] += document.n_bytes
-        dropped.update(without)
-        documents[cursor.source] += writer.documents - before
+            state.n_bytes[cursor.source] += document.n_bytes
+        state.dropped.update(dropped)
+        state.documents[cursor.source] += writer.documents - before
+        n_bytes = sum(state.n_bytes)
         on_progress(
-            PrepareProgress(
-                "tokenizing", sum(n_bytes), writer.tokens, writer.documents, total, kept
-            )
+            PrepareProgress("tokenizing", n_bytes, writer.tokens, writer.documents, total, kept)
         )
         if work.is_due and writer.is_between:
-            work.save(
-                PreparationState(
-                    key=key,
-                    origin=tokenizer.origin,
-                    cursor=cursor,
-                    documents=tuple(documents),
-                    n_bytes=tuple(n_bytes),
-                    dropped=dict(dropped),
-                    writer=writer.state(),
-                )
-            )
-    entries = (
-        SourceEntry(source=one.name, license=one.license, documents=n, bytes=size, parts=one.parts)
-        for one, n, size in zip(sources, documents, n_bytes)
-    )
-    return tuple(entries), dict(sorted((skipped + dropped).items()))
-
-
-def _finish(
-    work: Unfinished,
-    writer: SplitWriter,
-    spec: FolderSpec[Any],
-    tokenizer: Tokenizer,
-    entries: tuple[SourceEntry, ...],
-    skipped: dict[str, int],
-) -> None:
-    """Closes the files of a folder, and writes its index, without which it does not open."""
-    if writer.rewrites:
-        work.forget()
-    splits, labels = writer.finish()
-    index = Index(
-        kind=spec.kind,
-        languages=spec.languages,
-        labels=labels,
-        columns=writer.columns,
-        dtype=cast(Any, token_dtype(tokenizer.vocab_size).name),
-        vocab_size=tokenizer.vocab_size,
-        eos_token=tokenizer.eos_token,
-        eos_id=tokenizer.eos_id,
-        bos_token=tokenizer.bos_token,
-        ends=spec.ends,
-        seed=spec.seed,
-        val_fraction=spec.val_fraction,
-        train=splits["train"],
-        val=splits["val"],
-        tokenizer=TokenizerEntry(
-            origin=tokenizer.origin, bytes=(work.folder / TOKENIZER).stat().st_size
-        ),
-        sources=entries,
-        skipped=skipped,
-    )
-    text = index.model_dump_json(indent=2) + "\n"
-    (work.folder / INDEX).write_text(text, encoding="utf-8")
-    TokenFolder.open(work.folder)
+            state.writer = writer.state()
+            work.save(state)
+    return dict(sorted((skipped + state.dropped).items()))
 
 
 def workers_for(wanted: int | None, n_bytes: int | None) -> int:
