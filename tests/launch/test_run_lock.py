@@ -18,7 +18,7 @@ import pytest
 
 from gridformer.launch import run_lock
 from gridformer.launch.processes import process_stat
-from gridformer.launch.run_lock import LOCK, Holder, RunLock, holder_of, is_held, this_process
+from gridformer.launch.run_lock import LOCK, RunLock, holder_of, is_held, this_process
 from gridformer.utils.errors import UserError
 
 
@@ -179,38 +179,14 @@ def test_a_full_disk_leaves_no_torn_lock(tmp_path: Path, monkeypatch: pytest.Mon
     assert left(tmp_path) == []
 
 
-def test_a_holder_refreshes_its_lock_and_restores_a_removed_one(
-    tmp_path: Path, quick: None
-) -> None:
+def test_a_holder_refreshes_its_lock(tmp_path: Path, quick: None) -> None:
     with RunLock() as lock:
         lock.take(tmp_path)
-        for change in (lambda path: os.utime(path, (1, 1)), Path.unlink):
-            change(tmp_path / LOCK)
-            deadline = time.monotonic() + 120
-            while not is_held(tmp_path) or (tmp_path / LOCK).stat().st_mtime < 9:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-    assert left(tmp_path) == []
-
-
-def test_a_lock_that_is_given_back_is_not_restored(
-    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread that found it removed writes it only after the release has begun."""
-    write, restores = run_lock._write_new, threading.Event()
-
-    def write_late(path: Path, holder: Holder) -> bool:
-        if threading.current_thread() is not threading.main_thread():
-            restores.set()
-            assert lock._end.wait(120)
-        return write(path, holder)
-
-    monkeypatch.setattr(run_lock, "_write_new", write_late)
-    with RunLock() as lock:
-        lock.take(tmp_path)
-        (tmp_path / LOCK).unlink()
-        assert restores.wait(120)
-    lock._refreshing.join(120)
+        os.utime(tmp_path / LOCK, (1, 1))
+        deadline = time.monotonic() + 120
+        while (tmp_path / LOCK).stat().st_mtime < 9:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
     assert left(tmp_path) == []
 
 

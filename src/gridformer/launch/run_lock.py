@@ -2,7 +2,8 @@
 
 The file says who holds it. It is created exclusively, also over NFS, and its holder refreshes its
 time every few seconds. A lock whose process has ended on this host is stale at once; one of another
-host or container, where process ids mean nothing, once it was not refreshed for STALE_S.
+host or container, where process ids mean nothing, once it was not refreshed for STALE_S. A process
+that finds that its lock has another holder ends.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ LOCK = "lock"
 REFRESH_S = 5.0
 STALE_S = 60.0
 _POLL_S = 1.0  # between two looks at the lock of another host
-_JOIN_S = 5.0  # for a thread that may write the lock, if the storage is not away
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,10 @@ class Holder:
         return f"process {self.pid} on {self.host} since {since} ({self.command})"
 
     @property
-    def is_here(self) -> bool:
-        """Whether this process would see the holder's process if that still runs."""
-        return (self.host, self.machine) == (socket.gethostname(), _machine())
-
-    @property
-    def runs(self) -> bool:
-        """Whether the holder's process still runs; only for a holder that `is_here`."""
+    def runs(self) -> bool | None:
+        """Whether the process still runs; None if it was on another host or in a container."""
+        if (self.host, self.machine) != (socket.gethostname(), _machine()):
+            return None
         return runs(self.pid, self.began)
 
 
@@ -99,7 +96,6 @@ class RunLock:
         self._path = Path()
         self._made: list[Path] = []  # folders that did not exist before
         self._end = threading.Event()
-        self._refreshing = threading.Thread()
 
     def __enter__(self) -> Self:
         return self
@@ -136,10 +132,8 @@ class RunLock:
         self.token = mine.token
         at_end.append(self.release)
         self._end.clear()
-        self._refreshing = threading.Thread(
-            target=self._refresh, args=(mine,), name="run lock", daemon=True
-        )
-        self._refreshing.start()
+        refreshing = threading.Thread(target=self._refresh, name="run lock", daemon=True)
+        refreshing.start()
 
     def release(self) -> None:
         """Gives the lock back, and removes folders that were created for it and are empty."""
@@ -147,8 +141,6 @@ class RunLock:
         if not token:
             return
         self._end.set()
-        if self._refreshing is not threading.current_thread():
-            self._refreshing.join(_JOIN_S)  # it may be about to write a removed lock again
         with suppress(ValueError):
             at_end.remove(self.release)
         with suppress(OSError):
@@ -162,14 +154,13 @@ class RunLock:
                 path.rmdir()
         self._made = []
 
-    def _refresh(self, mine: Holder) -> None:
+    def _refresh(self) -> None:
         """Refreshes the lock until it is released; ends the process if another run has it."""
+        token = self.token
         while not self._end.wait(REFRESH_S):
             with suppress(OSError):  # the storage may be away for a moment
-                if not self._path.exists():  # somebody removed it
-                    _write_new(self._path, mine)
                 other = holder_of(self._path.parent)
-                if other is not None and other.token == mine.token:
+                if other is not None and other.token == token:
                     os.utime(self._path)
                 elif other is not None and not self._end.is_set():
                     message = (
@@ -194,7 +185,7 @@ def is_held(run_dir: Path) -> bool:
     with suppress(OSError):
         if holder is not None:
             fresh = time.time() - (run_dir / LOCK).stat().st_mtime < STALE_S
-            return holder.runs if holder.is_here else fresh
+            return fresh if holder.runs is None else holder.runs
     return False
 
 
@@ -214,8 +205,8 @@ def _take(path: Path, mine: Holder, tell: Callable[[str], None]) -> None:
             present = (holder.token if holder else "", path.stat().st_mtime)
         except FileNotFoundError:
             continue  # it was released
-        here = holder if holder is not None and holder.is_here else None
-        if here.runs if here else seen not in (None, present):
+        holder_runs = holder.runs if holder else None
+        if holder_runs or (holder_runs is None and seen not in (None, present)):
             raise UserError(
                 f"{path.parent} is in use by {holder or 'another run'}: wait until it ends, or "
                 "choose another --out"
@@ -225,7 +216,7 @@ def _take(path: Path, mine: Holder, tell: Callable[[str], None]) -> None:
             now = os.fstat(probe.fileno()).st_mtime  # by the clock of the storage
         # The clock of the other host may be ahead.
         age = max(now - present[1], time.monotonic() - since)
-        if here or age > STALE_S:
+        if holder_runs is False or age > STALE_S:
             if _take_over(path, present[0], mine):
                 return
             continue
