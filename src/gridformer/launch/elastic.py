@@ -1,8 +1,8 @@
 """`train.elastic`: another layout of the same run for the number of processes that are there.
 
-With `layout.cluster` the planner searches for the layout that is fastest there. Otherwise it is the
-one that changes least: it has as many processes as possible, keeps the scheme and the grid if that
-is possible, and drops replicas first. The global batch stays, so losses are the same up to
+With `layout.cluster` the planner searches for the fastest layout there. Otherwise the layout
+changes as little as possible: it has as many processes as possible, keeps the scheme and the grid
+where they fit, and drops replicas first. The global batch stays, so losses are the same up to
 rounding.
 """
 
@@ -55,7 +55,7 @@ def with_processes(run: RunConfig, nproc: int | None = None) -> RunConfig:
 def processes_present(run: RunConfig, nproc: int | None = None) -> int:
     """Returns how many processes a run can have now.
 
-    They are those that torchrun or another launcher has started. A run that starts its own has as
+    torchrun or another launcher has started them. A run that starts its own processes has as
     many as `nproc` says, or as its layout needs, but not more than there are GPUs if it uses GPUs.
 
     """

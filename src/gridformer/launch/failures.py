@@ -125,9 +125,9 @@ class Failure:
     def order(self) -> tuple[int, float]:
         """Sort key that puts the failure that explains the end of the run first.
 
-        A worker that was killed or crashed comes before those that raised, and these come before
-        those whose connection broke. SIGABRT is an exception: NCCL's watchdog ends a worker with it
-        long after a peer has failed.
+        Workers that were killed or crashed come before workers that raised an error, and these come
+        before workers whose connection broke. SIGABRT is an exception: NCCL's watchdog ends a
+        worker with it long after a peer has failed.
         """
         killed = self.exitcode < 0 and -self.exitcode != signal.SIGABRT and not self.message
         kind = 0 if killed else 3 if self.told_to_stop else 2 if self.caused_by_peer else 1
@@ -229,7 +229,7 @@ def _more(asked: str) -> str:
 
 
 def print_stopped(by: str, code: int = 0) -> None:
-    """Prints the one line with which a run ends that was stopped, such as by `SIGTERM`."""
+    """Prints the last line of a run that was stopped, such as by `SIGTERM`."""
     requeue = f"; exit code {code}: start it again to go on" if code == signals.REQUEUE else ""
     print_last(f"gridformer: stopped by {by.replace('SIGINT', 'Ctrl-C (SIGINT)', 1)}{requeue}")
 

@@ -1,13 +1,13 @@
 """Says why a run hangs, from what its ranks see: a rank is stopped, dead or slow, or orders differ.
 
 A rank waits for the ranks that have not started the message for which it waits. Following this
-from rank to rank ends at those that wait for no message, which hold up all others, or it goes round
+from rank to rank ends at ranks that wait for no message, which hold up all others, or it goes round
 in a circle, and then ranks start their messages in different orders.
 
 Over NCCL no rank waits in a message: the host only queues it, and is blocked where it reads a
 result from its GPU. What is known there is which messages each rank has started. A rank that has
-started fewer of a group than another one holds it up, or is itself held up by one that is further
-behind.
+started fewer messages of a group than another rank holds that rank up, or is itself held up by a
+third rank that is further behind.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Messages:
         return []
 
     def last_ones(self) -> list[_Behind]:
-        """Returns the ranks that are behind others, without those that are behind because of them.
+        """Returns the ranks that are behind others, without the ranks that they hold up.
 
         The ends of messages between two ranks are compared only if no collective differs.
         """
@@ -208,7 +208,7 @@ class Messages:
         return []
 
     def witness(self, culprits: Sequence[int], first: int) -> int:
-        """Returns a rank that waits for one of the culprits itself, else the one that was first."""
+        """Returns a rank that waits for a culprit itself, else the rank that noticed the hang."""
 
         def nearness(rank: int) -> int:
             wait = self.ranks[rank].wait

@@ -41,7 +41,7 @@ def module_of(frame: FrameType, model: nn.Module | None) -> str:
 
     In a forward pass this is the innermost module on the stack. In a backward pass there are no
     modules on the stack, but the autograd function that runs, and the next parameter of its graph
-    is one of the same module or of the one before it.
+    belongs to the same module or to the module before it.
     """
     if model is None:
         return ""
@@ -72,7 +72,7 @@ def _next_parameter(node: Any, model: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What is known of one rank."""
+    """Where one rank is, as far as it is known."""
 
     rank: int
     # "answers", "stopped", "dead", or "silent" if it does not answer for unknown reasons
@@ -115,7 +115,7 @@ def reports() -> TypeAdapter[RankReport]:
 
 
 def all_ranks(told: Mapping[int, RankReport], size: int) -> dict[int, RankReport]:
-    """Returns what is known of each of `size` ranks, from the reports of those that answered."""
+    """Returns a report of each of `size` ranks, from the reports of the ranks that answered."""
     of_others = {other.rank: other for report in told.values() for other in report.neighbors}
     unknown = {rank: RankReport(rank, "silent") for rank in range(size)}
     return {**unknown, **of_others, **told}
@@ -128,7 +128,7 @@ class Verdict:
     kind: Kind
     culprits: tuple[int, ...]  # the ranks that hold up the others
     reason: str  # one sentence
-    witness: int  # the rank whose message is reported: one that waits for the culprits itself
+    witness: int  # the rank whose message is reported, which waits for the culprits itself
     arrived: tuple[int, ...]  # the ranks that have arrived at this message
     missing: tuple[int, ...]  # the ranks that have not
 

@@ -39,7 +39,7 @@ class ClusterJob:
 
     run: RunConfig  # the run, with all overrides
     file: str  # its file or shipped name, as the user typed it
-    # `key=value` texts for the command line, those of the user and then our own
+    # `key=value` texts for the command line, first the user's and then our own
     overrides: tuple[str, ...]
     run_dir: Path
     nodes: int  # number of nodes
@@ -96,8 +96,8 @@ def make_job(
     Args:
         run: The run, with its overrides.
         file, overrides: As the user typed them.
-        cluster: Name or path of a cluster file; empty means that of the run, if it has one.
-        per_node: Devices of a node; 0 means those of the cluster file, or of the run's layout.
+        cluster: Name or path of a cluster file; empty means the cluster of the run, if it has one.
+        per_node: Devices of a node; 0 asks the cluster file or the run's layout.
         run_dir: The run directory; None means `runs/NAME`.
         hours: Limit of the job; the run stops before it, unless it has a train.max_hours.
         interface: See `ClusterJob`.

@@ -174,7 +174,7 @@ class _Workers:
             except (OSError, EOFError):
                 if not self._lost():
                     raise
-                break  # `watch` ends those that were started
+                break  # `watch` ends the workers that were started
             if rank == 0:
                 self._server = fork_server()
             self._started.append(process)
@@ -210,7 +210,7 @@ class _Workers:
                 return self._paused()
             signals.clear()
             ended = [running.pop(s) for s in ready if s in running]
-            for rank in ended:  # one that was killed in a save does not save anymore
+            for rank in ended:  # a worker that was killed in a save does not save anymore
                 self.meeting.saving(rank).unlink(missing_ok=True)
             if ended and (how := self._lost()):
                 lost = self._end_without_server(how)

@@ -104,7 +104,7 @@ def run_node(command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> i
                 started.append(
                     subprocess.Popen(command, env=dict(environ), preexec_fn=_end_with_parent)
                 )
-                if received:  # by those that had been started before
+                if received:  # by the processes that had been started before
                     _send(started[-1:], received[0])
             _wait(started)
         finally:
@@ -116,7 +116,7 @@ def run_node(command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> i
 
 
 def exit_code(codes: Sequence[int]) -> int:
-    """Returns the exit code of a node from those of its processes; -N means killed by signal N.
+    """Returns the exit code of a node from its processes' codes; -N means killed by signal N.
 
     0 if all are 0. 75 if all that failed ask for it, since a single failure may mean that nothing
     was saved. Otherwise the code of the first process that failed by itself: 2 and 1 come before
@@ -149,7 +149,7 @@ def _wait(started: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Lets the system kill this process when the one that started it was killed (Linux only)."""
+    """Lets the system kill this process when its parent was killed (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -47,7 +47,7 @@ def plan_run(
             does not, for a plan that is not executed.
 
     Returns:
-        The plan. Its config is resolved: vocabulary size and sequence lengths are those of the run.
+        The plan, whose config has the vocabulary size and the sequence lengths of the data.
 
     Raises:
         UserError: The run cannot start. A ConfigError lists all problems of values, layout, data
@@ -146,7 +146,7 @@ def plan_checked(
     Args:
         run: The checked run.
         out, tell, lock: As in `plan_run`.
-        room: The budget of each process; None means that of the processes on this machine.
+        room: The budget of each process; None means the budget on this machine.
     """
     from gridformer.memory.bounds import beyond_saving
     from gridformer.memory.room import room_of

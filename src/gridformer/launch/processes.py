@@ -52,7 +52,7 @@ def runs(pid: int, began: int) -> bool:
 def fork_server() -> int | None:
     """Returns the id of multiprocessing's fork server, from which workers are forked, if it runs.
 
-    multiprocessing replaces one that has ended when the next worker is started.
+    multiprocessing replaces a dead server when it starts the next worker.
     """
     server: Any = forkserver._forkserver
     pid: int | None = server._forkserver_pid
@@ -153,7 +153,7 @@ def signals_seen(policy: StopPolicy) -> Iterator[Signals]:
 def handled(
     signums: Iterable[int], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """Handles signals inside the block, except for those that are ignored."""
+    """Handles signals inside the block, except for ignored signals."""
     before: dict[int, Any] = {
         signum: signal.signal(signum, handler)
         for signum in signums

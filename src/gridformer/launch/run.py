@@ -126,7 +126,7 @@ def train(
 def wait_as_spare(place: RankEnv) -> None:
     """Waits until a run has ended in which this process, one of too many, does not take part.
 
-    torchrun takes a process that ends for one that is done, and its machine would leave the run.
+    torchrun believes that a process that ends is done, and its machine would leave the run.
     """
     stop = install()
     stop.nothing_left_to_save()

@@ -57,7 +57,7 @@ def plan_together(
     Args:
         place: The place of this process in the run.
         path, overrides, nproc, out, tell, lock: Arguments of `gridformer.launch.plan.plan_run`, of
-            which only those of rank 0 count.
+            which only rank 0's count.
 
     Raises:
         UserError: On rank 0, the run cannot start.

@@ -48,7 +48,7 @@ _LOOKS_S = 1.0  # between two looks, or an eighth of the timeout if that is less
 _ASKS_S = 2.0  # between two questions to the store of the run, or more if it is large
 _ANSWER_S = 4.0  # the store answers within milliseconds, or hangs itself
 _SAMPLES, _APART_S = 6, 0.15  # of the stack of a rank, once the run hangs
-_ANSWERS_S = 3.0  # how long the first rank waits for what others see
+_ANSWERS_S = 3.0  # how long the first rank waits for the reports of the others
 _LEAVES_S = 25.0  # a rank ends by itself this long after it told what it saw
 _RECORDS_S = 1.5  # for torch's records of messages
 _END_S = 2.0  # how long the end of a run waits for the watch, which may ask a store that is gone
@@ -87,8 +87,8 @@ def start_watch(
 class HangBoard:
     """Where the ranks of a run tell each other that it hangs, and what each of them sees.
 
-    This is the store of the rendezvous, which a thread asks that may be left behind: the process
-    that serves the store may be the one that hangs. Every method raises TimeoutError when the store
+    This is the store of the rendezvous, which a thread asks that may be left behind: the hang may
+    be in the process that serves the store. Every method raises TimeoutError when the store
     does not answer.
     """
 
@@ -129,11 +129,11 @@ class HangBoard:
         return first
 
     def publish(self, report: RankReport) -> None:
-        """Tells what this rank sees."""
+        """Publishes the report of this rank."""
         self._set("seen", self.place.rank, reports().dump_json(report).decode())
 
     def published(self, ranks: Iterable[int]) -> dict[int, RankReport]:
-        """Returns what the given ranks see, for those of them that have published it."""
+        """Returns the reports of the given ranks that have published one."""
         texts = {rank: self._get("seen", rank) for rank in ranks}
         return {rank: reports().validate_json(text) for rank, text in texts.items() if text}
 

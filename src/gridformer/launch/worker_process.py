@@ -28,7 +28,7 @@ from gridformer.utils.errors import SaveError, UserError
 from gridformer.utils.process import end_with_parent, never_fail_to_print, use_expandable_segments
 
 # Under torchrun, a rank whose peer broke the connection waits this long before it ends, because
-# torchrun polls its workers ten times a second, blames the one that ended first, and compares whole
+# torchrun polls its workers ten times a second, blames the first that ended, and compares whole
 # seconds.
 _LINGER_S = 1.1
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}

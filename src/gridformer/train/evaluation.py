@@ -97,7 +97,7 @@ class Evaluator:
         self.measures, self.check_copies = measures, check_copies
 
     def __call__(self, step: int, stopping: StopProtocol, last: bool = False) -> dict[str, float]:
-        """Returns `val_loss`, its parts, those of named sets, scores and measures.
+        """Returns `val_loss`, its parts, losses of named sets, scores and measures.
 
         The loss of several validation sets is the mean of their losses.
 

@@ -2,7 +2,7 @@
 
 Only matrix products count, 2mnk each and twice that in the backward pass; attention counts all
 pairs of positions, and padding counts like text, as is usual for MFU (Narayanan et al. 2021;
-Chowdhery et al. 2022, appendix B). Model operations are those of one device without recomputation;
+Chowdhery et al. 2022, appendix B). Model operations count one device without recomputation;
 hardware operations add what `train.recompute` computes again (Korthikanti et al. 2022).
 """
 
@@ -116,7 +116,7 @@ class Utilization:
     """Turns the time of a step into the speed and utilization of each device."""
 
     flops: StepFlops  # the operations of a step
-    n_devices: int  # the number of devices, which is that of processes
+    n_devices: int  # one for each process
     peak: float  # the peak of one device in TFLOP/s; 0 if it is unknown
 
     @staticmethod

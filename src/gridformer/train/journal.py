@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Journal:
-    """Tells callbacks what a run does. Every rank has a journal, but only that of rank 0 tells it.
+    """Tells callbacks what a run does. Every rank has a journal, but only rank 0 tells.
 
     When it is created it tells that the run is starting; everything else it tells after `begin`.
     """
@@ -172,6 +172,6 @@ class Journal:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copies a file to the run directory, unless it is the one that is there."""
+    """Copies a file to the run directory, unless it is there already."""
     if not (target.exists() and source.samefile(target)):
         shutil.copyfile(source, target)

@@ -171,7 +171,7 @@ class ToGpu:
     """The transfer to a GPU, through buffers in pinned memory that are used in turn.
 
     Copies run on a stream of their own, so that they do not wait for the kernels of the step
-    before. At most `n_buffers` batches, the one that is being filled included, may wait for
+    before. At most `n_buffers` batches, counting the batch in the making, may wait for
     `to_device`. So when a buffer is filled again, the copy of its previous batch has started.
     """
 

@@ -9,8 +9,8 @@ Clipping: `global` uses the norm of all gradients, which is known only after the
 excludes `in_backward`. `layer` clips each unit by its own norm. Both give the same result on every
 layout, and `layer` gives the same result with every `update`.
 
-`offload: optimizer` keeps the moments in host memory and copies those of a unit to the device while
-it is updated. The arithmetic is the same as without offloading.
+`offload: optimizer` keeps the moments in host memory and copies the moments of a unit to the device
+while it is updated. The arithmetic is the same as without offloading.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ class Updates:
                 parameter.grad = None
 
     def _update_if_finite(self, unit: UpdateUnit, square: Tensor) -> None:
-        """Clips and updates a layer unless its norm, or that of a layer before it, is not finite.
+        """Clips and updates a layer unless its norm, or an earlier layer's, is not finite.
 
         The device decides this by itself, because the host would have to wait for the norm.
         """

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the one that it resumes from, and its own saves."""
+"""The checkpoints of a run: where it resumes, and its own saves."""
 
 from __future__ import annotations
 

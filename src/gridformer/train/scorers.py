@@ -1,7 +1,7 @@
 """Scorers of the fine-tuning tasks: what to keep of every sample, and the scores of a set.
 
-The scores are those of GLUE (Wang et al. 2019: accuracy, the F1 score of class 1, the Matthews
-correlation, the correlations of Pearson and Spearman) and of SQuAD 1.1 and 2.0 (Rajpurkar et al.
+The scores follow GLUE (Wang et al. 2019: accuracy, the F1 score of class 1, the Matthews
+correlation, the correlations of Pearson and Spearman) and SQuAD 1.1 and 2.0 (Rajpurkar et al.
 2016 and 2018: exact match, the F1 score of the words of an answer). All are fractions; papers often
 multiply them by 100.
 """

@@ -204,7 +204,7 @@ class Stepper:
 class Ahead:
     """Runs steps one after the other as training does, for measurements.
 
-    On a GPU a step is started before the result of the one before is read, so that the GPU always
+    On a GPU a step is started before the last result is read, so that the GPU always
     has work, except with float16; see `Stepper.start`.
     """
 
@@ -213,7 +213,7 @@ class Ahead:
         self._before: StartedStep | None = None
 
     def __call__(self, step: int, read: ReadRows) -> StartedStep:
-        """Starts a step and waits for the result of the one before, on a CPU for its own."""
+        """Starts a step and waits for the result of the last step, on a CPU for its own."""
         started = self.stepper.start(step, read)
         if self._before is not None:
             self._before.result()

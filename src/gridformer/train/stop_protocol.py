@@ -13,7 +13,7 @@ between two points contains messages. They agree without any message on the devi
 3. Rank 0 reads the positions of all ranks and decides: to go on to that end, if it is expected in
    time, or only as far as any rank has come. It writes that point's number, and there all stop.
 
-No rank can wait for one that waits for it, because these threads do nothing else. If a rank does
+No two ranks can wait for each other, because these threads do nothing else. If a rank does
 not answer (it may be dead), the others go on after a while, and say so, so that there is no
 agreement. Then the flag that every step adds up over all ranks ends the run after a step.
 """
@@ -92,7 +92,7 @@ class StopProtocol:
         """Notes that a step or an evaluation begins, and passes the stop point before it.
 
         Args:
-            kind: What begins; those of one kind take about the same time.
+            kind: `step` or `evaluation`, each of which takes about the same time again.
             n_points: How many stop points it has, this first one included.
 
         Returns:

@@ -218,7 +218,7 @@ class Trainer:
             left: How many of them may be left in flight; None decides.
 
         Returns:
-            How many steps are started or done now; the metrics of the last one that it waited for,
+            How many steps are started or done now; the metrics of the last step that it waited for,
             empty if there is none, and None after going back to a checkpoint; and whether a rank
             was told to stop.
         """
