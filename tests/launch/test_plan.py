@@ -1,4 +1,4 @@
-"""Planning a run: what is refused is refused before torch is loaded, which takes seconds."""
+"""Planning a run: refusals before torch is loaded, and of messages that do not fit together."""
 
 from __future__ import annotations
 
@@ -8,14 +8,32 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from gridformer.launch.plan import check_run, check_run_dir, read_run_without_data
+import gridformer.check
+from gridformer.check import Problem, Report, report
+from gridformer.config import RunConfig
+from gridformer.launch.plan import (
+    check_run,
+    check_run_dir,
+    plan_checked,
+    preflight_problems,
+    read_run_without_data,
+)
 from gridformer.launch.run_lock import is_held
+from gridformer.memory import room
+from gridformer.memory.room import Room
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.record import Place
 from gridformer.train.metrics import read_metrics
 from gridformer.utils.errors import ConfigError, UserError
+from tests.support.checking import one_group_for_all_messages, traced_here
 from tests.support.commands import gridformer_here
+from tests.support.fake_gpu import InProcess
+from tests.support.multirank.memory import a_run
 
 SCRIPT = """
 import sys
@@ -116,3 +134,74 @@ def test_commands_say_which_length_they_assume(tmp_path: Path) -> None:
     (best,) = json.loads(planned.stdout)["layouts"]
     assert said in first
     assert said in best["warnings"][0]
+
+
+HERE = Place("parallel/pipeline/executor.py", 7, "_receive")
+
+
+def problem(kind: str) -> Problem:
+    return Problem(kind, (0, 1), HERE, "rank 0 waits", "use another layout", "pp")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Pretend that there are GPUs and that a check finds one problem of some kinds."""
+    calls: list[dict[str, Any]] = []
+
+    def check_step(run: RunConfig, decisions: Any, **how: Any) -> Report:
+        calls.append(how)
+        some = [problem(kind) for kind in ("deadlock", "read-back", "error", "untraced")]
+        return Report(some, [0, 1], 2, 10)
+
+    monkeypatch.setattr(gridformer.check, "check_step", check_step)
+    monkeypatch.setattr(room, "on_gpu", lambda run: True)
+    return calls
+
+
+def refusals(layout: dict[str, Any], told: list[str] | None = None) -> list[str]:
+    """Return why a run is refused, and add what is told besides."""
+    run = a_run(layout, {"n_layers": 2}, {})
+    said: list[str] = []
+    problems = preflight_problems(run, lambda text, _: said.append(text), decide_run(run))
+    if told is not None:
+        told += [text for text in said if text]
+    return problems
+
+
+def test_what_cannot_work_is_refused_and_an_error_is_told(asked: list[dict[str, Any]]) -> None:
+    told: list[str] = []
+    (circle,) = refusals({"scheme": "megatron", "cols": 2}, told)
+    (error,) = told
+    assert circle.startswith("ranks wait for each other in a circle (ranks 0-1, axis pp, at par")
+    assert circle.endswith("rank 0 waits; use another layout")
+    assert error.startswith("the step raises an error (ranks 0-1, axis pp, at par")
+    assert asked == [{"most": 0, "limit_s": 5.0}], "few ranks, for a few seconds"
+
+
+def test_one_process_and_processors_are_not_checked(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert refusals({}) == []
+    monkeypatch.setattr(room, "on_gpu", lambda run: False)
+    assert refusals({"scheme": "megatron", "cols": 2}) == []
+    assert asked == []
+
+
+def planned() -> list[str]:
+    """Plan a pipeline on GPUs whose messages share a group; return why it is refused."""
+    layout = {"pp": 4, "micro_batches": 5}
+    model = {"n_layers": 4, "max_seq_len": 8}
+    run = a_run(layout, model, {"global_batch": 5, "device": "cuda"})
+    with patch.object(report, "trace_ranks", traced_here), one_group_for_all_messages():
+        try:
+            plan_checked(run, room=Room(2**50, "there is enough"))
+        except ConfigError as error:
+            return error.problems
+    raise AssertionError("the run was not refused")
+
+
+def test_a_plan_is_refused_whose_ranks_would_wait_forever(gpu: InProcess) -> None:
+    (text,) = gpu(planned)
+    assert text.startswith("ranks wait for each other in a circle (rank")
+    assert "axis pp, at parallel/pipeline/executor.py" in text
+    assert "layout.pipeline=gpipe" in text

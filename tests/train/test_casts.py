@@ -92,29 +92,18 @@ def casts_of(run: RunConfig, rank: int = 0) -> tuple[dict[str, int], set[str], f
 
 
 BF16 = {"dtype": "bfloat16", "global_batch": 24}
+OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}
 LAYOUTS: dict[str, Layout] = {
     "single": {},
     "megatron": {"scheme": "megatron", "cols": 2},
-    "optimus": {"scheme": "optimus", "rows": 2, "cols": 2},
-    "optimus, weights kept": {
-        "scheme": "optimus",
-        "rows": 2,
-        "cols": 2,
-        "schedule": "gather",
-        "keep_gathered": "weights",
-    },
-    "optimus, panels": {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "pipelined"},
-    "optimus, input stays": {
-        "scheme": "optimus",
-        "rows": 2,
-        "cols": 2,
-        "schedule": "gather",
-        "stationary": "input",
-    },
+    "optimus": OPTIMUS,
+    "optimus, weights kept": {**OPTIMUS, "schedule": "gather", "keep_gathered": "weights"},
+    "optimus, panels": {**OPTIMUS, "schedule": "pipelined"},
+    "optimus, input stays": {**OPTIMUS, "schedule": "gather", "stationary": "input"},
     "D&SP": {"scheme": "subgraph", "branches": 2},
     "zero1": {"dp": 2, "dp_mode": "zero1"},
     "fsdp": {"dp": 2, "dp_mode": "fsdp"},
-    "fsdp of grids": {"scheme": "optimus", "rows": 2, "cols": 2, "dp": 2, "dp_mode": "fsdp"},
+    "fsdp of grids": {**OPTIMUS, "dp": 2, "dp_mode": "fsdp"},
 }
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {"loss_chunk_tokens": 0},
