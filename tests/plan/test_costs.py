@@ -63,8 +63,8 @@ def test_messages_to_one_rank_take_the_time_of_their_own_links() -> None:
     line = 0, 4, 8, 12  # two nodes
     place = Place("", 0, "")
 
-    def seconds(costs: EventTimes, rank: int) -> float:
-        part = Part("send", 4, 1 << 20, "bfloat16")
+    def seconds(costs: EventTimes, rank: int, size: int = 1 << 20) -> float:
+        part = Part("send", 4, size, "bfloat16")
         return costs.start_s(Start(1, "p2p", "pp", line, place, parts=(part,)), rank)[0]
 
     alone = {rank: seconds(costs_of(run), rank) for rank in (0, 8)}
@@ -72,6 +72,8 @@ def test_messages_to_one_rank_take_the_time_of_their_own_links() -> None:
     for ranks in (0, 8), (8, 0):
         costs = costs_of(run)
         assert {rank: seconds(costs, rank) for rank in ranks} == alone
+    sizes = [seconds(costs, 0, size) for size in (1 << 20, 1 << 24, 1 << 20)]
+    assert sizes[0] == sizes[2] < sizes[1], "messages of other sizes take another time"
 
 
 @pytest.mark.parametrize(
@@ -94,18 +96,6 @@ def test_messages_in_one_direction_take_their_turns(
     parts += [Part("recv", peer, n * 500_000, "bfloat16") for peer, n in zip((4, 8), received)]
     start = Start(1, "p2p", "pp", (0, 4, 8, 12), Place("", 0, ""), parts=tuple(parts))
     assert costs.start_s(start, 0)[0] == pytest.approx(microseconds * 1e-6)
-
-
-def test_messages_of_other_sizes_take_another_time() -> None:
-    run = run_of("devices_per_node=8", "scheme=megatron", "cols=4", "pp=4", "micro_batches=4")
-    costs, place = costs_of(run), Place("", 0, "")
-
-    def seconds(size: int) -> float:
-        parts = (Part("send", 4, size, "bfloat16"),)
-        return costs.start_s(Start(1, "p2p", "pp", (0, 4, 8, 12), place, parts=parts), 0)[0]
-
-    found = [seconds(size) for size in (1 << 20, 1 << 24, 1 << 20)]
-    assert found[0] == found[2] < found[1]
 
 
 def test_kernels_of_parts_within_parts_count() -> None:
