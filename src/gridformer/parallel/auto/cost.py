@@ -199,7 +199,8 @@ class Choices:
     def step(self, choice: Choice) -> Traffic:
         """Returns the traffic of all products of this name in one optimizer step."""
         m, count = self.work.micro_batches, choice.product.count
-        first, later = self.forward(choice), self.forward(choice, first=False)
+        first = self.forward(choice)
+        later = self.forward(choice, first=False) if choice.keep_weight else first
         back = self.backward(choice) + self.again(choice)
         return Traffic(
             count * (first.col + (m - 1) * later.col + m * back.col),
@@ -251,6 +252,8 @@ class Choices:
         over_cols = self.cols > 1 and not self.replicated and not choice.common
         inputs = inputs and gathers and over_cols and choice.stays == "output"
         weights = weights and gathers and self.rows > 1
+        if (inputs, weights) == (choice.keep_input, choice.keep_weight):
+            return choice
         n_chunks = 1 if inputs else choice.n_chunks
         return replace(choice, keep_input=inputs, keep_weight=weights, n_chunks=n_chunks)
 

@@ -191,11 +191,11 @@ def _kept(choices: Choices, layout: LayoutConfig) -> Choices:
         return keeping(wish in ("inputs", "all"), wish in ("weights", "all"))
     share = spec_of(layout).keep_share
     budget = choices.held_bytes * share
-    offers = []
+    offers, moved = [], _moved_bytes(choices)
     for name in kept:
         changed = keeping(name == "inputs", name == "weights")
         price = sum(changed.kept_bytes(choice) for choice in changed.products.values())
-        saved = _moved_bytes(choices) - _moved_bytes(changed)
+        saved = moved - _moved_bytes(changed)
         if price > 0 and saved > 0:
             offers.append((saved / price, name, price, saved))
     offers.sort(key=lambda offer: -offer[0])  # in a tie inputs, which are freed sooner
