@@ -106,7 +106,7 @@ def checked(case: Case) -> Report:
     check_layout(run)
     decisions = decide_run(run)
     lines = [[rank] for rank in range(run.layout.n_processes)]
-    records = record_ranks(run, lines, decisions, RecordOptions(all_layers=True))
+    records = record_ranks(run, lines, decisions, RecordOptions(extent="all layers"))
     return report_of(run, [one.trace for one in records])
 
 

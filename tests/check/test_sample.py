@@ -8,15 +8,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from gridformer.check import Report, report
-from gridformer.check.sample import alike_stages, among, sample_ranks, shorter
+from gridformer.check import Report, check_step
+from gridformer.check.sample import among, sample_ranks
 from gridformer.comm import Pending, collectives
 from gridformer.mesh import Axis
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.pipeline import stages_of
 from gridformer.record import Part, Place, Start, Wait
-from gridformer.record.events import Event
-from tests.support.checking import traced_here
+from gridformer.record.events import SingleEvent
+from gridformer.record.itineraries import alike_stages
 from tests.support.fake_gpu import InProcess
 from tests.support.large import gpt_175b
 from tests.support.multirank.memory import a_run
@@ -26,14 +26,10 @@ HERE = Place("a.py", 1, "f")
 
 def test_few_of_4096_ranks_stand_for_all() -> None:
     run = gpt_175b()
-    decisions, part = decide_run(run), shorter(run)
-    found = sample_ranks(part, decisions)
-    first, middle, last, *others = found
+    first, middle, last, *others = sample_ranks(run, decide_run(run))
     assert [first, middle, last] == [[0], [256 * stage for stage in range(1, 15)], [3840]]
     assert others[:3] == [[7], [56], [192]], "last along col, row and dp on the first stage"
     assert others[3:] == [[3847], [3896], [4032]]
-    assert (part.model.n_layers, part.layout.micro_batches) == (32, 18)
-    assert part.train.global_batch // 18 == run.train.global_batch // 64
 
 
 def test_a_stage_before_the_last_reader_of_memory_is_not_like_others() -> None:
@@ -58,7 +54,7 @@ def test_ranks_that_are_not_traced_are_left_out() -> None:
     swap = Start(2, "all_to_all", "g", (0, 1, 2, 3), HERE, pieces=sizes)
     alone = Start(3, "all_reduce", "all", (0, 3), HERE)
     ring = Start(1, "p2p", "g", (0, 1, 2, 3), HERE, parts=parts)
-    events: list[Event] = [call, ring, swap, alone, Wait(3, HERE)]
+    events: list[SingleEvent] = [call, ring, swap, alone, Wait(3, HERE)]
     found = among({0: events, 3: []})[0]
     assert [event.ranks for event in found if isinstance(event, Start)] == [(0, 3)] * 4
     assert isinstance(found[1], Start)
@@ -82,11 +78,8 @@ def checked(layout: dict[str, Any], wrong: int = -1) -> Report:
             return Pending(real(torch.cat((x, x)), axis, *rest, **more).wait()[: len(x)])
         return real(x, axis, *rest, **more)
 
-    with (
-        patch.object(report, "trace_ranks", traced_here),
-        patch.object(collectives, "_start_all_reduce", started),
-    ):
-        return report.check_step(run, most=1)
+    with patch.object(collectives, "_start_all_reduce", started):
+        return check_step(run, most=1)
 
 
 def test_a_sample_finds_what_its_last_rank_does(gpu: InProcess) -> None:

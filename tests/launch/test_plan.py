@@ -9,12 +9,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 import gridformer.check
-from gridformer.check import Problem, Report, report
+from gridformer.check import Problem, Report
 from gridformer.config import RunConfig
 from gridformer.launch.plan import (
     check_run,
@@ -30,7 +29,7 @@ from gridformer.parallel.auto.decisions import decide_run
 from gridformer.record import Place
 from gridformer.train.metrics import read_metrics
 from gridformer.utils.errors import ConfigError, UserError
-from tests.support.checking import one_group_for_all_messages, traced_here
+from tests.support.checking import one_group_for_all_messages
 from tests.support.commands import gridformer_here
 from tests.support.fake_gpu import InProcess
 from tests.support.multirank.memory import a_run
@@ -192,7 +191,7 @@ def planned() -> list[str]:
     layout = {"pp": 4, "micro_batches": 5}
     model = {"n_layers": 4, "max_seq_len": 8}
     run = a_run(layout, model, {"global_batch": 5, "device": "cuda"})
-    with patch.object(report, "trace_ranks", traced_here), one_group_for_all_messages():
+    with one_group_for_all_messages():
         try:
             plan_checked(run, room=Room(2**50, "there is enough"))
         except ConfigError as error:

@@ -283,6 +283,6 @@ def test_idle_time_of_equal_stages(pool: WorkerPool, order: str, k: int) -> None
     kinds = Counter(event.kind for event in ranks[0])
     assert kinds == {
         **{"forward": k * m, "backward": k * m, "send": messages, "recv": messages},
-        "forward sent": k * m,
-        **({"backward sent": messages - k * m} if k > 1 else {}),
+        **{"backward posted": k * m, "forward sent": k * m},
+        **({"forward posted": m, "backward sent": m} if k > 1 else {}),
     }

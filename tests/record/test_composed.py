@@ -22,7 +22,7 @@ from gridformer.plan.recorded import different_ranks
 from gridformer.record import Trace, layers, rank
 from gridformer.record.device import Backend
 from gridformer.record.events import Held
-from gridformer.record.itineraries import itinerary_of, kinds_of, shortened
+from gridformer.record.itineraries import itinerary_of, keys_of, shortened
 from gridformer.record.layers import NotPeriodicError
 from gridformer.record.rank import RankRecord, RecordOptions, record_ranks
 from gridformer.record.step import StepPart, StepRecord, record_step
@@ -163,16 +163,17 @@ def test_methods_are_those_of_the_complete_step(
 
 @pytest.mark.parametrize(
     "cell",
-    full_unless(lambda cell: cell in sorted(QUICK)[::12], sorted(CELLS)),
+    full_unless(lambda cell: cell in QUICK, sorted(CELLS)),
     ids=lambda cell: cell.title,
 )
-def test_cells_are_those_of_the_complete_step(cell: Cell) -> None:
-    layout = {**cell.layout, "micro_batches": 6 if cell.pp > 1 else 2}
-    n_layers = 8 * cell.pp
+def test_cells_are_those_of_the_complete_step(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_WORTH", 2)  # so that few layers are enough
+    layout = {**cell.layout, "micro_batches": 4 if cell.pp > 1 else 2}
+    n_layers = 5 * cell.pp
     model = {**cell.config, "n_layers": n_layers}
     if "n_decoder_layers" in a_run(layout, model, {}).model.model_fields_set:
         model["n_decoder_layers"] = n_layers
-    run = a_run(layout, model, {"global_batch": 48}, cell.task)
+    run = a_run(layout, model, {"global_batch": 32}, cell.task)
     for few, whole in both(run):
         same(few, whole)
 
@@ -252,25 +253,13 @@ def test_a_shorter_schedule_has_every_kind_of_pass(
     short = shortened(layout, [index])
     (schedule,) = short.schedules
     assert schedule is not None
-    whole = itinerary_of(layout, pp, index, m)
-    assert len(schedule.passes) == len(whole.actions)
-    ours = short.itinerary.actions
-    for (number, _), action in zip(schedule.passes, whole.actions):
-        stands_in = ours[number]
-        assert (stands_in.kind, stands_in.stage) == (action.kind, action.stage)
-        sends = [i.sends.get(a) for i, a in ((short.itinerary, stands_in), (whole, action))]
-        mine, theirs = (None if one is None else (one[0].stage, one[1]) for one in sends)
-        assert mine == theirs, "to the same stage and rank"
-    # Every send ends once, and every message that arrives is one that was sent.
-    n_over = sum(len(over) for _, over in schedule.passes) + len(schedule.ends)
-    assert n_over == len(whole.sends)
-    assert {*short.itinerary.arrivals} == {*whole.arrivals}
-    _, over, ends = kinds_of(whole, pp, range(k))
-    assert [over for _, over in schedule.passes] == over
-    assert schedule.ends == ends
+    whole = keys_of(itinerary_of(layout, pp, index, m), pp, range(k))
+    assert schedule == whole
+    ours = {key for group in short.keys for key in group}
+    assert {key for group in whole for key in group} <= ours
 
 
-def test_deep_pipelines_need_five_micro_batches() -> None:
+def test_deep_pipelines_need_three_micro_batches() -> None:
     layout = LayoutConfig(pp=128, micro_batches=512)
     for index in (0, 1, 64, 127):
-        assert len(shortened(layout, [index]).itinerary.actions) <= 10
+        assert len(shortened(layout, [index]).itinerary.actions) <= 6

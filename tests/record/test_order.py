@@ -88,7 +88,7 @@ def compared(
     """Return the events of ranks, each recorded completely, and those that are composed."""
     torch.set_num_threads(1)
     decisions = decide_run(run)
-    how = RecordOptions("nccl", kernels, training=training, all_layers=True)
+    how = RecordOptions("nccl", kernels, training=training, extent="all layers")
     with patch.object(rank, "record_step", wraps=rank.record_step) as record:
         composed = record_ranks(run, [ranks], decisions, how)
     assert record.call_count <= 1 + (len(ranks) > 1), "few ranks are recorded"

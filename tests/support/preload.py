@@ -19,7 +19,7 @@ for name in (
     "gridformer.cli.app",
     "gridformer.launch.run",
     "benchmarks.memory.measure",
-    "gridformer.record.warm",
+    "gridformer.record.rank",
     "tests.support.fake_gpu",
     "tests.support.multirank.exactness",
 ):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from typing import Any
 
 from gridformer.check.messages import message_problems
 from gridformer.check.problems import Problem, each_once
-from gridformer.check.sample import MOST, among, sample_ranks, shorter
+from gridformer.check.sample import MOST, among, sample_ranks
 from gridformer.check.simulate import simulate
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.data.gradients import LABEL
-from gridformer.record import Place, Read, Start, Trace, Trouble, trace_ranks
+from gridformer.record import Place, Read, Start, Trace, Trouble
+from gridformer.record.events import SingleEvent
+from gridformer.record.rank import Extent, RecordOptions, record_ranks
 
 _TROUBLES = {
     "device": "this is an error of gridformer and not of the run file: please report it",
@@ -70,27 +74,26 @@ def check_step(
     decisions: Decisions | None = None,
     whole: bool = False,
     most: int = MOST,
-    limit_s: float = float("inf"),
-    here: bool = False,
+    limit_s: float = math.inf,
 ) -> Report:
     """Checks one optimizer step of a run on GPUs, without a GPU.
+
+    It registers a device type in this process, which must not belong to a process group.
 
     Args:
         run: The checked run.
         decisions: The result of `decide_run(run)`; None calls it.
-        whole: Whether all ranks, layers and micro-batches are traced one by one; otherwise equal
-            ones once, see `gridformer.check.sample`.
-        most: Up to this many ranks are traced one by one.
+        whole: Whether all ranks, layers and micro-batches run one by one; otherwise few layers and
+            passes run, and stand for equal ones.
+        most: With more ranks than these, few stand for all.
         limit_s: No rank is begun after this many seconds.
-        here: See `gridformer.record.trace_ranks`.
     """
     decisions = decisions or decide_run(run)
-    if whole:
-        ranks = [[rank] for rank in range(run.layout.n_processes)]
-        return report_of(run, trace_ranks(run, ranks, decisions, here=here))
-    part = shorter(run)
-    ranks = sample_ranks(part, decisions, most)
-    traces = trace_ranks(part, ranks, decisions, repeat=True, limit_s=limit_s, here=here)
+    ranks = sample_ranks(run, decisions, run.layout.n_processes if whole else most)
+    extent: Extent = "complete" if whole else "few layers"
+    how = RecordOptions(extent=extent, until=time.monotonic() + limit_s)
+    records = record_ranks(run, ranks, decisions, how, beside=True)
+    traces = [one.trace for one in records if one.trace.complete or one.trace.troubles]
     return report_of(run, traces)
 
 
@@ -102,13 +105,14 @@ def report_of(run: RunConfig, traces: Sequence[Trace]) -> Report:
         traces: Traces of one step. Their messages are compared if all of them are complete.
     """
     problems = [*_own(run, traces)]
+    # The members of a group have the same schedule, so that such parts fit again.
+    programs = {trace.rank: [*trace.unfolded(once=True)] for trace in traces}
     # What a rank does after an error is not known, so nothing can be said about ranks that wait for
     # it.
     if all(trace.complete for trace in traces):
-        problems += [*_groups(traces), *_calls(run, traces), *_drift(traces)]
-        programs = among({trace.rank: trace.events for trace in traces})
-        problems += message_problems(simulate(programs))
-    starts = sum(isinstance(event, Start) for trace in traces for event in trace.events)
+        problems += [*_groups(traces), *_calls(run, traces), *_drift(programs)]
+        problems += message_problems(simulate(among(programs)))
+    starts = sum(isinstance(event, Start) for events in programs.values() for event in events)
     fullest = max((trace.reads for trace in traces), key=len, default=[])
     reads: dict[Place, int] = {}
     for read in fullest:
@@ -183,22 +187,22 @@ def _calls(run: RunConfig, traces: Sequence[Trace]) -> Iterator[Problem]:
             yield Problem("calls", ranks, _CREATED, text, _TROUBLES["error"], groups.purpose)
 
 
-def _drift(traces: Sequence[Trace]) -> Iterator[Problem]:
+def _drift(programs: Mapping[int, Sequence[SingleEvent]]) -> Iterator[Problem]:
     """Returns problems of ranks that sum gradients over stages before they do over replicas.
 
     Every stage then sums equal terms over its replicas, but the ring of each may begin at another
     rank and so round in another order.
     """
     found: dict[tuple[Place, Place, str], list[int]] = {}
-    for trace in traces:
+    for rank, events in programs.items():
         early = None
-        for event in trace.events:
+        for event in events:
             if not isinstance(event, Start) or event.label != LABEL or event.op == "p2p":
                 continue
             if event.axis == "pp":
                 early = early or event
             elif early:
-                found.setdefault((early.place, event.place, event.axis), []).append(trace.rank)
+                found.setdefault((early.place, event.place, event.axis), []).append(rank)
                 break
     for (stages, replicas, axis), ranks in found.items():
         text = (

@@ -1,39 +1,16 @@
-"""Which part of a large run is enough to check it: equal ranks, layers and micro-batches once."""
+"""Which ranks of a large run are enough to check it."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import mesh_ranks
-from gridformer.parallel.pipeline.partition import model_outline, stages_of
-from gridformer.parallel.pipeline.stages import inputs_of
-from gridformer.record.events import Event, Start
+from gridformer.record.events import SingleEvent, Start
+from gridformer.record.itineraries import alike_stages
 
 MOST = 64  # with more ranks, equal ones are traced once
-_LAYERS = 2  # of a stage; without a pipeline one more, so that there is one in the middle
-
-
-def shorter(run: RunConfig) -> RunConfig:
-    """Reduces layers and micro-batches to numbers from which on a step only repeats itself.
-
-    The size of a micro-batch stays the same.
-    """
-    layout, model = run.layout, run.model
-    n_stages = layout.n_stages
-    layers = _LAYERS * n_stages if layout.pp > 1 else _LAYERS + 1
-    most = {"gpipe": layout.pp + 2, "1f1b": layout.pp + 2, "interleaved": 3 * layout.pp}
-    n = min(layout.micro_batches, most[layout.pipeline_order] if layout.pp > 1 else 3)
-    batch = run.train.global_batch // layout.micro_batches * n
-    fewer = {name: min(getattr(model, name), layers) for name in ("n_layers", "n_decoder_layers")}
-    return run.model_copy(
-        update={
-            "model": model.model_copy(update=fewer),
-            "layout": layout.model_copy(update={"micro_batches": n}),
-            "train": run.train.model_copy(update={"global_batch": batch}),
-        }
-    )
 
 
 def sample_ranks(run: RunConfig, decisions: Decisions, most: int = MOST) -> list[list[int]]:
@@ -69,31 +46,7 @@ def sample_ranks(run: RunConfig, decisions: Decisions, most: int = MOST) -> list
     return [*found, *([rank] for rank in sorted(others - first))]
 
 
-def alike_stages(run: RunConfig, decisions: Decisions) -> list[list[int]]:
-    """Returns the places along pp, in one list for all places whose stages do the same.
-
-    They have equal layers and equal inputs, and so have the stages after them.
-    """
-    layout = run.layout
-    if layout.pp == 1:
-        return [[0]]
-    stages = stages_of(run.model, layout.n_stages, decisions.choices.work)
-    links = model_outline(run.model).links()
-    names = [link.name.rstrip("0123456789") for link in links]
-    found: dict[Hashable, list[int]] = {}
-    for place in range(layout.pp):
-        held = tuple(
-            (
-                tuple(names[i] for i in stage),
-                *(tuple(inputs_of(links, at)) for at in (stage.start, stage.stop)),
-            )
-            for stage in stages[place :: layout.pp]
-        )
-        found.setdefault(held, []).append(place)
-    return [*found.values()]
-
-
-def among(programs: Mapping[int, Sequence[Event]]) -> dict[int, list[Event]]:
+def among(programs: Mapping[int, Sequence[SingleEvent]]) -> dict[int, list[SingleEvent]]:
     """Returns the programs as if there were no other ranks than theirs.
 
     Groups lose the ranks that were not traced, which do what those do that represent them. Messages
@@ -103,7 +56,7 @@ def among(programs: Mapping[int, Sequence[Event]]) -> dict[int, list[Event]]:
     return {rank: [_among(event, known) for event in events] for rank, events in programs.items()}
 
 
-def _among(event: Event, known: set[int]) -> Event:
+def _among(event: SingleEvent, known: set[int]) -> SingleEvent:
     if not isinstance(event, Start):
         return event
     at = [i for i, rank in enumerate(event.ranks) if rank in known]

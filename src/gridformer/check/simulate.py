@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gridformer.record.events import Event, Part, Place, Start, Wait
+from gridformer.record.events import Part, Place, SingleEvent, Start, Wait
 
 Calls = dict[int, Start]  # by rank
 
@@ -95,7 +95,7 @@ class _Group:
     broken: bool = False
 
 
-def simulate(programs: Mapping[int, Sequence[Event]]) -> Outcome:
+def simulate(programs: Mapping[int, Sequence[SingleEvent]]) -> Outcome:
     """Replays the programs of ranks.
 
     Args:
@@ -105,7 +105,7 @@ def simulate(programs: Mapping[int, Sequence[Event]]) -> Outcome:
 
 
 class _Replay:
-    def __init__(self, programs: Mapping[int, Sequence[Event]]) -> None:
+    def __init__(self, programs: Mapping[int, Sequence[SingleEvent]]) -> None:
         self.programs = programs
         self.at = dict.fromkeys(programs, 0)
         self.done: dict[int, set[int]] = {rank: set() for rank in programs}
@@ -263,7 +263,7 @@ def _answers(one: Start, call: Start, rank: int) -> bool:
     return any(part.peer == rank and {part.what} != wanted for part in one.parts)
 
 
-def _counts(programs: Mapping[int, Sequence[Event]]) -> dict[str, Counter[int]]:
+def _counts(programs: Mapping[int, Sequence[SingleEvent]]) -> dict[str, Counter[int]]:
     found: dict[str, Counter[int]] = {}
     for rank, events in programs.items():
         for event in events:

@@ -54,7 +54,7 @@ def check(
         seconds = 0.0  # whoever asks for everything has the time
     fewer = "leave --whole out" if whole else _FEWER
     with Console(stderr=True).status("tracing a step"), time_limit(seconds, fewer):
-        report = check_step(checked, whole=whole, here=True)
+        report = check_step(checked, whole=whole)
     if as_json:
         typer.echo(json.dumps(report.as_json(), indent=1))
     else:

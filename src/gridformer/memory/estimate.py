@@ -14,8 +14,7 @@ from gridformer.memory.breakdown import MemoryBreakdown, breakdown_of
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.record.device import Backend
-from gridformer.record.rank import RankRecord, RecordOptions, record_ranks
-from gridformer.record.step import record_step
+from gridformer.record.rank import Extent, RecordOptions, record_ranks
 from gridformer.utils.fork_pool import on_all_cores
 
 
@@ -57,10 +56,7 @@ def estimate_rank(
     """
     gpu = on_gpu(run)
     backend: Backend = "nccl" if gpu else "gloo"
-    decisions = decisions or decide_run(run)
-    if complete:
-        step = record_step(run, rank, decisions, backend)
-        record = RankRecord(step.trace, step, [tuple(range(len(step.parts)))])
-    else:
-        [record] = record_ranks(run, [[rank]], decisions, RecordOptions(backend, storages=True))
+    extent: Extent = "complete" if complete else "composed"
+    how = RecordOptions(backend, storages=True, extent=extent)
+    [record] = record_ranks(run, [[rank]], decisions or decide_run(run), how)
     return breakdown_of(record, not gpu, timeline)

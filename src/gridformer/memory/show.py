@@ -15,7 +15,7 @@ from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import replica_work
 from gridformer.parallel.registry import describe_layout
-from gridformer.record.step import KINDS
+from gridformer.record.step import KINDS, MESSAGES
 from gridformer.utils.units import byte_unit
 
 _COLUMNS = 5  # ranks side by side in a table
@@ -148,8 +148,7 @@ def _main_phases(phases: Sequence[tuple[int, str]], end: int) -> list[tuple[int,
     Phases that are too short for a label are left out, and so are the passes of many micro-batches,
     whose labels would hide the plot.
     """
-    messages = ("send", "recv", "forward sent", "backward sent")
-    kept = [one for one in phases if one[1] not in (*messages, "read the batch")]
+    kept = [one for one in phases if one[1] not in (*MESSAGES, "read the batch")]
     if len(kept) > 12:
         kept = [one for one in kept if one[1] not in ("forward", "backward")]
     begins = [when for when, _ in kept[1:]] + [end]

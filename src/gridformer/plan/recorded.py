@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gridformer.check.sample import alike_stages
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
@@ -13,7 +12,8 @@ from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.registry import spec_of
 from gridformer.record.device import Backend
 from gridformer.record.events import Trace
-from gridformer.record.rank import RankRecord, RecordOptions, record_ranks
+from gridformer.record.itineraries import alike_stages
+from gridformer.record.rank import Extent, RankRecord, RecordOptions, record_ranks
 
 Kind = Literal["cuda", "cpu"]
 
@@ -101,7 +101,8 @@ def records_of(
         UserError: The step of this run fails.
     """
     backend: Backend = "nccl" if run.train.device == "cuda" else "gloo"
-    how = RecordOptions(backend, True, storages, training, all_layers)
+    extent: Extent = "all layers" if all_layers else "composed"
+    how = RecordOptions(backend, True, storages, training, extent)
     found = record_ranks(run, different_ranks(run, decisions), decisions, how, on_all_cores)
     for one in found:
         if not one.trace.complete:

@@ -2,7 +2,6 @@
 
 from gridformer.record.events import Kernel, Part, Place, Read, Start, Trace, Trouble, Wait
 from gridformer.record.rank import trace_rank
-from gridformer.record.ranks import trace_ranks
 
 __all__ = [
     "Kernel",
@@ -14,5 +13,4 @@ __all__ = [
     "Trouble",
     "Wait",
     "trace_rank",
-    "trace_ranks",
 ]

@@ -254,11 +254,15 @@ class Passed:
         """Returns the number on this rank of a message that has a number in `events`."""
         return self.first + own if own >= 0 else self.others[~own]
 
-    def unfolded(self) -> Iterator[SingleEvent]:
-        """Yields its events with the numbers of this rank."""
+    def unfolded(self, seen: set[int] | None = None) -> Iterator[SingleEvent]:
+        """Yields its events with the numbers of this rank; see `Trace.unfolded` for `seen`."""
+        if seen is not None and self.closed:
+            if id(self.events) in seen:
+                return
+            seen.add(id(self.events))
         for event in self.events:
             if isinstance(event, Passed):
-                yield from replace(event, first=self.first + event.first).unfolded()
+                yield from replace(event, first=self.first + event.first).unfolded(seen)
             elif isinstance(event, Start):
                 yield event.numbered(self.number(event.number))
             elif isinstance(event, Wait):
@@ -304,10 +308,16 @@ class Trace:
             "`gridformer check` says more"
         )
 
-    def unfolded(self) -> Iterator[SingleEvent]:
-        """Yields the events, also those of passes, one by one."""
+    def unfolded(self, once: bool = False) -> Iterator[SingleEvent]:
+        """Yields the events, also those of parts, one by one.
+
+        Args:
+            once: Whether a part that waits for all that it starts, and for nothing else, is left
+                out when it occurs again.
+        """
+        seen: set[int] | None = set() if once else None
         for event in self.events:
             if isinstance(event, Passed):
-                yield from event.unfolded()
+                yield from event.unfolded(seen)
             else:
                 yield event

@@ -1,68 +1,45 @@
-"""The order of a rank's passes in a pipeline, from a shorter one with the same kinds of passes.
+"""The order of the parts of a rank's step in a pipeline, from a shorter schedule with all of them.
 
-What a pass records depends on its kind, on its stage, and on what the schedule does around it:
-which receives are posted, and which pass came before. A pipeline with fewer ranks and fewer
-micro-batches has all these kinds of passes. So a rank runs such a schedule, and each pass of its
-own schedule is the first of its kind there.
+What a part records follows from its key: a pass from its stage, and from whether it is the first or
+the last one there; a message from the stage and from the messages that wait beside it. A pipeline
+with fewer ranks and fewer micro-batches has parts with all these keys. So a rank runs such a
+schedule, and each part of its own schedule is the one with its key there.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.pipeline.partition import model_outline, stages_of
-from gridformer.parallel.pipeline.schedules import (
-    Action,
-    Itinerary,
-    actions_of,
-    forwards,
-    rounds,
-)
+from gridformer.parallel.pipeline.schedules import Action, Itinerary, actions_of, forwards, rounds
 from gridformer.parallel.pipeline.stages import inputs_of
-from gridformer.record.step import StepPart
+from gridformer.record.step import MESSAGES, StepPart
 
 _MOST_RANKS, _MOST_ROUNDS = 8, 3
 _TRIES = 8  # schedules that are compared by how many others they stand for
-Like = tuple[str, int]  # the kind of a pass, and the number of its stage on its rank
+# The kind of a part, and what else decides what it records. Parts that occur together, such as a
+# pass with what it receives and sends, are one tuple of keys.
+PartKey = tuple[Hashable, ...]
+PartKeys = list[tuple[PartKey, ...]]
 
 
-class Pass(NamedTuple):
-    """A pass of a rank's own schedule.
-
-    Attributes:
-        number: The number of the pass of the shorter schedule that stands for it.
-        over: The sends that end before it: for each, whether a forward or a backward pass made it,
-            and the number of its stage on the rank.
-    """
-
-    number: int
-    over: tuple[Like, ...]
-
-
-class RankSchedule(NamedTuple):
-    """The passes of a schedule, and the sends that end after the last of them."""
-
-    passes: list[Pass]
-    ends: tuple[Like, ...]
-
-
-@dataclass(frozen=True)
-class ShortSchedule:
-    """A shorter schedule of a rank, and longer ones as lists of passes of it.
+class ShortSchedule(NamedTuple):
+    """A shorter schedule of a rank, and longer ones that consist of parts of it.
 
     Attributes:
         itinerary: The shorter schedule.
-        schedules: For each of the longer ones its passes, and the sends that end after the last;
-            None for one with passes that the shorter schedule does not have.
+        keys: The keys of its parts.
+        schedules: For each of the longer ones the keys of its parts; None for one with keys that
+            the shorter schedule does not have.
     """
 
     itinerary: Itinerary
-    schedules: list[RankSchedule | None]
+    keys: PartKeys
+    schedules: list[PartKeys | None]
 
 
 def shortened(
@@ -71,49 +48,41 @@ def shortened(
     training: bool = True,
     alike: Sequence[int] = (),
 ) -> ShortSchedule:
-    """Returns a short schedule that has all kinds of passes of a rank, and those of other ranks.
+    """Returns a short schedule that has all kinds of parts of a rank, and those of other ranks.
 
     Args:
         layout: The layout.
         indices: The indices along pp of ranks. The first is that of the schedule's rank.
         training: Whether there are backward passes.
-        alike: See `alike_chunks`; without it no stage of a rank is like another one.
+        alike: For each stage of a rank the first one that does the same;
+            without it no stage of a rank is like another one.
     """
-    wholes = [
-        itinerary_of(layout, layout.pp, index, layout.micro_batches, training) for index in indices
-    ]
-    index = indices[0]
+    m, index = layout.micro_batches, indices[0]
     alike = alike or range(layout.stages_per_rank)
-    found = [kinds_of(whole, layout.pp, alike) for whole in wholes]
-    wanted = [{*kinds} | _sends_in(over, ends) for kinds, over, ends in found]
-    short, (best, _, _) = wholes[0], found[0]
-    most, tries = 0, _TRIES
+    wholes = [itinerary_of(layout, layout.pp, index, m, training) for index in indices]
+    schedules = [keys_of(whole, layout.pp, alike) for whole in wholes]
+    wanted = [_set_of(keys) for keys in schedules]
+    short, best, most, tries = wholes[0], schedules[0], 0, _TRIES
     for pp, here, few in _candidates(layout, index):
         other = itinerary_of(layout, pp, here, few, training)
-        kinds, over, ends = kinds_of(other, pp, alike)
-        there = {*kinds} | _sends_in(over, ends)
+        keys = keys_of(other, pp, alike)
+        there = _set_of(keys)
         if not wanted[0] <= there:
             continue
         covered = sum(one <= there for one in wanted)
         if covered > most:
-            short, best, most = _moved(other, pp, here, layout.pp, index), kinds, covered
+            short, best, most = _moved(other, pp, here, layout.pp, index), keys, covered
         tries -= 1
         if covered == len(wanted) or not tries:
             break
-    first: dict[Hashable, int] = {}
-    for number, kind in enumerate(best):
-        first.setdefault(kind, number)
-    schedules = [
-        RankSchedule([Pass(first[kind], before) for kind, before in zip(kinds, over)], ends)
-        if {*kinds} <= {*first}
-        else None
-        for kinds, over, ends in found
-    ]
-    return ShortSchedule(short, schedules)
+    there = _set_of(best)
+    return ShortSchedule(
+        short, best, [keys if one <= there else None for keys, one in zip(schedules, wanted)]
+    )
 
 
-def _sends_in(over: Sequence[tuple[Like, ...]], ends: tuple[Like, ...]) -> set[Hashable]:
-    return {one for some in (*over, ends) for one in some}
+def _set_of(keys: PartKeys) -> set[PartKey]:
+    return {key for group in {*keys} for key in group}
 
 
 def itinerary_of(
@@ -141,80 +110,99 @@ def _candidates(layout: LayoutConfig, index: int) -> Iterator[tuple[int, int, in
             yield pp, here, m
 
 
-def alike_chunks(run: RunConfig, decisions: Decisions, index: int) -> list[int]:
-    """Returns for each stage of a rank the number of the first one on the rank that does the same.
+def stages_held(run: RunConfig, decisions: Decisions) -> list[list[Hashable]]:
+    """Returns what each rank of a pipeline holds, equal for stages that do the same.
 
-    Args:
-        run: The run.
-        decisions: The result of `decide_run`.
-        index: The index of the rank along pp.
+    They have equal layers and equal inputs, and so have the stages after them.
+
+    Returns:
+        For each place along pp a list with an entry for each stage there.
     """
     layout = run.layout
     stages = stages_of(run.model, layout.n_stages, decisions.choices.work)
     links = model_outline(run.model).links()
     names = [link.name.rstrip("0123456789") for link in links]
-    held = [
+    held: list[Hashable] = [
         (
             tuple(names[i] for i in stage),
             *(tuple(inputs_of(links, at)) for at in (stage.start, stage.stop)),
             stage.start == 0,
         )
-        for stage in stages[index :: layout.pp]
+        for stage in stages
     ]
-    return [held.index(one) for one in held]
+    return [held[place :: layout.pp] for place in range(layout.pp)]
 
 
-def kinds_of(
-    itinerary: Itinerary, pp: int, alike: Sequence[int]
-) -> tuple[list[Hashable], list[tuple[Like, ...]], tuple[Like, ...]]:
-    """Returns the kind of each pass of a rank, and the sends that end before it or after all.
+def alike_stages(run: RunConfig, decisions: Decisions) -> list[list[int]]:
+    """Returns the places along pp, in one list for all places whose stages do the same."""
+    if run.layout.pp == 1:
+        return [[0]]
+    found: dict[Hashable, list[int]] = {}
+    for place, held in enumerate(stages_held(run, decisions)):
+        found.setdefault(tuple(held), []).append(place)
+    return [*found.values()]
+
+
+def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> PartKeys:
+    """Returns the keys of the parts of a rank's step, in order.
 
     Args:
         itinerary: The schedule of the rank.
         pp: The ranks of its pipeline.
-        alike: See `alike_chunks`.
+        alike: See `shortened`.
     """
     queues = {peer: deque(coming) for peer, coming in itinerary.arrivals.items()}
     sender = {action: peer for peer, coming in itinerary.arrivals.items() for action in coming}
-    last = {(a.kind, a.stage): a for a in itinerary.actions}
-    posted: set[Action] = set()
-    sent: dict[Action, Like] = {}
+    last = {(a.kind, a.stage): a for a in itinerary.actions if a.kind == "backward"}
+    posted: dict[int, list[Action]] = {peer: [] for peer in queues}
+    sent: dict[int, list[Action]] = {}
+    sent_by: dict[Action, tuple[int, int]] = {}  # the other rank, and the stage
     seen: set[tuple[str, int]] = set()
     micros: set[int] = set()
-    before: Like | None = None
+    found: PartKeys = []
 
-    def like(action: Action) -> Like:
-        return action.kind, alike[action.stage // pp]
+    def like(stage: int) -> int:
+        return alike[stage // pp]
 
-    def post(peer: int) -> Like | None:
-        if not queues[peer]:
-            return None
-        action = queues[peer].popleft()
-        posted.add(action)
-        return like(action)
+    def post(peer: int, first: bool = False) -> Iterator[PartKey]:
+        if queues[peer]:
+            action = queues[peer].popleft()
+            posted[peer].append(action)
+            yield f"{action.kind} posted", like(action.stage), first
 
-    begun: Hashable = tuple(post(peer) for peer in queues)
-    kinds: list[Hashable] = []
-    over: list[tuple[Like, ...]] = []
+    def end(message: Action) -> Iterator[PartKey]:
+        if message in sent_by:
+            peer, stage = sent_by.pop(message)
+            nth = sent[peer].index(message)
+            del sent[peer][nth]
+            yield f"{message.kind} sent", like(stage), nth
+
+    for peer in queues:
+        found += [(key,) for key in post(peer, not found)]  # the first one has what comes before it
     for action in itinerary.actions:
-        posts, peer = [], sender.get(action)
-        if peer is not None:
-            while action not in posted:
-                posts.append(post(peer))
-            posts.append(post(peer))
-        taken = itinerary.taken.get(action, ())
-        over.append(tuple(sent.pop(one) for one in taken if one in sent))
-        me = like(action)
-        ends = last[action.kind, action.stage] == action
-        pass_of = action.kind, action.stage
-        fresh = action.micro not in micros  # counters of dropout are copied to the device
-        kinds.append((me, pass_of in seen, fresh, ends, before, tuple(posts), begun))
+        kind, stage, micro = action
+        group: list[PartKey] = []
+        if (peer := sender.get(action, -1)) >= 0:
+            while action not in posted[peer]:
+                group += post(peer)
+            group += post(peer)
+            nth = posted[peer].index(action)
+            del posted[peer][nth]
+            group.append(("recv", kind, like(stage), nth))
+            for message in itinerary.taken[action]:
+                group += end(message)
+        again, ends = (kind, stage) in seen, last.get((kind, stage)) == action
+        fresh = micro not in micros  # stamps of dropout are copied to the device
+        group.append((kind, like(stage), again, ends, fresh, not micros))
         if action in itinerary.sends:
-            sent[itinerary.sends[action][0]] = me
-        seen.add(pass_of)
-        micros.add(action.micro)
-        before, begun = me, None
-    return kinds, over, tuple(sent.values())
+            message, peer = itinerary.sends[action]
+            sent.setdefault(peer, []).append(message)
+            sent_by[message] = peer, stage
+            group.append(("send", kind, like(stage)))
+        seen.add((kind, stage))
+        micros.add(micro)
+        found.append(tuple(group))
+    return found + [(key,) for message in [*sent_by] for key in end(message)]
 
 
 def _moved(itinerary: Itinerary, pp: int, index: int, new_pp: int, new_index: int) -> Itinerary:
@@ -242,44 +230,27 @@ def _moved(itinerary: Itinerary, pp: int, index: int, new_pp: int, new_index: in
 
 
 def in_order(
-    parts: Sequence[StepPart], schedule: RankSchedule, pp: int, alike: Sequence[int]
+    parts: Sequence[StepPart], short: PartKeys, schedule: PartKeys
 ) -> list[tuple[int, ...]]:
     """Puts the parts of a short step in the order of a rank's own schedule.
 
     Args:
         parts: The parts of the short step.
-        schedule: The rank's own schedule.
-        pp: The ranks along pp.
-        alike: See `alike_chunks`.
+        short: The keys of its passes and messages.
+        schedule: Those of the rank's own schedule.
 
     Returns:
-        The numbers of the parts: of each pass, with what it receives and sends, and of each other
-        part.
+        The numbers of the parts; those that occur together are one tuple.
     """
-    before: list[int] = []  # what a pass begins with
-    recorded: list[tuple[list[int], list[int]]] = []  # until the end of each pass, and behind it
-    sends: dict[Like, int] = {}
-    found: list[tuple[int, ...]] = []
-    rest: list[int] = []
-    for number, (kind, stage, *_) in enumerate(parts):
-        if kind in ("start", "read the batch"):
-            found.append((number,))
-        elif kind in ("forward", "backward"):
-            recorded.append(([*before, number], []))
-            before = []
-        elif kind == "send":
-            recorded[-1][1].append(number)
-        elif kind == "recv":
-            before.append(number)
-        elif kind.endswith(" sent"):  # by the stage before the one that reads it
-            sender = kind.removesuffix(" sent")
-            stage = stage - 1 if sender == "forward" else stage + 1
-            sends.setdefault((sender, alike[stage // pp]), number)
-        else:
-            rest.append(number)
-    for number, over in schedule.passes:
-        (*received, own), after = recorded[number]
-        sent = (sends[one] for one in over if one in sends)
-        found.append((*received, *sent, own, *after))
-    rest[:0] = [sends[one] for one in schedule.ends if one in sends]
-    return [*found, *((number,) for number in rest)]
+    places = [i for i, part in enumerate(parts) if part.kind in ("forward", "backward", *MESSAGES)]
+    kinds = {parts[i].kind for i in places}  # a rank without activations exchanges no messages
+    numbers: dict[PartKey, int] = {}
+    mine = (key for group in short for key in group if key[0] in kinds)
+    for key, number in zip(mine, places, strict=True):
+        assert parts[number].kind == key[0]
+        numbers.setdefault(key, number)
+    known = {group: tuple(numbers[k] for k in group if k[0] in kinds) for group in {*schedule}}
+    begin = [(i,) for i in range(places[0])]
+    passes = [known[group] for group in schedule if known[group]]
+    between = {*range(places[0], len(parts))} - {*places}
+    return [*begin, *passes, *((i,) for i in sorted(between))]

@@ -23,7 +23,7 @@ from gridformer.parallel.pipeline.partition import link_names, stages_of, with_s
 from gridformer.record.events import Held, Kernel, Place
 from gridformer.record.step import StepPart, StepRecord
 
-_WORTH = 4  # if no more layers than these could be left out, the whole model is run
+_WORTH = 4  # two short steps take less time than one if so many layers are left out
 
 Ids = NDArray[np.int64]
 
@@ -35,7 +35,7 @@ class NotPeriodicError(Exception):
 # --------------------------------------------------------------------------- models with few layers
 
 
-def removable(run: RunConfig, decisions: Decisions, kept: int) -> int:
+def removable(run: RunConfig, decisions: Decisions, kept: int, worth: int | None = None) -> int:
     """Returns how many layers of each stage may be left out; 0 if the whole model is to be run.
 
     Without a pipeline, this is the number for each stack of layers.
@@ -44,14 +44,16 @@ def removable(run: RunConfig, decisions: Decisions, kept: int) -> int:
         run: The run.
         decisions: The result of `decide_run`.
         kept: How many layers the shortest stage of the shorter model keeps.
+        worth: If no more than these could be left out, the whole model is run.
     """
+    worth = _WORTH if worth is None else worth
     model = run.model
     if run.layout.pp == 1:
         least = min([model.n_layers, *([model.n_decoder_layers] if model.two_stacks else [])])
     else:
         stages = stages_of(model, run.layout.n_stages, decisions.choices.work)
         least = min(_longest(model, stage)[1] for stage in stages)
-    return least - kept if least >= kept + _WORTH else 0
+    return least - kept if least >= kept + worth else 0
 
 
 @contextmanager
@@ -147,10 +149,10 @@ def _extended(shorter: StepPart, longer: StepPart, more: int, numbers: _Numbers)
 def _may_grow(shorter: Any, longer: Any) -> bool:
     """Whether an event is that of the shorter step with the sizes of a layer more.
 
-    A layer adds at most a third to a size if there were three layers before.
+    A layer adds at most half to a size if there were two layers before.
     """
     if isinstance(longer, int) and not isinstance(longer, bool):
-        return 0 <= 3 * (longer - shorter) * (1 if longer > 0 else -1) <= abs(shorter)
+        return 0 <= 2 * (longer - shorter) * (1 if longer > 0 else -1) <= abs(shorter)
     if isinstance(longer, Place):
         return longer.backward == shorter.backward and longer.function == shorter.function
     if isinstance(longer, tuple):

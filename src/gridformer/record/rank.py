@@ -9,11 +9,13 @@ the order of each.
 from __future__ import annotations
 
 import copy
+import math
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -36,7 +38,7 @@ from gridformer.record.events import (
     Trace,
     Wait,
 )
-from gridformer.record.itineraries import ShortSchedule, alike_chunks, in_order, shortened
+from gridformer.record.itineraries import ShortSchedule, in_order, shortened, stages_held
 from gridformer.record.layers import NotPeriodicError, removable, with_layers, without_layers
 from gridformer.record.step import StepPart, StepRecord, on_devices, record_step
 from gridformer.utils.fork_pool import is_copy, on_all_cores
@@ -44,7 +46,8 @@ from gridformer.utils.process import no_garbage_collection
 
 _PASSES = ("forward", "backward")
 _FEW = 3  # micro-batches without a pipeline, of which the second stands for all in the middle
-_KEPT = (3, 5, 8)  # layers of the shortest stage of the shorter step, in turn until layers repeat
+_KEPT = (2, 3, 5, 8)  # layers of the shortest stage of the shorter step, until layers repeat
+Extent = Literal["composed", "few layers", "all layers", "complete"]
 
 
 class RecordOptions(NamedTuple):
@@ -55,14 +58,18 @@ class RecordOptions(NamedTuple):
         kernels: Whether kernels and read-backs are recorded, too.
         storages: Whether memory is recorded.
         training: Whether it is an optimizer step; otherwise an evaluation of one global batch.
-        all_layers: Whether all layers run, so that events have their names.
+        extent: `composed` is the whole step, of which few layers and passes run. With `few layers`
+            it has only the layers that run, and with `all layers` all of them run, so that events
+            have their names. `complete` runs every pass, too.
+        until: The time (`time.monotonic`) after which no step is begun.
     """
 
     backend: Backend = "nccl"
     kernels: bool = False
     storages: bool = False
     training: bool = True
-    all_layers: bool = False
+    extent: Extent = "composed"
+    until: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -90,8 +97,7 @@ def trace_rank(
 ) -> Trace:
     """Traces one complete step of one rank, as it would run on GPUs over NCCL.
 
-    It registers a device type in this process, so call it in a process of its own (see
-    `trace_ranks`), which must not belong to a process group.
+    It registers a device type in this process, which must not belong to a process group.
 
     Args:
         run: The checked run.
@@ -117,6 +123,8 @@ def record_ranks(
 ) -> list[RankRecord]:
     """Records the steps of ranks.
 
+    It registers a device type in this process, which must not belong to a process group.
+
     Args:
         run: The checked run.
         lines: The ranks. Those of one list differ only in their place along pp, and their stages
@@ -128,7 +136,7 @@ def record_ranks(
 
     Returns:
         The records, in the order of ranks. That of a step that fails has no parts, and its trace
-        ends with the error.
+        ends with the error; that of a step for which there was no time has no trouble, either.
     """
     found: list[RankRecord] = []
     left = [_Line(run, line, decisions, how) for line in lines]
@@ -169,8 +177,10 @@ class _Line:
         Args:
             kept: How many layers the shortest stage of the shorter step keeps; 0 keeps all.
         """
+        if self.how.extent == "few layers":
+            return [partial(self._recorded, removable(self.run, self.decisions, kept + 1, 0))]
         fewer = removable(self.run, self.decisions, kept) if kept else 0
-        if not fewer or self.how.all_layers:
+        if not fewer or self.how.extent != "composed":
             return [partial(self._recorded, 0)]
         return [partial(self._recorded, fewer - 1), partial(self._recorded, fewer)]
 
@@ -180,9 +190,11 @@ class _Line:
         if not longer.parts:
             trace = longer.trace
             return [RankRecord(replace(trace, rank=rank), longer, []) for rank in self.ranks]
+        if self.how.extent == "complete":
+            return [RankRecord(longer.trace, longer, [tuple(range(len(longer.parts)))])]
         record = self._with_layers(longer, *shorter)
         stages = mesh_ranks(self.run.layout, self.decisions.block).flatten(1).tolist()
-        composer = _Composer(record.parts, self.how.kernels)
+        composer = _Composer(record.parts)
         found = []
         for rank, order in zip(self.ranks, self._orders(record.parts)):
             if order is None:
@@ -222,33 +234,38 @@ class _Line:
         return longer
 
     @cached_property
-    def _schedule(self) -> tuple[list[int], ShortSchedule]:
-        """Which chunks of the rank are alike, and its short schedule."""
+    def _schedule(self) -> ShortSchedule:
+        """The short schedule of the rank."""
         stages = mesh_ranks(self.run.layout, self.decisions.block).flatten(1).tolist()
         place = {one: number for number, stage in enumerate(stages) for one in stage}
         places = [place[one] for one in self.ranks]
-        alike = alike_chunks(self.run, self.decisions, places[0])
-        return alike, shortened(self.run.layout, places, self.how.training, alike)
+        held = stages_held(self.run, self.decisions)[places[0]]
+        alike = [held.index(stage) for stage in held]
+        return shortened(self.run.layout, places, self.how.training, alike)
 
     @property
     def _follows(self) -> Itinerary | list[int]:
         """What the rank runs."""
         m = self.run.layout.micro_batches
         if self.run.layout.pp > 1:
-            return self._schedule[1].itinerary
+            return self._schedule.itinerary
         # The first makes gradients, and the last one begins their sums.
-        return sorted({0, m - 1, *([min(1, m - 1)] if self._middle else [])})
+        return sorted({0, min(1, m - 1), m - 1})
 
     def _recorded(self, fewer: int) -> StepRecord:
         """Records the short step with so many layers fewer in each stage."""
-        run, rank, (backend, kernels, storages, training, _) = self.run, self.ranks[0], self.how
+        run, rank = self.run, self.ranks[0]
+        backend, kernels, storages, training, extent, until = self.how
+        if time.monotonic() > until:
+            return StepRecord(Trace(rank))
+        complete = extent == "complete"
         with without_layers(run, self.decisions, fewer) as part:
             record = record_step(
                 *(part, rank, self.decisions, backend, training, kernels or storages, storages),
-                complete=False,
-                follows=self._follows,
+                complete=complete,
+                follows=None if complete else self._follows,
             )
-        if record.parts:
+        if record.parts and not complete:
             record.trace.events = []
         return record
 
@@ -256,23 +273,15 @@ class _Line:
         """Returns the numbers of the parts of each rank; None if it has others."""
         layout = self.run.layout
         if layout.pp > 1:
-            alike, short = self._schedule
-            return [
-                None if schedule is None else in_order(parts, schedule, layout.pp, alike)
-                for schedule in short.schedules
-            ]
+            _, short, schedules = self._schedule
+            return [None if one is None else in_order(parts, short, one) for one in schedules]
         passes = [i for i, part in enumerate(parts) if part.kind in _PASSES]
         each = len(passes) // _FEW  # those of a micro-batch
         order: list[int] = [*range(len(parts))]
-        if self._middle and layout.micro_batches > _FEW:
+        if layout.micro_batches > _FEW:
             again = passes[each : 2 * each] * (layout.micro_batches - _FEW)
             order[passes[2 * each] : passes[2 * each]] = again
         return [[(number,) for number in order]]
-
-    @property
-    def _middle(self) -> bool:
-        """Whether a micro-batch in the middle counts, which holds no more than others."""
-        return self.how.kernels or not self.how.storages
 
 
 def _groups_of(run: RunConfig, rank: int, decisions: Decisions, backend: Backend) -> Trace:
@@ -320,12 +329,10 @@ class _Composer:
 
     Args:
         parts: The parts of the short step.
-        kernels: Whether kernels are recorded. Then parts that occur several times are one event.
     """
 
-    def __init__(self, parts: Sequence[StepPart], kernels: bool) -> None:
+    def __init__(self, parts: Sequence[StepPart]) -> None:
         self._kinds = [part.kind for part in parts]
-        self._kernels = kernels
         self._recorded = [[e for e in part.events if not isinstance(e, Held)] for part in parts]
         self._moved: Callable[[Start], Start] = lambda start: start
         self._groups: dict[tuple[int, ...], _Group] = {}
@@ -342,7 +349,7 @@ class _Composer:
     ) -> bool:
         """Puts the parts into the groups of another rank; returns whether that has them all.
 
-        Where kernels are recorded, groups get names that tell them apart.
+        Groups get names that tell them apart.
 
         Args:
             one: A trace of the rank that was recorded.
@@ -359,7 +366,7 @@ class _Composer:
             purpose = member.purpose
             ranks = tuple(sorted(there[r] for r in member.ranks))
             found = theirs.get((purpose, frozenset(ranks)))
-            if self._kernels and (own is None or found is not None):
+            if own is None or found is not None:
                 found = Member(f"{purpose} {[*ranks]}", purpose, ranks)
             groups[member.name] = found
 
@@ -394,7 +401,7 @@ class _Composer:
                     del left[like][nth]
             passed = Passed(group.events, begun, others, not group.crossing)
             begun += group.n_starts
-            if self._kernels and times[numbers] > 1:
+            if times[numbers] > 1:
                 found.append(passed)
             else:
                 found += passed.unfolded()

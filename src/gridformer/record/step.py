@@ -82,7 +82,10 @@ _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
 }
 _OUTSIDE = "embedding, loss"
 # Parts of a step that make neither copies nor gradients.
-_MESSAGES = ("send", "recv", "forward sent", "backward sent")
+MESSAGES = (
+    *("send", "recv", "forward posted", "backward posted"),
+    *("forward sent", "backward sent"),
+)
 ACTIVATIONS = tuple(f"activations: {kind}" for kind in (*_MODULES, _OUTSIDE))
 KINDS = (*STATES, *ACTIVATIONS, "recomputed", "workspace")
 
@@ -91,9 +94,9 @@ class StepPart(NamedTuple):
     """A part of a step.
 
     Attributes:
-        kind: `start` for what comes before the step; `forward`, `backward`, `send`, `recv`,
-            `forward sent` and `backward sent` (the end of a send), or another part of the step; it
-            is empty for what comes after it.
+        kind: `start` for what comes before the step; `forward`, `backward`, one of `MESSAGES`
+            (where a receive is posted, `recv` waits for it, and `forward sent` for a send), or
+            another part of the step; it is empty for what comes after it.
         stage: The stage, or -1.
         micro: The micro-batch, or -1.
         events: What is recorded from the end of the part before it to its own end. Its messages
@@ -341,7 +344,7 @@ def _watching(stepper: Stepper, tracker: MemoryTracker, held: list[Tensor]) -> I
 
     def was_done(event: Event) -> None:
         tracker.at("")
-        if event.kind not in _MESSAGES:
+        if event.kind not in MESSAGES:
             mark_copies(copies)
             tracker.mark((p.grad for p in held if p.grad is not None), "gradients")
         told(event)

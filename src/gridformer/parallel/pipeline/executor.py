@@ -258,8 +258,11 @@ class _Run:
             entering = Activations(**entered)
             del entered
             leaving, roots = self.executor.forward(action, micro.batch, entering, self.finish)
-        if stage < len(self.model.stages) - 1:
-            made = [getattr(leaving, name) for name in self.stage_io.names(stage + 1)]
+            last = stage == len(self.model.stages) - 1
+            names = () if last else self.stage_io.names(stage + 1)
+            made = [getattr(leaving, name) for name in names]
+            del entering, leaving
+        if not last:
             self._send(action, made)
         if self.training:
             self._kept[stage, action.micro] = leaves, roots
@@ -278,21 +281,22 @@ class _Run:
             last = completed is not None
             with self.executor.sums.last_backward(completed) if last else nullcontext():
                 self.executor.backward(action, leaves, roots, grads)
-            del grads
+            made = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves.values()]
+            del grads, leaves, roots
         if action.stage:
-            grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves.values()]
-            self._send(action, grads)
+            self._send(action, made)
 
     # ------------------------------------------------------------------ messages
 
-    def _send(self, action: Action, made: Sequence[Tensor]) -> None:
+    def _send(self, action: Action, made: list[Tensor]) -> None:
+        """Sends tensors, which are taken out of their list."""
         if self.stage_io.absent:
             return
         message, to = self.itinerary.sends[action]
         with self.executor.timed("send", action):
-            self._sent[message] = [
-                self.executor.channel.send(self.stage_io.slice(x), to, LABEL) for x in made
-            ]
+            sent = self._sent[message] = []
+            while made:
+                sent.append(self.executor.channel.send(self.stage_io.slice(made.pop(0)), to, LABEL))
 
     def _receive(self, action: Action) -> dict[str, Tensor]:
         """Receives the inputs of an action, by their names in `Activations`."""
@@ -315,12 +319,11 @@ class _Run:
         if not self._queues[peer]:
             return
         action = self._queues[peer].popleft()
-        entering = self._empty_inputs(action)
-        channel = self.executor.channel
-        pending = [
-            channel.receive(self.stage_io.receive_buffer(x), peer, LABEL) for x in entering.values()
-        ]
-        self._coming[action] = entering, pending
+        channel, buffer = self.executor.channel, self.stage_io.receive_buffer
+        with self.executor.timed(f"{action.kind} posted", action):
+            entering = self._empty_inputs(action)
+            pending = [channel.receive(buffer(x), peer, LABEL) for x in entering.values()]
+            self._coming[action] = entering, pending
 
     def _empty_inputs(self, action: Action) -> dict[str, Tensor]:
         return self.executor.empty_inputs(action, self.work[action.micro].batch)
