@@ -153,7 +153,7 @@ def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> PartKeys:
     """
     queues = {peer: deque(coming) for peer, coming in itinerary.arrivals.items()}
     sender = {action: peer for peer, coming in itinerary.arrivals.items() for action in coming}
-    last = {(a.kind, a.stage): a for a in itinerary.actions if a.kind == "backward"}
+    last = {a.stage: a for a in itinerary.actions if a.kind == "backward"}
     posted: dict[int, list[Action]] = {peer: [] for peer in queues}
     sent: dict[int, list[Action]] = {}
     sent_by: dict[Action, tuple[int, int]] = {}  # the other rank, and the stage
@@ -191,7 +191,7 @@ def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> PartKeys:
             group.append(("recv", kind, like(stage), nth))
             for message in itinerary.taken[action]:
                 group += end(message)
-        again, ends = (kind, stage) in seen, last.get((kind, stage)) == action
+        again, ends = (kind, stage) in seen, last.get(stage) == action
         fresh = micro not in micros  # stamps of dropout are copied to the device
         group.append((kind, like(stage), again, ends, fresh, not micros))
         if action in itinerary.sends:
