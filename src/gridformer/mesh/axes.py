@@ -130,19 +130,19 @@ class Axes:
             label: The prefix of the names of the axes.
         """
         label = f"{label}{n_blocks}"
-        found = Split(label, f"{label}_copy", f"row_{label}_copy")
+        split = Split(label, f"{label}_copy", f"row_{label}_copy")
         axis = self[name]
         each = axis.size // n_blocks
-        if found.block not in self.further:
+        if split.block not in self.further:
             made = {
-                found.block: Axis(found.block, n_blocks, axis.index // each),
-                found.copy: self._copies(name, each, (), found.copy),
+                split.block: Axis(split.block, n_blocks, axis.index // each),
+                split.copy: self._copies(name, each, (), split.copy),
             }
-            made[found.row_copy] = replace(made[found.copy], name=found.row_copy)
+            made[split.row_copy] = replace(made[split.copy], name=split.row_copy)
             if self.row.size > 1:
-                made[found.row_copy] = self._copies(name, each, ("row",), found.row_copy)
+                made[split.row_copy] = self._copies(name, each, ("row",), split.row_copy)
             self.further.update(made)
-        return found
+        return split
 
     def _copies(self, name: str, each: int, over: Sequence[str], new: str) -> Axis:
         """Creates the axis of the ranks in one block of `each` ranks along an axis."""

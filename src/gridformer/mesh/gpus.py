@@ -113,20 +113,20 @@ def identity(gpu: int | None, rank: int) -> str:
 
 def device_or_problem(identities: Sequence[str]) -> str:
     """Returns whether a run uses CPUs or GPUs, or a sentence that says why it cannot start."""
-    found = [tuple(json.loads(text)) for text in identities]
-    without = [rank for rank, (_, gpu) in enumerate(found) if not gpu]
-    if len(without) == len(found):
+    places = [tuple(json.loads(text)) for text in identities]
+    without = [rank for rank, (_, gpu) in enumerate(places) if not gpu]
+    if len(without) == len(places):
         return CPU
     if without:
-        rank = next(rank for rank, (_, gpu) in enumerate(found) if gpu)
+        rank = next(rank for rank, (_, gpu) in enumerate(places) if gpu)
         return (
-            f"rank {without[0]} on {found[without[0]][0]} has no GPU of its own, but rank {rank} "
-            f"on {found[rank][0]} has one ({len(without)} of {len(found)} ranks have none): start "
-            "at most as many processes on a machine as it has GPUs, or use train.device=cpu"
+            f"rank {without[0]} on {places[without[0]][0]} has no GPU of its own, but rank {rank} "
+            f"on {places[rank][0]} has one ({len(without)} of {len(places)} ranks have none): "
+            "start at most as many processes on a machine as it has GPUs, or use train.device=cpu"
         )
-    (gpu, times), *_ = Counter(found).most_common(1)
+    (gpu, times), *_ = Counter(places).most_common(1)
     if times > 1 and not gpus_are_shared():
-        ranks = [str(rank) for rank, here in enumerate(found) if here == gpu]
+        ranks = [str(rank) for rank, here in enumerate(places) if here == gpu]
         return (
             f"ranks {', '.join(ranks[:-1])} and {ranks[-1]} on {gpu[0]} all see the same single "
             "GPU: let the launcher give each its own (srun --gpus-per-task=1), or start one "
@@ -158,11 +158,11 @@ def _n_visible(env: RankEnv | None, n_processes: int = 1) -> int:
 
 def _cannot_share() -> str | None:
     """Returns why this NCCL cannot let processes share a GPU; None if it can."""
-    found = nccl_version()
-    if found is None or found[:2] >= _SHARING_SINCE:
+    loaded = nccl_version()
+    if loaded is None or loaded[:2] >= _SHARING_SINCE:
         return None
     return (
-        f"{SHARING} is set, so that processes share GPUs, but NCCL {'.'.join(map(str, found))} "
+        f"{SHARING} is set, so that processes share GPUs, but NCCL {'.'.join(map(str, loaded))} "
         "cannot do that: install NCCL 2.30 or newer, or use a layout of at most one process for "
         "each GPU"
     )

@@ -109,11 +109,11 @@ def init_process_groups(
     timeout = timedelta(seconds=timeout_s + margin_s)
     store = store_of(place)
     store.set_timeout(timeout)
-    found = share_result(place, "gpu", identity(gpu, place.rank), device_or_problem)
-    if found not in (CPU, GPU):  # unequal backends would make the run hang
+    judgment = share_result(place, "gpu", identity(gpu, place.rank), device_or_problem)
+    if judgment not in (CPU, GPU):  # unequal backends would make the run hang
         if place.rank == 0:
             wait_until_heard(place, "gpu", _HEARD_S)
-        raise UserError(found)
+        raise UserError(judgment)
     backend = "gloo" if gpu is None else "nccl"
     # Messages between stages have groups of their own, as what torch would print recommends.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")

@@ -50,8 +50,8 @@ def in_few_layers(config: ModelConfig) -> list[tuple[int, ModelConfig]]:
 
 def count_parameters(config: ModelConfig) -> int:
     """Returns the number of parameter elements of a model, counting shared parameters once."""
-    found = 0
+    total = 0
     with torch.device("meta"):
         for times, model in in_few_layers(config):
-            found += times * sum(parameter.numel() for parameter in build_model(model).parameters())
-    return found
+            total += times * sum(parameter.numel() for parameter in build_model(model).parameters())
+    return total

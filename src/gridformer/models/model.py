@@ -83,9 +83,9 @@ class Activations:
         """
         if entering is None:
             return None, None
-        found = entering.hidden, entering.memory
+        taken = entering.hidden, entering.memory
         entering.hidden = entering.memory = None
-        return found
+        return taken
 
 
 @dataclass(frozen=True)
@@ -289,8 +289,8 @@ class Model(nn.Module):
 
     def sites(self) -> dict[str, int]:
         """Returns the name and the `sample_block` of each module that drops elements."""
-        found = [module for module in self.modules() if isinstance(module, DropoutSite)]
-        return {module.site: module.sample_block for module in found if module.p > 0.0}
+        sites = [module for module in self.modules() if isinstance(module, DropoutSite)]
+        return {module.site: module.sample_block for module in sites if module.p > 0.0}
 
     def _add_heads(self, std: float) -> None:
         """Adds the heads of sequences and spans that the config names."""
@@ -320,8 +320,8 @@ class Model(nn.Module):
 
     def _branch_modules(self) -> tuple[str, ...]:
         """Returns the names of the heads of `_add_heads`."""
-        found = {"classifier": bool(self.config.n_labels), "span": self.config.span_head}
-        return tuple(name for name, there in found.items() if there)
+        heads = {"classifier": bool(self.config.n_labels), "span": self.config.span_head}
+        return tuple(name for name, there in heads.items() if there)
 
     def _link_names(self) -> list[str]:
         return [link.name for link in self.links()]

@@ -88,7 +88,7 @@ class Branched(SchemeSpec):
     def reasons(self, choices: Choices, layout: LayoutConfig) -> list[str]:
         branched = [name for name, choice in choices.products.items() if not choice.common]
         share = choices.branched_parameters / choices.parameters
-        found = [
+        sentences = [
             f"branches: {', '.join(branched) or 'no product'} in {layout.branches} branches, "
             f"{share:.0%} of the parameters, whose gradients are summed over dp={layout.dp} "
             "processes"
@@ -99,7 +99,7 @@ class Branched(SchemeSpec):
             if joined and joined[0].parts:
                 entering = (joined[0].n_out + joined[0].copied) / joined[0].n_in
                 leaving = joined[0].parts[0][0] / joined[0].n_in
-            found.append(
+            sentences.append(
                 f"attention: slices of q, k and v enter the branches, {entering:g} h per token, "
                 f"and the heads' outputs leave them, {_times_h(leaving)} per token"
             )
@@ -110,11 +110,11 @@ class Branched(SchemeSpec):
             far = f"{beyond[0]} go between them"
             if layout.nodes_per_rack:
                 far = f"{beyond[0]} go between nodes of a rack, and {beyond[1]} between racks"
-            found.append(
+            sentences.append(
                 f"order: {layout.order}; of the messages of one split {within} stay within "
                 f"nodes of {k} and {far}"
             )
-        return found
+        return sentences
 
     def replica_elements(self, choices: Choices, layout: LayoutConfig, again: float) -> float:
         outside, inside = choices.head_parameters, choices.branched_parameters

@@ -25,9 +25,9 @@ def check_layout(run: RunConfig) -> None:
     Raises:
         ConfigError: It lists every broken rule with changes that work.
     """
-    found = problems(run)
-    if found:
-        raise ConfigError([str(problem) for problem in found])
+    refusals = problems(run)
+    if refusals:
+        raise ConfigError([str(problem) for problem in refusals])
 
 
 def problems(run: RunConfig) -> list[Refusal]:
@@ -313,5 +313,7 @@ def _one(key: str, values: Iterable[Any], at_most: int = 1) -> Fix:
 def _multiples_near(value: int, factor: int) -> list[int]:
     """Returns multiples of `factor`, the nearest to `value` first."""
     below = value // factor * factor
-    found = [n for i in range(20) for n in (below - i * factor, below + (i + 1) * factor) if n > 0]
-    return sorted(found, key=lambda n: abs(n - value))
+    multiples = [
+        n for i in range(20) for n in (below - i * factor, below + (i + 1) * factor) if n > 0
+    ]
+    return sorted(multiples, key=lambda n: abs(n - value))

@@ -193,10 +193,10 @@ def cast(weight: Tensor, dtype: torch.dtype, padded: bool = False) -> Tensor:
         return copy.together.of(several)
     if weight.dtype == dtype:
         return weight
-    found = _copy_behind(weight, dtype)
-    if found is None:
+    behind = _copy_behind(weight, dtype)
+    if behind is None:
         return weight.detach().to(dtype)
-    parameter, copy = found
+    parameter, copy = behind
     value = copy.of(parameter)
     value = value if padded else value[: len(parameter)]
     return value if _is_alike(weight, parameter) else value.t()
@@ -212,10 +212,10 @@ def make_copies(parameters: Iterable[Tensor]) -> None:
 
 def padded_columns(weight_IO: Tensor, dtype: torch.dtype) -> int:
     """Returns the number of columns of `cast(weight_IO, dtype, padded=True)`."""
-    found = _copy_behind(weight_IO, dtype)
-    if found is None or _is_alike(weight_IO, found[0]):
+    behind = _copy_behind(weight_IO, dtype)
+    if behind is None or _is_alike(weight_IO, behind[0]):
         return weight_IO.shape[1]
-    return found[1].rows(weight_IO.shape[1])
+    return behind[1].rows(weight_IO.shape[1])
 
 
 def parameter_behind(weight: Tensor) -> Tensor | None:

@@ -59,12 +59,12 @@ class DropoutRng:
         """Returns a site's counter for the step and the rows that are set, int64 [COUNTER_SIZE]."""
         self.device = device
         counters = self._of_now()
-        found = counters.get(site)
-        if found is None:  # of a module outside of a model
+        counter = counters.get(site)
+        if counter is None:  # of a module outside of a model
             keys = rng.keys((self.seed, self.step), [site])
             counters.update(self._made({site: sample_block}, keys))
-            found = counters[site]
-        return found
+            counter = counters[site]
+        return counter
 
     def _of_now(self) -> dict[str, Tensor]:
         """Returns the counters of all sites. Those of a step are kept until the next one begins."""
@@ -73,10 +73,10 @@ class DropoutRng:
             self._moment, self._counters = moment, {}
             self._keys = rng.keys((self.seed, self.step), self.sites)
         rows = self.first_sample, self.n_samples
-        found = self._counters.get(rows)
-        if found is None:
-            found = self._counters[rows] = self._made(self.sites, self._keys)
-        return found
+        counters = self._counters.get(rows)
+        if counters is None:
+            counters = self._counters[rows] = self._made(self.sites, self._keys)
+        return counters
 
     def _made(self, sites: Mapping[str, int], keys: NDArray[np.uint32]) -> dict[str, Tensor]:
         """Makes the counters of sites with these halves of keys, without waiting for a GPU."""

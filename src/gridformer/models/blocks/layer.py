@@ -141,14 +141,14 @@ class StyledLayer(Layer):
         if self.post:
             x = self.norm1(x + self.dropout1(self.attention(x, mask, cache)))
             if self.crossed:
-                found = self.cross_attention(x, memory, memory_mask, cache)
-                x = self.cross_norm(x + self.cross_dropout(found))
+                crossed = self.cross_attention(x, memory, memory_mask, cache)
+                x = self.cross_norm(x + self.cross_dropout(crossed))
             done: Tensor = self.norm2(x + self.dropout2(self.mlp(x)))
             return done
         x = x + self.dropout1(self.attention(self.norm1(x), mask, cache))
         if self.crossed:
-            found = self.cross_attention(self.cross_norm(x), memory, memory_mask, cache)
-            x = x + self.cross_dropout(found)
+            crossed = self.cross_attention(self.cross_norm(x), memory, memory_mask, cache)
+            x = x + self.cross_dropout(crossed)
         return x + self.dropout2(self.mlp(self.norm2(x)))
 
 

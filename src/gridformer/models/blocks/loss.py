@@ -93,8 +93,8 @@ class LabelLoss(nn.Module):
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         each, wanted = by_label(logits, labels), labels.flatten()
         if wanted.is_floating_point():
-            found = _wide(each).squeeze(1)
-            wrong = found - wanted.nan_to_num().to(found.dtype)
+            numbers = _wide(each).squeeze(1)
+            wrong = numbers - wanted.nan_to_num().to(numbers.dtype)
             return wrong.square().masked_fill(~counts(wanted), 0.0).sum()
         return F.cross_entropy(_wide(each), wanted, ignore_index=IGNORE, reduction="sum")
 
@@ -144,8 +144,8 @@ def chunked_loss(
         for start in range(0, s, places)
     ]
     if torch.is_grad_enabled():
-        found: Tensor = _ChunkedLoss.apply(hidden_BSH, chunks, head, loss, *parameters)
-        return found
+        of_chunks: Tensor = _ChunkedLoss.apply(hidden_BSH, chunks, head, loss, *parameters)
+        return of_chunks
     total: Tensor | None = None
     for chunk, wanted in loop(chunks):
         part = loss(head(hidden_BSH[:, chunk]), wanted)
@@ -172,13 +172,13 @@ class _ChunkedLoss(torch.autograd.Function):
                     hidden = hidden_BSH[:, chunk].detach().requires_grad_()
                     part = loss(head(hidden), targets)
                     read = (hidden, *parameters)
-                    found = torch.autograd.grad(part, read, allow_unused=True)
+                    gradients = torch.autograd.grad(part, read, allow_unused=True)
                 total = part.detach() if total is None else total + part.detach()
-                grad_hidden[:, chunk] = found[0]
-                for sum_, more in zip(sums, found[1:], strict=True):
+                grad_hidden[:, chunk] = gradients[0]
+                for sum_, more in zip(sums, gradients[1:], strict=True):
                     if more is not None:  # None if a product has added it to the sum itself
                         sum_.add(more)
-                del part, found, more
+                del part, gradients, more
         assert total is not None
         ctx.grads = [grad_hidden, *(sum_.value for sum_ in sums)]
         ctx.dtypes = [hidden_BSH.dtype, *(p.dtype for p in parameters)]
@@ -186,9 +186,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        found, ctx.grads = ctx.grads, None
-        assert found is not None, "a second backward pass through a chunked loss"
-        scaled = [gradient.mul_(grads[0]) for gradient in found]
+        kept, ctx.grads = ctx.grads, None
+        assert kept is not None, "a second backward pass through a chunked loss"
+        scaled = [gradient.mul_(grads[0]) for gradient in kept]
         grad_hidden, *rest = [gradient.to(dtype) for gradient, dtype in zip(scaled, ctx.dtypes)]
         return grad_hidden, None, None, None, *rest
 

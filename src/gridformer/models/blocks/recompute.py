@@ -122,8 +122,8 @@ class Recompute:
         entering = _Input(x)
 
         def run() -> Tensor:  # without arguments, which torch expects to be on one device
-            found: Tensor = block(entering.take(), *rest)
-            return found if self.stops_early else _Begin.apply(found)
+            result: Tensor = block(entering.take(), *rest)
+            return result if self.stops_early else _Begin.apply(result)
 
         with set_checkpoint_early_stop(self.stops_early):
             out = checkpoint(run, use_reentrant=False, preserve_rng_state=False)

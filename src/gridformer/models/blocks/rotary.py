@@ -65,10 +65,12 @@ class RotaryPositions(nn.Module):
         factor = self.scaling.attention if self.scaling else 1.0
         cos, sin = angles.cos() * factor, angles.sin() * factor
         both = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-        found = Rotation(*(x.to(dtype) for x in both))
+        rotation = Rotation(*(x.to(dtype) for x in both))
         if positions is None:
-            return found
-        return Rotation(*(F.embedding(positions - start, x.squeeze(1)).unsqueeze(2) for x in found))
+            return rotation
+        return Rotation(
+            *(F.embedding(positions - start, x.squeeze(1)).unsqueeze(2) for x in rotation)
+        )
 
     def _frequencies(self, device: torch.device) -> Tensor:
         """Returns the radians per position of each pair of features, [d/2] in float32."""

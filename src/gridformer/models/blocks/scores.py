@@ -166,8 +166,8 @@ class _InParts(torch.autograd.Function):
     ) -> Tensor:
         out = empty_heads(q)
         for queries, keys in mask.parts():
-            found = (q[:, :, queries], k[:, :, keys], v[:, :, keys])
-            out[:, :, queries] = _attend(*found, mask.part(queries, keys), scale)
+            some = (q[:, :, queries], k[:, :, keys], v[:, :, keys])
+            out[:, :, queries] = _attend(*some, mask.part(queries, keys), scale)
         ctx.save_for_backward(q, k, v)
         ctx.mask, ctx.scale = mask, scale
         return out
@@ -177,8 +177,8 @@ class _InParts(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for queries, keys in ctx.mask.parts():
-            found = (q[:, :, queries], k[:, :, keys], v[:, :, keys])
-            some = [x.detach().requires_grad_() for x in found]
+            views = (q[:, :, queries], k[:, :, keys], v[:, :, keys])
+            some = [x.detach().requires_grad_() for x in views]
             part = ctx.mask.part(queries, keys)
             with torch.enable_grad():
                 out = _attend(some[0], some[1], some[2], part, ctx.scale)

@@ -32,14 +32,14 @@ _RUN: dict[torch.device, bool] = {}
 
 def _run_on(device: torch.device) -> bool:
     """Returns whether a GPU is one of NVIDIA with the shared memory that tiles need, and Triton."""
-    found = _RUN.get(device)
-    if found is None:
+    runs = _RUN.get(device)
+    if runs is None:
         nvidia = torch.version.cuda is not None
-        found = device.type != "cuda" or (
+        runs = device.type != "cuda" or (
             nvidia and torch.cuda.get_device_capability(device) >= (8, 0) and triton_works()
         )
-        _RUN[device] = found
-    return found
+        _RUN[device] = runs
+    return runs
 
 
 @cache

@@ -125,12 +125,12 @@ def scores(
             keys [2, n_rows], if `DOCUMENTS`.
     """
     wide: tl.constexpr = tl.float64 if q.dtype == tl.float64 else tl.float32
-    found = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], wide), PRECISION)
-    found = found * tl.full([1, 1], SCALE, wide)
+    x = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], wide), PRECISION)
+    x = x * tl.full([1, 1], SCALE, wide)
     seen = (column < n_columns)[None, :]
     if BIAS:
         place = row[:, None].to(tl.int64) * n_columns + column[None, :]
-        found += tl.load(bias + place, (row < n_rows)[:, None] & seen, 0.0).to(found.dtype)
+        x += tl.load(bias + place, (row < n_rows)[:, None] & seen, 0.0).to(x.dtype)
     if VALID:
         kept = (tl.load(valid + column, column < n_columns, 0) != 0)[None, :]
         if WINDOW > 0:  # a padded query, whose window may hold only padding, sees itself
@@ -144,7 +144,7 @@ def scores(
         begin = tl.load(documents + row, row < n_rows, 0)
         end = tl.load(documents + n_rows + row, row < n_rows, 0)
         seen = seen & (column[None, :] >= begin[:, None]) & (column[None, :] < end[:, None])
-    return tl.where(seen, found, float("-inf"))
+    return tl.where(seen, x, float("-inf"))
 
 
 @triton.jit
@@ -163,10 +163,10 @@ def within(documents, begin, end, start, size, length, TILE: tl.constexpr):
 @triton.jit
 def dropout_key(counter, THRESHOLD: tl.constexpr):
     """Returns the two halves of a key and the index of the first sample; zeros without dropout."""
-    found = (tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64))
+    key = (tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64))
     if THRESHOLD > 0:
-        found = load_counter(counter)
-    return found
+        key = load_counter(counter)
+    return key
 
 
 @triton.jit

@@ -162,9 +162,9 @@ class _Plan:
 
     def groups(self) -> list[tuple[int, ...]]:
         """Returns all groups that exchange anything, each once, equal on every process."""
-        found = [group for planned in self.sections for group in planned.segments()]
-        found += [_members(grid) for grid in self.grids.values()]
-        return [*dict.fromkeys(group for group in found if len(group) > 1)]
+        groups = [group for planned in self.sections for group in planned.segments()]
+        groups += [_members(grid) for grid in self.grids.values()]
+        return [*dict.fromkeys(group for group in groups if len(group) > 1)]
 
 
 class _Holder(nn.Module):
@@ -321,12 +321,12 @@ def divide(grid: Grid, g: int) -> list[Grid]:
     if not 1 <= g <= n:
         raise ValueError(f"{n} processes cannot form {g} sub-grids: use 1 to {n}")
     small, larger = divmod(n, g)
-    found, start = [], 0
+    grids, start = [], 0
     for index in range(g):
         stop = start + small + (index < larger)
-        found.append(Grid(grid.ranks[start:stop]))
+        grids.append(Grid(grid.ranks[start:stop]))
         start = stop
-    return found
+    return grids
 
 
 def assign(costs: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:

@@ -197,8 +197,8 @@ class Section:
         if columns is None:
             return comm.reduce_scatter(parts, axis, 1, "sum").squeeze(1)
         shapes = [_with(parts[:, 0], columns.dim, columns.width(y)) for y in range(axis.size)]
-        found = comm.all_to_all([*parts.unbind(1)], shapes, axis, "concat")
-        return self._joined(found, columns, parts.shape[0], z)
+        blocks = comm.all_to_all([*parts.unbind(1)], shapes, axis, "concat")
+        return self._joined(blocks, columns, parts.shape[0], z)
 
     def _spread_first(self, x: Tensor, columns: Columns | None, n_samples: int) -> Tensor:
         axis = self._segment
@@ -215,10 +215,10 @@ class Section:
             total = comm.reduce(z.clone(), axis, 0, "sum")
             return total if self.on_source else self._elsewhere(z, z.shape, n_samples)
         shapes = [_with(z, columns.dim, columns.width(y)) for y in range(axis.size)]
-        found = comm.gather(z, shapes, axis, 0, "concat")
-        if found is None:
+        blocks = comm.gather(z, shapes, axis, 0, "concat")
+        if blocks is None:
             return self._elsewhere(z, _with(z, columns.dim, columns.total), n_samples)
-        return self._joined(found, columns, z.shape[0], z)
+        return self._joined(blocks, columns, z.shape[0], z)
 
     def _spread_messages(self, x: Tensor, columns: Columns | None, n_samples: int) -> Tensor:
         out = self._new(self._inside(x, columns, n_samples), x)

@@ -137,15 +137,15 @@ class FlatBucket:
 
         Each has the shape and memory order of this replica's part of the parameter.
         """
-        found, begins = [], share.storage_offset()
+        views, begins = [], share.storage_offset()
         for i, parameter in enumerate(self.parameters):
             part = replica_part(parameter)
             assert part is not None
             (_, width), strides = self._shapes[i], [1]
             if part.dim() > 1:
                 strides = [1, width] if shard_of(parameter).transposed else [width, 1]
-            found.append(share.as_strided(part.shape, strides, begins + self._starts[i]))
-        return found
+            views.append(share.as_strided(part.shape, strides, begins + self._starts[i]))
+        return views
 
     def _room(
         self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None

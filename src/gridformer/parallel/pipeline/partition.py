@@ -74,13 +74,13 @@ def model_outline(config: ModelConfig) -> Model:
 def link_costs(model: Model, work: Work) -> list[float]:
     """Returns the FLOPs of each link's forward pass for the tokens of `work`."""
     costs = dict[tuple[str, ...], float]()
-    found = []
+    each = []
     for link in model.links():
         names = tuple(re.sub(r"(^|\.)layers\.\d+$", r"\1layers.0", name) for name in link.modules)
         if names not in costs:
             costs[names] = sum(_cost(one, model.config, work) for one in _modules(model, names))
-        found.append(costs[names])
-    return found
+        each.append(costs[names])
+    return each
 
 
 def partition(costs: Sequence[float], n_stages: int) -> tuple[range, ...]:
@@ -110,7 +110,7 @@ def _best(
     n = len(total) - 1
     best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, (0,))] + [None] * n
     for stage in range(1, n_stages + 1):
-        found: list[tuple[float, tuple[int, ...]] | None] = [None] * (n + 1)
+        through: list[tuple[float, tuple[int, ...]] | None] = [None] * (n + 1)
         for stop in range(stage, n - (n_stages - stage) + 1):
             here: tuple[float, int] | None = None
             for start in range(stop - 1, stage - 2, -1):  # among equals the first start counts
@@ -124,8 +124,8 @@ def _best(
             if here is not None:
                 cuts = best[here[1]]
                 assert cuts is not None
-                found[stop] = here[0], (*cuts[1], stop)
-        best = found
+                through[stop] = here[0], (*cuts[1], stop)
+        best = through
     last = best[n]
     assert last is not None
     return last
@@ -201,7 +201,7 @@ def shares_of_ranks(run: RunConfig) -> list[StageShares]:
     # How work is divided does not depend on the number of sequences.
     work = Work(tokens=run.seq_len, source=run.source_len, sequences=1)
     stages = stages_of(model, layout.n_stages, work)
-    found: list[StageShares] = []
+    shares: list[StageShares] = []
     for rank in range(layout.pp):
         mine = [names[i] for stage in stages[rank :: layout.pp] for i in stage]
         layers = tuple(
@@ -209,8 +209,8 @@ def shares_of_ranks(run: RunConfig) -> list[StageShares]:
             for stack, n in stacks.items()
         )
         lookups = sum(name.endswith("embedding") for name in mine) / len(stacks)
-        found.append(StageShares(layers, lookups, names[-1] in mine))
-    return found
+        shares.append(StageShares(layers, lookups, names[-1] in mine))
+    return shares
 
 
 def _is_layer_of(stack: str, link: str) -> bool:

@@ -67,12 +67,12 @@ def _of_rank(rank: int, ahead: int, pp: int, k: int, m: int, size: int) -> tuple
         done[kind, stage] += 1
         return Action(kind, stage, micro)
 
-    found = [take("forward", number) for number in range(ahead)]
+    actions = [take("forward", number) for number in range(ahead)]
     for number in range(k * m):
         if ahead + number < k * m:
-            found.append(take("forward", ahead + number))
-        found.append(take("backward", number))
-    return tuple(found)
+            actions.append(take("forward", ahead + number))
+        actions.append(take("backward", number))
+    return tuple(actions)
 
 
 def forwards(orders: tuple[tuple[Action, ...], ...]) -> tuple[tuple[Action, ...], ...]:
