@@ -115,20 +115,14 @@ class BERT(OneStack):
         normed: Tensor = self.norm(hidden_BSH)
         return normed
 
-    def token_logits(
-        self, hidden_BSH: Tensor, table: Tensor | None = None, padded: bool = False
-    ) -> Tensor:
-        x = self.head_norm(self.gelu(self.transform(hidden_BSH)))
-        return self._head_logits(x, table, padded)
-
     def branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
         logits = self._branch_logits(hidden_BSH, batch)
         if "pair" in batch:
             logits["pair"] = self.pair(hidden_BSH, torch.zeros_like(batch["pair"]))
         return logits
 
-    def head_modules(self) -> tuple[nn.Module, ...]:
-        return self.transform, self.gelu, self.head_norm, self.head
+    def before_head(self) -> tuple[nn.Module, ...]:
+        return self.transform, self.gelu, self.head_norm
 
     def links(self) -> list[Link]:
         first = ("tokens", "positions", "segments", "dropout") + ("embedding_norm",) * self.post

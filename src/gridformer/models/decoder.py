@@ -80,18 +80,8 @@ class DecoderOnly(OneStack):
         fused = self.fused and not caches
         return added_to_scores(s, dtype, valid, None, True, fused, near, bounds)
 
-    # The last norm is part of the logits, so that a chunked loss runs it on one chunk at a time.
-
-    def token_logits(
-        self, hidden_BSH: Tensor, table: Tensor | None = None, padded: bool = False
-    ) -> Tensor:
-        return self._head_logits(self.norm(hidden_BSH), table, padded)
-
-    def branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
-        return self._branch_logits(hidden_BSH, batch, self.norm)
-
-    def head_modules(self) -> tuple[nn.Module, ...]:
-        return self.norm, self.head
+    def before_head(self) -> tuple[nn.Module, ...]:
+        return (self.norm,)
 
 
 class GPT2(DecoderOnly):

@@ -176,20 +176,8 @@ class EncoderDecoder(Model):
 
         return Activations(hidden, memory)
 
-    # The decoder's last norm is part of the logits, so that a chunked loss runs it on one chunk at
-    # a time.
-
-    def token_logits(
-        self, hidden_BSH: Tensor, table: Tensor | None = None, padded: bool = False
-    ) -> Tensor:
-        x = self.decoder.norm(hidden_BSH) if self.pre else hidden_BSH
-        return self._head_logits(x, table, padded)
-
-    def branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
-        return self._branch_logits(hidden_BSH, batch, self.decoder.norm if self.pre else None)
-
-    def head_modules(self) -> tuple[nn.Module, ...]:
-        return (self.decoder.norm, self.head) if self.pre else (self.head,)
+    def before_head(self) -> tuple[nn.Module, ...]:
+        return (self.decoder.norm,) if self.pre else ()
 
     def embed(self, tokens_BS: Tensor, start: int, positions: Tensor | None = None) -> Tensor:
         """Embeds tokens; each family does so in its own way.

@@ -174,15 +174,25 @@ class Model(nn.Module):
                 times; None reads `table`.
             padded: Whether the logits may have more than v columns, of which `loss` reads v.
         """
-        raise NotImplementedError
+        x_BSH, prepared = hidden_BSH, table is not None
+        for module in self.before_head():
+            x_BSH = module(x_BSH)
+        logits: Tensor = self.head(x_BSH, table if prepared else self.table, prepared, padded)
+        return logits
 
-    def head_modules(self) -> tuple[nn.Module, ...]:
-        """Returns the modules that `token_logits` runs."""
+    def before_head(self) -> tuple[nn.Module, ...]:
+        """Returns the modules between the last hidden states and the head, such as the last norm.
+
+        They are part of the logits, so that a chunked loss runs them on one chunk at a time.
+        """
         raise NotImplementedError
 
     def branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Computes the logits of the classification branches that a batch asks for, by loss."""
-        return {}
+        if "at" in batch or "answer" in batch:
+            for module in self.before_head():
+                hidden_BSH = module(hidden_BSH)
+        return self._branch_logits(hidden_BSH, batch)
 
     # ------------------------------------------------------------------ the whole model
 
@@ -239,7 +249,10 @@ class Model(nn.Module):
             return loss
         whole = self.table
         parameters = [
-            p for part in self.head_modules() for p in part.parameters() if p is not whole
+            p
+            for part in (*self.before_head(), self.head)
+            for p in part.parameters()
+            if p is not whole
         ]
         with keep_copies([*parameters, whole], once=False):  # for all chunks
             table = self.head.prepare(whole, hidden_BSH.dtype)
@@ -305,13 +318,9 @@ class Model(nn.Module):
         if config.span_head:
             self.span = SpanHead(h, std)
 
-    def _branch_logits(
-        self, hidden_BSH: Tensor, batch: Batch, norm: Callable[[Tensor], Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        """Computes the logits of the heads of `_add_heads`, of normalized hidden states."""
+    def _branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Computes the logits of the heads of `_add_heads`."""
         logits: dict[str, Tensor] = {}
-        if norm is not None and ("at" in batch or "answer" in batch):
-            hidden_BSH = norm(hidden_BSH)
         if "at" in batch:
             logits["labels"] = self.classifier(hidden_BSH, batch["at"])
         if "answer" in batch:
@@ -335,11 +344,6 @@ class Model(nn.Module):
 
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype or x.dtype)
-
-    def _head_logits(self, x_BSH: Tensor, table: Tensor | None, padded: bool) -> Tensor:
-        prepared = table is not None
-        logits: Tensor = self.head(x_BSH, table if prepared else self.table, prepared, padded)
-        return logits
 
 
 class OneStack(Model):
