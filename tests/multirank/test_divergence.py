@@ -17,9 +17,9 @@ from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.step import Stepper
 from tests.support.marks import full_unless
+from tests.support.multirank.faults import LAYER, poisoned, with_an_infinite_moment
 from tests.support.multirank.layouts import n_of
 from tests.support.multirank.nccl_path import on_nccl
-from tests.support.multirank.poison import LAYER, poisoned, with_an_infinite_moment
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import MIDDLE, STEPS, losses, plan_of, start_from, train
 

@@ -12,10 +12,10 @@ import pytest
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import verify_checkpoint
+from tests.support.multirank.faults import MICRO, told
 from tests.support.multirank.layouts import name_of
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import STEPS, losses, plan_of, stored, train
-from tests.support.multirank.told import MICRO, told
 
 LAYOUTS: list[dict[str, Any]] = [
     {"scheme": "single", "dp": 2},

@@ -18,9 +18,16 @@ from gridformer.train.plan import Plan
 from tests.support.chats import chat_folder
 from tests.support.data import pairs_source
 from tests.support.marks import full_unless
-from tests.support.multirank.packed_runs import PACKED, loss_of_all, plan
 from tests.support.multirank.pool import WorkerPool
-from tests.support.multirank.runs import STEPS, assert_same_run, start_from, train
+from tests.support.multirank.runs import (
+    PACKED,
+    STEPS,
+    assert_same_run,
+    loss_of_all,
+    plan,
+    start_from,
+    train,
+)
 
 Layout = dict[str, Any]
 

@@ -22,11 +22,10 @@ from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.step import Stepper
 from tests.support.marks import full_unless
+from tests.support.multirank.faults import MICRO, poisoned, told
 from tests.support.multirank.layouts import n_of
-from tests.support.multirank.poison import poisoned
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import MIDDLE, plan_of, stored, train, train_a_step_ahead
-from tests.support.multirank.told import MICRO, told
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},

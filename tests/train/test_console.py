@@ -17,7 +17,7 @@ from rich.console import Console
 
 from gridformer.train.console import bar_of_steps, beside_bar, command_after
 from tests.support.chats import chat_folder
-from tests.support.multirank.packed_runs import plan
+from tests.support.multirank.runs import plan
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,7 @@ from gridformer.parallel.sharding import ParamShard, shard_of
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch, next_words
 from tests.support.multirank.layouts import Layout
-from tests.support.multirank.packing import packed
-from tests.support.multirank.pool import WorkerPool, group_cache
+from tests.support.multirank.pool import WorkerPool, group_cache, packed
 
 CPU = torch.device("cpu")
 N_CHOICES = 3  # of a question in `batches_of`

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import io
 import os
 import pickle
 import shutil
@@ -35,9 +36,9 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gridformer.mesh.gpus import gpus_are_shared
-from tests.support.multirank.packing import packed
 
 Result = TypeVar("Result")
 
@@ -337,3 +338,23 @@ def _hang_report(hung: dict[int, _Worker], timeout_s: float) -> str:
         stack = worker.stack_file.read_text() if worker.stack_file.exists() else ""
         lines += [f"\nrank {rank} was at", stack or "(no stack)"]
     return "\n".join(lines)
+
+
+def packed(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, x: Any) -> Any:
+        if type(x) is not Tensor or x.device.type != "cpu" or x.requires_grad:
+            return NotImplemented
+        data = x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (data, x.dtype, tuple(x.shape))
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
