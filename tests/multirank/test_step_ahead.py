@@ -1,8 +1,4 @@
-"""On GPUs a step starts before the result of the last one is read. Here the CPU trains like that.
-
-A run must come out as one that waits for each step: to the bit, with the same files. Where a step
-is not finite, what was started after it must have changed nothing.
-"""
+"""Runs that are a step ahead of what they write, and steps that are dropped inside."""
 
 from __future__ import annotations
 
@@ -23,9 +19,17 @@ from gridformer.train.plan import Plan
 from gridformer.train.step import Stepper
 from tests.support.marks import full_unless
 from tests.support.multirank.faults import MICRO, poisoned, told
-from tests.support.multirank.layouts import n_of
+from tests.support.multirank.layouts import n_of, name_of
 from tests.support.multirank.pool import WorkerPool
-from tests.support.multirank.runs import MIDDLE, plan_of, stored, train, train_a_step_ahead
+from tests.support.multirank.runs import (
+    MIDDLE,
+    STEPS,
+    losses,
+    plan_of,
+    stored,
+    train,
+    train_a_step_ahead,
+)
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
@@ -171,3 +175,42 @@ def test_gpus_train_a_step_ahead_unless_the_host_waits_anyway() -> None:
     assert max_in_flight(TrainConfig(dtype="float16"), cuda) == 0
     assert max_in_flight(TrainConfig(update="in_backward", clip_by="layer"), cuda) == 0
     assert max_in_flight(TrainConfig(), cpu) == 0
+
+
+DROPPED_ON: list[dict[str, Any]] = [
+    {"scheme": "single", "dp": 2},
+    {"scheme": "megatron", "cols": 2, "pp": 2},
+    {"scheme": "single", "dp": 2, "dp_mode": "fsdp"},
+    {"scheme": "single", "pp": 2, "stages_per_rank": 2},
+    {"scheme": "optimus", "rows": 2, "cols": 2},
+]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=[pytest.mark.full] * (n > 1), id=name_of(layout))
+        for n, layout in enumerate(DROPPED_ON)
+    ],
+)
+def test_a_step_is_dropped_and_the_run_goes_on_exactly(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    layout = {"rows": 1, "cols": 1, "micro_batches": MICRO, **layout}
+    settings: dict[str, Any] = {"save_every": 0}
+    n = plan_of(token_folder, whole, layout, **settings).n_processes
+    pool.run(n, train, plan_of(token_folder, whole, layout, **settings))
+    plan = plan_of(token_folder, cut, layout, **settings)
+    ends = pool.run(n, told, plan, tmp_path / "store", 3, 2)
+    assert len({*ends}) == 1, "all stop for the same reason with the same exit code"
+    assert 0 < ends[0][0] < MICRO, "the step was dropped inside it"
+    assert ends[0][1:] == (75, "SIGTERM")
+    folder = find.latest(cut)
+    assert folder is not None
+    assert verify_checkpoint(folder).step == 2, "the steps before it are saved"
+    pool.run(n, train, plan_of(token_folder, cut, layout, **settings))
+    assert losses(cut) == losses(whole)
+    assert len(losses(cut)) == STEPS
+    for name, block in stored(whole).items():
+        assert (stored(cut)[name] == block).all(), name
