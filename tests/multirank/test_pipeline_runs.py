@@ -1,4 +1,4 @@
-"""Runs of pipelines: resumed elsewhere, moved, compiled, and what they do before the first input."""
+"""Runs of pipelines: resumed elsewhere, moved and compiled, and what precedes the first input."""
 
 from __future__ import annotations
 
