@@ -32,16 +32,6 @@ class ActivationPartition(Protocol):
         """Gathers all parts and returns x with the shape `like`."""
 
 
-class Unpartitioned:
-    """The ActivationPartition for an activation that no other device holds."""
-
-    def part(self, x: Tensor) -> Tensor:
-        return x
-
-    def whole(self, part: Tensor, like: torch.Size) -> Tensor:
-        return part
-
-
 class _Input:
     """A block's input: the whole tensor during the forward pass, then this device's part of it."""
 
@@ -49,14 +39,18 @@ class _Input:
         self._x: Tensor | None = x
         self._shape, self._wanted = x.shape, x.requires_grad
 
-    def keep(self, partition: ActivationPartition) -> None:
+    def keep(self, partition: ActivationPartition | None) -> None:
         assert self._x is not None
-        self._part, self._partition, self._x = partition.part(self._x.detach()), partition, None
+        part = self._x.detach()
+        self._part = part if partition is None else partition.part(part)
+        self._partition, self._x = partition, None
 
     def take(self) -> Tensor:
         if self._x is not None:
             return self._x
-        whole = self._partition.whole(self._part, self._shape)
+        whole = self._part
+        if self._partition is not None:
+            whole = self._partition.whole(whole, self._shape)
         return whole.detach().requires_grad_(self._wanted)
 
 
@@ -84,13 +78,13 @@ class Recompute:
 
     Attributes:
         mode: What is recomputed; see the module's docstring.
-        partition: How each block's input is partitioned with `full`.
+        partition: How each block's input is partitioned with `full`, if other devices hold it, too.
         stops_early: Whether recomputation may begin when this device first needs a saved tensor and
             stop as soon as it needs no more. False if other devices wait for its messages.
     """
 
     mode: Mode = "none"
-    partition: ActivationPartition = field(default_factory=Unpartitioned)
+    partition: ActivationPartition | None = None
     stops_early: bool = True
     _hooks: dict[nn.Module, list[Callable[[Tensor], None]]] = field(default_factory=dict)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +15,7 @@ from gridformer.models.blocks import Layer
 BUCKET_BYTES = 25 << 20  # the size of a message; one larger tensor travels alone
 
 
-class Sized(Protocol):
-    """A tensor, or something with a size that stands for one."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of its elements."""
-
-    def numel(self) -> int:
-        """Returns the number of its elements."""
-
-    def element_size(self) -> int:
-        """Returns the bytes of an element."""
-
-
-AnyTensor = TypeVar("AnyTensor", bound=Sized)
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 def by_layer(model: nn.Module) -> list[list[nn.Parameter]]:
@@ -38,11 +24,6 @@ def by_layer(model: nn.Module) -> list[list[nn.Parameter]]:
     number = {p: i for i, layer in enumerate(layers) for p in layer.parameters()}
     grouped = itertools.groupby(model.parameters(), lambda p: number.get(p, -1))
     return [[*unit] for _, unit in grouped]
-
-
-def n_bytes(tensor: Sized) -> int:
-    """Returns the bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()
 
 
 def in_buckets(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
@@ -69,12 +50,12 @@ def buckets(
     by_type: dict[torch.dtype, list[AnyTensor]] = defaultdict(list)
     size: dict[torch.dtype, int] = defaultdict(int)
     for tensor in tensors:
-        if n_bytes(tensor) >= limit:
+        if tensor.nbytes >= limit:
             yield [tensor]
             continue
-        if by_type[tensor.dtype] and size[tensor.dtype] + n_bytes(tensor) > limit:
+        if by_type[tensor.dtype] and size[tensor.dtype] + tensor.nbytes > limit:
             yield by_type.pop(tensor.dtype)
             size[tensor.dtype] = 0
         by_type[tensor.dtype].append(tensor)
-        size[tensor.dtype] += n_bytes(tensor)
+        size[tensor.dtype] += tensor.nbytes
     yield from filter(None, by_type.values())

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from gridformer import comm
 from gridformer.mesh import Axes, Axis, groups
 from gridformer.models.blocks import Layer
-from gridformer.parallel.data.buckets import buckets, in_buckets, n_bytes
+from gridformer.parallel.data.buckets import buckets, in_buckets
 from gridformer.parallel.data.zero import FlatBucket, replica_part
 from gridformer.parallel.sharding import ParamShard, info_of, replica_axis, shard_of
 
@@ -161,7 +161,7 @@ class GradientSums:
         for axis, parameters in summed:
             if axis.size == 1:
                 continue
-            total = sum(map(n_bytes, parameters))
+            total = sum(p.nbytes for p in parameters)
             by_unit: dict[int, list[nn.Parameter]] = defaultdict(list)
             for parameter in sorted(parameters, key=lambda p: place[p]):
                 by_unit[unit_of.get(parameter, -1)].append(parameter)
@@ -191,7 +191,7 @@ class GradientSums:
                 held[replica_axis(parameter)].append(parameter)
         summed = [(axes[name], parameters) for name, parameters in held.items()]
         layers = [[*one.parameters()] for one in model.modules() if isinstance(one, Layer)]
-        largest = max((sum(map(n_bytes, layer)) for layer in layers), default=0)
+        largest = max((sum(p.nbytes for p in layer) for layer in layers), default=0)
         return GradientSums(summed, [*model.parameters()], units or layers, largest)
 
     @property
@@ -280,7 +280,7 @@ class _Bucket:
         self.missing = set(parameters)
         self._pending: comm.Pending | None = None
         self.sharded = replica_part(self.parameters[0]) is not None
-        self.n_bytes = sum(map(n_bytes, parameters))
+        self.n_bytes = sum(p.nbytes for p in parameters)
         self._flat_bucket = FlatBucket(self.parameters, axis) if self.sharded else None
 
     @property
