@@ -53,11 +53,6 @@ def test_packages() -> None:
     assert "nope" not in fine.text
 
 
-def test_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.version_info", (3, 10, 1))
-    assert only(doctor.check_python()).level == "bad"
-
-
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "free_memory", lambda: 2**29)
     assert only(doctor.check_machine()).level == "warn"

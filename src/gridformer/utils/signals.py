@@ -94,13 +94,12 @@ def install(policy: StopPolicy | None = None) -> StopRequest:
 class StopRequest:
     """Holds whether this process was asked to stop, and by what. `install` creates it.
 
-    `is_hopeless` may be set to a function that is called when a signal arrives. If it returns True,
-    the process ends at once, because nothing can be saved anymore. `on_hold` may be set to a
-    function that is told when `held` begins and ends, and `report` to one that writes why this
-    process fails.
-
     Attributes:
-        reported: Whether `report_now` has been called.
+        is_hopeless: Is asked when a signal arrives. If it returns True, the process ends at once,
+            because nothing can be saved anymore.
+        on_hold: Is told when `held` begins and ends.
+        report: Writes why this process fails.
+        reported: Whether it has been called.
     """
 
     def __init__(self, policy: StopPolicy) -> None:
@@ -239,7 +238,10 @@ class StopRequest:
             timeout = self.seconds_left
             if timeout <= 0:
                 if not self._holds:
-                    self._give_up()
+                    if self.grace_s and not self._outcome:
+                        why = f"the step did not end within {self.grace_s:g} s"
+                        self.tell_nothing_was_saved(why)
+                    end_process(self.exit_code)
                 timeout = 0.1
             waits = None if timeout == float("inf") else timeout
             ready, _, _ = select.select([self._read_fd], [], [], waits)
@@ -270,11 +272,6 @@ class StopRequest:
     def _tell_of_request(self) -> None:
         for told in self._told:
             told()
-
-    def _give_up(self) -> None:
-        if self.grace_s and not self._outcome:
-            self.tell_nothing_was_saved(f"the step did not end within {self.grace_s:g} s")
-        end_process(self.exit_code)
 
     def tell_nothing_was_saved(self, why: str) -> None:
         """Prints, on rank 0 only, that the work since the last checkpoint is lost and why."""
