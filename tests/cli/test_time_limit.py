@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from gridformer.cli.shared import time_limit
+from tests.support.large import WORDS
 from tests.support.launch.programs import ROOT
 
 PROGRAM = """
@@ -64,3 +65,12 @@ def test_a_sentence_ends_it_and_all_that_it_has_started(work: str) -> None:
 def test_errors_in_time_are_those_of_the_block() -> None:
     with pytest.raises(KeyError, match="mine"), time_limit(60, "do less"):
         raise KeyError("mine")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", ["check", "memory"])
+def test_gpt_175b_on_4096_ranks_takes_less_than_the_limit(command: str) -> None:
+    words = [sys.executable, "-m", "gridformer", command, *WORDS]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("gpt-175b on optimus 8x8, dp=4, pp=16")

@@ -15,7 +15,6 @@ from gridformer.utils import rng
 
 KEY = rng.key(1234, "tokens.weight")
 N = 1024
-NEAR_2_32 = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**33, 2**40, 2**62 - 1]
 
 
 def grid(key: int = KEY, n: int = N) -> Tensor:
@@ -150,28 +149,6 @@ def test_shape_of_rows_is_kept() -> None:
     words = rng.bits(KEY, rows, torch.arange(7))
     assert words.shape == (3, 5, 7)
     assert torch.equal(words[2, 4], rng.bits(KEY, rows[2, 4], torch.arange(7)))
-
-
-# --------------------------------------------------------------------------- large indices
-
-
-def test_large_indices_are_all_different() -> None:
-    """Nothing is cut off at 2^31, 2^32 or above, and rows and columns differ."""
-    big = torch.tensor(NEAR_2_32)
-    words = rng.bits(KEY, big, big)
-    assert len(words.unique()) == words.numel()
-    joined = rng.hash_indices(big.view(-1, 1), big)
-    assert len(joined.unique()) == joined.numel()
-    assert int(joined.min()) >= 0
-    assert int(joined.max()) < 1 << 32
-
-
-def test_rows_beyond_2_32_are_unrelated_to_those_below() -> None:
-    rows, cols = torch.arange(N), torch.arange(N)
-    below = rng.normal(KEY, rows, cols)
-    for far in (2**32, 2**33, 2**40):
-        assert correlation(below, rng.normal(KEY, rows + far, cols)) < 4.5
-        assert correlation(below, rng.normal(KEY, rows, cols + far)) < 4.5
 
 
 # --------------------------------------------------------------------------- dropout
