@@ -89,8 +89,8 @@ def summarize(folder: TokenFolder, out: Path, console: Console) -> None:
         "vocabulary": f"{index.vocab_size:,} ({index.tokenizer.origin})",
         "bytes per token": f"{n_bytes / words:.2f} ({n_bytes / 1e6:,.1f} MB of text)",
         "catalogs": f"{n:,}" if (n := sum(len(s.parts) for s in index.sources)) else "",
-        "left out": ", ".join(found for found, damaged in counted if not damaged),
-        "damaged": ", ".join(found for found, damaged in counted if damaged),
+        "left out": ", ".join(what for what, damaged in counted if not damaged),
+        "damaged": ", ".join(what for what, damaged in counted if damaged),
         "license": "; ".join(s.license for s in index.sources if s.license),
         "token folder": str(out),
     }

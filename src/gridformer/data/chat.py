@@ -307,7 +307,7 @@ def _own(folder: Path) -> str | None:
         return _read(folder / _FILE)
     own = _config(folder).get("chat_template")
     if isinstance(own, list):  # several with names
-        named = {one.get("name"): one.get("template") for one in own if isinstance(one, dict)}
+        named = {str(one.get("name")): one.get("template") for one in own if isinstance(one, dict)}
         own = named.get("default")
     return own if isinstance(own, str) else None
 

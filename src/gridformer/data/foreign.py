@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,9 +58,9 @@ def open_tokens(
     """
     path = Path(path)
     if prefix := megatron_prefix(path):
-        return _open_megatron(path, prefix, tokenizer, val_fraction)
-    if (file := _datatrove_file(path)) is not None:
-        return _open_datatrove(path, file, tokenizer, val_fraction)
+        return _described(path, _megatron(prefix), tokenizer, val_fraction)
+    if file := _datatrove_file(path):
+        return _described(path, _datatrove(file), tokenizer, val_fraction)
     folder = TokenFolder.open(path)
     if (
         tokenizer is not None
@@ -90,19 +90,22 @@ def megatron_prefix(path: Path) -> Path | None:
     return prefix if _with(prefix, ".idx").is_file() or _with(prefix, ".bin").is_file() else None
 
 
+class _Files(NamedTuple):
+    """The token file, the one that says where documents begin, and what they hold."""
+
+    file: Path
+    borders: Path
+    tokens: NDArray[Any]
+    starts: DocumentStarts
+
+
 @dataclass(frozen=True)
 class ForeignTokens(TokenFolder):
-    """Files of tokens of another program, which are described as a token folder is.
+    """Files of tokens of another program, which are described as a token folder is."""
 
-    Attributes:
-        borders: The file that says where documents begin.
-        every: Where all documents begin.
-    """
-
-    borders: Path = field(kw_only=True)
-    every: DocumentStarts = field(kw_only=True)
-    loaded: Tokenizer = field(kw_only=True)
-    loaded_from: Path = field(kw_only=True)
+    opened: _Files
+    loaded: Tokenizer
+    loaded_from: Path
 
     @property
     def tokenizer_file(self) -> Path:
@@ -111,8 +114,8 @@ class ForeignTokens(TokenFolder):
 
     def files(self, splits: Iterable[SplitName]) -> Mapping[str, Path]:
         """Returns the files, which hold both splits, by names without their folder."""
-        files = (self.train.path, self.borders)
-        return {TOKENIZER: self.loaded_from} | {file.name: file for file in files}
+        files = {file.name: file for file in self.opened[:2]}
+        return {TOKENIZER: self.loaded_from, **files}
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -121,9 +124,9 @@ class ForeignTokens(TokenFolder):
 
     def check(self) -> None:
         """Reads where every document begins, and some of the tokens."""
-        if self.borders.suffix == ".idx":
-            Indexed.open(self.borders).check()
-        self.every.check(self.borders, "")
+        if self.opened.borders.suffix == ".idx":
+            Indexed.open(self.opened.borders).check()
+        self.opened.starts.check(self.opened.borders)
         last = max(0, self.train.n_tokens - _BLOCK_TOKENS)
         for start in {i * last // (_SEARCHED_BLOCKS - 1) for i in range(_SEARCHED_BLOCKS)}:
             try:
@@ -132,26 +135,21 @@ class ForeignTokens(TokenFolder):
                 raise DataError(f"{error} (the vocabulary is that of {self.loaded_from})") from None
 
 
-def _open_megatron(
-    path: Path, prefix: Path, tokenizer: Path | str | None, val_fraction: float
-) -> TokenFolder:
+def _megatron(prefix: Path) -> _Files:
     file, index = _with(prefix, ".bin"), _with(prefix, ".idx")
     indexed = Indexed.open(index)
     if not file.is_file():
         raise DataError(f"{file}: is missing, and {index.name} only says where documents begin")
-    expected, found = indexed.n_tokens * indexed.dtype.itemsize, file.stat().st_size
-    if found != expected:
+    expected, size = indexed.n_tokens * indexed.dtype.itemsize, file.stat().st_size
+    if size != expected:
         raise DataError(
-            f"{file}: has {found} bytes, expected {expected} ({indexed.n_tokens} tokens of "
+            f"{file}: has {size} bytes, expected {expected} ({indexed.n_tokens} tokens of "
             f"{indexed.dtype.name}, as {index.name} says): one of them is damaged"
         )
-    tokens = np.memmap(file, dtype=indexed.dtype, mode="r")
-    return _foreign(path, file, index, tokens, indexed.starts(), tokenizer, val_fraction)
+    return _Files(file, index, np.memmap(file, indexed.dtype, "r"), indexed.starts())
 
 
-def _open_datatrove(
-    path: Path, file: Path, tokenizer: Path | str | None, val_fraction: float
-) -> TokenFolder:
+def _datatrove(file: Path) -> _Files:
     """Opens a .ds file, which holds token ids of two or four bytes, unsigned and little-endian.
 
     NAME.ds.index holds the end of each document in tokens, uint64.
@@ -173,14 +171,12 @@ def _open_datatrove(
             f"{file}: has {size} bytes, but {index.name} gives it {n_tokens} tokens of 2 or 4 "
             f"bytes: one of them is damaged"
         )
-    tokens = np.memmap(file, dtype=dtype, mode="r")
 
     def at(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         before = np.asarray(ends[np.maximum(numbers, 1) - 1]).astype(np.int64)
         return np.where(numbers > 0, before, 0)
 
-    starts = DocumentStarts(len(ends), at)
-    return _foreign(path, file, index, tokens, starts, tokenizer, val_fraction)
+    return _Files(file, index, np.memmap(file, dtype, "r"), DocumentStarts(len(ends), at))
 
 
 def _datatrove_file(path: Path) -> Path | None:
@@ -188,25 +184,21 @@ def _datatrove_file(path: Path) -> Path | None:
         return path
     if not path.is_dir() or (path / INDEX).exists():
         return None
-    found = sorted(path.glob(f"*{SUFFIX}"))
-    if len(found) > 1:
+    files = sorted(path.glob(f"*{SUFFIX}"))
+    if len(files) > 1:
         raise DataError(
-            f"{path}: holds {len(found)} files of datatrove, and one is read: name one of them, "
-            f"such as {found[0]}, name each as a source in data.sources, or join them with "
+            f"{path}: holds {len(files)} files of datatrove, and one is read: name one of them, "
+            f"such as {files[0]}, name each as a source in data.sources, or join them with "
             f"datatrove's DocumentTokenizerMerger"
         )
-    return found[0] if found else None
+    return files[0] if files else None
 
 
-def _foreign(
-    path: Path,
-    file: Path,
-    borders: Path,
-    tokens: NDArray[Any],
-    starts: DocumentStarts,
-    tokenizer: Path | str | None,
-    val_fraction: float,
+def _described(
+    path: Path, opened: _Files, tokenizer: Path | str | None, val_fraction: float
 ) -> ForeignTokens:
+    """Divides files into splits, and describes them as a token folder."""
+    file, borders, tokens, starts = opened
     loaded_from = _tokenizer_file(file, tokenizer)
     loaded = Tokenizer.load(loaded_from)
     n, total = starts.n_documents, len(tokens)
@@ -243,16 +235,7 @@ def _foreign(
         sources=(SourceEntry(source=str(path), license=None, documents=n, bytes=0),),
         skipped={},
     )
-    return ForeignTokens(
-        path,
-        index,
-        train,
-        val,
-        borders=borders,
-        every=starts,
-        loaded=loaded,
-        loaded_from=loaded_from,
-    )
+    return ForeignTokens(path, index, train, val, opened, loaded, loaded_from)
 
 
 def _cut(starts: DocumentStarts, total: int, val_fraction: float) -> tuple[int, int]:

@@ -99,10 +99,10 @@ class Indexed:
             raise DataError(f"{path}: describes tokens of {what}; tokens are whole numbers")
         if sequences < 1 or borders < 2:
             raise DataError(f"{path}: has no documents")
-        size, found = _bytes_of(sequences, borders), path.stat().st_size
-        if found not in (size, size + sequences):
+        size, n_bytes = _bytes_of(sequences, borders), path.stat().st_size
+        if n_bytes not in (size, size + sequences):
             raise DataError(
-                f"{path}: has {found} bytes, expected {size} for its {sequences} sequences and "
+                f"{path}: has {n_bytes} bytes, expected {size} for its {sequences} sequences and "
                 f"{borders} document borders: it is damaged"
             )
         at = HEADER_BYTES

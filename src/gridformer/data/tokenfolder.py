@@ -45,21 +45,6 @@ def is_own_file(name: str) -> bool:
     return _OWN_FILE.fullmatch(name) is not None
 
 
-def bin_name(split: SplitName) -> str:
-    """Returns the name of the file that holds the tokens of a split."""
-    return f"{split}.bin"
-
-
-def column_name(split: SplitName, column: str) -> str:
-    """Returns the name of the file that holds a column of a split."""
-    return f"{split}.{column}.bin"
-
-
-def borders_name(split: SplitName) -> str:
-    """Returns the name of the file that says where documents begin."""
-    return f"{split}.idx"
-
-
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Returns the dtype of a token file: uint16 if every id of the vocabulary fits, else int32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
@@ -133,8 +118,7 @@ class Index(Config):
 
     def files(self, split: SplitName) -> tuple[str, ...]:
         """The names of a split's files."""
-        columns = (column_name(split, column) for column in self.columns)
-        return bin_name(split), borders_name(split), *columns
+        return f"{split}.bin", f"{split}.idx", *(f"{split}.{name}.bin" for name in self.columns)
 
 
 @dataclass(frozen=True)
@@ -188,15 +172,11 @@ class TokenFolder:
         index = read_index(path)
         dtype = token_dtype(index.vocab_size)
         if dtype.name != index.dtype:
-            raise DataError(
-                f"{path / INDEX}: says {index.dtype}, but a vocabulary of {index.vocab_size} is "
-                f"written as {dtype.name}: {_again(path)}"
-            )
+            what = f"says {index.dtype}, but a vocabulary of {index.vocab_size} is written as"
+            raise _damaged(path / INDEX, f"{what} {dtype.name}")
         if index.eos_id >= index.vocab_size:
-            raise DataError(
-                f"{path / INDEX}: end-of-text id {index.eos_id} is outside the vocabulary of "
-                f"{index.vocab_size}: {_again(path)}"
-            )
+            what = f"end-of-text id {index.eos_id} is outside the vocabulary of {index.vocab_size}"
+            raise _damaged(path / INDEX, what)
         _check_size(path / TOKENIZER, index.tokenizer.bytes, f"as {INDEX} says")
         train, val = (_open_split(path, name, index, dtype) for name in SPLITS)
         return cls(path, index, train, val)
@@ -207,14 +187,13 @@ class TokenFolder:
         A launcher calls this before it starts processes, so that none of them finds it out.
         """
         for split in SPLITS:
-            file, again = self.path / borders_name(split), f": {_again(self.path)}"
             try:
-                indexed = Indexed.open(file)
+                indexed = Indexed.open(self.path / f"{split}.idx")
                 indexed.check()
+                # Every document has at least its end-of-text token.
+                indexed.starts().check(indexed.path)
             except DataError as error:
-                raise DataError(f"{error}{again}") from None
-            # Every document has at least its end-of-text token.
-            indexed.starts().check(file, again)
+                raise DataError(f"{error}: {_again(self.path)}") from None
         self.tokenizer  # noqa: B018 (reading it is the check)
 
 
@@ -253,46 +232,35 @@ def read_index(path: Path) -> Index:
             f"with gridformer prepare SOURCE --out FOLDER"
         )
     if raw.get("version") != VERSION:
-        raise DataError(
-            f"{file}: has version {raw.get('version')} of the format, but this gridformer reads "
-            f"version {VERSION}: {_again(path)}"
-        )
+        what = f"has version {raw.get('version')} of the format, but this gridformer reads version"
+        raise _damaged(file, f"{what} {VERSION}")
     try:
         return Index.model_validate(raw)
     except ValidationError as error:
         where = {".".join(str(part) for part in e["loc"]): e["msg"].lower() for e in error.errors()}
         problems = "; ".join(f"{key}: {message}" for key, message in where.items())
-        raise DataError(f"{file}: is damaged ({problems}): {_again(path)}") from None
+        raise _damaged(file, f"is damaged ({problems})") from None
 
 
 def _open_split(path: Path, name: SplitName, index: Index, dtype: np.dtype[Any]) -> TokenSplit:
-    entry = index.entry(name)
-    n = entry.documents
-    tokens_file, borders_file = path / bin_name(name), path / borders_name(name)
+    entry, n = index.entry(name), index.entry(name).documents
+    tokens_file, borders_file = path / f"{name}.bin", path / f"{name}.idx"
+    n_bytes, tokens = entry.tokens * dtype.itemsize, f"{entry.tokens} tokens of {dtype.name}"
     for file, recorded, expected, why in (
-        (
-            tokens_file,
-            entry.bin_bytes,
-            entry.tokens * dtype.itemsize,
-            f"{entry.tokens} tokens of {dtype.name}",
-        ),
+        (tokens_file, entry.bin_bytes, n_bytes, tokens),
         (borders_file, entry.offsets_bytes, index_bytes(n), f"the index of {n} documents"),
     ):
         if recorded != expected:
-            raise DataError(
-                f"{path / INDEX}: gives {file.name} {recorded} bytes, but {why} take {expected}: "
-                f"{_again(path)}"
-            )
+            what = f"gives {file.name} {recorded} bytes, but {why} take {expected}"
+            raise _damaged(path / INDEX, what)
         _check_size(file, expected, why)
     if index.kind == "pairs" and n % 2:
-        raise DataError(
-            f"{path / INDEX}: gives {name} {n} documents, which make no pairs, since their number "
-            f"is odd: {_again(path)}"
-        )
-    tokens = np.memmap(tokens_file, dtype=dtype, mode="r")
+        what = f"gives {name} {n} documents, which make no pairs, since their number is odd"
+        raise _damaged(path / INDEX, what)
     starts = _open_borders(borders_file, entry, dtype)
     columns = {key: _open_column(path, name, index, key) for key in index.columns}
-    return TokenSplit(name, tokens_file, tokens, starts.of, index.vocab_size, columns)
+    ids = np.memmap(tokens_file, dtype=dtype, mode="r")
+    return TokenSplit(name, tokens_file, ids, starts.of, index.vocab_size, columns)
 
 
 def _open_borders(file: Path, entry: SplitEntry, dtype: np.dtype[Any]) -> DocumentStarts:
@@ -301,46 +269,41 @@ def _open_borders(file: Path, entry: SplitEntry, dtype: np.dtype[Any]) -> Docume
         starts = indexed.starts()
     except DataError as error:
         raise DataError(f"{error}: {_again(file.parent)}") from None
-    if (indexed.dtype, indexed.n_documents) != (dtype, entry.documents):
-        raise DataError(
-            f"{file}: describes {indexed.n_documents} documents of {indexed.dtype.name}, but "
-            f"{INDEX} {entry.documents} of {dtype.name}: {_again(file.parent)}"
-        )
+    n = indexed.n_documents
+    if (indexed.dtype, n) != (dtype, entry.documents):
+        what = f"describes {n} documents of {indexed.dtype.name}, but {INDEX} {entry.documents} of"
+        raise _damaged(file, f"{what} {dtype.name}")
     if indexed.n_tokens != entry.tokens:
-        raise DataError(
-            f"{file}: runs from 0 to {indexed.n_tokens}, expected 0 to {entry.tokens}: "
-            f"{_again(file.parent)}"
-        )
+        raise _damaged(file, f"runs from 0 to {indexed.n_tokens}, expected 0 to {entry.tokens}")
     return starts
 
 
 def _open_column(path: Path, split: SplitName, index: Index, name: str) -> NDArray[Any]:
     column, entry = index.columns[name], index.entry(split)
-    file = path / column_name(split, name)
+    file = path / f"{split}.{name}.bin"
     rows = entry.documents if column.per == "document" else entry.tokens
     what = "labels" if name == LABELS else f"values of each of {rows} {column.per}s"
     why = f"{rows if name == LABELS else column.width} {column.dtype} {what}"
     _check_size(file, rows * column.item_bytes, why)
     shape = (rows,) if column.width == 1 else (rows, column.width)
     values: NDArray[Any] = np.memmap(file, dtype=column.item, mode="r", shape=shape)
+    n = len(index.labels)
     if name == LABELS:
         low, high = int(values.min()), int(values.max())
-        if low < 0 or high >= len(index.labels):
-            raise DataError(
-                f"{file}: has labels {low} to {high}, but {INDEX} names {len(index.labels)}: "
-                f"{_again(path)}"
-            )
+        if low < 0 or high >= n:
+            raise _damaged(file, f"has labels {low} to {high}, but {INDEX} names {n}")
     return values
 
 
 def _check_size(file: Path, expected: int, why: str) -> None:
     if not file.is_file():
-        raise DataError(f"{file}: is missing: {_again(file.parent)}")
-    found = file.stat().st_size
-    if found != expected:
-        raise DataError(
-            f"{file}: has {found} bytes, expected {expected} ({why}): {_again(file.parent)}"
-        )
+        raise _damaged(file, "is missing")
+    if (size := file.stat().st_size) != expected:
+        raise _damaged(file, f"has {size} bytes, expected {expected} ({why})")
+
+
+def _damaged(file: Path, what: str) -> DataError:
+    return DataError(f"{file}: {what}: {_again(file.parent)}")
 
 
 def _again(path: Path) -> str:

@@ -68,15 +68,15 @@ class Tokenizer:
                 raise DataError(
                     f"{origin}: the tokenizer has no token '{name[:80]}': use {option} with {there}"
                 )
-        found = eos_token or next((name for name in EOS_NAMES if name in vocab), None)
-        if found is None:
+        ends = eos_token or next((name for name in EOS_NAMES if name in vocab), None)
+        if ends is None:
             raise DataError(
                 f"{origin}: the tokenizer has no end-of-text token: name one of its tokens with "
                 f"--eos, or add a special token called {END_OF_TEXT} to its vocabulary (also "
                 f"accepted: {', '.join(EOS_NAMES[1:])})"
             )
-        self.eos_token = found
-        self.eos_id: int = vocab[found]
+        self.eos_token = ends
+        self.eos_id: int = vocab[ends]
         self.bos_token = bos_token
         self.bos_id: int | None = None if bos_token is None else vocab[bos_token]
         self.special_ids = frozenset({self.eos_id, *(i for i, t in added if t.special)})
@@ -151,13 +151,13 @@ class Tokenizer:
 
     def id_of(self, token: str) -> int | None:
         """Returns the id of a token spelled as in the vocabulary, or None if it is not there."""
-        found = self._backend.token_to_id(token)
-        return None if found is None else int(found)
+        number = self._backend.token_to_id(token)
+        return None if number is None else int(number)
 
     def token_of(self, number: int) -> str | None:
         """Returns the token of an id, or None if it has none."""
-        found = self._backend.id_to_token(number) if 0 <= number < self.vocab_size else None
-        return None if found is None else str(found)
+        token = self._backend.id_to_token(number) if 0 <= number < self.vocab_size else None
+        return None if token is None else str(token)
 
     def add_special(self, tokens: Sequence[str]) -> None:
         """Adds special tokens, which get the ids after the vocabulary, in their order."""
@@ -199,8 +199,8 @@ class Tokenizer:
             return [self.bos_id]
         bare, whole = (self._encode(["a"], special)[0].ids for special in (False, True))
         places = range(len(whole) - len(bare) + 1)
-        found = next((i for i in places if whole[i : i + len(bare)] == bare), 0)
-        return [int(i) for i in whole[:found]]
+        n = next((i for i in places if whole[i : i + len(bare)] == bare), 0)
+        return [int(i) for i in whole[:n]]
 
     def save(self, path: Path) -> None:
         """Writes a tokenizer.json, which `load` and the library transformers can read.
@@ -298,16 +298,16 @@ def _steps(normalizer: Any) -> list[Any]:
 def _settings(file: Path) -> dict[str, Any]:
     """Returns the content of a tokenizer_config.json, or nothing if it cannot be read."""
     try:
-        found = read_json(file)
+        settings = read_json(file)
     except UnreadableError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def spelled(token: object) -> str | None:
     """Returns how a token of a tokenizer_config.json is spelled; some are written with settings."""
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else None
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def encodable(text: str) -> str:

@@ -74,12 +74,8 @@ class DocumentStarts(NamedTuple):
         starts = self.at(np.arange(first, (self.n_documents if end is None else end) + 1))
         return starts - starts[0]
 
-    def check(self, file: Path, remedy: str) -> None:
-        """Checks that each document starts after the one before, so that none is empty.
-
-        Args:
-            remedy: The end of the message.
-        """
+    def check(self, file: Path) -> None:
+        """Checks that each document starts after the one before, so that none is empty."""
         for some in blocks(self.n_documents):
             starts = self.at(np.arange(some.start, min(some.stop, self.n_documents + 1)))
             wrong = starts[1:] <= starts[:-1]
@@ -87,7 +83,7 @@ class DocumentStarts(NamedTuple):
                 number = int(wrong.argmax())
                 raise DataError(
                     f"{file}: document {some.start + number} runs from token {starts[number]} to "
-                    f"{starts[number + 1]}, so the file is damaged{remedy}"
+                    f"{starts[number + 1]}, so the file is damaged"
                 )
 
 

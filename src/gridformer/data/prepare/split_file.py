@@ -20,9 +20,6 @@ from gridformer.data.tokenfolder import (
     Kind,
     SplitEntry,
     SplitName,
-    bin_name,
-    borders_name,
-    column_name,
 )
 from gridformer.data.tokensplit import LABEL_COLUMN, LABELS, Column
 from gridformer.utils.errors import DataError
@@ -268,10 +265,10 @@ class _SplitFile:
         sizes: Mapping[str, int],
     ) -> None:
         self.dtype = dtype
-        self.path = folder / bin_name(split)
-        self.index_path = folder / borders_name(split)
+        self.path = folder / f"{split}.bin"
+        self.index_path = folder / f"{split}.idx"
         self.lengths_path = folder / f"{split}.lengths"  # only until the index is written
-        self.column_paths = {name: folder / column_name(split, name) for name in columns}
+        self.column_paths = {name: folder / f"{split}.{name}.bin" for name in columns}
         # The files with a number of bytes for every token, or for every document.
         self.per_token, self.per_document = {self.path: dtype.itemsize}, {self.lengths_path: 8}
         for name, column in columns.items():

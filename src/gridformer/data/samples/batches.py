@@ -137,12 +137,12 @@ class SequentialBatches:
 
     def _sample(self, item: int) -> Arrays:
         filler = item == self.n_samples
-        found = self.samples.sample(0 if filler else item, np.random.default_rng(0))
+        sample = self.samples.sample(0 if filler else item, np.random.default_rng(0))
         if filler:
-            for key in {*_WANTED} & {*found}:
-                ignored = np.nan if found[key].dtype.kind == "f" else IGNORE
-                found[key] = np.full_like(found[key], ignored)
-        return found | {"item": np.array(item, dtype=np.int64)}
+            for key in {*_WANTED} & {*sample}:
+                ignored = np.nan if sample[key].dtype.kind == "f" else IGNORE
+                sample[key] = np.full_like(sample[key], ignored)
+        return sample | {"item": np.array(item, dtype=np.int64)}
 
 
 def _made(global_batch: int, rows: Rows | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -263,14 +263,14 @@ def _stages(run: RunConfig, start: int) -> tuple[Stage, ...]:
     weights = [[one.weight for one in sources]]
     weights += [[stage.weights.get(one.name, 0.0) for one in sources] for stage in later]
     first = [0, *(stage.from_step - 1 for stage in later)]  # users count steps from 1
-    found = [Stage(max(0, n - start), whole_weights(of)) for n, of in zip(first, weights)]
+    stages = [Stage(max(0, n - start), whole_weights(of)) for n, of in zip(first, weights)]
     # Of those that begin before the order does, the last one holds.
-    return tuple(found[max(n for n, one in enumerate(found) if one.first_step == 0) :])
+    return tuple(stages[max(n for n, one in enumerate(stages) if one.first_step == 0) :])
 
 
 def remarks(batches: Batches) -> list[str]:
     """Returns sentences without a period about the samples of a run."""
-    found, samples = _sources(batches), _samples_of(batches)
+    said, samples = _sources(batches), _samples_of(batches)
     if left_out := sum(one.n_left_out for one in samples):
         pairs = any(isinstance(one, PairSamples) for one in samples)
         what, why = (
@@ -278,13 +278,13 @@ def remarks(batches: Batches) -> list[str]:
             if pairs
             else ("conversations", "no answer begins within that length")
         )
-        found.append(f"{left_out:,} {what} are left out: {why}")
+        said.append(f"{left_out:,} {what} are left out: {why}")
     if truncated := sum(one.n_truncated for one in samples):
-        found.append(f"{truncated:,} conversations are truncated: they are longer than that")
+        said.append(f"{truncated:,} conversations are truncated: they are longer than that")
     if positions := sum(one.n_samples * one.n_positions for one in samples):
         held = sum(one.n_held for one in samples)
-        found.append(f"{1 - held / positions:.0%} of the positions are padding")
-    return found
+        said.append(f"{1 - held / positions:.0%} of the positions are padding")
+    return said
 
 
 def alike(*read: Batches) -> list[str]:
@@ -310,7 +310,7 @@ def _sources(batches: Batches) -> list[str]:
     """Returns the shares of the sources of a mixture, in each stage."""
     if not (isinstance(batches, ShuffledBatches) and any(batches.order.names)):
         return []
-    order, start, found = batches.order, batches.start, []
+    order, start, said = batches.order, batches.start, []
     for number, stage in enumerate(order.stages):
         shares = [
             f"{weight / sum(stage.weights):.1%} {name}"
@@ -318,5 +318,5 @@ def _sources(batches: Batches) -> list[str]:
             for name, weight, one in zip(order.names, stage.weights, batches.samples)
         ]
         since = f"from step {start + stage.first_step + 1} on " if number else "a mixture of "
-        found.append(since + ", ".join(shares))
-    return found
+        said.append(since + ", ".join(shares))
+    return said

@@ -61,14 +61,14 @@ class Reading:
         """Returns tokens, valid and, for encoders, segments [seq_len]; and at []."""
         ids, n_first = self.joined(a.tolist(), b.tolist())
         tokens = np.array(ids, dtype=np.int64)
-        found = {
+        sample = {
             **read_by(tokens, self.seq_len, self.special, self.two_stacks),
             "at": np.array(0 if self.encoder else len(ids) - 1, dtype=np.int64),
         }
         if self.encoder:
             of_b = first(len(ids), self.seq_len) & ~first(n_first, self.seq_len)
-            found["segments"] = of_b.astype(np.int64)
-        return found
+            sample["segments"] = of_b.astype(np.int64)
+        return sample
 
     def joined(self, a: Sequence[int], b: Sequence[int] = ()) -> tuple[list[int], int]:
         """Returns the tokens of a sequence, and how many belong to the first text."""
@@ -136,16 +136,16 @@ class LabeledDocuments(Samples):
             ends = (self.special.cls, self.special.sep)
             tokens = np.concatenate([ends[:1], read, ends[1:]]).astype(np.int64)
             targets = np.concatenate([[IGNORE], said, [IGNORE]])
-        found = {
+        sample = {
             "tokens": padded(tokens, self.seq_len, self.special.pad),
             "targets": padded(targets, self.seq_len, IGNORE),
             "valid": first(len(tokens), self.seq_len),
         }
         if self.masking is not None:
-            found["segments"] = np.zeros(self.seq_len, dtype=np.int64)
+            sample["segments"] = np.zeros(self.seq_len, dtype=np.int64)
         at = 0 if self.masking is not None else len(tokens) - 1
         label = self.split.columns[LABELS][number]
-        return found | {"at": np.array(at, np.int64), LABELS: np.array(label, np.int64)}
+        return sample | {"at": np.array(at, np.int64), LABELS: np.array(label, np.int64)}
 
 
 class ChoiceExamples(Samples):
@@ -163,10 +163,10 @@ class ChoiceExamples(Samples):
         self.reading = Reading(seq_len, special, two_stacks)
         self.n_samples = split.n_documents
         if split.columns[PARTS].shape[1] != 1 + n_choices:
-            found = split.columns[PARTS].shape[1] - 1
+            n = split.columns[PARTS].shape[1] - 1
             raise DataError(
-                f"{split.path}: its questions have {found} choices, not data.n_choices="
-                f"{n_choices}: use data.n_choices={found}"
+                f"{split.path}: its questions have {n} choices, not data.n_choices="
+                f"{n_choices}: use data.n_choices={n}"
             )
 
     @cached_property
@@ -175,11 +175,11 @@ class ChoiceExamples(Samples):
         parts = np.asarray(self.split.columns[PARTS], dtype=np.int64)
         passages, choices, most = parts[:, :1], parts[:, 1:], self.reading.seq_len - 5
         cut = ((passages + choices > most) & (2 * choices > most)).any(1)
-        draw, found = np.random.default_rng(0), 0
+        draw, n_alike = np.random.default_rng(0), 0
         for number in np.flatnonzero(cut)[:_MOST_COMPARED].tolist():
             read = self.sample(number, draw)
-            found += len(np.unique(read.get("source", read["tokens"]), axis=0)) < self.n_choices
-        return found
+            n_alike += len(np.unique(read.get("source", read["tokens"]), axis=0)) < self.n_choices
+        return n_alike
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
         """Returns what `Reading.sequence` returns for each continuation [n, ...], and labels []."""
@@ -257,14 +257,14 @@ class AnswerExamples(Samples):
         begin = int(self.split.columns[PARTS][window.document][0]) + window.start
         context = ids[begin : begin + window.length]
         tokens = np.concatenate([self.before, question, [self.sep], context, [self.sep]])
-        found = read_by(tokens.astype(np.int64), self.seq_len, self.special, self.two_stacks)
-        found["answer"] = self._answer(window)
+        sample = read_by(tokens.astype(np.int64), self.seq_len, self.special, self.two_stacks)
+        sample["answer"] = self._answer(window)
         if self.special.cls is not None:
             of_context = first(len(tokens), self.seq_len) & ~first(window.place, self.seq_len)
-            found["segments"] = of_context.astype(np.int64)
+            sample["segments"] = of_context.astype(np.int64)
         if self.evaluating:
-            found["context"] = self._context(number, window)
-        return found
+            sample["context"] = self._context(number, window)
+        return sample
 
     def _answer(self, window: ContextWindow) -> NDArray[np.int64]:
         low, high = (int(n) for n in self.split.columns[ANSWER][window.document])
@@ -288,9 +288,9 @@ class AnswerExamples(Samples):
             if other != number:
                 score = _score(self.window(other), place)
                 begins &= here > score if other < number else here >= score
-        found = np.zeros(self.seq_len, dtype=np.int64)
-        found[window.place : window.place + window.length] = 1 + begins
-        return found
+        allowed = np.zeros(self.seq_len, dtype=np.int64)
+        allowed[window.place : window.place + window.length] = 1 + begins
+        return allowed
 
 
 def read_by(ids: NDArray[np.int64], seq_len: int, special: SpecialIds, two_stacks: bool) -> Arrays:

@@ -65,8 +65,8 @@ class Cycle:
     def before(self, slot: int) -> list[int]:
         """Returns how many of the slots before `slot`, in any cycle, each source has."""
         cycles, rest = divmod(slot, self.length)
-        found = np.bincount(self.sources[:rest], minlength=len(self.counts)).tolist()
-        return [cycles * count + more for count, more in zip(self.counts, found)]
+        begun = np.bincount(self.sources[:rest], minlength=len(self.counts)).tolist()
+        return [cycles * count + more for count, more in zip(self.counts, begun)]
 
 
 @lru_cache(maxsize=64)
@@ -146,12 +146,12 @@ class Order:
     @cached_property
     def _read_before(self) -> list[list[int]]:
         """For each stage, how many samples of each source are read before it."""
-        found = [[0] * len(self.names)]
+        read = [[0] * len(self.names)]
         for stage, after in zip(self.stages, self.stages[1:]):
             slots = (after.first_step - stage.first_step) * self.global_batch
             new = cycle_of(stage.weights).before(slots)
-            found.append([one + more for one, more in zip(found[-1], new)])
-        return found
+            read.append([one + more for one, more in zip(read[-1], new)])
+        return read
 
 
 def in_epochs(first: int, ahead: NDArray[np.int64], n: int, seed: int | str) -> NDArray[np.int64]:

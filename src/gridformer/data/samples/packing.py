@@ -149,8 +149,8 @@ def pack_pairs(
     sizes, rooms = _in_units(lengths, room)
     kinds = sizes[:, 0] * (rooms[1] + 1) + sizes[:, 1]
     by_kind = np.argsort(kinds, kind="stable")
-    found, counts = np.unique(kinds, return_counts=True)
-    of_kinds = np.stack(np.divmod(found, rooms[1] + 1), 1)
+    each, counts = np.unique(kinds, return_counts=True)
+    of_kinds = np.stack(np.divmod(each, rooms[1] + 1), 1)
     return _placed(_pair_fillings(of_kinds, counts, rooms), by_kind, counts)
 
 
@@ -186,7 +186,7 @@ def _pair_fillings(
     order = np.argsort(-shares.sum(1), kind="stable")
     # Separate columns, because nearly all time goes into a few operations on every kind.
     (a, b), (share_a, share_b), left = kinds[order].T.copy(), shares[order].T.copy(), counts[order]
-    found: list[tuple[_Filling, int]] = []
+    fillings: list[tuple[_Filling, int]] = []
     while len(left):
         filling: _Filling = {}
         (room_a, room_b), kind = rooms, 0
@@ -201,11 +201,11 @@ def _pair_fillings(
             if not fits[kind]:
                 break
         n = min(int(left[used]) // times for used, times in filling.items())
-        found.append(({int(order[used]): times for used, times in filling.items()}, n))
+        fillings.append(({int(order[used]): times for used, times in filling.items()}, n))
         for used, times in filling.items():
             left[used] -= n * times
         some = left > 0
         if not some.all():
             a, b, share_a, share_b = a[some], b[some], share_a[some], share_b[some]
             left, order = left[some], order[some]
-    return found
+    return fillings

@@ -142,9 +142,9 @@ class ChatSamples(Samples):
         if packed:
             # As if the conversations of these lengths followed one another.
             starts = np.concatenate([[0], (places + 1).cumsum()])
-            found = pack(starts, seq_len)
-            self.numbers = self.numbers[np.searchsorted(starts, found.starts)]
-            self.bounds = found.bounds
+            together = pack(starts, seq_len)
+            self.numbers = self.numbers[np.searchsorted(starts, together.starts)]
+            self.bounds = together.bounds
         self.n_samples = len(self.bounds) - 1
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
@@ -154,8 +154,8 @@ class ChatSamples(Samples):
         """
         begin, end = self.bounds[number : number + 2].tolist()
         each = [self._conversation(document) for document in self.numbers[begin:end].tolist()]
-        found = _side_by_side(each, self.seq_len, self.special.pad, self.reset)
-        return found if self.packed else {key: found[key] for key in ("tokens", "targets")}
+        sample = _side_by_side(each, self.seq_len, self.special.pad, self.reset)
+        return sample if self.packed else {key: sample[key] for key in ("tokens", "targets")}
 
     def _conversation(self, document: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns the tokens and targets of one conversation, both of the same length."""
@@ -220,21 +220,21 @@ class PairSamples(Samples):
         source = np.concatenate(sources)
         start = [self.special.start]
         tokens = np.concatenate([part for ids in targets for part in (start, ids[:-1])])
-        found = {
+        sample = {
             "source": padded(source, self.source_len, self.special.pad),
             "source_valid": first(len(source), self.source_len),
             "tokens": padded(tokens, self.seq_len, self.special.pad),
             "targets": padded(np.concatenate(targets), self.seq_len, IGNORE),
         }
         if not self.packed:
-            return found
+            return sample
         # No token of a pair may see the padding behind sources, so it has a number of its own. The
         # padding behind targets continues the last pair, so that it has a source to see. Nothing
         # before it sees it, because the decoder is causal.
         n = end - begin
         for_encoder = places_of(padded(_owners(sources), self.source_len, n), True)
         for_decoder = places_of(padded(_owners(targets), self.seq_len, n - 1), True)
-        return found | {f"source_{key}": value for key, value in for_encoder.items()} | for_decoder
+        return sample | {f"source_{key}": value for key, value in for_encoder.items()} | for_decoder
 
 
 def places_of(documents: NDArray[np.int64], reset: bool) -> Arrays:
@@ -243,10 +243,10 @@ def places_of(documents: NDArray[np.int64], reset: bool) -> Arrays:
     Args:
         documents: A number of the document of each token [n], ascending.
     """
-    found: Arrays = {"documents": documents - documents[0]}
+    places: Arrays = {"documents": documents - documents[0]}
     if reset:
-        found["positions"] = np.arange(len(documents)) - np.searchsorted(documents, documents)
-    return found
+        places["positions"] = np.arange(len(documents)) - np.searchsorted(documents, documents)
+    return places
 
 
 def _owners(texts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
