@@ -53,37 +53,6 @@ def resolved(run: RunConfig) -> tuple[RunConfig, RunData]:
     return resolve(run, data), data
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "t5"])
-def test_every_task_mixes_its_samples(
-    text_folder: TokenFolder, second: TokenFolder, family: str
-) -> None:
-    """Weight 0.7 is 7 rows of a batch of 10, and each row is of its source alone."""
-    run, data = resolved(a_mixture(("a", text_folder, 0.7), ("b", second, 0.3), family=family))
-    batches = open_training(run, data)
-    capital = np.array([second.tokenizer.token_of(i) or "" for i in range(run.model.vocab_size)])
-    letters = np.array([any("A" <= c <= "Z" for c in token) for token in capital])
-    key = "source" if family == "t5" else "tokens"
-    whole = batches.batch(5)
-    assert sorted((letters[whole[key]].sum(axis=1) > 5).tolist()) == [False] * 7 + [True] * 3
-    parts = [batches.batch(5, slice(a, b)) for a, b in ((0, 4), (4, 4), (4, 10))]
-    for name, value in whole.items():
-        assert np.array_equal(np.concatenate([part[name] for part in parts]), value)
-    assert batches.n_samples == sum(
-        open_training(*resolved(a_mixture(("x", one, 1.0), family=family))).n_samples
-        for one in (text_folder, second)
-    )
-
-
-def test_labels_and_pairs_are_mixed_too(
-    labeled_folder: TokenFolder, pairs_folder: TokenFolder
-) -> None:
-    labels = {"n_labels": 10}
-    run = a_mixture(("a", labeled_folder, 1), ("b", labeled_folder, 1), model=labels)
-    assert open_training(*resolved(run)).batch(0)["labels"].shape == (10,)
-    run = a_mixture(("a", pairs_folder, 1), ("b", pairs_folder, 3), family="transformer")
-    assert open_training(*resolved(run)).batch(0)["source"].shape == (10, 16)
-
-
 def test_a_restarted_order_keeps_the_steps_of_stages(
     text_folder: TokenFolder, second: TokenFolder
 ) -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.utils.errors import DataError, UserError
-from tests.support.data import documents, texts
+from tests.support.data import texts
 
 
 def written(folder: Path, name: str, lines: list[str]) -> str:
@@ -36,28 +35,6 @@ def test_lines_are_pairs(tmp_path: Path) -> None:
     assert sorted(text for item in source.sampled() for text in item.texts if text) == sorted(
         [*want, "leer", "no German"]
     )
-
-
-def test_lines_that_are_not_utf8_are_kept_and_counted(tmp_path: Path) -> None:
-    one, other = written(tmp_path, "a.en", ["tea", "cheese"]), str(tmp_path / "a.de")
-    Path(other).write_bytes("Tee\nKäse\n".encode("latin-1"))
-    (source,) = open_sources([one, other], pair_files=True)
-    skipped: Counter[str] = Counter()
-    texts([source], skipped)
-    assert skipped == {f"lines with bytes that are not UTF-8 text (first: {other}, line 2)": 1}
-    assert texts([source]) == ["tea", "Tee", "cheese", "K\ufffdse"]
-
-
-def test_they_make_a_folder_of_pairs(tmp_path: Path) -> None:
-    lines = [f"sentence number {i}" for i in range(20)]
-    one = written(tmp_path, "a.en", lines)
-    other = written(tmp_path, "a.up", [line.upper() for line in lines])
-    sources = open_sources([one, other], pair_files=True)
-    folder = prepare_corpus(sources, tmp_path / "pairs", vocab_size=280, val_fraction=0.2)
-    assert (folder.kind, folder.index.languages) == ("pairs", ("en", "up"))
-    for found in documents(folder).values():
-        assert [text.upper() for text in found[::2]] == found[1::2]
-    assert sum(map(len, documents(folder).values())) == 40
 
 
 def test_what_cannot_be_pairs_is_refused(tmp_path: Path) -> None:

@@ -59,13 +59,6 @@ def test_every_document_is_there_once(
     assert [source.bytes for source in folder.index.sources] == [n_bytes]
 
 
-def test_documents_end_with_the_end_of_text(tmp_path: Path) -> None:
-    folder = prepare_corpus([listed(*sentences(60))], tmp_path / "t", tokenizer=TOKENIZER)
-    for split in (folder.train, folder.val):
-        ends = np.flatnonzero(split.tokens == folder.eos_id) + 1
-        assert np.array_equal(ends, split.offsets[1:])
-
-
 def test_a_text_that_spells_the_end_of_text_is_one_document(tmp_path: Path) -> None:
     texts = ["one<|endoftext|>still one", "two"]
     folder = prepare_corpus([listed(*texts)], tmp_path / "t", tokenizer=TOKENIZER)
@@ -80,13 +73,17 @@ def test_a_document_longer_than_a_piece_keeps_its_tokens(tmp_path: Path) -> None
     assert lengths == {len(TOKENIZER.encode(text)) + 1, len(TOKENIZER.encode("short")) + 1}
 
 
-def test_same_arguments_same_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [lambda n: listed(*sentences(n)), pairs_source, labeled_source])
+def test_same_arguments_same_bytes(tmp_path: Path, make: Callable[[int], TextSource]) -> None:
     for name in ("a", "b"):
-        prepare_corpus([listed(*sentences(80))], tmp_path / name, vocab_size=300)
+        prepare_corpus([make(50)], tmp_path / name, vocab_size=300)
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert len(names) == 6
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    # A folder of any kind may replace it.
+    prepare_corpus([listed(*sentences(20))], tmp_path / "a", vocab_size=300, overwrite=True)
+    assert not TokenFolder.open(tmp_path / "a").train.columns
+    assert len(list((tmp_path / "a").iterdir())) == 6
 
 
 def test_a_tokenizer_is_trained_where_none_is_given(tmp_path: Path) -> None:
@@ -317,54 +314,12 @@ def test_a_pair_longer_than_a_piece(tmp_path: Path) -> None:
     assert sorted(lengths) == sorted([[n_long, n_short], [n_a, n_long]])
 
 
-def test_labels(tmp_path: Path) -> None:
-    folder = prepare_corpus([labeled_source(60)], tmp_path / "t", vocab_size=300)
-    assert folder.kind == "labeled"
-    assert folder.index.labels == tuple(sorted(folder.index.labels))
-    got = documents(folder)
-    for split in (folder.train, folder.val):
-        names = [folder.index.labels[label] for label in split.columns["labels"]]
-        assert names == [text.split()[0] for text in got[split.name]]
-
-
-@pytest.mark.parametrize("make", [pairs_source, labeled_source])
-def test_same_bytes_of_other_kinds(tmp_path: Path, make: Callable[[int], TextSource]) -> None:
-    for name in ("a", "b"):
-        prepare_corpus([make(50)], tmp_path / name, vocab_size=300)
-    names = sorted(path.name for path in (tmp_path / "a").iterdir())
-    for name in names:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    # A folder of any kind may replace it.
-    prepare_corpus([listed(*sentences(20))], tmp_path / "a", vocab_size=300, overwrite=True)
-    assert not TokenFolder.open(tmp_path / "a").train.columns
-    assert len(list((tmp_path / "a").iterdir())) == 6
-
-
 # --------------------------------------------------------------------------- ends of documents
 
 
-def test_tokens_at_the_ends_of_documents(tmp_path: Path) -> None:
-    import tokenizers
-    from tokenizers import models, pre_tokenizers
-
-    backend = tokenizers.Tokenizer(models.WordLevel({w: i for i, w in enumerate("abcdef")}))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = Tokenizer(backend, "letters", eos_token="f", bos_token="e")
-
-    def written(name: str, ends: bool) -> list[list[int]]:
-        source = listed("a b c", "b", "a a")
-        folder = prepare_corpus([source], tmp_path / name, tokenizer=tokenizer, ends=ends)
-        folder.check()
-        assert (folder.index.ends, folder.index.bos_token) == (ends, "e")
-        assert folder.tokenizer.begin_ids == [4]
-        return sorted(
-            split.document(d).tolist()
-            for split in (folder.train, folder.val)
-            for d in range(split.n_documents)
-        )
-
-    assert written("ends", True) == [[4, 0, 0, 5], [4, 0, 1, 2, 5], [4, 1, 5]]
-    assert written("open", False) == [[4, 0, 0], [4, 0, 1, 2], [4, 1]]
+def test_tokens_at_the_ends_of_documents_that_cannot_be_had(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.train(sentences(20), 300)
+    tokenizer.bos_token = "a"
     with pytest.raises(UserError, match="--eos none is for running text"):
         prepare_corpus([pairs_source(9)], tmp_path / "t", tokenizer=TOKENIZER, ends=False)
     with pytest.raises(UserError, match="--bos is not for pairs: a decoder already begins"):

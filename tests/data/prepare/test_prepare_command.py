@@ -72,21 +72,6 @@ def test_text_that_is_not_utf8_is_told(
     assert told in table
 
 
-def test_chats_that_are_not_utf8_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    answer = {"role": "assistant", "content": "fine"}
-    chats = [
-        json.dumps({"messages": [{"role": "user", "content": question}, answer]})
-        for question in sentences(20)
-    ]
-    Path("c.jsonl").write_bytes("\n".join(chats).encode())
-    content = Path("c.jsonl").read_bytes().replace(b"fine", b"f\xfcne", 1)
-    Path("c.jsonl").write_bytes(content)
-    output = run("c.jsonl", "--chat", "chatml", "--out", "tokens", "--vocab-size", "300")
-    told = "damaged 1 lines with bytes that are not UTF-8 text (first: c.jsonl, line 1)"
-    assert told in " ".join(output.split())
-
-
 def test_summary(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "[tokens]"
     output = run(corpus, "--out", out, "--vocab-size", "280", "--val-fraction", "0.2")
@@ -153,13 +138,6 @@ def test_sources_are_required() -> None:
     result = CliRunner().invoke(app, [])
     assert "Usage" in result.output
     assert "hf:NAME/CONFIG" in result.output
-
-
-def test_errors_reach_the_one_place_that_prints_them(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(DataError, match="there is no text"):
-        run(tmp_path / "empty.txt", "--out", tmp_path / "t")
-    assert not (tmp_path / "t").exists()
 
 
 def test_python_stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from gridformer.data.prepare.reading import Cursor
-from gridformer.data.prepare.records import Fields
 from gridformer.data.prepare.sources import TextSource, open_sources
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import texts
@@ -141,9 +140,3 @@ def test_options_and_sources_that_exclude_each_other(tmp_path: Path) -> None:
     po.rename(tmp_path / "de.po")
     both = open_sources([f"gettext:de:{tmp_path}", path], pair_keys=("en", "de"))
     assert len(texts(both)) == 6
-
-
-def test_kinds_of_fields() -> None:
-    assert Fields().kind == "text"
-    assert Fields(label="x").kind == "labeled"
-    assert Fields(pair=("a.b", "c")).languages == ("b", "c")

@@ -18,15 +18,24 @@ from typing import Any
 import pytest
 
 from gridformer.data import TokenFolder, Tokenizer
+from gridformer.data.chat import open_template
 from gridformer.data.prepare import atomic_folder, reading
 from gridformer.data.prepare.atomic_folder import documents_kept
+from gridformer.data.prepare.chat import FORGED, NO_ANSWER, prepare_chat
 from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.data.prepare.sources import TextSource, open_sources
+from gridformer.data.prepare.tasks import prepare_task
 from gridformer.data.prepare.writer import PrepareProgress
+from gridformer.data.side_texts import read_questions
 from gridformer.utils.errors import UserError
+from tests.support.chats import conversations, written
 from tests.support.data import documents, labeled_source, pairs_source, sentences
+from tests.support.tasks import words_tokenizer, write_mnli, write_race, write_squad
 
 TOKENIZER = Tokenizer.train(sentences(200), 300)
+
+
+Prepare = Callable[..., TokenFolder]
 
 
 class Stop(BaseException):
@@ -82,15 +91,58 @@ def of_labels(folder: Path) -> list[TextSource]:
     return [labeled_source(80)]
 
 
-@pytest.mark.parametrize("make", [of_files, of_tables, of_pairs, of_labels])
-def test_stopped_again_and_again(tmp_path: Path, make: Callable[[Path], list[TextSource]]) -> None:
-    sources = make(tmp_path / "in")
-    prepare_corpus(sources, tmp_path / "whole", tokenizer=TOKENIZER)
+def of_chats(root: Path) -> Prepare:
+    """Conversations in two formats, some of which are left out; the tokenizer is trained."""
+    root.mkdir()
+    lines = conversations(40)
+    lines[5:5] = [
+        {"prompt": "a", "completion": "<|im_end|>"},
+        {"messages": [{"role": "user", "content": "hello?"}]},
+    ]
+    (root / "b.json").write_text(json.dumps([{"prompt": "a", "completion": "b"}] * 30))
+    specs = [written(root / "a.jsonl", lines)]
+    try:
+        import datasets  # noqa: F401
+    except ImportError:
+        pass
+    else:
+        specs.append(str(root / "b.json"))
+    template, needed = open_template("chatml", None)
+    return partial(prepare_chat, specs, chat=template, needed=needed, vocab_size=300)
+
+
+def of_task(kind: str, write: Callable[[Path], Path], root: Path) -> Prepare:
+    return partial(prepare_task, kind, write(root), tokenizer=words_tokenizer())
+
+
+def of_texts(make: Callable[[Path], list[TextSource]], root: Path) -> Prepare:
+    return partial(prepare_corpus, make(root), tokenizer=TOKENIZER)
+
+
+MAKE: dict[str, Callable[[Path], Prepare]] = {
+    "files": partial(of_texts, of_files),
+    "tables": partial(of_texts, of_tables),
+    "pairs": partial(of_texts, of_pairs),
+    "labels": partial(of_texts, of_labels),
+    "chat": of_chats,
+    "mnli": partial(of_task, "mnli", write_mnli),
+    "squad": partial(of_task, "squad", write_squad),
+    "race": partial(of_task, "race", write_race),
+}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_stopped_again_and_again(tmp_path: Path, kind: str) -> None:
+    prepare = MAKE[kind](tmp_path / "in")
+    whole = prepare(out=tmp_path / "whole")
+    if kind == "chat":
+        assert whole.index.skipped == {NO_ANSWER: 1, FORGED: 1}
     seen: list[int] = []
 
     def stop(now: PrepareProgress) -> None:
-        seen.append(now.documents)
-        assert now.kept == before
+        if now.phase == "tokenizing":
+            seen.append(now.documents)
+            assert now.kept == before
         if len(seen) == 3:
             raise Stop
 
@@ -98,13 +150,14 @@ def test_stopped_again_and_again(tmp_path: Path, make: Callable[[Path], list[Tex
         before = documents_kept(tmp_path / "t")
         seen.clear()
         try:
-            prepare_corpus(sources, tmp_path / "t", tokenizer=TOKENIZER, on_progress=stop)
+            prepare(out=tmp_path / "t", on_progress=stop)
             break
         except Stop:
             # Two batches of at most 7 documents or pairs were written, and nothing again.
-            most = 7 * (2 if sources[0].languages else 1)
+            most = 7 * (2 if kind == "pairs" else 1)
             assert before < documents_kept(tmp_path / "t") <= before + 2 * most
             assert seen[0] - before <= most
+    assert before  # it was stopped
     assert contents(tmp_path / "t") == contents(tmp_path / "whole")
     assert not list(tmp_path.glob(".*"))
 
@@ -147,6 +200,44 @@ def test_what_begins_anew(tmp_path: Path, what: str) -> None:
     again(tmp_path / "t", on_progress=seen.append)
     assert seen[0].documents <= 7
     again(tmp_path / "whole")
+    assert contents(tmp_path / "t") == contents(tmp_path / "whole")
+
+
+def test_another_file_of_a_task_begins_anew(tmp_path: Path) -> None:
+    prepare = of_task("squad", write_squad, tmp_path / "in")
+
+    def stop(now: PrepareProgress) -> None:
+        if now.documents > 55:  # among the validation questions
+            raise Stop
+
+    with pytest.raises(Stop):
+        prepare(out=tmp_path / "t", on_progress=stop)
+    assert documents_kept(tmp_path / "t") == 49
+    file = tmp_path / "in" / "train-v2.0.json"
+    file.write_text(file.read_text().replace("which words?", "whose words?"))
+    seen: list[PrepareProgress] = []
+    found = prepare(out=tmp_path / "t", on_progress=seen.append)
+    assert seen[0].documents == 7
+    assert len(read_questions(found.path, "val")) == found.val.n_documents
+    prepare(out=tmp_path / "whole")
+    assert contents(tmp_path / "t") == contents(tmp_path / "whole")
+
+
+def test_another_token_that_begins_documents_begins_anew(tmp_path: Path) -> None:
+    """`--format` adds no such token, but the folder's tokenizer has it for the texts of a model."""
+    prepare = of_task("mnli", write_mnli, tmp_path / "in")
+    words_tokenizer().save(tmp_path / "tokenizer.json")
+    other = Tokenizer.load(tmp_path / "tokenizer.json", bos_token="<|endoftext|>")
+
+    def stop(now: PrepareProgress) -> None:
+        if now.documents > 20:
+            raise Stop
+
+    with pytest.raises(Stop):
+        prepare(out=tmp_path / "t", tokenizer=other, on_progress=stop)
+    assert documents_kept(tmp_path / "t") > 10
+    prepare(out=tmp_path / "t")
+    prepare(out=tmp_path / "whole")
     assert contents(tmp_path / "t") == contents(tmp_path / "whole")
 
 
@@ -313,10 +404,11 @@ def run_script(tmp_path: Path, out: str, workers: int, most: int) -> int:
     return subprocess.run(list(map(str, words)), env=environment, check=False).returncode
 
 
-def test_workers_write_the_same_bytes(tmp_path: Path) -> None:
-    sources = of_files(tmp_path / "in")
+@pytest.mark.parametrize("kind", ["files", "chat"])
+def test_workers_write_the_same_bytes(tmp_path: Path, kind: str) -> None:
+    prepare = MAKE[kind](tmp_path / "in")
     for workers in (1, 3):
-        prepare_corpus(sources, tmp_path / str(workers), tokenizer=TOKENIZER, workers=workers)
+        prepare(out=tmp_path / str(workers), workers=workers)
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
 
 

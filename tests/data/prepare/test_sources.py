@@ -34,10 +34,6 @@ def tree(tmp_path: Path) -> Path:
     return root
 
 
-def test_one_file_of_any_suffix(tree: Path) -> None:
-    assert texts(open_sources([str(tree / "sub/d.xyz")])) == ["dee"]
-
-
 def test_folders_are_walked_in_order_by_suffix(tree: Path) -> None:
     assert texts(open_sources([str(tree)])) == ["ay", "bee", "see"]
     assert texts(open_sources([str(tree)], suffixes=[".txt", "xyz"])) == ["bee", "dee"]
@@ -45,13 +41,6 @@ def test_folders_are_walked_in_order_by_suffix(tree: Path) -> None:
 
 def test_patterns(tree: Path) -> None:
     assert texts(open_sources([str(tree / "**" / "*.[px]y*")])) == ["see", "dee"]
-
-
-def test_several_sources_in_the_order_given(tree: Path) -> None:
-    specs = [str(tree / "sub"), str(tree / "a.md")]
-    sources = open_sources(specs)
-    assert texts(sources) == ["see", "ay"]
-    assert [source.name for source in sources] == specs
 
 
 def test_folder_without_a_fitting_file(tree: Path, tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from gridformer.data import (
     resolve,
     special_ids,
 )
-from gridformer.data.samples.texts import WindowSamples
-from tests.support.data import a_run, counting_split
+from tests.support.data import a_run
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "causal": ("gpt2", {}),
@@ -119,13 +118,6 @@ def test_steps_do_not_depend_on_what_was_read(opened: dict[str, Opened], kind: s
     assert same(opened_batches(opened[kind]).batch(3), straight[3])
     assert not same(straight[0], straight[1])
     assert not same(opened_batches(opened[kind], seed=99).batch(0), straight[0])
-
-
-def test_a_language_model_is_asked_for_the_next_token() -> None:
-    """The split's tokens count up."""
-    batch = WindowSamples(counting_split(101), 10).read(np.arange(8), np.random.default_rng)
-    assert np.array_equal(batch["targets"], batch["tokens"] + 1)
-    assert np.array_equal(batch["tokens"] - batch["tokens"][:, :1], np.tile(np.arange(10), (8, 1)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

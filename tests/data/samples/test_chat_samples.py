@@ -26,26 +26,6 @@ def special(folder: TokenFolder) -> SpecialIds:
     return SpecialIds.of("llama", "chat", folder.tokenizer)
 
 
-def test_a_sample_is_a_conversation(folder: TokenFolder, special: SpecialIds) -> None:
-    samples = ChatSamples(folder.train, 64, special)
-    assert (samples.n_left_out, samples.n_truncated) == (0, 0)
-    assert samples.n_samples == folder.train.n_documents
-    decode = folder.tokenizer.decode
-    for number in range(samples.n_samples):
-        sample = samples.sample(number, DRAW)
-        whole = folder.train.document(number)[:-1]  # without the folder's end of text
-        n = len(whole) - 1
-        assert np.array_equal(sample["tokens"][:n], whole[:-1])
-        assert (sample["tokens"][n:] == special.pad).all()
-        said = sample["targets"] != IGNORE
-        assert np.array_equal(sample["targets"][said], whole[1:][said[:n]])
-        # What is learned is the answers and the token that ends each, and nothing else.
-        text = decode(whole.tolist())
-        turns = text.split("<|im_start|>")[1:]
-        want = [turn.removeprefix("assistant\n") for turn in turns if turn.startswith("assistant")]
-        assert decode(sample["targets"][said].tolist()) == "".join(want).replace("\n", "")
-
-
 def test_long_conversations_are_truncated_or_left_out(
     folder: TokenFolder, special: SpecialIds
 ) -> None:

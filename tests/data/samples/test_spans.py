@@ -1,7 +1,5 @@
 """Masked spans: lengths are fixed, and source and target together make up the text."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +14,6 @@ from gridformer.data.samples.masked import (
     window_length,
 )
 from gridformer.data.samples.sample import SpecialIds
-from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
 from tests.support.data import counting_split
 
@@ -82,16 +79,6 @@ def test_published_lengths() -> None:
     assert target_length(512) == 114
 
 
-def test_span_lengths_vary() -> None:
-    draw = np.random.default_rng(0)
-    lengths = []
-    for _ in range(200):
-        _, target = corrupted(np.arange(1, 569), SPECIAL, draw)
-        lengths += np.diff(np.flatnonzero((target > N) | (target == 0))).tolist()
-    assert np.mean(lengths) - 1 == pytest.approx(3, abs=0.1)
-    assert set(range(2, 8)) <= set(lengths)
-
-
 def test_every_way_of_cutting_is_equally_likely() -> None:
     """Of 40 tokens, 34 are kept in 2 stretches and 6 are noise in 2 spans, all non-empty.
 
@@ -109,22 +96,6 @@ def test_every_way_of_cutting_is_equally_likely() -> None:
         share = 1 / n_ways
         deviation = (share * (1 - share) / n_draws) ** 0.5
         assert np.abs(counts[1:] / n_draws - share).max() < 4.5 * deviation
-
-
-def test_samples() -> None:
-    split = replace(counting_split(500), vocab_size=N)
-    samples = SpanSamples(split, 40, 20, SPECIAL)
-    n = window_length(40)
-    assert samples.n_samples == 500 // n
-    sample = samples.sample(2, np.random.default_rng(0))
-    real = target_length(40)
-    tokens, targets = sample["tokens"], sample["targets"]
-    assert tokens[0] == SPECIAL.start
-    assert np.array_equal(tokens[1:real], targets[: real - 1])
-    assert (tokens[real:] == SPECIAL.pad).all()
-    assert (targets[real:] == IGNORE).all()
-    assert targets[real - 1] == SPECIAL.eos
-    assert reassembled(sample["source"], targets[:real]) == list(range(2 * n, 3 * n))
 
 
 def test_too_short() -> None:

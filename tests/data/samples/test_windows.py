@@ -53,56 +53,6 @@ def test_rows_are_windows_with_their_targets(
     assert sampler.n_samples * seq_len + 1 <= n_tokens < (sampler.n_samples + 1) * seq_len + 1
 
 
-@given(size=sizes, seed=st.integers(0, 99), epochs=st.integers(1, 4))
-def test_every_epoch_visits_every_sample_once(
-    size: tuple[int, int, int], seed: int, epochs: int
-) -> None:
-    n_tokens, seq_len, global_batch = size
-    split = counting_split(n_tokens)
-    sampler = Windows(split, seq_len, global_batch, seed)
-    n = sampler.n_samples
-    steps = -(-n * epochs // global_batch)
-    stream = np.concatenate([sampler.indices(step) for step in range(steps)])[: n * epochs]
-    for epoch in stream.reshape(epochs, n):
-        assert np.array_equal(np.sort(epoch), np.arange(n))
-
-
-@given(size=sizes, step=st.integers(0, 10**6), data=st.data())
-def test_any_cut_into_rows_gives_the_same_batch(
-    size: tuple[int, int, int], step: int, data: st.DataObject
-) -> None:
-    n_tokens, seq_len, global_batch = size
-    whole = Windows(counting_split(n_tokens), seq_len, global_batch, 5).batch(step)
-    cuts = sorted(data.draw(st.lists(st.integers(0, global_batch), max_size=4)))
-    parts = [
-        # Each has its own sampler: what one process reads does not depend on the others.
-        Windows(counting_split(n_tokens), seq_len, global_batch, 5).batch(step, slice(a, b))
-        for a, b in zip([0, *cuts], [*cuts, global_batch])
-    ]
-    assert np.array_equal(np.concatenate(parts), whole)
-    numbers = data.draw(st.lists(st.integers(0, global_batch - 1), max_size=6))
-    rows = np.array(numbers, dtype=np.int64)
-    some = Windows(counting_split(n_tokens), seq_len, global_batch, 5).batch(step, rows)
-    assert np.array_equal(some, whole[rows])
-
-
-def test_resuming_reads_on() -> None:
-    first = Windows(counting_split(1001), 10, 8, seed=3)
-    straight = [first.batch(step) for step in range(30)]
-    resumed = Windows(counting_split(1001), 10, 8, seed=3)
-    for step in range(17, 30):
-        assert np.array_equal(resumed.batch(step), straight[step])
-
-
-def test_the_stream_does_not_depend_on_the_batch_size() -> None:
-    split = counting_split(1001)
-    small = Windows(split, 10, 4, seed=3)
-    large = Windows(split, 10, 8, seed=3)
-    for step in range(30):
-        pair = np.concatenate([small.indices(2 * step), small.indices(2 * step + 1)])
-        assert np.array_equal(large.indices(step), pair)
-
-
 def test_seeds_and_epochs_shuffle_differently() -> None:
     split = counting_split(1001)
     a, b = (Windows(split, 10, 100, seed) for seed in (1, 2))
@@ -122,12 +72,6 @@ def test_reads_only_the_rows_asked_for() -> None:
     with pytest.raises(DataError, match="outside the vocabulary"):
         damaged.batch(2, slice(3, 7))
     assert sampler.batch(2, slice(3, 3)).shape == (0, 11)
-
-
-def test_fewer_samples_than_a_batch_wrap() -> None:
-    sampler = Windows(counting_split(31), 10, 8, seed=0)
-    stream = np.concatenate([sampler.indices(step) for step in range(3)])
-    assert np.array_equal(np.sort(stream.reshape(8, 3)), np.tile(np.arange(3), (8, 1)))
 
 
 @pytest.mark.parametrize("n_tokens", [0, 1, 10])
@@ -156,8 +100,3 @@ def test_tokens_outside_the_vocabulary_are_refused() -> None:
 def test_impossible_lengths() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         WindowSamples(counting_split(10), 0)
-
-
-def test_negative_steps() -> None:
-    with pytest.raises(ValueError, match="must not be negative"):
-        Windows(counting_split(10), 3, 2).indices(-1)
