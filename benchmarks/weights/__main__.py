@@ -23,7 +23,8 @@ import typer
 from torch import Tensor
 
 from benchmarks.common.machine import describe_machine
-from gridformer.checkpoint.convert.exporting import write_json, write_weight_files
+from gridformer.checkpoint.convert.exporting import write_weight_files
+from gridformer.checkpoint.convert.importing import write_json
 from gridformer.checkpoint.convert.kinds import KINDS
 from gridformer.checkpoint.safetensors_file import Streamed
 from gridformer.checkpoint.whole import shapes_of

@@ -9,18 +9,17 @@ import math
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from gridformer.checkpoint import save as saving
-from gridformer.checkpoint.blocks import TensorBlock, packed_part, written_here
-from gridformer.checkpoint.checkpoint import manifest_of, shards_of
-from gridformer.checkpoint.manifest import Manifest, read_manifest
+from gridformer.checkpoint.blocks import TensorBlock, packed_part, with_moments, written_here
+from gridformer.checkpoint.checkpoint import manifest_of, updated_parameters
+from gridformer.checkpoint.manifest import read_manifest
 from gridformer.checkpoint.save import Save
 from gridformer.checkpoint.store import Kept, LocalStore
 from gridformer.checkpoint.whole import shapes_of
@@ -32,19 +31,6 @@ from gridformer.parallel.axes import mesh_ranks
 from tests.support.large import gpt_175b
 
 LIMIT_S, LIMIT_BYTES = 60.0, 2 * 2**30
-
-
-class Moments:
-    """Stands for the optimizer of a model: its moments have the shapes of the parameters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.state: Mapping[nn.Parameter, Mapping[str, Tensor]] = {
-            parameter: {"exp_avg": parameter, "exp_avg_sq": parameter}
-            for parameter in model.parameters()
-        }
-
-    def allocate(self, step: int) -> None:
-        raise AssertionError("nothing is loaded")
 
 
 def blocks_of_all(run: RunConfig) -> Iterator[tuple[int, dict[str, TensorBlock]]]:
@@ -63,19 +49,10 @@ def blocks_of_all(run: RunConfig) -> Iterator[tuple[int, dict[str, TensorBlock]]
             model = build_parallel(
                 run.model, layout, axes, 1, meta, run.train.dtype, choices, filled=False
             )
-            shards = shards_of(model, Moments(model))
+            shards = with_moments(updated_parameters(model))
             for replica in range(layout.dp):
                 of_replica = replace(axes, dp=Axis("dp", layout.dp, replica))
                 yield int(ranks[stage, replica, row, col]), written_here(shards, of_replica)
-
-
-def save_of(out: Path, manifest: Manifest, notes: dict[int, bytes]) -> Save:
-    """Return the first rank's save, for which all other ranks have left their notes."""
-    save = Save(LocalStore(out), manifest, 0, len(notes) + 1, Kept(3))
-    assert save.begin()
-    for rank, note in notes.items():
-        save.draft.tell(f"done-{rank}", note)
-    return save
 
 
 @pytest.mark.full
@@ -95,7 +72,10 @@ def test_a_save_of_4096_ranks_is_planned_soon(
 
     def planned(out: Path) -> float:
         """Save once, without writing blocks, and return the processor time of the first rank."""
-        save = save_of(out, manifest, notes)
+        save = Save(LocalStore(out), manifest, 0, len(notes) + 1, Kept(3))
+        assert save.begin()
+        for rank, note in notes.items():
+            save.draft.tell(f"done-{rank}", note)
         began = time.process_time()
         save.run(first)
         assert not save.outcome.failure
@@ -112,7 +92,6 @@ def test_a_save_of_4096_ranks_is_planned_soon(
     assert peak < LIMIT_BYTES
 
     index = read_manifest(tmp_path / "timed" / "checkpoints" / "step-00000001").index
-    assert index is not None
     shapes = shapes_of(run.model)
     kinds = ("model", "exp_avg", "exp_avg_sq")
     whole = {f"{kind}.{name}": math.prod(shape) for kind in kinds for name, shape in shapes.items()}

@@ -10,7 +10,7 @@ import pytest
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.copies import fetch_newest, give_up
-from gridformer.checkpoint.manifest import MANIFEST, Manifest, verify_checkpoint
+from gridformer.checkpoint.manifest import KEPT, MANIFEST, Manifest, verify_checkpoint
 from gridformer.checkpoint.saver import Saver, SaveReport
 from gridformer.checkpoint.store import RemoteStore
 from gridformer.config import RunConfig
@@ -45,6 +45,10 @@ def test_a_run_goes_on_elsewhere_from_the_newest_copy(tmp_path: Path, url: str) 
     url = url if url == URL else f"file://{tmp_path}/far"
     here, there = tmp_path / "here", tmp_path / "there"
     run = a_run(checkpoint_to=url, keep_every=2)
+    (here / KEPT).mkdir(parents=True)
+    small = {"tokenizer.json": "{}", f"{KEPT}/merges.txt": "a b"}  # each checkpoint has copies
+    for name, text in small.items():
+        (here / name).write_text(text)
     for step in range(1, 6):
         assert not save(here, step, run).outcome.not_copied
     kept = [f"step-{step:08d}" for step in (2, 4, 5)]
@@ -52,9 +56,12 @@ def test_a_run_goes_on_elsewhere_from_the_newest_copy(tmp_path: Path, url: str) 
     assert [path.name for path in (here / "checkpoints").iterdir() if path.name[0] == "."] == []
     fetched = fetch_newest(url, there)
     assert fetched == there / "checkpoints" / kept[-1]
-    assert verify_checkpoint(fetched).step == 5
-    for path in (here / "checkpoints" / kept[-1]).iterdir():
-        assert (fetched / path.name).read_bytes() == path.read_bytes()
+    assert verify_checkpoint(fetched).side_files.keys() == small.keys()
+    newest = here / "checkpoints" / kept[-1]
+    for path in newest.rglob("*.*"):
+        assert (fetched / path.relative_to(newest)).read_bytes() == path.read_bytes()
+    RemoteStore(url).download_beside(there)
+    assert {name: (there / name).read_text() for name in small} == small
     assert fetch_newest(url, there) is None, "it is there already"
     save(there, 6, a_run(checkpoint_to=""))
     assert fetch_newest(url, there) is None, "a newer one is there"
@@ -90,19 +97,7 @@ def test_a_place_that_cannot_be_reached_costs_no_checkpoint(
     assert RemoteStore(URL).complete() == ["step-00000002"]
 
 
-def test_a_damaged_copy_is_refused(tmp_path: Path) -> None:
-    save(tmp_path / "here", 1, a_run())
-    remote = RemoteStore(URL)
-    path = f"{remote.root}/step-00000001/shard-00001.safetensors"
-    content = bytearray(remote.files.cat_file(path))
-    content[-1] ^= 1
-    remote.files.pipe_file(path, bytes(content))
-    with pytest.raises(UserError, match=r"shard-00001\.safetensors is damaged"):
-        fetch_newest(URL, tmp_path / "there")
-    assert find.complete(tmp_path / "there") == []
-
-
-def test_what_another_run_has_saved_is_not_copied(tmp_path: Path) -> None:
+def test_a_damaged_copy_and_that_of_another_run_are_refused(tmp_path: Path) -> None:
     save(tmp_path / "here", 1, a_run())
 
     def check(manifest: Manifest) -> None:
@@ -110,6 +105,13 @@ def test_what_another_run_has_saved_is_not_copied(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match=r"checkpoint_to=memory.*step 1 is of another run"):
         fetch_newest(URL, tmp_path / "there", check)
+    remote = RemoteStore(URL)
+    path = f"{remote.root}/step-00000001/shard-00001.safetensors"
+    content = bytearray(remote.files.cat_file(path))
+    content[-1] ^= 1
+    remote.files.pipe_file(path, bytes(content))
+    with pytest.raises(UserError, match=r"shard-00001\.safetensors is damaged"):
+        fetch_newest(URL, tmp_path / "there")
     assert not [path for path in (tmp_path / "there").rglob("*") if path.is_file()]
 
 

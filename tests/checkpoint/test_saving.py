@@ -109,7 +109,7 @@ def test_a_full_disk_costs_this_save_only(
     assert names(tmp_path) == ["0001", "0003"]
 
 
-@pytest.mark.parametrize("file", ["shard-00003", "checkpoint.json"])
+@pytest.mark.parametrize("file", ["shard-00003", "checkpoint.json", "done-1"])
 def test_the_oldest_checkpoint_makes_room_if_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
@@ -120,8 +120,14 @@ def test_the_oldest_checkpoint_makes_room_if_told_so(
     def is_full(name: str) -> bool:
         return name.startswith(file) and len(find.complete(tmp_path)) > room
 
-    room = 1
+    def tell(self: store.Draft, note: str, content: bytes = b"") -> None:
+        if is_full(note):
+            raise OSError(errno.ENOSPC, "")
+        leave(self, note, content)
+
+    room, leave = 1, store.Draft.tell
     full_disk(monkeypatch, is_full)
+    monkeypatch.setattr(store.Draft, "tell", tell)
     outcome = saved(tmp_path, 5, kept)
     assert outcome.failure, "steps 2 and 4 are kept for good, and 4 is the last one"
     assert outcome.removed == ["step-00000001", "step-00000003"]

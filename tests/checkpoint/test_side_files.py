@@ -16,7 +16,6 @@ from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.checkpoint.convert.importing import import_folder
 from gridformer.checkpoint.manifest import KEPT, MANIFEST, read_manifest, verify_checkpoint
 from gridformer.checkpoint.side_files import load_tokenizer, root_of
-from gridformer.checkpoint.store import RemoteStore
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.run_data import fingerprint
 from gridformer.data.side_texts import write_label_names
@@ -99,23 +98,6 @@ def test_averages_and_imports_have_them_too(
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         found, want = (tmp_path / one / name for one in ("again", "theirs"))
         assert json.loads(found.read_text()) == json.loads(want.read_text())
-
-
-@pytest.mark.parametrize("url", ["memory://side/run", "file://"])
-def test_copies_at_urls_have_them(
-    run_dir: Path, token_folder: Path, tmp_path: Path, url: str
-) -> None:
-    folder = save(run_dir, token_folder)
-    remote = RemoteStore(url if url.startswith("memory") else f"file://{tmp_path}/far")
-    try:
-        remote.upload(folder)
-        remote.download(folder.name, tmp_path / "near" / folder.name)
-        assert files_of(tmp_path / "near" / folder.name) == expected(run_dir)
-        remote.download_beside(tmp_path / "near")
-        near = files_of(tmp_path / "near")
-        assert {name: near[name] for name in expected(run_dir)} == expected(run_dir)
-    finally:
-        remote.files.rm(remote.root, recursive=True)
 
 
 def earlier(folder: Path) -> None:

@@ -102,40 +102,25 @@ def test_weights_of_another_model_are_refused(
     assert want in str(refused.value)
 
 
-def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has no checkpoint: train first"):
-        begun(tmp_path, {})
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="gridformer import"):
-        begun(tmp_path, {})
-
-
-def test_a_run_resumes_only_with_what_it_began_with(tmp_path: Path) -> None:
-    saved(tmp_path)
-    folder = find.newest(tmp_path)
-    manifest = read_manifest(folder)
-    check_same_run(manifest, small_run(), folder)
-    with pytest.raises(CheckpointError, match=r"train.init_from is other, there None"):
-        check_same_run(manifest, small_run(init_from="other"), folder)
-
-
-def test_a_folder_that_is_named_otherwise_is_the_same(
+def test_a_run_resumes_only_with_what_it_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A folder that is named otherwise is the same."""
     saved(tmp_path / "first")
     saved(tmp_path / "second", str(tmp_path / "first"))
     monkeypatch.chdir(tmp_path)
-    folder = find.newest(tmp_path / "second")
-    check_same_run(read_manifest(folder), small_run(init_from="first"), folder)
-    with pytest.raises(CheckpointError, match=r"train.init_from is second"):
-        check_same_run(read_manifest(folder), small_run(init_from="second"), folder)
+    for out, same, other in (("first", None, "other"), ("second", "first", "second")):
+        folder = find.newest(tmp_path / out)
+        check_same_run(read_manifest(folder), small_run(init_from=same), folder)
+        with pytest.raises(CheckpointError, match=rf"train.init_from is {other}, there "):
+            check_same_run(read_manifest(folder), small_run(init_from=other), folder)
 
 
-def test_a_command_that_a_refusal_names_can_be_copied(tmp_path: Path) -> None:
+def test_what_is_no_run_directory_is_refused_with_a_command_to_copy(tmp_path: Path) -> None:
     folder = tmp_path / "my run"
     folder.mkdir()
-    with pytest.raises(CheckpointError, match=r"--out '/.*/my run'`"):
-        find.newest(folder)
+    with pytest.raises(CheckpointError, match=r"has no checkpoint: train first.*'/.*/my run'`"):
+        begun(folder, {})
     (folder / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"gridformer import '/.*/my run' --out"):
         find.newest(folder)

@@ -7,7 +7,6 @@ in it is checked before any of it is used, and nothing in it is executed.
 from __future__ import annotations
 
 import json
-import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -126,18 +125,15 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest.model_validate(content)
         RunConfig.model_validate(manifest.run)
     except (UnreadableError, ValueError) as error:
+        why = error.reason if isinstance(error, UnreadableError) else str(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            why = f"{where}: {first['msg']}" if where else first["msg"]
-            why = " ".join(why.split())
-        else:
-            why = error.reason if isinstance(error, UnreadableError) else str(error)
+            why = " ".join(f"{'.'.join(map(str, first['loc']))}: {first['msg']}".split())
+            why = why.removeprefix(": ")
         raise CheckpointError(
             f"{path} is damaged or not a gridformer checkpoint's ({why}): {damage_remedy(folder)}"
         ) from None
-    problem = _contradiction(manifest)
-    if problem:
+    if problem := _contradiction(manifest):
         raise _edited(path, problem)
     named = STEP_FOLDER.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
@@ -315,15 +311,6 @@ def _contradiction(manifest: Manifest) -> str | None:
             if len(offset) != len(size) or min((*offset, *size), default=0) < 0:
                 return f"index: {file} has a block at {offset} of size {size}"
     return None
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes checkpoint.json with its checksum, which makes a folder a checkpoint."""
-    path = folder / MANIFEST
-    with path.open("wb") as file:
-        file.write(manifest_bytes(manifest))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -78,17 +77,6 @@ def offsets_info(blocks: Mapping[str, TensorBlock]) -> dict[str, str]:
     """Returns the metadata of a file that holds these blocks."""
     offsets = {name: {_OFFSETS: list(block.offset)} for name, block in blocks.items()}
     return {_INFO: json.dumps(offsets)}
-
-
-def write_streamed(
-    path: Path, tensors: Mapping[str, Streamed], metadata: Mapping[str, str]
-) -> tuple[int, int]:
-    """Creates a file, which is on the disk when this returns; see `write_tensors`."""
-    with path.open("wb") as file:
-        written = write_tensors(file, tensors, metadata)
-        file.flush()
-        os.fsync(file.fileno())
-    return written
 
 
 def write_tensors(

@@ -17,13 +17,19 @@ from gridformer.checkpoint.blocks import (
     joined_index,
     packed_part,
 )
-from gridformer.checkpoint.manifest import FileEntry, Manifest, advice_for_readers, write_manifest
+from gridformer.checkpoint.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    advice_for_readers,
+    manifest_bytes,
+)
 from gridformer.checkpoint.safetensors_file import (
     DTYPES,
     Streamed,
     offsets_info,
     opened_file,
-    write_streamed,
+    write_tensors,
 )
 from gridformer.checkpoint.side_files import read_side_files, write_side_files
 from gridformer.checkpoint.store import writing_in
@@ -144,25 +150,25 @@ def write_weights(
         file = f"shard-{number:05d}.safetensors"
         blocks = {name: _without_memory(streamed[name].shape) for name in names}
         chosen = {name: streamed[name] for name in names}
-        n_bytes, crc = write_streamed(folder / file, chosen, offsets_info(blocks))
+        with writing_in(folder, file) as opened:
+            n_bytes, crc = write_tensors(opened, chosen, offsets_info(blocks))
         files[file] = FileEntry(bytes=n_bytes, crc32=crc)
         parts[file] = packed_part(blocks)
     side = write_side_files(read_side_files(folder.parents[1]), partial(writing_in, folder))
-    write_manifest(
-        folder,
-        Manifest(
-            format="gridformer-checkpoint",
-            version=1,
-            step=step,
-            tokens=tokens,
-            model=run.model,
-            run=run.model_dump(mode="json"),
-            files=files,
-            side_files=side,
-            index=joined_index(parts),
-            weights_only=True,
-        ),
+    manifest = Manifest(
+        format="gridformer-checkpoint",
+        version=1,
+        step=step,
+        tokens=tokens,
+        model=run.model,
+        run=run.model_dump(mode="json"),
+        files=files,
+        side_files=side,
+        index=joined_index(parts),
+        weights_only=True,
     )
+    with writing_in(folder, MANIFEST) as opened:
+        opened.write(manifest_bytes(manifest))
 
 
 def _without_memory(shape: tuple[int, ...]) -> TensorBlock:

@@ -63,14 +63,36 @@ def same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         assert torch.equal(got[name], value), name
 
 
-@pytest.mark.parametrize("kind", full_unless(lambda kind: kind in QUICK, KINDS))
-def test_there_and_back(kind: str, tmp_path: Path) -> None:
+# Kinds are told apart by what they have; a Mistral without a window remains one.
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {"tied_head": True, "head_dim": 16, "window": 7}),
+    (
+        "llama",
+        {"n_kv_heads": 4, "rope_theta": 5e5, "rope_scaling": RopeScaling(
+            kind="llama3", factor=8.0, original_max_position_embeddings=8)},
+    ),
+    (
+        "mistral",
+        {"window": 0, "rope_scaling": RopeScaling(
+            kind="yarn", factor=4.0, original_max_position_embeddings=16)},
+    ),
+]  # fmt: skip
+CASES = [*((kind, {}) for kind in KINDS), *OTHERS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    full_unless(lambda case: case[0] in QUICK or bool(case[1]), CASES, unpack=True),
+)
+def test_there_and_back(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Import from shards, export in shards, open there, and import again."""
-    theirs = their_model(kind)
+    theirs = their_model(kind, **changes)
     folder = save(theirs, tmp_path / "theirs", sharded=True)
     assert (folder / INDEX).is_file()
     done = import_folder(folder, tmp_path / "run")
     assert done.model_type == kind
+    for key, value in changes.items():
+        assert key == "n_kv_heads" or getattr(done.run.model, key) == value
     model = ours(tmp_path / "run")
     assert_close(our_logits(model), their_logits(theirs, model))
 
@@ -184,45 +206,6 @@ def test_token_ids_and_tokenizer_come_back(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
     assert json.loads((tmp_path / "back/config.json").read_text())["eos_token_id"] == 0
-
-
-SETTINGS: list[tuple[str, dict[str, Any]]] = [
-    ("qwen3", {"tied_head": True, "head_dim": 16, "window": 7}),
-    (
-        "llama",
-        {
-            "n_kv_heads": 4,
-            "rope_theta": 5e5,
-            "rope_scaling": RopeScaling(
-                kind="llama3", factor=8.0, original_max_position_embeddings=8
-            ),
-        },
-    ),
-    (
-        "mistral",
-        {
-            "window": 0,
-            "rope_scaling": RopeScaling(
-                kind="yarn", factor=4.0, original_max_position_embeddings=16
-            ),
-        },
-    ),
-]
-
-
-@pytest.mark.parametrize(("kind", "changes"), SETTINGS, ids=[kind for kind, _ in SETTINGS])
-def test_llamas_with_other_settings(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Kinds are told apart by what they have; a Mistral without a window remains one."""
-    theirs = their_model(kind, **changes)
-    save(theirs, tmp_path / "theirs")
-    done = import_folder(tmp_path / "theirs", tmp_path / "run")
-    for key, value in changes.items():
-        assert key == "n_kv_heads" or getattr(done.run.model, key) == value
-    model = ours(tmp_path / "run")
-    assert_close(our_logits(model), their_logits(theirs, model))
-    assert export_run(tmp_path / "run", tmp_path / "back").model_type == kind
-    again = opened_by_them(tmp_path / "back")
-    assert_close(their_logits(again, model), their_logits(theirs, model))
 
 
 @pytest.mark.parametrize(("family", "task"), [("bert", "masked"), ("t5", "spans")])

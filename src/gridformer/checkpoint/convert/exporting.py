@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,14 @@ from torch import Tensor
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.convert.config_json import head_problem, label_keys
-from gridformer.checkpoint.convert.importing import CONFIG, INDEX, WEIGHTS, DType, read_mapping
+from gridformer.checkpoint.convert.importing import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    DType,
+    read_mapping,
+    write_json,
+)
 from gridformer.checkpoint.convert.kinds import KINDS, kinds_of
 from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
@@ -24,8 +30,9 @@ from gridformer.checkpoint.manifest import (
     read_manifest,
     verify_checkpoint,
 )
-from gridformer.checkpoint.safetensors_file import Streamed, write_streamed
+from gridformer.checkpoint.safetensors_file import Streamed, write_tensors
 from gridformer.checkpoint.side_files import load_tokenizer, root_of
+from gridformer.checkpoint.store import writing_in
 from gridformer.checkpoint.whole import StoredParameters, in_files, shapes_of
 from gridformer.config import ModelConfig, RunConfig, Task, any_of
 from gridformer.data.side_texts import read_label_names
@@ -154,14 +161,10 @@ def write_weight_files(
     for number, names in enumerate(groups, start=1):
         tell(f"writing file {number} of {n}")
         file = WEIGHTS if n == 1 else f"model-{number:05d}-of-{n:05d}.safetensors"
-        write_streamed(folder / file, {name: streamed[name] for name in names}, {"format": "pt"})
+        with writing_in(folder, file) as opened:
+            write_tensors(opened, {name: streamed[name] for name in names}, {"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if n > 1:
         size = sum(tensor.n_bytes for tensor in streamed.values())
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     return n
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Writes a JSON file, formatted like Hugging Face's."""
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -5,6 +5,7 @@ Tensors are views of mapped files, some rows of which are read at a time and wri
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -185,6 +186,12 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is damaged: it is not a mapping")
     return content
+
+
+def write_json(path: Path, values: Mapping[str, Any], ascii: bool = True) -> None:
+    """Writes a JSON file, formatted like Hugging Face's."""
+    text = json.dumps(values, indent=2, ensure_ascii=ascii)
+    path.write_text(f"{text}\n", encoding="utf-8")
 
 
 def _opened(folder: Path) -> _Source:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gridformer.checkpoint.convert.importing import CONFIG, read_mapping
+from gridformer.checkpoint.convert.importing import CONFIG, read_mapping, write_json
 from gridformer.checkpoint.manifest import KEPT
 from gridformer.checkpoint.side_files import GENERATION, KEPT_FILES
 from gridformer.config import RunConfig
@@ -73,7 +72,7 @@ def _write_own(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
     }
     if tokenizer.bos_token is not None:
         config[BEGINS] = True
-    _write_json(folder / SETTINGS, config)
+    write_json(folder / SETTINGS, config, ascii=False)
     ids = {"eos_token_id": special.eos, "pad_token_id": special.pad}
     if not run.model.two_stacks and run.model.family != "bert":
         ids["bos_token_id"] = special.eos if tokenizer.bos_id is None else tokenizer.bos_id
@@ -117,7 +116,7 @@ def _write_chat(folder: Path, root: Path, ids: Mapping[str, Any]) -> None:
     ends = [*(said if isinstance(said, list) else [said]), tokenizer.eos_id, *stops]
     ends = [*dict.fromkeys(i for i in ends if i is not None)]
     if len(ends) > 1:
-        _write_json(file, {**values, "eos_token_id": ends})
+        write_json(file, {**values, "eos_token_id": ends}, ascii=False)
 
 
 def _read_by_heads(
@@ -151,7 +150,7 @@ def _begun(folder: Path, root: Path) -> dict[str, Any]:
     if tokenizer.bos_token is None:
         return {}
     values = read_mapping(settings) if settings.is_file() else {}
-    _write_json(settings, {**values, "bos_token": tokenizer.bos_token, BEGINS: True})
+    write_json(settings, {**values, "bos_token": tokenizer.bos_token, BEGINS: True}, ascii=False)
     return {"bos_token_id": tokenizer.bos_id}
 
 
@@ -160,14 +159,10 @@ def _pad_with(folder: Path, token: str | None) -> None:
     settings = folder / SETTINGS
     values = read_mapping(settings) if settings.is_file() else {}
     if spelled(values.get("pad_token")) != token:
-        _write_json(settings, {**values, "pad_token": token})
+        write_json(settings, {**values, "pad_token": token}, ascii=False)
     others = folder / "special_tokens_map.json"
     if others.is_file() and "pad_token" in (values := read_mapping(others)):
-        _write_json(others, {**values, "pad_token": token})
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(others, {**values, "pad_token": token}, ascii=False)
 
 
 def _named(special: SpecialIds, tokenizer: Tokenizer, decoder: bool) -> dict[str, str]:
