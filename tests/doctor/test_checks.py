@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import typer
 
+from gridformer import doctor
 from gridformer.cli import machine as command
-from gridformer.doctor import checks as doctor
-from gridformer.doctor.checks import Finding, grid
+from gridformer.doctor import Finding, grid
 
 
 def levels(findings: Iterable[Finding]) -> list[str]:

@@ -69,7 +69,7 @@ def doctor(
         nproc: The number of local processes to connect.
         timeout: The number of seconds after which they count as hung.
     """
-    from gridformer.doctor.checks import examine
+    from gridformer.doctor import examine
 
     marks = {
         "ok": typer.style("✓", fg=typer.colors.GREEN),

@@ -202,7 +202,7 @@ _PROBE = """
 import sys
 from pathlib import Path
 from gridformer.launch import launch
-from gridformer.doctor.checks import probe
+from gridformer.doctor import probe
 if __name__ == "__main__":
     n, timeout_s, answer = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
     launch(probe, (n, timeout_s, answer), n)

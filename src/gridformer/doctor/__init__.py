@@ -1,1 +1,0 @@
-"""Checks whether this machine can train, and says how to fix what is wrong."""
