@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -12,7 +12,7 @@ from gridformer.utils.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gridformer.data.prepare.writer import PrepareProgress
+    from gridformer.data.prepare.writer import PrepareProgress, WriteOptions
     from gridformer.data.tokenfolder import TokenFolder
 
 # The tokenizer that is trained unless options say otherwise.
@@ -97,6 +97,7 @@ def prepare(
     from gridformer.data.prepare.atomic_folder import documents_kept
     from gridformer.data.prepare.corpus import prepare_corpus
     from gridformer.data.prepare.sources import open_sources
+    from gridformer.data.prepare.writer import WriteOptions
     from gridformer.data.tokenizer import Tokenizer
 
     if (chat or task_format) and (eos or bos):
@@ -128,50 +129,35 @@ def prepare(
     sample_bytes = int((_SAMPLE_MB if tokenizer_sample_mb is None else tokenizer_sample_mb) * 1e6)
 
     def write(show: Callable[[PrepareProgress], None]) -> TokenFolder:
+        options = WriteOptions(workers=workers, overwrite=overwrite, on_progress=show)
         if task_format is not None:
-            return _task_folder(task_format, sources, out, tokenizer, workers, overwrite, show)
+            return _task_folder(task_format, sources, out, tokenizer, options)
+        given = Tokenizer.load(tokenizer, *names) if tokenizer else None
+        common: dict[str, Any] = {
+            "tokenizer": given,
+            "vocab_size": vocab_size,
+            "sample_bytes": sample_bytes,
+            "val_fraction": val_fraction,
+            "seed": seed,
+            **options,
+        }
         if chat is not None:
             from gridformer.data.chat import open_template
             from gridformer.data.prepare.chat import prepare_chat
 
             template, needed = open_template(chat, tokenizer)
-            return prepare_chat(
-                sources,
-                out,
-                template,
-                needed,
-                split=split,
-                tokenizer=Tokenizer.load(tokenizer) if tokenizer else None,
-                vocab_size=vocab_size,
-                sample_bytes=sample_bytes,
-                val_fraction=val_fraction,
-                seed=seed,
-                workers=workers,
-                overwrite=overwrite,
-                on_progress=show,
-            )
-        return prepare_corpus(
-            open_sources(
-                sources,
-                suffixes=suffix or (),
-                text_key=text_key,
-                split=split,
-                pair_keys=_two_keys(pair_keys),
-                label_key=label_key,
-                labels_from_folders=labels_from_folders,
-                pair_files=pair_files,
-            ),
-            out,
-            tokenizer=Tokenizer.load(tokenizer, *names) if tokenizer else None,
-            vocab_size=vocab_size,
-            sample_bytes=sample_bytes,
-            val_fraction=val_fraction,
-            seed=seed,
-            ends=ends,
-            workers=workers,
-            overwrite=overwrite,
-            on_progress=show,
+            return prepare_chat(sources, out, template, needed, split=split, **common)
+        opened = open_sources(
+            sources,
+            suffixes=suffix or (),
+            text_key=text_key,
+            split=split,
+            pair_keys=_two_keys(pair_keys),
+            label_key=label_key,
+            labels_from_folders=labels_from_folders,
+            pair_files=pair_files,
         )
+        return prepare_corpus(opened, out, ends=ends, **common)
 
     try:
         with Bar(Console(stderr=True)) as bar:
@@ -190,11 +176,9 @@ def _task_folder(
     sources: list[str],
     out: Path,
     tokenizer: Path | None,
-    workers: int | None,
-    overwrite: bool,
-    show: Callable[[PrepareProgress], None],
+    options: WriteOptions,
 ) -> TokenFolder:
-    """Writes a folder of examples; see `prepare_task`."""
+    """Writes a folder of examples."""
     from gridformer.config import closest
     from gridformer.data.prepare.tasks import FORMATS, prepare_task
     from gridformer.data.tokenizer import Tokenizer
@@ -208,15 +192,8 @@ def _task_folder(
             f"--format {task_format} needs --tokenizer: name the tokenizer.json of the model that "
             "you fine-tune, or the folder that holds it"
         )
-    return prepare_task(
-        task_format,
-        Path(sources[0]),
-        out,
-        Tokenizer.load(tokenizer),
-        workers=workers,
-        overwrite=overwrite,
-        on_progress=show,
-    )
+    given = Tokenizer.load(tokenizer)
+    return prepare_task(task_format, Path(sources[0]), out, given, **options)
 
 
 def _two_keys(text: str | None) -> tuple[str, str] | None:

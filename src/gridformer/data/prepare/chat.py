@@ -12,6 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from gridformer.data.prepare.split_file import Document
 from gridformer.data.prepare.writer import (
     EncodedBatch,
     FolderSpec,
-    OnProgress,
+    WriteOptions,
     nothing_error,
     prepare_documents,
     trained_on,
@@ -65,9 +66,7 @@ def prepare_chat(
     sample_bytes: int = 16_000_000,
     val_fraction: float = 0.02,
     seed: int = 1234,
-    workers: int | None = 1,
-    overwrite: bool = False,
-    on_progress: OnProgress = lambda progress: None,
+    **options: Unpack[WriteOptions],
 ) -> TokenFolder:
     """Writes the conversations of all sources, in order, to a token folder, and opens it.
 
@@ -85,7 +84,7 @@ def prepare_chat(
     def train() -> Tokenizer:
         texts = partial(_sample, sources, sample_bytes)
         empty = nothing_error(specs, _NOTHING, {})
-        return complete(trained_on(texts, vocab_size - len(needed), on_progress, lambda: empty))
+        return complete(trained_on(texts, vocab_size - len(needed), lambda: empty, options))
 
     # A template that cannot be read is refused before anything is. Each worker opens its own.
     with chat.open() as template:
@@ -101,15 +100,8 @@ def prepare_chat(
             val_fraction,
             nothing=_NOTHING,
         )
-        return prepare_documents(
-            sources,
-            out,
-            spec,
-            complete(tokenizer) if tokenizer else train,
-            workers=workers,
-            overwrite=overwrite,
-            on_progress=on_progress,
-        )
+        used = complete(tokenizer) if tokenizer else train
+        return prepare_documents(sources, out, spec, used, **options)
 
 
 def _encoded(

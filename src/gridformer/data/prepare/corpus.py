@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from gridformer.data.prepare.split_file import Document
 from gridformer.data.prepare.writer import (
     EncodedBatch,
     FolderSpec,
-    OnProgress,
+    WriteOptions,
     nothing_error,
     prepare_documents,
     trained_on,
@@ -40,9 +40,7 @@ def prepare_corpus(
     val_fraction: float = 0.02,
     seed: int = 1234,
     ends: bool = True,
-    workers: int | None = 1,
-    overwrite: bool = False,
-    on_progress: OnProgress = lambda progress: None,
+    **options: Unpack[WriteOptions],
 ) -> TokenFolder:
     """Writes the documents of all sources, in order, to a token folder, and opens it.
 
@@ -60,7 +58,6 @@ def prepare_corpus(
         val_fraction: The fraction of the documents for validation, between 0 and 1.
         seed: The seed that decides which documents are for validation.
         ends: Whether the end-of-text token follows every document of running text.
-        workers: How many processes tokenize; None means one for each core if there is much text.
     """
     kind = sources[0].kind
     if not ends and kind != "text":
@@ -72,7 +69,7 @@ def prepare_corpus(
 
     def train() -> Tokenizer:
         texts = partial(sampled_text, sources, sample_bytes)
-        return trained_on(texts, vocab_size, on_progress, lambda: _nothing(sources))
+        return trained_on(texts, vocab_size, lambda: _nothing(sources), options)
 
     spec: FolderSpec[Text] = FolderSpec(
         kind,
@@ -86,15 +83,7 @@ def prepare_corpus(
         ends=ends,
         nothing=_NOTHING,
     )
-    return prepare_documents(
-        sources,
-        out,
-        spec,
-        tokenizer or train,
-        workers=workers,
-        overwrite=overwrite,
-        on_progress=on_progress,
-    )
+    return prepare_documents(sources, out, spec, tokenizer or train, **options)
 
 
 def sampled_text(sources: Sequence[TextSource], limit: int) -> Iterator[str]:

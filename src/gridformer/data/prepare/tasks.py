@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from gridformer.data.prepare.split_file import Document
 from gridformer.data.prepare.writer import (
     EncodedBatch,
     FolderSpec,
-    OnProgress,
+    WriteOptions,
     prepare_documents,
     workers_for,
 )
@@ -108,10 +108,7 @@ def prepare_task(
     path: Path,
     out: Path,
     tokenizer: Tokenizer,
-    *,
-    workers: int | None = 1,
-    overwrite: bool = False,
-    on_progress: OnProgress = lambda progress: None,
+    **options: Unpack[WriteOptions],
 ) -> TokenFolder:
     """Writes a folder of examples from a data set, whose splits are those of its files."""
     if kind not in FORMATS:
@@ -150,15 +147,9 @@ def prepare_task(
     files = [f for place in places for f in ([place] if place.is_file() else _texts_of(place))]
     # They do not tell how much text is tokenized: an example may repeat one that a file has once.
     size = sum(file.stat().st_size for file in files)
-    return prepare_documents(
-        [Source(f"{kind}: {path}", examples, files=tuple(files))],
-        out,
-        spec,
-        tokenizer,
-        workers=workers_for(workers, size),
-        overwrite=overwrite,
-        on_progress=on_progress,
-    )
+    options["workers"] = workers_for(options.get("workers", 1), size)
+    source = Source(f"{kind}: {path}", examples, files=tuple(files))
+    return prepare_documents([source], out, spec, tokenizer, **options)
 
 
 def _reader(

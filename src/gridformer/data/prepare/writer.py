@@ -16,7 +16,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, cast
+from typing import Any, Generic, Literal, TypedDict, cast
 
 from gridformer.data.prepare.atomic_folder import (
     PreparationState,
@@ -75,6 +75,22 @@ class PrepareProgress:
 
 
 OnProgress = Callable[[PrepareProgress], None]
+
+
+class WriteOptions(TypedDict, total=False):
+    """How a token folder is written.
+
+    Attributes:
+        workers: How many processes tokenize; None means one for each core if there is much text.
+        overwrite: Whether to replace a token folder that is there.
+        on_progress: Called with the progress.
+    """
+
+    workers: int | None
+    overwrite: bool
+    on_progress: OnProgress
+
+
 # The documents of a batch, and what was left out of it, by reason.
 EncodedBatch = tuple[list[Document], Counter[str]]
 # Turns the items of a batch into documents, which depend on these alone. It is pickled into each
@@ -179,7 +195,6 @@ def prepare_documents(
     Args:
         tokenizer: The tokenizer, or a function that trains it; a call that goes on does not train
             it again.
-        workers: How many processes tokenize; None means one for each core if there is much text.
     """
     if not 0 < spec.val_fraction < 1:
         raise UserError(
@@ -201,15 +216,11 @@ def prepare_documents(
 def trained_on(
     texts: Callable[[], Iterator[str]],
     vocab_size: int,
-    on_progress: OnProgress,
     empty: Callable[[], Exception],
+    options: WriteOptions,
 ) -> Tokenizer:
-    """Trains a tokenizer on a sample.
-
-    Args:
-        texts: Yields the sample.
-        empty: Returns what to raise if there is no text.
-    """
+    """Trains a tokenizer on a sample; if there is none, it raises what `empty` returns."""
+    on_progress = options.get("on_progress", lambda progress: None)
     on_progress(PrepareProgress("sampling"))
     sample = list(texts())
     if not sample:
