@@ -208,9 +208,9 @@ class Prefetching(Trained):
     """A grid whose products keep weights and gather those of the next product early."""
 
     def gradients(self, batch: Batch, count: Tensor) -> Tensor:
-        from gridformer.parallel.tensor.linear import weights_kept
+        from gridformer.parallel.tensor.summa import gathered_weights_scope
 
-        with weights_kept(self.model):
+        with gathered_weights_scope(self.model):
             return super().gradients(batch, count)
 
 

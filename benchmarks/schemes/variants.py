@@ -31,7 +31,7 @@ from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.gradients import reduce_gradients
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.sharding import shard_of
-from gridformer.parallel.tensor.linear import weights_kept
+from gridformer.parallel.tensor.summa import gathered_weights_scope
 
 CPU = torch.device("cpu")
 Whole = dict[str, Tensor]  # keyed by name, for instance `0.attention.qkv.weight` for layer 0
@@ -262,7 +262,7 @@ class GridformerVariant(Variant):
             finish=lambda: reduce_gradients(stack.parameters(), axes),
             compared=compared,
             count=traffic.gridformer_traffic,
-            step=lambda: weights_kept(stack),
+            step=lambda: gathered_weights_scope(stack),
         )
 
 

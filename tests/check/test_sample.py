@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from gridformer import comm
 from gridformer.check import Report, check_step
 from gridformer.check.sample import among, sample_ranks
 from gridformer.comm import Pending, collectives
@@ -71,14 +72,17 @@ def checked(layout: dict[str, Any], wrong: int = -1) -> Report:
         wrong: A rank that sends more than others in a collective over col.
     """
     run = a_run(layout, {"n_layers": 1, "max_seq_len": 8}, {"global_batch": 12})
-    real = collectives._start_all_reduce
+    real = collectives.start_all_reduce
 
     def started(x: Tensor, axis: Axis, *rest: Any, **more: Any) -> Pending:
         if axis.name == "col" and torch.distributed.get_rank() == wrong:
             return Pending(real(torch.cat((x, x)), axis, *rest, **more).wait()[: len(x)])
         return real(x, axis, *rest, **more)
 
-    with patch.object(collectives, "_start_all_reduce", started):
+    with (
+        patch.object(collectives, "start_all_reduce", started),
+        patch.object(comm, "start_all_reduce", started),
+    ):
         return check_step(run, most=1)
 
 

@@ -23,7 +23,8 @@ from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import Work
 from gridformer.parallel.tensor import summa
-from gridformer.parallel.tensor.linear import GridLinear, weights_kept
+from gridformer.parallel.tensor.linear import GridLinear
+from gridformer.parallel.tensor.summa import gathered_weights_scope
 from tests.support.chunks import in_three
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare, tiny
@@ -88,13 +89,13 @@ QUICK = {
 
 
 def compare_in_parts(*args: Any) -> dict[str, float]:
-    real, cuts = summa.ChunkedGather.chunks, []
+    real, cuts = summa.Gathered.chunks, []
 
-    def watched(schedule: summa.ChunkedGather, shape: torch.Size) -> list[slice]:
+    def watched(schedule: summa.Gathered, shape: torch.Size) -> list[slice]:
         cuts.append(real(schedule, shape))
         return cuts[-1]
 
-    with in_three(), patch.object(summa.ChunkedGather, "chunks", watched):
+    with in_three(), patch.object(summa.Gathered, "chunks", watched):
         found = compare(*args)
     assert any(len(each) == 3 for each in cuts)
     return found
@@ -139,7 +140,7 @@ def one_layer(layout: dict[str, Any], n_bytes: int) -> tuple[Volume, Volume, Cho
         model, chosen = model_in_parts(plan, tiny(n_layers=n_layers), n_bytes)
         axes = axes_of(plan)
         part = batch_of(0, CONFIG, B).chunk(axes.batch.size)[axes.batch.index]
-        with weights_kept(model):
+        with gathered_weights_scope(model):
             with record_messages() as forward:
                 loss = model.loss_sum(part[:, :-1], part[:, 1:])
             with record_messages() as backward:

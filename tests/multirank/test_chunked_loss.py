@@ -11,7 +11,7 @@ import torch
 from gridformer.comm import record_messages
 from gridformer.config import LayoutConfig
 from gridformer.parallel import build_parallel
-from gridformer.parallel.tensor.linear import weights_kept
+from gridformer.parallel.tensor.summa import gathered_weights_scope
 from tests.support.marks import full_unless
 from tests.support.memory_log import MemoryLog
 from tests.support.multirank.exactness import CPU, axes_of, batches_of, tiny
@@ -47,7 +47,7 @@ def loss(layout: Layout, tokens: int) -> tuple[int, int, Counter[tuple[str, str]
     model.loss_chunk_tokens = tokens
     rows = slice(axes.row.index * B // axes.row.size, (axes.row.index + 1) * B // axes.row.size)
     batch = {key: value[rows] for key, value in batches_of(0, CONFIG, B).items()}
-    with weights_kept(model), MemoryLog() as tracker, record_messages() as recorder:
+    with gathered_weights_scope(model), MemoryLog() as tracker, record_messages() as recorder:
         tracker.mark([*model.parameters(), *batch.values()], "before")
         hidden = model.hidden(batch).detach().requires_grad_()
         start, before, sent = tracker.now, tracker.live(), len(recorder.records)

@@ -84,8 +84,12 @@ def of_any_tensor(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
         started = partial(comm.start_reduce_scatter, mine, axis, dim)
         yield f"start_reduce_scatter {dim}", started, block
         parts = mine.chunk(n, dim)
-        summed = partial(comm.start_sum_of_parts, parts.__getitem__, axis)
-        yield f"sum of parts {dim}", summed, block
+        yield f"sum of blocks {dim}", partial(_sum_of_blocks, [*parts], axis), block
+
+
+def _sum_of_blocks(blocks: list[Tensor], axis: Axis) -> Pending:
+    own = blocks.pop(axis.index)
+    return comm.SumOfBlocks(blocks, axis, "").add(own)
 
 
 def of_contiguous_ones(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:

@@ -66,7 +66,7 @@ def outside(layout: Layout) -> str:
 def test_parameters_that_are_not_gathered_are_not_read(pool: WorkerPool) -> None:
     for text in pool.run(2, outside, {**SINGLE, "dp_mode": "fsdp"}):
         assert "dp_mode=fsdp" in text
-        assert "weights_kept" in text
+        assert "gathered_weights_scope" in text
 
 
 def diverging(layout: Layout) -> list[bool]:

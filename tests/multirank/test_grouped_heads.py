@@ -17,7 +17,7 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import Work, blocks_of
 from gridformer.parallel.data.gradients import owned
-from gridformer.parallel.tensor.joined import kv_heads_of
+from gridformer.parallel.tensor.linear import kv_heads_of
 from gridformer.train.step import Stepper
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import (

@@ -14,7 +14,7 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import Work
 from gridformer.parallel.tensor import summa
-from gridformer.parallel.tensor.linear import weights_kept
+from gridformer.parallel.tensor.summa import gathered_weights_scope
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
 from tests.support.multirank.pool import WorkerPool
@@ -46,16 +46,16 @@ def kept(layout: dict[str, Any], n_layers: int) -> Kept:
         return tensor
 
     part = batch_of(0, CONFIG, B).chunk(axes.row.size)[axes.row.index]
-    with weights_kept(model), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with gathered_weights_scope(model), hooks:
         loss = model.loss_sum(part[:, :-1], part[:, 1:])
-        keeps = {id(k): k for m in model.modules() if (k := getattr(m, "keep", None)) is not None}
-        cells = [k.weight for k in keeps.values() if k.weight is not None]
+        cells = {c for m in model.modules() if (c := vars(m).get("gathered_weight")) is not None}
         weights = sum(_elements(whole) for cell in cells for whole in _wholes(cell))
     assert loss.requires_grad
     return sum(map(_elements, held.values())), weights
 
 
-def _wholes(cell: summa.WeightPrefetcher) -> list[Tensor]:
+def _wholes(cell: summa.GatheredWeight) -> list[Tensor]:
     operands = cell._operands.values()
     return [operand.whole.wait() for operand in operands if operand.whole is not None]
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from gridformer import comm
 from gridformer.comm import Pending, collectives
-from gridformer.parallel.tensor import boundary, summa
-from gridformer.parallel.tensor.summa import gather, products, transport
+from gridformer.parallel.tensor import summa
+from gridformer.parallel.tensor.summa import gathered, panels
 from tests.support.multirank.cutting import cut, grid_axes
 from tests.support.multirank.pool import WorkerPool
 
@@ -25,35 +26,38 @@ def watched() -> Iterator[list[str]]:
     """Record events: `send x`, `have x` when its result is waited for, and `multiply`."""
     events: list[str] = []
 
-    def starting(real: Callable[..., Pending], what: str) -> Callable[..., Pending]:
-        def start(x: Tensor, axis: Any, *args: Any, **kwargs: Any) -> Pending:
-            events.append(f"send {what} {axis.name}")
+    class Watched:
+        """A message whose events are recorded."""
 
-            def have(result: Tensor) -> Tensor:
-                events.append(f"have {what} {axis.name}")
-                return result
+        def __init__(self, pending: Pending, what: str) -> None:
+            events.append(f"send {what}")
+            self.pending, self.what = pending, what
 
-            return real(x, axis, *args, **kwargs).then(have)
+        def wait(self) -> Tensor:
+            if self.what:
+                events.append(f"have {self.what}")
+                self.what = ""
+            return self.pending.wait()
+
+    def starting(real: Callable[..., Pending], what: str) -> Callable[..., Any]:
+        def start(x: Tensor, axis: Any, *args: Any, **kwargs: Any) -> Any:
+            watched = Watched(real(x, axis, *args, **kwargs), f"{what} {axis.name}")
+            if not kwargs.get("later", True):
+                watched.wait()
+            return watched
 
         return start
 
-    def starting_parts(part: Callable[[int], Tensor], axis: Any, *args: Any) -> Pending:
-        real = collectives.start_sum_of_parts
-        pending = real(part, axis, *args)
-        events.append(f"send reduce_scatter {axis.name}")
+    class SumOfBlocks(comm.SumOfBlocks):
+        def __init__(self, others: list[Tensor], axis: Any, label: str) -> None:
+            super().__init__(others, axis, label)
+            events.append(f"send reduce_scatter {axis.name}")
+            self.name = axis.name
 
-        def have(result: Tensor) -> Tensor:
-            events.append(f"have reduce_scatter {axis.name}")
-            return result
-
-        return pending.then(have)
-
-    def blocking(real: Callable[..., Tensor], what: str) -> Callable[..., Tensor]:
-        def do(x: Tensor, axis: Any, *args: Any, **kwargs: Any) -> Tensor:
-            events.extend((f"send {what} {axis.name}", f"have {what} {axis.name}"))
-            return real(x, axis, *args, **kwargs)
-
-        return do
+        def add(self, own: Tensor) -> Any:
+            total = Watched(super().add(own), f"reduce_scatter {self.name}")
+            events.pop()
+            return total
 
     def multiplying(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def multiply(*args: Any, **kwargs: Any) -> Tensor:
@@ -68,14 +72,10 @@ def watched() -> Iterator[list[str]]:
             stack.enter_context(patch.object(module, name, value))
 
         for what in ("all_gather", "reduce_scatter", "broadcast", "reduce"):
-            start = starting(getattr(collectives, f"start_{what}"), what)
-            done = blocking(getattr(collectives, what), what)
-            for module in (transport, boundary):
-                put(module.comm, f"start_{what}", start)
-                put(module.comm, what, done)
-        put(gather.comm, "start_sum_of_parts", starting_parts)
-        for module in (products, gather):
-            for name in {"times", "transposed_times"} & {*vars(module)}:
+            put(comm, f"start_{what}", starting(getattr(collectives, f"start_{what}"), what))
+        put(comm, "SumOfBlocks", SumOfBlocks)
+        for module in (panels, gathered):
+            for name in ("times", "transposed_times"):
                 put(module, name, multiplying(getattr(module, name)))
         put(torch, "mm", multiplying(torch.mm))
         put(torch, "matmul", multiplying(torch.matmul))
@@ -95,9 +95,9 @@ def panel_by_panel(rows: int, cols: int, schedule: type[summa.Broadcast]) -> lis
     a, b = operands(rows, cols)
     made = schedule(grid_axes(rows, cols))
     found = []
-    for product in (summa.product_ab, summa.product_abt, summa.product_atb):
+    for product in (made.ab, made.abt, made.atb):
         with watched() as events, torch.no_grad():
-            product(a, b, made)
+            product(summa.Operand(a), summa.Operand(b))
         found.append(events)
     return found
 
@@ -143,7 +143,7 @@ def test_panels_in_flight(
 def gathering(rows: int, cols: int) -> dict[str, list[str]]:
     a, b = operands(rows, cols)
     axes = grid_axes(rows, cols)
-    schedule = summa.Gather(axes, boundary.Sharded(axes.col, -1))
+    schedule = summa.Gathered(axes, summa.Sharded(axes.col, -1))
     found = {}
     for name, product in (("ab", summa.product_ab), ("abt", summa.product_abt)):
         with watched() as events:

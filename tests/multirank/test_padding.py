@@ -17,8 +17,8 @@ from gridformer.models import Model
 from gridformer.models.blocks import IGNORE, copy_of
 from gridformer.parallel import build_parallel
 from gridformer.parallel.sharding import shard_of
-from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
+from gridformer.parallel.tensor.summa import gathered_weights_scope
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from tests.support.marks import full_unless
@@ -212,7 +212,7 @@ def loss_with_columns(
     size = 12 // axes.row.size
     rows = slice(axes.row.index * size, (axes.row.index + 1) * size)
     batch = {key: value[rows] for key, value in batches_of(0, config, 12).items()}
-    with weights_kept(model):
+    with gathered_weights_scope(model):
         loss = model.losses(batch)["tokens"]
         loss.backward()
     grads = [p.grad.float() for p in model.parameters() if p.grad is not None]

@@ -25,7 +25,7 @@ from tests.support.reading_order import SOURCE, reading_order
 
 ROWS = 4
 # Of a layout's list, the numbers that it does not run: one device has no scheme and no grid.
-ON_ONE_DEVICE = {6, 8, 9, 10}
+ON_ONE_DEVICE = {6, 7, 8, 9}
 LAYOUTS: dict[str, Layout] = {
     "single": {},
     "megatron": {"scheme": "megatron", "cols": 4},

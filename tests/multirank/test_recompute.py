@@ -20,7 +20,7 @@ from gridformer.models.blocks import Linear, RecomputeMode, StyledLayer
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.fsdp import FSDPUnit, Gathering
 from gridformer.parallel.pipeline.stages import StageIO
-from gridformer.parallel.tensor.linear import weights_kept
+from gridformer.parallel.tensor.summa import gathered_weights_scope
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch
 from tests.support.marks import full_unless
@@ -108,7 +108,7 @@ def multiplied(
 ) -> tuple[int, int, int]:
     """Return one rank's counts in forward and backward, and attention's calls in backward."""
     model, batch, _ = start(layout, config, recompute, dtype)
-    with weights_kept(model):
+    with gathered_weights_scope(model):
         with Multiplications() as forward:
             loss = loss_of(model, batch)
         fused = F.scaled_dot_product_attention
@@ -190,7 +190,7 @@ def test_all_products_but_the_last_are_recomputed(
 def kept(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> int:
     """Return the bytes that one rank holds after a forward pass and did not hold before."""
     model, batch, _ = start(layout, config, recompute)
-    with weights_kept(model), MemoryLog() as tracker:
+    with gathered_weights_scope(model), MemoryLog() as tracker:
         clock = model.dropout_rng
         counters = [clock.counter(site, block, CPU) for site, block in clock.sites.items()]
         tracker.mark([*model.parameters(), *batch.values(), *counters], "before")
@@ -315,7 +315,7 @@ def sent(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> Count
     `col` counts activations, `row` weights, and `kept` blocks' inputs.
     """
     model, batch, _ = start(layout, config, recompute)
-    with weights_kept(model), record_messages() as recorder:
+    with gathered_weights_scope(model), record_messages() as recorder:
         loss_of(model, batch).backward()
     found: Counter[str] = Counter()
     for r in recorder.records:

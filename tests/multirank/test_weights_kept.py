@@ -15,8 +15,7 @@ from gridformer.config import LayoutConfig
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.parallel.tensor import summa
-from gridformer.parallel.tensor.boundary import Sharded
-from gridformer.parallel.tensor.linear import weights_kept
+from gridformer.parallel.tensor.summa import gathered_weights_scope
 from tests.support.multirank.cutting import cut, grid_axes
 from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
 from tests.support.multirank.pool import WorkerPool
@@ -33,11 +32,11 @@ def matrix(*shape: int, seed: int) -> Tensor:
 class Product:
     """C = A B on a grid, with an optimizer that changes B."""
 
-    def __init__(self, axes: Axes, cell: summa.WeightPrefetcher) -> None:
+    def __init__(self, axes: Axes, cell: summa.GatheredWeight) -> None:
         n = 2 * axes.row.size * axes.col.size
         self.axes = axes
-        self.schedule = summa.Gather(axes, Sharded(axes.col, -1))
-        self.keep = summa.KeepGathered(weight=cell)
+        self.schedule = summa.Gathered(axes, summa.Sharded(axes.col, -1))
+        self.weight = cell
         self.a = cut(matrix(n, n, seed=1), (ROW, COL), axes).clone().requires_grad_()
         self.b = nn.Parameter(cut(matrix(n, n, seed=2), (ROW, COL), axes).clone())
         self.optimizer = torch.optim.AdamW([self.b], lr=0.1, fused=True)
@@ -46,7 +45,7 @@ class Product:
         """Run one evaluation, and check its value and gradient against the current weights."""
         self.a.grad = None
         with record_messages() as recorder:
-            c = summa.product_ab(self.a, self.b, self.schedule, keep=self.keep)
+            c = summa.product_ab(self.a, self.b, self.schedule, weight=self.weight)
             c.backward(torch.ones_like(c))
         a = self.a.detach().clone().requires_grad_()
         want = summa.product_ab(a, self.b.detach(), summa.Broadcast(self.axes))
@@ -65,8 +64,9 @@ class Product:
 
 def once_a_step(rows: int, cols: int) -> None:
     """A weight is gathered once in each step, and never kept into the next step."""
-    cell = summa.WeightPrefetcher()
-    product = Product(grid_axes(rows, cols), cell)
+    axes = grid_axes(rows, cols)
+    cell = summa.GatheredWeight(axes.row)
+    product = Product(axes, cell)
     for _ in range(3):
         cell.open()
         gathers = [product.forward_backward() for _ in range(3)]
@@ -78,8 +78,9 @@ def once_a_step(rows: int, cols: int) -> None:
 
 def never_when_closed(rows: int, cols: int) -> None:
     """Nothing is kept when closed, whether it was open before or not."""
-    cell = summa.WeightPrefetcher()
-    product = Product(grid_axes(rows, cols), cell)
+    axes = grid_axes(rows, cols)
+    cell = summa.GatheredWeight(axes.row)
+    product = Product(axes, cell)
     for _ in range(2):
         for _ in range(2):
             assert product.forward_backward()[ROW] == 2
@@ -91,15 +92,16 @@ def never_when_closed(rows: int, cols: int) -> None:
 
 def both_types(rows: int, cols: int) -> None:
     """Both types are kept of a weight used in two, such as the table of embedding and head."""
-    cell = summa.WeightPrefetcher()
-    product = Product(grid_axes(rows, cols), cell)
+    axes = grid_axes(rows, cols)
+    cell = summa.GatheredWeight(axes.row)
+    product = Product(axes, cell)
     cell.open()
     gathers = []
     for _ in range(2):
         for dtype in (torch.float64, torch.bfloat16):
             a = product.a.detach().to(dtype)
             with record_messages() as recorder:
-                c = summa.product_ab(a, product.b, product.schedule, keep=product.keep)
+                c = summa.product_ab(a, product.b, product.schedule, weight=cell)
             assert c.dtype == dtype
             gathers.append(recorder.count(axis=ROW)["all_gather"])
     assert gathers == [1, 1, 0, 0]
@@ -112,25 +114,21 @@ def test_a_kept_weight(pool: WorkerPool, grid: tuple[int, int], check: Any) -> N
 
 
 def opened_cells(layout: dict[str, Any]) -> tuple[int, bool]:
-    """Return how many prefetchers hold something in `weights_kept`, and any after an error."""
+    """Return how many weights are gathered in the scope of a step, and any after an error."""
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
     model = build_parallel(tiny(n_layers=2), plan, axes, 1, CPU)
     part = batch_of(0, model.config, 4).chunk(axes.row.size)[axes.row.index]
-    keeps = [
-        keep
-        for m in model.modules()
-        if isinstance(keep := getattr(m, "keep", None), summa.KeepGathered)
-    ]
-    cells = {id(keep.weight): keep.weight for keep in keeps if keep.weight is not None}
+    weights = [vars(module).get("gathered_weight") for module in model.modules()]
+    cells = {id(cell): cell for cell in weights if cell is not None}
 
     def held() -> int:
         return sum(bool(cell._operands) for cell in cells.values())
 
     model.loss_sum(part[:, :-1], part[:, 1:]).backward()
-    assert not held(), "outside of weights_kept nothing is kept"
+    assert not held(), "outside of the scope nothing is kept"
     inside = 0
-    with contextlib.suppress(ZeroDivisionError), weights_kept(model):
+    with contextlib.suppress(ZeroDivisionError), gathered_weights_scope(model):
         model.loss_sum(part[:, :-1], part[:, 1:]).backward()
         inside = held()
         raise ZeroDivisionError
@@ -161,9 +159,9 @@ def workspace_of(rows: int, cols: int, name: str) -> tuple[list[dict[Any, int]],
         b = cut(matrix(n, n, seed=round_ + 9), (ROW, COL), axes).clone().requires_grad_()
         c = summa.product_ab(a, b, schedule)
         summa.product_abt(c, b, schedule).sum().backward()
-        buffers = schedule.transport.workspace._buffers
+        buffers = schedule.workspace._buffers
         seen.append({key: tensor.data_ptr() for key, tensor in buffers.items()})
-    elements = sum(tensor.numel() for tensor in schedule.transport.workspace._buffers.values())
+    elements = sum(tensor.numel() for tensor in schedule.workspace._buffers.values())
     panel = n // max(rows, cols)  # the widest possible panel
     return seen, elements, panel * (s + n // cols) + panel * max(s, n // cols)
 

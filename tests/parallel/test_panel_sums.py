@@ -10,21 +10,20 @@ import torch
 from torch import Tensor
 
 from gridformer.mesh import Axes
-from gridformer.parallel.tensor.summa.operands import Operand, tensor_of
-from gridformer.parallel.tensor.summa.panels import Panel
-from gridformer.parallel.tensor.summa.products import Broadcast, Pipelined
-from gridformer.parallel.tensor.summa.transport import Arrived
+from gridformer.parallel.tensor.summa import Broadcast, Operand, Panel, Pipelined
 
 N_PANELS = 16
 
 
-def panels_of(size: int, along_rows: Operand, down_columns: Operand) -> Iterator[Arrived]:
+def panels_of(
+    size: int, along_rows: Operand, down_columns: Operand
+) -> Iterator[tuple[Panel, Tensor, Tensor]]:
     """Yield the panels of both operands, all of which are on this device."""
     width = size // N_PANELS
     for start in range(0, size, width):
         part = slice(start, start + width)
         panel = Panel(start, start + width, 0, 0, part, part)
-        yield Arrived(panel, tensor_of(along_rows)[..., part], tensor_of(down_columns)[part])
+        yield panel, along_rows.local[..., part], down_columns.local[part]
 
 
 def error(c: Tensor, wanted: Tensor) -> float:
@@ -38,8 +37,8 @@ def test_many_panels_are_as_accurate_as_one(schedule: type[Broadcast], dtype: to
     a, b = torch.randn(4, 32, 256).to(dtype), torch.randn(256, 48).to(dtype)
     wanted = a.double() @ b.double()
     summa = schedule(Axes())
-    with patch.object(summa.transport, "broadcast", panels_of):
-        c = summa.ab(Operand(a), Operand(b)).wait()
+    with patch.object(summa, "_arriving", panels_of):
+        c = summa.ab(Operand(a), Operand(b))
     assert c.dtype == dtype
     once = (a.float() @ b.float()).to(dtype)  # rounded once
     assert error(c, wanted) < 1.5 * error(once, wanted)
@@ -50,13 +49,15 @@ def test_float32_is_added_to_in_place() -> None:
     a, b = torch.randn(4, 64), torch.randn(64, 8)
     summa, seen = Broadcast(Axes()), []
 
-    def watched(c: Tensor, *_: Tensor) -> Tensor:
+    real = Tensor.addmm_
+
+    def watched(c: Tensor, *factors: Tensor) -> Tensor:
         seen.append(c.data_ptr())
-        return c
+        return real(c, *factors)
 
     with (
-        patch.object(summa.transport, "broadcast", panels_of),
-        patch("gridformer.parallel.tensor.summa.products.add_times", watched),
+        patch.object(summa, "_arriving", panels_of),
+        patch.object(Tensor, "addmm_", watched),
     ):
-        c = summa.ab(Operand(a), Operand(b)).wait()
+        c = summa.ab(Operand(a), Operand(b))
     assert {*seen} == {c.data_ptr()}

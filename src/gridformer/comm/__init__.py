@@ -2,6 +2,7 @@
 
 from gridformer.comm.collectives import (
     Pending,
+    SumOfBlocks,
     all_gather,
     all_reduce,
     barrier,
@@ -13,7 +14,6 @@ from gridformer.comm.collectives import (
     start_broadcast,
     start_reduce,
     start_reduce_scatter,
-    start_sum_of_parts,
 )
 from gridformer.comm.irregular import all_to_all, exchange, gather, scatter
 from gridformer.comm.p2p import P2PChannel
@@ -24,6 +24,7 @@ __all__ = [
     "Pending",
     "Record",
     "Recorder",
+    "SumOfBlocks",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -40,5 +41,4 @@ __all__ = [
     "start_broadcast",
     "start_reduce",
     "start_reduce_scatter",
-    "start_sum_of_parts",
 ]

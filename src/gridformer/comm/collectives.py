@@ -2,13 +2,13 @@
 
 They work on plain tensors without gradients; `gridformer.comm.autograd` adds gradients. On an axis
 of size 1 each function returns its input. `label` names the purpose of a message in counts and
-traces. `start_...` is the asynchronous form of a collective: it returns a `Pending` to wait for.
-`root` and other ranks are given as indices along the axis.
+traces. A function `start_...` returns a `Pending` to wait for. `root` and other ranks are given as
+indices along the axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gridformer.comm import progress
-from gridformer.comm.recorder import Noted, Targets, note
-from gridformer.mesh import groups
+from gridformer.comm.recorder import Noted, note, recorders
 from gridformer.mesh.axes import Axis
 from gridformer.utils.tensors import free_storage
 
@@ -34,73 +33,142 @@ _reduce_scatter: Callable[..., Any] = getattr(
 
 
 class Pending:
-    """A collective that was started. `wait()` returns its result and may be called repeatedly.
+    """A message that was started. `wait()` returns its result and may be called repeatedly.
 
-    A `Pending` keeps references to the tensors of the message until `wait()` returns. On a GPU
-    `wait()` makes the current stream wait, not the host. All ranks of an axis must start their
-    collectives in the same order.
+    It keeps references to the tensors of the message until `wait()` returns. On a GPU `wait()`
+    makes the current stream wait, not the host. All ranks of an axis must start their collectives
+    in the same order.
 
     Args:
         result: The tensor that holds the result when the message is done.
-        work: Torch's handle of the message; None if it is done already.
-        held: Objects to keep alive until `wait()`.
+        work: The handle of the message, which has a method `wait`; None if it is done already.
+        noted: What is told when the caller begins to wait, and when the message is done.
+        sent: A tensor to keep until then.
     """
 
-    def __init__(self, result: Tensor, work: Any = None, *held: Any) -> None:
-        self._result, self._work, self._held = result, work, held
-        self._steps: list[Callable[[Tensor], Tensor]] = []
-        self._meanwhile: Callable[[], None] | None = None
-        self._timing: Noted = None
-        self._own: Sequence[Tensor] = ()
-
-    def meanwhile(self, task: Callable[[], None]) -> Pending:
-        """Lets `wait` run `task` before it waits for the message. Returns self."""
-        self._meanwhile = task
-        return self
-
-    def timed(self, timing: Noted) -> Pending:
-        """Lets `wait` note in `timing` when it begins to wait and when the message is done."""
-        self._timing = timing
-        if timing is not None:
-            timing.started()
-        return self
-
-    def own(self, *buffers: Tensor) -> Pending:
-        """Lets `wait` free the memory of buffers that belong to this message alone.
-
-        A buffer whose memory the result shares is kept. Dropping references would not be enough,
-        because a thread of gloo may hold the tensors longer than the caller.
-        """
-        self._own = buffers
-        return self
-
-    def then(self, step: Callable[[Tensor], Tensor]) -> Pending:
-        """Lets `wait` apply `step` to the result. Returns self."""
-        self._steps.append(step)
-        return self
+    def __init__(
+        self, result: Tensor, work: Any = None, noted: Noted = None, sent: Tensor | None = None
+    ) -> None:
+        self._result, self._work, self._noted, self._sent = result, work, noted, sent
+        if noted is not None:
+            noted.started()
 
     def wait(self) -> Tensor:
-        """Waits for the message and returns its result, to which the steps have been applied."""
-        if self._meanwhile is not None:
-            self._meanwhile()
-            self._meanwhile = None
-        timing, self._timing = self._timing, None
+        """Waits for the message and returns its result."""
+        noted, self._noted = self._noted, None
         if self._work is not None:
-            if timing is not None:
-                timing.wait()
+            if noted is not None:
+                noted.wait()
             self._work.wait()
             self._work = None
-        if timing is not None:
-            timing.end()
-        self._held = ()
-        steps, self._steps = self._steps, []
-        for step in steps:
-            self._result = step(self._result)
-        own, self._own = self._own, ()
-        for buffer in own:
-            if not _share_memory(buffer, self._result):
-                free_storage(buffer)
+        if noted is not None:
+            noted.end()
+        self._sent = None
         return self._result
+
+
+class _Exchange(Pending):
+    """Blocks from each other rank over gloo, which are joined or summed with this rank's own.
+
+    gloo's own all-gather takes 1.5 times as much processor time, its reduce-scatter sends twice the
+    minimum, and neither leaves out the block that stays on its rank. The memory of buffers is freed
+    when the message is done: a thread of gloo may hold the tensors longer than the caller.
+
+    Args:
+        blocks: The blocks to send, in the order of the ranks. The list is emptied.
+        axis: The ranks that take part.
+        noted: As of `Pending`.
+        own: This rank's own block; None if it is given later.
+        dim: The dimension along which blocks are joined; None sums them.
+        later: Whether the message may still be on its way when this returns.
+    """
+
+    def __init__(
+        self,
+        blocks: list[Tensor],
+        axis: Axis,
+        noted: Noted,
+        own: Tensor | None,
+        dim: int | None = None,
+        later: bool = True,
+    ) -> None:
+        n, one = len(blocks), blocks[0]
+        # `reshape` alone would give a view with gaps if a column of a wider matrix is sent.
+        sent = (one if n == 1 else torch.stack(blocks)).contiguous().view(-1)
+        self._copied = n > 1 or not one.is_contiguous()
+        self._result, self._sent = sent.new_empty((n, *one.shape)), sent
+        sizes = [one.numel()] * axis.size
+        sizes[axis.index] = 0
+        del one
+        blocks.clear()
+        self._work = dist.all_to_all_single(
+            self._result.view(-1), sent, sizes, sizes, group=axis.group, async_op=later
+        )
+        self.own, self._index, self._dim, self._noted = own, axis.index, dim, noted
+        if noted is not None:
+            noted.started()
+
+    def wait(self) -> Tensor:
+        own, self.own = self.own, None
+        if own is None:
+            return self._result
+        noted, self._noted = self._noted, None
+        if self._work is not None:
+            if noted is not None:
+                noted.wait()
+            self._work.wait()
+            self._work = None
+        if noted is not None:
+            noted.end()
+        received, sent, at = self._result, self._sent, self._index
+        self._sent = None
+        if self._dim is not None:
+            self._result = torch.cat([*received[:at], own, *received[at:]], self._dim)
+        else:
+            self._result = (received[0] if len(received) == 1 else received.sum(0)).add_(own)
+        if self._dim is not None or len(received) > 1:
+            free_storage(received)
+        if self._copied and sent is not None:
+            free_storage(sent)
+        return self._result
+
+
+class SumOfBlocks:
+    """A reduce-scatter of blocks that are computed one after the other, each rank's own one last.
+
+    Over gloo the other blocks travel while the caller computes its own one, so they never all exist
+    at the same time. Call `add` once.
+
+    Attributes:
+        in_flight: Whether the other blocks are on their way already.
+    """
+
+    def __init__(self, others: list[Tensor], axis: Axis, label: str) -> None:
+        self._axis, self._others, self._label = axis, others, label
+        self._started: _Exchange | None = None
+        self.in_flight = False
+        self._noted: Noted = None
+        if axis.size > 1:
+            one = others[0]
+            moved = (axis.size - 1) * one.numel()
+            if recorders or progress.active:
+                self._noted = note("reduce_scatter", axis, moved, one, label, n=axis.size)
+            del one
+            if not axis.over_nccl:
+                self.in_flight = True
+                self._started = _Exchange(others, axis, self._noted, None)
+
+    def add(self, own: Tensor) -> Pending:
+        """Adds this rank's block, and returns the message of its sum over all ranks."""
+        if self._started is not None:
+            self._started.own = own
+            return self._started
+        if self._axis.size == 1:
+            return Pending(own)
+        at, others = self._axis.index, self._others
+        blocks = torch.stack([*others[:at], own, *others[at:]]).contiguous()
+        others.clear()
+        return _reduce_scatter_blocks(blocks, self._axis, self._noted)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") -> Tensor:
@@ -115,22 +183,22 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") -> Tenso
     Returns:
         The result: x itself, or a new tensor if x was not contiguous.
     """
-    return _start_all_reduce(x, axis, op, label, later=False).wait()
+    return start_all_reduce(x, axis, op, label, later=False).wait()
 
 
-def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") -> Pending:
-    """Starts `all_reduce` and returns without waiting for it.
-
-    Args:
-        x: Tensor of any shape. It is overwritten if it is contiguous.
-        axis: The ranks that take part.
-        op: "sum", "max" or "min", element by element.
-        label: The purpose under which a recorder counts the message.
-
-    Returns:
-        The message, whose `wait` returns what `all_reduce` returns.
-    """
-    return _start_all_reduce(x, axis, op, label, later=True)
+def start_all_reduce(
+    x: Tensor, axis: Axis, op: str = "sum", label: str = "", later: bool = True
+) -> Pending:
+    """Starts `all_reduce`. With `later` false, as in all functions, the call itself waits."""
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    noted = (
+        note("all_reduce", axis, 2 * (axis.size - 1) / axis.size * x.numel(), x, label)
+        if recorders or progress.active
+        else None
+    )
+    return Pending(x, dist.all_reduce(x, _OPS[op], axis.group, later), noted)
 
 
 def broadcast(x: Tensor, axis: Axis, root: int, label: str = "") -> Tensor:
@@ -145,22 +213,28 @@ def broadcast(x: Tensor, axis: Axis, root: int, label: str = "") -> Tensor:
     Returns:
         x itself.
     """
-    return _start_broadcast(x, axis, root, label, later=False).wait()
+    return start_broadcast(x, axis, root, label, later=False).wait()
 
 
-def start_broadcast(x: Tensor, axis: Axis, root: int, label: str = "") -> Pending:
-    """Starts `broadcast` and returns without waiting for it.
-
-    Args:
-        x: Tensor of the same shape on all ranks, contiguous. It is overwritten except on `root`.
-        axis: The ranks that take part.
-        root: The index on the axis of the rank that sends.
-        label: The purpose under which a recorder counts the message.
-
-    Returns:
-        The message, whose `wait` returns what `broadcast` returns.
-    """
-    return _start_broadcast(x, axis, root, label, later=True)
+def start_broadcast(
+    x: Tensor, axis: Axis, root: int, label: str = "", later: bool = True
+) -> Pending:
+    """Starts `broadcast`."""
+    if axis.size == 1:
+        return Pending(x)
+    at_root = axis.index == root
+    moved = 0 if at_root else x.numel()
+    noted = (
+        note("broadcast", axis, moved, x, label, "all" if at_root else ())
+        if recorders or progress.active
+        else None
+    )
+    # Over gloo a GPU tensor is copied back from the host even on the root. Autograd may have saved
+    # the root's tensor for a backward pass and must not consider that a change, and `data` has its
+    # own version counter.
+    sent = x.data if at_root else x
+    work = dist.broadcast(sent, group_src=root, group=axis.group, async_op=later)
+    return Pending(x, work, noted)
 
 
 def reduce(x: Tensor, axis: Axis, root: int, label: str = "") -> Tensor:
@@ -175,22 +249,20 @@ def reduce(x: Tensor, axis: Axis, root: int, label: str = "") -> Tensor:
     Returns:
         x itself.
     """
-    return _start_reduce(x, axis, root, label, later=False).wait()
+    return start_reduce(x, axis, root, label, later=False).wait()
 
 
-def start_reduce(x: Tensor, axis: Axis, root: int, label: str = "") -> Pending:
-    """Starts `reduce` and returns without waiting for it.
-
-    Args:
-        x: Tensor of the same shape on all ranks, contiguous. It is overwritten.
-        axis: The ranks that take part.
-        root: The index on the axis of the rank that gets the sum.
-        label: The purpose under which a recorder counts the message.
-
-    Returns:
-        The message, whose `wait` returns what `reduce` returns.
-    """
-    return _start_reduce(x, axis, root, label, later=True)
+def start_reduce(x: Tensor, axis: Axis, root: int, label: str = "", later: bool = True) -> Pending:
+    """Starts `reduce`."""
+    if axis.size == 1:
+        return Pending(x)
+    noted = (
+        note("reduce", axis, 0 if axis.index == root else x.numel(), x, label, (root,))
+        if recorders or progress.active
+        else None
+    )
+    work = dist.reduce(x, group_dst=root, group=axis.group, async_op=later)
+    return Pending(x, work, noted)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
@@ -205,22 +277,27 @@ def all_gather(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
     Returns:
         A new tensor [.., size*k, ..], or x itself on an axis of one rank.
     """
-    return _start_all_gather(x, axis, dim, label, later=False).wait()
+    return start_all_gather(x, axis, dim, label, later=False).wait()
 
 
-def start_all_gather(x: Tensor, axis: Axis, dim: int, label: str = "") -> Pending:
-    """Starts `all_gather` and returns without waiting for it.
-
-    Args:
-        x: [.., k, ..], k along `dim`, of the same shape on all ranks; it is not modified.
-        axis: The ranks that take part.
-        dim: The dimension along which blocks are concatenated.
-        label: The purpose under which a recorder counts the message.
-
-    Returns:
-        The message, whose `wait` returns what `all_gather` returns.
-    """
-    return _start_all_gather(x, axis, dim, label, later=True)
+def start_all_gather(
+    x: Tensor, axis: Axis, dim: int, label: str = "", later: bool = True
+) -> Pending:
+    """Starts `all_gather`."""
+    if axis.size == 1:
+        return Pending(x)
+    dim %= x.dim()
+    x = x.contiguous()
+    noted = (
+        note("all_gather", axis, (axis.size - 1) * x.numel(), x, label)
+        if recorders or progress.active
+        else None
+    )
+    if axis.over_nccl:
+        blocks = x.new_empty((axis.size, *x.shape))
+        work = _all_gather(blocks.view(-1), x.view(-1), group=axis.group, async_op=later)
+        return _Joined(blocks, work, noted, x, dim)
+    return _Exchange([x] * (axis.size - 1), axis, noted, x, dim, later)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
@@ -238,53 +315,31 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
     Raises:
         ValueError: The size of `dim` is not a multiple of the axis size.
     """
-    return _start_reduce_scatter(x, axis, dim, label, later=False).wait()
+    return start_reduce_scatter(x, axis, dim, label, later=False).wait()
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Pending:
-    """Starts `reduce_scatter` and returns without waiting for it.
-
-    Args:
-        x: [.., size*k, ..], size*k along `dim`; it is not modified.
-        axis: The ranks that take part.
-        dim: The dimension of the blocks.
-        label: The purpose under which a recorder counts the message.
-
-    Returns:
-        The message, whose `wait` returns what `reduce_scatter` returns.
-
-    Raises:
-        ValueError: The size of `dim` is not a multiple of the axis size.
-    """
-    return _start_reduce_scatter(x, axis, dim, label, later=True)
-
-
-def start_sum_of_parts(part: Callable[[int], Tensor], axis: Axis, label: str = "") -> Pending:
-    """Starts a reduce-scatter whose blocks are computed one at a time.
-
-    Over gloo this rank's own block is computed last, while the others are being sent, so it never
-    exists at the same time as all of them.
-
-    Args:
-        part: Returns the block for the rank with a given index; all blocks have the same shape.
-
-    Returns:
-        A Pending of the sum of all ranks' `part(axis.index)`.
-    """
+def start_reduce_scatter(
+    x: Tensor, axis: Axis, dim: int, label: str = "", later: bool = True
+) -> Pending:
+    """Starts `reduce_scatter`."""
     if axis.size == 1:
-        return Pending(part(0))
-    others = [part(index) for index in range(axis.size) if index != axis.index]
-    one = others[0]
-    timing = _note("reduce_scatter", axis, (axis.size - 1) * one.numel(), one, label, n=axis.size)
-    if groups.over_nccl(axis.group):
-        terms = torch.stack(_around(others, part(axis.index), axis)).contiguous()
-        return _reduce_scatter_blocks(terms, axis, later=True).timed(timing)
-    del one
-    pending = _exchange(others, axis, later=True)
-    del others
-    mine: list[Tensor] = []
-    pending.meanwhile(lambda: mine.append(part(axis.index)))
-    return pending.timed(timing).then(lambda rest: _sum(rest, mine.pop()))
+        return Pending(x)
+    dim %= x.dim()
+    if x.shape[dim] % axis.size:
+        raise ValueError(
+            f"cannot reduce-scatter {tuple(x.shape)} along dim {dim}: {x.shape[dim]} does not "
+            f"divide over {axis.name}={axis.size}"
+        )
+    noted = (
+        note("reduce_scatter", axis, (axis.size - 1) / axis.size * x.numel(), x, label)
+        if recorders or progress.active
+        else None
+    )
+    blocks = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0)
+    if axis.over_nccl:
+        return _reduce_scatter_blocks(blocks.contiguous(), axis, noted, later)
+    at = axis.index
+    return _Exchange([*blocks[:at], *blocks[at + 1 :]], axis, noted, blocks[at], None, later)
 
 
 def barrier(axes: tuple[Axis, ...]) -> None:
@@ -298,150 +353,25 @@ def barrier(axes: tuple[Axis, ...]) -> None:
                 noted.end()
 
 
-# --------------------------------------------------------------------------- implementations
+class _Joined(Pending):
+    """Blocks [size, *block] gathered over NCCL, which are joined along a dimension of a block."""
+
+    def __init__(self, blocks: Tensor, work: Any, noted: Noted, sent: Tensor, dim: int) -> None:
+        super().__init__(blocks, work, noted, sent)
+        self._dim: int | None = dim
+
+    def wait(self) -> Tensor:
+        super().wait()
+        if self._dim is not None:
+            self._result = self._result.movedim(0, self._dim).flatten(self._dim, self._dim + 1)
+            self._dim = None
+        return self._result
 
 
-def _start_all_reduce(x: Tensor, axis: Axis, op: str, label: str, later: bool) -> Pending:
-    if axis.size == 1:
-        return Pending(x)
-    x = x.contiguous()
-    timing = _note("all_reduce", axis, 2 * _share(axis) * x.numel(), x, label)
-    work = dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=later)
-    return Pending(x, work).timed(timing)
-
-
-def _start_broadcast(x: Tensor, axis: Axis, root: int, label: str, later: bool) -> Pending:
-    if axis.size == 1:
-        return Pending(x)
-    at_root = axis.index == root
-    moved = 0 if at_root else x.numel()
-    timing = _note("broadcast", axis, moved, x, label, "all" if at_root else ())
-    # Over gloo a GPU tensor is copied back from the host even on the root. Autograd may have saved
-    # the root's tensor for a backward pass and must not consider that a change, and `data` has its
-    # own version counter.
-    sent = x.data if axis.index == root else x
-    work = dist.broadcast(sent, group_src=root, group=axis.group, async_op=later)
-    return Pending(x, work).timed(timing)
-
-
-def _start_reduce(x: Tensor, axis: Axis, root: int, label: str, later: bool) -> Pending:
-    if axis.size == 1:
-        return Pending(x)
-    timing = _note("reduce", axis, 0 if axis.index == root else x.numel(), x, label, (root,))
-    work = dist.reduce(x, group_dst=root, group=axis.group, async_op=later)
-    return Pending(x, work).timed(timing)
-
-
-def _start_all_gather(x: Tensor, axis: Axis, dim: int, label: str, later: bool) -> Pending:
-    if axis.size == 1:
-        return Pending(x)
-    dim %= x.dim()
-    x = x.contiguous()
-    timing = _note("all_gather", axis, (axis.size - 1) * x.numel(), x, label)
-    if groups.over_nccl(axis.group):
-        blocks = x.new_empty((axis.size, *x.shape))
-        work = _all_gather(blocks.view(-1), x.view(-1), group=axis.group, async_op=later)
-        pending = Pending(blocks, work, x).timed(timing)
-        return pending.then(lambda parts: parts.movedim(0, dim).flatten(dim, dim + 1))
-    pending = _exchange([x] * (axis.size - 1), axis, later).timed(timing)
-    return pending.then(lambda rest: concatenated(rest, x, axis, dim))
-
-
-def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str, later: bool) -> Pending:
-    if axis.size == 1:
-        return Pending(x)
-    dim %= x.dim()
-    if x.shape[dim] % axis.size:
-        raise ValueError(
-            f"cannot reduce-scatter {tuple(x.shape)} along dim {dim}: {x.shape[dim]} does not "
-            f"divide over {axis.name}={axis.size}"
-        )
-    timing = _note("reduce_scatter", axis, _share(axis) * x.numel(), x, label)
-    blocks = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0)
-    if groups.over_nccl(axis.group):
-        return _reduce_scatter_blocks(blocks.contiguous(), axis, later).timed(timing)
-    mine, others = blocks[axis.index], without(blocks, axis.index)
-    return _exchange(others, axis, later).timed(timing).then(lambda rest: _sum(rest, mine))
-
-
-def _reduce_scatter_blocks(blocks: Tensor, axis: Axis, later: bool) -> Pending:
+def _reduce_scatter_blocks(blocks: Tensor, axis: Axis, noted: Noted, later: bool = True) -> Pending:
     """Reduce-scatters contiguous blocks [size, *block] to this rank's sum [*block]."""
     # Not empty_like of a block as it was before stacking: that keeps the strides of a transposed
     # block, and `view(-1)` then fails. `blocks` are contiguous, and so is `out`.
     out = blocks.new_empty(blocks.shape[1:])
     work = _reduce_scatter(out.view(-1), blocks.view(-1), group=axis.group, async_op=later)
-    return Pending(out, work, blocks)
-
-
-def _exchange(blocks: list[Tensor], axis: Axis, later: bool) -> Pending:
-    """Sends a block to each other rank and receives one from each: [size-1, *block] in rank order.
-
-    Empties the list of blocks. gloo's own all-gather takes 1.5 times as much processor time, its
-    reduce-scatter sends twice the minimum, and neither leaves out the block that stays on its rank.
-    """
-    n, one = len(blocks), blocks[0]
-    # `reshape` alone would give a view with gaps if a column of a wider matrix is sent.
-    sent = (one if n == 1 else stacked(blocks)).contiguous().view(-1)
-    shape, copied = one.shape, () if _share_memory(sent, one) else (sent,)
-    del one
-    blocks.clear()
-    received = sent.new_empty((n, *shape))
-    sizes = [shape.numel()] * axis.size
-    sizes[axis.index] = 0
-    work = dist.all_to_all_single(
-        received.view(-1), sent, sizes, sizes, group=axis.group, async_op=later
-    )
-    return Pending(received, work, sent).own(received, *copied)
-
-
-# Helpers for the blocks of a tensor before and after messages: `without` leaves one block out,
-# `stacked` copies all blocks into one tensor, and `concatenated` joins the received blocks and this
-# device's own.
-
-
-def without(blocks: Tensor, index: int) -> list[Tensor]:
-    """Returns all blocks [n, *block] but one."""
-    return [block for number, block in enumerate(blocks) if number != index]
-
-
-def stacked(blocks: list[Tensor]) -> Tensor:
-    """Returns blocks as one new tensor [n, *block]."""
-    return torch.stack(blocks)
-
-
-def concatenated(rest: Tensor, mine: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Returns the blocks of all ranks as one new tensor, along a dimension of the blocks.
-
-    Args:
-        rest: The blocks of the other ranks [n - 1, *block].
-        mine: This rank's block.
-        axis: The axis of the ranks.
-        dim: The dimension of a block along which they are joined.
-    """
-    return torch.cat(_around(rest, mine, axis), dim)
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
-
-
-def _around(rest: Sequence[Tensor] | Tensor, mine: Tensor, axis: Axis) -> list[Tensor]:
-    """Inserts this rank's block among those of the other ranks."""
-    return [*rest[: axis.index], mine, *rest[axis.index :]]
-
-
-def _sum(rest: Tensor, mine: Tensor) -> Tensor:
-    total = rest[0] if len(rest) == 1 else rest.sum(0)
-    return total.add_(mine)
-
-
-def _share(axis: Axis) -> float:
-    """The fraction of a tensor that other ranks hold."""
-    return (axis.size - 1) / axis.size
-
-
-def _note(
-    op: str, axis: Axis, moved: float, x: Tensor, label: str, targets: Targets = "all", n: int = 1
-) -> Noted:
-    """Notes a message of n tensors like x."""
-    return note(op, axis, moved, x.element_size(), label, targets, n * x.numel())
+    return Pending(out, work, noted, blocks)

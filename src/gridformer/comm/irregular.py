@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gridformer.comm.recorder import Noted, Targets, note
+from gridformer.comm.recorder import Noted, note
 from gridformer.mesh.axes import Axis
 from gridformer.mesh.groups import through_host
 
@@ -37,7 +37,7 @@ def all_to_all(
     sent = [0 if i == here else piece.numel() for i, piece in enumerate(pieces)]
     sizes = [0 if i == here else torch.Size(shape).numel() for i, shape in enumerate(shapes)]
     like = pieces[here]
-    timing = _note("all_to_all", axis, max(sum(sent), sum(sizes)), like, label)
+    timing = note("all_to_all", axis, max(sum(sent), sum(sizes)), like, label, equal=False)
     others = [piece.reshape(-1) for i, piece in enumerate(pieces) if i != here]
     out = torch.cat(others)
     received = like.new_empty(sum(sizes))
@@ -64,11 +64,11 @@ def scatter(
     if axis.index == root:
         assert pieces is not None
         n_sent = sum(piece.numel() for i, piece in enumerate(pieces) if i != root)
-        timing = _note("scatter", axis, n_sent, out, label)
+        timing = note("scatter", axis, n_sent, out, label, equal=False)
         out.copy_(pieces[root])
         _post([(i, piece) for i, piece in enumerate(pieces) if i != root], [], axis)
     else:
-        timing = _note("scatter", axis, out.numel(), out, label, ())
+        timing = note("scatter", axis, out.numel(), out, label, (), equal=False)
         _post([], [(root, out)], axis)
     _ended(timing)
     return out
@@ -87,13 +87,13 @@ def gather(
         The tensors of all ranks by index on `root`, None on other ranks.
     """
     if axis.index != root:
-        timing = _note("gather", axis, x.numel(), x, label, (root,))
+        timing = note("gather", axis, x.numel(), x, label, (root,), equal=False)
         _post([(root, x)], [], axis)
         _ended(timing)
         return None
     parts = [x if i == root else x.new_empty(shape) for i, shape in enumerate(shapes)]
     n_received = sum(part.numel() for i, part in enumerate(parts) if i != root)
-    timing = _note("gather", axis, n_received, x, label, (root,))
+    timing = note("gather", axis, n_received, x, label, (root,), equal=False)
     _post([], [(i, part) for i, part in enumerate(parts) if i != root], axis)
     _ended(timing)
     return parts
@@ -120,7 +120,7 @@ def exchange(
     if some is None:
         return
     moved = max(sum(x.numel() for _, x in out), sum(x.numel() for _, x in into))
-    timing = _note("exchange", axis, moved, some, label, tuple(sends))
+    timing = note("exchange", axis, moved, some, label, tuple(sends), equal=False)
     _post(out, into, axis)
     _ended(timing)
 
@@ -146,12 +146,6 @@ def _post(
         work.wait()
     for x, room in arriving:
         x.copy_(room)
-
-
-def _note(
-    op: str, axis: Axis, moved: float, x: Tensor, label: str, targets: Targets = "all"
-) -> Noted:
-    return note(op, axis, moved, x.element_size(), label, targets)
 
 
 def _ended(timing: Noted) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed import irecv, isend
 
 from gridformer.comm.collectives import Pending
-from gridformer.comm.recorder import note
+from gridformer.comm.recorder import Noted, note
 from gridformer.mesh import groups
 from gridformer.mesh.axes import Axes
 
@@ -23,6 +23,20 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Edge = tuple[int, int]  # from an index along pp to another
+
+
+class _ToDevice(Pending):
+    """A message that was received in host memory, and is copied to a GPU's tensor."""
+
+    def __init__(self, room: Tensor, work: Any, noted: Noted, out: Tensor) -> None:
+        super().__init__(room, work, noted)
+        self._out: Tensor | None = out
+
+    def wait(self) -> Tensor:
+        room = super().wait()
+        if self._out is not None:
+            self._result, self._out = self._out.copy_(room), None
+        return self._result
 
 
 class P2PChannel:
@@ -49,7 +63,7 @@ class P2PChannel:
         self._ranks = axis.ranks
         self._groups: dict[Edge, ProcessGroup | None] = {}
         self._host: ProcessGroup | None = None
-        self.on_device = axis.size > 1 and groups.over_nccl(axis.group)
+        self.on_device = axis.size > 1 and axis.over_nccl
         if not self.on_device:
             return
         for pairs in _pairs_apart(axis.size, ring):
@@ -84,11 +98,11 @@ class P2PChannel:
             The message, whose `wait` returns when x may change again.
         """
         n = x.numel()
-        timing = note("send", self.axis, n, x.element_size(), label, (to,), n, to)
+        timing = note("send", self.axis, n, x, label, (to,), peer=to)
         group = self._group(self.axis.index, to)
         x = x.cpu() if groups.through_host(x, group) else x.contiguous()
         work = isend(x, self._ranks[to], group=group)
-        return Pending(x, work, x).timed(timing)
+        return Pending(x, work, timing)
 
     def receive(self, out: Tensor, source: int, label: str = "") -> Pending:
         """Starts receiving the next message of the rank with index `source` into `out`.
@@ -97,14 +111,13 @@ class P2PChannel:
             out: Contiguous tensor, which is also the result of the Pending.
         """
         n = out.numel()
-        timing = note("recv", self.axis, n, out.element_size(), label, (), n, source)
+        timing = note("recv", self.axis, n, out, label, (), peer=source)
         group = self._group(source, self.axis.index)
         room = out
         if groups.through_host(out, group):
             room = torch.empty_like(out, device="cpu")
         work = irecv(room, self._ranks[source], group=group)
-        pending = Pending(room, work, room).timed(timing)
-        return pending if room is out else pending.then(out.copy_)
+        return Pending(out, work, timing) if room is out else _ToDevice(room, work, timing, out)
 
     def _group(self, source: int, to: int) -> ProcessGroup | None:
         if self._host is not None:

@@ -11,10 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from gridformer.comm import progress
 from gridformer.mesh.axes import Axis
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Targets = Literal["all"] | Iterable[int]
 
@@ -130,38 +133,41 @@ class Recorder:
 # The object that is told when the process begins to wait for a message and when the message ends.
 Noted = Timing | progress.Posted | None
 
-_open: list[Recorder] = []
+recorders: list[Recorder] = []  # those that are open
 
 
 @contextmanager
 def record_messages() -> Iterator[Recorder]:
     """Records the collectives issued inside the block, including those of backward passes."""
     recorder = Recorder()
-    _open.append(recorder)
+    recorders.append(recorder)
     try:
         yield recorder
     finally:
-        _open.remove(recorder)
+        recorders.remove(recorder)
 
 
 def note(
     op: str,
     axis: Axis,
     moved: float,
-    itemsize: int,
+    x: Tensor,
     label: str,
     targets: Targets = "all",
-    size: int = -1,
+    n: int = 1,
+    equal: bool = True,
     peer: int = -1,
 ) -> Noted:
-    """Adds a collective to all open recorders, and notes that this process starts it.
+    """Adds a message of n tensors like x to all open recorders, and notes that it is started.
 
-    It costs next to nothing if there is no recorder and the process is not watched.
+    Callers may leave it out if there is no recorder and the process is not watched.
 
     Args:
-        op, axis, moved, itemsize, label: See `Record`.
+        op, axis, moved, label: See `Record`.
+        x: A tensor of the message.
         targets: Indices along the axis of the ranks that receive something from this rank.
-        size: Number of elements, if all ranks of the axis must agree on it.
+        n: How many tensors like x the message has.
+        equal: Whether all ranks of the axis must agree on its size.
         peer: Index along the axis of the only other rank, for a message between two.
 
     Returns:
@@ -169,13 +175,15 @@ def note(
         collective ends. None if nobody records.
     """
     timing = None
-    if _open:
+    if recorders:
         ranks = axis.ranks
         to = ranks if targets == "all" else tuple(ranks[i] for i in targets)
         timing = Timing(perf_counter())
-        for recorder in _open:
+        for recorder in recorders:
             recorder.records.append(
-                Record(op, axis.name, axis.size, moved, itemsize, label, to, timing)
+                Record(op, axis.name, axis.size, moved, x.element_size(), label, to, timing)
             )
     watched = progress.active
-    return timing if watched is None else watched.posted(op, axis, label, size, peer, timing)
+    if watched is None:
+        return timing
+    return watched.posted(op, axis, label, n * x.numel() if equal else -1, peer, timing)

@@ -40,7 +40,7 @@ from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.fixes import Changes, Fix, Violation, with_fixes
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.registry import spec_of
-from gridformer.parallel.tensor.linear import weights_kept
+from gridformer.parallel.tensor.summa import gathered_weights_scope
 from gridformer.parallel.validation import violations
 from gridformer.utils.errors import ConfigError, RemovedError
 from gridformer.utils.folders import private_prefix
@@ -89,7 +89,7 @@ class Trained:
     def in_use(self) -> Iterator[None]:
         """Lets the model run inside this context, in which its weights are gathered once."""
         self.model.eval()
-        with weights_kept(self.model):
+        with gathered_weights_scope(self.model):
             yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,6 +38,13 @@ class Axis:
         from torch.distributed import get_process_group_ranks
 
         return tuple(get_process_group_ranks(self.group))
+
+    @cached_property
+    def over_nccl(self) -> bool:
+        """Whether messages go over NCCL; see `gridformer.mesh.groups.over_nccl`."""
+        from gridformer.mesh.groups import over_nccl
+
+        return over_nccl(self.group)
 
 
 class MeshRanks(NamedTuple):

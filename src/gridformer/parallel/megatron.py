@@ -6,8 +6,8 @@ A section (attention, feed-forward) opens with weights sharded by columns and cl
 sharded by rows, so everything in between is local. It is a grid of one row: its products are those
 of Optimus' `gather` schedule with weights that need no gathering. The two forms differ only in how
 activations lie between sections, which is the boundary of a section
-(gridformer.parallel.tensor.boundary). In the backward pass, the sum over devices at the start of a
-section overlaps with the product that computes the gradient of the weight.
+(gridformer.parallel.tensor.summa.gathered). In the backward pass, the sum over devices at the start
+of a section overlaps with the product that computes the gradient of the weight.
 
 In the sequence-parallel form, norms, dropout, the output of the embedding and the input of the head
 are sharded over s.
@@ -116,8 +116,6 @@ def one_dimensional(
         partition: How saved inputs of recomputed blocks are sharded, if at all.
     """
     from gridformer.parallel.sharding import ParamPlacement, shard_parameter, vocabulary_width
-    from gridformer.parallel.tensor.boundary import Replicated, boundary_of
-    from gridformer.parallel.tensor.joined import grid_product, shard_heads
     from gridformer.parallel.tensor.linear import (
         GridLinear,
         GridTiedHead,
@@ -126,15 +124,17 @@ def one_dimensional(
         Schedules,
         SequenceParallelChosenToken,
         SequenceParallelJoin,
-        keep_gathered_of,
+        grid_product,
+        shard_heads,
     )
     from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
+    from gridformer.parallel.tensor.summa import Replicated, boundary_of
 
     col, cuts_sequence = axes.col, boundary.lies == "s"
     schedules = Schedules(axes, boundary_of(boundary, axes))
     of_chosen = Schedules(axes, Replicated(col))  # every device has the chosen tokens
     opening = ParamPlacement(("col",), copies="row", partial=True)
-    head, table = choices["head"], keep_gathered_of(choices["head"])
+    head, table = choices["head"], schedules.gathered_weight(choices["head"])
     vocab_size = model.config.vocab_size
     part = (col.index, col.size) if cuts_sequence else (0, 1)
 

@@ -83,20 +83,20 @@ class Optimus(SchemeSpec):
         self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
     ) -> ModuleTable:
         from gridformer.parallel.sharding import ParamPlacement, shard_parameter, vocabulary_width
-        from gridformer.parallel.tensor.boundary import boundary_of
-        from gridformer.parallel.tensor.joined import grid_product, shard_heads
         from gridformer.parallel.tensor.linear import (
             GridTiedHead,
             GridTokenEmbedding,
             RowParallelLabelHead,
             Schedules,
-            keep_gathered_of,
+            grid_product,
+            shard_heads,
         )
         from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
         from gridformer.parallel.tensor.norm import VECTOR, GridNorm, shard_vectors
+        from gridformer.parallel.tensor.summa import boundary_of
 
         schedules = Schedules(axes, boundary_of(self.boundary(layout), axes))
-        head, table = choices["head"], keep_gathered_of(choices["head"])
+        head, table = choices["head"], schedules.gathered_weight(choices["head"])
         vocab_size = model.config.vocab_size
         # Tables that are looked up locally (positions, segments, relative biases) are sharded over
         # columns: they are small, and no device needs the columns of another.

@@ -39,7 +39,7 @@ class BoundarySpec:
 
     Attributes:
         axis: The mesh axis of the collectives that enter and leave sections
-            (gridformer.parallel.tensor.boundary).
+            (gridformer.parallel.tensor.summa.gathered).
         lies: The dimension that is sharded over the axis; or `replicated` if every device holds all
             of an activation; or `first` if only the first device holds it.
     """

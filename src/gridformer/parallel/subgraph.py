@@ -2,7 +2,7 @@
 
 Attention heads and slices of the feed-forward are branches. Each of g sub-grids holds 1/g of them
 and runs them for the samples of all, so weights are sharded as in Megatron, and only the boundary
-of a section differs (gridformer.parallel.tensor.boundary):
+of a section differs (gridformer.parallel.tensor.summa.gathered):
 
     D&SP        common layers on all processes, b sharded      all-gather, reduce-scatter of b
     D&SP-cSub   common layers on the first sub-grid only       broadcast, reduce
@@ -154,7 +154,6 @@ class Branched(SchemeSpec):
 
         from gridformer.models import blocks
         from gridformer.parallel.sharding import ParamPlacement, shard_parameter
-        from gridformer.parallel.tensor.boundary import boundary_of
         from gridformer.parallel.tensor.branched import (
             ConcatLinear,
             Elsewhere,
@@ -163,10 +162,11 @@ class Branched(SchemeSpec):
             NoEmbedding,
             NoPositions,
             SliceLinear,
+            SliceMerged,
         )
-        from gridformer.parallel.tensor.joined import SliceJoined, grid_product, shard_heads
-        from gridformer.parallel.tensor.linear import Schedules
+        from gridformer.parallel.tensor.linear import Schedules, grid_product, shard_heads
         from gridformer.parallel.tensor.partitioned_activations import PartitionedFromFirst
+        from gridformer.parallel.tensor.summa import boundary_of
 
         branch = axes.branch
         if branch.size == 1:
@@ -192,7 +192,7 @@ class Branched(SchemeSpec):
                         plain.bias = None  # added on the first sub-grid, after the sum
                 return grid_product(plain, choice, bias, schedules, "branch")
             if isinstance(plain, blocks.MergedLinear) and plain.role.section == "attention":
-                return SliceJoined(plain, axes, first)
+                return SliceMerged(plain, axes, first)
             if isinstance(plain, blocks.Linear) and plain.role.section == "attention":
                 slices = SliceLinear if plain.role.opens else ConcatLinear
                 return slices(plain, axes, first)

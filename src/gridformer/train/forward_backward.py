@@ -18,7 +18,7 @@ from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline import Executor, OnAction, StopsBefore, timed
-from gridformer.parallel.tensor.linear import weights_kept
+from gridformer.parallel.tensor.summa import gathered_weights_scope
 from gridformer.train.in_flight_steps import Evaluation
 from gridformer.train.stop_protocol import StepDropped
 from gridformer.utils.batch import Batch, MicroBatch
@@ -262,7 +262,7 @@ def mean_losses(
     axes = split.axes
     model.eval()
     totals: dict[str, Tensor] = {}
-    with weights_kept(model):
+    with gathered_weights_scope(model):
         for read in reads:
             batch = on_device(read(split.all_rows), device)
             counts = Model.counts(batch)

@@ -19,7 +19,7 @@ from gridformer.parallel.data.buckets import by_layer
 from gridformer.parallel.data.copies import share_copies, share_parts
 from gridformer.parallel.data.gradients import clear_gradients, reduce_gradients
 from gridformer.parallel.pipeline import Executor, timed
-from gridformer.parallel.tensor.linear import KeptWeights
+from gridformer.parallel.tensor.summa import GatheredWeightsScope
 from gridformer.train.forward_backward import (
     Finish,
     Passes,
@@ -71,7 +71,7 @@ class Stepper:
         # takes time.
         self.parameters = [*model.parameters()]
         self.by_layer = by_layer(model)
-        self.kept = KeptWeights(model)
+        self.kept = GatheredWeightsScope(model)
         held = self.parameters[0].device if self.parameters else None
         self.device = held or torch.device(axes.device_type)
         self._last: StartedStep | None = None

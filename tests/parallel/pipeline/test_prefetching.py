@@ -11,7 +11,7 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.fsdp import Gathering
-from gridformer.parallel.tensor.summa import KeepGathered, WeightPrefetcher
+from gridformer.parallel.tensor.summa import GatheredWeight
 from gridformer.record.fake import watched_fakes
 from gridformer.record.step import on_devices
 from tests.support.multirank.memory import a_run
@@ -38,10 +38,10 @@ def chains(layout: dict[str, Any]) -> list[list[int]]:
                 number = int(name.rpartition(".")[2])
                 if isinstance(gathering, Gathering):
                     layer_of[gathering.layers[len(layer_of)]] = number
-                keeps = [vars(module).get("keep") for module in layer.modules()]
-                for keep in keeps:
-                    if isinstance(keep, KeepGathered) and isinstance(keep.weight, WeightPrefetcher):
-                        layer_of[keep.weight] = number
+                for module in layer.modules():
+                    weight = vars(module).get("gathered_weight")
+                    if isinstance(weight, GatheredWeight):
+                        layer_of[weight] = number
     found = []
     for link in layer_of:
         if link.before not in layer_of:

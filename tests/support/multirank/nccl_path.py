@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from gridformer.mesh import groups
+from gridformer.mesh import Axis, groups
 from gridformer.parallel.pipeline import executor
 
 Result = TypeVar("Result")
@@ -29,6 +29,7 @@ def on_nccl(
     """
     with (
         patch.object(groups, "over_nccl", return_value=True),
+        patch.object(Axis, "over_nccl", property(lambda _: True)),  # whatever an axis remembers
         patch.object(executor, "LOADING_RUNS", loading_runs),
     ):
         return function(*args, **kwargs)

@@ -13,27 +13,26 @@ from torch import Tensor
 
 from gridformer.mesh import Axes
 from gridformer.parallel.tensor import summa
-from gridformer.parallel.tensor.boundary import Sharded
 from tests.support.multirank.collective_cases import COL, ROW, CaseMaker
 from tests.support.multirank.cutting import Case, cut, join
 
 # How a product is computed: a schedule, and what it keeps. Each evaluation makes it again, because
 # an open prefetcher must not see a weight change.
-How = Callable[[Axes], tuple[summa.Schedule, summa.KeepGathered]]
+How = Callable[[Axes], tuple[summa.Schedule, summa.GatheredWeight | None, bool]]
 
 
 def _gather(
     axes: Axes, keep_input: bool = False, keep_weight: bool = False, parts: int = 1
-) -> tuple[Any, Any]:
-    cell = summa.WeightPrefetcher()
-    cell.open()
-    keep = summa.KeepGathered(keep_input, cell if keep_weight else None)
-    return summa.ChunkedGather(axes, Sharded(axes.col, -1), parts), keep
+) -> tuple[Any, Any, bool]:
+    weight = summa.GatheredWeight(axes.row)
+    weight.open()
+    schedule = summa.Gathered(axes, summa.Sharded(axes.col, -1), parts)
+    return schedule, weight if keep_weight else None, keep_input
 
 
 SCHEDULES: dict[str, How] = {
-    "broadcast": lambda axes: (summa.Broadcast(axes), summa.KeepGathered()),
-    "pipelined": lambda axes: (summa.Pipelined(axes), summa.KeepGathered()),
+    "broadcast": lambda axes: (summa.Broadcast(axes), None, False),
+    "pipelined": lambda axes: (summa.Pipelined(axes), None, False),
     "gather": _gather,
     "gather-parts": partial(_gather, parts=3),
 }
@@ -55,10 +54,10 @@ def product_ab(how: How, has_bias: bool, sizes: tuple[int, ...], axes: Axes) -> 
     b, s, k, n = sizes
 
     def on_grid(a: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
-        schedule, keep = how(axes)
+        schedule, weight, keep_input = how(axes)
         mine = cut(a, (ROW, None, COL), axes), cut(w, (ROW, COL), axes)
         my_bias = _bias(bias[0], axes) if bias else None
-        c = summa.product_ab(*mine, schedule, my_bias, keep)
+        c = summa.product_ab(*mine, schedule, my_bias, weight, keep_input)
         return join(c, (ROW, None, COL), axes)
 
     def plain(a: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
@@ -71,10 +70,10 @@ def product_abt(how: How, has_bias: bool, sizes: tuple[int, ...], axes: Axes) ->
     b, s, k, n = sizes
 
     def on_grid(a: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
-        schedule, keep = how(axes)
+        schedule, weight, _ = how(axes)
         mine = cut(a, (ROW, None, COL), axes), cut(w, (ROW, COL), axes)
         my_bias = _bias(bias[0], axes) if bias else None
-        c = summa.product_abt(*mine, schedule, my_bias, keep)
+        c = summa.product_abt(*mine, schedule, my_bias, weight)
         return join(c, (ROW, None, COL), axes)
 
     def plain(a: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
@@ -88,16 +87,6 @@ def _per_row(bias: tuple[Tensor, ...], b: int) -> Tensor | float:
     if not bias:
         return 0.0
     return bias[0].repeat_interleave(b // len(bias[0]), 0).unsqueeze(1)
-
-
-def product_atb(how: How, sizes: tuple[int, ...], axes: Axes) -> Case:
-    k, m, n = sizes
-
-    def on_grid(a: Tensor, b: Tensor) -> Tensor:
-        mine = cut(a, (ROW, COL), axes), cut(b, (ROW, COL), axes)
-        return join(summa.product_atb(*mine, how(axes)[0]), (ROW, COL), axes)
-
-    return Case([(k, m), (k, n)], on_grid, lambda a, b: a.t() @ b)
 
 
 def one_operand_wanted(wanted: int, product: Callable[..., Case], how: How, axes: Axes) -> Case:
@@ -123,9 +112,9 @@ def lookup(how: How, output_stays: bool, v: int, h: int, n_tokens: int, axes: Ax
     tokens[:, 0, 1] = 0
 
     def on_grid(table: Tensor) -> Tensor:
-        schedule, keep = how(axes)
+        schedule, weight, _ = how(axes)
         mine = tokens[axes.row.index], cut(table, (ROW, COL), axes)
-        rows = summa.lookup(*mine, schedule, axes, output_stays, keep)
+        rows = summa.lookup(*mine, schedule, axes, output_stays, weight)
         return join(rows.unsqueeze(0), (ROW, None, None, COL), axes)
 
     if output_stays:
@@ -136,15 +125,13 @@ def lookup(how: How, output_stays: bool, v: int, h: int, n_tokens: int, axes: Ax
 def products_of(rows: int, cols: int) -> dict[str, CaseMaker]:
     """M, K and N differ, and panels are at least two wide, except on 3x4 to save time."""
     both = math.lcm(rows, cols) * (1 if rows * cols > 9 else 2)
-    ab, abt, atb = (rows, 2, both, 2 * cols), (rows, 2, 2 * cols, both), (2 * rows, both, 2 * cols)
+    ab, abt = (rows, 2, both, 2 * cols), (rows, 2, 2 * cols, both)
     makers: dict[str, CaseMaker] = {
         "product_ab-gather": partial(product_ab, _gather, False, ab),
         "product_abt-gather": partial(product_abt, _gather, False, abt),
     }
     for name, how in {**SCHEDULES, **KEEPS}.items():
         makers[f"product_ab-{name}-bias"] = partial(product_ab, how, True, ab)
-        if name in SCHEDULES:
-            makers[f"product_atb-{name}"] = partial(product_atb, how, atb)
         # the other schedules ignore what is kept
         if name in SCHEDULES or name == "gather-keep_weight":
             makers[f"product_abt-{name}-bias"] = partial(product_abt, how, True, abt)

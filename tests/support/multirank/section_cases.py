@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from gridformer.mesh import Axes
 from gridformer.models.blocks import IGNORE, LayerNorm, RMSNorm
 from gridformer.parallel.tensor import summa
-from gridformer.parallel.tensor.boundary import Replicated, Sharded
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 from gridformer.parallel.tensor.norm import GridNorm
 from tests.support.multirank.collective_cases import COL, ROW, CaseMaker
@@ -28,20 +27,21 @@ BETWEEN: dict[str, Dims] = {
 }
 
 
-def _one_row(between: str, axes: Axes) -> summa.Gather:
+def _one_row(between: str, axes: Axes) -> summa.Gathered:
     dims, parts = BETWEEN[between], 2 if between.endswith("parts") else 1
-    boundary = Sharded(axes.col, dims.index(COL)) if COL in dims else Replicated(axes.col)
-    return summa.ChunkedGather(axes, boundary, parts)
+    boundary = summa.Replicated(axes.col)
+    if COL in dims:
+        boundary = summa.Sharded(axes.col, dims.index(COL))
+    return summa.Gathered(axes, boundary, parts)
 
 
 def section_opens(between: str, keep_input: bool, axes: Axes) -> Case:
     """C = A B + bias: A is whole or sharded over s; the columns of B, bias and C are sharded."""
-    keep = summa.KeepGathered(keep_input)
 
     def on_grid(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
         mine = cut(a, BETWEEN[between], axes), cut(w, (None, COL), axes)
         my_bias = cut(bias, (COL,), axes)
-        c = summa.product_ab(*mine, _one_row(between, axes), my_bias, keep)
+        c = summa.product_ab(*mine, _one_row(between, axes), my_bias, None, keep_input)
         return join(c, (None, None, COL), axes)
 
     cols = axes.col.size

@@ -19,7 +19,7 @@ from gridformer.comm import Recorder, record_messages
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.cost import Choices, Traffic
-from gridformer.parallel.tensor.linear import weights_kept
+from gridformer.parallel.tensor.summa import gathered_weights_scope
 from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
 
 B = 12  # sequences; divisible by 1, 2, 3 and 4
@@ -82,7 +82,7 @@ def _passes(layout_json: str, config_json: str) -> tuple[Recorder, Recorder]:
     axes = axes_of(layout)
     model = build_parallel(config, layout, axes, 1, CPU)
     part = batch_of(0, config, B).chunk(axes.batch.size)[axes.batch.index]
-    with weights_kept(model):
+    with gathered_weights_scope(model):
         with record_messages() as forward:
             loss = model.loss_sum(part[:, :-1], part[:, 1:])
         with record_messages() as backward:

@@ -218,7 +218,7 @@ class Gathering:
         if not self._open:
             raise RuntimeError(
                 "the parameters are sharded over replicas (dp_mode=fsdp): run the model inside "
-                "`with gridformer.parallel.tensor.linear.weights_kept(model):`"
+                "`with gridformer.parallel.tensor.summa.gathered_weights_scope(model):`"
             )
 
 

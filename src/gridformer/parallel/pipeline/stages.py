@@ -35,7 +35,7 @@ from gridformer.parallel.data.fsdp import FSDPUnit, Gathering
 from gridformer.parallel.pipeline.partition import model_outline
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.sharding import info_of, set_info
-from gridformer.parallel.tensor.summa import KeepGathered, WeightPrefetcher
+from gridformer.parallel.tensor.summa import GatheredWeight
 from gridformer.utils.batch import Batch
 
 LABEL = "pipeline"
@@ -119,10 +119,10 @@ def prefetch_within_stages(model: Model) -> None:
         for path in (path for i in stage for path in links[i].modules):
             for module in modules[path].modules() if path in modules else ():
                 stages_of[module].add(number)
-    linked: dict[WeightPrefetcher | FSDPUnit, set[int]] = {
-        keep.weight: stages_of[module]
+    linked: dict[GatheredWeight | FSDPUnit, set[int]] = {
+        weight: stages_of[module]
         for module in modules.values()
-        if isinstance(keep := vars(module).get("keep"), KeepGathered) and keep.weight is not None
+        if isinstance(weight := vars(module).get("gathered_weight"), GatheredWeight)
     }
     gathering = getattr(model, "gathering", None)
     if isinstance(gathering, Gathering):

@@ -14,6 +14,7 @@ from gridformer.comm import autograd
 from gridformer.mesh import Axes, Axis
 from gridformer.models import blocks
 from gridformer.models.blocks.linear import linear
+from gridformer.parallel.auto.products import blocks_of
 
 
 class GatheredMask(nn.Module):
@@ -78,6 +79,53 @@ class SliceLinear(_CommonLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         return sliced_for_branches(self.project(x), self.branch, self.first, self.device)
+
+
+class SliceMerged(blocks.MergedParts):
+    """A common merged projection, followed by SUPER's slice: the heads of each branch.
+
+    Maps x [b, s, h] to outputs [g b, s, n/g] (D&SP: all-to-all in both directions) or [b, s, n/g]
+    (cSub: forward scatter, backward gather) of the parts, n/g being more for heads that several
+    branches read.
+
+    Args:
+        plain: The projection.
+        axes: Axes with `branch`, which has g ranks.
+        first: Whether only the first sub-grid holds the projection (cSub).
+    """
+
+    def __init__(self, plain: blocks.MergedLinear, axes: Axes, first: bool) -> None:
+        super().__init__()
+        self.branch, self.first = axes.branch, first
+        self.device = torch.device(axes.device_type)
+        g = self.branch.size
+        self.names = plain.names
+        self.blocks = [blocks_of(part.pieces, g) for part in plain.parts()]
+        self.widths = [part.weight.shape[1] for part in plain.parts()]
+        self.absent = first and self.branch.index > 0
+        if not self.absent:
+            for name in plain.names:
+                self.add_module(name, getattr(plain, name))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        sliced = [width // n for width, n in zip(self.widths, self.blocks)]
+        if self.absent:
+            y = elsewhere(x, self.branch.size * sum(sliced))
+        else:
+            y = self._for_branches(linear(x, *self.operands(x.dtype)))
+        return sliced_for_branches(y, self.branch, self.first, self.device).split(sliced, -1)
+
+    def cast_together(self) -> list[list[Tensor]]:
+        return [] if self.absent else super().cast_together()
+
+    def _for_branches(self, out: Tensor) -> Tensor:
+        """Puts the columns of each branch next to each other: [b, s, g times their number]."""
+        g = self.branch.size
+        columns = []
+        for part, n in zip(self.split(out), self.blocks):
+            each = part.unflatten(-1, (n, -1))
+            columns.append(each if n == g else each.repeat_interleave(g // n, -2))
+        return torch.cat(columns, -1).flatten(-2)
 
 
 class ConcatLinear(_CommonLinear):

@@ -6,12 +6,17 @@ in place (gridformer.parallel.auto.cost):
 
     output stays    W [in, out]: in over rows, out over columns    C = A B, B = W
     input stays     W [in, out]: in over columns, out over rows    C = A Bᵀ, B = Wᵀ
+
+Every part of a merged product is sharded over columns by itself, so that a column of devices has
+the same heads of q, k and v. Heads of keys and values that do not divide over c columns are
+replicated. With g = gcd(m, c), the columns fall into g blocks of c/g adjacent ones, and each column
+of a block holds the same m/g heads, which are all that the queries of the block read. One of the
+copies owns the parameters, and gradients of the others are partial sums: each column has those of
+its own queries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -19,15 +24,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridformer.comm import autograd
+from gridformer.config import ModelConfig
 from gridformer.mesh import Axes, Axis
 from gridformer.models import blocks
 from gridformer.models.blocks.cast import transposed
-from gridformer.models.blocks.linear import linear
+from gridformer.models.blocks.linear import MergedPart, linear, side_by_side
 from gridformer.parallel.auto.cost import Choice
-from gridformer.parallel.data.fsdp import gathered, materialized
+from gridformer.parallel.auto.products import blocks_of
+from gridformer.parallel.axes import replicated
+from gridformer.parallel.data.fsdp import materialized
 from gridformer.parallel.sharding import ParamPlacement, shard_parameter, vocabulary_multiple
 from gridformer.parallel.tensor import summa
-from gridformer.parallel.tensor.boundary import Boundary
 
 OUTPUT_STAYS = ParamPlacement(cut=("row", "col"))
 INPUT_STAYS = ParamPlacement(cut=("col", "row"), transposed=True)  # B is read row by row
@@ -36,21 +43,10 @@ INPUT_STAYS = ParamPlacement(cut=("col", "row"), transposed=True)  # B is read r
 class Schedules:
     """The schedules of a model: one object for each kind, so that products share its workspace."""
 
-    def __init__(self, axes: Axes, boundary: Boundary) -> None:
+    def __init__(self, axes: Axes, boundary: summa.Replicated) -> None:
         self.axes, self.boundary = axes, boundary
         self._made: dict[tuple[str, int], summa.Schedule] = {}
-        self._last: summa.WeightPrefetcher | None = None
-
-    def chain(self, weight: summa.WeightPrefetcher) -> None:
-        """Links the prefetcher of a product to that of the previous product.
-
-        Modules are built in forward order, so a product can prefetch its neighbors' weights.
-        """
-        if self.axes.row.size == 1:
-            return  # no weight is gathered
-        if self._last is not None:
-            self._last.after, weight.before = weight, self._last
-        self._last = weight
+        self._last: summa.GatheredWeight | None = None
 
     def __getitem__(self, choice: Choice) -> summa.Schedule:
         """Returns the schedule that `choice` names, created on first use."""
@@ -61,19 +57,45 @@ class Schedules:
                     self._made[key] = summa.Broadcast(self.axes)
                 case "pipelined":
                     self._made[key] = summa.Pipelined(self.axes)
-                case "gather" if choice.n_chunks == 1:
-                    self._made[key] = summa.Gather(self.axes, self.boundary)
                 case "gather":
-                    self._made[key] = summa.ChunkedGather(self.axes, self.boundary, choice.n_chunks)
+                    self._made[key] = summa.Gathered(self.axes, self.boundary, choice.n_chunks)
         return self._made[key]
 
+    def gathered_weight(self, choice: Choice) -> summa.GatheredWeight | None:
+        """Returns what a product gathers of its weight ahead; None if no weight is gathered."""
+        if choice.schedule != "gather" or self.axes.row.size == 1:
+            return None
+        return summa.GatheredWeight(self.axes.row, choice.keep_weight)
 
-def keep_gathered_of(choice: Choice) -> summa.KeepGathered:
-    """Returns what `choice` keeps of a product's gathered operands."""
-    gathers = choice.schedule == "gather"
-    return summa.KeepGathered(
-        choice.keep_input, summa.WeightPrefetcher(choice.keep_weight) if gathers else None
-    )
+    def chain(self, weight: summa.GatheredWeight) -> None:
+        """Links the weight of a product to that of the previous product.
+
+        Modules are built in forward order, so a product can prefetch its neighbors' weights.
+        """
+        if self._last is not None:
+            self._last.after, weight.before = weight, self._last
+        self._last = weight
+
+
+def grid_product(
+    plain: blocks.Linear | blocks.MergedLinear,
+    choice: Choice,
+    bias: ParamPlacement,
+    schedules: Schedules,
+    over: str = "col",
+) -> nn.Module:
+    """Returns the form of a single or merged product on a grid.
+
+    Args:
+        plain: The module to replace; its parameters are sharded.
+        choice: By which schedule operands travel.
+        bias: Placement of biases that divide over columns.
+        schedules: The schedules of the model.
+        over: The axis that is `col` among the axes of the schedules; only merged products read it.
+    """
+    if isinstance(plain, blocks.MergedLinear):
+        return GridMergedLinear(plain, choice, bias, schedules, over)
+    return GridLinear(plain, choice, bias, schedules)
 
 
 class GridLinear(nn.Module):
@@ -97,28 +119,132 @@ class GridLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.output_stays = choice.stays == "output"
-        self.schedule, self.keep = schedules[choice], keep_gathered_of(choice)
+        self.schedule, self.keep_input = schedules[choice], choice.keep_input
+        self.gathered_weight = schedules.gathered_weight(choice)
+        self.ends_block = plain.role.section == "feed_forward" and not plain.role.opens
         self.weight, self.bias = plain.weight, plain.bias
         shard_parameter(
             self, "weight", OUTPUT_STAYS if self.output_stays else INPUT_STAYS, schedules.axes
         )
         if plain.bias is not None:
             shard_parameter(self, "bias", bias, schedules.axes)
-        if self.keep.weight is not None:
-            self.keep.weight.source = self._source
-            role = plain.role
-            self.keep.weight.ends_block = role.section == "feed_forward" and not role.opens
-            schedules.chain(self.keep.weight)
+        if self.gathered_weight is not None:
+            self.gathered_weight.block = self._block
+            self.gathered_weight.ends_block = self.ends_block
+            schedules.chain(self.gathered_weight)
 
-    def _source(self) -> tuple[Tensor, summa.Schedule]:
+    def _block(self) -> Tensor:
         weight = materialized(self.weight)  # its layer may not have been reached yet
-        return weight if self.output_stays else transposed(weight), self.schedule
+        return weight if self.output_stays else transposed(weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        weight, schedule, bias, ahead = self.weight, self.schedule, self.bias, self.gathered_weight
         if self.output_stays:
-            return summa.product_ab(x, self.weight, self.schedule, self.bias, self.keep)
-        weight = transposed(self.weight)
-        return summa.product_abt(x, weight, self.schedule, self.bias, self.keep)
+            return summa.product_ab(
+                x, weight, schedule, bias, ahead, self.keep_input, ends_block=self.ends_block
+            )
+        in_memory = weight.untyped_storage().nbytes() > 0  # FSDP may have gathered copies alone
+        turned = weight.t() if in_memory else transposed(weight)
+        return summa.product_abt(x, turned, schedule, bias, ahead, self.ends_block)
+
+
+class GridMergedLinear(blocks.MergedParts):
+    """A merged product, x [.., in/c] to an output [.., n/c] for each part; its output stays.
+
+    Args:
+        plain: The module to replace; its parameters are sharded.
+        choice: By which schedule operands travel.
+        bias: Placement of biases of parts that divide over columns.
+        schedules: The schedules of the model.
+        over: The axis that is `col` among the axes of the schedules.
+    """
+
+    def __init__(
+        self,
+        plain: blocks.MergedLinear,
+        choice: Choice,
+        bias: ParamPlacement,
+        schedules: Schedules,
+        over: str = "col",
+    ) -> None:
+        super().__init__()
+        assert choice.stays == "output", "columns of all parts lie side by side on one device"
+        self.names = plain.names
+        self.schedule, self.keep_input = schedules[choice], choice.keep_input
+        self.gathered_weight = schedules.gathered_weight(choice)
+        axes = schedules.axes
+        for name in plain.names:
+            part: MergedPart = getattr(plain, name)
+            weights, biases = _placements(part, bias, axes, over)
+            shard_parameter(part, "weight", weights, axes)
+            if part.bias is not None:
+                shard_parameter(part, "bias", biases, axes)
+            self.add_module(name, part)
+        if self.gathered_weight is not None:
+            self.gathered_weight.block = self._block
+            schedules.chain(self.gathered_weight)
+
+    def _block(self) -> Tensor:
+        weights = [materialized(part.weight) for part in self.parts()]
+        return side_by_side(weights, weights[0].dtype)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        weight, bias = self.operands(x.dtype)
+        ahead, keep_input = self.gathered_weight, self.keep_input
+        return self.split(summa.product_ab(x, weight, self.schedule, bias, ahead, keep_input))
+
+
+def _placements(
+    part: MergedPart, bias: ParamPlacement, axes: Axes, over: str
+) -> tuple[ParamPlacement, ParamPlacement]:
+    """Returns how the weight and the bias of a part are sharded.
+
+    Args:
+        part: The part.
+        bias: Placement of a bias that divides over columns.
+        axes: Axes of the grid.
+        over: The axis that is `col` among them.
+    """
+    names = replicated(axes, part.pieces, over)
+    if names is None:
+        return OUTPUT_STAYS, bias
+    weights = ParamPlacement(("row", names.block), copies=names.copy, partial=True)
+    # Biases of other parts are copied over rows, too.
+    copies = names.row_copy if bias.copies == "row" else names.copy
+    return weights, replace(bias, cut=(names.block,), copies=copies, partial=True)
+
+
+def shard_heads(attention: nn.Module, model: ModelConfig, axis: Axis) -> None:
+    """Tells an attention module which heads this device has.
+
+    Args:
+        attention: The module.
+        model: The model.
+        axis: The axis over which heads are sharded.
+    """
+    attention.head_block = axis.index  # type: ignore[assignment]
+    if isinstance(attention, blocks.GroupedAttention):
+        read = kv_heads_of(model.n_heads, model.kv_heads, axis.index, axis.size)
+        attention.kv_heads = read
+
+
+def kv_heads_of(heads: int, kv_heads: int, index: int, columns: int) -> tuple[int, ...] | None:
+    """Returns which of a column's heads of keys each of its heads of queries reads.
+
+    None means that equally many queries in a row read each of them.
+
+    Args:
+        heads: Heads of queries of the model.
+        kv_heads: Heads of keys and values of the model, which divide `heads`.
+        index: The column.
+        columns: The number of columns, which divides `heads`.
+    """
+    mine, n_blocks = heads // columns, blocks_of(kv_heads, columns)
+    held = kv_heads // n_blocks
+    first = index // (columns // n_blocks) * held
+    read = tuple((index * mine + i) // (heads // kv_heads) - first for i in range(mine))
+    even = mine % held == 0 and read == tuple(i // (mine // held) for i in range(mine))
+    return None if even else read
 
 
 class GridTokenEmbedding(nn.Module):
@@ -133,7 +259,7 @@ class GridTokenEmbedding(nn.Module):
     Args:
         plain: The module to replace; its table is sharded.
         head: Choice of the tied head.
-        keep: What is kept of the gathered table; shared with the head.
+        table: What is gathered of the table; shared with the head.
         schedules: The schedules of the model.
     """
 
@@ -144,12 +270,12 @@ class GridTokenEmbedding(nn.Module):
         self,
         plain: blocks.TokenEmbedding,
         head: Choice,
-        keep: summa.KeepGathered,
+        table: summa.GatheredWeight | None,
         schedules: Schedules,
     ) -> None:
         super().__init__()
         self.axes = axes = schedules.axes
-        self.schedule, self.keep = schedules[head], keep
+        self.schedule, self.gathered_weight = schedules[head], table
         self.head_output_stays = head.stays == "output"
         self.cast_multiple = _cast_multiple(plain, self.head_output_stays, self.schedule)
         self.weight = plain.weight
@@ -157,8 +283,9 @@ class GridTokenEmbedding(nn.Module):
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         table = self.weight.t() if self.head_output_stays else self.weight
+        output_stays = not self.head_output_stays
         return summa.lookup(
-            tokens_BS, table, self.schedule, self.axes, not self.head_output_stays, self.keep
+            tokens_BS, table, self.schedule, self.axes, output_stays, self.gathered_weight
         )
 
 
@@ -179,7 +306,7 @@ def _cast_multiple(
     plain: blocks.TokenEmbedding | blocks.TiedHead, output_stays: bool, schedule: summa.Schedule
 ) -> int:
     """Returns the multiple of rows that the cast copy of a head's table has."""
-    whole = output_stays and isinstance(schedule, summa.Gather)
+    whole = output_stays and isinstance(schedule, summa.Gathered)
     return plain.cast_multiple if whole else 1
 
 
@@ -192,7 +319,7 @@ class GridTiedHead(nn.Module):
     Args:
         plain: The module to replace; its bias and its table, if any, are sharded.
         choice: Which operand stays, and by which schedule the others travel.
-        keep: What is kept of the gathered table; shared with the embedding.
+        table: What is gathered of the table; shared with the embedding.
         schedules: The schedules of the model.
     """
 
@@ -200,22 +327,28 @@ class GridTiedHead(nn.Module):
     cast_multiple = 1
 
     def __init__(
-        self, plain: blocks.TiedHead, choice: Choice, keep: summa.KeepGathered, schedules: Schedules
+        self,
+        plain: blocks.TiedHead,
+        choice: Choice,
+        table: summa.GatheredWeight | None,
+        schedules: Schedules,
     ) -> None:
         super().__init__()
         self.output_stays = choice.stays == "output"
-        self.schedule, self.keep = schedules[choice], keep
+        self.schedule, self.gathered_weight = schedules[choice], table
+        self.keep_input = choice.keep_input
         self.bias = plain.bias
         axes = schedules.axes
         self.of_column = self.schedule  # multiplies a table from `prepare`
-        if isinstance(self.schedule, summa.Gather):
-            self.of_column = summa.Gather(replace(axes, row=Axis("row")), self.schedule.boundary)
+        if isinstance(self.schedule, summa.Gathered):
+            self.of_column = summa.Gathered(replace(axes, row=Axis("row")), self.schedule.boundary)
         if plain.bias is not None:
             pad = (vocabulary_multiple(axes),)
             lies = ParamPlacement(("col",), copies="row", partial=True, pad=pad)
             shard_parameter(self, "bias", lies, axes)
         if isinstance(plain, blocks.UntiedHead):
-            self.keep, self.cast_parameters = keep_gathered_of(choice), ("bias", "weight")
+            self.gathered_weight = schedules.gathered_weight(choice)
+            self.cast_parameters = ("bias", "weight")
             self.cast_multiple = _cast_multiple(plain, self.output_stays, self.schedule)
             self.weight = plain.weight
             shard_parameter(self, "weight", table_placement(self.output_stays, axes), axes)
@@ -233,13 +366,14 @@ class GridTiedHead(nn.Module):
         Returns:
             [V/c, h] if the output stays and [V, h/c] otherwise, V being the padded vocabulary.
         """
-        if not isinstance(self.schedule, summa.Gather) or self.schedule.row.size == 1:
+        if not isinstance(self.schedule, summa.Gathered) or self.schedule.row.size == 1:
             return table_VH
         if self.output_stays:
-            return summa.whole_column(
-                table_VH.t(), dtype, self.schedule, self.keep, padded=True
-            ).t()
-        return summa.whole_column(table_VH, dtype, self.schedule, self.keep)
+            column = summa.whole_column(
+                table_VH.t(), dtype, self.schedule, self.gathered_weight, padded=True
+            )
+            return column.t()
+        return summa.whole_column(table_VH, dtype, self.schedule, self.gathered_weight)
 
     def forward(
         self, x_BSH: Tensor, table_VH: Tensor, prepared: bool = False, padded: bool = False
@@ -252,12 +386,15 @@ class GridTiedHead(nn.Module):
             prepared: Whether the table comes from `prepare`.
             padded: Whether the logits may have additional columns, which a loss leaves out.
         """
-        schedule, keep = self.schedule, self.keep
-        if prepared:  # a chunk of a loss: its backward pass follows at once, so keep the input
-            schedule, keep = self.of_column, summa.KeepGathered(input=True)
+        schedule, ahead = self.schedule, self.gathered_weight
+        if prepared:
+            schedule, ahead = self.of_column, None
         if self.output_stays:
-            return summa.product_ab(x_BSH, table_VH.t(), schedule, self.bias, keep, padded)
-        return summa.product_abt(x_BSH, table_VH, schedule, self.bias, keep)
+            # The backward pass of a chunk of a loss follows at once, so its input is kept.
+            keep_input = self.keep_input or prepared
+            table_HV = table_VH.t()
+            return summa.product_ab(x_BSH, table_HV, schedule, self.bias, ahead, keep_input, padded)
+        return summa.product_abt(x_BSH, table_VH, schedule, self.bias, ahead)
 
 
 class RowParallelLabelHead(nn.Module):
@@ -331,50 +468,3 @@ class SequenceParallelJoin(nn.Module):
         after = self.col.size - before - 1
         terms = F.pad(logits_BSN, (0, 0, before * part, after * part))
         return autograd.allreduce_identity(terms, self.col)
-
-
-class KeptWeights:
-    """The parts of a model that `weights_kept` opens and closes, found once for many steps.
-
-    The model is complete: no product and no copy of a weight is added to it later.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        # Not getattr, which is slow for what a module does not have.
-        keeps = [vars(module).get("keep") for module in model.modules()]
-        self.weights = [
-            keep.weight for keep in keeps if isinstance(keep, summa.KeepGathered) and keep.weight
-        ]
-        self.copied = [p for p in model.parameters() if blocks.copy_of(p) is not None]
-        self.places = [at for p in model.parameters() if (at := blocks.gradient_slot(p))]
-        self.in_pipeline = len(vars(model).get("stages", ())) > 1
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """See `weights_kept`."""
-        for weight in self.weights:
-            weight.open()
-        for each in self.places:
-            each.continued = True
-        try:
-            with blocks.keep_copies(self.copied), gathered(self.model):
-                if self.in_pipeline:  # while a rank waits for its first micro-batch
-                    blocks.make_copies(self.copied)
-                yield
-        finally:
-            for weight in self.weights:
-                weight.close()
-            for each in self.places:
-                each.continued = False
-
-
-def weights_kept(model: nn.Module) -> AbstractContextManager[None]:
-    """Lets products keep and prefetch gathered weights, as their choices say, inside this context.
-
-    It also keeps the copies of weights in the type of the computation, and lets products add to the
-    gradients of earlier micro-batches (gridformer.models.blocks.gradient_sum). Weights must not
-    change inside it, except that a weight may be updated when the last product of a step has read
-    it. With FSDP, it also enables gathering the parameters of each layer from the replicas.
-    """
-    return KeptWeights(model).open()

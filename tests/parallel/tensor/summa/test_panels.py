@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gridformer.parallel.tensor.summa import Panel, panels
+from gridformer.parallel.tensor.summa.panels import Panel, panels
 
 SIZES = st.integers(1, 24)
 

@@ -1,41 +1,47 @@
 """SUMMA: the three matrix products of 2-D tensor parallelism, their schedules and gradients.
 
-Start with `products`, which holds the three algorithms of the Optimus paper. The other modules:
-
-    panels, transport    which panels exist, and how they are broadcast and reduced
-    gather               the same products with all panels gathered at once
-    chunks, chunked      the same, with activations gathered chunk by chunk
-    operands             blocks of matrices, and the one-hot matrix of token ids
-    autograd             gradients of the products, and the embedding lookup
-    prefetch             weights that are gathered early, or kept gathered
+panels      the three algorithms of the Optimus paper, panel by panel
+gathered    the same products of whole operands, in chunks or at once; boundaries of sections
+weights     weights that are gathered ahead, or kept gathered
+autograd    gradients of the products, and the embedding lookup
 """
 
 from gridformer.parallel.tensor.summa.autograd import (
+    Schedule,
     lookup,
     product_ab,
     product_abt,
-    product_atb,
     whole_column,
 )
-from gridformer.parallel.tensor.summa.chunked import ChunkedGather
-from gridformer.parallel.tensor.summa.gather import Gather
-from gridformer.parallel.tensor.summa.panels import Panel, panels
-from gridformer.parallel.tensor.summa.prefetch import KeepGathered, WeightPrefetcher
-from gridformer.parallel.tensor.summa.products import Broadcast, Pipelined, Schedule
+from gridformer.parallel.tensor.summa.gathered import (
+    Gathered,
+    Operand,
+    Replicated,
+    Sharded,
+    boundary_of,
+)
+from gridformer.parallel.tensor.summa.panels import Broadcast, Panel, Pipelined
+from gridformer.parallel.tensor.summa.weights import (
+    GatheredWeight,
+    GatheredWeightsScope,
+    gathered_weights_scope,
+)
 
 __all__ = [
     "Broadcast",
-    "ChunkedGather",
-    "Gather",
-    "KeepGathered",
+    "Gathered",
+    "GatheredWeight",
+    "GatheredWeightsScope",
+    "Operand",
     "Panel",
     "Pipelined",
+    "Replicated",
     "Schedule",
-    "WeightPrefetcher",
+    "Sharded",
+    "boundary_of",
+    "gathered_weights_scope",
     "lookup",
-    "panels",
     "product_ab",
     "product_abt",
-    "product_atb",
     "whole_column",
 ]

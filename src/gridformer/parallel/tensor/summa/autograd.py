@@ -1,4 +1,4 @@
-"""The products as differentiable functions.
+"""The products as differentiable functions, output stationary and input stationary.
 
 The set of three products is closed under differentiation (Xu et al. 2021):
 
@@ -21,21 +21,18 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.comm import Pending
 from gridformer.mesh import Axes
-from gridformer.models.blocks.cast import padded_columns
-from gridformer.parallel.tensor.boundary import LABEL
-from gridformer.parallel.tensor.summa.gather import Gather
-from gridformer.parallel.tensor.summa.operands import (
-    OneHotOperand,
+from gridformer.models.blocks.gradient_sum import MainGrad, continued
+from gridformer.parallel.tensor.summa.gathered import (
+    LABEL,
+    Gathered,
     Operand,
     add_bias,
-    arrived,
-    bias_gradient,
-    continued_by,
-    type_of,
-    weight_gradient,
+    weight_operand,
 )
-from gridformer.parallel.tensor.summa.prefetch import NOTHING, KeepGathered
-from gridformer.parallel.tensor.summa.products import Schedule
+from gridformer.parallel.tensor.summa.panels import Broadcast
+from gridformer.parallel.tensor.summa.weights import GatheredWeight
+
+Schedule = Gathered | Broadcast  # how the products of a model communicate
 
 
 def product_ab(
@@ -43,35 +40,32 @@ def product_ab(
     b: Tensor,
     schedule: Schedule,
     bias: Tensor | None = None,
-    keep: KeepGathered = NOTHING,
+    weight: GatheredWeight | None = None,
+    keep_input: bool = False,
     padded: bool = False,
+    ends_block: bool = False,
 ) -> Tensor:
-    """Computes C = A B + bias (Optimus, Algorithm 1), differentiable.
+    """Computes C = A B + bias (Optimus, Algorithm 1), differentiable: the output is stationary.
 
-    C stays where it is computed; A is sent along the rows of the grid, and B down its columns.
+    A is sent along the rows of the grid, and B down its columns.
 
     Args:
         a: Local block [.., K/c].
         b: Local block [K/r, N/c].
-        schedule: How panels travel.
+        schedule: How operands travel.
         bias: Local part [N/c].
-        keep: Which gathered operands are kept for later.
-        padded: Whether C may have the additional columns of the cast copy of B; needs `Gather`.
+        weight: What is gathered of B, if it is gathered ahead or kept.
+        keep_input: Whether the gathered A is kept for the backward pass.
+        padded: Whether C may have the additional columns of the cast copy of B; needs `Gathered`.
+        ends_block: Whether a block that may be recomputed ends with C.
 
     Returns:
         Local block [.., N/c] of C.
     """
     operand = Operand(a)
-    width = padded_columns(b, a.dtype) if padded else b.shape[1]
-
-    def compute() -> Tensor:
-        weight = keep.weight_operand(b, a.dtype, padded)
-        schedule.prefetch(operand, weight)
-        keep.prefetch_next(a.dtype)
-        return add_bias(schedule.ab(operand, weight).wait(), bias)
-
-    place = _AB.apply(a, b, bias, schedule, keep, operand, width)
-    out: Tensor = _Carry.apply(place, compute)
+    out: Tensor = _AB.apply(a, b, bias, operand, schedule, weight, keep_input, padded, ends_block)
+    if ends_block:
+        out = _Computed.apply(out, lambda: _ab(operand, b, bias, schedule, weight, padded))
     return out
 
 
@@ -80,48 +74,27 @@ def product_abt(
     b: Tensor,
     schedule: Schedule,
     bias: Tensor | None = None,
-    keep: KeepGathered = NOTHING,
+    weight: GatheredWeight | None = None,
+    ends_block: bool = False,
 ) -> Tensor:
-    """Computes C = A Bᵀ + bias (Optimus, Algorithm 2), differentiable.
+    """Computes C = A Bᵀ + bias (Optimus, Algorithm 2), differentiable: the input is stationary.
 
-    A stays where it is; partial sums of C are reduced along the rows of the grid, and B is sent
-    down its columns.
+    Partial sums of C are reduced along the rows of the grid, and B is sent down its columns.
 
     Args:
         a: Local block [.., K/c].
         b: Local block [N/r, K/c].
-        schedule: How panels travel.
+        schedule: How operands travel.
         bias: Local part [N/c].
-        keep: Which gathered operands are kept for later. The gathered input is not one of them
-            here, since A is not gathered.
+        weight: What is gathered of B, if it is gathered ahead or kept.
+        ends_block: Whether a block that may be recomputed ends with C.
 
     Returns:
         Local block [.., N/c] of C.
     """
-
-    def compute() -> Tensor:
-        weight = keep.weight_operand(b, a.dtype)
-        schedule.prefetch(None, weight)
-        keep.prefetch_next(a.dtype)
-        return add_bias(schedule.abt(Operand(a), weight).wait(), bias)
-
-    place = _ABt.apply(a, b, bias, schedule, keep)
-    out: Tensor = _Carry.apply(place, compute)
-    return out
-
-
-def product_atb(a: Tensor, b: Tensor, schedule: Schedule) -> Tensor:
-    """Computes C = Aᵀ B (Optimus, Algorithm 3), differentiable.
-
-    Args:
-        a: Local block [K/r, M/c].
-        b: Local block [K/r, N/c].
-        schedule: How panels travel.
-
-    Returns:
-        Local block [M/r, N/c] of C.
-    """
-    out: Tensor = _AtB.apply(a, b, schedule)
+    out: Tensor = _ABt.apply(a, b, bias, schedule, weight, ends_block)
+    if ends_block:
+        out = _Computed.apply(out, lambda: _abt(a, b, bias, schedule, weight))
     return out
 
 
@@ -131,7 +104,7 @@ def lookup(
     schedule: Schedule,
     axes: Axes,
     output_stays: bool,
-    keep: KeepGathered = NOTHING,
+    weight: GatheredWeight | None = None,
 ) -> Tensor:
     """Looks up the table rows of tokens, differentiable with respect to the table.
 
@@ -144,20 +117,20 @@ def lookup(
         schedule: How panels of the table travel.
         axes: Axes of the grid.
         output_stays: True for C = A B, False for C = A Bᵀ.
-        keep: Whether the gathered table is kept for later.
+        weight: What is gathered of the table, if it is gathered ahead or kept.
 
     Returns:
         Local columns [..., h/c] of the embeddings.
     """
-    out: Tensor = _Lookup.apply(tokens, table, schedule, axes, output_stays, keep)
+    out: Tensor = _Lookup.apply(tokens, table, schedule, axes, output_stays, weight)
     return out
 
 
 def whole_column(
     b: Tensor,
     dtype: torch.dtype,
-    schedule: Gather,
-    keep: KeepGathered = NOTHING,
+    schedule: Gathered,
+    weight: GatheredWeight | None = None,
     padded: bool = False,
 ) -> Tensor:
     """Gathers a weight down its column: forward all-gather, backward reduce-scatter of its rows.
@@ -169,42 +142,25 @@ def whole_column(
         b: Local block [K/r, N/c].
         dtype: Dtype of the result.
         schedule: Gathers the weight.
-        keep: Whether the gathered weight is kept for later.
+        weight: What is gathered of it already, if it is gathered ahead or kept.
         padded: Whether the result may have the additional columns of the cast copy.
 
     Returns:
         The column [K, N/c] of the weight.
     """
-    out: Tensor = _WholeColumn.apply(b, dtype, schedule, keep, padded)
+    out: Tensor = _WholeColumn.apply(b, dtype, schedule, weight, padded)
     return out
 
 
-class _WholeColumn(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        b: Tensor,
-        dtype: torch.dtype,
-        schedule: Gather,
-        keep: KeepGathered,
-        padded: bool,
-    ) -> Tensor:
-        ctx.row, ctx.dtype, ctx.n_columns = schedule.row, b.dtype, b.shape[1]
-        return schedule.whole_column(keep.weight_operand(b, dtype, padded)).detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad = grads[0][:, : ctx.n_columns].contiguous()
-        total = comm.start_reduce_scatter(grad, ctx.row, 0, LABEL)
-        return total.wait().to(ctx.dtype), None, None, None, None
+# --------------------------------------------------------------------------- output stationary
 
 
 class _AB(torch.autograd.Function):
-    """Saves the operands of C = A B + bias for the backward pass; `_Carry` computes C afterward.
+    """C = A B + bias. Keeps A, or its gathered rows.
 
-    The backward pass does not need C. torch.utils.checkpoint stops recomputing as soon as it has
-    every saved tensor, so it skips this product at the end of a block (Xu et al. 2021). If the
-    gathered input is kept, it is a saved tensor and is gathered again.
+    torch.utils.checkpoint stops recomputing as soon as it has every saved tensor, so it would skip
+    a product at the end of a block (Xu et al. 2021) if that were computed after its operands are
+    saved. There the result is an empty tensor of the shape of C, which `_Computed` replaces.
     """
 
     @staticmethod
@@ -213,80 +169,71 @@ class _AB(torch.autograd.Function):
         a: Tensor,
         b: Tensor,
         bias: Tensor | None,
-        schedule: Schedule,
-        keep: KeepGathered,
         operand: Operand,
-        width: int,
+        schedule: Schedule,
+        weight: GatheredWeight | None,
+        keep_input: bool,
+        padded: bool,
+        ends_block: bool,
     ) -> Tensor:
-        if keep.input:
-            schedule.prefetch(operand, None)
-        ctx.whole = keep.input and operand.whole is not None
-        ctx.save_for_backward(operand.whole.wait() if ctx.whole else a, b)  # type: ignore[union-attr]
-        ctx.schedule, ctx.keep, ctx.bias = schedule, keep, type_of(bias)
-        ctx.weight = b  # has a cast copy, which a recomputed saved tensor lacks
-        return schedule.empty_ab_like(a, width)
+        kept = None
+        if keep_input:
+            schedule.start(operand, None)
+            kept = operand.whole
+        ctx.whole = kept is not None
+        ctx.save_for_backward(a if kept is None else kept.wait())
+        # The weight itself has a cast copy, which a recomputed saved tensor lacks.
+        ctx.schedule, ctx.gathered_weight, ctx.weight, ctx.bias = schedule, weight, b, bias
+        if ends_block:
+            return b.new_empty((), dtype=a.dtype).expand(schedule.shape_of_ab(a, b.shape[1]))
+        return _ab(operand, b, bias, schedule, weight, padded)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        a, b = ctx.saved_tensors
-        schedule, grad = ctx.schedule, Operand(grads[0])
+        (a,), b, schedule = ctx.saved_tensors, ctx.weight, ctx.schedule
         wants_a, wants_b = ctx.needs_input_grad[:2]
-        operand = Operand(a, Pending(a) if ctx.whole else None)
-        n_columns = b.shape[1]
-        weight = ctx.keep.weight_operand(ctx.weight, a.dtype, grads[0].shape[-1] > n_columns)
-        schedule.prefetch(operand if wants_b else None, weight if wants_a else None)
-        ctx.keep.prefetch_previous(a.dtype)
+        grad, operand = Operand(grads[0]), Operand(a, Pending(a) if ctx.whole else None)
+        padded, ahead = grads[0].shape[-1] > b.shape[1], ctx.gathered_weight
+        weight = ahead.operand(b, a.dtype, padded) if ahead else weight_operand(b, a.dtype, padded)
+        schedule.start(operand if wants_b else None, weight if wants_a else None)
+        if ahead:
+            ahead.prefetch_previous(a.dtype)
         grad_a = schedule.abt(grad, weight) if wants_a else None
         del weight  # frees what was gathered of it
-        into = continued_by(schedule, ctx.weight, a.dtype) if wants_b else None
+        into = _continued(schedule, b, a.dtype) if wants_b else None
         grad_b = schedule.atb(operand, grad, into) if wants_b else None
-        grad_bias = bias_gradient(grads[0], ctx.bias)
-        # Waits for grad_b first: its remaining product then runs while both sums travel.
-        grad_weight = weight_gradient(grad_b, into, b.dtype, n_columns)
-        return arrived(grad_a, a.dtype), grad_weight, grad_bias, None, None, None, None
+        grad_bias = _bias_gradient(ctx, grads[0])
+        # Waits for grad_b first: the sum of grad_a may then travel longer.
+        grad_weight = _weight_gradient(grad_b, into, b)
+        return (
+            None if grad_a is None else grad_a.wait().to(a.dtype),
+            grad_weight,
+            grad_bias,
+            *[None] * 6,
+        )
 
 
-class _ABt(torch.autograd.Function):
-    """Saves the operands of C = A Bᵀ + bias; `_Carry` computes C afterward, see `_AB`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        schedule: Schedule,
-        keep: KeepGathered,
-    ) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.schedule, ctx.keep, ctx.bias = schedule, keep, type_of(bias)
-        ctx.weight = b  # has a cast copy, which a recomputed saved tensor lacks
-        return schedule.empty_abt_like(a, b.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        a, b = ctx.saved_tensors
-        schedule, grad = ctx.schedule, Operand(grads[0])
-        wants_a, wants_b = ctx.needs_input_grad[:2]
-        weight = ctx.keep.weight_operand(ctx.weight, a.dtype)
-        schedule.prefetch(grad, weight if wants_a else None)
-        ctx.keep.prefetch_previous(a.dtype)
-        grad_a: Pending | None
-        grad_b: Pending | None
-        into = continued_by(schedule, ctx.weight, a.dtype) if wants_b else None
-        if isinstance(schedule, Gather) and wants_a and wants_b:  # gathers dC once for both
-            grad_a, grad_b = schedule.ab_and_atb(grad, weight, a, into)
-        else:
-            grad_b = schedule.atb(grad, Operand(a), into) if wants_b else None
-            grad_a = schedule.ab(grad, weight) if wants_a else None
-        del weight  # frees what was gathered of it
-        grad_bias = bias_gradient(grads[0], ctx.bias)
-        grad_weight = weight_gradient(grad_b, into, b.dtype, b.shape[1])
-        return arrived(grad_a, a.dtype), grad_weight, grad_bias, None, None
+def _ab(
+    a: Operand,
+    b: Tensor,
+    bias: Tensor | None,
+    schedule: Schedule,
+    ahead: GatheredWeight | None,
+    padded: bool,
+) -> Tensor:
+    dtype = a.local.dtype
+    weight = ahead.operand(b, dtype, padded) if ahead else weight_operand(b, dtype, padded)
+    schedule.start(a, weight)
+    if ahead:
+        ahead.prefetch_next(dtype)
+    c = schedule.ab(a, weight)
+    if bias is not None:
+        add_bias(c, bias)
+    return c
 
 
-class _Carry(torch.autograd.Function):
-    """Replaces the empty result of `_AB` or `_ABt` by that of `compute`; identity backward."""
+class _Computed(torch.autograd.Function):
+    """Computes a product that ends a block, whose result is empty so far; identity backward."""
 
     @staticmethod
     def forward(ctx: Any, place: Tensor, compute: Callable[[], Tensor]) -> Tensor:
@@ -297,20 +244,94 @@ class _Carry(torch.autograd.Function):
         return grads[0], None
 
 
-class _AtB(torch.autograd.Function):
+class _WholeColumn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, schedule: Schedule) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.schedule = schedule
-        return schedule.atb(Operand(a), Operand(b)).wait()
+    def forward(
+        ctx: Any,
+        b: Tensor,
+        dtype: torch.dtype,
+        schedule: Gathered,
+        ahead: GatheredWeight | None,
+        padded: bool,
+    ) -> Tensor:
+        ctx.row, ctx.dtype, ctx.n_columns = schedule.row, b.dtype, b.shape[1]
+        weight = ahead.operand(b, dtype, padded) if ahead else weight_operand(b, dtype, padded)
+        schedule.start(None, weight)
+        assert weight.whole is not None
+        return weight.whole.wait().detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        a, b = ctx.saved_tensors
-        schedule, grad = ctx.schedule, Operand(grads[0])
-        grad_a = schedule.abt(Operand(b), grad) if ctx.needs_input_grad[0] else None
-        grad_b = schedule.ab(Operand(a), grad) if ctx.needs_input_grad[1] else None
-        return arrived(grad_a, a.dtype), arrived(grad_b, b.dtype), None
+        grad = grads[0][:, : ctx.n_columns].contiguous()
+        total = comm.start_reduce_scatter(grad, ctx.row, 0, LABEL)
+        return total.wait().to(ctx.dtype), None, None, None, None
+
+
+# --------------------------------------------------------------------------- input stationary
+
+
+class _ABt(torch.autograd.Function):
+    """C = A Bᵀ + bias; for the empty tensor at the end of a block see `_AB`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        schedule: Schedule,
+        weight: GatheredWeight | None,
+        ends_block: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(a)
+        ctx.schedule, ctx.gathered_weight, ctx.weight, ctx.bias = schedule, weight, b, bias
+        if ends_block:
+            device = torch.device("meta") if schedule.sums_elsewhere else a.device
+            return a.new_empty((), device=device).expand(schedule.shape_of_abt(a, b.shape[0]))
+        return _abt(a, b, bias, schedule, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (a,), b, schedule = ctx.saved_tensors, ctx.weight, ctx.schedule
+        wants_a, wants_b = ctx.needs_input_grad[:2]
+        grad, operand, ahead = Operand(grads[0]), Operand(a), ctx.gathered_weight
+        weight = ahead.operand(b, a.dtype) if ahead else weight_operand(b, a.dtype)
+        schedule.start(grad, weight if wants_a else None)
+        if ahead:
+            ahead.prefetch_previous(a.dtype)
+        grad_a: Tensor | None = None
+        grad_b: Pending | None = None
+        into = _continued(schedule, b, a.dtype) if wants_b else None
+        if wants_a and wants_b:
+            grad_a, grad_b = schedule.ab_and_atb(grad, weight, operand, into)
+        elif wants_b:
+            grad_b = schedule.atb(grad, operand, into)
+        elif wants_a:
+            grad_a = schedule.ab(grad, weight)
+        del weight  # frees what was gathered of it
+        grad_bias = _bias_gradient(ctx, grads[0])
+        grad_weight = _weight_gradient(grad_b, into, b)
+        return None if grad_a is None else grad_a.to(a.dtype), grad_weight, grad_bias, *[None] * 3
+
+
+def _abt(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    schedule: Schedule,
+    ahead: GatheredWeight | None,
+) -> Tensor:
+    weight = ahead.operand(b, a.dtype) if ahead else weight_operand(b, a.dtype)
+    schedule.start(None, weight)
+    if ahead:
+        ahead.prefetch_next(a.dtype)
+    c = schedule.abt(Operand(a), weight).wait()
+    if bias is not None:
+        add_bias(c, bias)
+    return c
+
+
+# --------------------------------------------------------------------------- lookup
 
 
 class _Lookup(torch.autograd.Function):
@@ -322,18 +343,62 @@ class _Lookup(torch.autograd.Function):
         schedule: Schedule,
         axes: Axes,
         output_stays: bool,
-        keep: KeepGathered,
+        ahead: GatheredWeight | None,
     ) -> Tensor:
         ctx.save_for_backward(tokens)
         v = table.shape[0] * axes.row.size if output_stays else table.shape[1] * axes.col.size
         ctx.schedule, ctx.axes, ctx.v, ctx.output_stays = schedule, axes, v, output_stays
-        product = schedule.ab if output_stays else schedule.abt
-        one_hot = OneHotOperand(tokens, v, axes.col)
-        return product(one_hot, keep.weight_operand(table, table.dtype)).wait()
+        one_hot = Operand.one_hot(tokens, v, axes.col)
+        weight = ahead.operand(table, table.dtype) if ahead else weight_operand(table, table.dtype)
+        if output_stays:
+            return schedule.ab(one_hot, weight)
+        return schedule.abt(one_hot, weight).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (tokens,) = ctx.saved_tensors
-        one_hot, grad = OneHotOperand(tokens, ctx.v, ctx.axes.col), Operand(grads[0])
+        one_hot, grad = Operand.one_hot(tokens, ctx.v, ctx.axes.col), Operand(grads[0])
         both = (one_hot, grad) if ctx.output_stays else (grad, one_hot)
         return None, ctx.schedule.atb(*both).wait(), None, None, None, None
+
+
+# --------------------------------------------------------------------------- gradients
+
+
+def _bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
+    """Returns the gradient [N] of a bias, given that of the output [.., N or more]."""
+    bias: Tensor | None = ctx.bias
+    if bias is None:
+        return None
+    return grad.flatten(0, -2).sum(0)[: len(bias)].to(bias.dtype)
+
+
+def _continued(schedule: Schedule, weight: Tensor, dtype: torch.dtype) -> MainGrad | None:
+    """Returns the gradient to which a product adds; None if that is left to autograd.
+
+    Autograd adds a gradient that was summed over devices just as well, unless it must be cast.
+    """
+    return continued(weight) if schedule.adds_gradients or dtype != weight.dtype else None
+
+
+def _weight_gradient(
+    gradient: Pending | None, into: MainGrad | None, weight: Tensor
+) -> Tensor | None:
+    """Waits for a weight's gradient, and adds it to that of earlier micro-batches.
+
+    Args:
+        gradient: The gradient [.., N], which may have additional columns; None if none is wanted.
+        into: The sum to which it is added, if a product has not added it already.
+        weight: The weight [.., N].
+    """
+    if gradient is None:
+        return None
+    if into is not None and into.begun:
+        gradient.wait()
+        return into.result()
+    term, n_columns = gradient.wait(), weight.shape[1]
+    term = term if term.shape[1] == n_columns else term[:, :n_columns]
+    if into is None:
+        return term.to(weight.dtype)
+    into.add(term)
+    return into.result()
