@@ -192,12 +192,14 @@ def time_limit(seconds: float | None, instead: str) -> Iterator[None]:
         for pid in used.keys() - began.keys():  # processes that the block has started
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        leave_progress_bar(sys.stderr)
+        # A spinner of rich stands before the stream, and would change control characters.
+        stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+        leave_progress_bar(stream)
         text = (
             f"this takes more than {seconds:g} seconds of the processor's time: {instead}, or "
             "allow more with --seconds, such as --seconds 600"
         )
-        typer.echo(text_of([text]), err=True)
+        typer.echo(text_of([text]), stream)
         end_process(BAD_INPUT)
 
     before = signal.signal(signal.SIGALRM, look)
