@@ -66,7 +66,7 @@ def test_a_save_of_4096_ranks_is_planned_soon(
         if rank == 0:
             first = blocks
         else:
-            notes[rank] = saving._Note(rank, 1, 0, packed_part(blocks)).content()
+            notes[rank] = saving._Note(rank, 2**30, 0, packed_part(blocks)).content()
     assert len(notes) == 4095
     manifest = manifest_of(1, 0, run)
 
@@ -81,7 +81,7 @@ def test_a_save_of_4096_ranks_is_planned_soon(
         assert not save.outcome.failure
         return time.process_time() - began
 
-    monkeypatch.setattr(saving, "write_file", lambda *_: (1, 0))
+    monkeypatch.setattr(saving, "write_file", lambda *_: (2**30, 0))
     seconds = planned(tmp_path / "timed")
     tracemalloc.start()
     planned(tmp_path / "measured")
