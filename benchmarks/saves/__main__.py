@@ -105,13 +105,14 @@ def main() -> None:
         saver = Saver(Path(folder), run, Axes())
         for name, wait in (("waited for", True), ("beside", False), ("beside, again", False)):
             took = measure(run, stepper, step, saver, wait)
-            (report,) = saver.news()
-            assert not report.outcome.failure, report.outcome.failure
+            (outcome,) = saver.news()
+            assert not outcome.failure, outcome.failure
             others = sorted(took[2:])[len(took) // 2 - 1]
             print(
-                f"{name:14} save of {format_bytes(report.outcome.n_bytes)} took "
-                f"{report.outcome.seconds:.3f} s ({report.outcome.seconds / plain:.1f} steps); "
-                f"training waited {report.stalled_s:.3f} s ({report.stalled_s / plain:.2f} steps); "
+                f"{name:14} save of {format_bytes(outcome.n_bytes)} took "
+                f"{outcome.seconds:.3f} s ({outcome.seconds / plain:.1f} steps); "
+                f"training waited {outcome.stalled_s:.3f} s "
+                f"({outcome.stalled_s / plain:.2f} steps); "
                 f"median of the steps after it {others:.3f} s"
             )
 

@@ -11,7 +11,8 @@ import pytest
 from gridformer.checkpoint import find
 from gridformer.checkpoint.copies import fetch_newest, give_up
 from gridformer.checkpoint.manifest import KEPT, MANIFEST, Manifest, verify_checkpoint
-from gridformer.checkpoint.saver import Saver, SaveReport
+from gridformer.checkpoint.save import SaveOutcome
+from gridformer.checkpoint.saver import Saver
 from gridformer.checkpoint.store import RemoteStore
 from gridformer.config import RunConfig
 from gridformer.mesh import Axes
@@ -34,10 +35,10 @@ def a_run(**train: Any) -> RunConfig:
     return small_run(**{"checkpoint_to": URL, "keep_checkpoints": 2, **train})
 
 
-def save(out: Path, step: int, run: RunConfig) -> SaveReport:
-    report = save_filled(Saver(out, run, Axes()), step, run, float(step), wait=False)
-    assert not report.outcome.failure
-    return report
+def save(out: Path, step: int, run: RunConfig) -> SaveOutcome:
+    outcome = save_filled(Saver(out, run, Axes()), step, run, float(step), wait=False)
+    assert not outcome.failure
+    return outcome
 
 
 @pytest.mark.parametrize("url", [URL, "file://"])
@@ -50,7 +51,7 @@ def test_a_run_goes_on_elsewhere_from_the_newest_copy(tmp_path: Path, url: str) 
     for name, text in small.items():
         (here / name).write_text(text)
     for step in range(1, 6):
-        assert not save(here, step, run).outcome.not_copied
+        assert not save(here, step, run).not_copied
     kept = [f"step-{step:08d}" for step in (2, 4, 5)]
     assert RemoteStore(url).complete() == kept == [folder.name for folder in find.complete(here)]
     assert [path.name for path in (here / "checkpoints").iterdir() if path.name[0] == "."] == []
@@ -78,7 +79,7 @@ def test_a_copy_without_a_manifest_is_none(tmp_path: Path) -> None:
     fetched = fetch_newest(URL, tmp_path / "there")
     assert fetched is not None
     assert verify_checkpoint(fetched).step == 1
-    assert not save(tmp_path / "here", 2, a_run()).outcome.not_copied
+    assert not save(tmp_path / "here", 2, a_run()).not_copied
     assert remote.complete() == ["step-00000001", "step-00000002"]
 
 
@@ -90,10 +91,10 @@ def test_a_place_that_cannot_be_reached_costs_no_checkpoint(
 
     with monkeypatch.context() as patch:
         patch.setattr(RemoteStore, "upload", broken)
-        report = save(tmp_path, 1, a_run())
-    assert report.outcome.not_copied == "PermissionError: no credentials"
+        outcome = save(tmp_path, 1, a_run())
+    assert outcome.not_copied == "PermissionError: no credentials"
     assert verify_checkpoint(tmp_path / "checkpoints" / "step-00000001").step == 1
-    assert not save(tmp_path, 2, a_run()).outcome.not_copied
+    assert not save(tmp_path, 2, a_run()).not_copied
     assert RemoteStore(URL).complete() == ["step-00000002"]
 
 
@@ -148,8 +149,8 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_never_replaced_by_a_copy_of_itself(tmp_path: Path) -> None:
     """A mount can make the run's own folder look like another one."""
-    report = save(tmp_path, 1, a_run(checkpoint_to=f"file://{tmp_path}/checkpoints"))
-    assert "is the checkpoint itself" in report.outcome.not_copied
+    outcome = save(tmp_path, 1, a_run(checkpoint_to=f"file://{tmp_path}/checkpoints"))
+    assert "is the checkpoint itself" in outcome.not_copied
     assert verify_checkpoint(tmp_path / "checkpoints" / "step-00000001").step == 1
 
 
@@ -179,7 +180,7 @@ def test_nothing_is_left_of_a_copy_that_fails(tmp_path: Path, fails_at: set[str]
     """On a disk that was full once, half a copy would take what becomes free for ever."""
     save(tmp_path, 1, a_run())
     fails_at.add(MANIFEST)
-    assert "No space left on device" in save(tmp_path, 2, a_run()).outcome.not_copied
+    assert "No space left on device" in save(tmp_path, 2, a_run()).not_copied
     assert there() == ["step-00000001"]
 
 

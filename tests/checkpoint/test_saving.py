@@ -155,8 +155,8 @@ def test_the_last_save_waits_for_space(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(saver_module, "_RETRY_S", 0.02)
     told: list[str] = []
     full_disk(monkeypatch, lambda name: len(told) < 3)
-    (report,) = last_save(tmp_path, no_space=told.append).news()
-    assert not report.outcome.failure
+    (outcome,) = last_save(tmp_path, no_space=told.append).news()
+    assert not outcome.failure
     assert verify_checkpoint(tmp_path / "checkpoints" / "step-00000001").step == 1
     assert len(told) == 3
     assert all("no space left on device" in why for why in told)
@@ -353,7 +353,7 @@ def save_with(out: Path, value: float, beside: bool) -> SaveOutcome:
     """Save step 2 of a run in this process, with a saver of its own."""
     saver = Saver(out, small_run(), Axes())
     saver.sweep()
-    return save_filled(saver, 2, small_run(), value, wait=not beside).outcome
+    return save_filled(saver, 2, small_run(), value, wait=not beside)
 
 
 def save_and_die(out: Path, at_event: int, at_byte: int, beside: bool) -> None:

@@ -10,7 +10,8 @@ import torch
 from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint.blocks import Shards
 from gridformer.checkpoint.checkpoint import manifest_of
-from gridformer.checkpoint.saver import Saver, SaveReport
+from gridformer.checkpoint.save import SaveOutcome
+from gridformer.checkpoint.saver import Saver
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.mesh import Axes
 from gridformer.models import Model
@@ -45,9 +46,9 @@ def filled(value: float) -> Shards:
     return {"a": (torch.full((6, 3), value), ParamShard((6, 3), (0, 0)))}
 
 
-def save_filled(saver: Saver, step: int, run: RunConfig, value: float, wait: bool) -> SaveReport:
+def save_filled(saver: Saver, step: int, run: RunConfig, value: float, wait: bool) -> SaveOutcome:
     """Save what `filled` returns, and return what became of it."""
     saver.save(manifest_of(step, 0, run), filled(value), wait=wait, last=False)
     saver.finish()
-    (report,) = saver.news()
-    return report
+    (outcome,) = saver.news()
+    return outcome

@@ -84,8 +84,8 @@ def check_same_run(
 
 def check_copy(run: RunConfig, data: Fingerprint | None, manifest: Manifest) -> None:
     """Checks that a checkpoint at `train.checkpoint_to` is one of this run, as `check_same_run`."""
-    place = f"{run.train.checkpoint_to.rstrip('/')}/step-{manifest.step:08d}"
-    check_same_run(manifest, run, place, data, "another train.checkpoint_to for this run")
+    url = f"{run.train.checkpoint_to.rstrip('/')}/step-{manifest.step:08d}"
+    check_same_run(manifest, run, url, data, "another train.checkpoint_to for this run")
 
 
 def other_model(manifest: Manifest, run: RunConfig) -> list[str]:

@@ -102,6 +102,8 @@ class SaveOutcome:
         step: Its step.
         n_bytes: The bytes of all its files.
         seconds: The time from its beginning to its end.
+        stalled_s: For how long training waited for it and for the save before it.
+        waited_s: How long of this it waited for the save before it.
         failure: Why there is no checkpoint; empty if it is complete.
         full: Whether all that was missing is space.
         removed: Checkpoints that were removed to make room.
@@ -112,6 +114,8 @@ class SaveOutcome:
     step: int
     n_bytes: int = 0
     seconds: float = 0.0
+    stalled_s: float = 0.0
+    waited_s: float = 0.0
     failure: str = ""
     full: bool = False
     removed: list[str] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
     saver.save(manifest, shards, wait=False)    # between two steps, on all ranks together
     ...steps...                                 # a thread of each rank writes its file
-    for report in saver.news(): ...             # on the first rank: what became of saves
+    for outcome in saver.news(): ...            # on the first rank: what became of saves
     saver.finish()                              # waits; sends nothing, so also after an error
 
 A save under way is never abandoned: the next one, the end of the run, a stop and an error wait for
@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,21 +34,6 @@ from gridformer.utils.errors import SaveError
 LABEL = "checkpoint"
 _RETRY_S = 5.0  # between two attempts to write a last checkpoint for which there is no space
 _LOOK_S = 0.25
-
-
-@dataclass
-class SaveReport:
-    """What became of a save, on the first rank.
-
-    Attributes:
-        outcome: How it ended.
-        stalled_s: The seconds for which training waited for it and for the save before it.
-        waited_s: How many of these seconds it waited for the save before it.
-    """
-
-    outcome: SaveOutcome
-    stalled_s: float
-    waited_s: float
 
 
 class Saver:
@@ -91,8 +76,7 @@ class Saver:
         self._last_step = -1
         self._failure = ""  # of the last save, on the first rank
         self._failed = False  # whether the last save has failed, as far as all ranks know
-        self._stalls = 0.0, 0.0
-        self._news: list[SaveReport] = []
+        self._news: list[SaveOutcome] = []
         self._metrics: dict[str, float] = {}
 
     @property
@@ -183,9 +167,9 @@ class Saver:
             save.no_draft = True  # there is nothing to wait for
             self._release()
             raise
-        self._stalls = time.monotonic() - began, waited
+        save.outcome.stalled_s, save.outcome.waited_s = time.monotonic() - began, waited
         if self._first and not wait:
-            self._metrics["save_stall_s"] = self._stalls[0]
+            self._metrics["save_stall_s"] = save.outcome.stalled_s
         return save
 
     def all_saved(self) -> bool:
@@ -199,7 +183,7 @@ class Saver:
         self._failed = not self._all(not self._failure)
         return not self._failed
 
-    def news(self) -> list[SaveReport]:
+    def news(self) -> list[SaveOutcome]:
         """Returns, on the first rank, what became of saves since the last call."""
         if self._save is not None and self._first and not self.busy:
             self.finish()
@@ -223,7 +207,7 @@ class Saver:
         self._save = self._thread = None
         self._failure = save.outcome.failure
         if self._first:
-            self._news.append(SaveReport(save.outcome, *self._stalls))
+            self._news.append(save.outcome)
             if not save.outcome.failure:
                 self._metrics["save_s"] = save.outcome.seconds
 

@@ -22,7 +22,7 @@ from gridformer.train.loggers import open_loggers
 from gridformer.train.metrics import Events, MetricsFile, plot_loss
 
 if TYPE_CHECKING:
-    from gridformer.checkpoint.saver import SaveReport
+    from gridformer.checkpoint.save import SaveOutcome
     from gridformer.data import Batches
     from gridformer.mesh.process_group import World
     from gridformer.train.plan import Plan
@@ -123,16 +123,15 @@ class Journal:
         """Tells a sentence that a reader of the terminal wants to know."""
         self.told.tell(lambda callback: callback.on_note(sentence))
 
-    def saved(self, report: SaveReport) -> None:
+    def saved(self, outcome: SaveOutcome) -> None:
         """Tells what became of a save."""
-        outcome = report.outcome
         saved = Saved(
             outcome.step,
             outcome.target,
             outcome.n_bytes,
             outcome.seconds,
-            report.stalled_s,
-            report.waited_s,
+            outcome.stalled_s,
+            outcome.waited_s,
             outcome.failure,
             tuple(outcome.removed),
             outcome.not_copied,

@@ -156,9 +156,9 @@ class Saves:
 
     def tell(self) -> None:
         """Tells what became of saves."""
-        for report in self.saver.news():
-            self.save_s = report.outcome.seconds
-            self.journal.saved(report)
+        for outcome in self.saver.news():
+            self.save_s = outcome.seconds
+            self.journal.saved(outcome)
 
     def finish(self) -> None:
         """Waits for a save under way, also after an error."""
