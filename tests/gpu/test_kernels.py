@@ -9,7 +9,7 @@ import torch
 
 from gridformer.models.blocks.dropout import drop_elements
 from gridformer.models.kernels import dropout, library, products
-from tests.support.kernels import ATTENTION, LARGE, MASKS, run_attention, stamp_of
+from tests.support.kernels import ATTENTION, LARGE, MASKS, counter_of, run_attention
 
 if not (torch.cuda.is_available() and library.available(torch.device("cuda", 0), torch.bfloat16)):
     pytest.skip("the kernels on a GPU: none was found that runs them", allow_module_level=True)
@@ -20,7 +20,7 @@ if not (torch.cuda.is_available() and library.available(torch.device("cuda", 0),
 def test_masks_have_the_bits_of_the_reference(name: str, dtype: torch.dtype) -> None:
     shape, first, block, p = MASKS[name]
     x = torch.randn(shape, dtype=dtype, device="cuda")
-    where = stamp_of(first, "cuda"), block[0] * shape[1], block[1] * shape[2], p
+    where = counter_of(first, "cuda"), block[0] * shape[1], block[1] * shape[2], p
     assert torch.equal(dropout.masked(x, *where), drop_elements(x, *where))
 
 

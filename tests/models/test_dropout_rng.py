@@ -1,4 +1,4 @@
-"""Stamps, from which kernels and compiled code read what dropout masks depend on."""
+"""Counters, from which kernels and compiled code read what dropout masks depend on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def whole_key(counter: Tensor) -> int:
     return int(low + (high << 32))
 
 
-def test_a_stamp_holds_the_key_and_the_first_sample() -> None:
+def test_a_counter_holds_the_key_and_the_first_sample() -> None:
     dropout_rng = DropoutRng(seed=3, step=5)
     dropout_rng.at(slice(2**40, 2**40 + 4))
     for block in (0, 3):
@@ -61,7 +61,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_stamps_of_all_sites_are_made_once_per_micro_batch() -> None:
+def test_counters_of_all_sites_are_made_once_per_micro_batch() -> None:
     """Those of earlier micro-batches stay as they are, and a pipeline finds them again."""
     model = build()
     dropout_rng, sites = model.dropout_rng, [*model.dropout_rng.sites]
@@ -81,7 +81,7 @@ def test_stamps_of_all_sites_are_made_once_per_micro_batch() -> None:
         assert len({counter.data_ptr() for counter in (a, b, c)}) == 3
 
 
-def test_a_gpu_gets_stamps_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_gets_counters_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch refuses to pin what it makes from numpy's arrays, but pins copies."""
     done: list[str] = []
 

@@ -143,7 +143,7 @@ def test_micro_batches_without_a_pipeline(gpu: InProcess, case: Any) -> None:
         assert whole == composed
 
 
-def test_stamps_of_dropout_are_copied_before_the_first_pass_of_a_micro_batch(
+def test_counters_of_dropout_are_copied_before_the_first_pass_of_a_micro_batch(
     gpu: InProcess,
 ) -> None:
     layout = {"pp": 4, "micro_batches": 12, "stages_per_rank": 2}

@@ -68,7 +68,7 @@ OF_KEYS = ((0, 1, 18, 20, 30), (0, 20, 33))
 LARGE = ((2, 4, 300, 333, 64), True, True, True, 0.1, 2, 70)
 
 
-def stamp_of(first_sample: int, device: str = "cpu") -> Tensor:
+def counter_of(first_sample: int, device: str = "cpu") -> Tensor:
     """Return the counter of a site whose key is `KEY`."""
     return torch.tensor([*rng.halves(KEY), first_sample, 0], device=device)
 

@@ -77,7 +77,7 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
     _leave_out_documents()
     for part in parts:
         compiled = compile(part.forward, backend=backend, dynamic=False)
-        part.forward = _stamped(part, compiled)  # type: ignore[method-assign]
+        part.forward = _with_counters(part, compiled)  # type: ignore[method-assign]
 
 
 def compile_problems(run: RunConfig) -> list[str]:
@@ -123,7 +123,7 @@ def toolchain_problems(device_type: str) -> list[str]:
     return [f"train.compile=true needs {problem}, {off}" for problem in problems]
 
 
-def _stamped(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _with_counters(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a forward pass, also recomputed, that first takes the counters of its dropout."""
     sites = [
         module for module in part.modules() if isinstance(module, DropoutSite) and module.p > 0.0
@@ -131,13 +131,13 @@ def _stamped(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]
     if not sites:
         return forward
 
-    def stamped(*args: Any, **kwargs: Any) -> Any:
+    def with_counters(*args: Any, **kwargs: Any) -> Any:
         if part.training:
             for site in sites:
                 site.hold()
         return forward(*args, **kwargs)
 
-    return stamped
+    return with_counters
 
 
 def _leave_out_all(kind: type[nn.Module]) -> None:

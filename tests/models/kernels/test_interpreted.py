@@ -21,12 +21,12 @@ from tests.support.kernels import (
     ATTENTION,
     MASKS,
     NO_LOOPS,
+    counter_of,
     interpreter,
     run_attention,
     run_compiled,
     run_model,
     runs_loops,
-    stamp_of,
 )
 from tests.support.marks import full_unless
 
@@ -63,7 +63,7 @@ def test_masks_have_the_bits_of_the_reference(
     if dtype == torch.bfloat16:
         x = torch.ones(shape, dtype=dtype)
     _, s, h = shape
-    where = stamp_of(first), block[0] * s, block[1] * h, p
+    where = counter_of(first), block[0] * s, block[1] * h, p
     for y in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
         got, want = cpu(dropout.masked, y, *where), drop_elements(y, *where)
         if dtype == torch.bfloat16:
@@ -147,13 +147,13 @@ def check_operators() -> None:
     k, v = torch.randn(2, b, n, seen, d)
     valid, bias = torch.ones(b, seen, dtype=torch.bool), torch.randn(n, s, seen)
     settings = attention.Settings(True, 0.5, 4, 0.1).arguments()
-    found = (q, k, v, valid, bias, None, stamp_of(3))
+    found = (q, k, v, valid, bias, None, counter_of(3))
     out, lse = ops.attention(*found, *settings)
     tests = ("test_schema", "test_faketensor")
     x = torch.randn(2, 3, 4).transpose(0, 1)
     for op in (ops.masked, ops.masked_unfused):
-        torch.library.opcheck(op.default, (x, stamp_of(3), 0, 0, 0.1), test_utils=tests)
-    scores = (stamp_of(3), (b, n, s, seen), 0, 0.1)
+        torch.library.opcheck(op.default, (x, counter_of(3), 0, 0, 0.1), test_utils=tests)
+    scores = (counter_of(3), (b, n, s, seen), 0, 0.1)
     torch.library.opcheck(ops.keep_scores.default, scores, test_utils=tests)
     torch.library.opcheck(ops.attention.default, (*found, *settings), test_utils=tests)
     for wants_bias in (False, True):
