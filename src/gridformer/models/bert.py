@@ -32,7 +32,7 @@ from gridformer.models.blocks import (
     TokenEmbedding,
     added_to_scores,
 )
-from gridformer.models.model import Link, OneStack
+from gridformer.models.model import Link, OneStack, build_layers
 from gridformer.utils.batch import Batch
 
 
@@ -57,8 +57,10 @@ class BERT(OneStack):
             self.embedding_norm = LayerNorm(h, config.norm_eps)
         self.dropout = Dropout(config.dropout, "embedding", self.dropout_rng)
         self.mask = PaddingMask()
-        self.layers = self._stack(
-            lambda site: StyledLayer(config, style, self.dropout_rng, "", site, causal=False)
+        self.layers = build_layers(
+            "layers",
+            config.n_layers,
+            lambda site: StyledLayer(config, style, self.dropout_rng, site, causal=False),
         )
         if not self.post:
             self.norm = LayerNorm(h, config.norm_eps)

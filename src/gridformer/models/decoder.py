@@ -31,7 +31,7 @@ from gridformer.models.blocks import (
     added_to_scores,
     document_bounds,
 )
-from gridformer.models.model import Link, OneStack
+from gridformer.models.model import Link, OneStack, build_layers
 from gridformer.utils.batch import Batch
 
 
@@ -95,8 +95,10 @@ class GPT2(DecoderOnly):
         std_out = std / math.sqrt(2 * config.n_layers)
         style = Style(Spread(std, std, std, std_out, std, std_out), "gelu_tanh")
         self.positions = PositionEmbedding(config.max_seq_len, h, std)
-        self.layers = self._stack(
-            lambda site: StyledLayer(config, style, self.dropout_rng, "", site, causal=True)
+        self.layers = build_layers(
+            "layers",
+            config.n_layers,
+            lambda site: StyledLayer(config, style, self.dropout_rng, site, causal=True),
         )
         self.norm = LayerNorm(h, config.norm_eps, "head" if config.only_token_head else None)
         self.head = TiedHead()
@@ -134,7 +136,9 @@ class Llama(DecoderOnly):
         h, v, std = config.hidden_size, config.vocab_size, config.init_std
         self.window = config.window
         self.rotary = RotaryPositions(config.head_width, config.rope_theta, config.rope_scaling)
-        self.layers = self._stack(lambda site: GatedLayer(config, self.dropout_rng, site))
+        self.layers = build_layers(
+            "layers", config.n_layers, lambda site: GatedLayer(config, self.dropout_rng, site)
+        )
         self.norm = RMSNorm(h, config.norm_eps, "head" if config.only_token_head else None)
         tied = config.tied_head or not config.token_head  # which has no weights of its own
         self.head = TiedHead() if tied else UntiedHead(v, h, std)

@@ -27,7 +27,7 @@ from gridformer.models.blocks import (
     document_bounds,
     new_norm,
 )
-from gridformer.models.model import Activations, Link, Model, layer_numbers
+from gridformer.models.model import Activations, Link, Model, build_layers
 from gridformer.utils.batch import Batch
 
 StackName = Literal["encoder", "decoder"]
@@ -53,27 +53,13 @@ class Stack(nn.Module):
         n = config.n_decoder_layers if decoder else config.n_layers
         self.dropout = Dropout(config.dropout, f"{name}.embedding", dropout_rng)
         if config.family == "t5":
+            buckets, furthest = config.relative_buckets, config.relative_max_distance
             std = config.hidden_size**-0.5
-            self.bias = RelativeBias(
-                config.relative_buckets,
-                config.relative_max_distance,
-                config.n_heads,
-                both_ways=not decoder,
-                std=std,
-            )
-        self.layers = nn.ModuleDict(
-            {
-                str(i): StyledLayer(
-                    config,
-                    style,
-                    dropout_rng,
-                    "decoder." if decoder else "encoder.",
-                    f"{name}.layers.{i}",
-                    causal=decoder,
-                    crossed=decoder,
-                )
-                for i in layer_numbers(f"{name}.layers", n)
-            }
+            self.bias = RelativeBias(buckets, furthest, config.n_heads, not decoder, std)
+        self.layers = build_layers(
+            f"{name}.layers",
+            n,
+            lambda site: StyledLayer(config, style, dropout_rng, site, causal=decoder),
         )
         if config.norm_position == "pre":
             # Every decoder layer reads the encoder's norm. The head may be all that reads the

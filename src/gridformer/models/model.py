@@ -57,10 +57,14 @@ def only_layers(names: Collection[str]) -> Iterator[None]:
         _held.reset(before)
 
 
-def layer_numbers(stack: str, n: int) -> list[int]:
-    """Returns the numbers of the layers of a stack that are built."""
+def build_layers(stack: str, n: int, layer: Callable[[str], nn.Module]) -> nn.ModuleDict:
+    """Builds the n layers of a stack that are to be built, given a function of a layer's name.
+
+    A ModuleDict keeps parameter names the same on a device that holds only some layers.
+    """
     held = _held.get()
-    return [i for i in range(n) if held is None or f"{stack}.{i}" in held]
+    names = {i: f"{stack}.{i}" for i in range(n)}
+    return nn.ModuleDict({str(i): layer(x) for i, x in names.items() if held is None or x in held})
 
 
 @dataclass
@@ -389,14 +393,6 @@ class OneStack(Model):
         if "head" in links:
             hidden = self.after_layers(hidden)
         return Activations(hidden)
-
-    def _stack(self, layer: Callable[[str], nn.Module]) -> nn.ModuleDict:
-        """Builds the layers, given a function of a layer's name.
-
-        A ModuleDict keeps parameter names the same on a device that holds only some layers.
-        """
-        numbers = layer_numbers("layers", self.config.n_layers)
-        return nn.ModuleDict({str(i): layer(f"layers.{i}") for i in numbers})
 
     def _links(
         self, embedding: tuple[str, ...], shared: tuple[str, ...], head: tuple[str, ...]

@@ -69,9 +69,8 @@ class StyledLayer(Layer):
     For each sub-layer f it computes x + f(norm(x)) if `norm_position` is pre, and norm(x + f(x)) if
     it is post.
 
-    Args:
-        stack: The prefix of the names of the layer's products; empty if the model has one stack.
-        crossed: Whether there is cross-attention between self-attention and feed-forward.
+    `site` is the layer's name, such as `layers.3` or `decoder.layers.0`; what precedes `layers` is in
+    the names of products, too. The decoder of two stacks has cross-attention.
     """
 
     mlp: FeedForward
@@ -81,12 +80,12 @@ class StyledLayer(Layer):
         config: ModelConfig,
         style: Style,
         dropout_rng: DropoutRng,
-        stack: Literal["", "encoder.", "decoder."],
         site: str,
         causal: bool,
-        crossed: bool = False,
     ) -> None:
         super().__init__()
+        stack = site.partition("layers.")[0]
+        self.crossed = stack == "decoder."
         h, f, d = config.hidden_size, config.ffn_size, config.head_width
         inner, spread = config.n_heads * d, style.spread
         self.post = config.norm_position == "post"
@@ -113,7 +112,7 @@ class StyledLayer(Layer):
             qkv, out, config, f"{site}.attention", dropout_rng, causal, style.scaled
         )
         self.dropout1 = Dropout(config.dropout, f"{site}.dropout1", dropout_rng)
-        if crossed:
+        if self.crossed:
             self.cross_norm = norm("q")
             q = linear("q", h, inner, spread.q)
             kv = linear("kv", h, 2 * inner, (spread.k, spread.v))
@@ -122,7 +121,6 @@ class StyledLayer(Layer):
                 q, kv, out, config, f"{site}.cross_attention", dropout_rng, style.scaled
             )
             self.cross_dropout = Dropout(config.dropout, f"{site}.cross_dropout", dropout_rng)
-        self.crossed = crossed
         self.norm2 = norm("up")
         up = linear("up", h, f, spread.up)
         down = linear("down", f, h, spread.down, opens=False)
