@@ -69,7 +69,7 @@ class StyledLayer(Layer):
     For each sub-layer f it computes x + f(norm(x)) if `norm_position` is pre, and norm(x + f(x)) if
     it is post.
 
-    `site` is the layer's name, such as `layers.3` or `decoder.layers.0`; what precedes `layers` is in
+    `site` is the layer's name, such as `layers.3` or `decoder.layers.0`; what precedes it is in
     the names of products, too. The decoder of two stacks has cross-attention.
     """
 
