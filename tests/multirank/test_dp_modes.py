@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from tests.support.multirank.replicas import (
     read_of,
     settings_of,
 )
+from tests.support.multirank.runs import plan_of, train
+from tests.support.multirank.runs import stored as stored_by
 
 
 def parts_after(layout: Layout) -> list[Tensor]:
@@ -115,3 +118,20 @@ def test_layers_may_be_recomputed(pool: WorkerPool, inside: bool) -> None:
     """Parameters are gathered once for torch.utils.checkpoint around a layer or its forward."""
     layout = {**SINGLE, "dp_mode": "fsdp", "micro_batches": 3}
     assert pool.run(2, computed_again, layout, inside) == [0.0, 0.0]
+
+
+# --------------------------------------------------------------------------- checkpoints
+
+
+def test_a_part_is_written_once(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:
+    """The replica that updates a block writes it: all elements of all tensors, once."""
+    sizes = []
+    for mode in ("replicate", "zero1", "fsdp"):
+        layout = {"scheme": "single", "dp": 3, "dp_mode": mode}
+        out = tmp_path / mode
+        pool.run(3, train, plan_of(token_folder, out, layout))
+        blocks = stored_by(out)
+        sizes.append(sum(block.numel() for block in blocks.values()))
+        most = max(block.shape[0] for (name, _), block in blocks.items() if "tokens" in name)
+        assert most == (301 if mode == "replicate" else 101)
+    assert len({*sizes}) == 1

@@ -14,65 +14,17 @@ from gridformer.config import LayoutConfig
 from gridformer.models.blocks import copy_of
 from gridformer.parallel import build_parallel
 from gridformer.parallel.pipeline import Event
-from gridformer.parallel.registry import describe_layout
 from gridformer.train.compile import compile_model
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import CPU, axes_of, distance, values
-from tests.support.multirank.layouts import n_of
 from tests.support.multirank.pipelines import SETTINGS, Layout, family, reads_of, stepper_of
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.replicas import SINGLE, read_of, settings_of
-from tests.support.multirank.runs import MIDDLE, assert_same_run, plan_of, start_from, stored, train
+from tests.support.multirank.runs import plan_of
 
 ONE: Layout = {}
 TWO: Layout = {"pp": 2, "micro_batches": 4}
 INTERLEAVED: Layout = {"pp": 2, "stages_per_rank": 2, "micro_batches": 4}
-FOUR: Layout = {"pp": 4, "micro_batches": 6}
-MEGATRON: Layout = {"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 3}
-OPTIMUS: Layout = {"scheme": "optimus", "rows": 2, "cols": 2}
-FIRST: Layout = {"scheme": "subgraph", "branches": 2, "common": "first", "pp": 2}
-REPLICAS: Layout = {"dp": 2, "pp": 2, "micro_batches": 2}
-PAIRS = [
-    (INTERLEAVED, MEGATRON),
-    (ONE, TWO),
-    (FOUR, OPTIMUS),
-    (OPTIMUS, {**OPTIMUS, "pp": 2}),
-    (FIRST, REPLICAS),
-    (REPLICAS, ONE),
-]
-
-
-def title(pair: tuple[Layout, Layout]) -> str:
-    return " to ".join(describe_layout(LayoutConfig(**layout)) for layout in pair)
-
-
-@pytest.mark.parametrize("pair", full_unless(PAIRS[:2].__contains__, PAIRS), ids=title)
-def test_any_layout_resumes_from_any_other(
-    pool: WorkerPool, token_folder: Path, tmp_path: Path, pair: tuple[Layout, Layout]
-) -> None:
-    """Runs have dropout and clipping; shared tables are saved once."""
-    before, after = pair
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
-    pool.run(n_of(before), train, plan_of(token_folder, whole, before))
-    start_from(whole, moved)
-    pool.run(n_of(after), train, plan_of(token_folder, moved, after))
-    assert_same_run(whole, moved)
-
-
-def test_the_same_pipeline_resumes_bit_by_bit(
-    pool: WorkerPool, token_folder: Path, tmp_path: Path
-) -> None:
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    pool.run(2, train, plan_of(token_folder, whole, INTERLEAVED, dtype="float32"))
-    start_from(whole, resumed)
-    plan = plan_of(token_folder, resumed, INTERLEAVED, dtype="float32")
-    assert plan.resume_step == MIDDLE
-    pool.run(2, train, plan)
-    want, got = stored(whole), stored(resumed)
-    assert want.keys() == got.keys()
-    assert all(torch.equal(want[key], got[key]) for key in want)
-    for key in ("model.tokens.weight", "exp_avg.tokens.weight"):
-        assert [name for name, _ in want].count(key) == 1, "it lies on both stages"
 
 
 def moved_through(layouts: list[Layout], name: Any, out: Path) -> float:
