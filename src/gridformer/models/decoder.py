@@ -66,6 +66,8 @@ class DecoderOnly(OneStack):
         self, batch: Batch, dtype: torch.dtype, start: int, caches: Sequence[KVCache] | None
     ) -> ScoreBias | None:
         """Returns the mask of padding, documents and windows; without them attention is causal."""
+        if not self.window and "documents" not in batch and "valid" not in batch:
+            return None
         tokens_BS = batch["tokens"]
         s, valid, bounds, near = tokens_BS.shape[1], None, None, None
         if self.window:
