@@ -46,10 +46,6 @@ def test_long_sources_get_more_sentinels(text_folder: TokenFolder) -> None:
     assert special_ids(run, text_folder.tokenizer).vocab_size == 301 + 133
 
 
-def test_a_larger_vocabulary_is_kept(text_folder: TokenFolder) -> None:
-    assert resolve(a_run(text_folder, model__vocab_size=512), text_folder).model.vocab_size == 512
-
-
 def test_small_vocabularies(text_folder: TokenFolder) -> None:
     said = problems(text_folder, "bert", model__vocab_size=300)
     assert "the 300 words of" in said

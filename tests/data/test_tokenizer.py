@@ -38,11 +38,6 @@ def test_round_trip_of_awkward_text(text: str) -> None:
     assert TRAINED.eos_id not in ids
 
 
-def test_batches_are_the_same_as_one_by_one() -> None:
-    texts = sentences(20)
-    assert TRAINED.encode_batch(texts) == [TRAINED.encode(text) for text in texts]
-
-
 def test_training_does_not_depend_on_the_order_of_the_texts(tmp_path: Path) -> None:
     texts = sentences(200)
     for name, order in (("a", texts), ("b", texts[::-1])):

@@ -17,8 +17,11 @@ from gridformer.data import (
     resolve,
     special_ids,
 )
+from tests.support.chats import chat_folder
 from tests.support.data import a_run
 
+MASK = {"data__document_mask": True}
+PACK = {**MASK, "data__packing": "documents"}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "causal": ("gpt2", {}),
     "labeled gpt2": ("gpt2", {"model__n_labels": 10}),
@@ -28,6 +31,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "spans": ("t5", {}),
     "pairs t5": ("t5", {"data__task": "pairs"}),
     "pairs": ("transformer", {}),
+    "masked documents": ("llama", MASK),
+    "packed": ("gpt2", PACK),
+    "packed pairs": ("t5", {"data__task": "pairs", **PACK}),
+    "chat": ("gpt2", {"data__task": "chat", "model__max_seq_len": 96}),
+    "packed chat": ("llama", {"data__task": "chat", "model__max_seq_len": 96, **PACK}),
 }
 KEYS = {
     "causal": "tokens targets",
@@ -38,20 +46,31 @@ KEYS = {
     "spans": "tokens targets source",
     "pairs t5": "tokens targets source source_valid",
     "pairs": "tokens targets source source_valid",
+    "masked documents": "tokens targets documents positions",
+    "packed": "tokens targets valid documents positions",
+    "packed pairs": "tokens targets documents positions source source_valid source_documents "
+    "source_positions",
+    "chat": "tokens targets",
+    "packed chat": "tokens targets valid documents positions",
 }
 Opened = tuple[RunConfig, TokenFolder]
 
 
 @pytest.fixture(scope="session")
 def opened(
-    text_folder: TokenFolder, pairs_folder: TokenFolder, labeled_folder: TokenFolder
+    text_folder: TokenFolder,
+    pairs_folder: TokenFolder,
+    labeled_folder: TokenFolder,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Opened]:
     """Return a resolved run and its folder for each of KINDS."""
-    out = {}
+    out, chats = {}, chat_folder(tmp_path_factory.mktemp("chat"))
     for kind, (family, values) in KINDS.items():
         folder = text_folder
-        if kind.startswith("pairs"):
+        if "pairs" in kind:
             folder = pairs_folder
+        elif "chat" in kind:
+            folder = chats
         elif kind.startswith("labeled"):
             folder = labeled_folder
         out[kind] = (resolve(a_run(folder, family, **values), folder), folder)
@@ -75,7 +94,7 @@ def test_keys_shapes_and_types(opened: dict[str, Opened], kind: str) -> None:
     assert set(batch) == set(KEYS[kind].split())
     for key, values in batch.items():
         assert values.dtype == (bool if "valid" in key else np.int64)
-        length = {"source": run.source_len, "source_valid": run.source_len}.get(key, run.seq_len)
+        length = run.source_len if key.startswith("source") else run.seq_len
         flat = key in ("pair", "at", "labels")
         assert values.shape == ((8,) if flat else (8, length))
     for key in ("tokens", "source"):

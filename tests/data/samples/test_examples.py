@@ -42,22 +42,6 @@ def test_truncation_shortens_the_longer_text_token_by_token() -> None:
                 assert truncated(n_a, n_b, room) == (a, b)
 
 
-def test_encoders_and_decoders_read_two_texts() -> None:
-    a, b = np.array([1, 2, 3]), np.array([7, 8])
-    found = Reading(10, ENCODER).sequence(a, b)
-    assert found["tokens"].tolist() == [CLS, 1, 2, 3, SEP, 7, 8, SEP, PAD, PAD]
-    assert found["segments"].tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 0, 0]
-    assert (int(found["valid"].sum()), int(found["at"])) == (8, 0)
-    one = Reading(6, ENCODER).sequence(a, b[:0])
-    assert one["tokens"].tolist() == [CLS, 1, 2, 3, SEP, PAD]
-    assert not one["segments"].any()
-    short = Reading(6, ENCODER).sequence(a, b)
-    assert short["tokens"].tolist() == [CLS, 1, 2, SEP, 7, SEP]
-    last = Reading(10, DECODER).sequence(a, b)
-    assert last["tokens"].tolist() == [1, 2, 3, EOS, 7, 8, EOS, PAD, PAD, PAD]
-    assert (int(last["at"]), "segments" in last) == (6, False)
-
-
 def test_a_decoder_that_pads_with_the_end_of_text_reads_none_at_the_end() -> None:
     """transformers takes the last token that is not padding, which `at` must be."""
     same = dataclasses.replace(DECODER, pad=EOS)
@@ -79,14 +63,6 @@ def test_a_decoder_reads_what_its_tokenizer_puts_before_a_text() -> None:
     pads = Reading(8, dataclasses.replace(DECODER, begin=(90,), pad=EOS))
     assert pads.joined([1, 2])[0] == [90, 1, 2]
     assert pads.joined([])[0] == [90]
-
-
-def test_both_stacks_read_a_sequence() -> None:
-    a, b = np.array([1, 2, 3]), np.array([7, 8])
-    found = Reading(8, DECODER, two_stacks=True).sequence(a, b)
-    assert found["source"].tolist() == [1, 2, 3, EOS, 7, 8, EOS, PAD]
-    assert found["tokens"].tolist() == [PAD, 1, 2, 3, EOS, 7, 8, EOS]
-    assert (int(found["source_valid"].sum()), int(found["at"])) == (7, 6)
 
 
 def test_numbers_are_labels() -> None:
@@ -144,21 +120,6 @@ def test_choices_that_truncation_makes_equal_are_counted(
     )
     assert said.startswith("Warning: at least 4 of 8 questions have choices that are equal once")
     assert not alike(SequentialBatches(TextExamples(split_of([[1]], labels=[0]), 9, special), 1))
-
-
-@pytest.mark.parametrize("two_stacks", [False, True])
-def test_choices_of_decoders_and_of_both_stacks(two_stacks: bool) -> None:
-    """A choice that is too long shortens the passage in its own sequence only."""
-    split = split_of([[1, 2, 3, 5, 6, 7]], parts=[[3, 1, 2]], right=[0])
-    found = ChoiceExamples(split, 6, DECODER, 2, two_stacks).sample(0, DRAW)
-    assert found["source" if two_stacks else "tokens"].tolist() == [
-        [1, 2, 3, EOS, 5, EOS],
-        [1, 2, EOS, 6, 7, EOS],
-    ]
-    if two_stacks:
-        assert found["tokens"].tolist() == [[PAD, 1, 2, 3, EOS, 5], [PAD, 1, 2, EOS, 6, 7]]
-    assert found["source_valid" if two_stacks else "valid"].all()
-    assert (found["at"].tolist(), int(found["labels"])) == ([5, 5], 0)
 
 
 def test_windows_cover_contexts_and_hold_answers() -> None:

@@ -95,8 +95,3 @@ def test_tokens_outside_the_vocabulary_are_refused() -> None:
         Windows(split, 10, 10).batch(0)
     with pytest.raises(DataError, match="contains token 60 outside"):  # the first window's largest
         split.windows(np.array([10, 50, 80]), 11)
-
-
-def test_impossible_lengths() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        WindowSamples(counting_split(10), 0)
