@@ -19,7 +19,7 @@ from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check_layout
 from gridformer.plan.price import Prices
 from gridformer.plan.recorded import different_ranks
-from gridformer.record import Trace, layers, rank
+from gridformer.record import Start, Trace, layers, rank
 from gridformer.record.device import Backend
 from gridformer.record.events import Held
 from gridformer.record.itineraries import itinerary_of, keys_of, shortened
@@ -167,13 +167,14 @@ def test_methods_are_those_of_the_complete_step(
     ids=lambda cell: cell.title,
 )
 def test_cells_are_those_of_the_complete_step(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharded states repeat only after more layers; METHODS have these."""
     monkeypatch.setattr(layers, "_WORTH", 2)  # so that few layers are enough
     layout = {**cell.layout, "micro_batches": 4 if cell.pp > 1 else 2}
-    n_layers = 5 * cell.pp
+    n_layers = cell.pp * (2 if layout.get("dp_mode") in ("zero1", "fsdp") else 4)
     model = {**cell.config, "n_layers": n_layers}
     if "n_decoder_layers" in a_run(layout, model, {}).model.model_fields_set:
         model["n_decoder_layers"] = n_layers
-    run = a_run(layout, model, {"global_batch": 32}, cell.task)
+    run = a_run(layout, model, {"global_batch": 16}, cell.task)
     for few, whole in both(run):
         same(few, whole)
 
@@ -263,3 +264,18 @@ def test_deep_pipelines_need_three_micro_batches() -> None:
     layout = LayoutConfig(pp=128, micro_batches=512)
     for index in (0, 1, 64, 127):
         assert len(shortened(layout, [index]).itinerary.actions) <= 6
+
+
+def test_groups_of_some_stages_are_those_of_each_rank() -> None:
+    """The stages of T5's decoder share a parameter, but each stage is in another place there."""
+    model = {"family": "t5", "n_layers": 3, "n_decoder_layers": 5, "max_seq_len": 8}
+    run = a_run({"pp": 6, "micro_batches": 6}, model, {"global_batch": 6})
+    decisions = decide_run(run)
+    lines = different_ranks(run, decisions)
+    for one in record_ranks(run, lines, decisions, RecordOptions("gloo", kernels=True)):
+        whole = record_step(run, one.trace.rank, decisions, "gloo", storages=False)
+        mine, theirs = (
+            {e.ranks for e in trace.unfolded() if isinstance(e, Start) and e.op != "p2p"}
+            for trace in (one.trace, whole.trace)
+        )
+        assert mine == theirs, one.trace.rank

@@ -13,6 +13,7 @@ import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal, NamedTuple
@@ -141,11 +142,11 @@ def record_ranks(
     found: list[RankRecord] = []
     left = [_Line(run, line, decisions, how) for line in lines]
     while left:
-        work = [piece for line in left for piece in line.pieces(_KEPT[0])]
+        work = [partial(line.recorded, n) for line in left for n in line.left_out(_KEPT[0])]
         taken = iter(on_all_cores(_done, work) if beside else _done(work))
         rest = []
         for line in left:
-            mine = line.composed([next(taken) for _ in line.pieces(_KEPT[0])])
+            mine = line.composed({n: next(taken) for n in line.left_out(_KEPT[0])})
             found += mine
             known = {one.trace.rank for one in mine}
             if others := [rank for rank in line.ranks if rank not in known]:
@@ -171,28 +172,30 @@ class _Line:
     decisions: Decisions
     how: RecordOptions
 
-    def pieces(self, kept: int) -> list[Callable[[], StepRecord]]:
-        """Returns what records the longer step, and the shorter one if there is one.
+    def left_out(self, kept: int) -> list[int]:
+        """Returns how many layers a stage loses in the longer step, and in the shorter one if any.
 
         Args:
             kept: How many layers the shortest stage of the shorter step keeps; 0 keeps all.
         """
         if self.how.extent == "few layers":
-            return [partial(self._recorded, removable(self.run, self.decisions, kept + 1, 0))]
-        fewer = removable(self.run, self.decisions, kept) if kept else 0
-        if not fewer or self.how.extent != "composed":
-            return [partial(self._recorded, 0)]
-        return [partial(self._recorded, fewer - 1), partial(self._recorded, fewer)]
+            return [removable(self.run, self.decisions, kept + 1, 0)]
+        n = removable(self.run, self.decisions, kept) if kept else 0
+        return [n - 1, n] if n and self.how.extent == "composed" else [0]
 
-    def composed(self, records: Sequence[StepRecord]) -> list[RankRecord]:
-        """Returns the records of ranks that follow from the records of short steps."""
-        longer, *shorter = records
+    def composed(self, records: dict[int, StepRecord]) -> list[RankRecord]:
+        """Returns the records of ranks that follow from those of short steps.
+
+        Args:
+            records: The short steps, by how many layers a stage loses.
+        """
+        longer = next(iter(records.values()))
         if not longer.parts:
             trace = longer.trace
             return [RankRecord(replace(trace, rank=rank), longer, []) for rank in self.ranks]
         if self.how.extent == "complete":
             return [RankRecord(longer.trace, longer, [tuple(range(len(longer.parts)))])]
-        record = self._with_layers(longer, *shorter)
+        record = self._with_layers(records)
         stages = mesh_ranks(self.run.layout, self.decisions.block).flatten(1).tolist()
         composer = _Composer(record.parts)
         found = []
@@ -220,18 +223,17 @@ class _Line:
                 found.append(RankRecord(trace, record, order))
         return found
 
-    def _with_layers(self, longer: StepRecord, *shorter: StepRecord) -> StepRecord:
+    def _with_layers(self, records: dict[int, StepRecord]) -> StepRecord:
         """Returns the record of a step with all layers."""
         for kept in _KEPT:
+            numbers = self.left_out(kept)
+            records |= {n: self.recorded(n) for n in numbers if n not in records}
+            longer, *shorter = (records[n] for n in numbers)
             if not shorter:
-                break
-            more = removable(self.run, self.decisions, kept) - 1
-            try:
-                return with_layers(shorter[0], longer, more)
-            except NotPeriodicError:
-                following = (*_KEPT, 0)[_KEPT.index(kept) + 1]
-                longer, *shorter = (piece() for piece in self.pieces(following))  # type: ignore[assignment]
-        return longer
+                return longer
+            with suppress(NotPeriodicError):
+                return with_layers(shorter[0], longer, numbers[0])
+        return self.recorded(0)
 
     @cached_property
     def _schedule(self) -> ShortSchedule:
@@ -252,7 +254,7 @@ class _Line:
         # The first makes gradients, and the last one begins their sums.
         return sorted({0, min(1, m - 1), m - 1})
 
-    def _recorded(self, fewer: int) -> StepRecord:
+    def recorded(self, fewer: int) -> StepRecord:
         """Records the short step with so many layers fewer in each stage."""
         run, rank = self.run, self.ranks[0]
         backend, kernels, storages, training, extent, until = self.how
