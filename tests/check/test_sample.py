@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gridformer import comm
 from gridformer.check import Report, check_step
-from gridformer.check.sample import among, sample_ranks
+from gridformer.check.report import among, sample_ranks
 from gridformer.comm import Pending, collectives
 from gridformer.mesh import Axis
 from gridformer.parallel.auto.decisions import decide_run

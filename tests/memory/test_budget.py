@@ -19,11 +19,10 @@ from gridformer.memory import budget as fits
 from gridformer.memory import room as rooms
 from gridformer.memory.bounds import upper_bound
 from gridformer.memory.breakdown import MemoryBreakdown
-from gridformer.memory.budget import fit_problems, nearest
+from gridformer.memory.budget import fit_problems, nearest, valid_change
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.ranks import chosen_ranks
 from gridformer.memory.room import Room, room_of
-from gridformer.memory.savings import valid_change
 from gridformer.models import build_model
 from gridformer.parallel.auto import decisions
 from gridformer.parallel.auto.cost import Choices

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from gridformer.config import RunConfig
+from gridformer.memory.budget import cheapest_first
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.quick import quick_estimate, states_of, total_states
-from gridformer.memory.savings import cheapest_first
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import violations
 from gridformer.utils.units import GIB

@@ -9,17 +9,23 @@ from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from gridformer.check.messages import message_problems
-from gridformer.check.problems import Problem, each_once
-from gridformer.check.sample import MOST, among, sample_ranks
+from gridformer.check.problems import KINDS, Problem, each_once, rank_ranges
 from gridformer.check.simulate import simulate
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
+from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.data.gradients import LABEL
-from gridformer.record import Place, Read, Start, Trace, Trouble
-from gridformer.record.events import SingleEvent
+from gridformer.parallel.registry import describe_layout
+from gridformer.record import Place, Read, Trace, Trouble
+from gridformer.record.events import SingleEvent, Start
+from gridformer.record.itineraries import alike_stages
 from gridformer.record.rank import Extent, RecordOptions, record_ranks
 
+MOST = 64  # with more ranks, equal ones are traced once
 _TROUBLES = {
     "device": "this is an error of gridformer and not of the run file: please report it",
     "contiguity": "this is an error of gridformer and not of the run file: please report it",
@@ -211,3 +217,105 @@ def _drift(programs: Mapping[int, Sequence[SingleEvent]]) -> Iterator[Problem]:
             "their copies of the parameter drift apart"
         )
         yield Problem("drift", tuple(ranks), stages, text, _TROUBLES["device"], "pp")
+
+
+# ----------------------------------------------------------------- ranks that stand for all
+
+
+def sample_ranks(run: RunConfig, decisions: Decisions, most: int = MOST) -> list[list[int]]:
+    """Returns the ranks that represent all ranks of a run.
+
+    Every stage of a pipeline has an order of messages of its own, so the first rank of each is
+    among them. On the first and the last stage, so are the ranks that are last along one other
+    axis, each of which is in a group with the first rank.
+
+    Args:
+        run: The run.
+        decisions: The result of `decide_run`.
+        most: If the run has at most this many ranks, all are returned, each in a list of its own.
+
+    Returns:
+        Lists of ranks that differ only in their place along pp and whose stages have equal layers.
+    """
+    layout = run.layout
+    if layout.n_processes <= most:
+        return [[rank] for rank in range(layout.n_processes)]
+    mesh = mesh_ranks(layout, decisions.block)
+    found = [
+        [int(mesh[place].flatten()[0]) for place in places]
+        for places in alike_stages(run, decisions)
+    ]
+    others = set()
+    for stage in (mesh[0], mesh[-1]):
+        for dim, size in enumerate(stage.shape):
+            place = [0] * stage.dim()
+            place[dim] = size - 1
+            others.add(int(stage[tuple(place)]))
+    first = {rank for line in found for rank in line}
+    return [*found, *([rank] for rank in sorted(others - first))]
+
+
+def among(programs: Mapping[int, Sequence[SingleEvent]]) -> dict[int, list[SingleEvent]]:
+    """Returns the programs as if there were no other ranks than theirs.
+
+    Groups lose the ranks that were not traced, which do what those do that represent them. Messages
+    to and from such ranks are left out.
+    """
+    known = set(programs)
+    return {rank: [_among(event, known) for event in events] for rank, events in programs.items()}
+
+
+def _among(event: SingleEvent, known: set[int]) -> SingleEvent:
+    if not isinstance(event, Start):
+        return event
+    at = [i for i, rank in enumerate(event.ranks) if rank in known]
+    if len(at) == len(event.ranks):
+        return event
+    pieces = event.pieces
+    if pieces is not None:
+        sent, received = (tuple(sizes[i] for i in at) for sizes in pieces)
+        pieces = sent, received
+    return event._replace(
+        ranks=tuple(event.ranks[i] for i in at),
+        parts=tuple(part for part in event.parts if part.peer in known),
+        pieces=pieces,
+    )
+
+
+# --------------------------------------------------------------------------- as text
+
+
+def print_report(run: RunConfig, report: Report, console: Console) -> None:
+    """Prints what a check has found.
+
+    Args:
+        run: The run.
+        report: Its report.
+        console: Where to print.
+    """
+
+    def line(text: str, style: str = "") -> None:
+        console.print(Text(text, style=style), soft_wrap=True)
+
+    line(f"{run.model.name} on {describe_layout(run.layout)}: one step on GPUs, over NCCL")
+    for problem in report.problems:
+        axis = f", axis {problem.axis}" if problem.axis else ""
+        alike = f" and {problem.alike} more groups alike" if problem.alike else ""
+        line("")
+        line(f"{KINDS[problem.kind]} ({rank_ranges(problem.ranks)}{alike}{axis})", "bold red")
+        line(f"  at: {problem.place}")
+        for text in problem.text.splitlines():
+            line(f"  {text}")
+        line(f"  remedy: {problem.remedy}")
+    if report.problems:
+        line("")
+    reads = ", ".join(
+        f"{n} x {place}" if n > 1 else f"{place}" for place, n in report.reads.items()
+    )
+    line(f"Values read back from the device in a step: {reads or 'none'}.")
+    n = len(report.problems)
+    ranks = f"{report.n_ranks:,} rank{'s' * (report.n_ranks > 1)}"
+    if report.n_ranks != len(report.traced):
+        ranks += f", of which {len(report.traced)} were traced"
+    said = f"{n} problem{'s' * (n > 1)}" if n else "no problem"
+    line(f"Checked {report.n_messages:,} messages of {ranks}: {said}.", "bold")

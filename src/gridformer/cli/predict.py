@@ -48,7 +48,7 @@ def check(
     checked = read_run_without_data(run, overrides or [])
 
     from gridformer.check import check_step
-    from gridformer.check.show import print_report
+    from gridformer.check.report import print_report
 
     if whole and seconds is None:
         seconds = 0.0  # whoever asks for everything has the time
