@@ -91,16 +91,7 @@ def make_job(
     hours: float = 0.0,
     interface: str = "",
 ) -> ClusterJob:
-    """Divides a run over nodes.
-
-    Args:
-        run: The run, with its overrides.
-        file, overrides: As the user typed them.
-        cluster: Name or path of a cluster file; empty means the cluster of the run, if it has one.
-        per_node: Devices of a node; 0 asks the cluster file or the run's layout.
-        run_dir: The run directory; None means `runs/NAME`.
-        hours: Limit of the job; the run stops before it, unless it has a train.max_hours.
-        interface: See `ClusterJob`.
+    """Divides a run over nodes. The run has the overrides; a job with hours stops before its limit.
 
     Raises:
         ConfigError: The number of processes fits no number of nodes, the options contradict each
@@ -211,13 +202,8 @@ def sbatch_script(
 ) -> str:
     """Returns an sbatch script that starts a run and puts it into the queue again when it asks.
 
-    Args:
-        job: What to start.
-        tasks: Slurm starts every process (`device`), or one task on each node that starts the
-            processes there (`node`).
-        directives: Further options of sbatch, each a single word such as `--partition=long`.
-        before: Lines of shell that run before the run starts, such as the activation of a virtual
-            environment. They are taken as they are.
+    Slurm starts every process (`device`), or one task on each node that starts the processes there
+    (`node`). `before` is shell code that runs first, taken as it is.
     """
     per_node = job.per_node if tasks == "device" else 1
     cpus = f"--cpus-per-task={job.cores * job.per_node // per_node}" if job.cores else ""

@@ -106,10 +106,6 @@ def attempt(
 ) -> Failure | None:
     """Starts worker processes, in a private folder of their own, and waits for their end.
 
-    Args:
-        entrypoint, args, n_processes, policy: As in `launch`.
-        signals: The stop signals that this process receives, from `signals_seen`.
-
     Returns:
         Why the run ended or was stopped; None if all has gone well.
     """

@@ -212,14 +212,9 @@ def read_run_without_data(
 ) -> RunConfig:
     """Like `read_run`, but works without the data; vocabulary and lengths are then the file's.
 
-    Without data.seq_len the length is at most ESTIMATED_TOKENS, because few train at a context of
-    131,072 tokens.
-
-    Args:
-        path: Path of a run file, or the name of a shipped run file or of a shipped model. With a
-            model's name, all other settings come from `overrides`.
-        overrides: `dotted.key=value` texts.
-        note: Receives a sentence without a period if a length was assumed.
+    The path may also name a shipped model, whose settings all come from `overrides`. Without
+    data.seq_len the length is at most ESTIMATED_TOKENS, because few train at a context of 131,072
+    tokens; `note` receives a sentence about that.
 
     Raises:
         ConfigError: The run is invalid, or the data does not exist and model.vocab_size is 0.

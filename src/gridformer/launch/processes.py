@@ -78,15 +78,9 @@ def how_it_ended(pid: int) -> str:
 
 
 def end_orphans(pids: Iterable[int], patience_s: float, is_saving: Callable[[], bool]) -> int:
-    """Ends processes that are nobody's children anymore.
+    """Ends processes that are nobody's children anymore; returns how many had to be killed.
 
-    Args:
-        pids: Their ids.
-        patience_s: Those that still run this number of seconds after SIGTERM are killed.
-        is_saving: Whether a process saves; it is given the time that it takes.
-
-    Returns:
-        How many had to be killed.
+    They are killed if they still run `patience_s` after SIGTERM, unless one of them saves.
     """
     began = {pid: process_stat(pid)[1] for pid in pids}
     for signum, seconds in ((signal.SIGTERM, patience_s), (signal.SIGKILL, _NOTICED_S)):

@@ -108,10 +108,6 @@ class RunLock:
 
         A lock of another host that is not refreshed is waited for, at most STALE_S.
 
-        Args:
-            run_dir: The run directory.
-            tell: Receives what this waits for.
-
         Raises:
             UserError: Another run holds the lock, or nothing can be written there.
         """

@@ -48,10 +48,7 @@ def verify_run(
 ) -> list[RunFinding]:
     """Checks a run directory as a whole, or one checkpoint. Nothing in it is changed.
 
-    Args:
-        run_dir: A run directory, or one of its checkpoints.
-        finite: Whether to check besides that all tensors are finite.
-        tell: Receives progress messages.
+    With `finite` all tensors are read, too, and must be finite.
 
     Raises:
         UserError: It is neither.

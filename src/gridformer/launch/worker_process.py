@@ -72,17 +72,10 @@ def work(
     threads: int | None,
     policy: signals.StopPolicy,
 ) -> None:
-    """The main function of a process that `launch` started.
+    """The main function of a process that `launch` started, which ends here if it fails.
 
-    Args:
-        entrypoint, args: Function to call, and its arguments.
-        rank, size: Rank of this process, and the number of processes of the run.
-        meeting: Folder of the run.
-        threads: Number of threads for torch's CPU operations; None does not change it.
-        policy: How to answer stop signals; a second Ctrl-C is the launcher's matter.
-
-    Raises:
-        SystemExit: A signal asked to stop. If the entrypoint fails, the process ends here.
+    `threads` is the number of threads for torch's CPU operations; None does not change it. A second
+    Ctrl-C is the launcher's matter.
     """
     never_fail_to_print()  # a stream may be closed, which a process of its own does not inherit
     stop = signals.install(replace(policy, again_after_s=float("inf")))
@@ -136,12 +129,6 @@ def work_here(
     policy: signals.StopPolicy | None = None,
 ) -> None:
     """Runs the entrypoint in this process: the whole run, or a rank that torchrun or srun started.
-
-    Args:
-        entrypoint, args: Function to call, and its arguments.
-        place: This process's rank in a run that torchrun or srun started; None if it is the only
-            process of the run.
-        policy: How to answer stop signals; None means StopPolicy().
 
     Raises:
         Exception: Whatever the entrypoint raises while this process is in no process group. In a
