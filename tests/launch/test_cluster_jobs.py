@@ -38,7 +38,7 @@ def job(
         "model": MODEL,
         "data": {"path": "data/mine"},
         "layout": {"scheme": "optimus", "rows": 2, "cols": 2},
-        "train": {"global_batch": 16, "micro_batches": 1},
+        "train": {"global_batch": 16},
     }
     options = {"per_node": 8, **options}
     return make_job(parse_run(sections, overrides), "mine.yaml", overrides, **options)
