@@ -182,12 +182,12 @@ STEPS: list[tuple[dict[str, Any], dict[str, int]]] = [
         {"scheme": "megatron_2d", "rows": 2, "cols": 2},
         {"row": (BIASES - CLOSING) // 2, "grid": NORMS + CLOSING + POSITIONS},
     ),
-    (optimus((2, 2)), {"row": (BIASES + POSITIONS) // 2, "grid": NORMS}),
+    (optimus((2, 2)), {"row": (BIASES + POSITIONS + NORMS) // 2}),
     (optimus((2, 2), stationary="input"), {"row": (BIASES + POSITIONS + NORMS) // 2}),
     (optimus((2, 2), schedule="pipelined"), {"row": (BIASES + POSITIONS + NORMS) // 2}),
-    (optimus((1, 4)), {"grid": NORMS}),
-    (optimus((4, 1)), {"row": BIASES + POSITIONS, "grid": NORMS}),
-    ({**optimus((2, 2)), "dp": 2}, {"row": (BIASES + POSITIONS) // 2, "grid": NORMS}),
+    (optimus((1, 4)), {}),
+    (optimus((4, 1)), {"row": BIASES + POSITIONS + NORMS}),
+    ({**optimus((2, 2)), "dp": 2}, {"row": (BIASES + POSITIONS + NORMS) // 2}),
     ({"scheme": "single", "dp": 2}, {}),
 ]
 
