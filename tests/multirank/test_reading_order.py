@@ -89,7 +89,8 @@ def test_the_reading_order_names_every_file_of_a_step(pool: WorkerPool, name: st
         runs = built if number == 6 else in_step
         expected = number not in ON_ONE_DEVICE or n > 1
         assert any(file in runs for file in files) == expected, (number, files)
-    assert f"parallel/{LayoutConfig(**layout).scheme}.py" in built
+    scheme = LayoutConfig(**layout).scheme
+    assert f"parallel/{'scheme' if scheme == 'single' else scheme}.py" in built
 
 
 def test_the_page_lists_no_helper_that_never_runs(pool: WorkerPool) -> None:
