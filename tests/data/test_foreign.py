@@ -97,6 +97,9 @@ def test_what_is_held_out(tmp_path: Path, tokenizer: Path) -> None:
     one = open_tokens(write_megatron(tmp_path / "one", [[list(range(100))]]), tokenizer, 0.1)
     assert (one.train.n_tokens, one.val.n_tokens) == (90, 10)
     assert one.val.document(0).tolist() == list(range(90, 100))
+    for folder in (none, every, one):
+        entries = zip((folder.index.train, folder.index.val), (folder.train, folder.val))
+        assert all(entry.documents == split.n_documents for entry, split in entries)
 
 
 def test_the_same_batches_as_from_a_folder(text_folder: TokenFolder, tmp_path: Path) -> None:

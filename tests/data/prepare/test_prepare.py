@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.prepare import reading
 from gridformer.data.prepare.corpus import prepare_corpus, sampled_text
+from gridformer.data.prepare.records import NO_PAIR
 from gridformer.data.prepare.sources import TextSource
 from gridformer.data.prepare.writer import PrepareProgress
 from gridformer.utils.errors import DataError, UserError
@@ -300,6 +301,15 @@ def test_pairs(tmp_path: Path) -> None:
     # The tokenizer was trained on both texts.
     assert len(folder.tokenizer.encode("QUICK")) < 5
     assert len(folder.tokenizer.encode("quick")) < 5
+
+
+def test_pairs_without_tokens_on_one_side_are_left_out(tmp_path: Path) -> None:
+    both = ["a", "b", "", "x", "c", "d", "e", "", "", ""]
+    source = list_source(lambda: both, "pairs", languages=("x", "y"))
+    folder = prepare_corpus([source], tmp_path / "t", tokenizer=TOKENIZER)
+    assert folder.index.skipped == {NO_PAIR: 3}
+    got = documents(folder)
+    assert sorted([got["train"], got["val"]]) == [["a", "b"], ["c", "d"]]
 
 
 def test_a_pair_longer_than_a_piece(tmp_path: Path) -> None:
