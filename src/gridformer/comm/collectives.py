@@ -198,7 +198,8 @@ def start_all_reduce(
         if recorders or progress.active
         else None
     )
-    return Pending(x, dist.all_reduce(x, _OPS[op], axis.group, later), noted)
+    work = dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=later)
+    return Pending(x, work, noted)
 
 
 def broadcast(x: Tensor, axis: Axis, root: int, label: str = "") -> Tensor:
