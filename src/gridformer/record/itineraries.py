@@ -159,6 +159,7 @@ def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> PartKeys:
     sent_by: dict[Action, tuple[int, int]] = {}  # the other rank, and the stage
     seen: set[tuple[str, int]] = set()
     micros: set[int] = set()
+    ended = 0
     found: PartKeys = []
 
     def like(stage: int) -> int:
@@ -193,7 +194,8 @@ def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> PartKeys:
                 group += end(message)
         again, ends = (kind, stage) in seen, last.get(stage) == action
         fresh = micro not in micros  # stamps of dropout are copied to the device
-        group.append((kind, like(stage), again, ends, fresh, not micros))
+        group.append((kind, like(stage), again, ends, fresh, not micros, ended))
+        ended += ends  # sums that a stage has begun end in passes of other stages
         if action in itinerary.sends:
             message, peer = itinerary.sends[action]
             sent.setdefault(peer, []).append(message)
