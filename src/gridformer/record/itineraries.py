@@ -192,9 +192,11 @@ def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> PartKeys:
             group.append(("recv", kind, like(stage), nth))
             for message in itinerary.taken[action]:
                 group += end(message)
-        again, ends = (kind, stage) in seen, last.get(stage) == action
+        ends, again = last.get(stage) == action, (kind, stage) in seen
+        # The first pass of a stage adds to gradients that an earlier stage shares with it.
+        begun = -1 if again else sum(kind == other for other, _ in seen)
         fresh = micro not in micros  # stamps of dropout are copied to the device
-        group.append((kind, like(stage), again, ends, fresh, not micros, ended))
+        group.append((kind, like(stage), begun, ends, fresh, not micros, ended))
         ended += ends  # sums that a stage has begun end in passes of other stages
         if action in itinerary.sends:
             message, peer = itinerary.sends[action]
