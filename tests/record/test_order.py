@@ -161,3 +161,11 @@ def test_a_pass_waits_for_what_the_last_one_has_gathered_in_advance(gpu: InProce
     for whole, composed in gpu(compared, run, [8]):
         assert any(event.label == "product" for event in whole if isinstance(event, Start))
         assert whole == composed
+
+
+def test_the_first_pass_of_a_stage_adds_to_gradients_of_shared_parameters(gpu: InProcess) -> None:
+    """Stages of T5's decoder on one rank share a parameter."""
+    layout = {"pp": 4, "micro_batches": 8, "stages_per_rank": 3}
+    run = run_of(layout, {}, family="t5", n_layers=6, n_decoder_layers=18)
+    for whole, composed in gpu(compared, run, [2]):
+        assert whole == composed
