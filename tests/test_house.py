@@ -1,7 +1,7 @@
-"""The layout of tests and the names of classes.
+"""The layout of tests, the names of classes, and the size of modules.
 
 Code that tests share is in tests/support, and no test imports another. No two public classes have
-the same name.
+the same name. A short module that only a sibling imports is part of that sibling.
 """
 
 from __future__ import annotations
@@ -94,6 +94,53 @@ def test_classes_of_the_same_name_are_found(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("class A:\n    class C: ...\n\n\nclass _B: ...\n")
     (tmp_path / "inner/two.py").write_text("class _B: ...\nclass A: ...\nclass C: ...\n")
     assert classes(tmp_path) == {"A": ["inner/two.py", "one.py"], "C": ["inner/two.py"]}
+
+
+# A module for each command, and one for each scheme, is what a reader looks for.
+LISTS = {"cli/app.py", "parallel/registry.py"}
+
+
+def parts_of_siblings(source: Path, short: int = 120, together: int = 400) -> dict[str, str]:
+    """Return short modules that only one module imports, which is in the same folder."""
+    sizes = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in modules(source)}
+    names = {
+        ".".join((source.name, *file.relative_to(source).with_suffix("").parts)): file
+        for file in sizes
+    }
+    importers: dict[Path, set[Path]] = defaultdict(set)
+    for file in modules(source, all_files=True):
+        for name in imported(file):
+            if name in names and names[name] != file:
+                importers[names[name]].add(file)
+    found = {}
+    for file, (first, *others) in ((file, [*files]) for file, files in importers.items()):
+        alone = not others and first.parent == file.parent and first in sizes
+        alone = alone and sizes[file] < short
+        if alone and sizes[file] + sizes[first] <= together:
+            found[str(file.relative_to(source))] = str(first.relative_to(source))
+    return found
+
+
+def modules(source: Path, all_files: bool = False) -> list[Path]:
+    return [f for f in sorted(source.rglob("*.py")) if all_files or f.name != "__init__.py"]
+
+
+def test_short_modules_with_one_sibling_importer_are_merged() -> None:
+    assert {a: b for a, b in parts_of_siblings(SOURCE).items() if b not in LISTS} == {}
+
+
+def test_short_modules_with_one_sibling_importer_are_found(tmp_path: Path) -> None:
+    source = tmp_path / "pkg"
+    (source / "inner").mkdir(parents=True)
+    (source / "a.py").write_text("from pkg.b import x\nfrom pkg import c\nimport pkg.inner.e\n")
+    (source / "b.py").write_text("x = 1\n")
+    (source / "c.py").write_text("y = 1\n" * 120)
+    (source / "d.py").write_text("from pkg.c import y\n")
+    (source / "inner/e.py").write_text("")
+    assert parts_of_siblings(source) == {"b.py": "a.py"}
+    (source / "d.py").unlink()
+    assert parts_of_siblings(source, short=121) == {"b.py": "a.py", "c.py": "a.py"}
+    assert parts_of_siblings(source, short=121, together=100) == {"b.py": "a.py"}
 
 
 # Settings and hooks of Python and torch; what torch.compile leaves out; how torch creates groups.
