@@ -7,6 +7,7 @@ the same name. A short module that only a sibling imports is part of that siblin
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -101,28 +102,27 @@ LISTS = {"cli/app.py", "parallel/registry.py"}
 
 
 def parts_of_siblings(source: Path, short: int = 120, together: int = 400) -> dict[str, str]:
-    """Return short modules that only one module imports, which is in the same folder."""
-    sizes = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in modules(source)}
-    names = {
+    """Return short modules that only one module imports, which is in the same folder.
+
+    What is imported in a function is loaded only when it is needed, and so has a file of its own.
+    """
+    files = {
         ".".join((source.name, *file.relative_to(source).with_suffix("").parts)): file
-        for file in sizes
+        for file in source.rglob("*.py")
     }
+    sizes = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in files.values()}
     importers: dict[Path, set[Path]] = defaultdict(set)
-    for file in modules(source, all_files=True):
-        for name in imported(file):
-            if name in names and names[name] != file:
-                importers[names[name]].add(file)
+    for file in sizes:
+        for name in imported(file) & {*files}:
+            importers[files[name]] |= {file} - {files[name]}
     found = {}
-    for file, (first, *others) in ((file, [*files]) for file, files in importers.items()):
-        alone = not others and first.parent == file.parent and first in sizes
-        alone = alone and sizes[file] < short
-        if alone and sizes[file] + sizes[first] <= together:
+    for file, (first, *others) in ((file, [*some]) for file, some in importers.items() if some):
+        name = re.escape(file.stem)
+        at_once = re.search(rf"^(from|import) [^\n]*\b{name}\b", first.read_text("utf-8"), re.M)
+        alone = not others and first.parent == file.parent and first.name != "__init__.py"
+        if alone and at_once and sizes[file] < short and sizes[file] + sizes[first] <= together:
             found[str(file.relative_to(source))] = str(first.relative_to(source))
     return found
-
-
-def modules(source: Path, all_files: bool = False) -> list[Path]:
-    return [f for f in sorted(source.rglob("*.py")) if all_files or f.name != "__init__.py"]
 
 
 def test_short_modules_with_one_sibling_importer_are_merged() -> None:

@@ -14,7 +14,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/gridformer"
 HOMES = ("comm/", "record/", "utils/torch_private.py", "utils/placeholder_module.py")
-PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/reference/internals.md").read_text(encoding="utf-8")
 # Each item of a cell is one name, or several of which torch has at least one.
 LISTED = [
     re.findall(r"`(.+?)`", item)
@@ -96,7 +96,7 @@ def test_torch_has_every_name() -> None:
     for names in LISTED:
         leaf = names[0].rpartition(".")[2]
         users = [str(file.relative_to(SOURCE)) for file in words if leaf in words[file]]
-        assert users, f"nothing uses {names[0]} anymore: remove it from docs/architecture.md"
+        assert users, f"nothing uses {names[0]} anymore: remove it from docs/reference/internals.md"
         gone = f"torch {torch.__version__} has no {' nor '.join(names)}, used in {', '.join(users)}"
         assert any(map(exists, names)), gone
 

@@ -1,4 +1,4 @@
-"""The files that docs/architecture.md lists for reading one step, and those that also run in it."""
+"""The files that the docs list for reading one step, and those that also run in it."""
 
 from __future__ import annotations
 
@@ -16,26 +16,34 @@ class ReadingOrder(NamedTuple):
 
     Attributes:
         numbered: The files of each entry of the numbered list, of which a step runs one or several.
-        helpers: The files of the table below it.
+        schemes: The files that say what a scheme replaces each module with.
+        helpers: The files of the table in docs/reference/internals.md.
     """
 
     numbered: dict[int, list[str]]
+    schemes: list[str]
     helpers: set[str]
 
 
 def reading_order() -> ReadingOrder:
-    """Read the section of docs/architecture.md on reading one step."""
+    """Read the sections of docs/architecture.md and docs/reference/internals.md on one step."""
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    section = text[text.index("## Reading one step") : text.index("## Seams")]
-    entries = re.split(r"^(\d+)\. ", section.partition("\n\nThese are not all")[0], flags=re.M)
-    numbered: dict[int, list[str]] = {}
-    folder = ""
-    for number, entry in zip(entries[1::2], entries[2::2]):
-        numbered[int(number)] = []
-        for name in _FILE.findall(entry):
-            # a name without a folder is in the folder of the file named before it
-            folder, _, file = name.rpartition("/") if "/" in name else (folder, "/", name)
-            numbered[int(number)].append(f"{folder}/{file}")
+    section = text[text.index("## Reading one step") : text.index("## Where to add")]
+    ordered, _, building = section.partition("\n\nBefore a step")
+    entries = re.split(r"^(\d+)\. ", ordered, flags=re.M)
+    numbered = {int(n): _files(entry) for n, entry in zip(entries[1::2], entries[2::2])}
+    schemes = _files(building.partition(". ")[0])
+    text = (ROOT / "docs/reference/internals.md").read_text(encoding="utf-8")
+    section = text[text.index("## Files that also run") : text.index("## Seams")]
     rows = re.findall(r"^\| `([\w/]+)` \| ([^|]+) \|", section, re.MULTILINE)
     helpers = {f"{folder}/{name}" for folder, names in rows for name in _FILE.findall(names)}
-    return ReadingOrder(numbered, helpers)
+    return ReadingOrder(numbered, schemes, helpers)
+
+
+def _files(text: str) -> list[str]:
+    """Return the files of a text; a name without a folder is in that of the file before it."""
+    folder, files = "", []
+    for name in _FILE.findall(text):
+        folder, _, file = name.rpartition("/") if "/" in name else (folder, "/", name)
+        files.append(f"{folder}/{file}")
+    return files

@@ -1,7 +1,8 @@
 # ruff: noqa: F401
 """Plain single-device models, without distributed code.
 
-Schemes, pipelines and memory methods change them at a few places, which docs/architecture.md lists.
+Schemes, pipelines and memory methods change them at a few places; docs/reference/internals.md
+lists these.
 """
 
 import torch

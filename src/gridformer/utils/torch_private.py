@@ -1,6 +1,6 @@
 """The private names of torch that packages need which may not import `comm`.
 
-All others are in `comm`, `record` and `placeholder_module`; docs/architecture.md lists them.
+All others are in `comm`, `record` and `placeholder_module`; docs/reference/internals.md lists them.
 Commands that need no tensors import this file late, as torch takes a second to import.
 """
 
