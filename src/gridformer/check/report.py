@@ -25,7 +25,7 @@ from gridformer.record.events import SingleEvent, Start
 from gridformer.record.itineraries import alike_stages
 from gridformer.record.rank import Extent, RecordOptions, record_ranks
 
-MOST = 64  # with more ranks, equal ones are traced once
+MOST = 64  # with more passes of all ranks in a step, equal ranks are traced once
 _TROUBLES = {
     "device": "this is an error of gridformer and not of the run file: please report it",
     "contiguity": "this is an error of gridformer and not of the run file: please report it",
@@ -91,11 +91,11 @@ def check_step(
         decisions: The result of `decide_run(run)`; None calls it.
         whole: Whether all ranks, layers and micro-batches run one by one; otherwise few layers and
             passes run, and stand for equal ones.
-        most: With more ranks than these, few stand for all.
+        most: With more passes of all ranks than these, few ranks stand for all.
         limit_s: No rank is begun after this many seconds.
     """
     decisions = decisions or decide_run(run)
-    ranks = sample_ranks(run, decisions, run.layout.n_processes if whole else most)
+    ranks = sample_ranks(run, decisions, math.inf if whole else most)
     extent: Extent = "complete" if whole else "few layers"
     how = RecordOptions(extent=extent, until=time.monotonic() + limit_s)
     records = record_ranks(run, ranks, decisions, how, beside=True)
@@ -222,7 +222,7 @@ def _drift(programs: Mapping[int, Sequence[SingleEvent]]) -> Iterator[Problem]:
 # ----------------------------------------------------------------- ranks that stand for all
 
 
-def sample_ranks(run: RunConfig, decisions: Decisions, most: int = MOST) -> list[list[int]]:
+def sample_ranks(run: RunConfig, decisions: Decisions, most: float = MOST) -> list[list[int]]:
     """Returns the ranks that represent all ranks of a run.
 
     Every stage of a pipeline has an order of messages of its own, so the first rank of each is
@@ -232,13 +232,15 @@ def sample_ranks(run: RunConfig, decisions: Decisions, most: int = MOST) -> list
     Args:
         run: The run.
         decisions: The result of `decide_run`.
-        most: If the run has at most this many ranks, all are returned, each in a list of its own.
+        most: If all ranks together have at most this many passes, all ranks are returned, each in a
+            list of its own. Without a pipeline, all micro-batches count as one pass.
 
     Returns:
         Lists of ranks that differ only in their place along pp and whose stages have equal layers.
     """
     layout = run.layout
-    if layout.n_processes <= most:
+    passes = layout.micro_batches * layout.stages_per_rank if layout.pp > 1 else 1
+    if layout.n_processes * passes <= most:
         return [[rank] for rank in range(layout.n_processes)]
     mesh = mesh_ranks(layout, decisions.block)
     found = [

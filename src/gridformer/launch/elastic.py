@@ -109,11 +109,12 @@ def layouts_for(run: RunConfig, n: int) -> Iterator[RunConfig]:
 
 def _change(old: LayoutConfig, new: LayoutConfig) -> tuple[Any, ...]:
     """Returns how much a layout changes, as a key for sorting."""
+    schemes = {old.scheme, new.scheme}
     grids = [(layout.rows, layout.cols, layout.branches) for layout in (old, new)]
     shards = [math.prod(grid) * layout.pp for grid, layout in zip(grids, (old, new))]
     # More shards of the model rather than fewer: they need less memory.
     further = abs(math.log(shards[1] / shards[0])), -shards[1]
-    return new.scheme != old.scheme, grids[0] != grids[1], new.pp != old.pp, *further
+    return len(schemes), grids[0] != grids[1], new.pp != old.pp, *further
 
 
 def _carried_over(run: RunConfig, arrangement: LayoutConfig) -> RunConfig | None:

@@ -166,7 +166,7 @@ def _wide(run: RunConfig, choices: Choices, choice: Choice, out: float) -> float
     if not whole:
         return out
     if choice.schedule != "gather":  # its sums are in float32 until the last panel has come
-        return out * 2.5 + _PANELS * whole / choices.panels
+        return out * 2.0 + _PANELS * whole / choices.panels
     if choice.stays != "output" or choice.keep_input:
         return out
     moves = 0.0 if on_gpu(run) else _RECEIVED * (1 - 1 / choices.cols)
