@@ -287,7 +287,7 @@ def _agreed(run: RunConfig, world: World) -> tuple[RunConfig, float]:
         dist.broadcast_object_list(answer, 0)
     mode, peak = answer[0]
     if not mode:
-        raise ConfigError([f"needs {peak / GIB:.1f} GiB a device even with recompute: full"])
+        raise ConfigError(f"needs {peak / GIB:.1f} GiB a device even with recompute: full")
     return run.model_copy(
         update={"train": run.train.model_copy(update={"recompute": mode})}
     ), float(peak)

@@ -53,8 +53,8 @@ def test_a_mistake_is_a_message_and_exit_code_2(tmp_path: Path) -> None:
     ("error", "text"),
     [
         (UserError("what to do"), "error: what to do\n"),
-        (ConfigError(["only one"]), "error: only one\n"),
-        (ConfigError(["a", "b"]), "error: 2 problems\n  - a\n  - b\n"),
+        (ConfigError("only one"), "error: only one\n"),
+        (ConfigError("a", "b"), "error: 2 problems\n  - a\n  - b\n"),
     ],
 )
 def test_problems_are_listed(

@@ -148,8 +148,8 @@ def test_what_a_rank_asks_of_the_store_does_not_grow(
 @pytest.mark.parametrize(
     ("where", "error", "code"),
     [
-        ("check_run", ConfigError(["first", "second"]), 2),
-        ("plan_checked", ConfigError(["it does not fit"]), 2),
+        ("check_run", ConfigError("first", "second"), 2),
+        ("plan_checked", ConfigError("it does not fit"), 2),
         ("plan_checked", ValueError("a mistake of ours"), 1),
     ],
     ids=["config", "memory", "mistake"],

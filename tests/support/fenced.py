@@ -76,13 +76,13 @@ def check_arguments(words: list[str]) -> None:
     name, *rest = words
     known = built().commands
     if name not in known:
-        raise ConfigError([f"no command is called '{name}'{closest(name, known)}"])
+        raise ConfigError(f"no command is called '{name}'{closest(name, known)}")
     try:
         values = known[name].make_context(name, rest).params
     except Exception as error:
         # an error of click, or of the copy of click inside typer
         if hasattr(error, "format_message"):
-            raise ConfigError([error.format_message()]) from None
+            raise ConfigError(error.format_message()) from None
         raise
     if name in ("train", "memory", "check"):
         run, overrides = str(values["run"]), values["overrides"] or []

@@ -53,7 +53,7 @@ def average_run(
     refuse_existing(out)
     folders = find.complete(run_dir)
     if problem := _too_few(name or str(run_dir), last, len(folders)):
-        raise ConfigError([problem])
+        raise ConfigError(problem)
     folders = folders[-last:]
     manifests = []
     for folder in folders:

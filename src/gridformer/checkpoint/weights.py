@@ -120,7 +120,7 @@ def start_of(run: RunConfig) -> InitialWeights | None:
             ]
     if problems:
         where = f"train.init_from={run.train.init_from}"
-        raise ConfigError([f"{where}: {problem}".replace("  ", " ") for problem in problems])
+        raise ConfigError(*(f"{where}: {problem}".replace("  ", " ") for problem in problems))
     return InitialWeights(folder, rows, fresh, renamed)
 
 

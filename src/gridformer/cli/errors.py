@@ -66,10 +66,10 @@ def _check(name: str, value: object) -> None:
         from gridformer.config.base import shortened_text
 
         if isinstance(value, float) and math.isnan(value):
-            raise ConfigError([f"{name}: nan is not a number"])
+            raise ConfigError(f"{name}: nan is not a number")
         what, most = ("large", "at most ") if value > 0 else ("small", "at least -")
         shown = shortened_text(value)
-        raise ConfigError([f"{name}: {shown} is too {what}: use {most}{LARGEST_INTEGER}"])
+        raise ConfigError(f"{name}: {shown} is too {what}: use {most}{LARGEST_INTEGER}")
     if isinstance(value, Path):
         _check_path(value)
 
@@ -79,14 +79,14 @@ def _check_path(path: Path) -> None:
     shown = _shortened(str(path), 80)
     long = any(len(part.encode("utf-8", "replace")) > LONGEST_PART for part in path.parts)
     if long or len(str(path)) > LONGEST_PATH:
-        raise ConfigError([f"{shown}: is longer than a path can be"])
+        raise ConfigError(f"{shown}: is longer than a path can be")
     if any(unicodedata.category(letter) == "Cc" for letter in str(path)):
-        raise ConfigError([f"{shown}: contains control characters"])
+        raise ConfigError(f"{shown}: contains control characters")
     try:
         path.stat()
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise ConfigError([f"{shown}: is a symbolic link that leads to itself"]) from None
+            raise ConfigError(f"{shown}: is a symbolic link that leads to itself") from None
 
 
 @contextlib.contextmanager

@@ -82,7 +82,7 @@ def evaluate(
 
     if not tasks and not sets:
         raise ConfigError(
-            ["--tasks and --set are missing: write, for example, --tasks text:FILE or --set val"]
+            "--tasks and --set are missing: write, for example, --tasks text:FILE or --set val"
         )
     asked = parse_tasks(tasks) if tasks else []
     options = Options(batch_size, stride, limit, length)

@@ -99,9 +99,9 @@ def generate(
         sampled["temperature"], searched["beams"] = 0.0, 1
     sampling, how = Sampling(**sampled), BeamSearch(**searched, max_tokens=max_tokens)
     if prompt and prompts:
-        raise ConfigError(["--prompt and --prompts both name what to continue: leave one out"])
+        raise ConfigError("--prompt and --prompts both name what to continue: leave one out")
     if system and not chat:
-        raise ConfigError(["--system is a message of a conversation: also use --chat"])
+        raise ConfigError("--system is a message of a conversation: also use --chat")
     texts = (
         []
         if chat and prompts
@@ -148,7 +148,7 @@ def _check_greedy(given: dict[str, Any]) -> None:
         if value != same.get(name)
     ]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
 
 
 def _check_no_text(overrides: list[str], prompt: str, prompts: Path | None) -> None:
@@ -161,15 +161,11 @@ def _check_no_text(overrides: list[str], prompt: str, prompts: Path | None) -> N
         return
     if prompt or prompts:
         raise ConfigError(
-            [
-                f"argument {shortened_text(texts[0])}: is no setting of the layout; leave it out, "
-                "or quote a text of several words, such as --prompt 'two words'"
-            ]
+            f"argument {shortened_text(texts[0])}: is no setting of the layout; leave it out, "
+            "or quote a text of several words, such as --prompt 'two words'"
         )
     text = shlex.quote(" ".join(texts))
     raise ConfigError(
-        [
-            f"argument {shortened_text(texts[0])}: is no setting of the layout; to generate from "
-            f"this text, write --prompt {shortened_text(text)}"
-        ]
+        f"argument {shortened_text(texts[0])}: is no setting of the layout; to generate from "
+        f"this text, write --prompt {shortened_text(text)}"
     )

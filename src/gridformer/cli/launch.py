@@ -113,9 +113,9 @@ def launch(
     from gridformer.utils.files import check_output
 
     if print_ and out is not None:
-        raise ConfigError(["--print and --out exclude each other: use one of them"])
+        raise ConfigError("--print and --out exclude each other: use one of them")
     if unused := _unused(context, kind):
-        raise ConfigError(unused)
+        raise ConfigError(*unused)
     loaded = load_run(run, overrides or [])
     check_layout(loaded)
     if out is not None:

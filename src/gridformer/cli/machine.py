@@ -34,11 +34,11 @@ def calibrate(
     from gridformer.utils.files import check_output
 
     if not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", processes):
-        raise ConfigError([f"--processes {processes}: use numbers from 1, such as 1,2,4"])
+        raise ConfigError(f"--processes {processes}: use numbers from 1, such as 1,2,4")
     counts = sorted({int(word) for word in processes.split(",")})
     check_output("--out", out)
     if out.suffix not in (".yaml", ".yml"):
-        raise ConfigError([f"--out {out}: name a YAML file, such as local.yaml"])
+        raise ConfigError(f"--out {out}: name a YAML file, such as local.yaml")
     from gridformer.calibrate.machine import calibrate as measure
     from gridformer.calibrate.machine import write_cluster
 

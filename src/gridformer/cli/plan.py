@@ -59,7 +59,7 @@ def layouts(
 
     wrong = [name for name in scheme or () if name not in SCHEMES]
     if wrong:
-        raise ConfigError([f"--scheme {wrong[0]} is unknown: use {any_of(SCHEMES)}"])
+        raise ConfigError(f"--scheme {wrong[0]} is unknown: use {any_of(SCHEMES)}")
     if model in model_names() and not Path(model).is_file():
         run = parse_run({"model": model, "data": {"path": "."}})
     else:
@@ -256,9 +256,7 @@ def _run(
     from gridformer.utils.errors import ConfigError
 
     if devices > machine.size:
-        raise ConfigError(
-            [f"--devices {devices}: {machine.name} has at most {machine.size} devices"]
-        )
+        raise ConfigError(f"--devices {devices}: {machine.name} has at most {machine.size} devices")
     names_model = model in model_names() and not Path(model).is_file()
     keys = {override.partition("=")[0] for override in overrides}
     if names_model and "train.dtype" not in keys:
@@ -281,10 +279,10 @@ def _also(model: str, overrides: list[str], run: RunConfig, devices: int, text: 
     try:
         other = read_run_without_data(model, [*given, *shlex.split(text)], lambda note: None)
         if (n := other.layout.n_processes) != devices:
-            raise ConfigError([f"its layout has {n} devices, not --devices {devices}"])
+            raise ConfigError(f"its layout has {n} devices, not --devices {devices}")
         if (other.model, other.data, other.train.global_batch) != (run.model, run.data, batch):
-            raise ConfigError(["it changes the model, the data or the batch: set keys of layout"])
+            raise ConfigError("it changes the model, the data or the batch: set keys of layout")
     except (ConfigError, ValueError) as error:
         problems = [f"--also {text!r}: {one}" for one in getattr(error, "problems", [error])]
-        raise ConfigError(problems) from None
+        raise ConfigError(*problems) from None
     return other

@@ -182,7 +182,7 @@ def predict(
 
     if not cluster:
         names = ", ".join(cluster_names())
-        raise ConfigError([f"predict needs --cluster: a cluster file, or one of {names}"])
+        raise ConfigError(f"predict needs --cluster: a cluster file, or one of {names}")
     if trace is not None:
         check_output("--trace", trace, [run, cluster_path(cluster) or cluster])
     machine = load_cluster(cluster)

@@ -115,7 +115,7 @@ def dtype_option(name: str) -> DType | None:
 
     known: dict[str, DType] = {one: one for one in get_args(DType)}
     if name and name not in known:
-        raise ConfigError([f"--dtype {name} must be one of {', '.join(known)}"])
+        raise ConfigError(f"--dtype {name} must be one of {', '.join(known)}")
     return known.get(name)
 
 
@@ -130,11 +130,11 @@ def device_option(name: str) -> DeviceChoice:
     if name == "cpu":
         return "cpu"
     if name != "cuda":
-        raise ConfigError([f"--device {name} is no device: use --device cpu, cuda or auto"])
+        raise ConfigError(f"--device {name} is no device: use --device cpu, cuda or auto")
     import torch
 
     if not torch.cuda.is_available():
-        raise ConfigError([f"--device {name} is not available here: use --device cpu or auto"])
+        raise ConfigError(f"--device {name} is not available here: use --device cpu or auto")
     return "cuda"
 
 

@@ -280,9 +280,9 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
         name = str(name_or_path)
         if name == LOCAL:
             text = f"there is no {LOCAL}.yaml here: `gridformer calibrate` measures this machine"
-            raise ConfigError([f"{text} and writes it"])
+            raise ConfigError(f"{text} and writes it")
         near = closest(name, [*cluster_names(), LOCAL])
-        raise ConfigError([f"no cluster is called '{name}', and there is no such file{near}"])
+        raise ConfigError(f"no cluster is called '{name}', and there is no such file{near}")
     stat = path.stat()
     return _read(path, path.resolve(), stat.st_mtime_ns, stat.st_size)
 
@@ -315,7 +315,7 @@ def parse_cluster(raw: Mapping[str, Any], where: str) -> Cluster:
             elif problem["type"] == "model_type" and keys:
                 message = "must be a mapping, such as {value: 312, source: where it comes from}"
             problems.append(f"{where}: {keys}: {message}" if keys else f"{where}: {message}")
-        raise ConfigError(problems) from None
+        raise ConfigError(*problems) from None
 
 
 def _keys(loc: tuple[int | str, ...]) -> list[str]:

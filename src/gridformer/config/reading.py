@@ -61,7 +61,7 @@ def shipped_model(name: str) -> dict[str, Any]:
     """
     if name not in model_names():
         raise ConfigError(
-            [f"model: no shipped model is called '{name}'{closest(name, model_names())}"]
+            f"model: no shipped model is called '{name}'{closest(name, model_names())}"
         )
     return {"name": name, **read_yaml(configs_dir() / "models" / f"{name}.yaml")}
 
@@ -109,25 +109,23 @@ def find_run_file(path: Path | str, or_model: bool = False) -> Path:
         family = shipped_model(str(path)).get("family", "gpt2")
         like = _RUN_OF_FAMILY.get(family, family)
         raise ConfigError(
-            [
-                f"{path} is a shipped model and not a run file: add model={path} to a run file, "
-                f"such as `{like} model={path}`"
-            ]
+            f"{path} is a shipped model and not a run file: add model={path} to a run file, "
+            f"such as `{like} model={path}`"
         )
     said = f"{path}: no such run file" + (" or model" if or_model else "")
     key, sign, _ = str(path).partition("=")
     if sign and key.partition(".")[0] in RunConfig.model_fields:
-        raise ConfigError([f"{said}: one comes before what changes it, such as `demo {path}`"])
+        raise ConfigError(f"{said}: one comes before what changes it, such as `demo {path}`")
     names = sorted(p.stem for p in (configs_dir() / "runs").glob("*.yaml"))
     known = [*names, *model_names()] if or_model else names
     typed = path.stem if path.suffix in _SUFFIXES else path.name
     shipped_names = difflib.get_close_matches(typed, known, n=1, cutoff=0.5)
     beside = meant_beside(path, lambda other: other.suffix in _SUFFIXES)
     if meant := beside or next(iter(shipped_names), ""):
-        raise ConfigError([f"{said}: did you mean '{meant}'?"])
+        raise ConfigError(f"{said}: did you mean '{meant}'?")
     said += f"; shipped run files are {', '.join(names)}"
     raise ConfigError(
-        [said + (f", and shipped models {', '.join(model_names())}" if or_model else "")]
+        said + (f", and shipped models {', '.join(model_names())}" if or_model else "")
     )
 
 
@@ -160,12 +158,12 @@ def parse_run(
             if not named:
                 raise
             text = str(error).removeprefix("model: ")
-            raise ConfigError([f"argument {named[-1]}: {text}"]) from None
+            raise ConfigError(f"argument {named[-1]}: {text}") from None
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         problems = [_with_origin(e, raw, overrides, where) for e in error.errors()]
-        raise ConfigError(problems) from None
+        raise ConfigError(*problems) from None
 
 
 def _with_origin(
@@ -203,7 +201,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     key, sign, text = override.partition("=")
     if not sign or not key:
         raise ConfigError(
-            [f"'{override}' is not an override: write section.key=value, such as train.steps=100"]
+            f"'{override}' is not an override: write section.key=value, such as train.steps=100"
         )
     try:
         value = parse_yaml(text) if text else ""
@@ -221,7 +219,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if below is None:
             below = {}
         if not isinstance(below, dict):
-            raise ConfigError([f"'{override}': {section} is a value, not a section"])
+            raise ConfigError(f"'{override}': {section} is a value, not a section")
         here[section] = below = dict(below)
         here = below
     here[last] = value
@@ -240,11 +238,11 @@ def read_yaml(path: Path, keys: str = "model, data, layout, train") -> dict[str,
     try:
         raw = parse_yaml(read_text(path, _MOST_BYTES))
     except UnreadableError as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
     except ValueError as error:
-        raise ConfigError([f"{path}: is not valid YAML ({error})"]) from None
+        raise ConfigError(f"{path}: is not valid YAML ({error})") from None
     if not isinstance(raw, dict):
-        raise ConfigError([f"{path}: must be a mapping with the keys {keys}"])
+        raise ConfigError(f"{path}: must be a mapping with the keys {keys}")
     return raw
 
 

@@ -47,7 +47,7 @@ def resolve(run: RunConfig, data: RunData | TokenFolder) -> RunConfig:
         except DataError as error:
             problems.append(str(error))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     first = data.first
     for key, folder in data.folders.items():
         problems += _folder_problems(run, key, folder)
@@ -87,7 +87,7 @@ def resolve(run: RunConfig, data: RunData | TokenFolder) -> RunConfig:
     if not problems:
         problems += [*_without_samples(resolved, data), *_unscored(resolved, data)]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return _with_steps(resolved, data)
 
 
@@ -100,7 +100,7 @@ def check_set(run: RunConfig, key: str, data: RunData) -> None:
             open_samples(run, split, data.first.tokenizer)
         problems += _unscored(run, data)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
 
 
 def _with_steps(run: RunConfig, data: RunData) -> RunConfig:
@@ -110,7 +110,7 @@ def _with_steps(run: RunConfig, data: RunData) -> RunConfig:
         return run
     if train.epochs and run.data.sources:
         said = f"train.epochs={train.epochs:g}: a mixture of data.sources has no epochs"
-        raise ConfigError([f"{said}; use train.steps with train.epochs=0"])
+        raise ConfigError(f"{said}; use train.steps with train.epochs=0")
     steps, warmup = train.steps, train.warmup_steps
     if train.epochs:
         n = open_samples(run, data.first.train, data.first.tokenizer).n_samples
@@ -125,7 +125,7 @@ def _with_steps(run: RunConfig, data: RunData) -> RunConfig:
         TrainConfig.model_validate({**chosen.model_dump(), **plain})
     except ValidationError as error:
         texts = [one["msg"].removeprefix("Value error, ") for one in error.errors()]
-        raise ConfigError([f"train: {text}" for text in texts]) from None
+        raise ConfigError(*(f"train: {text}" for text in texts)) from None
     return run.model_copy(update={"train": chosen})
 
 

@@ -46,7 +46,7 @@ class BeamSearch:
         if self.max_tokens < 1:
             problems.append(f"--max-tokens {self.max_tokens} must be at least 1")
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(*problems)
 
 
 @torch.no_grad()

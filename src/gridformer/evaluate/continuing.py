@@ -177,7 +177,7 @@ class Sampling:
         if not 0 <= self.seed <= MOST_SEED:
             problems.append(f"--seed {self.seed} must be from 0 to {MOST_SEED}")
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(*problems)
 
 
 def uniform(seeds_B: Tensor, places_B: Tensor) -> Tensor:

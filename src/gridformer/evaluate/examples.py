@@ -186,7 +186,7 @@ def find_set(run: RunConfig, name: str) -> ValidationConfig:
     """
     sets = named_sets(run)
     if name not in sets:
-        raise ConfigError([f"--set {name}: the run has no such set{closest(name, sets)}"])
+        raise ConfigError(f"--set {name}: the run has no such set{closest(name, sets)}")
     return sets[name]
 
 
@@ -202,7 +202,7 @@ def check_named_set(name: str, run: RunConfig) -> None:
     check_set(run, f"--set {name}", RunData.open_set(run.data, one))
     problems = [str(problem) for problem in with_fixes(run, violations_of_layout)]
     if problems:
-        raise ConfigError([f"--set {name}: {text}{_fewer(run)}" for text in problems])
+        raise ConfigError(*(f"--set {name}: {text}{_fewer(run)}" for text in problems))
 
 
 def same_as_trained(trained: Trained, tokenizer: Tokenizer, name: str) -> None:
@@ -218,10 +218,8 @@ def same_as_trained(trained: Trained, tokenizer: Tokenizer, name: str) -> None:
     """
     if not same_tokenizer(trained.tokenizer, tokenizer):
         raise ConfigError(
-            [
-                f"--set {name}: its folder has another tokenizer than the model: prepare it again "
-                "with --tokenizer and the run directory"
-            ]
+            f"--set {name}: its folder has another tokenizer than the model: prepare it again "
+            "with --tokenizer and the run directory"
         )
 
 

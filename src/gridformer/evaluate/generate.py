@@ -35,7 +35,7 @@ def check_options(model: ModelConfig, given: Sequence[str], chat: bool = False) 
     """
     if not model.token_head:
         raise ConfigError(
-            ["this model was fine-tuned and predicts no tokens: use gridformer evaluate"]
+            "this model was fine-tuned and predicts no tokens: use gridformer evaluate"
         )
     family = model.family
     samples, searches = continues(model), model.two_stacks
@@ -58,7 +58,7 @@ def check_options(model: ModelConfig, given: Sequence[str], chat: bool = False) 
                 f"{family}: {instead if samples else 'leave it out'}"
             )
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
 
 
 def continues(model: ModelConfig) -> bool:

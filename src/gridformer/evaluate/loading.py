@@ -291,11 +291,11 @@ def plan_job(
     wrong = [text for text in overrides if not text.startswith("layout.")]
     if wrong:
         raise ConfigError(
-            [
+            *(
                 f"argument {text}: a trained model keeps its settings; write those of the layout, "
                 "such as layout.scheme=optimus layout.rows=2 layout.cols=2"
                 for text in wrong
-            ]
+            )
         )
     values = run.model_dump(mode="json")
     chosen = parse_run({**values, "layout": {}}, overrides).layout
@@ -307,7 +307,7 @@ def plan_job(
     found = [str(problem) for problem in with_fixes(run, check)]
     found += check_devices(device, chosen.n_processes)
     if found:
-        raise ConfigError(found)
+        raise ConfigError(*found)
     return Job(folder, run, device)
 
 

@@ -160,7 +160,7 @@ def parse_tasks(words: str) -> list[TaskArgument]:
         else:
             found.append(TaskArgument(kind, what))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return found
 
 
@@ -201,7 +201,7 @@ def check_tasks(
             f"use --stride {length} or less"
         )
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     for one in asked:
         TASKS[one.kind].check(one.what, run, label_names)
 

@@ -82,10 +82,8 @@ def _best(run: RunConfig, present: int) -> RunConfig:
             if tried == _TRIED:
                 break
     raise ConfigError(
-        [
-            f"train.elastic: no layout of at most {present} processes is valid for this run and "
-            f"fits into memory: start {run.layout.n_processes} for {describe_layout(run.layout)}"
-        ]
+        f"train.elastic: no layout of at most {present} processes is valid for this run and "
+        f"fits into memory: start {run.layout.n_processes} for {describe_layout(run.layout)}"
     )
 
 

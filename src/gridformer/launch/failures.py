@@ -182,7 +182,7 @@ class Failure:
         message, code = self.message, self.exitcode
         if self.is_user_error:
             if message.get("problems"):
-                raise ConfigError(message["problems"])
+                raise ConfigError(*message["problems"])
             error = UserError(message["user_error"])
             error.exit_code = message["exit_code"]
             raise error

@@ -101,16 +101,14 @@ def make_job(
     there = load_cluster(name) if name else None
     n, k = run.layout.n_processes, _devices_per_node(run, there, per_node)
     if there and n > there.size:
-        raise ConfigError([f"the layout needs {n} devices, but {there.name} has {there.size}"])
+        raise ConfigError(f"the layout needs {n} devices, but {there.name} has {there.size}")
     if n > k and n % k:
         smaller, larger = n // k * k, (n // k + 1) * k
         fits = max(d for d in range(1, k) if n % d == 0)
         raise ConfigError(
-            [
-                f"{n} processes do not fill nodes of {k} devices: use a layout of {smaller} or "
-                f"{larger} processes, or --devices-per-node {fits} for {n // fits} nodes that are "
-                "used in part"
-            ]
+            f"{n} processes do not fill nodes of {k} devices: use a layout of {smaller} or "
+            f"{larger} processes, or --devices-per-node {fits} for {n // fits} nodes that are "
+            "used in part"
         )
     nodes, on_each = (n // k, k) if n > k else (1, n)
     own: list[str] = []
@@ -151,16 +149,14 @@ def _devices_per_node(run: RunConfig, cluster: Cluster | None, asked: int) -> in
     known = {name: k for name, k in sources.items() if k}
     if not known:
         raise ConfigError(
-            [
-                "how many devices a node has is not known: add --cluster with the name or file of "
-                "a cluster, or --devices-per-node"
-            ]
+            "how many devices a node has is not known: add --cluster with the name or file of "
+            "a cluster, or --devices-per-node"
         )
     (first, k), *rest = known.items()
     for name, other in rest:
         if other != k:
             raise ConfigError(
-                [f"{first} says {k} devices per node, but {name} says {other}: use one of them"]
+                f"{first} says {k} devices per node, but {name} says {other}: use one of them"
             )
     return k
 
@@ -173,7 +169,7 @@ def one_word(option: str, text: str) -> str:
     """
     if text and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,:=@/+^-]*", text):
         raise ConfigError(
-            [f"{option} {text!r}: use letters, digits and the characters _ . , : = @ / + ^ - only"]
+            f"{option} {text!r}: use letters, digits and the characters _ . , : = @ / + ^ - only"
         )
     return text
 
@@ -186,9 +182,7 @@ def sbatch_option(text: str) -> str:
     """
     name, _, value = text.partition("=")
     if not re.fullmatch(r"--[a-z][a-z-]*", name) or text.endswith("="):
-        raise ConfigError(
-            [f"--sbatch {text!r}: write an option of sbatch as --name or --name=value"]
-        )
+        raise ConfigError(f"--sbatch {text!r}: write an option of sbatch as --name or --name=value")
     one_word("--sbatch", value)
     return text
 

@@ -94,7 +94,7 @@ def check_run(
 
         problems += compile_problems(run)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return run
 
 
@@ -116,21 +116,19 @@ _FOLDERS = ("checkpoints", "tensorboard")
 def check_run_dir(out: Path) -> None:
     """Raises ConfigError for a path where the files of a run would replace others."""
     if not str(out) or (out.exists() and not out.is_dir()):
-        raise ConfigError([f"--out {out} is a file: use the path of a folder"])
+        raise ConfigError(f"--out {out} is a file: use the path of a folder")
     for name in (*_FILES, *_FOLDERS):
         path, what = out / name, "folder" if name in _FOLDERS else "file"
         fits = path.is_dir if name in _FOLDERS else path.is_file
         if not fits() and os.path.lexists(path) and not fits():  # another run may just write it
-            raise ConfigError([f"--out {out}: {path} is no {what}, where a run has one: remove it"])
+            raise ConfigError(f"--out {out}: {path} is no {what}, where a run has one: remove it")
     if any((out / name).exists() for name in _OF_RUNS):
         return
     for name, what in _OF_OTHERS.items():
         if (out / name).exists():
             raise ConfigError(
-                [
-                    f"--out {out} has a file {name}, as {what} have it, and no run was there "
-                    "before: use a folder that is empty or new"
-                ]
+                f"--out {out} has a file {name}, as {what} have it, and no run was there "
+                "before: use a folder that is empty or new"
             )
 
 
@@ -154,7 +152,7 @@ def plan_checked(
     # A run that is far too large for its budget is refused before torch is loaded.
     budget = room or room_of(run)
     if budget and (problems := beyond_saving(run, budget)):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     from gridformer.checkpoint import weights
     from gridformer.checkpoint.copies import choose_or_replace, clash, fetch_newest
     from gridformer.checkpoint.same_run import check_copy, check_same_run
@@ -170,11 +168,11 @@ def plan_checked(
     problems = fit_problems(run, tell or silent, decisions, room)
     problems = problems or preflight_problems(run, tell or silent, decisions)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     out = out or Path("runs") / run.name
     check_run_dir(out)
     if run.train.checkpoint_to and (problem := clash(run.train.checkpoint_to, out)):
-        raise ConfigError([problem])
+        raise ConfigError(problem)
     data = fingerprint(RunData.open(run.data))
     check = partial(check_copy, run, data)
     if lock is not None:
@@ -201,7 +199,7 @@ def read_run(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> R
     """
     run, problems = _read(path, overrides)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return run
 
 
@@ -224,7 +222,7 @@ def read_run_without_data(
         run = parse_run(sections, overrides)
         if not run.model.vocab_size:
             raise ConfigError(
-                [f"{path} has the vocabulary of the data: add model.vocab_size, such as 32000"]
+                f"{path} has the vocabulary of the data: add model.vocab_size, such as 32000"
             )
         return _of_usual_length(run, note)
     path = find_run_file(path, or_model=True)
@@ -234,11 +232,9 @@ def read_run_without_data(
     if not run.model.vocab_size:
         missing = run.data.missing
         raise ConfigError(
-            [
-                f"model.vocab_size=0 means the vocabulary of the data, but {missing} does not "
-                "exist: set model.vocab_size, or set data.path to a folder written by "
-                "`gridformer prepare`"
-            ]
+            f"model.vocab_size=0 means the vocabulary of the data, but {missing} does not "
+            "exist: set model.vocab_size, or set data.path to a folder written by "
+            "`gridformer prepare`"
         )
     return _of_usual_length(run, note)
 

@@ -117,10 +117,10 @@ def _room(machines: Sequence[dict[str, Any]]) -> Room | None:
 
     problems = [problem for machine in machines for problem in machine["problems"]]
     if problems:
-        raise ConfigError([*dict.fromkeys(problems)])
+        raise ConfigError(*dict.fromkeys(problems))
     device = device_or_problem([machine["gpu"] for machine in machines])
     if device not in (CPU, GPU):
-        raise ConfigError([device])
+        raise ConfigError(device)
     rooms = [Room(*machine["room"]) for machine in machines if "room" in machine]
     return min(rooms, key=lambda room: room.n_bytes, default=None)
 
@@ -139,10 +139,8 @@ def _check_folder(out: Path, not_seen: Sequence[str]) -> None:
     """Checks that all machines see the run directory."""
     if hosts := [host for host in dict.fromkeys(not_seen) if host]:
         raise ConfigError(
-            [
-                f"{out} is not the same folder on {', '.join(hosts)} as on {socket.gethostname()}: "
-                "set --out to a folder on storage that all machines share"
-            ]
+            f"{out} is not the same folder on {', '.join(hosts)} as on {socket.gethostname()}: "
+            "set --out to a folder on storage that all machines share"
         )
 
 

@@ -100,9 +100,9 @@ def chosen_ranks(run: RunConfig, wanted: str, decisions: Decisions | None = None
     try:
         ranks = [int(word) for word in wanted.split(",")]
     except ValueError:
-        raise ConfigError([f"--ranks {wanted}: use numbers, as in 0,5,7, or all"]) from None
+        raise ConfigError(f"--ranks {wanted}: use numbers, as in 0,5,7, or all") from None
     wrong = [rank for rank in ranks if not 0 <= rank < n]
     if wrong:
         last = f"0 to {n - 1}" if n > 1 else "0"
-        raise ConfigError([f"--ranks {wanted}: there is no rank {wrong[0]}; use {last}, or all"])
+        raise ConfigError(f"--ranks {wanted}: there is no rank {wrong[0]}; use {last}, or all")
     return dict.fromkeys(ranks, "")

@@ -27,7 +27,7 @@ def check_layout(run: RunConfig) -> None:
     """
     refusals = problems(run)
     if refusals:
-        raise ConfigError([str(problem) for problem in refusals])
+        raise ConfigError(*(str(problem) for problem in refusals))
 
 
 def problems(run: RunConfig) -> list[Refusal]:

@@ -1,7 +1,6 @@
 """Errors that a user can fix. The command line prints only their text, without a traceback."""
 
 import importlib.util
-from collections.abc import Sequence
 
 
 class UserError(Exception):
@@ -21,12 +20,12 @@ class ConfigError(UserError):
         problems: One sentence per problem: what is wrong, where, and the nearest value that works.
     """
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = list(problems)
-        super().__init__("\n".join(self.problems))
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+        self.problems = [*problems]
 
-    def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[str]]]:
-        return ConfigError, (self.problems,)
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
 
 
 class CheckpointError(UserError):

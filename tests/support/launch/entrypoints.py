@@ -104,7 +104,7 @@ def one_is_killed(folder: Path, n: int) -> None:
 
 
 def config_error(folder: Path, n: int) -> None:
-    raise ConfigError(["first problem", "second problem"])
+    raise ConfigError("first problem", "second problem")
 
 
 def config_error_of_one_that_stops(folder: Path, n: int) -> None:

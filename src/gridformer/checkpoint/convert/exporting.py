@@ -76,7 +76,7 @@ def export_run(
     """
     refuse_existing(out)
     if shard_gib <= 0:
-        raise ConfigError([f"--shard-gib {shard_gib:g} is not above 0: use 5, for example"])
+        raise ConfigError(f"--shard-gib {shard_gib:g} is not above 0: use 5, for example")
     folder = find.newest(run_dir)
     with advice_for_readers(folder):
         manifest = read_manifest(folder)
@@ -116,10 +116,10 @@ def _kind_of(model: ModelConfig, task: Task, kept: Path) -> tuple[Kind, dict[str
     if not kinds:
         families = any_of(dict.fromkeys(kind.family for kind in KINDS.values()))
         raise ConfigError(
-            [f"model.family={model.family} has no counterpart in transformers: only {families} do"]
+            f"model.family={model.family} has no counterpart in transformers: only {families} do"
         )
     if problem := head_problem(model, task):
-        raise ConfigError([f"model.{problem}"])
+        raise ConfigError(f"model.{problem}")
     if (kept / CONFIG).is_file():
         before = read_mapping(kept / CONFIG).get("model_type")
         kinds.sort(key=lambda kind: kind.model_type != before)
@@ -129,7 +129,7 @@ def _kind_of(model: ModelConfig, task: Task, kept: Path) -> tuple[Kind, dict[str
         if isinstance(config, dict):
             return kind, config
         problems += config
-    raise ConfigError([f"model.{problem}" for problem in dict.fromkeys(problems)])
+    raise ConfigError(*(f"model.{problem}" for problem in dict.fromkeys(problems)))
 
 
 def _streamed(entry: TableEntry, part: int, stored: StoredParameters, dtype: DType) -> Streamed:

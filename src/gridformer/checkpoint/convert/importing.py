@@ -161,14 +161,14 @@ def _asked(source: _Source, task: str) -> Task:
     """Returns the task that a user names for a model."""
     if not source.model.token_head:
         raise ConfigError(
-            [f"--task {task}: its head says that it has learned {source.task}: leave it out"]
+            f"--task {task}: its head says that it has learned {source.task}: leave it out"
         )
     tasks = token_tasks(source.model)
     for one in tasks:
         if one == task:
             return one
     raise ConfigError(
-        [f"--task {task}: a {source.model.family} with a head of tokens learns {any_of(tasks)}"]
+        f"--task {task}: a {source.model.family} with a head of tokens learns {any_of(tasks)}"
     )
 
 
@@ -212,21 +212,21 @@ def _opened(folder: Path) -> _Source:
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in KINDS:
         raise ConfigError(
-            [f"{path}: model_type={model_type} is not supported: gridformer has {any_of(KINDS)}"]
+            f"{path}: model_type={model_type} is not supported: gridformer has {any_of(KINDS)}"
         )
     kind = KINDS[model_type]
     tensors = _named(_tensors_in(folder), kind)
     keys = ConfigKeys(values)
     read = kind.read_config(keys, frozenset(tensors))
     if keys.problems:
-        raise ConfigError([f"{path}: {problem}" for problem in keys.problems])
+        raise ConfigError(*(f"{path}: {problem}" for problem in keys.problems))
     try:
         model = ModelConfig(name=folder.resolve().name, family=kind.family, **read)
     except ValidationError as error:
         told = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise ConfigError([f"{path}: {one.removeprefix(': ')}" for one in told]) from None
+        raise ConfigError(*(f"{path}: {one.removeprefix(': ')}" for one in told)) from None
     if not model.vocab_size:
-        raise ConfigError([f"{path}: vocab_size=0 is no vocabulary: write how many tokens it has"])
+        raise ConfigError(f"{path}: vocab_size=0 is no vocabulary: write how many tokens it has")
     task, entries = task_of(model, values), kind.entries(model)
     source = _Source(folder, kind, model, task, entries, shapes_of(model), tensors)
     _check_tensors(source)
