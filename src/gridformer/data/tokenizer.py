@@ -108,11 +108,7 @@ class Tokenizer:
 
     @classmethod
     def load(
-        cls,
-        path: Path | str,
-        eos_token: str | None = None,
-        bos_token: str | None = None,
-        settings_file: Path | None = None,
+        cls, path: Path | str, eos_token: str | None = None, bos_token: str | None = None
     ) -> Self:
         """Loads a tokenizer.json, or the one in a folder.
 
@@ -128,7 +124,7 @@ class Tokenizer:
             raise DataError(f"{file}: no such tokenizer file; give the path of a tokenizer.json")
         with _library(f"{file}: is not a tokenizer.json"):
             backend = tokenizers.Tokenizer.from_str(read_text(file, GIB))
-        settings = _settings(settings_file or file.with_name(SETTINGS))
+        settings = _settings(file.with_name(SETTINGS))
         said = spelled(settings.get("eos_token"))
         if eos_token is None and said is not None and backend.token_to_id(said) is not None:
             eos_token = said

@@ -197,7 +197,7 @@ class _Line:
             return [RankRecord(longer.trace, longer, [tuple(range(len(longer.parts)))])]
         record = self._with_layers(records)
         stages = mesh_ranks(self.run.layout, self.decisions.block).flatten(1).tolist()
-        composer = _Composer(record.parts)
+        composer = _Composer(record.parts, stages)
         found = []
         for rank, order in zip(self.ranks, self._orders(record.parts)):
             if order is None:
@@ -206,11 +206,11 @@ class _Line:
                 found.append(RankRecord(replace(record.trace, rank=rank), record, order))
                 continue
             trace = record.trace
-            known = self.how.kernels and not composer.some_stages(trace, stages)
+            known = self.how.kernels and not composer.some_stages()
             if rank != trace.rank and not known:
                 trace = _groups_of(self.run, rank, self.decisions, self.how.backend)
             own = None if known else trace.own
-            if composer.goes_to(record.trace, rank, own, stages):
+            if composer.goes_to(record.trace, rank, own):
                 events, update = composer.trace(order)
                 trace = replace(
                     record.trace,
@@ -331,24 +331,26 @@ class _Composer:
 
     Args:
         parts: The parts of the short step.
+        stages: The ranks of each stage.
     """
 
-    def __init__(self, parts: Sequence[StepPart]) -> None:
+    def __init__(self, parts: Sequence[StepPart], stages: Sequence[Sequence[int]]) -> None:
+        self._stages = stages
+        self._place = {r: (i, j) for i, stage in enumerate(stages) for j, r in enumerate(stage)}
         self._kinds = [part.kind for part in parts]
         self._recorded = [[e for e in part.events if not isinstance(e, Held)] for part in parts]
         self._moved: Callable[[Start], Start] = lambda start: start
         self._groups: dict[tuple[int, ...], _Group] = {}
 
-    def some_stages(self, one: Trace, stages: Sequence[Sequence[int]]) -> bool:
+    def some_stages(self) -> bool:
         """Whether collectives have groups of some stages, which others may not have."""
-        place = {rank: i for i, stage in enumerate(stages) for rank in stage}
         starts = (e for events in self._recorded for e in events if isinstance(e, Start))
         used = {start.ranks for start in starts if start.op != "p2p"}
-        return any(1 < len({place[rank] for rank in ranks}) < len(stages) for ranks in used)
+        return any(
+            1 < len({self._place[rank][0] for rank in ranks}) < len(self._stages) for ranks in used
+        )
 
-    def goes_to(
-        self, one: Trace, rank: int, own: Sequence[Member] | None, stages: Sequence[Sequence[int]]
-    ) -> bool:
+    def goes_to(self, one: Trace, rank: int, own: Sequence[Member] | None) -> bool:
         """Puts the parts into the groups of another rank; returns whether that has them all.
 
         Groups get names that tell them apart.
@@ -357,16 +359,18 @@ class _Composer:
             one: A trace of the rank that was recorded.
             rank: The other rank.
             own: Its groups; None if it has those of the first one, some stages further.
-            stages: The ranks of each stage.
         """
-        place = {rank: (i, j) for i, stage in enumerate(stages) for j, rank in enumerate(stage)}
-        step = place[rank][0] - place[one.rank][0]
-        there = {rank: stages[(i + step) % len(stages)][j] for rank, (i, j) in place.items()}
+        step = self._place[rank][0] - self._place[one.rank][0]
+
+        def there(peer: int) -> int:
+            i, j = self._place[peer]
+            return self._stages[(i + step) % len(self._stages)][j]
+
         theirs = {(member.purpose, frozenset(member.ranks)): member for member in own or ()}
         groups: dict[str, Member | None] = {}
         for member in one.own:
             purpose = member.purpose
-            ranks = tuple(sorted(there[r] for r in member.ranks))
+            ranks = tuple(sorted(map(there, member.ranks)))
             found = theirs.get((purpose, frozenset(ranks)))
             if own is None or found is not None:
                 found = Member(f"{purpose} {[*ranks]}", purpose, ranks)
@@ -375,7 +379,7 @@ class _Composer:
         def moved(event: Start) -> Start:
             group = groups[event.group]
             assert group is not None
-            parts = tuple(part._replace(peer=there[part.peer]) for part in event.parts)
+            parts = tuple(part._replace(peer=there(part.peer)) for part in event.parts)
             return event._replace(group=group.name, ranks=group.ranks, parts=parts)
 
         self._moved = moved
