@@ -108,7 +108,7 @@ def ours(
         model = build_parallel(config, plan, axes, 1, torch.device("cpu"))
         stepper = Stepper(model, TrainConfig(global_batch=size.b), axes, plan)
         batch = next_words(torch.randint(VOCABULARY, (size.b, size.s + 1)))
-        rows = stepper.rows(0)
+        rows = stepper.split.rows(0)
         work = [MicroBatch(rows, {key: value[rows] for key, value in batch.items()})]
         counts = {name: torch.tensor(size.b * size.s) for name in model.counts(work[0].batch)}
         model.train()

@@ -165,7 +165,8 @@ def sums_in_backward(layout: Layout) -> tuple[list[str], int]:
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
     stepper = stepper_of(family("gpt2", n_labels=0), plan, axes)
-    executor: Executor = stepper.passes.executor  # type: ignore[attr-defined]
+    executor = stepper.executor
+    assert isinstance(executor, Executor)
     seen: list[str] = []
     late = 0
     started: dict[int, list[Tensor]] = {}

@@ -170,7 +170,8 @@ def recorded(layout: Layout) -> tuple[list[Event], dict[tuple[int, int], list[in
     plan, config = LayoutConfig(**layout), family("gpt2", n_layers=N_LAYERS)
     axes = axes_of(plan)
     stepper = stepper_of(config, plan, axes)
-    executor: Executor = stepper.passes.executor  # type: ignore[attr-defined]
+    executor = stepper.executor
+    assert isinstance(executor, Executor)
     channel, here, numbers = executor.channel, axes.pp.index, count()
     events: list[Event] = []
 

@@ -101,7 +101,7 @@ def gathers_before_the_first_input(layout: Layout) -> list[int]:
             if event.kind == "recv":
                 gathers.append(recorder.count("parameters").total())
 
-        stepper.passes.on_action = note
+        stepper.executor.on_action = note
         stepper(0, read_of(built, 0))
     return gathers[:1] if axes.pp.index else []
 
@@ -126,7 +126,7 @@ def casts_before_the_first_input(layout: Layout) -> tuple[int, int]:
         if event.kind == "recv":
             made.append(sum(copy.value is not None for copy in copies))
 
-    stepper.passes.on_action = note
+    stepper.executor.on_action = note
     stepper(0, read_of(built, 0))
     return (made[0], len(copies)) if axes.pp.index else (0, 0)
 

@@ -39,7 +39,6 @@ from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.record.batch import rows_like
 from gridformer.record.device import NAME, fake_gpu
-from gridformer.train.forward_backward import Pipeline
 from gridformer.train.step import Stepper
 from gridformer.utils import rng
 
@@ -215,8 +214,7 @@ def step_of(run: RunConfig, rank: int, whole_masks: bool = True) -> Step:
                 run.model, layout, axes, train.seed, device, train.dtype, choices, filled=False
             )
             stepper = Stepper(model, train, axes, layout)
-            if isinstance(stepper.passes, Pipeline):
-                stepper.passes.executor.has_loaded()  # the first steps send through the host
+            stepper.executor.has_loaded()  # the first steps of a pipeline send through the host
             stepper(0, partial(rows_like, run))
             reads, places, products = [*watch.reads], [*watch.places], watch.products
             stepper.evaluate([partial(rows_like, run)])

@@ -53,9 +53,9 @@ def test_every_row_is_read_once(dp: int, rows: int, micro: int, each: int) -> No
             for row in range(rows):
                 axes = Axes(dp=Axis("dp", dp, replica), batch=Axis("batch", rows, row))
                 device = stepper(axes, global_batch=batch, micro_batches=micro)
-                read += range(batch)[device.rows(part)]
+                read += range(batch)[device.split.rows(part)]
                 mine = device.all_rows.reshape(micro, each)
-                assert mine[part].tolist() == [*range(batch)[device.rows(part)]]
+                assert mine[part].tolist() == [*range(batch)[device.split.rows(part)]]
     assert read == list(range(batch)), "and in order"
 
 

@@ -18,7 +18,6 @@ from gridformer.data import Tokenizer, TokenSplit
 from gridformer.data.run_data import RunData
 from gridformer.evaluate.beams import BeamSearch, search_in_batches
 from gridformer.evaluate.loading import Trained
-from gridformer.train.forward_backward import Pipeline
 from gridformer.train.metrics import complete_lines
 from gridformer.train.step import Stepper
 from gridformer.utils.files import writing
@@ -115,9 +114,8 @@ class Bleu:
         if self._trained is None:
             layout, axes = self.run.layout, stepper.axes
             self._trained = Trained(self.run, stepper.model, self.tokenizer, layout, axes)
-            if isinstance(stepper.passes, Pipeline):
-                # It has the channels between the stages; the property would open further ones.
-                vars(self._trained)["executor"] = stepper.passes.executor
+            # It has the channels between stages; the property would open further ones.
+            vars(self._trained)["executor"] = stepper.executor
         return self._trained
 
     def _write(self, step: int, shown: Sequence[Mapping[str, Any]]) -> None:

@@ -25,7 +25,7 @@ from gridformer.evaluate.scoring import in_batches, passes_of
 from gridformer.parallel.fixes import with_fixes
 from gridformer.parallel.validation import violations
 from gridformer.train.evaluation import Answers
-from gridformer.train.forward_backward import RowSplit, mean_losses
+from gridformer.train.forward_backward import RowSplit
 from gridformer.train.loader import BatchLoader
 from gridformer.train.metrics import perplexity
 from gridformer.train.scorers import scorer_of, validation_sets
@@ -245,7 +245,7 @@ def measure_set(trained: Trained, name: str) -> dict[str, float]:
         answers = Answers(one.scorer, model, trained.axes, device)
     with BatchLoader(one.batches, split.all_rows, one.numbers, device) as ahead:
         reads = [partial(ahead.read, number) for number in one.numbers]
-        found = mean_losses(model, passes_of(trained), split, device, reads, answers)
+        found = passes_of(trained).mean_losses(split, device, reads, answers)
     numbers = {"loss": found.loss}
     if len(found.losses) > 1:
         numbers |= {f"loss_{part}": loss for part, loss in found.losses.items()}

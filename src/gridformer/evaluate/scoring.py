@@ -21,7 +21,7 @@ from gridformer.models.blocks import places_per_chunk
 from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
-from gridformer.train.forward_backward import Passes, Pipeline, RowSplit, WholeModel
+from gridformer.train.forward_backward import Passes, RowSplit, WholeModel
 from gridformer.utils.batch import IGNORE, Batch
 
 CHUNK_TOKENS = 1024  # about how many tokens' logits exist at a time on a device
@@ -130,15 +130,14 @@ def in_batches(
             numbers += [numbers[0]] * (n_rows - len(numbers))
             batch = {**batch_of(numbers, multiple), "item": item}
             mine = {key: value[split.all_rows].to(device) for key, value in batch.items()}
-            passes.forward(split.micro_batches(mine), finish)
+            passes.executor.evaluate(split.micro_batches(mine), finish)
     return comm.all_reduce(found[:-1].contiguous(), axes.world, label=LABEL).cpu()
 
 
 def passes_of(trained: Trained) -> Passes:
     """Returns what runs micro-batches through the model."""
-    if trained.axes.pp.size > 1:
-        return Pipeline(trained.model, trained.executor)
-    return WholeModel(trained.model, GradientSums([], []))
+    model, pipelined = trained.model, trained.axes.pp.size > 1
+    return Passes(model, trained.executor if pipelined else WholeModel(model, GradientSums([], [])))
 
 
 def likelihoods(model: Model, hidden_BSH: Tensor, targets_BS: Tensor) -> Tensor | None:

@@ -49,7 +49,6 @@ from gridformer.record.fake import watched_fakes
 from gridformer.record.group import Log, recording
 from gridformer.record.place import Places
 from gridformer.record.tracker import Entry, MemoryChange, MemoryTracker
-from gridformer.train.forward_backward import Pipeline, WholeModel
 from gridformer.train.step import Stepper
 from gridformer.utils.errors import UserError
 from gridformer.utils.process import no_garbage_collection
@@ -181,12 +180,8 @@ def record_step(
             )
             log.places.name(model)
             stepper = Stepper(model, train, axes, layout)
-            passes = stepper.passes
-            if isinstance(passes, Pipeline):
-                passes.executor.has_loaded()  # the record is that of a later step
-                passes.executor.follows = cast("Itinerary | None", follows)
-            elif isinstance(passes, WholeModel):
-                passes.follows = cast("Sequence[int] | None", follows)
+            stepper.executor.has_loaded()  # the record is that of a later step
+            stepper.executor.follows = cast("Any", follows)
             stepper.updates.around = log.update
             stepper.updates.allocate(0)
             if kernels:  # those of a step alone
@@ -292,11 +287,11 @@ def _repeated(log: Log, times: int) -> Callable[[], None]:
 def _ends(stepper: Stepper, events: list[Any]) -> Iterator[list[tuple[int, Event]]]:
     """Notes how many events there are at the end of each part of a step, and the part."""
     done: list[tuple[int, Event]] = []
-    stepper.passes.on_action = lambda event: done.append((len(events), event))
+    stepper.executor.on_action = lambda event: done.append((len(events), event))
     try:
         yield done
     finally:
-        stepper.passes.on_action = None
+        stepper.executor.on_action = None
 
 
 @contextmanager
@@ -308,7 +303,7 @@ def _watching(stepper: Stepper, tracker: MemoryTracker, held: list[Tensor]) -> I
         tracker: The memory tracker.
         held: All tensors that can have gradients.
     """
-    model, told = stepper.model, stepper.passes.on_action
+    model, told = stepper.model, stepper.executor.on_action
     assert told is not None
     stack: list[str] = []
     handles: list[Any] = []
@@ -361,7 +356,7 @@ def _watching(stepper: Stepper, tracker: MemoryTracker, held: list[Tensor]) -> I
                 break
     for parameter in model.parameters():
         handles.append(parameter.register_post_accumulate_grad_hook(marked))
-    stepper.passes.on_action = was_done
+    stepper.executor.on_action = was_done
     try:
         yield
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -90,21 +89,66 @@ class RowSplit:
         ]
 
 
-class Passes(ABC):
-    """Runs the micro-batches of a step through this process's part of a model.
+class WholeModel:
+    """Runs one micro-batch after the other through a whole model, with the face of an `Executor`.
 
-    `train` and `evaluate` return this process's sum of each loss in float64, which is 0 if other
-    processes compute the loss.
+    Args:
+        model: This rank's model.
+        sums: Sums gradients over replicas, beginning in the last micro-batch's backward pass.
+
+    Attributes:
+        follows: The micro-batches of a step that run; None for all. A record of a step has few.
     """
 
-    model: Model
-    # Called with each pass and each message between stages, and their times
-    on_action: OnAction | None
-    # Called in training with the number of each micro-batch but the first; True means that this
-    # micro-batch and all later ones are left out, on all ranks
-    stops_before: StopsBefore | None
+    def __init__(self, model: Model, sums: GradientSums) -> None:
+        self.model, self.sums = model, sums
+        self.on_action: OnAction | None = None
+        self.stops_before: StopsBefore | None = None
+        self.follows: Sequence[int] | None = None
+        self.dropped = False
 
-    @abstractmethod
+    def train(self, work: Sequence[MicroBatch], finish: Callable[[Tensor, Batch], Tensor]) -> None:
+        for number in self.follows or range(len(work)):
+            micro = work[number]
+            self.dropped = bool(number and self.stops_before and self.stops_before(number))
+            if self.dropped:
+                return
+            self.model.dropout_rng.at(micro.rows)
+            with self._timed("forward", number):
+                loss = finish(self.model.hidden(micro.batch), micro.batch)
+            last = number == len(work) - 1
+            summing = self.sums.last_backward() if last else nullcontext()
+            with self._timed("backward", number), summing:
+                loss.backward()
+
+    def evaluate(self, work: Sequence[MicroBatch], finish: Finish) -> None:
+        for number in self.follows or range(len(work)):
+            batch = work[number].batch
+            with self._timed("forward", number):
+                finish(self.model.hidden(batch), batch)
+
+    def _timed(self, kind: str, micro: int) -> AbstractContextManager[None]:
+        return timed(self.on_action, kind, 0, micro, torch.cuda.is_initialized())
+
+    def has_loaded(self) -> None:
+        """Does nothing: only the messages of a pipeline depend on which kernels are loaded."""
+
+    loads_again = has_loaded
+
+
+class Passes:
+    """Computes the losses of micro-batches, and their gradients, on this process's part of a model.
+
+    The losses are this process's sums in float64, which are 0 if other processes compute them.
+
+    Args:
+        model: This rank's model.
+        executor: Runs micro-batches through it: through its stages of a pipeline, or as a whole.
+    """
+
+    def __init__(self, model: Model, executor: Executor | WholeModel) -> None:
+        self.model, self.executor = model, executor
+
     def train(
         self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor], scale: float = 1.0
     ) -> Losses:
@@ -119,105 +163,6 @@ class Passes(ABC):
             StepDropped: Micro-batches were left out. No gradient was summed over replicas, and no
                 parameter was updated.
         """
-
-    @abstractmethod
-    def forward(self, work: Sequence[MicroBatch], finish: Finish) -> None:
-        """Runs forward passes, and calls `finish(hidden states, batch)` where the last link runs.
-
-        Call it without gradients.
-        """
-
-    def evaluate(self, work: Sequence[MicroBatch], also: Finish | None = None) -> Losses:
-        """Computes the losses without gradients, and calls `also` as `forward` calls `finish`."""
-        totals = _zeros(Model.counts(work[0].batch))
-
-        def finish(hidden: Tensor, batch: Batch) -> None:
-            _add(totals, self.model.losses_of(hidden, batch))
-            if also is not None:
-                also(hidden, batch)
-
-        self.forward(work, finish)
-        return totals
-
-    def loads_again(self) -> None:  # noqa: B027 - only a pipeline has messages between its passes
-        """Notes that hooks of modules are going to launch kernels of their own.
-
-        All ranks call it together; see `gridformer.parallel.pipeline.Executor.loads`.
-        """
-
-
-class WholeModel(Passes):
-    """Runs one micro-batch after the other through the whole model.
-
-    Args:
-        model: This rank's model.
-        sums: Sums gradients over replicas, beginning in the last micro-batch's backward pass.
-
-    Attributes:
-        follows: The micro-batches of a step that run; None for all. A record of a step has few.
-    """
-
-    def __init__(self, model: Model, sums: GradientSums) -> None:
-        self.model, self.sums = model, sums
-        self.on_action = self.stops_before = None
-        self.follows: Sequence[int] | None = None
-
-    def train(
-        self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor], scale: float = 1.0
-    ) -> Losses:
-        totals = _zeros(counts)
-        for number in self.follows or range(len(work)):
-            micro = work[number]
-            if number and self.stops_before and self.stops_before(number):
-                raise StepDropped
-            self.model.dropout_rng.at(micro.rows)
-            with self._timed("forward", number):
-                losses = self.model.losses(micro.batch)
-            last = number == len(work) - 1
-            summing = self.sums.last_backward() if last else nullcontext()
-            with self._timed("backward", number), summing:
-                weighted(losses, counts, scale).backward()
-            _add(totals, losses)
-        return totals
-
-    def forward(self, work: Sequence[MicroBatch], finish: Finish) -> None:
-        for number in self.follows or range(len(work)):
-            batch = work[number].batch
-            with self._timed("forward", number):
-                finish(self.model.hidden(batch), batch)
-
-    def _timed(self, kind: str, micro: int) -> AbstractContextManager[None]:
-        return timed(self.on_action, kind, 0, micro, torch.cuda.is_initialized())
-
-
-class Pipeline(Passes):
-    """Runs micro-batches through the pipeline stages that this process holds.
-
-    The last stage computes the losses; the sums of other ranks stay 0.
-    """
-
-    def __init__(self, model: Model, executor: Executor) -> None:
-        self.model, self.executor = model, executor
-
-    @property
-    def on_action(self) -> OnAction | None:
-        return self.executor.on_action
-
-    @on_action.setter
-    def on_action(self, told: OnAction | None) -> None:
-        self.executor.on_action = told
-
-    @property
-    def stops_before(self) -> StopsBefore | None:
-        return self.executor.stops_before
-
-    @stops_before.setter
-    def stops_before(self, told: StopsBefore | None) -> None:
-        self.executor.stops_before = told
-
-    def train(
-        self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor], scale: float = 1.0
-    ) -> Losses:
         totals = _zeros(counts)
 
         def finish(hidden: Tensor, batch: Batch) -> Tensor:
@@ -230,52 +175,59 @@ class Pipeline(Passes):
             raise StepDropped
         return totals
 
-    def forward(self, work: Sequence[MicroBatch], finish: Finish) -> None:
+    def evaluate(self, work: Sequence[MicroBatch], also: Finish | None = None) -> Losses:
+        """Computes the losses without gradients.
+
+        Args:
+            work: This process's micro-batches.
+            also: Called with the last hidden states of each micro-batch, and the micro-batch, where
+                its last link runs.
+        """
+        totals = _zeros(Model.counts(work[0].batch))
+
+        def finish(hidden: Tensor, batch: Batch) -> None:
+            _add(totals, self.model.losses_of(hidden, batch))
+            if also is not None:
+                also(hidden, batch)
+
         self.executor.evaluate(work, finish)
+        return totals
 
-    def loads_again(self) -> None:
-        self.executor.loads_again()
+    @torch.no_grad()
+    def mean_losses(
+        self,
+        split: RowSplit,
+        device: torch.device,
+        reads: Sequence[ReadRows],
+        also: Finish | None = None,
+    ) -> Evaluation:
+        """Computes mean losses over several global batches, without dropout.
 
+        All ranks call it together and get the same result.
 
-@torch.no_grad()
-def mean_losses(
-    model: Model,
-    passes: Passes,
-    split: RowSplit,
-    device: torch.device,
-    reads: Sequence[ReadRows],
-    also: Finish | None = None,
-) -> Evaluation:
-    """Computes mean losses over several global batches, without dropout.
-
-    All ranks call it together and get the same result.
-
-    Args:
-        model: This rank's part of the model.
-        passes: Runs micro-batches through it.
-        split: Which rows of a batch are this rank's.
-        device: Where it computes.
-        reads: For each global batch, a function that reads rows of it, called once each.
-        also: Called with the last hidden states of each micro-batch, and the micro-batch, where its
-            last link runs.
-    """
-    axes = split.axes
-    model.eval()
-    totals: dict[str, Tensor] = {}
-    with gathered_weights_scope(model):
-        for read in reads:
-            batch = on_device(read(split.all_rows), device)
-            counts = Model.counts(batch)
-            for name, loss in passes.evaluate(split.micro_batches(batch), also).items():
-                # All ranks of a pipeline read the same rows. Only the last stage has losses.
-                count = counts[name] * int(axes.pp.index == 0)
-                both = torch.stack((loss, count.to(loss.dtype)))
-                totals[name] = totals[name] + both if name in totals else both
-    # One of the ranks that hold the same rows counts them.
-    sums = torch.stack([*totals.values()]) * int(axes.same_batch.index == 0)
-    means = comm.all_reduce(sums, axes.world, label="metrics").tolist()
-    parts = {name: loss / max(1.0, count) for name, (loss, count) in zip(totals, means)}
-    return Evaluation(sum(parts.values()), parts)
+        Args:
+            split: Which rows of a batch are this rank's.
+            device: Where it computes.
+            reads: For each global batch, a function that reads rows of it, called once each.
+            also: See `evaluate`.
+        """
+        axes = split.axes
+        self.model.eval()
+        totals: dict[str, Tensor] = {}
+        with gathered_weights_scope(self.model):
+            for read in reads:
+                batch = on_device(read(split.all_rows), device)
+                counts = Model.counts(batch)
+                for name, loss in self.evaluate(split.micro_batches(batch), also).items():
+                    # All ranks of a pipeline read the same rows. Only the last stage has losses.
+                    count = counts[name] * int(axes.pp.index == 0)
+                    both = torch.stack((loss, count.to(loss.dtype)))
+                    totals[name] = totals[name] + both if name in totals else both
+        # One of the ranks that hold the same rows counts them.
+        sums = torch.stack([*totals.values()]) * int(axes.same_batch.index == 0)
+        means = comm.all_reduce(sums, axes.world, label="metrics").tolist()
+        parts = {name: loss / max(1.0, count) for name, (loss, count) in zip(totals, means)}
+        return Evaluation(sum(parts.values()), parts)
 
 
 def on_device(rows: Batch, device: torch.device) -> Batch:

@@ -23,11 +23,9 @@ from gridformer.parallel.tensor.summa import GatheredWeightsScope
 from gridformer.train.forward_backward import (
     Finish,
     Passes,
-    Pipeline,
     ReadRows,
     RowSplit,
     WholeModel,
-    mean_losses,
     on_device,
 )
 from gridformer.train.in_flight_steps import Copied, Evaluation, Repeated, StartedStep, StepResult
@@ -61,10 +59,11 @@ class Stepper:
         self.split = RowSplit(train.global_batch, self.micro_batches, axes)
         self.updates = Updates(model, train, axes)
         self.sums = self.updates.sums
-        self.passes: Passes = WholeModel(model, self.sums)
+        self.executor: Executor | WholeModel = WholeModel(model, self.sums)
         if axes.pp.size > 1:
             assert layout is not None, "a pipeline needs its layout"
-            self.passes = Pipeline(model, Executor(model, layout, axes, self.sums))
+            self.executor = Executor(model, layout, axes, self.sums)
+        self.passes = Passes(model, self.executor)
         self.scale = LossScale.of(train.dtype)
         self.check = FiniteCheck(train, self.scale)
         # They stay the same objects, so they are found once: walking through a model's modules
@@ -76,10 +75,6 @@ class Stepper:
         self.device = held or torch.device(axes.device_type)
         self._last: StartedStep | None = None
         self._failed: Tensor | None = None  # 1 if any step so far was not finite, otherwise 0
-
-    def rows(self, micro: int) -> slice:
-        """Returns the rows of a global batch that are this device's micro-batch number `micro`."""
-        return self.split.rows(micro)
 
     @property
     def all_rows(self) -> NDArray[np.int64]:
@@ -144,7 +139,7 @@ class Stepper:
         return overflow
 
     def _timed(self, kind: str) -> AbstractContextManager[None]:
-        return timed(self.passes.on_action, kind, on_gpu=self.device.type == "cuda")
+        return timed(self.executor.on_action, kind, on_gpu=self.device.type == "cuda")
 
     def repeat(self, step: int, read: ReadRows) -> Repeated:
         """Computes the loss and the gradients of a step once more and updates nothing.
@@ -157,8 +152,8 @@ class Stepper:
         counts, tokens_and_flags = self._count(batch, False)
         clear_gradients(self.parameters)
         self.model.dropout_rng.step = step
-        stops_before, self.passes.stops_before = self.passes.stops_before, None
-        self.passes.loads_again()  # the search for the cause launches kernels of its own
+        stops_before, self.executor.stops_before = self.executor.stops_before, None
+        self.executor.loads_again()  # the search for the cause launches kernels of its own
         with self.kept.open(), one_thread():
             if self.updates.in_backward:
                 self.model.eval()
@@ -169,7 +164,7 @@ class Stepper:
                 self.updates.begin(0.0)
                 losses = self.passes.train(work, counts, self.scale.scale)
                 reduce_gradients(self.parameters, self.axes, self.sums, self.updates.done)
-        self.passes.stops_before = stops_before
+        self.executor.stops_before = stops_before
         return Repeated(batch, losses, int(tokens_and_flags[0]))
 
     def forget(self) -> None:
@@ -177,8 +172,8 @@ class Stepper:
         self._last = self._failed = None
 
     def evaluate(self, reads: Sequence[ReadRows], also: Finish | None = None) -> Evaluation:
-        """Computes mean losses over several global batches; see `mean_losses`."""
-        return mean_losses(self.model, self.passes, self.split, self.device, reads, also)
+        """Computes mean losses over several global batches; see `Passes.mean_losses`."""
+        return self.passes.mean_losses(self.split, self.device, reads, also)
 
     def _read(self, read: ReadRows) -> Batch:
         return on_device(read(self.all_rows), self.device)

@@ -128,7 +128,7 @@ class Trainer:
             at_end.push(self._leave)
             self.stopping = self._stop_protocol()
             at_end.callback(self.stopping.close)
-            self.stepper.passes.stops_before = self.stopping.stops_before
+            self.stepper.executor.stops_before = self.stopping.stops_before
             self.ahead = self._loader(self.batches, range(step, train.steps))
             at_end.callback(lambda: self.ahead.close())  # a rollback opens another
             at_end.callback(self.saves.finish)
@@ -332,12 +332,12 @@ class Trainer:
                 told(Event("wait for data", -1, -1, *self.ahead.waited))
                 return batch
 
-            self.stepper.passes.on_action = told
+            self.stepper.executor.on_action = told
             try:
                 started = self.stepper.start(step, read_told, self.stop.requested)
                 started.wait()  # `_results` judges it
             finally:
-                self.stepper.passes.on_action = None
+                self.stepper.executor.on_action = None
         path = self.plan.out / f"trace-step-{step + 1}.json"
         idle = trace.write(path)
         self.journal.traced(path, idle)
