@@ -106,37 +106,32 @@ def test_a_model_of_unknown_vocabulary_cannot_be_built() -> None:
         build_model(parse_run(BASE).model)
 
 
-def test_file_that_is_missing_names_those_that_exist() -> None:
-    with pytest.raises(ConfigError, match=r"no\.yaml: no such run file; .*demo"):
-        load_run("no.yaml")
-    with pytest.raises(ConfigError, match=r"dmeo: no such run file: did you mean 'demo'\?"):
-        load_run("dmeo")
-    with pytest.raises(
-        ConfigError, match=r"t5-larg: no such run file or model: did you mean 't5-l"
-    ):
-        read_run_without_data("t5-larg")
-
-
-def test_file_that_is_missing_may_be_one_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("no.yaml", r"no\.yaml: no such run file; shipped run files are .*demo"),
+        ("nowhere/nothing.json", "no such run file; shipped"),
+        ("dmeo", r"dmeo: no such run file: did you mean 'demo'\?"),
+        ("mien.yaml", r"mien\.yaml: no such run file: did you mean 'mine\.yaml'\?"),
+        ("sub/ohter.yml", r"sub/ohter\.yml: no such run file: did you mean 'sub/other\.yml'\?"),
+        ("model=gpt2-124m", "one comes before what changes it, such as `demo model=gpt2-124m`"),
+    ],
+)
+def test_file_that_is_missing(
+    typed: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The message names a shipped one or one that is beside it."""
     monkeypatch.chdir(tmp_path)
     for name in ("mine.yaml", "notes.txt", "sub/other.yml"):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).touch()
-    for typed, meant in {"mien.yaml": "mine.yaml", "sub/ohter.yml": "sub/other.yml"}.items():
-        with pytest.raises(ConfigError) as error:
-            load_run(typed)
-        assert error.value.problems == [f"{typed}: no such run file: did you mean '{meant}'?"]
-    with pytest.raises(ConfigError, match=r"no such run file; shipped"):
-        load_run("nowhere/nothing.json")
+    with pytest.raises(ConfigError, match=told):
+        load_run(typed)
 
 
-def test_a_run_file_comes_before_what_changes_it() -> None:
-    with pytest.raises(ConfigError) as error:
-        load_run("model=gpt2-124m")
-    text = "model=gpt2-124m: no such run file: one comes before what changes it, such as "
-    assert error.value.problems == [f"{text}`demo model=gpt2-124m`"]
+def test_model_that_is_missing() -> None:
+    with pytest.raises(ConfigError, match="t5-larg: no such run file or model: did you mean 't5-l"):
+        read_run_without_data("t5-larg")
 
 
 def test_a_folder_takes_the_name_of_nothing_that_is_shipped(
@@ -164,11 +159,24 @@ def test_a_model_in_place_of_a_run_file_is_told_a_run_file_of_its_family() -> No
         assert (run.model.name, run.model.family) == (name, shipped_model(name)["family"])
 
 
-@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "just words", "", "\x00"])
-def test_file_that_is_no_run_file(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: [1", "is not valid YAML"),
+        ("- 1\n- 2\n", "must be a mapping"),
+        ("just words", "must be a mapping"),
+        ("", "must be a mapping"),
+        ("\x00", "is not valid YAML"),
+        ("a: 1\nb: 2\na: 3", r"line 3, column 1: the key a occurs twice, first in line 1"),
+        ("a: &x [1]\nb: *x", "line 2, column 4: aliases are not supported"),
+        ("a: " + 60 * "[" + 60 * "]", "nested deeper than 50 levels"),
+        ("a: 2024-13-45", "2024-13-45 is not valid as timestamp"),
+    ],
+)
+def test_file_that_is_no_run_file(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"run\.yaml: (is not valid YAML|must be a mapping)"):
+    with pytest.raises(ConfigError, match=rf"run\.yaml: .*{told}"):
         load_run(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_run(tmp_path)

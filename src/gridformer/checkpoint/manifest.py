@@ -18,7 +18,6 @@ from pydantic import Field, ValidationError
 
 from gridformer.checkpoint.blocks import BlockIndex
 from gridformer.config import Config, ModelConfig, RunConfig
-from gridformer.config.synonyms import with_new_names
 from gridformer.data.run_data import Fingerprint
 from gridformer.utils.errors import CheckpointError, RemovedError, UserError
 from gridformer.utils.files import UnreadableError, parse_json, read_bytes
@@ -120,8 +119,6 @@ def read_manifest(folder: Path) -> Manifest:
         content = parse_json(_with_right_checksum(raw, path))
         if isinstance(content, dict) and "checksum" in content:  # not where it was written
             raise _edited(path, "its checksum is wrong")
-        if isinstance(content, dict) and isinstance(content.get("run"), dict):
-            content["run"] = with_new_names(content["run"])
         manifest = Manifest.model_validate(content)
         RunConfig.model_validate(manifest.run)
     except (UnreadableError, ValueError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.config import RunConfig
-from gridformer.config.mixture import whole_weights
+from gridformer.config.data import whole_weights
 from gridformer.data.run_data import Fingerprint
 from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.utils.errors import CheckpointError

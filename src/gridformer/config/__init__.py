@@ -20,7 +20,7 @@ from gridformer.config.reading import (
     shipped_model,
 )
 from gridformer.config.run import RunConfig
-from gridformer.config.train import DecayShape, LRSchedule, TrainConfig
+from gridformer.config.train import TrainConfig
 
 __all__ = [
     "ENCODER_DECODER",
@@ -29,9 +29,7 @@ __all__ = [
     "TASKS",
     "Config",
     "DataConfig",
-    "DecayShape",
     "Family",
-    "LRSchedule",
     "LayoutConfig",
     "ModelConfig",
     "PipelineOrder",

@@ -71,12 +71,7 @@ class Config(Bounded):
 
 
 def shortened_text(value: object, at_most: int = 80) -> str:
-    """Returns a value as text for a message, without its middle if it is long.
-
-    Args:
-        value: The value to describe.
-        at_most: A text of more characters than this is shortened.
-    """
+    """Returns a value as text, without its middle if it has more than `at_most` characters."""
     try:
         text = str(value)
     except ValueError:  # Python refuses to print integers of thousands of digits

@@ -1,26 +1,20 @@
-"""The `data` section of a run."""
+"""The `data` section of a run: its sources, their weights, validation sets, and the task."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from gridformer.config.base import AnyPath, Config
-from gridformer.config.mixture import (
-    SourceConfig,
-    StageConfig,
-    ValidationConfig,
-    repeated,
-    unknown_source,
-    weight_problems,
-)
+from gridformer.config.base import AnyPath, Config, any_of, shortened_text
 from gridformer.config.model import Family
 from gridformer.utils.files import tokens_exist
-from gridformer.utils.units import MOST_TOKENS
+from gridformer.utils.units import LARGEST_FLOAT, MOST_TOKENS
 
 Task = Literal[
     "auto",
@@ -50,6 +44,66 @@ FINE_TUNING: dict[Task, dict[str, Any]] = {
     "choice": {"n_labels": 1},
     "answer": {"span_head": True},
 }
+
+
+# Samples after which the order of sources repeats. A table has an entry for each, and making it
+# takes a few microseconds per entry.
+LONGEST_CYCLE = 100_000
+_OFFERED = 10_000  # messages suggest weights that are multiples of 1/10000
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+# Metrics have keys val_loss_NAME, and with these names the keys already mean parts of a loss.
+_TAKEN = ("tokens", "pair", "labels", "answer")
+
+
+def _source_name(name: str) -> str:
+    if name and not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{shortened_text(ascii(name))} is not a source name: use at most 64 letters, digits, "
+            "., - and _, with a letter or a digit first"
+        )
+    if name in _TAKEN:
+        raise ValueError(f"{name} is the name of a loss: use another, such as {name}-1")
+    return name
+
+
+SourceName = Annotated[str, AfterValidator(_source_name)]
+Weight = Annotated[float, Field(ge=0, le=LARGEST_FLOAT)]
+
+
+class SourceConfig(Config):
+    """Tokens that a run reads, and their weight in the mixture."""
+
+    name: SourceName = ""
+    """Stages, metrics and messages call the source by this name. By default it is that of the
+    folder or file."""
+    path: AnyPath
+    """This is a token folder that `gridformer prepare` wrote, the PREFIX of Megatron-LM's
+    PREFIX.bin and PREFIX.idx, or datatrove's NAME.ds."""
+    weight: Weight = 1.0
+    """The source's share of a run's samples is its weight divided by the sum of all weights."""
+
+
+class StageConfig(Config):
+    """The weights of sources from some step on."""
+
+    from_step: int = Field(ge=2)
+    """This step is the first one with these weights."""
+    weights: dict[str, Weight]
+    """These are weights by the names of sources. A source that is not named is not read in this
+    stage."""
+
+
+class ValidationConfig(Config):
+    """A validation or test set: a split of a token folder, with a loss of its own."""
+
+    name: SourceName = ""
+    """The loss of the set is val_loss_NAME in metrics.jsonl, and that of a test set test_loss_NAME.
+    By default it is the name of the folder or file."""
+    path: AnyPath | None = None
+    """This is a token folder, or files of Megatron-LM or datatrove. By default it is the path of
+    the source of this name."""
+    split: Literal["train", "val"] = "val"
+    """The set consists of this split of the path."""
 
 
 class DataConfig(Config):
@@ -142,11 +196,11 @@ class DataConfig(Config):
         for number, name in enumerate(names):
             if not name:
                 yield f"data.sources.{number}.name is missing: give the source a name"
-        for name in repeated(filter(None, names)):
+        for name in _repeated(filter(None, names)):
             yield f"data.sources has two sources called {name}: give each a name of its own"
         if self.sources:
             weights = [source.weight for source in self.sources]
-            yield from weight_problems("the weights of data.sources", names, weights)
+            yield from _weight_problems("the weights of data.sources", names, weights)
             yield from self._stage_problems(names)
         elif self.stages:
             yield "data.stages needs data.sources, whose weights it changes"
@@ -165,22 +219,22 @@ class DataConfig(Config):
             step = max(step, stage.from_step)
             unknown = [name for name in stage.weights if name not in names]
             for name in unknown:
-                yield unknown_source(f"{key}.weights", name, names)
+                yield _unknown_source(f"{key}.weights", name, names)
             if not unknown:
                 weights = [stage.weights.get(name, 0.0) for name in names]
-                yield from weight_problems(f"the weights of {key}", names, weights)
+                yield from _weight_problems(f"the weights of {key}", names, weights)
 
     def _set_problems(
         self, section: str, sets: Sequence[ValidationConfig], sources: list[str]
     ) -> Iterator[str]:
-        for name in repeated(one.name for one in sets if one.name):
+        for name in _repeated(one.name for one in sets if one.name):
             yield f"{section} has two sets called {name}: give each a name of its own"
         for number, one in enumerate(sets):
             key = f"{section}.{number}"
             if one.path is None and not sources:
                 yield f"{key}.path is missing: set it to a token folder"
             elif one.path is None and one.name not in sources:
-                yield unknown_source(key, one.name, sources)
+                yield _unknown_source(key, one.name, sources)
             elif not one.name:
                 yield f"{key}.name is missing: give the set a name"
 
@@ -225,11 +279,6 @@ class DataConfig(Config):
                 return f"{section}.{name}={path}" if name else f"data.path={path}"
         return ""
 
-    @property
-    def exists(self) -> bool:
-        """Whether all token folders are there."""
-        return not self.missing
-
 
 def _with_name(entry: Any) -> Any:
     """Returns a source or a validation set with the name of its folder if it has none."""
@@ -237,3 +286,56 @@ def _with_name(entry: Any) -> Any:
         return entry
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(str(entry["path"])).name).lstrip("._-")
     return {**entry, "name": name[:64]}
+
+
+def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """Returns the smallest whole numbers in the exact ratio of weights as they are written.
+
+    Args:
+        weights: Numbers >= 0, of which at least one is positive. 0.1 means 1/10, and not the
+            nearest float.
+    """
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    scale = math.lcm(*(one.denominator for one in exact))
+    whole = [int(one * scale) for one in exact]
+    common = math.gcd(*whole)
+    return tuple(one // common for one in whole)
+
+
+def _weight_problems(where: str, names: Sequence[str], weights: Sequence[float]) -> list[str]:
+    """Returns what is wrong with the weights of a stage, with weights that work."""
+    if not any(weights):
+        return [f"{where} are all 0: give at least one source a positive weight"]
+    cycle = sum(whole_weights(weights))
+    if cycle <= LONGEST_CYCLE:
+        return []
+    offered = _rounded(weights)
+    listed = ", ".join(f"{name}: {value:g}" for name, value in zip(names, offered))
+    return [
+        f"{where} have too many digits: the order of sources repeats only after "
+        f"{shortened_text(cycle)} samples, and at most {LONGEST_CYCLE} are kept in memory: use "
+        f"{{{listed}}}"
+    ]
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    """Returns the names that occur more than once."""
+    seen: dict[str, int] = {}
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+    return [name for name, times in seen.items() if times > 1]
+
+
+def _unknown_source(key: str, name: str, known: Sequence[str]) -> str:
+    there = any_of(known)
+    return f"{key} names {shortened_text(name)}, but data.sources has {there}: use one of these"
+
+
+def _rounded(weights: Sequence[float]) -> list[float]:
+    """Returns weights with sum 1 and at most four decimal places, positive ones staying so."""
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    total = sum(exact)
+    parts = [max(1, round(one / total * _OFFERED)) if one else 0 for one in exact]
+    largest = max(range(len(parts)), key=parts.__getitem__)
+    parts[largest] += _OFFERED - sum(parts)
+    return [part / _OFFERED for part in parts]

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from gridformer.config.base import shortened_text
 from gridformer.config.run import RunConfig
-from gridformer.config.synonyms import NOTES, RENAMED, key_meant, value_meant
+from gridformer.config.synonyms import KEYS, NOTES, VALUES, plain
 from gridformer.config.yaml_text import parse_yaml
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.files import UnreadableError, exists, meant_beside, read_text
@@ -259,21 +259,20 @@ _SHAPES = {
     "tuple_type": "a list",
     "path_type": "a path",
 }
-# A setting for each key that is a section, a list or a mapping, and the word in it that takes the
-# place of WORD if what was given does not fit there.
+# A setting for each key that is a section, a list or a mapping.
 EXAMPLES = {
-    "model": ("model.name=WORD", "gpt2-124m"),
-    "model.rope_scaling": ("model.rope_scaling={kind: WORD, factor: 2}", "linear"),
-    "data": ("data.path=WORD", "data/mine"),
-    "data.sources": ("data.sources=[{path: WORD}]", "data/mine"),
-    "data.stages": ("data.stages=[{from_step: 100, weights: {WORD: 1}}]", "mine"),
-    "data.stages.weights": ("data.stages=[{from_step: 100, weights: {WORD: 1}}]", "mine"),
-    "data.validation": ("data.validation=[{path: WORD}]", "data/mine"),
-    "data.test": ("data.test=[{path: WORD}]", "data/mine"),
-    "layout": ("layout.scheme=WORD", "optimus"),
-    "train": ("train.steps=WORD", "1000"),
-    "train.loggers": ("train.loggers=[WORD]", "wandb"),
-    "train.stop_signals": ("train.stop_signals=[WORD]", "SIGTERM"),
+    "model": "model.name=gpt2-124m",
+    "model.rope_scaling": "model.rope_scaling={kind: linear, factor: 2}",
+    "data": "data.path=data/mine",
+    "data.sources": "data.sources=[{path: data/mine}]",
+    "data.stages": "data.stages=[{from_step: 100, weights: {mine: 1}}]",
+    "data.stages.weights": "data.stages=[{from_step: 100, weights: {mine: 1}}]",
+    "data.validation": "data.validation=[{path: data/mine}]",
+    "data.test": "data.test=[{path: data/mine}]",
+    "layout": "layout.scheme=optimus",
+    "train": "train.steps=1000",
+    "train.loggers": "train.loggers=[wandb]",
+    "train.stop_signals": "train.stop_signals=[SIGTERM]",
 }
 
 
@@ -282,8 +281,6 @@ def _describe(error: ErrorDetails) -> str:
     keys = [str(part) for part in error["loc"]]
     where = ".".join(keys) or "run"
     if error["type"] == "extra_forbidden":
-        if where in RENAMED:
-            return f"{where} was renamed: use {RENAMED[where]}={shortened_text(error['input'])}"
         return f"unknown key {where}{_key_instead(keys)}"
     if error["type"] == "missing":
         return f"{where} is missing"
@@ -296,7 +293,9 @@ def _describe(error: ErrorDetails) -> str:
     if isinstance(got, str) and error["type"] == "literal_error":
         message += _value_instead(got, message)
     elif error["type"] in _SHAPES:
-        message = f"must be {_SHAPES[error['type']]}{_example(keys, got)}"
+        message = f"must be {_SHAPES[error['type']]}"
+        if example := EXAMPLES.get(".".join(key for key in keys if not key.isdecimal())):
+            message += f", such as {shlex.quote(example)}"
     if isinstance(got, str | int | float | bool):
         return f"{where}={shortened_text(got)}: {message}"
     return f"{where}: {message}"
@@ -310,11 +309,11 @@ def _key_instead(keys: list[str]) -> str:
     *path, word = keys
     section = _section(path)
     known = list(section.model_fields) if section else []
-    meant = key_meant(word)
-    if not meant:
-        meant = next((new for old, new in RENAMED.items() if old.endswith(f".{word}")), "")
+    meant = KEYS.get(plain(word), "")
     if not meant and not difflib.get_close_matches(word, known, n=1, cutoff=_VERY_CLOSE):
-        meant = next((f"{s}.{word}" for s in _SECTIONS if word in _keys_of(s)), "")
+        sections = {name: _section([name]) for name in _SECTIONS}
+        having = (name for name, kind in sections.items() if kind and word in kind.model_fields)
+        meant = next((f"{name}.{word}" for name in having), "")
     if not meant:
         return closest(word, known)
     here = ".".join([*path, ""])
@@ -322,45 +321,16 @@ def _key_instead(keys: list[str]) -> str:
     return f": did you mean '{shown}'{NOTES.get(meant, '')}?"
 
 
-def _keys_of(section: str) -> Iterable[str]:
-    kind = _section([section])
-    return kind.model_fields if kind else ()
-
-
 def _value_instead(got: str, message: str) -> str:
     """Returns what to write instead of a value, given a message that lists what is known."""
     known = message.removeprefix("input should be ").replace(" or ", ", ").split(", ")
     known = [word.strip("'") for word in known]
-    meant = value_meant(got, known)
-    if not meant and "=" in key_meant(got):  # a value of another key
-        meant = key_meant(got)
+    meant = VALUES.get(plain(got), "")
+    setting = KEYS.get(plain(got), "")
+    if meant not in known:
+        meant = setting if "=" in setting else ""  # a value of another key
     meant = meant or next(iter(difflib.get_close_matches(got, known, n=1, cutoff=0.5)), "")
     return f": did you mean '{meant}'?" if meant else ""
-
-
-def _example(keys: list[str], got: object) -> str:
-    """Returns the end of a message with a setting that works, made of what was given if it can."""
-    where = ".".join(key for key in keys if not key.isdecimal())
-    setting, word = EXAMPLES.get(where, ("", ""))
-    if not setting:
-        return ""
-    own = setting.replace("WORD", got) if isinstance(got, str) and got.strip() else ""
-    if not own or not _is_accepted(own):
-        own = setting.replace("WORD", word)
-    return f", such as {shlex.quote(own)}"
-
-
-def _is_accepted(setting: str) -> bool:
-    key, _, text = setting.partition("=")
-    *path, last = key.split(".")
-    section = _section(path)
-    assert section is not None, "EXAMPLES are settings of keys that exist"
-    kind: Any = section.model_fields[last].annotation
-    try:
-        TypeAdapter(kind).validate_python(parse_yaml(text))
-    except ValueError:  # from pydantic, or because it is not YAML
-        return False
-    return True
 
 
 def _section(keys: list[str]) -> type[BaseModel] | None:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
-
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
+from typing import Any
 
 from gridformer.config.run import RunConfig
 from gridformer.utils.units import format_value
 
-# The words for types, of which the first that fits is taken.
+# What a value is, by the name of its type, or format, in a JSON schema.
 _WORDS = {
-    bool: "`true`, `false`",
-    int: "whole number",
-    float: "number",
-    Path: "path",
-    BaseModel: "section",
-    tuple | list: "list",
-    dict: "mapping",
+    "boolean": "`true`, `false`",
+    "integer": "whole number",
+    "number": "number",
+    "path": "path",
+    "string": "text",
+    "array": "list",
+    "object": "mapping",
 }
 _SECTIONS = ("model", "data", "layout", "train")
 _BEGIN = """# All keys of a run file
@@ -36,64 +31,58 @@ overrides the file. Where a model is shipped (`model: gpt2-124m`, or with change
 
 def reference() -> str:
     """Returns the page, in Markdown."""
-    lines = [_BEGIN, *_table({"name": RunConfig.model_fields["name"]}, "")]
-    for section in _SECTIONS:
-        kind = RunConfig.model_fields[section].annotation
-        assert isinstance(kind, type)
-        assert issubclass(kind, BaseModel)
-        lines += [f"\n## {section}\n", *_table(kind.model_fields, f"{section}.")]
-        seen = set()
-        for key, field in kind.model_fields.items():
-            for one in _kinds(field.annotation):
-                if isinstance(one, type) and issubclass(one, BaseModel) and one not in seen:
-                    seen.add(one)
-                    lines += [f"\n### {section}.{key}\n", *_table(one.model_fields, "")]
+    run = RunConfig.model_json_schema()
+    sections = run["$defs"]
+    lines = [_BEGIN, *_table({"properties": {"name": run["properties"]["name"]}}, "")]
+    for name in _SECTIONS:
+        section = sections[_section_of(run["properties"][name])]
+        lines += [f"\n## {name}\n", *_table(section, f"{name}.")]
+        parts: dict[str, str] = {}
+        for key, field in section["properties"].items():
+            for kind in _types(field):
+                parts.setdefault(_section_of(kind), key)
+        for part, key in parts.items():
+            if part:
+                lines += [f"\n### {name}.{key}\n", *_table(sections[part], "")]
     return "\n".join(lines) + "\n"
 
 
-def _table(fields: dict[str, FieldInfo], before: str) -> list[str]:
+def _table(section: dict[str, Any], before: str) -> list[str]:
     lines = ["| key | values | default | |", "|---|---|---|---|"]
-    for key, field in fields.items():
-        text = " ".join((field.description or "").split()).replace("|", "\\|")
-        lines.append(f"| `{before}{key}` | {_values(field)} | {_default(field)} | {text} |")
+    for key, field in section["properties"].items():
+        text = " ".join(field.get("description", "").split()).replace("|", "\\|")
+        values = ", ".join(dict.fromkeys(map(_word, _types(field))))
+        required = key in section.get("required", ())
+        default = "required" if required else _default(field.get("default"))
+        lines.append(f"| `{before}{key}` | {values} | {default} | {text} |")
     return lines
 
 
-def _values(field: FieldInfo) -> str:
-    return ", ".join(dict.fromkeys(_word(kind) for kind in _kinds(field.annotation)))
+def _types(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the schemas of the types that a value may have, without null."""
+    for kind in field.get("anyOf", [field]):
+        if kind.get("type") != "null":
+            yield kind
 
 
-def _word(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return ", ".join(f"`{format_value(value)}`" for value in get_args(kind))
-    kind = get_origin(kind) or kind
-    return next((word for base, word in _WORDS.items() if issubclass(kind, base)), "text")
+def _section_of(kind: dict[str, Any]) -> str:
+    """Returns the name of the section that a value, or each of a list, is; empty if it is none."""
+    reference: str = kind.get("items", kind).get("$ref", "")
+    return reference.rpartition("/")[2]
 
 
-def _kinds(kind: Any) -> Iterator[Any]:
-    """Yields the types that a value may have, sections in lists among them, without None."""
-    origin = get_origin(kind)
-    if origin is Annotated:
-        yield from _kinds(get_args(kind)[0])
-    elif origin in (Union, types.UnionType):
-        for one in get_args(kind):
-            yield from _kinds(one)
-    elif origin in (tuple, list, dict):
-        yield kind
-        for one in get_args(kind):
-            if isinstance(one, type) and issubclass(one, BaseModel):
-                yield one
-    elif kind is not type(None):
-        yield kind
+def _word(kind: dict[str, Any]) -> str:
+    if "enum" in kind:
+        return ", ".join(f"`{format_value(value)}`" for value in kind["enum"])
+    if _section_of(kind):
+        return "section" if "$ref" in kind else "list of sections"
+    return _WORDS[kind.get("format", kind["type"])]
 
 
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True)
-    if value in (None, "", ()) or isinstance(value, BaseModel):
+def _default(value: Any) -> str:
+    if value in (None, "", []) or isinstance(value, dict):
         return ""
-    if isinstance(value, tuple | list):
+    if isinstance(value, list):
         return f"`[{', '.join(map(format_value, value))}]`"
     return f"`{format_value(value)}`"
 

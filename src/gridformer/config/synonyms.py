@@ -1,15 +1,8 @@
-"""Other names of the keys and values of a run file: old ones, and those of other libraries."""
+"""The names that other libraries, and older versions, have for keys and values of a run file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
-
-# Old dotted keys, and their new ones.
-RENAMED: Final = {
-    "train.loss_tokens": "train.loss_chunk_tokens",
-    "train.micro_batches": "layout.micro_batches",
-}
+from typing import Final
 
 # Each key, or setting, of a run file with the words that users of PyTorch, Hugging Face, DeepSpeed,
 # Lightning, Megatron-LM and nanoGPT write for it.
@@ -46,6 +39,7 @@ _WORDS: Final = {
     "layout.micro_batches": "accumulate_grad_batches accumulation_steps chunks grad_accum "
     "grad_accum_steps gradient_accumulation gradient_accumulation_steps microbatches n_micro_batch "
     "num_microbatches",
+    "train.loss_chunk_tokens": "loss_tokens",
     "layout.stages_per_rank": "num_layers_per_virtual_pipeline_stage virtual_pipeline_size",
     "train.steps": "iterations iters max_iters max_steps num_steps num_train_steps total_steps "
     "train_iters train_steps",
@@ -129,37 +123,6 @@ VALUES: Final = {
 }
 
 
-def key_meant(word: str) -> str:
-    """Returns the dotted key, or setting, that a word of another library stands for, or ""."""
-    return KEYS.get(_plain(word), "")
-
-
-def value_meant(word: str, known: Iterable[str]) -> str:
-    """Returns which of the `known` values a word of another library stands for, or ""."""
-    meant = VALUES.get(_plain(word), "")
-    return meant if meant in known else ""
-
-
-def _plain(word: str) -> str:
+def plain(word: str) -> str:
+    """Returns a word as the tables write it."""
     return word.strip().lower().replace("-", "_")
-
-
-def with_new_names(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a run that an older version saved, with old keys renamed to new ones.
-
-    Only saved runs are read through this function. In a run file that a user writes, an old key is
-    an error whose message names the new key.
-
-    Args:
-        run: Mapping from section to mapping of keys; it is not modified.
-    """
-    sections = {
-        name: dict(section) if isinstance(section, Mapping) else section
-        for name, section in run.items()
-    }
-    for old, new in RENAMED.items():
-        (section, old_key), (new_section, new_key) = old.split("."), new.split(".")
-        values = sections.get(section)
-        if isinstance(values, dict) and old_key in values:
-            sections.setdefault(new_section, {}).setdefault(new_key, values.pop(old_key))
-    return sections

@@ -13,9 +13,7 @@ from gridformer.config.base import AnyPath, Config, any_of
 from gridformer.utils.units import MOST_TOKENS
 
 Logger = Literal["tensorboard", "wandb", "mlflow"]
-LRSchedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
 DType = Literal["float32", "float64", "bfloat16", "float16"]
-DecayShape = Literal["linear", "cosine", "1-sqrt"]
 # Signals that clusters send before they end a job. SIGINT is Ctrl-C, the user.
 STOP_SIGNALS = tuple(
     name
@@ -24,8 +22,10 @@ STOP_SIGNALS = tuple(
 )
 
 
-class FaultsConfig(Config):
-    """When a run saves checkpoints, and what it does when something fails."""
+class TrainConfig(Config):
+    """Optimizer, schedule and precision of training, when it evaluates and saves, and faults."""
+
+    # Checkpoints, and what the run does when something fails.
 
     save_every: int = Field(default=500, ge=0)
     """A checkpoint is saved each time after this number of steps; 0 saves only at the end."""
@@ -105,18 +105,7 @@ class FaultsConfig(Config):
                 raise ValueError(f"'{name}' cannot be caught here: name {any_of(STOP_SIGNALS)}")
         return tuple(dict.fromkeys(names))
 
-    def _problems(self) -> Iterator[str]:
-        if self.on_divergence == "rollback" and self.rollback_checkpoints > self.keep_checkpoints:
-            yield (
-                f"rollback_checkpoints={self.rollback_checkpoints}, but keep_checkpoints="
-                f"{self.keep_checkpoints} keeps fewer; use rollback_checkpoints="
-                f"{self.keep_checkpoints}, or keep_checkpoints={self.rollback_checkpoints}"
-            )
-
-
-class TrainConfig(FaultsConfig):
-    """Optimizer, schedule and precision of training, when it evaluates and saves, and faults."""
-
+    # Steps, optimizer, precision, and evaluation.
     steps: int = Field(default=1000, ge=1)
     """Training takes this number of optimizer steps, unless epochs is set."""
     epochs: float = Field(default=0.0, ge=0.0, le=1e6)
@@ -179,7 +168,7 @@ class TrainConfig(FaultsConfig):
     uncompiled, between compiled regions."""
     lr: float = Field(default=3e-4, gt=0.0)
     """The learning rate rises to this value during the warm-up and then follows lr_schedule."""
-    lr_schedule: LRSchedule = "cosine"
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
     """After the warm-up the learning rate falls until the last step along a cosine (cosine) or a
     line (linear), stays (constant), stays and then falls over the last steps (wsd: warm-up, stable,
     decay), or falls as 1 / sqrt(step) (inverse_sqrt)."""
@@ -188,7 +177,7 @@ class TrainConfig(FaultsConfig):
     step."""
     decay_fraction: float = Field(default=0.1, gt=0.0, le=1.0)
     """With wsd, the learning rate falls during this fraction of all steps, at the end."""
-    decay_shape: DecayShape = "linear"
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
     """With wsd, the learning rate falls along a line (linear), a cosine (cosine), or 1 minus the
     square root of the part of the decay that is done (1-sqrt)."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -259,7 +248,12 @@ class TrainConfig(FaultsConfig):
         return self.async_save and 0 < self.save_every < self.steps
 
     def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
+        if self.on_divergence == "rollback" and self.rollback_checkpoints > self.keep_checkpoints:
+            yield (
+                f"rollback_checkpoints={self.rollback_checkpoints}, but keep_checkpoints="
+                f"{self.keep_checkpoints} keeps fewer; use rollback_checkpoints="
+                f"{self.keep_checkpoints}, or keep_checkpoints={self.rollback_checkpoints}"
+            )
         if self.update == "in_backward":
             yield from self._update_problems()
         if self.lr_schedule == "inverse_sqrt" and not (self.warmup_steps or self.warmup_fraction):

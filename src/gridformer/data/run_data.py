@@ -16,7 +16,7 @@ from typing import Self, cast
 from pydantic import Field
 
 from gridformer.config import Config, DataConfig
-from gridformer.config.mixture import ValidationConfig
+from gridformer.config.data import ValidationConfig
 from gridformer.data.foreign import open_tokens
 from gridformer.data.tokenfolder import SPLITS, TOKENIZER, SplitName, TokenFolder
 from gridformer.data.tokensplit import TokenSplit

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gridformer.config import FINE_TUNING, RunConfig, closest
-from gridformer.config.mixture import ValidationConfig
+from gridformer.config.data import ValidationConfig
 from gridformer.data import Batches, RunData, TokenFolder, Tokenizer, resolve
 from gridformer.data.resolve import check_set, same_tokenizer
 from gridformer.data.samples.batches import SequentialBatches, alike, open_samples

@@ -227,7 +227,7 @@ def read_run_without_data(
         return _of_usual_length(run, note)
     path = find_run_file(path, or_model=True)
     run = load_run(path, overrides)
-    if run.data.exists:
+    if not run.data.missing:
         return read_run(path, overrides)
     if not run.model.vocab_size:
         missing = run.data.missing

@@ -200,7 +200,7 @@ def _tokenizer(path: Path, last: Manifest | None) -> str:
 
 def _data(run: RunConfig | None, last: Manifest | None) -> str:
     """Compares the data with the fingerprint in the last checkpoint, if both are there."""
-    if run is None or last is None or last.data is None or not run.data.exists:
+    if run is None or last is None or last.data is None or run.data.missing:
         return ""
     names = " and ".join(source.name for source in run.data.sources)
     subject = f"the data of {names}" if names else str(run.data.path)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gridformer.config.mixture import LONGEST_CYCLE, whole_weights
+from gridformer.config.data import LONGEST_CYCLE, whole_weights
 from gridformer.data.samples.batches import ShuffledBatches
 from gridformer.data.samples.order import Order, Stage, cycle_of, permute
 from gridformer.data.samples.sample import Arrays, Samples

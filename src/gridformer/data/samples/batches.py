@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gridformer.config import FINE_TUNING, RunConfig
-from gridformer.config.mixture import whole_weights
+from gridformer.config.data import whole_weights
 from gridformer.data.run_data import RunData
 from gridformer.data.samples.examples import (
     VALUE,

@@ -1,18 +1,24 @@
-"""The words of other libraries that errors know: each stands for a key or a value that exists."""
+"""The descriptions of config keys, their page, and the words of other libraries for them."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-from gridformer.config import RunConfig, parse_run
+from gridformer.config import SCHEMES, LayoutConfig, RunConfig, parse_run
 from gridformer.config.reading import EXAMPLES
+from gridformer.config.reference import reference
 from gridformer.config.synonyms import KEYS, NOTES, VALUES
 from gridformer.utils.errors import ConfigError
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "config.md"
 
 
 def kinds_of(annotation: Any) -> Iterator[Any]:
@@ -23,17 +29,46 @@ def kinds_of(annotation: Any) -> Iterator[Any]:
             yield from kinds_of(part)
 
 
-def keys_of(section: type[BaseModel], before: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """Yield each dotted key of a section and of those in it, and the types that it is made of."""
+def keys_of(
+    section: type[BaseModel], before: str = ""
+) -> Iterator[tuple[str, FieldInfo, list[Any]]]:
+    """Yield each dotted key of a section and of those in it, its field, and all its types."""
     for name, field in section.model_fields.items():
         kinds = [*kinds_of(field.annotation)]
-        yield f"{before}{name}", kinds
+        yield f"{before}{name}", field, kinds
         for kind in kinds:
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 yield from keys_of(kind, f"{before}{name}.")
 
 
-ALL = dict(keys_of(RunConfig))
+FIELDS = {key: field for key, field, _ in keys_of(RunConfig)}
+ALL = {key: kinds for key, _, kinds in keys_of(RunConfig)}
+
+
+def test_every_key_is_described_in_whole_sentences() -> None:
+    assert len(FIELDS) > 120
+    for key in FIELDS.keys() - {"model", "layout", "data", "train"}:
+        text = FIELDS[key].description or ""
+        assert text.endswith("."), key
+        for sentence in re.split(r"(?<=\.)\s+", re.sub(r"\s*\([^)]*\)", "", text)):
+            assert len(sentence.split()) > 2, f"{key}: {sentence}"
+
+
+def test_the_description_of_schemes_names_them_all() -> None:
+    text = LayoutConfig.model_fields["scheme"].description or ""
+    assert [name for name in SCHEMES if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_the_page_is_what_is_described() -> None:
+    """Made again by: python -m gridformer.config.reference > docs/reference/config.md."""
+    page = reference()
+    assert PAGE.read_text(encoding="utf-8") == page
+    for key in FIELDS:
+        assert key.count(".") != 1 or f"| `{key}` | " in page
+    assert "| `model.hidden_size` | whole number | required |" in page
+    assert "| `train.dtype` | `float32`, " in page
+    assert "| `train.lr` | number | `" in page
+    assert "| | | |" not in page, "a key has a type that the page cannot name"
 
 
 def test_every_word_stands_for_a_key_that_exists() -> None:
@@ -72,11 +107,10 @@ def test_every_section_list_and_mapping_has_an_example() -> None:
 
 @pytest.mark.parametrize("key", EXAMPLES)
 def test_examples_work(key: str) -> None:
-    setting, word = EXAMPLES[key]
     beside = ["data.sources=[{path: a, name: mine}]"] if "stages" in key else []
     model = {"n_layers": 2, "hidden_size": 16, "n_heads": 2, "family": "llama"}
     raw = {"model": model, "data": {} if "sources" in key or beside else {"path": "x"}}
-    parse_run(raw, [*beside, setting.replace("WORD", word)])
+    parse_run(raw, [*beside, EXAMPLES[key]])
     if key.rpartition(".")[2] in RunConfig.model_fields:
         with pytest.raises(ConfigError, match="such as"):
             parse_run(raw, [f"{key}=5"])
