@@ -157,7 +157,8 @@ def test_the_file_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return found
 
     assert state().wait is None
-    mine.at_step(12)
+    monkeypatch.setattr(progress, "active", mine)
+    progress.at_step(12)
     for size in range(20):
         mine.posted("all_reduce", axis, "leave", size, -1, None).end()
     later = mine.posted("all_gather", axis, "enter", 99, -1, None)

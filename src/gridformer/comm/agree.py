@@ -21,13 +21,9 @@ def first_text(mine: str, axis: Axis, key: int = 0) -> str:
     It is the text with the smallest key, and among equal keys that of the lowest rank.
 
     Args:
-        mine: This rank's text, of which the first 1024 bytes are sent. An empty text means that
-            this rank has none.
+        mine: This rank's text, of which the first 1024 bytes are sent; empty if it has none.
         axis: The axis of all ranks of the run.
-        key: A number below 2^62; the text with the smallest key is chosen.
-
-    Returns:
-        The text, which is empty if no rank has one.
+        key: A number below 2^62.
     """
     world = replace(axis, group=objects_group())
     best = int(all_reduce(torch.tensor(key if mine else NOTHING), world, "min", LABEL))

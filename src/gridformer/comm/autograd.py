@@ -37,37 +37,28 @@ def one_thread() -> AbstractContextManager[object]:
 def allreduce_identity(x: Tensor, axis: Axis, label: str = "leave") -> Tensor:
     """Forward all-reduce of partial sums, backward identity: g of Megatron-LM.
 
-    Args:
-        x: Partial sum of any shape.
-
-    Returns:
-        The sum over the axis, a new tensor of the same shape, replicated over the axis.
+    The sum is a new tensor, replicated over the axis.
     """
-
-    def forward(x: Tensor) -> Tensor:
-        return comm.all_reduce(x.clone(), axis, label=label)
-
-    return _apply(x, axis, forward, lambda grad: grad)
+    return _apply(
+        x,
+        axis,
+        lambda x: comm.all_reduce(x.clone(), axis, label=label),
+        lambda grad: grad,
+    )
 
 
 def alltoall(x: Tensor, axis: Axis, split_dim: int, join_dim: int, label: str) -> Tensor:
     """Forward all-to-all, backward all-to-all with the two dimensions swapped.
 
-    Part i of x along `split_dim` goes to rank i, and the parts received from all ranks are
-    concatenated along `join_dim`.
-
-    Args:
-        x: Tensor whose size along `split_dim` is a multiple of the axis size.
-
-    Returns:
-        A tensor that is smaller than x by the axis size along `split_dim` and larger by it along
-        `join_dim`.
+    Part i of x along `split_dim`, a multiple of the axis size, goes to rank i, and the parts
+    received from all ranks are concatenated along `join_dim`.
     """
-
-    def backward(grad: Tensor) -> Tensor:
-        return _swap(grad, axis, join_dim, split_dim, label)
-
-    return _apply(x, axis, lambda x: _swap(x, axis, split_dim, join_dim, label), backward)
+    return _apply(
+        x,
+        axis,
+        lambda x: _swap(x, axis, split_dim, join_dim, label),
+        lambda grad: _swap(grad, axis, join_dim, split_dim, label),
+    )
 
 
 def scatter_gather(
@@ -83,29 +74,26 @@ def scatter_gather(
     Returns:
         This rank's part [.., k, ..] of the tensor.
     """
-
-    def backward(grad: Tensor) -> Tensor:
-        return _gather(grad, axis, dim, label)
-
-    return _apply(x, axis, lambda x: _scatter(x, axis, dim, device, label), backward)
+    return _apply(
+        x,
+        axis,
+        lambda x: _scatter(x, axis, dim, device, label),
+        lambda grad: _gather(grad, axis, dim, label),
+    )
 
 
 def gather_scatter(x: Tensor, axis: Axis, dim: int, label: str = "leave") -> Tensor:
-    """Forward gather along `dim` to index 0, backward scatter from it.
+    """Forward gather of parts [.., k, ..] along `dim` to index 0, backward scatter from it.
 
-    Args:
-        x: This rank's part [.., k, ..].
-
-    Returns:
-        The whole tensor [.., size*k, ..] on the rank with index 0. On other ranks it is on the meta
-        device.
+    On ranks other than index 0 the whole tensor [.., size*k, ..] is on the meta device.
     """
     device = x.device
-
-    def backward(grad: Tensor) -> Tensor:
-        return _scatter(grad, axis, dim, device, label)
-
-    return _apply(x, axis, lambda x: _gather(x, axis, dim, label), backward)
+    return _apply(
+        x,
+        axis,
+        lambda x: _gather(x, axis, dim, label),
+        lambda grad: _scatter(grad, axis, dim, device, label),
+    )
 
 
 class _Pair(torch.autograd.Function):
@@ -142,9 +130,8 @@ def _apply(
 
 def _swap(x: Tensor, axis: Axis, split_dim: int, join_dim: int, label: str) -> Tensor:
     parts = x.chunk(axis.size, split_dim)
-    return torch.cat(
-        irregular.all_to_all(parts, [parts[0].shape] * axis.size, axis, label), join_dim
-    )
+    shapes = [parts[0].shape] * axis.size
+    return torch.cat(irregular.all_to_all(parts, shapes, axis, label), join_dim)
 
 
 def _scatter(x: Tensor, axis: Axis, dim: int, device: torch.device, label: str) -> Tensor:

@@ -2,8 +2,7 @@
 
 They work on plain tensors without gradients; `gridformer.comm.autograd` adds gradients. On an axis
 of size 1 each function returns its input. `label` names the purpose of a message in counts and
-traces. A function `start_...` returns a `Pending` to wait for. `root` and other ranks are given as
-indices along the axis.
+traces; `root` is an index along the axis. A function `start_...` returns a `Pending` to wait for.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class Pending:
     Args:
         result: The tensor that holds the result when the message is done.
         work: The handle of the message, which has a method `wait`; None if it is done already.
-        noted: What is told when the caller begins to wait, and when the message is done.
         sent: A tensor to keep until then.
     """
 
@@ -76,8 +74,6 @@ class _Exchange(Pending):
 
     Args:
         blocks: The blocks to send, in the order of the ranks. The list is emptied.
-        axis: The ranks that take part.
-        noted: As of `Pending`.
         own: This rank's own block; None if it is given later.
         dim: The dimension along which blocks are joined; None sums them.
         later: Whether the message may still be on its way when this returns.
@@ -172,16 +168,9 @@ class SumOfBlocks:
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") -> Tensor:
-    """Combines x of all ranks by `op`: "sum", "max" or "min".
+    """Combines x of all ranks element by element by `op`: "sum", "max" or "min".
 
-    Args:
-        x: Tensor of any shape. It is overwritten if it is contiguous.
-        axis: The ranks that take part.
-        op: "sum", "max" or "min", element by element.
-        label: The purpose under which a recorder counts the message.
-
-    Returns:
-        The result: x itself, or a new tensor if x was not contiguous.
+    The result is x itself, or a new tensor if x is not contiguous.
     """
     return start_all_reduce(x, axis, op, label, later=False).wait()
 
@@ -205,14 +194,7 @@ def start_all_reduce(
 def broadcast(x: Tensor, axis: Axis, root: int, label: str = "") -> Tensor:
     """Copies x of `root` into x of every other rank.
 
-    Args:
-        x: Tensor of the same shape on all ranks, contiguous. It is overwritten except on `root`.
-        axis: The ranks that take part.
-        root: The index on the axis of the rank that sends.
-        label: The purpose under which a recorder counts the message.
-
-    Returns:
-        x itself.
+    x has the same shape on all ranks and is contiguous. The result is x itself.
     """
     return start_broadcast(x, axis, root, label, later=False).wait()
 
@@ -241,14 +223,7 @@ def start_broadcast(
 def reduce(x: Tensor, axis: Axis, root: int, label: str = "") -> Tensor:
     """Sums x of all ranks in place on `root`. On other ranks the content of x is then undefined.
 
-    Args:
-        x: Tensor of the same shape on all ranks, contiguous. It is overwritten.
-        axis: The ranks that take part.
-        root: The index on the axis of the rank that gets the sum.
-        label: The purpose under which a recorder counts the message.
-
-    Returns:
-        x itself.
+    x has the same shape on all ranks and is contiguous. The result is x itself.
     """
     return start_reduce(x, axis, root, label, later=False).wait()
 
@@ -267,16 +242,9 @@ def start_reduce(x: Tensor, axis: Axis, root: int, label: str = "", later: bool 
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
-    """Concatenates x of all ranks along a dimension, in the order of the axis.
+    """Concatenates x [.., k, ..] of all ranks along `dim`, in the order of the axis.
 
-    Args:
-        x: [.., k, ..], k along `dim`, of the same shape on all ranks; it is not modified.
-        axis: The ranks that take part.
-        dim: The dimension.
-        label: The purpose under which a recorder counts the message.
-
-    Returns:
-        A new tensor [.., size*k, ..], or x itself on an axis of one rank.
+    x has the same shape on all ranks and is not modified. The result is a new [.., size*k, ..].
     """
     return start_all_gather(x, axis, dim, label, later=False).wait()
 
@@ -302,16 +270,9 @@ def start_all_gather(
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
-    """Sums x of all ranks and returns this rank's block of the sum along `dim`.
+    """Sums x [.., size*k, ..] of all ranks, and returns this rank's block of the sum along `dim`.
 
-    Args:
-        x: [.., size*k, ..], size*k along `dim`; it is not modified.
-        axis: The ranks that take part.
-        dim: The dimension of the blocks.
-        label: The purpose under which a recorder counts the message.
-
-    Returns:
-        A new tensor [.., k, ..], or x itself on an axis of one rank.
+    x is not modified. The result is a new [.., k, ..].
 
     Raises:
         ValueError: The size of `dim` is not a multiple of the axis size.

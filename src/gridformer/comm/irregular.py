@@ -1,8 +1,7 @@
 """Collectives with messages of different shapes: each rank sends its own piece to every other rank.
 
 A rank receives only what it keeps. Neither a piece that stays on its rank nor an empty piece is
-sent. Both sides must know all shapes beforehand. `root` and the keys of mappings are indices along
-the axis, and `label` names the purpose of a message in counts and traces.
+sent. Both sides must know all shapes beforehand.
 """
 
 from __future__ import annotations
@@ -24,12 +23,7 @@ def all_to_all(
 ) -> list[Tensor]:
     """Sends piece i to the rank with index i, and receives a piece of shape `shapes[i]` from it.
 
-    Args:
-        pieces: One tensor for each rank, of any shapes and the same type and device.
-        shapes: Shapes of the pieces to receive.
-
-    Returns:
-        The received pieces by index; this rank's own piece is `pieces[axis.index]` itself.
+    Returns the received pieces by index; this rank's own piece is `pieces[axis.index]` itself.
     """
     if axis.size == 1:
         return [*pieces]
@@ -52,14 +46,9 @@ def all_to_all(
 def scatter(
     pieces: Sequence[Tensor] | None, out: Tensor, axis: Axis, root: int, label: str = ""
 ) -> Tensor:
-    """Sends piece i of `root` to the rank with index i.
+    """Sends piece i of `root` to the rank with index i, into its contiguous `out`; returns that.
 
-    Args:
-        pieces: One tensor for each rank on `root`; it is not used on other ranks.
-        out: Contiguous tensor into which this rank receives its piece.
-
-    Returns:
-        `out`.
+    Only `root` needs the pieces.
     """
     if axis.index == root:
         assert pieces is not None
@@ -77,14 +66,9 @@ def scatter(
 def gather(
     x: Tensor, shapes: Sequence[Sequence[int]], axis: Axis, root: int, label: str = ""
 ) -> list[Tensor] | None:
-    """Sends x of every rank to `root`.
+    """Sends x, of shape `shapes[axis.index]`, to `root`.
 
-    Args:
-        x: This rank's tensor, of shape `shapes[axis.index]`.
-        shapes: Shapes of all ranks' tensors by index.
-
-    Returns:
-        The tensors of all ranks by index on `root`, None on other ranks.
+    Returns the tensors of all ranks by index on `root`, None on other ranks.
     """
     if axis.index != root:
         timing = note("gather", axis, x.numel(), x, label, (root,), equal=False)
@@ -107,9 +91,7 @@ def exchange(
     All messages are posted before any is waited for, so no order of ranks can deadlock. A message
     to oneself is a copy. Ranks with nothing to send or receive need not call this.
 
-    Args:
-        sends: Tensors to send, by index of the receiver.
-        receives: Contiguous tensors to receive into, by index of the sender.
+    Keys are indices of the peers. Tensors to receive into are contiguous.
     """
     here = axis.index
     if here in sends:

@@ -50,7 +50,6 @@ class P2PChannel:
     other. All processes must create the channel.
 
     Args:
-        axes: Axes of the layout; the channel is along `pp`.
         ring: Whether the last rank and the first are neighbors, which is so if ranks have several
             stages.
 
@@ -87,31 +86,16 @@ class P2PChannel:
             self._host = None
 
     def send(self, x: Tensor, to: int, label: str = "") -> Pending:
-        """Starts sending x to the rank with index `to`. x must not change until it is sent.
-
-        Args:
-            x: Tensor of any shape; the receiver's tensor must have as many elements.
-            to: The index of a neighbor along `pp`.
-            label: The purpose under which a recorder counts the message.
-
-        Returns:
-            The message, whose `wait` returns when x may change again.
-        """
-        n = x.numel()
-        timing = note("send", self.axis, n, x, label, (to,), peer=to)
+        """Starts sending x to a neighbor along `pp`. x must not change until `wait` returns."""
+        timing = note("send", self.axis, x.numel(), x, label, (to,), peer=to)
         group = self._group(self.axis.index, to)
         x = x.cpu() if groups.through_host(x, group) else x.contiguous()
         work = isend(x, self._ranks[to], group=group)
         return Pending(x, work, timing)
 
     def receive(self, out: Tensor, source: int, label: str = "") -> Pending:
-        """Starts receiving the next message of the rank with index `source` into `out`.
-
-        Args:
-            out: Contiguous tensor, which is also the result of the Pending.
-        """
-        n = out.numel()
-        timing = note("recv", self.axis, n, out, label, (), peer=source)
+        """Starts receiving the next message of a neighbor into `out`, which is contiguous."""
+        timing = note("recv", self.axis, out.numel(), out, label, (), peer=source)
         group = self._group(source, self.axis.index)
         room = out
         if groups.through_host(out, group):

@@ -74,7 +74,7 @@ class Posted:
 
     def __init__(self, view: memoryview[int], site: _Site) -> None:
         self._view, self._site = view, site
-        self._at, self._ended = site.lane.at, site.lane.at + 1
+        self._at, self._ended = site.lane, site.lane + 1
         self.number = 0
         self.timing: Timing | None = None
 
@@ -98,19 +98,15 @@ class Posted:
         self._site.free = self
 
 
-class _Lane:
-    __slots__ = ("at", "started")
-
-    def __init__(self, at: int) -> None:
-        self.at, self.started = at, 0
-
-
 class _Site:
-    """A place in the program that starts messages. It keeps the group, so its id stays unique."""
+    """A place in the program that starts messages, and where its lane begins in the file.
+
+    It keeps the group, so that its id stays unique.
+    """
 
     __slots__ = ("free", "group", "lane", "number")
 
-    def __init__(self, number: int, lane: _Lane, group: ProcessGroup | None) -> None:
+    def __init__(self, number: int, lane: int, group: ProcessGroup | None) -> None:
         self.number, self.lane, self.group = number, lane, group
         self.free: Posted | None = None  # one that has ended
 
@@ -144,7 +140,7 @@ class Progress:
             os.close(file)
         self.waits = 0  # how often `waits_on_purpose` was called
         self._view: memoryview[int] = memoryview(self._bytes).cast("q")
-        self._lanes: dict[tuple[str, str, int], _Lane] = {}
+        self._lanes: dict[tuple[str, str, int], int] = {}  # where each begins
         self._sites: dict[tuple[str, int, str, str, int], _Site] = {}
         self._view[PID] = os.getpid()
         self._view[MAGIC_AT] = MAGIC
@@ -155,7 +151,6 @@ class Progress:
         """Notes that the process starts a message, in which it may wait.
 
         Args:
-            op, axis, label: See `gridformer.comm.recorder.Record`.
             size: Number of elements, which must be equal on all ranks; -1 if it need not be.
             peer: Index along the axis of the only other rank; -1 for a collective.
             timing: A `Timing` to which `wait` and `end` are passed on; None if there is none.
@@ -163,23 +158,14 @@ class Progress:
         site = self._sites.get((axis.name, id(axis.group), op, label, peer))
         if site is None:
             site = self._new_site(op, axis, label, peer)
-        lane, number, view = site.lane, site.number, self._view
-        lane.started = count = lane.started + 1
-        at = lane.at
+        at, number, view = site.lane, site.number, self._view
+        count = view[at] + 1
         _put_two(view, 8 * at + 16 + 16 * (count & 7), number, size)
         view[at] = count
         _put_wait(view, 8, at, count, number, monotonic_ns())
-        found = site.free
-        if found is None:
-            found = Posted(view, site)
-        else:
-            site.free = None
-        found.number, found.timing = count, timing
-        return found
-
-    def at_step(self, step: int) -> None:
-        """Notes the step that begins, counted from 1."""
-        self._view[STEP] = step
+        posted, site.free = site.free or Posted(view, site), None
+        posted.number, posted.timing = count, timing
+        return posted
 
     def beat(self) -> None:
         """Notes a heartbeat of this process's watch."""
@@ -212,10 +198,10 @@ class Progress:
         if lane is None:
             # All lanes beyond the last share it. No run has that many.
             place = min(len(self._lanes), MOST_LANES - 1)
-            lane = self._lanes[key] = _Lane(LANES + place * WORDS)
+            lane = self._lanes[key] = LANES + place * WORDS
             ranks = axis.ranks
             named = {"group": key[0], "kind": kind, "peer": ranks[peer] if peer >= 0 else -1}
-            self._name({"lane": lane.at, "ranks": ranks, **named})
+            self._name({"lane": lane, "ranks": ranks, **named})
         site = _Site(len(self._sites) + 1, lane, axis.group)
         self._sites[axis.name, id(axis.group), op, label, peer] = site
         self._name({"site": site.number, "op": op, "axis": axis.name, "label": label})
@@ -249,7 +235,7 @@ def stop() -> None:
 def at_step(step: int) -> None:
     """Notes the step that begins, counted from 1, if this process is watched."""
     if active is not None:
-        active.at_step(step)
+        active._view[STEP] = step
 
 
 def waits_on_purpose() -> None:
@@ -262,8 +248,7 @@ def _group_name(group: ProcessGroup | None) -> str:
     """The name of a group, which is the same on all of its ranks."""
     import torch.distributed as dist
 
-    found = group if group is not None else dist.group.WORLD
-    return str(getattr(found, "group_name", "world"))
+    return str(getattr(group or dist.group.WORLD, "group_name", "world"))
 
 
 def flight_records() -> Any:

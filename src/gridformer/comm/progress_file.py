@@ -83,11 +83,7 @@ class Lane:
         return self.ranks if self.peer < 0 else (self.peer,)
 
     def channel(self, rank: int) -> Channel:
-        """Returns what identifies these messages on every rank that counts them.
-
-        Args:
-            rank: The rank whose lane this is.
-        """
+        """Returns what identifies these messages of `rank` on every rank that counts them."""
         if self.peer < 0:
             return self.group, self.kind, self.ranks
         return self.group, SEND, (rank, self.peer) if self.kind == SEND else (self.peer, rank)

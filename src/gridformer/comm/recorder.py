@@ -5,9 +5,8 @@ The same call also tells `gridformer.comm.progress` where the process is, and it
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -26,8 +25,7 @@ Targets = Literal["all"] | Iterable[int]
 class Timing:
     """When a collective began, when its result was first waited for, and when it was done.
 
-    Times are in seconds of this process's performance counter. With a GPU they are those of the
-    host, and the device may be behind.
+    Times are in seconds of the host's performance counter; a GPU may be behind.
     """
 
     began: float
@@ -54,11 +52,10 @@ class Record:
         op: Name of the collective, for example `all_gather`.
         axis: Name of its axis.
         size: Number of ranks of the axis.
-        moved: Number of elements that must cross this rank's link with any algorithm. They are
-            received (all-gather, broadcast) or sent (reduce, reduce-scatter), and an all-reduce
-            does both. These are the volumes of ring and pipelined algorithms, so the root of a
-            broadcast and of a reduce moves nothing. If messages differ in size (all-to-all,
-            scatter, gather, exchange), it is the larger of what this rank sends and receives.
+        moved: Number of elements that must cross this rank's link with any algorithm: received
+            (all-gather, broadcast) or sent (reduce, reduce-scatter), and an all-reduce does both.
+            The root of a broadcast and of a reduce moves nothing. If messages differ in size
+            (all-to-all, scatter, gather, exchange), the larger of what it sends and receives.
         itemsize: Bytes per element.
         label: Purpose of the message.
         targets: Global ranks that receive something from this rank, itself included.
@@ -87,42 +84,19 @@ class Recorder:
     records: list[Record] = field(default_factory=list)
 
     def moved(self, label: str = "", axis: str = "") -> float:
-        """The number of elements that this rank moved.
+        """The number of elements that this rank moved over an axis, or over all of them.
 
-        Args:
-            label: Count only records whose label starts with this.
-            axis: Count only records of this axis; an empty name means all axes.
+        It counts the records whose label starts with `label`.
         """
         return sum(r.moved for r in self._select(label, axis))
 
     def bytes(self, label: str = "", axis: str = "") -> float:
         """Like `moved`, in bytes."""
-        return sum(r.moved * r.itemsize for r in self._select(label, axis))
+        return sum(r.bytes for r in self._select(label, axis))
 
     def count(self, label: str = "", axis: str = "") -> Counter[str]:
         """The number of collectives of each kind; arguments as in `moved`."""
         return Counter(r.op for r in self._select(label, axis))
-
-    def messages(self, rank: int, units: Sequence[int], label: str = "") -> list[int]:
-        """Counts the messages of `rank`, whose records these are, by the level of the network.
-
-        There is one message for each rank that receives something from this rank, itself included
-        (as Jain et al. 2021 count them).
-
-        Args:
-            rank: Global rank.
-            units: Numbers of consecutive ranks in a unit of each level, the smallest first, such as
-                on a node and in a rack.
-            label: Count only records whose label starts with this.
-
-        Returns:
-            For each level the number of messages that stay within one unit of this level but leave
-            the unit of the level below, and last the number of messages that leave the largest
-            unit.
-        """
-        targets = [target for r in self._select(label, "") for target in r.targets]
-        within = [sum(target // k == rank // k for target in targets) for k in units]
-        return [b - a for a, b in itertools.pairwise([0, *within, len(targets)])]
 
     def _select(self, label: str, axis: str) -> Iterator[Record]:
         return (
@@ -163,16 +137,9 @@ def note(
     Callers may leave it out if there is no recorder and the process is not watched.
 
     Args:
-        op, axis, moved, label: See `Record`.
-        x: A tensor of the message.
         targets: Indices along the axis of the ranks that receive something from this rank.
-        n: How many tensors like x the message has.
         equal: Whether all ranks of the axis must agree on its size.
         peer: Index along the axis of the only other rank, for a message between two.
-
-    Returns:
-        The object whose `wait` and `end` the caller calls when it begins to wait and when the
-        collective ends. None if nobody records.
     """
     timing = None
     if recorders:
