@@ -21,7 +21,13 @@ from gridformer.parallel.data import fsdp
 from gridformer.parallel.data.zero import cut_over_replicas, reserve_padding
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.scheme import ModuleTable
-from gridformer.parallel.sharding import info_of, is_sharded, set_info, shard_parameter
+from gridformer.parallel.sharding import (
+    ParamPlacement,
+    info_of,
+    is_sharded,
+    set_info,
+    shard_parameter,
+)
 from gridformer.utils import rng
 
 PARAMETER_DTYPE = {
@@ -165,9 +171,10 @@ def apply_table(model: Model, table: ModuleTable, axes: Axes) -> None:
     model.recompute.stops_early = table.stops_early
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            replace = table.roles.get(role_of(child) or "")
-            parallel = replace(child) if replace else None
-            if parallel is not None:
+            change = table.roles.get(role_of(child) or "")
+            if isinstance(change, ParamPlacement):
+                shard_parameter(child, "weight", change, axes)
+            elif change and (parallel := change(child)) is not None:
                 setattr(module, name, parallel)
     if table.rest is None:
         return

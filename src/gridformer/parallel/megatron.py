@@ -107,35 +107,22 @@ def one_dimensional(
 ) -> ModuleTable:
     """Returns the module table of schemes that shard sections by columns and have local norms.
 
-    Args:
-        model: The plain model.
-        axes: The axes of this process.
-        choices: How each product is carried out.
-        boundary: How activations lie between sections.
-        whole: Placement of vectors that every device needs in full between sections.
-        partition: How saved inputs of recomputed blocks are sharded, if at all.
+    `whole` is the placement of vectors that every device needs in full between sections.
     """
-    from gridformer.parallel.sharding import ParamPlacement, shard_parameter, vocabulary_width
+    from gridformer.parallel.sharding import ParamPlacement
     from gridformer.parallel.tensor.linear import (
-        GridLinear,
-        GridTiedHead,
-        GridTokenEmbedding,
-        RowParallelLabelHead,
         Schedules,
         SequenceParallelChosenToken,
         SequenceParallelJoin,
         grid_product,
-        shard_heads,
+        grid_roles,
     )
-    from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
     from gridformer.parallel.tensor.summa import Replicated, boundary_of
 
     col, cuts_sequence = axes.col, boundary.lies == "s"
     schedules = Schedules(axes, boundary_of(boundary, axes))
     of_chosen = Schedules(axes, Replicated(col))  # every device has the chosen tokens
     opening = ParamPlacement(("col",), copies="row", partial=True)
-    head, table = choices["head"], schedules.gathered_weight(choices["head"])
-    vocab_size = model.config.vocab_size
     part = (col.index, col.size) if cuts_sequence else (0, 1)
 
     def everywhere(parameter: nn.Parameter) -> ParamPlacement:
@@ -146,22 +133,10 @@ def one_dimensional(
         return grid_product(plain, choices[plain.role.product], bias, schedules)
 
     def pooler(plain: blocks.Linear) -> nn.Module:
-        return GridLinear(plain, choices[plain.role.product], opening, of_chosen)
+        return grid_product(plain, choices[plain.role.product], opening, of_chosen)
 
     def positions(plain: blocks.PositionEmbedding | blocks.SegmentEmbedding) -> None:
         plain.part = part
-
-    def relative_bias(plain: blocks.RelativeBias) -> None:
-        shard_parameter(
-            plain, "weight", ParamPlacement((None, "col"), copies="row", partial=True), axes
-        )
-
-    def attention(plain: blocks.Attention | blocks.CrossAttention) -> None:
-        shard_heads(plain, model.config, col)
-
-    def head_norm(plain: blocks.HeadNorm) -> None:
-        # A column has other heads, so gradients are partial sums whether tokens are sharded or not.
-        shard_parameter(plain, "weight", ParamPlacement((None,), copies="grid", partial=True), axes)
 
     def dropout(plain: blocks.Dropout) -> None:
         plain.block = (col.index, 0)
@@ -170,22 +145,17 @@ def one_dimensional(
         plain.block = (0, col.index)  # the pooler's columns are sharded
 
     roles: dict[str, Any] = {
+        **grid_roles(model, axes, choices, schedules),
         "opening": linear,
         "closing": linear,
         "pooler": pooler,
-        "token_embedding": lambda plain: GridTokenEmbedding(plain, head, table, schedules),
         "positions": positions,
         "segments": positions,
         "sinusoidal_positions": positions,
-        "relative_bias": relative_bias,
-        "attention": attention,
-        "head_norm": head_norm,
-        "tied_head": lambda plain: GridTiedHead(plain, head, table, schedules),
+        "relative_bias": ParamPlacement((None, "col"), copies="row", partial=True),
+        # A column has other heads, so gradients are partial sums whether tokens are sharded or not.
+        "head_norm": ParamPlacement((None,), copies="grid", partial=True),
         "pooled_dropout": pooled_dropout,
-        "label_head": lambda plain: RowParallelLabelHead(plain, "row", axes),
-        "cross_entropy": lambda plain: VocabParallelCrossEntropy(
-            col, vocab_size, plain.smoothing, vocabulary_width(axes, vocab_size)
-        ),
     }
     if cuts_sequence:
         roles |= {

@@ -82,26 +82,16 @@ class Optimus(SchemeSpec):
     def table(
         self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
     ) -> ModuleTable:
-        from gridformer.parallel.sharding import ParamPlacement, shard_parameter, vocabulary_width
-        from gridformer.parallel.tensor.linear import (
-            GridTiedHead,
-            GridTokenEmbedding,
-            RowParallelLabelHead,
-            Schedules,
-            grid_product,
-            shard_heads,
-        )
-        from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
+        from gridformer.parallel.sharding import ParamPlacement
+        from gridformer.parallel.tensor.linear import Schedules, grid_product, grid_roles
         from gridformer.parallel.tensor.norm import VECTOR, GridNorm, shard_vectors
         from gridformer.parallel.tensor.summa import boundary_of
 
         schedules = Schedules(axes, boundary_of(self.boundary(layout), axes))
-        head, table = choices["head"], schedules.gathered_weight(choices["head"])
-        vocab_size = model.config.vocab_size
+        roles: dict[str, Any] = {**grid_roles(model, axes, choices, schedules)}
         # Tables that are looked up locally (positions, segments, relative biases) are sharded over
         # columns: they are small, and no device needs the columns of another.
         over_columns = ParamPlacement(cut=(None, "col"), copies="row", partial=True)
-        everywhere = ParamPlacement(cut=(None,), copies="grid", partial=True)
 
         def linear(plain: blocks.Linear | blocks.MergedLinear) -> nn.Module:
             return grid_product(plain, choices[plain.role.product], VECTOR, schedules)
@@ -112,42 +102,25 @@ class Optimus(SchemeSpec):
             shard_vectors(plain, axes)  # a device has whole rows
             return None
 
-        def looked_up(plain: nn.Module) -> None:
-            shard_parameter(plain, "weight", over_columns, axes)
-
         def waves(plain: blocks.SinusoidalPositions) -> None:
             plain.columns = (axes.col.index, axes.col.size)
 
         def dropout(plain: blocks.Dropout) -> None:
             plain.block = (0, axes.col.index)
 
-        def attention(plain: blocks.Attention | blocks.CrossAttention) -> None:
-            shard_heads(plain, model.config, axes.col)
-
-        def head_norm(plain: blocks.HeadNorm) -> None:
-            shard_parameter(plain, "weight", everywhere, axes)
-
-        return ModuleTable(
-            {
-                "opening": linear,
-                "closing": linear,
-                "pooler": linear,
-                "transform": linear,
-                "norm": norm,
-                "token_embedding": lambda plain: GridTokenEmbedding(plain, head, table, schedules),
-                "positions": looked_up,
-                "segments": looked_up,
-                "relative_bias": looked_up,
-                "sinusoidal_positions": waves,
-                "dropout": dropout,
-                "attention": attention,
-                "head_norm": head_norm,
-                "tied_head": lambda plain: GridTiedHead(plain, head, table, schedules),
-                "pooled_dropout": dropout,
-                "label_head": lambda plain: RowParallelLabelHead(plain, "row", axes),
-                "token_head": lambda plain: RowParallelLabelHead(plain, "row", axes),
-                "cross_entropy": lambda plain: VocabParallelCrossEntropy(
-                    axes.col, vocab_size, plain.smoothing, vocabulary_width(axes, vocab_size)
-                ),
-            }
-        )
+        roles |= {
+            "opening": linear,
+            "closing": linear,
+            "pooler": linear,
+            "transform": linear,
+            "norm": norm,
+            "head_norm": ParamPlacement((None,), copies="grid", partial=True),
+            "positions": over_columns,
+            "segments": over_columns,
+            "relative_bias": over_columns,
+            "sinusoidal_positions": waves,
+            "dropout": dropout,
+            "pooled_dropout": dropout,
+            "token_head": roles["label_head"],
+        }
+        return ModuleTable(roles)

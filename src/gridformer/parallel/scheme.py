@@ -54,14 +54,15 @@ class ModuleTable:
 
     Attributes:
         roles: For each role a function of the plain module. It returns the replacement, or None if
-            the module stays, possibly modified. Modules of other roles stay unchanged.
+            the module stays, possibly modified. Or the placement of the module's weight. Modules of
+            other roles stay unchanged.
         rest: Placement of every parameter that no role has placed; None leaves these whole.
         partition: How devices shard the saved inputs of recomputed blocks, if each of them would
             otherwise hold them in full.
         stops_early: See `gridformer.models.blocks.Recompute`.
     """
 
-    roles: Mapping[str, Callable[[Any], nn.Module | None]]
+    roles: Mapping[str, Callable[[Any], nn.Module | None] | ParamPlacement]
     rest: Callable[[nn.Parameter], ParamPlacement] | None = None
     partition: ActivationPartition | None = None
     stops_early: bool = True

@@ -153,7 +153,7 @@ class Branched(SchemeSpec):
         from torch import nn
 
         from gridformer.models import blocks
-        from gridformer.parallel.sharding import ParamPlacement, shard_parameter
+        from gridformer.parallel.sharding import ParamPlacement
         from gridformer.parallel.tensor.branched import (
             ConcatLinear,
             Elsewhere,
@@ -190,7 +190,7 @@ class Branched(SchemeSpec):
                     bias = ParamPlacement((None,), replicas="dp" if first else "dp_branch")
                     if absent:
                         plain.bias = None  # added on the first sub-grid, after the sum
-                return grid_product(plain, choice, bias, schedules, "branch")
+                return grid_product(plain, choice, bias, schedules)
             if isinstance(plain, blocks.MergedLinear) and plain.role.section == "attention":
                 return SliceMerged(plain, axes, first)
             if isinstance(plain, blocks.Linear) and plain.role.section == "attention":
@@ -209,22 +209,14 @@ class Branched(SchemeSpec):
             if not first:
                 plain.sample_block = branch.index  # it gets the samples of all g processes
 
-        def head_norm(plain: blocks.HeadNorm) -> None:
-            shard_parameter(
-                plain, "weight", ParamPlacement((None,), copies="branch", partial=True), axes
-            )
-
-        def relative_bias(plain: blocks.RelativeBias) -> None:
-            shard_parameter(plain, "weight", ParamPlacement(cut=(None, "col")), as_grid)
-
         roles: dict[str, Any] = {
             "opening": linear,
             "closing": linear,
             "pooler": linear,
             "transform": linear,
             "attention": attention,
-            "head_norm": head_norm,
-            "relative_bias": relative_bias,
+            "head_norm": ParamPlacement((None,), copies="branch", partial=True),
+            "relative_bias": ParamPlacement((None, "branch")),
         }
         if not first:
             roles["padding_mask"] = lambda plain: GatheredMask(branch)

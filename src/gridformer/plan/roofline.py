@@ -21,7 +21,7 @@ from gridformer.memory.quick import quick_peaks
 from gridformer.memory.room import room_on
 from gridformer.parallel.auto.cost import Choice, resolved
 from gridformer.parallel.auto.decisions import decisions_of
-from gridformer.parallel.auto.loads import Load, ProductTimes
+from gridformer.parallel.auto.fastest import Load, ProductTimes
 from gridformer.parallel.auto.products import parameter_bytes
 from gridformer.parallel.data.buckets import BUCKET_BYTES
 from gridformer.parallel.pipeline.partition import (

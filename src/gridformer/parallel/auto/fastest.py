@@ -2,21 +2,23 @@
 
 It tries every operand that may stay in place, schedule, number of chunks and kept operand that a
 layout leaves open, takes the fastest that fits into the memory of a device, and prefers what the
-rules of gridformer.parallel.auto.heuristics choose if that is about as fast.
+rules of gridformer.parallel.auto.heuristics choose if that is about as fast. `gridformer plan` adds
+up the `ProductTimes` of a step.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from gridformer.cluster import load_cluster
-from gridformer.cluster.costs import Costs
+from gridformer.cluster.costs import Costs, GroupPlace, MeshGroups, MessageTime
+from gridformer.cluster.messages import Op
 from gridformer.config import LayoutConfig
-from gridformer.mesh.node_placement import NodeBlock
+from gridformer.mesh.node_placement import NodeBlock, sizes_of
 from gridformer.parallel.auto.cost import Choice, Choices, ScheduleName, Stays, Timed
-from gridformer.parallel.auto.loads import ProductTimes
 from gridformer.parallel.auto.products import Product
 from gridformer.parallel.registry import spec_of
 from gridformer.utils.units import GIB, format_bytes
@@ -28,16 +30,230 @@ GAIN = 0.99  # an option is only preferred to that of the rules if it takes less
 _RULES = ("stationary:", "schedule:", "chunks:", "keep_gathered:")  # begin their reasons
 _SCHEDULES: tuple[ScheduleName, ...] = ("gather", "pipelined", "broadcast")
 
+# The messages with which activations enter and leave a section, by `Choices.between`.
+_OPS: dict[str, tuple[Op | None, Op]] = {
+    "cut": ("all_gather", "reduce_scatter"),
+    "replicated": (None, "all_reduce"),
+    "first": ("broadcast", "reduce"),
+}
+# Kernels and messages that the host launches, in a forward and in a backward pass: around a product
+# whatever its choice; for each axis over which operands travel; and more for each chunk (copies,
+# gradients cast and added up) or panel (two messages, a product and the sum of its terms).
+_AROUND, _PER_AXIS, _PER_CHUNK, _PER_PANEL = (6, 12), (2, 4), (4, 7), (4, 8)
+_STATISTICS = 8  # bytes that a norm sends for each token: two sums in float32
+
+
+@dataclass
+class Load:
+    """The work of one device in a part of a step.
+
+    Attributes:
+        products, attention, memory: Seconds of kernels by kind.
+        launches: Kernels and messages that the host launches.
+        exposed: Seconds by axis in which the device waits for messages.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    launches: float = 0.0
+    exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of all kernels."""
+        return self.products + self.attention + self.memory
+
+    @property
+    def device_s(self) -> float:
+        """Seconds of kernels and of messages that the device waits for."""
+        return self.compute_s + sum(self.exposed.values())
+
+    def add(self, other: Load, times: float = 1.0) -> None:
+        """Adds another load, a number of times, which may be a fraction."""
+        self.products += other.products * times
+        self.attention += other.attention * times
+        self.memory += other.memory * times
+        self.launches += other.launches * times
+        for axis, seconds in other.exposed.items():
+            self.exposed[axis] += seconds * times
+
+    def on(self, costs: Costs, launch_s: float) -> float:
+        """Returns the seconds that it takes with its launches; a CPU launches its own kernels."""
+        host = self.launches * launch_s
+        return self.device_s + host if costs.on_cpu else max(self.device_s, host)
+
+
+class ProductTimes:
+    """The times of products and messages of a layout on a cluster.
+
+    Of `choices` only sizes and work count. `block` is the block of the mesh on each node, or None
+    if ranks are placed in order.
+    """
+
+    def __init__(
+        self, choices: Choices, layout: LayoutConfig, block: NodeBlock | None, costs: Costs
+    ) -> None:
+        self.choices, self.work, self.costs = choices, choices.work, costs
+        boundary = spec_of(layout).boundary(layout)
+        self.axis, self.lies = boundary.axis, boundary.lies
+        self.dtype = choices.work.dtype or "float32"
+        self.places = _places(layout, block, costs)
+
+    def step_s(self, choice: Choice) -> float:
+        """Returns the seconds of all such products in a step, the messages included."""
+        product, work = choice.product, self.work
+        if choice.common:
+            return 0.0  # the same for every choice
+        launch_s = self.costs.cluster.host.launch_us.value * 1e-6
+        both = self.passes(choice)
+        for load, n in zip(both, _AROUND):
+            load.launches += n
+        forward, backward = (load.on(self.costs, launch_s) for load in both)
+        again = work.recompute == "full" and product.section != "head" and not product.ends_block
+        return product.count * work.micro_batches * (forward * (1 + again) + backward)
+
+    def passes(
+        self, choice: Choice, before: tuple[float, float] | None = None
+    ) -> tuple[Load, Load]:
+        """Returns the loads of one such product in a micro-batch, forward and backward.
+
+        Activations travel in turns with the products of their chunks, or behind the one of two
+        products that does not wait for them.
+
+        Args:
+            before: Seconds of what is computed while its weight is gathered, forward and backward;
+                None takes it to be as long as this product.
+        """
+        product, choices, costs, item = choice.product, self.choices, self.costs, self.work.itemsize
+        rows, cols = (1, 1) if choice.common else (choices.rows, choices.cols)
+        grid = rows * cols
+        gathers, keeps_output = choice.schedule == "gather", choice.stays == "output"
+        chunks = max(choice.n_chunks, choices.loss_chunks(choice))
+        panels = 1 if gathers else choices.panels
+        steps = chunks * panels
+        tokens = choices.head_tokens(choice)
+        k, n = product.n_in, choice.n_out
+        travels = tokens * (k if keeps_output else n) * item
+        k, n = (k, max(1, n // cols)) if keeps_output else (max(1, k // cols), n)
+        weight = k * n
+        m, k = max(1, int(tokens / chunks)), max(1, k // panels)
+
+        def product_s(m: int, n: int, k: int) -> float:
+            return steps * costs.product_s(m, n, k, self.dtype, item)
+
+        # The gradient of a gathered weight is multiplied block by block.
+        blocks = rows if gathers and chunks == choice.n_chunks else 1
+        one, grad_x = product_s(m, n, k), product_s(m, k, n)
+        grad_w = blocks * product_s(max(1, k // blocks), n, m)
+        more = _PER_CHUNK if gathers else _PER_PANEL
+        parts = steps if steps > 1 else 0
+        axes = (rows > 1) + (cols > 1)
+        launches = [parts * more[way] + axes * _PER_AXIS[way] for way in range(2)]
+        forward = Load(one, launches=1 + launches[0])
+        backward = Load(grad_x + grad_w, launches=1 + blocks + launches[1])
+        # A product adds up its weight's gradient itself, unless chunks, rows or parts are joined.
+        added = weight * (2 * max(4, item) + item)
+        joins = rows > 1 or product.parts or item >= 4
+        n_bytes = added / rows * bool(joins) + 2 * item * weight * (rows > 1)
+        n_bytes += (chunks > 1) * chunks * added * (grid > 1)
+        backward.memory = costs.moved_s(n_bytes)
+        if choice.common:
+            return forward, backward
+        if product.normed and self.lies == "h":  # its own message
+            waits = self.message("all_reduce", tokens * _STATISTICS, self.axis).seconds
+            forward.exposed[self.axis] += waits
+            backward.exposed[self.axis] += waits
+        if not gathers:
+            over = self.message(
+                "broadcast" if keeps_output else "reduce", travels / steps, self.axis
+            )
+            down = self.message("broadcast", weight * item / panels, "row")
+            hides = choice.schedule == "pipelined"
+            # What stays in place is summed up panel by panel, in float32.
+            summed = panels * tokens * (n if keeps_output else weight / n)
+            (forward if keeps_output else backward).memory += costs.moved_s(
+                summed * (2 * max(4, item) + item)
+            )
+            for axis, panel in ((self.axis, over), ("row", down)):
+                forward.exposed[axis] += _in_turns(panel, steps, one * hides)
+                backward.exposed[axis] += _in_turns(panel, 2 * steps, backward.products * hides)
+            return forward, backward
+        enter, leave = (
+            self.message(op, travels / chunks, self.axis) for op in _OPS[choices.between]
+        )
+        if keeps_output:
+            forward.exposed[self.axis] += _in_turns(enter, chunks, one)
+            backward.exposed[self.axis] += chunks * leave.beside(grad_w / chunks)
+            if not choice.keep_input:
+                backward.exposed[self.axis] += chunks * enter.beside(grad_x / chunks)
+        else:
+            forward.exposed[self.axis] += _in_turns(leave, chunks, one)
+            backward.exposed[self.axis] += _in_turns(enter, chunks, grad_x + grad_w)
+        # Chunks of activations are copied, and blocks that are not contiguous in a message.
+        scattered = self.lies == "h" or (self.lies == "s" and self.work.sequences > choices.rows)
+        copied = 2 * travels * ((scattered and cols > 1) + (chunks > 1))
+        forward.memory += costs.moved_s(copied)
+        backward.memory += costs.moved_s(copied * (1 + keeps_output))
+        if rows > 1:
+            gather = self.message("all_gather", weight * item, "row")
+            scatter = self.message("reduce_scatter", weight * item, "row")
+            uses = self.work.micro_batches if choice.keep_weight else 1
+            alone = chunks > choice.n_chunks  # a head is gathered before the chunks of its loss
+            there_s, back_s = before or (forward.device_s, backward.compute_s / 2)
+            forward.exposed["row"] += gather.beside(0 if alone else there_s) / uses
+            backward.exposed["row"] += scatter.beside(0 if alone else grad_x)
+            if not choice.keep_weight and not alone:
+                backward.exposed["row"] += gather.beside(back_s)
+        return forward, backward
+
+    def message(self, op: Op | None, n_bytes: float, axis: str) -> MessageTime:
+        """Returns the time of a message, if there is one; 0 on an axis of one rank.
+
+        The axis may also be `world`, or `replicas`, which share what `dp_mode` shards.
+        """
+        if op is None or not n_bytes or axis not in self.places:
+            return MessageTime(0.0, 0.0)
+        return self.costs.message(op, n_bytes, self.places[axis])
+
+
+def _in_turns(message: MessageTime, n: int, kernels_s: float) -> float:
+    """Returns the seconds to wait for n messages in turns with kernels, the first in any case."""
+    return message.seconds + (n - 1) * message.beside(kernels_s / n)
+
+
+def _places(
+    layout: LayoutConfig, block: NodeBlock | None, costs: Costs
+) -> dict[str, tuple[GroupPlace, ...]]:
+    """Returns where groups of each axis with several ranks lie; of `pp` the pairs of neighbors."""
+    key = layout.scheme, *sizes_of(layout), layout.order, layout.common, block
+    if key in costs.axes:
+        return costs.axes[key]
+    spec, mesh = spec_of(layout), spec_of(layout).ranks(layout, block).numpy()
+    groups, places = MeshGroups(mesh, costs.cluster), dict[str, tuple[GroupPlace, ...]]()
+    for i, name in enumerate(("pp", "dp", *spec.mesh)):
+        if mesh.shape[i] > 1:
+            line = mesh.swapaxes(0, i).reshape(mesh.shape[i], -1)[:, 0].tolist()
+            pairs = itertools.pairwise(line) if name == "pp" else [line]
+            places[name] = (*itertools.chain(*(groups.places(tuple(one)) for one in pairs)),)
+    if (n := spec.replicas(layout)) > 1:
+        replicas = mesh[0] if n > layout.dp else mesh[0].reshape(n, -1)[:, 0]
+        places["replicas"] = groups.places(tuple(replicas.flatten().tolist()))
+    if mesh.size > 1:
+        places["world"] = groups.places(tuple(range(mesh.size)))
+    costs.axes[key] = places
+    return places
+
+
+# --------------------------------------------------------------------------- the choices
+
 
 def fastest_choices(
     by_rules: Choices, layout: LayoutConfig, block: NodeBlock | None = None
 ) -> Choices:
-    """Returns the fastest choices on the cluster of a layout.
+    """Returns the fastest choices on the cluster of a layout, given those of the rules.
 
-    Args:
-        by_rules: The choices of the rules.
-        layout: The layout, whose `cluster` is set.
-        block: The block of the mesh on each node, or None if ranks are placed in order.
+    `block` is the block of the mesh on each node, or None if ranks are placed in order.
     """
     cluster = load_cluster(layout.cluster).for_processes(layout.n_processes)
     times = ProductTimes(by_rules, layout, block, Costs(cluster))

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from typing import Literal
 
 from gridformer.cluster import load_cluster
 from gridformer.config import LayoutConfig, ModelConfig
@@ -36,11 +35,6 @@ CHUNK_SHARE = 1 / 256
 CHUNK_BYTES = 16 << 20
 COPIES_SHARE = 1 / 4  # of what a device holds, for copies of weights in the type of the computation
 
-_BETWEEN: dict[str, Literal["cut", "replicated", "first"]] = {
-    "replicated": "replicated",
-    "first": "first",
-}
-
 
 def decide(
     model: ModelConfig,
@@ -53,8 +47,6 @@ def decide(
     With `layout.cluster` it takes the choices that are fastest on that cluster.
 
     Args:
-        model: The model.
-        layout: The layout.
         work: Tokens and sizes of the run; None assumes one sequence of maximal length per row.
         block: With a cluster, the block of the mesh on each node; None places ranks in order.
     """
@@ -72,7 +64,8 @@ def decide(
     }
     table = 0 if model.tied_head else model.hidden_size * max(1, model.vocab_size)
     parameters = table + sum(choice.elements for choice in products.values())
-    between = _BETWEEN.get(spec.boundary(layout).lies, "cut")
+    lies = spec.boundary(layout).lies
+    between = lies if lies in ("replicated", "first") else "cut"
     read, written = (work.source, work.tokens) if model.two_stacks else (work.tokens, 0)
     layers_read = model.n_layers * read + model.n_decoder_layers * written
     inputs = float(layers_read * model.hidden_size)
@@ -129,7 +122,8 @@ def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
     if "schedule" not in spec_of(layout).keys:
         return choices
     if layout.schedule != "auto":
-        return _each(choices, lambda choice: replace(choice, schedule=layout.schedule))  # type: ignore[arg-type]
+        asked = layout.schedule
+        return _each(choices, lambda choice: replace(choice, schedule=asked))
     limit = max(SMALL_BYTES, choices.held_bytes / 8)
 
     def by_size(choice: Choice) -> Choice:

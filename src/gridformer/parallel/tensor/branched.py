@@ -17,22 +17,8 @@ from gridformer.models.blocks.linear import linear
 from gridformer.parallel.auto.products import blocks_of
 
 
-class GatheredMask(nn.Module):
-    """Attention mask of a branch in D&SP, for the samples of all g processes in order.
-
-    All-gathers valid [b, s] over `branch`: [g b, 1, 1, s].
-    """
-
-    def __init__(self, branch: Axis) -> None:
-        super().__init__()
-        self.branch = branch
-
-    def forward(self, valid_BS: Tensor) -> Tensor:
-        return comm.all_gather(valid_BS, self.branch, 0, "mask")[:, None, None, :]
-
-
 class GatheredRows(nn.Module):
-    """The rows of a branch in D&SP: all-gathers x [b, s] over `branch`, [g b, s]."""
+    """The rows of a branch in D&SP: all-gathers x [b, s] of all g processes in order, [g b, s]."""
 
     def __init__(self, branch: Axis) -> None:
         super().__init__()
@@ -42,14 +28,15 @@ class GatheredRows(nn.Module):
         return comm.all_gather(x_BS, self.branch, 0, "mask")
 
 
-class _CommonLinear(nn.Module):
-    """A projection that all branches share, held by all sub-grids (D&SP) or by the first (cSub).
+class GatheredMask(GatheredRows):
+    """The attention mask of these rows, given valid [b, s]: [g b, 1, 1, s]."""
 
-    Args:
-        plain: The projection.
-        axes: Axes with `branch`, which has g ranks.
-        first: Whether only the first sub-grid holds the projection (cSub).
-    """
+    def forward(self, valid_BS: Tensor) -> Tensor:
+        return super().forward(valid_BS)[:, None, None, :]
+
+
+class _CommonLinear(nn.Module):
+    """A projection that all branches share, held by all sub-grids (D&SP) or the `first` (cSub)."""
 
     cast_parameters = ("weight", "bias")
     summed_parameters = ("weight",)
@@ -87,11 +74,6 @@ class SliceMerged(blocks.MergedParts):
     Maps x [b, s, h] to outputs [g b, s, n/g] (D&SP: all-to-all in both directions) or [b, s, n/g]
     (cSub: forward scatter, backward gather) of the parts, n/g being more for heads that several
     branches read.
-
-    Args:
-        plain: The projection.
-        axes: Axes with `branch`, which has g ranks.
-        first: Whether only the first sub-grid holds the projection (cSub).
     """
 
     def __init__(self, plain: blocks.MergedLinear, axes: Axes, first: bool) -> None:
@@ -136,11 +118,9 @@ class ConcatLinear(_CommonLinear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.first:
-            x = autograd.alltoall(x, self.branch, 0, -1, "concat")
-        else:
-            x = autograd.gather_scatter(x, self.branch, -1, "concat")
-        return self.project(x)
+        if self.first:
+            return self.project(autograd.gather_scatter(x, self.branch, -1, "concat"))
+        return self.project(autograd.alltoall(x, self.branch, 0, -1, "concat"))
 
 
 class NoEmbedding(nn.Module):
@@ -177,13 +157,9 @@ class Elsewhere(nn.Module):
 
 
 def sliced_for_branches(y: Tensor, branch: Axis, first: bool, device: torch.device) -> Tensor:
-    """Sends each branch its slice of columns; for what it returns see `SliceLinear`.
+    """Sends each branch its slice of a projection y [b, s, o], whose columns lie side by side.
 
-    Args:
-        y: A projection [b, s, o], with the columns of each branch next to each other.
-        branch: The axis of branches.
-        first: Whether only the first sub-grid holds it (cSub).
-        device: The device of the slices.
+    The result is [g b, s, o/g] in D&SP, and [b, s, o/g] on `device` if only the `first` has y.
     """
     if first:
         return autograd.scatter_gather(y, branch, -1, device, "slice")

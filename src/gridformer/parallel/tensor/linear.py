@@ -17,7 +17,9 @@ its own queries.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +28,21 @@ from torch import Tensor, nn
 from gridformer.comm import autograd
 from gridformer.config import ModelConfig
 from gridformer.mesh import Axes, Axis
-from gridformer.models import blocks
+from gridformer.models import Model, blocks
 from gridformer.models.blocks.cast import transposed
 from gridformer.models.blocks.linear import MergedPart, linear, side_by_side
-from gridformer.parallel.auto.cost import Choice
+from gridformer.parallel.auto.cost import Choice, Choices
 from gridformer.parallel.auto.products import blocks_of
 from gridformer.parallel.axes import replicated
 from gridformer.parallel.data.fsdp import materialized
-from gridformer.parallel.sharding import ParamPlacement, shard_parameter, vocabulary_multiple
+from gridformer.parallel.sharding import (
+    ParamPlacement,
+    shard_parameter,
+    vocabulary_multiple,
+    vocabulary_width,
+)
 from gridformer.parallel.tensor import summa
+from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 
 OUTPUT_STAYS = ParamPlacement(cut=("row", "col"))
 INPUT_STAYS = ParamPlacement(cut=("col", "row"), transposed=True)  # B is read row by row
@@ -82,20 +90,30 @@ def grid_product(
     choice: Choice,
     bias: ParamPlacement,
     schedules: Schedules,
-    over: str = "col",
 ) -> nn.Module:
-    """Returns the form of a single or merged product on a grid.
+    """Returns the form of a single or merged product on a grid, whose parameters are sharded.
 
-    Args:
-        plain: The module to replace; its parameters are sharded.
-        choice: By which schedule operands travel.
-        bias: Placement of biases that divide over columns.
-        schedules: The schedules of the model.
-        over: The axis that is `col` among the axes of the schedules; only merged products read it.
+    `bias` is the placement of biases that divide over columns.
     """
-    if isinstance(plain, blocks.MergedLinear):
-        return GridMergedLinear(plain, choice, bias, schedules, over)
-    return GridLinear(plain, choice, bias, schedules)
+    kind = GridMergedLinear if isinstance(plain, blocks.MergedLinear) else GridLinear
+    return kind(plain, choice, bias, schedules)  # type: ignore[arg-type]
+
+
+def grid_roles(
+    model: Model, axes: Axes, choices: Choices, schedules: Schedules
+) -> dict[str, Callable[[Any], nn.Module | None]]:
+    """Returns what schemes on a grid make of attention, the embedding, heads and the loss."""
+    head, table = choices["head"], schedules.gathered_weight(choices["head"])
+    vocab_size, col = model.config.vocab_size, axes.col
+    return {
+        "attention": lambda plain: shard_heads(plain, model.config, col),
+        "token_embedding": lambda plain: GridTokenEmbedding(plain, head, table, schedules),
+        "tied_head": lambda plain: GridTiedHead(plain, head, table, schedules),
+        "label_head": lambda plain: RowParallelLabelHead(plain, axes),
+        "cross_entropy": lambda plain: VocabParallelCrossEntropy(
+            col, vocab_size, plain.smoothing, vocabulary_width(axes, vocab_size)
+        ),
+    }
 
 
 class GridLinear(nn.Module):
@@ -103,12 +121,6 @@ class GridLinear(nn.Module):
 
     W is [in/r, out/c] if the output stays (Optimus, Algorithm 1), and [in/c, out/r] if the input
     stays (Algorithm 2 with B = Wᵀ).
-
-    Args:
-        plain: The module to replace; its parameters are sharded.
-        choice: Which operand stays, and by which schedule the others travel.
-        bias: Placement of the bias.
-        schedules: The schedules of the model.
     """
 
     cast_parameters = ("weight", "bias")
@@ -149,23 +161,10 @@ class GridLinear(nn.Module):
 
 
 class GridMergedLinear(blocks.MergedParts):
-    """A merged product, x [.., in/c] to an output [.., n/c] for each part; its output stays.
-
-    Args:
-        plain: The module to replace; its parameters are sharded.
-        choice: By which schedule operands travel.
-        bias: Placement of biases of parts that divide over columns.
-        schedules: The schedules of the model.
-        over: The axis that is `col` among the axes of the schedules.
-    """
+    """A merged product, x [.., in/c] to an output [.., n/c] for each part; its output stays."""
 
     def __init__(
-        self,
-        plain: blocks.MergedLinear,
-        choice: Choice,
-        bias: ParamPlacement,
-        schedules: Schedules,
-        over: str = "col",
+        self, plain: blocks.MergedLinear, choice: Choice, bias: ParamPlacement, schedules: Schedules
     ) -> None:
         super().__init__()
         assert choice.stays == "output", "columns of all parts lie side by side on one device"
@@ -175,7 +174,7 @@ class GridMergedLinear(blocks.MergedParts):
         axes = schedules.axes
         for name in plain.names:
             part: MergedPart = getattr(plain, name)
-            weights, biases = _placements(part, bias, axes, over)
+            weights, biases = _placements(part, bias, schedules)
             shard_parameter(part, "weight", weights, axes)
             if part.bias is not None:
                 shard_parameter(part, "bias", biases, axes)
@@ -195,17 +194,10 @@ class GridMergedLinear(blocks.MergedParts):
 
 
 def _placements(
-    part: MergedPart, bias: ParamPlacement, axes: Axes, over: str
+    part: MergedPart, bias: ParamPlacement, schedules: Schedules
 ) -> tuple[ParamPlacement, ParamPlacement]:
-    """Returns how the weight and the bias of a part are sharded.
-
-    Args:
-        part: The part.
-        bias: Placement of a bias that divides over columns.
-        axes: Axes of the grid.
-        over: The axis that is `col` among them.
-    """
-    names = replicated(axes, part.pieces, over)
+    """Returns how the weight of a part is sharded, and its bias, given that of other parts."""
+    names = replicated(schedules.axes, part.pieces, schedules.boundary.col.name)
     if names is None:
         return OUTPUT_STAYS, bias
     weights = ParamPlacement(("row", names.block), copies=names.copy, partial=True)
@@ -215,29 +207,17 @@ def _placements(
 
 
 def shard_heads(attention: nn.Module, model: ModelConfig, axis: Axis) -> None:
-    """Tells an attention module which heads this device has.
-
-    Args:
-        attention: The module.
-        model: The model.
-        axis: The axis over which heads are sharded.
-    """
+    """Tells an attention module which of the heads, sharded over an axis, this device has."""
     attention.head_block = axis.index  # type: ignore[assignment]
     if isinstance(attention, blocks.GroupedAttention):
-        read = kv_heads_of(model.n_heads, model.kv_heads, axis.index, axis.size)
-        attention.kv_heads = read
+        attention.kv_heads = kv_heads_of(model.n_heads, model.kv_heads, axis.index, axis.size)
 
 
 def kv_heads_of(heads: int, kv_heads: int, index: int, columns: int) -> tuple[int, ...] | None:
     """Returns which of a column's heads of keys each of its heads of queries reads.
 
-    None means that equally many queries in a row read each of them.
-
-    Args:
-        heads: Heads of queries of the model.
-        kv_heads: Heads of keys and values of the model, which divide `heads`.
-        index: The column.
-        columns: The number of columns, which divides `heads`.
+    None means that equally many queries in a row read each of them. The model's heads of keys, and
+    the number of columns, divide its heads of queries.
     """
     mine, n_blocks = heads // columns, blocks_of(kv_heads, columns)
     held = kv_heads // n_blocks
@@ -255,12 +235,6 @@ class GridTokenEmbedding(nn.Module):
     - The head's output stays: v over columns, h over rows. Each column of devices looks up the
       tokens of its range, and the partial sums are reduced.
     - The head's input stays (as in the paper): v over rows, h over columns.
-
-    Args:
-        plain: The module to replace; its table is sharded.
-        head: Choice of the tied head.
-        table: What is gathered of the table; shared with the head.
-        schedules: The schedules of the model.
     """
 
     cast_parameters = ("weight",)  # for the head
@@ -290,12 +264,7 @@ class GridTokenEmbedding(nn.Module):
 
 
 def table_placement(output_stays: bool, axes: Axes) -> ParamPlacement:
-    """Returns where a table [v, h] lies that a head reads.
-
-    Args:
-        output_stays: Whether the output of the head stays.
-        axes: Axes of the grid.
-    """
+    """Returns where a table [v, h] lies that a head reads, whose output stays or its input."""
     cut = ("col", "row") if output_stays else ("row", "col")
     # Only v is padded to this multiple. h is sharded over the other axis alone, so on a grid of one
     # row it may be whole and need not be divisible by the columns.
@@ -315,12 +284,6 @@ class GridTiedHead(nn.Module):
 
     A bias [v] is sharded over columns, as the logits are, and each row of devices holds a copy. An
     untied head has a table of its own, which lies as that of the embedding does.
-
-    Args:
-        plain: The module to replace; its bias and its table, if any, are sharded.
-        choice: Which operand stays, and by which schedule the others travel.
-        table: What is gathered of the table; shared with the embedding.
-        schedules: The schedules of the model.
     """
 
     cast_parameters: tuple[str, ...] = ("bias",)
@@ -359,32 +322,22 @@ class GridTiedHead(nn.Module):
         Forward all-gather down the column, backward reduce-scatter. Schedules that work panel by
         panel never gather the table: they return it as it is and send it again in each product.
 
-        Args:
-            table_VH: Local block of the table.
-            dtype: Dtype of the products.
-
         Returns:
             [V/c, h] if the output stays and [V, h/c] otherwise, V being the padded vocabulary.
         """
         if not isinstance(self.schedule, summa.Gathered) or self.schedule.row.size == 1:
             return table_VH
-        if self.output_stays:
-            column = summa.whole_column(
-                table_VH.t(), dtype, self.schedule, self.gathered_weight, padded=True
-            )
-            return column.t()
-        return summa.whole_column(table_VH, dtype, self.schedule, self.gathered_weight)
+        stays = self.output_stays
+        block = table_VH.t() if stays else table_VH
+        column = summa.whole_column(block, dtype, self.schedule, self.gathered_weight, stays)
+        return column.t() if stays else column
 
     def forward(
         self, x_BSH: Tensor, table_VH: Tensor, prepared: bool = False, padded: bool = False
     ) -> Tensor:
-        """Returns logits [b/r, s, v/c].
+        """Returns logits [b/r, s, v/c]; `padded` allows more columns, which a loss leaves out.
 
-        Args:
-            x_BSH: Hidden states: [b/r, s, h/c] under Optimus, else as the boundary says.
-            table_VH: The embedding's local block of the table, or what `prepare` made of it.
-            prepared: Whether the table comes from `prepare`.
-            padded: Whether the logits may have additional columns, which a loss leaves out.
+        `table_VH` is the local block of the embedding's table, or comes from `prepare`.
         """
         schedule, ahead = self.schedule, self.gathered_weight
         if prepared:
@@ -401,30 +354,19 @@ class RowParallelLabelHead(nn.Module):
     """Logits [b, n_labels] = x W + b for x [b, h/c] and W [h/c, n_labels].
 
     Forward all-reduce of partial sums over columns, backward identity. Only column 0 has the bias
-    and adds it to its partial sum.
-
-    Args:
-        plain: The module to replace; its weight is sharded.
-        copies: The axis along which every rank holds a copy of the parameters, or None.
-        axes: Axes of the grid.
+    and adds it to its partial sum. Each row of devices holds a copy.
     """
 
     cast_parameters = ("weight",)
 
-    def __init__(self, plain: blocks.LabelHead, copies: str | None, axes: Axes) -> None:
+    def __init__(self, plain: blocks.LabelHead, axes: Axes) -> None:
         super().__init__()
-        self.col = axes.col
-        self.weight, self.bias = plain.weight, plain.bias
-        partial = copies is not None
-        shard_parameter(
-            self, "weight", ParamPlacement(cut=("col", None), copies=copies, partial=partial), axes
-        )
-        if self.col.index:
-            self.bias = None
+        self.col, self.weight = axes.col, plain.weight
+        self.bias = None if self.col.index else plain.bias
+        lies = ParamPlacement(("col", None), copies="row", partial=True)
+        shard_parameter(self, "weight", lies, axes)
         if self.bias is not None:
-            shard_parameter(
-                self, "bias", ParamPlacement(cut=(None,), copies=copies, partial=partial), axes
-            )
+            shard_parameter(self, "bias", replace(lies, cut=(None,)), axes)
 
     def forward(self, x_BH: Tensor) -> Tensor:
         terms = linear(x_BH, self.weight, None)

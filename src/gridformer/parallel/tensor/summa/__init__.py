@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """SUMMA: the three matrix products of 2-D tensor parallelism, their schedules and gradients.
 
 panels      the three algorithms of the Optimus paper, panel by panel
@@ -26,22 +27,3 @@ from gridformer.parallel.tensor.summa.weights import (
     GatheredWeightsScope,
     gathered_weights_scope,
 )
-
-__all__ = [
-    "Broadcast",
-    "Gathered",
-    "GatheredWeight",
-    "GatheredWeightsScope",
-    "Operand",
-    "Panel",
-    "Pipelined",
-    "Replicated",
-    "Schedule",
-    "Sharded",
-    "boundary_of",
-    "gathered_weights_scope",
-    "lookup",
-    "product_ab",
-    "product_abt",
-    "whole_column",
-]

@@ -47,20 +47,14 @@ def product_ab(
 ) -> Tensor:
     """Computes C = A B + bias (Optimus, Algorithm 1), differentiable: the output is stationary.
 
-    A is sent along the rows of the grid, and B down its columns.
+    A is sent along the rows of the grid, and B down its columns. Local blocks are a [.., K/c],
+    b [K/r, N/c], bias [N/c] and the result [.., N/c].
 
     Args:
-        a: Local block [.., K/c].
-        b: Local block [K/r, N/c].
-        schedule: How operands travel.
-        bias: Local part [N/c].
         weight: What is gathered of B, if it is gathered ahead or kept.
         keep_input: Whether the gathered A is kept for the backward pass.
         padded: Whether C may have the additional columns of the cast copy of B; needs `Gathered`.
         ends_block: Whether a block that may be recomputed ends with C.
-
-    Returns:
-        Local block [.., N/c] of C.
     """
     operand = Operand(a)
     out: Tensor = _AB.apply(a, b, bias, operand, schedule, weight, keep_input, padded, ends_block)
@@ -79,18 +73,8 @@ def product_abt(
 ) -> Tensor:
     """Computes C = A Bᵀ + bias (Optimus, Algorithm 2), differentiable: the input is stationary.
 
-    Partial sums of C are reduced along the rows of the grid, and B is sent down its columns.
-
-    Args:
-        a: Local block [.., K/c].
-        b: Local block [N/r, K/c].
-        schedule: How operands travel.
-        bias: Local part [N/c].
-        weight: What is gathered of B, if it is gathered ahead or kept.
-        ends_block: Whether a block that may be recomputed ends with C.
-
-    Returns:
-        Local block [.., N/c] of C.
+    Partial sums of C are reduced along the rows of the grid, and B is sent down its columns. Local
+    blocks are a [.., K/c], b [N/r, K/c], bias [N/c] and the result [.., N/c]; see `product_ab`.
     """
     out: Tensor = _ABt.apply(a, b, bias, schedule, weight, ends_block)
     if ends_block:
@@ -113,10 +97,7 @@ def lookup(
 
     Args:
         tokens: Token ids [...], equal along a row of devices.
-        table: Local block [v/r, h/c] for C = A B, or [h/r, v/c] for C = A Bᵀ.
-        schedule: How panels of the table travel.
-        axes: Axes of the grid.
-        output_stays: True for C = A B, False for C = A Bᵀ.
+        table: Local block [v/r, h/c] if the output stays, C = A B, or [h/r, v/c] for C = A Bᵀ.
         weight: What is gathered of the table, if it is gathered ahead or kept.
 
     Returns:
@@ -139,14 +120,9 @@ def whole_column(
     its gradients travel only once for all of them.
 
     Args:
-        b: Local block [K/r, N/c].
-        dtype: Dtype of the result.
-        schedule: Gathers the weight.
+        b: Local block [K/r, N/c] of the weight, whose column [K, N/c] is returned.
         weight: What is gathered of it already, if it is gathered ahead or kept.
         padded: Whether the result may have the additional columns of the cast copy.
-
-    Returns:
-        The column [K, N/c] of the weight.
     """
     out: Tensor = _WholeColumn.apply(b, dtype, schedule, weight, padded)
     return out
@@ -386,10 +362,7 @@ def _weight_gradient(
 ) -> Tensor | None:
     """Waits for a weight's gradient, and adds it to that of earlier micro-batches.
 
-    Args:
-        gradient: The gradient [.., N], which may have additional columns; None if none is wanted.
-        into: The sum to which it is added, if a product has not added it already.
-        weight: The weight [.., N].
+    The gradient may have more columns than the weight. A product may have added it already.
     """
     if gradient is None:
         return None

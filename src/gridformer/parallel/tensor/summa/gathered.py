@@ -304,12 +304,8 @@ class Gathered:
     def atb(self, a: Operand, b: Operand, into: MainGrad | None = None) -> Pending:
         """Computes C = Aᵀ B. a [.., M/c], b [.., N/c], result [M/r, N/c].
 
-        The leading dimensions of `a` and `b` are equal and are summed over.
-
-        Args:
-            a: The block of A.
-            b: The block of B.
-            into: A gradient to which C is added on a grid of one row; the sum is then returned.
+        The leading dimensions of `a` and `b` are equal and are summed over. On a grid of one row, C
+        is added to the gradient `into`, and the sum is returned.
         """
         terms = None
         for chunk, arriving in self._arriving(a):

@@ -68,11 +68,7 @@ def panels(size: int, rows: int, cols: int) -> Iterator[Panel]:
     """Yields the panels of a dimension that is sharded over rows in one matrix, columns in another.
 
     They are the common refinement of both ways to shard it: rows + cols - gcd(rows, cols) panels.
-
-    Args:
-        size: Global size of the dimension; must be divisible by `rows` and by `cols`.
-        rows: Number of rows of the grid.
-        cols: Number of columns of the grid.
+    The global size of the dimension must be divisible by `rows` and by `cols`.
     """
     per_row, per_col = size // rows, size // cols
     cuts = sorted({*range(0, size, per_row), *range(0, size, per_col), size})
@@ -265,13 +261,7 @@ class PanelSums:
         return self.workspace.take(f"sum {slot}", shape, like)
 
     def start(self, terms: Tensor, owner: int, place: Tensor) -> None:
-        """Starts to reduce the `terms` of all ranks, and copies the total to `place` on the owner.
-
-        Args:
-            terms: This rank's partial sum, from `buffer`.
-            owner: Index along the axis of the rank that keeps the total.
-            place: Destination of the total; used on the owner alone.
-        """
+        """Starts to reduce the `terms` of all ranks, from `buffer`, to `place` on the owner."""
         total = comm.start_reduce(terms, self.axis, owner, LABEL, later=self.in_flight > 0)
         self._coming.append((total, owner, place))
         self.finish(self.in_flight)

@@ -27,7 +27,6 @@ class GatheredWeight:
     The caller opens it only while weights do not change. `close` frees everything.
 
     Args:
-        row: The axis over which rows of the weight are sharded.
         keeps: Whether the gathered column of the weight is kept from its first product until
             `close`. Otherwise it is freed after each use, but the neighboring product may have
             gathered it early.
@@ -49,23 +48,17 @@ class GatheredWeight:
         self._operands: dict[tuple[torch.dtype, bool], Operand] = {}
 
     def operand(self, weight: Tensor, dtype: torch.dtype, padded: bool = False) -> Operand:
-        """Returns the weight [K/r, N/c] in `dtype`, with what is already gathered of it.
-
-        Args:
-            weight: The local block, a parameter or its transpose.
-            dtype: The dtype of the product.
-            padded: See `gridformer.models.blocks.cast`.
-        """
+        """Returns the weight [K/r, N/c] in `dtype`, with what is already gathered of it."""
         if not self._open:
             return weight_operand(weight, dtype, padded)
         # The lookup of the table and the head share it, unless their blocks differ.
         key = dtype, padded and padded_columns(weight, dtype) > weight.shape[1]
-        found = self._operands.get(key) if self.keeps else self._operands.pop(key, None)
-        if found is None:
-            found = weight_operand(weight, dtype, padded)
+        operand = self._operands.get(key) if self.keeps else self._operands.pop(key, None)
+        if operand is None:
+            operand = weight_operand(weight, dtype, padded)
             if self.keeps:
-                self._operands[key] = found
-        return found
+                self._operands[key] = operand
+        return operand
 
     def prefetch_next(self, dtype: torch.dtype) -> None:
         """Starts to gather the weight of the next product, while this one multiplies."""
