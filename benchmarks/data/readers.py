@@ -63,24 +63,25 @@ def write_files(folder: Path, size: int) -> None:
 
 def read(way: str, file: Path) -> None:
     """Reads all chunks of a file, or makes a token folder, in one of WAYS."""
-    from gridformer.data.prepare.records import Fields, file_texts
+    from gridformer.data.prepare.records import Fields, file_items
 
     if file.name == "tokens":
         (tokenized if way == "gridformer" else mapped)(file.with_name("records.jsonl"))
         return
     if way == "gridformer":
-        texts = file_texts(file, Fields(), Counter())
+        texts = file_items(file, Fields(), Counter())
     else:
         import datasets
 
-        from gridformer.data.prepare.hf import Table, table_texts
+        from gridformer.data.prepare.hf import table_items
+        from gridformer.data.prepare.reading import Cursor
 
         kind = "json" if file.suffix == ".jsonl" else "text"
         more = {} if kind == "json" else {"sample_by": "document"}
         table = datasets.load_dataset(
             kind, data_files=[str(file)], split="train", streaming=True, **more
         )
-        texts = table_texts(Table(str(file), table), Fields(), Counter())
+        texts = table_items(str(file), table, Fields(), Counter(), Cursor())
     for _ in texts:
         pass
 

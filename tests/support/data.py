@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from gridformer.config import RunConfig
-from gridformer.data.prepare.reading import Cursor, Text
-from gridformer.data.prepare.sources import Source, TextSource
+from gridformer.data.prepare.reading import Cursor, Source, Text, TextSource
 from gridformer.data.tokenfolder import Kind, TokenFolder, TokenSplit
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "wizards")

@@ -1,13 +1,9 @@
 """Conversations as text for a model: templates, records, and which tokens are answers.
 
 A template is somebody else's program, which may come with a data set or a model, so it is rendered
-in a process of its own: this file, run as a program. jinja2's sandbox keeps it from Python's
-internals, and limits of the operating system on memory and files hold for whatever it computes; its
-parent ends it when it takes too long. That process imports nothing of gridformer, so it starts fast
-and has little in memory.
-
-Requests and answers are JSON, one object a line. The first request is {"template", "special"}, and
-the following ones are {"messages", "prompt"}. An answer is {"text", "answers"} or {"error"}.
+in a process of its own: this file, run as a program, which imports nothing of gridformer. jinja2's
+sandbox keeps it from Python's internals; limits of the operating system on time, memory and files
+hold for whatever it computes.
 """
 
 from __future__ import annotations
@@ -15,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import re
 import secrets
-import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 if __name__ != "__main__":
+    from gridformer.data.tokenizer import SETTINGS, Tokenizer, spelled
     from gridformer.utils.errors import DataError, UserError
-    from gridformer.utils.files import UnreadableError, parse_json, read_json, read_text
+    from gridformer.utils.files import UnreadableError, read_json, read_text
 if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    from gridformer.data.tokenizer import Tokenizer
 
 Message = dict[str, Any]  # "role" and "content", and what else a template may read
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
@@ -45,7 +39,7 @@ MOST_MEMORY = 1 << 30  # bytes of address space of the process that renders
 MOST_CHARS = 1 << 24  # of one conversation's text
 MOST_FILTERED = 1 << 16  # characters of a text for a filter that may need far more time or memory
 OWN = "tokenizer"
-_CONFIG, _FILE = "tokenizer_config.json", "chat_template.jinja"
+_FILE = "chat_template.jinja"
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 # They surround what a template declares an answer. Nobody can write them into a conversation,
 # because they differ in each process.
@@ -53,47 +47,12 @@ _NAME = secrets.token_hex(16)
 _BEGIN, _END = f"\x00{_NAME}<\x00", f"\x00{_NAME}>\x00"
 _MARK = re.compile(f"\x00{_NAME}([<>])\x00")
 
-# The format of OpenAI's ChatML, which Qwen and others use, without a system message of its own.
-_CHATML = """\
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message['role'] + '\\n' -}}
-    {%- if message['role'] == 'assistant' -%}
-        {%- generation -%}
-            {{- message['content'] + '<|im_end|>' -}}
-        {%- endgeneration -%}
-        {{- '\\n' -}}
-    {%- else -%}
-        {{- message['content'] + '<|im_end|>\\n' -}}
-    {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
-# The format of Llama 3 without tools and dates.
-_LLAMA3 = """\
-{{- '<|begin_of_text|>' -}}
-{%- for message in messages -%}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' -}}
-    {%- if message['role'] == 'assistant' -%}
-        {%- generation -%}
-            {{- message['content'] | trim + '<|eot_id|>' -}}
-        {%- endgeneration -%}
-    {%- else -%}
-        {{- message['content'] | trim + '<|eot_id|>' -}}
-    {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
-{%- endif -%}
-"""
-# Each template with the special tokens that it needs.
-BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
-    "chatml": (_CHATML, ("<|im_start|>", "<|im_end|>")),
-    "llama3": (
-        _LLAMA3,
-        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    ),
+# The templates of templates/NAME.jinja with the special tokens that they need: the format of
+# OpenAI's ChatML, which Qwen and others use, without a system message of its own; and that of
+# Llama 3 without tools and dates.
+BUILT_IN: dict[str, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
 
 
@@ -108,6 +67,9 @@ class ChatTemplate:
     """Renders conversations with a jinja template, as the library transformers does.
 
     Use it as a context manager, which ends the process that renders. A pickled one starts its own.
+    Requests and answers are JSON, one object a line: first {"template", "special"}, and then
+    {"messages", "prompt"}, each with the seconds that it may take. An answer is {"text", "answers"}
+    or {"error"}.
 
     If the template marks answers with `{% generation %}`, these are the answers. Otherwise an
     answer begins where the text with the prompt for it ends, and it ends where the text of the
@@ -130,7 +92,6 @@ class ChatTemplate:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        self._unread = b""
         try:
             self._ask({"template": source, "special": self.special})
         except DataError:
@@ -187,13 +148,14 @@ class ChatTemplate:
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        assert self._process.stdout is not None
+        line = b""
+        with contextlib.suppress(BrokenPipeError):
+            asked = json.dumps(request | {"seconds": PATIENCE_S})
+            self._process.stdin.write(asked.encode() + b"\n")
             self._process.stdin.flush()
-            line = self._line()
-        except BrokenPipeError:
-            line = b""
-        if not line:
+            line = self._process.stdout.readline()
+        if not line.endswith(b"\n"):  # it was ended
             raise self._problem(
                 f"did not answer within {PATIENCE_S:g} s or took more memory than it may"
             )
@@ -201,20 +163,6 @@ class ChatTemplate:
         if "error" in said:
             raise self._problem(f"cannot be used for this ({said['error']})")
         return said
-
-    def _line(self) -> bytes:
-        """Returns the next line of the process; none if it has ended or takes too long."""
-        pipe = self._process.stdout
-        assert pipe is not None
-        while b"\n" not in self._unread:
-            ready, _, _ = select.select([pipe], [], [], PATIENCE_S)
-            part = os.read(pipe.fileno(), 1 << 20) if ready else b""
-            if not part:
-                self._process.kill()
-                return b""
-            self._unread += part
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
 
     def _problem(self, what: str) -> DataError:
         return DataError(f"chat template {self.origin}: {what}")
@@ -270,25 +218,37 @@ def open_template(spec: str, tokenizer: Path | None) -> tuple[StoredChat, tuple[
     Raises:
         UserError: There is no such template.
     """
-    beside = None if tokenizer is None else tokenizer if tokenizer.is_dir() else tokenizer.parent
-    special = {} if beside is None else _special(_config(beside))
+    folder = None if tokenizer is None else tokenizer if tokenizer.is_dir() else tokenizer.parent
+    config: dict[str, Any] = {}
+    if folder is not None and (folder / SETTINGS).is_file():
+        try:
+            config = dict(read_json(folder / SETTINGS))
+        except (UnreadableError, ValueError, TypeError) as error:
+            raise UserError(f"{folder / SETTINGS}: cannot be read ({error})") from None
+    texts = {name: spelled(config.get(name)) for name in _SPECIAL}
+    special = {name: text for name, text in texts.items() if text is not None}
     if spec in BUILT_IN:
-        template, needed = BUILT_IN[spec]
-        return StoredChat(template=template, special=special, origin=spec), needed
+        source = _read(Path(__file__).with_name("templates") / f"{spec}.jinja")
+        return StoredChat(source, special, origin=spec), BUILT_IN[spec]
     if spec != OWN:
-        return StoredChat(template=_read(Path(spec)), special=special, origin=spec), ()
-    if beside is None:
+        return StoredChat(_read(Path(spec)), special, origin=spec), ()
+    if folder is None:
         raise UserError(
             f"--chat {OWN} takes the template of a tokenizer: name one with --tokenizer, or use "
             f"--chat chatml"
         )
-    own = _own(beside)
-    if own is None:
+    own = config.get("chat_template")
+    if (folder / _FILE).is_file():
+        own = _read(folder / _FILE)
+    elif isinstance(own, list):  # several with names
+        named = {str(one.get("name")): one.get("template") for one in own if isinstance(one, dict)}
+        own = named.get("default")
+    if not isinstance(own, str):
         raise UserError(
-            f"--chat {OWN}: {beside} has neither {_FILE} nor a chat_template in {_CONFIG}: use "
+            f"--chat {OWN}: {folder} has neither {_FILE} nor a chat_template in {SETTINGS}: use "
             f"--chat chatml, llama3, or the path of a jinja file"
         )
-    return StoredChat(template=own, special=special, origin=str(beside)), ()
+    return StoredChat(own, special, origin=str(folder)), ()
 
 
 def _read(path: Path) -> str:
@@ -299,35 +259,6 @@ def _read(path: Path) -> str:
             f"--chat {path}: is neither chatml, llama3 nor {OWN}, and as a file it cannot be read "
             f"({error.reason})"
         ) from None
-
-
-def _own(folder: Path) -> str | None:
-    """Returns the template beside a tokenizer."""
-    if (folder / _FILE).is_file():
-        return _read(folder / _FILE)
-    own = _config(folder).get("chat_template")
-    if isinstance(own, list):  # several with names
-        named = {str(one.get("name")): one.get("template") for one in own if isinstance(one, dict)}
-        own = named.get("default")
-    return own if isinstance(own, str) else None
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / _CONFIG
-    if not path.is_file():
-        return {}
-    try:
-        config = parse_json(read_text(path))
-    except (UnreadableError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from None
-    return config if isinstance(config, dict) else {}
-
-
-def _special(config: dict[str, Any]) -> dict[str, str]:
-    """Returns the special tokens of tokenizer_config.json, which may be objects with a content."""
-    values = {name: config.get(name) for name in _SPECIAL}
-    texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in values.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def messages_of(record: Mapping[str, Any], where: str) -> list[Message]:
@@ -471,29 +402,24 @@ def environment() -> ImmutableSandboxedEnvironment:
     return made
 
 
-def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Returns a rendered text without marks, and where the answers in it begin and end."""
-    clean, answers, begin, last = "", [], 0, 0
-    for mark in _MARK.finditer(text):
-        clean += text[last : mark.start()]
-        last = mark.end()
-        if mark[1] == "<":
-            begin = len(clean)
-        else:
-            answers.append((begin, len(clean)))
-    return clean + text[last:], answers
-
-
 def _rendered(template: Any, special: dict[str, str], asked: dict[str, Any]) -> dict[str, Any]:
     """Answers a request with the text of a conversation and its answers, or with an error."""
     values = {"tools": None, "documents": None, **special}
     values |= {"messages": asked["messages"], "add_generation_prompt": asked["prompt"]}
-    text = ""
+    marked = ""
     for piece in template.generate(**values):
-        text += piece
-        if len(text) > MOST_CHARS:
+        marked += piece
+        if len(marked) > MOST_CHARS:
             return {"error": f"it writes more than {MOST_CHARS:,} characters"}
-    text, answers = _unmarked(text)
+    # Texts and marks in turn.
+    text, answers, begin = "", [], 0
+    for number, piece in enumerate(_MARK.split(marked)):
+        if number % 2 == 0:
+            text += piece
+        elif piece == "<":
+            begin = len(text)
+        else:
+            answers.append((begin, len(text)))
     return {"text": text, "answers": answers}
 
 
@@ -518,22 +444,19 @@ def _refuse(message: object) -> None:
     raise ValueError(str(message))
 
 
-def _limit() -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):  # not on Windows
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
 def _main() -> None:
     """Answers requests until there are no more."""
-    _limit()
+    import resource
+
+    for limit, most in (("AS", MOST_MEMORY), ("FSIZE", 0), ("CORE", 0)):
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (most, most))
     template: Any = None
     special: dict[str, str] = {}
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process, whatever it is doing
     for line in sys.stdin:
         asked, said = json.loads(line), {}
+        signal.setitimer(signal.ITIMER_REAL, asked["seconds"])
         try:
             if template is None:
                 template = environment().from_string(asked["template"])
@@ -546,6 +469,7 @@ def _main() -> None:
             where = f"line {error.lineno}: " if hasattr(error, "lineno") else ""
             reason = " ".join(str(error).split())[:300]
             said = {"error": f"{where}{reason or type(error).__name__}"}
+        signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.write(json.dumps(said) + "\n")
         sys.stdout.flush()
 

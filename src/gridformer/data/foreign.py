@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gridformer.config import DataConfig
-from gridformer.data.indexed import Indexed
+from gridformer.data.indexed import Borders, Indexed
 from gridformer.data.tokenfolder import (
     INDEX,
     TOKENIZER,
@@ -26,7 +26,7 @@ from gridformer.data.tokenfolder import (
     TokenizerEntry,
 )
 from gridformer.data.tokenizer import Tokenizer
-from gridformer.data.tokensplit import DocumentStarts, TokenSplit
+from gridformer.data.tokensplit import TokenSplit
 from gridformer.utils.errors import DataError
 
 VAL_FRACTION = 0.02
@@ -57,10 +57,8 @@ def open_tokens(
             1 all.
     """
     path = Path(path)
-    if prefix := megatron_prefix(path):
-        return _described(path, _megatron(prefix), tokenizer, val_fraction)
-    if file := _datatrove_file(path):
-        return _described(path, _datatrove(file), tokenizer, val_fraction)
+    if file := _token_file(path):
+        return _described(path, file, tokenizer, val_fraction)
     folder = TokenFolder.open(path)
     if (
         tokenizer is not None
@@ -77,56 +75,55 @@ def open_tokens(
 def tokenizer_path(data: DataConfig) -> Path:
     """Returns the tokenizer.json of a run's first token source, without opening it."""
     path = data.first_path
-    prefix = megatron_prefix(path)
-    file = _with(prefix, ".bin") if prefix else _datatrove_file(path)
+    file = _token_file(path)
     return path / TOKENIZER if file is None else _tokenizer_file(file, data.tokenizer)
 
 
-def megatron_prefix(path: Path) -> Path | None:
-    """Returns PREFIX if PREFIX.idx is there and `path` is PREFIX or one of its two files."""
+def _token_file(path: Path) -> Path | None:
+    """Returns the .bin file of Megatron-LM or the .ds file of datatrove that a path names."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    if not prefix.name or prefix.is_dir():
+    if prefix.name and not prefix.is_dir():
+        both = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
+        if any(file.is_file() for file in both):
+            return both[0]
+    if path.suffix == SUFFIX and path.is_file():
+        return path
+    if not path.is_dir() or (path / INDEX).exists():
         return None
-    return prefix if _with(prefix, ".idx").is_file() or _with(prefix, ".bin").is_file() else None
-
-
-class _Files(NamedTuple):
-    """The token file, the one that says where documents begin, and what they hold."""
-
-    file: Path
-    borders: Path
-    tokens: NDArray[Any]
-    starts: DocumentStarts
+    files = sorted(path.glob(f"*{SUFFIX}"))
+    if len(files) > 1:
+        raise DataError(
+            f"{path}: holds {len(files)} files of datatrove, and one is read: name one of them, "
+            f"such as {files[0]}, name each as a source in data.sources, or join them with "
+            f"datatrove's DocumentTokenizerMerger"
+        )
+    return files[0] if files else None
 
 
 @dataclass(frozen=True)
 class ForeignTokens(TokenFolder):
-    """Files of tokens of another program, which are described as a token folder is."""
+    """A file of tokens of another program, which is described as a token folder is."""
 
-    opened: _Files
+    borders: Borders
     loaded: Tokenizer
     loaded_from: Path
 
     @property
     def tokenizer_file(self) -> Path:
-        """The tokenizer.json."""
         return self.loaded_from
 
     def files(self, splits: Iterable[SplitName]) -> Mapping[str, Path]:
         """Returns the files, which hold both splits, by names without their folder."""
-        files = {file.name: file for file in self.opened[:2]}
+        files = {file.name: file for file in (self.train.path, self.borders.path)}
         return {TOKENIZER: self.loaded_from, **files}
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer."""
         return self.loaded
 
     def check(self) -> None:
         """Reads where every document begins, and some of the tokens."""
-        if self.opened.borders.suffix == ".idx":
-            Indexed.open(self.opened.borders).check()
-        self.opened.starts.check(self.opened.borders)
+        self.borders.check()
         last = max(0, self.train.n_tokens - _BLOCK_TOKENS)
         for start in {i * last // (_SEARCHED_BLOCKS - 1) for i in range(_SEARCHED_BLOCKS)}:
             try:
@@ -135,25 +132,38 @@ class ForeignTokens(TokenFolder):
                 raise DataError(f"{error} (the vocabulary is that of {self.loaded_from})") from None
 
 
-def _megatron(prefix: Path) -> _Files:
-    file, index = _with(prefix, ".bin"), _with(prefix, ".idx")
-    indexed = Indexed.open(index)
+def _megatron(file: Path) -> tuple[Borders, NDArray[Any]]:
+    indexed = Indexed.open(file.with_name(file.name.removesuffix(".bin") + ".idx"))
+    index = indexed.path.name
     if not file.is_file():
-        raise DataError(f"{file}: is missing, and {index.name} only says where documents begin")
+        raise DataError(f"{file}: is missing, and {index} only says where documents begin")
     expected, size = indexed.n_tokens * indexed.dtype.itemsize, file.stat().st_size
     if size != expected:
         raise DataError(
             f"{file}: has {size} bytes, expected {expected} ({indexed.n_tokens} tokens of "
-            f"{indexed.dtype.name}, as {index.name} says): one of them is damaged"
+            f"{indexed.dtype.name}, as {index} says): one of them is damaged"
         )
-    return _Files(file, index, np.memmap(file, indexed.dtype, "r"), indexed.starts())
+    return indexed, np.memmap(file, indexed.dtype, "r")
 
 
-def _datatrove(file: Path) -> _Files:
-    """Opens a .ds file, which holds token ids of two or four bytes, unsigned and little-endian.
+@dataclass(frozen=True)
+class _Ends(Borders):
+    """A file NAME.ds.index of datatrove: the end of each document in tokens, uint64."""
 
-    NAME.ds.index holds the end of each document in tokens, uint64.
-    """
+    path: Path
+    ends: NDArray[np.uint64]
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.ends)
+
+    def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        before = np.asarray(self.ends[np.maximum(numbers, 1) - 1]).astype(np.int64)
+        return np.where(numbers > 0, before, 0)
+
+
+def _datatrove(file: Path) -> tuple[Borders, NDArray[Any]]:
+    """Opens a .ds file, which holds token ids of two or four bytes, unsigned and little-endian."""
     index = file.with_name(f"{file.name}.index")
     if not index.is_file():
         raise DataError(f"{index}: is missing, and without it {file.name} cannot be read")
@@ -171,57 +181,37 @@ def _datatrove(file: Path) -> _Files:
             f"{file}: has {size} bytes, but {index.name} gives it {n_tokens} tokens of 2 or 4 "
             f"bytes: one of them is damaged"
         )
-
-    def at(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        before = np.asarray(ends[np.maximum(numbers, 1) - 1]).astype(np.int64)
-        return np.where(numbers > 0, before, 0)
-
-    return _Files(file, index, np.memmap(file, dtype, "r"), DocumentStarts(len(ends), at))
-
-
-def _datatrove_file(path: Path) -> Path | None:
-    if path.suffix == SUFFIX and path.is_file():
-        return path
-    if not path.is_dir() or (path / INDEX).exists():
-        return None
-    files = sorted(path.glob(f"*{SUFFIX}"))
-    if len(files) > 1:
-        raise DataError(
-            f"{path}: holds {len(files)} files of datatrove, and one is read: name one of them, "
-            f"such as {files[0]}, name each as a source in data.sources, or join them with "
-            f"datatrove's DocumentTokenizerMerger"
-        )
-    return files[0] if files else None
+    return _Ends(index, ends), np.memmap(file, dtype, "r")
 
 
 def _described(
-    path: Path, opened: _Files, tokenizer: Path | str | None, val_fraction: float
+    path: Path, file: Path, tokenizer: Path | str | None, val_fraction: float
 ) -> ForeignTokens:
-    """Divides files into splits, and describes them as a token folder."""
-    file, borders, tokens, starts = opened
+    """Opens a token file, divides it into splits, and describes it as a token folder."""
+    borders, tokens = (_datatrove if file.suffix == SUFFIX else _megatron)(file)
     loaded_from = _tokenizer_file(file, tokenizer)
     loaded = Tokenizer.load(loaded_from)
-    n, total = starts.n_documents, len(tokens)
+    n, total = borders.n_documents, len(tokens)
     if not n or not total:
         raise DataError(f"{file}: has no documents")
-    cut, first_of_val = _cut(starts, total, val_fraction)
-    of_train: Any = partial(starts.of, 0, first_of_val)
-    of_val: Any = partial(starts.of, first_of_val, n)
+    cut, first_of_val = _cut(borders, total, val_fraction)
+    of_train: Any = partial(borders.starts, 0, first_of_val)
+    of_val: Any = partial(borders.starts, first_of_val, n)
     counts = (first_of_val, n - first_of_val)
     if n == 1 and 0 < cut < total:  # a single document is divided
         of_train, of_val, counts = np.array([0, cut]), np.array([0, total - cut]), (1, 1)
     train = TokenSplit("train", file, tokens[:cut], of_train, loaded.vocab_size)
     val = TokenSplit("val", file, tokens[cut:], of_val, loaded.vocab_size)
-    size = borders.stat().st_size
-    entries = [
-        SplitEntry.model_construct(  # without its checks, because val may be empty
+    size = borders.path.stat().st_size
+    entries = {
+        split.name: SplitEntry.model_construct(  # without its checks, because val may be empty
             tokens=split.n_tokens,
             documents=n_documents,
             bin_bytes=split.n_tokens * tokens.dtype.itemsize,
             offsets_bytes=size,
         )
         for split, n_documents in zip((train, val), counts)
-    ]
+    }
     index = Index(
         dtype=cast(Any, tokens.dtype.name),
         vocab_size=loaded.vocab_size,
@@ -229,27 +219,26 @@ def _described(
         eos_id=loaded.eos_id,
         seed=0,
         val_fraction=val_fraction,
-        train=entries[0],
-        val=entries[1],
+        train=entries["train"],
+        val=entries["val"],
         tokenizer=TokenizerEntry(origin=loaded.origin, bytes=loaded_from.stat().st_size),
         sources=(SourceEntry(source=str(path), license=None, documents=n, bytes=0),),
         skipped={},
     )
-    return ForeignTokens(path, index, train, val, opened, loaded, loaded_from)
+    return ForeignTokens(path, index, train, val, borders, loaded, loaded_from)
 
 
-def _cut(starts: DocumentStarts, total: int, val_fraction: float) -> tuple[int, int]:
+def _cut(borders: Borders, total: int, val_fraction: float) -> tuple[int, int]:
     """Returns the token and the document with which validation begins."""
-    n = starts.n_documents
+    n = borders.n_documents
     if val_fraction in (0, 1):
         return (0, 0) if val_fraction else (total, n)
     wanted = total - max(1, round(val_fraction * total))
     if n == 1:
         return max(1, wanted), 1
     # The last document that begins by then, but each split gets at least one.
-    numbers = range(1, n)
-    low = max(1, bisect_right(numbers, wanted, key=lambda i: int(starts.at(np.array(i)))))
-    return int(starts.at(np.array(low))), low
+    low = max(1, bisect_right(range(1, n), wanted, key=lambda i: int(borders.at(np.array(i)))))
+    return int(borders.at(np.array(low))), low
 
 
 def _tokenizer_file(file: Path, tokenizer: Path | str | None) -> Path:
@@ -263,7 +252,3 @@ def _tokenizer_file(file: Path, tokenizer: Path | str | None) -> Path:
             f"wrote it, or to a folder that holds it, or put it there as {beside}"
         )
     return beside
-
-
-def _with(prefix: Path, suffix: str) -> Path:
-    return prefix.with_name(prefix.name + suffix)

@@ -16,7 +16,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gridformer.data.tokensplit import BLOCK, DocumentStarts, blocks
 from gridformer.utils.errors import DataError
 
 MAGIC: Final = b"MMIDIDX\x00\x00"
@@ -32,17 +31,55 @@ _FLOATS: Final = {6: "float64", 7: "float32"}
 _CODES: Final = {np.dtype(name): code for code, name in DTYPES.items()}
 _LENGTH, _POINTER = np.dtype("<i4"), np.dtype("<i8")
 LONGEST_DOCUMENT: Final = 2**31 - 1  # tokens, which the format counts in 32 bits
+_BLOCK = 1 << 20  # documents, or sequences of tokens, that are read at a time
+
+
+class Borders:
+    """Where the documents of a token file begin, read from a mapped file when it is needed."""
+
+    path: Path
+
+    @property
+    def n_documents(self) -> int:
+        raise NotImplementedError
+
+    def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the first tokens of documents.
+
+        The document after the last one begins where that ends.
+        """
+        raise NotImplementedError
+
+    def starts(self, first: int = 0, end: int | None = None) -> NDArray[np.int64]:
+        """Returns the starts of documents [first, end), and the end of the last of them.
+
+        They are counted from the start of the first one.
+        """
+        starts = self.at(np.arange(first, (self.n_documents if end is None else end) + 1))
+        return starts - starts[0]
+
+    def check(self) -> None:
+        """Checks that each document starts after the one before, so that none is empty."""
+        for some in _blocks(self.n_documents):
+            starts = self.at(np.arange(some.start, min(some.stop, self.n_documents + 1)))
+            wrong = starts[1:] <= starts[:-1]
+            if wrong.any():
+                number = int(wrong.argmax())
+                raise DataError(
+                    f"{self.path}: document {some.start + number} runs from token "
+                    f"{starts[number]} to {starts[number + 1]}, so the file is damaged"
+                )
 
 
 @dataclass(frozen=True)
-class Indexed:
+class Indexed(Borders):
     """An open .idx file, memory-mapped.
 
     Attributes:
         dtype: The dtype of the token file.
         lengths: The tokens of each sequence [S] int32.
         pointers: The byte of the token file at which each begins [S] int64.
-        documents: The first sequence of each document, and S [D] int64.
+        documents: The first sequence of each document that has tokens, and S [D + 1] int64.
     """
 
     path: Path
@@ -59,27 +96,16 @@ class Indexed:
 
     @property
     def n_documents(self) -> int:
-        """The documents of the file, those without tokens included."""
         return len(self.documents) - 1
 
-    def starts(self) -> DocumentStarts:
-        """Returns where documents begin. Documents without tokens are left out."""
-        documents = self.documents
-        if self._check_documents():
-            kept = np.flatnonzero(np.diff(documents) > 0)
-            documents = np.append(documents[kept], documents[-1])
-        n = len(self.pointers)
-
-        def at(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-            sequences = np.asarray(documents[numbers], dtype=np.int64)
-            begins = np.asarray(self.pointers[np.minimum(sequences, n - 1)])
-            return np.where(sequences < n, begins // self.dtype.itemsize, self.n_tokens)
-
-        return DocumentStarts(len(documents) - 1, at)
+    def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        sequences, n = np.asarray(self.documents[numbers], dtype=np.int64), len(self.pointers)
+        begins = np.asarray(self.pointers[np.minimum(sequences, n - 1)])
+        return np.where(sequences < n, begins // self.dtype.itemsize, self.n_tokens)
 
     @classmethod
     def open(cls, path: Path) -> Indexed:
-        """Opens an .idx file and compares its size with what it says of itself."""
+        """Opens an .idx file, and checks its size and the order of its documents."""
         if not path.is_file():
             raise DataError(f"{path}: is missing, and without it {path.stem}.bin cannot be read")
         with path.open("rb") as file:
@@ -116,11 +142,22 @@ class Indexed:
                 f"{path}: its sequences begin at byte {pointers[0]}, and its documents run from "
                 f"sequence {documents[0]} to {documents[-1]} of {sequences}: it is damaged"
             )
+        fewest = 1  # sequences of a document
+        for some in _blocks(borders - 1):
+            steps = np.diff(documents[some])
+            fewest = min(fewest, int(steps.min()))
+            if fewest < 0:
+                number = some.start + int((steps < 0).argmax())
+                raise DataError(
+                    f"{path}: document {number} begins after the next one: it is damaged"
+                )
+        if fewest == 0:
+            documents = np.append(documents[:-1][np.diff(documents) > 0], sequences)
         return cls(path, np.dtype(DTYPES[code]), lengths, pointers, documents)
 
     def check(self) -> None:
-        """Reads the whole index: sequences follow one another, and documents are in order."""
-        for some in blocks(len(self.lengths)):
+        """Reads the whole index: sequences follow one another, and documents have tokens."""
+        for some in _blocks(len(self.lengths)):
             lengths = self.lengths[some].astype(np.int64)
             steps = np.diff(self.pointers[some])
             wrong = (steps != lengths[: len(steps)] * self.dtype.itemsize) | (steps < 0)
@@ -131,20 +168,7 @@ class Indexed:
                     f"has {self.lengths[number]} tokens of {self.dtype.name}, but the next begins "
                     f"at byte {self.pointers[number + 1]}: it is damaged"
                 )
-        self._check_documents()
-
-    def _check_documents(self) -> bool:
-        """Checks the order of documents, and returns whether some have no tokens."""
-        empty = False
-        for some in blocks(self.n_documents):
-            steps = np.diff(self.documents[some])
-            empty = empty or bool((steps == 0).any())
-            if (steps < 0).any():
-                number = some.start + int((steps < 0).argmax())
-                raise DataError(
-                    f"{self.path}: document {number} begins after the next one: it is damaged"
-                )
-        return empty
+        super().check()
 
 
 def index_bytes(documents: int) -> int:
@@ -160,24 +184,27 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: NDArray[np.integer[An
             million are read at a time.
     """
     n = len(lengths)
-
-    def each() -> Iterator[NDArray[np.int64]]:
-        for begin in range(0, n, BLOCK):
-            yield np.asarray(lengths[begin : begin + BLOCK], dtype=np.int64)
-
+    blocks = [slice(begin, begin + _BLOCK) for begin in range(0, n, _BLOCK)]
     with path.open("wb") as file:
         file.write(MAGIC + _HEADER.pack(VERSION, _CODES[dtype.newbyteorder("<")], n, n + 1))
-        for block in each():
-            file.write(block.astype(_LENGTH).tobytes())
+        for some in blocks:
+            file.write(np.asarray(lengths[some], dtype=_LENGTH).tobytes())
         at = 0
-        for block in each():
-            ends = at + np.cumsum(block) * dtype.itemsize
-            file.write((ends - block * dtype.itemsize).astype(_POINTER).tobytes())
+        for some in blocks:
+            sizes = np.asarray(lengths[some], dtype=np.int64) * dtype.itemsize
+            ends = at + np.cumsum(sizes)
+            file.write((ends - sizes).astype(_POINTER).tobytes())
             at = int(ends[-1])
-        for begin in range(0, n + 1, BLOCK):
-            file.write(np.arange(begin, min(begin + BLOCK, n + 1), dtype=_POINTER).tobytes())
+        for begin in range(0, n + 1, _BLOCK):
+            file.write(np.arange(begin, min(begin + _BLOCK, n + 1), dtype=_POINTER).tobytes())
 
 
 def _bytes_of(sequences: int, borders: int) -> int:
     each = _LENGTH.itemsize + _POINTER.itemsize
     return HEADER_BYTES + sequences * each + borders * _POINTER.itemsize
+
+
+def _blocks(n: int) -> Iterator[slice]:
+    """Yields slices of n values and the value after each slice, a million at a time."""
+    for begin in range(0, n, _BLOCK):
+        yield slice(begin, begin + _BLOCK + 1)

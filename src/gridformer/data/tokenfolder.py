@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from gridformer.config import Config
-from gridformer.data.indexed import Indexed, index_bytes
+from gridformer.data.indexed import Borders, Indexed, index_bytes
 from gridformer.data.tokenizer import SETTINGS, Tokenizer
-from gridformer.data.tokensplit import LABELS, Column, DocumentStarts, TokenSplit
+from gridformer.data.tokensplit import LABELS, Column, TokenSplit
 from gridformer.utils.errors import DataError
 from gridformer.utils.files import UnreadableError, exists, meant_beside, read_json
 
@@ -188,10 +188,7 @@ class TokenFolder:
         """
         for split in SPLITS:
             try:
-                indexed = Indexed.open(self.path / f"{split}.idx")
-                indexed.check()
-                # Every document has at least its end-of-text token.
-                indexed.starts().check(indexed.path)
+                Indexed.open(self.path / f"{split}.idx").check()
             except DataError as error:
                 raise DataError(f"{error}: {_again(self.path)}") from None
         self.tokenizer  # noqa: B018 (reading it is the check)
@@ -257,16 +254,15 @@ def _open_split(path: Path, name: SplitName, index: Index, dtype: np.dtype[Any])
     if index.kind == "pairs" and n % 2:
         what = f"gives {name} {n} documents, which make no pairs, since their number is odd"
         raise _damaged(path / INDEX, what)
-    starts = _open_borders(borders_file, entry, dtype)
+    borders = _open_borders(borders_file, entry, dtype)
     columns = {key: _open_column(path, name, index, key) for key in index.columns}
     ids = np.memmap(tokens_file, dtype=dtype, mode="r")
-    return TokenSplit(name, tokens_file, ids, starts.of, index.vocab_size, columns)
+    return TokenSplit(name, tokens_file, ids, borders.starts, index.vocab_size, columns)
 
 
-def _open_borders(file: Path, entry: SplitEntry, dtype: np.dtype[Any]) -> DocumentStarts:
+def _open_borders(file: Path, entry: SplitEntry, dtype: np.dtype[Any]) -> Borders:
     try:
         indexed = Indexed.open(file)
-        starts = indexed.starts()
     except DataError as error:
         raise DataError(f"{error}: {_again(file.parent)}") from None
     n = indexed.n_documents
@@ -275,7 +271,7 @@ def _open_borders(file: Path, entry: SplitEntry, dtype: np.dtype[Any]) -> Docume
         raise _damaged(file, f"{what} {dtype.name}")
     if indexed.n_tokens != entry.tokens:
         raise _damaged(file, f"runs from 0 to {indexed.n_tokens}, expected 0 to {entry.tokens}")
-    return starts
+    return indexed
 
 
 def _open_column(path: Path, split: SplitName, index: Index, name: str) -> NDArray[Any]:

@@ -6,11 +6,11 @@ same ones in both splits, and its index.json describes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,6 @@ from gridformer.utils.errors import DataError
 
 ColumnDtype = Literal["uint8", "int8", "uint16", "int16", "int32", "int64", "float32"]
 LABELS = "labels"
-BLOCK = 1 << 20  # documents, or sequences of tokens, that are read at a time
 
 
 class Column(Config):
@@ -53,44 +52,6 @@ class Column(Config):
 
 
 LABEL_COLUMN = Column(dtype="int32")
-
-
-class DocumentStarts(NamedTuple):
-    """Where the documents of a file begin, computed from the mapped file when it is needed.
-
-    Attributes:
-        at: Returns the first tokens of documents with given numbers, int64. The document after the
-            last one begins where that ends.
-    """
-
-    n_documents: int
-    at: Callable[[NDArray[np.int64]], NDArray[np.int64]]
-
-    def of(self, first: int = 0, end: int | None = None) -> NDArray[np.int64]:
-        """Returns the starts of documents [first, end), and the end of the last of them.
-
-        They are counted from the start of the first one.
-        """
-        starts = self.at(np.arange(first, (self.n_documents if end is None else end) + 1))
-        return starts - starts[0]
-
-    def check(self, file: Path) -> None:
-        """Checks that each document starts after the one before, so that none is empty."""
-        for some in blocks(self.n_documents):
-            starts = self.at(np.arange(some.start, min(some.stop, self.n_documents + 1)))
-            wrong = starts[1:] <= starts[:-1]
-            if wrong.any():
-                number = int(wrong.argmax())
-                raise DataError(
-                    f"{file}: document {some.start + number} runs from token {starts[number]} to "
-                    f"{starts[number + 1]}, so the file is damaged"
-                )
-
-
-def blocks(n: int) -> Iterator[slice]:
-    """Yields slices of n values and the value after each slice, a million at a time."""
-    for begin in range(0, n, BLOCK):
-        yield slice(begin, begin + BLOCK + 1)
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ import pytest
 
 from gridformer.data.prepare import gettext as catalogs
 from gridformer.data.prepare.gettext import (
-    Pair,
+    catalog_source,
     cleaned,
-    read_catalogs,
     system_folders,
     without_mnemonics,
 )
-from gridformer.data.prepare.sources import TextSource, open_sources
+from gridformer.data.prepare.reading import TextSource
+from gridformer.data.prepare.sources import open_sources
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import texts
 from tests.support.marks import extra
@@ -136,16 +136,16 @@ def test_the_system_and_django(root: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_nothing_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogs, "system_folders", lambda language: [tmp_path / language])
     with pytest.raises(UserError, match=r"no catalogs for 'de' .* pip install django.*de:PATH"):
-        read_catalogs("gettext:de")
+        catalog_source("gettext:de")
     with pytest.raises(UserError, match=r"name a folder with \*/de/LC_MESSAGES/\*\.mo, de\.po"):
-        read_catalogs(f"gettext:de:{tmp_path}")
+        catalog_source(f"gettext:de:{tmp_path}")
     with pytest.raises(UserError, match="does not exist"):
-        read_catalogs(f"gettext:de:{tmp_path / 'gone'}")
+        catalog_source(f"gettext:de:{tmp_path / 'gone'}")
     for bad in ("", "German", "../x"):
         with pytest.raises(UserError, match=r"not the code of a language; write gettext:de for"):
-            read_catalogs(f"gettext:{bad}")
+            catalog_source(f"gettext:{bad}")
     with pytest.raises(UserError, match="name another language"):
-        read_catalogs("gettext:en")
+        catalog_source("gettext:en")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xde\x12\x04\x95", b"\xde\x12\x04\x95" + b"\xff" * 60])
@@ -193,7 +193,7 @@ def test_cleaned() -> None:
         entry("%s: %d %s %5d x", "%s: %d %s %5d y"),
     )
     pairs = list(cleaned(po, 4, skipped))
-    assert pairs == [Pair("Cannot open the file %s", "Kann die Datei %s nicht öffnen")]
+    assert pairs == [("Cannot open the file %s", "Kann die Datei %s nicht öffnen")]
     assert skipped == {
         "messages that are fuzzy or obsolete": 2,
         "messages without a translation": 2,
@@ -244,4 +244,4 @@ def test_plural_formulas_are_never_run(tmp_path: Path) -> None:
     ],
 )
 def test_mnemonics(source: str, target: str, expected: tuple[str, str]) -> None:
-    assert without_mnemonics(Pair(source, target)) == expected
+    assert without_mnemonics((source, target)) == expected

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.prepare import reading
 from gridformer.data.prepare.corpus import prepare_corpus, sampled_text
+from gridformer.data.prepare.reading import TextSource
 from gridformer.data.prepare.records import NO_PAIR
-from gridformer.data.prepare.sources import TextSource
 from gridformer.data.prepare.writer import PrepareProgress
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import (

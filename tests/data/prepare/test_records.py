@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gridformer.data.prepare.reading import Cursor
-from gridformer.data.prepare.sources import TextSource, open_sources
+from gridformer.data.prepare.reading import Cursor, TextSource
+from gridformer.data.prepare.sources import open_sources
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import texts
 from tests.support.marks import extra

@@ -23,7 +23,8 @@ from gridformer.data.prepare import atomic_folder, reading
 from gridformer.data.prepare.atomic_folder import documents_kept
 from gridformer.data.prepare.chat import FORGED, NO_ANSWER, prepare_chat
 from gridformer.data.prepare.corpus import prepare_corpus
-from gridformer.data.prepare.sources import TextSource, open_sources
+from gridformer.data.prepare.reading import TextSource
+from gridformer.data.prepare.sources import open_sources
 from gridformer.data.prepare.tasks import prepare_task
 from gridformer.data.prepare.writer import PrepareProgress
 from gridformer.data.side_texts import read_questions

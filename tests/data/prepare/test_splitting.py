@@ -32,7 +32,7 @@ def write(
     out: dict[str, list[list[int]]] = {}
     for split, entry in entries.items():
         tokens = np.fromfile(folder / f"{split}.bin", "<u2").tolist()
-        offsets = Indexed.open(folder / f"{split}.idx").starts().of().tolist()
+        offsets = Indexed.open(folder / f"{split}.idx").starts().tolist()
         assert offsets[0] == 0
         assert offsets[-1] == len(tokens) == entry.tokens
         assert entry.documents == len(offsets) - 1 >= 1
@@ -131,7 +131,7 @@ def test_pairs_stay_together(
     found = []
     for split in SPLITS:
         tokens = np.fromfile(folder / f"{split}.bin", "<u2")
-        offsets = Indexed.open(folder / f"{split}.idx").starts().of().tolist()
+        offsets = Indexed.open(folder / f"{split}.idx").starts().tolist()
         texts = [tokens[a : b - 1].tolist() for a, b in pairwise(offsets)]
         assert len(texts) == entries[split].documents >= 2
         found += list(zip(texts[::2], texts[1::2], strict=True))
@@ -215,7 +215,7 @@ def test_columns_stay_with_their_documents_and_tokens(
         tokens = np.fromfile(folder / f"{split}.bin", "<u2").tolist()
         twice = np.fromfile(folder / f"{split}.twice.bin", "<i2").tolist()
         numbers = np.fromfile(folder / f"{split}.number.bin", "<i4").reshape(-1, 2).tolist()
-        starts = Indexed.open(folder / f"{split}.idx").starts().of().tolist()
+        starts = Indexed.open(folder / f"{split}.idx").starts().tolist()
         assert len(numbers) == entry.documents
         for (number, filler), (a, b) in zip(numbers, pairwise(starts), strict=True):
             body = documents[number]

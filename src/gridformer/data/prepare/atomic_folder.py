@@ -57,40 +57,42 @@ class PreparationState:
 _STATE = TypeAdapter(PreparationState)
 
 
+@dataclass
 class Unfinished:
     """The folder that a preparation writes.
 
     Attributes:
         state: The state from which it goes on, if it was stopped.
+        can_keep: Whether its state may be saved.
         keeps: Whether the folder stays if the preparation fails.
+        saved: When the state was saved.
     """
 
-    def __init__(self, folder: Path, state: PreparationState | None, can_keep: bool) -> None:
-        self.folder, self.state = folder, state
-        self._can_keep = can_keep
-        self.keeps = state is not None
-        self._saved = time.monotonic()
+    folder: Path
+    state: PreparationState | None
+    can_keep: bool
+    keeps: bool
+    saved: float = field(default_factory=time.monotonic)
 
     @property
     def is_due(self) -> bool:
         """Whether it is time to save the state."""
-        return self._can_keep and time.monotonic() - self._saved >= SAVE_EVERY_S
+        return self.can_keep and time.monotonic() - self.saved >= SAVE_EVERY_S
 
     def save(self, state: PreparationState) -> None:
         """Saves the state of files that are on disk."""
         new = self.folder / f"{STATE}.new"
-        with new.open("w", encoding="utf-8") as file:
-            file.write(_STATE.dump_json(state).decode())
+        with new.open("wb") as file:
+            file.write(_STATE.dump_json(state))
             file.flush()
             os.fsync(file.fileno())
         new.replace(self.folder / STATE)
-        self.keeps = True
-        self._saved = time.monotonic()
+        self.keeps, self.saved = True, time.monotonic()
 
     def forget(self) -> None:
         """Removes the state, because the files change in a way that it does not describe."""
         (self.folder / STATE).unlink(missing_ok=True)
-        self.keeps = self._can_keep = False
+        self.keeps = self.can_keep = False
 
 
 def resume_key(sources: object, files: Iterable[Path], settings: Mapping[str, object]) -> str:
@@ -113,16 +115,13 @@ def check_free(out: Path, overwrite: bool) -> None:
     present = {path.name for path in out.iterdir()}
     if not present:
         return
+    unsafe = ""
     if foreign := sorted(name for name in present if not is_own_file(name)):
-        raise UserError(
-            f"{out}: holds {', '.join(foreign[:3])}, which prepare did not write, so it is not "
-            f"replaced; choose another --out"
-        )
-    if not is_token_folder(out):
-        raise UserError(
-            f"{out}: is not empty, and its {INDEX} does not make it a token folder, so it is not "
-            f"replaced; choose another --out"
-        )
+        unsafe = f"holds {', '.join(foreign[:3])}, which prepare did not write"
+    elif not is_token_folder(out):
+        unsafe = f"is not empty, and its {INDEX} does not make it a token folder"
+    if unsafe:
+        raise UserError(f"{out}: {unsafe}, so it is not replaced; choose another --out")
     if not overwrite:
         raise UserError(f"{out}: already is a token folder; add --overwrite to replace it")
 
@@ -155,7 +154,7 @@ def atomic_folder(out: Path, overwrite: bool, key: str | None) -> Iterator[Unfin
             for path in folder.iterdir():
                 if path.name != LOCK:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        work = Unfinished(folder, state, can_keep=lock is not None)
+        work = Unfinished(folder, state, lock is not None, state is not None)
         yield work
         check_free(out, overwrite)  # it may have changed since the first check
         for name in (STATE, LOCK):
@@ -178,18 +177,15 @@ def _lock(folder: Path) -> int | None:
     """Creates and locks a folder; returns None if another process has it or locks do not work."""
     if not folder.exists():
         begin_folder(folder)
-    try:
+    descriptor = None
+    with contextlib.suppress(OSError):
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:
-        return None
-    try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The process that had it may have renamed the folder meanwhile.
         if os.path.samestat(os.fstat(descriptor), (folder / LOCK).stat()):
             return descriptor
-    except OSError:
-        pass
-    os.close(descriptor)
+    if descriptor is not None:
+        os.close(descriptor)
     return None
 
 

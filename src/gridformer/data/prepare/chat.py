@@ -7,12 +7,12 @@ and its column `first_answer` says of each document where its first such token i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -26,10 +26,9 @@ from gridformer.data.chat import (
     spells_special,
     write_chat,
 )
-from gridformer.data.prepare import hf
-from gridformer.data.prepare.reading import Cursor, json_lines
-from gridformer.data.prepare.records import JSON_LINES, TABLES
-from gridformer.data.prepare.sources import Source
+from gridformer.data.prepare.reading import Cursor, Source
+from gridformer.data.prepare.records import RECORDS, Fields
+from gridformer.data.prepare.sources import open_source
 from gridformer.data.prepare.split_file import Document
 from gridformer.data.prepare.writer import (
     EncodedBatch,
@@ -39,7 +38,7 @@ from gridformer.data.prepare.writer import (
     prepare_documents,
     trained_on,
 )
-from gridformer.data.tokenfolder import TokenFolder, token_dtype
+from gridformer.data.tokenfolder import Kind, TokenFolder, token_dtype
 from gridformer.data.tokenizer import Tokenizer, encodable
 from gridformer.data.tokensplit import Column
 from gridformer.utils.errors import UserError
@@ -52,6 +51,26 @@ _AT_A_TIME = 64  # conversations whose tokens are Python's lists at the same tim
 _NOTHING = "there are no conversations to prepare"
 
 Conversation = list[Message]
+
+
+class _Records(Fields):
+    """Records that hold conversations."""
+
+    @property
+    def kind(self) -> Kind:
+        return "chat"
+
+    @property
+    def options(self) -> dict[str, str]:
+        return {}
+
+    def columns(self, present: Sequence[str], where: str) -> list[str]:
+        return [*present]
+
+    def items(
+        self, record: Mapping[str, Any], where: str, skipped: Counter[str]
+    ) -> Iterator[Conversation]:
+        yield messages_of(record, where)
 
 
 def prepare_chat(
@@ -88,7 +107,9 @@ def prepare_chat(
 
     # A template that cannot be read is refused before anything is. Each worker opens its own.
     with chat.open() as template:
-        sources = [_source(spec, split) for spec in specs]
+        sources = [open_source(spec, RECORDS, _Records(), split) for spec in specs]
+        if unfit := next((one.name for one in sources if one.kind != "chat"), ""):
+            raise UserError(f"{unfit}: --chat reads conversations, and this holds none")
         spec: FolderSpec[Conversation] = FolderSpec(
             "chat",
             lambda used: partial(_encoded, template, used),
@@ -147,33 +168,3 @@ def _sample(sources: Sequence[Source[Conversation]], limit: int) -> Iterator[str
                 yield text
             if taken >= limit / len(sources):
                 break
-
-
-def _source(spec: str, split: str) -> Source[Conversation]:
-    """Returns the conversations of a source."""
-    path, size = Path(spec).expanduser(), None
-    if path.is_file() and path.name.endswith(JSON_LINES):
-
-        def of_lines(skipped: Counter[str], cursor: Cursor) -> Iterator[Conversation]:
-            return (messages_of(record, where) for where, record in json_lines(path, skipped))
-
-        size = None if path.suffix == ".gz" else path.stat().st_size
-        return Source(spec, of_lines, files=(path,), n_bytes=size)
-    if spec.startswith("hf:"):
-        table = hf.hub_table(spec, split)
-    elif path.is_dir() and hf.is_saved(path):
-        table = hf.saved_table(path, spec, split)
-    elif path.is_file() and path.name.endswith(TABLES):
-        table, size = hf.open_table(path), path.stat().st_size
-    else:
-        raise UserError(
-            f"{spec}: --chat reads conversations from {', '.join((*JSON_LINES, *TABLES))} files, "
-            f"save_to_disk folders and hf:NAME, and this is none of them"
-        )
-
-    def of_rows(skipped: Counter[str], cursor: Cursor) -> Iterator[Conversation]:
-        rows = hf.records(spec, table.data, skipped, cursor)
-        return (messages_of(record, where) for where, record in rows)
-
-    # Files of a data set do not tell its size: they hold other columns, and perhaps other splits.
-    return Source(spec, of_rows, files=table.files, revision=repr(table.revision), n_bytes=size)

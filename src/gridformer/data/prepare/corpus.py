@@ -11,9 +11,8 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from gridformer.data.prepare.reading import BATCH_CHARS, Cursor, Text, pieces
+from gridformer.data.prepare.reading import BATCH_CHARS, Cursor, Text, TextSource, pieces
 from gridformer.data.prepare.records import NO_PAIR
-from gridformer.data.prepare.sources import TextSource
 from gridformer.data.prepare.split_file import Document
 from gridformer.data.prepare.writer import (
     EncodedBatch,

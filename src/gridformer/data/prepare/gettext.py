@@ -7,15 +7,14 @@ for plural forms that a catalog contains.
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from gridformer.data.prepare.reading import Cursor, Text, TextSource, files_below, shuffled
 from gridformer.data.tokenfolder import PartEntry
 from gridformer.utils.errors import DataError, UserError, require
 
@@ -52,38 +51,18 @@ _SAME_AS = re.compile(r"same licen[sc]e as (?:the )?(.+?)(?: package| project)?\
 _VERSION = re.compile(r"(-?\d[\d.]*)(-properties)?$")
 
 
-class Pair(NamedTuple):
-    """A text and its translation."""
-
-    source: str
-    target: str
+Pair = tuple[str, str]  # an English text and its translation
 
 
-@dataclass(frozen=True)
-class Catalogs:
-    """English sentences and their translations, from the catalogs of a language.
+def catalog_source(spec: str) -> TextSource:
+    """Reads `gettext:de`, the catalogs of this machine, or `gettext:de:PATH`, those in a folder.
 
     Every English sentence occurs once, with the first translation, so that no sentence is in both
     splits. All sentences are held in memory: a whole system has a few megabytes.
-
-    Attributes:
-        parts: The catalogs that contributed pairs; each pair counts as two documents.
-        license: The licenses with the number of pairs under each, the most frequent first.
     """
-
-    languages: tuple[str, str]
-    files: tuple[Path, ...]
-    pairs: list[Pair]
-    parts: tuple[PartEntry, ...]
-    license: str
-    skipped: Counter[str]
-
-
-def read_catalogs(spec: str) -> Catalogs:
-    """Reads `gettext:de`, the catalogs of this machine, or `gettext:de:PATH`, those in a folder."""
     language, files = _files_of(spec)
-    pairs_of: dict[tuple[str, str | None], list[Pair]] = {}  # by catalog and license
-    skipped: Counter[str] = Counter()
+    pairs_of: dict[tuple[str, str | None], list[Text]] = {}  # by catalog and license
+    left_out: Counter[str] = Counter()
     seen: set[str] = set()
     for path in files:
         try:
@@ -91,36 +70,44 @@ def read_catalogs(spec: str) -> Catalogs:
         except DataError:
             if len(files) == 1:
                 raise
-            skipped[_DAMAGED] += 1
+            left_out[_DAMAGED] += 1
             continue
         said = catalog.metadata.get("Language", "").strip()
         if said and said.partition("_")[0] != language.partition("_")[0]:
-            skipped[f"catalogs in other languages than {language}"] += 1
+            left_out[f"catalogs in other languages than {language}"] += 1
             continue
         license = license_of(path, catalog)
         name = path.stem if license != DJANGO else _django_name(path)
-        pairs = pairs_of.setdefault((name, license), [])
-        for pair in cleaned(catalog, MIN_WORDS, skipped):
-            if pair.source in seen:
-                skipped["messages seen before"] += 1
+        pairs_of_catalog = pairs_of.setdefault((name, license), [])
+        for source, target in cleaned(catalog, MIN_WORDS, left_out):
+            if source in seen:
+                left_out["messages seen before"] += 1
             else:
-                seen.add(pair.source)
-                pairs.append(pair)
-    parts = tuple(
-        PartEntry(name=name, license=license, documents=2 * len(pairs))
-        for (name, license), pairs in pairs_of.items()
-        if pairs
-    )
+                seen.add(source)
+                pairs_of_catalog.append(Text(source, second=target))
+    pairs = [pair for some in pairs_of.values() for pair in some]
     counts: Counter[str] = Counter()
-    for part in parts:
-        counts[part.license or "not stated, GPL for the most part"] += part.documents // 2
-    return Catalogs(
-        (ENGLISH, language),
+    for (_, license), some in pairs_of.items():
+        counts[license or "not stated, GPL for the most part"] += len(some)
+
+    def read(skipped: Counter[str], cursor: Cursor) -> Iterator[Text]:
+        skipped.update(left_out)
+        yield from pairs
+
+    return TextSource(
+        spec,
+        read,
+        lambda: iter(shuffled(pairs)),
         files,
-        [pair for pairs in pairs_of.values() for pair in pairs],
-        parts,
-        ", ".join(f"{name} ({n:,})" for name, n in counts.most_common()),
-        skipped,
+        "pairs",
+        (ENGLISH, language),
+        ", ".join(f"{name} ({n:,})" for name, n in counts.most_common() if n),
+        n_bytes=sum(len(text.encode()) for pair in pairs for text in pair.texts),
+        parts=tuple(
+            PartEntry(name=name, license=license, documents=2 * len(some))
+            for (name, license), some in pairs_of.items()
+            if some
+        ),
     )
 
 
@@ -138,7 +125,7 @@ def _files_of(spec: str) -> tuple[str, tuple[Path, ...]]:
     root = Path(place).expanduser() if place else None
     if root is None:
         folders = system_folders(language)
-        paths = [path for folder in folders for path in _files_below(folder)]
+        paths = [path for folder in folders for path in files_below(folder, _SUFFIXES)]
         where = f"the locale folders of this system and this Python ({folders[0]} and others)"
         remedy = (
             f"install programs that include some (Debian: apt install git gnupg-l10n; on its slim "
@@ -201,10 +188,10 @@ def cleaned(
             skipped["messages that are fuzzy or obsolete"] += 1
             continue
         for source, target in _forms(entry):
-            pair = without_mnemonics(Pair(" ".join(source.split()), " ".join(target.split())))
-            if not pair.target or pair.source.casefold() == pair.target.casefold():
+            pair = without_mnemonics((" ".join(source.split()), " ".join(target.split())))
+            if not pair[1] or pair[0].casefold() == pair[1].casefold():
                 skipped["messages without a translation"] += 1
-            elif len(_WORD.findall(pair.source)) < min_words:
+            elif len(_WORD.findall(pair[0])) < min_words:
                 skipped[f"messages of less than {min_words} words"] += 1
             else:
                 yield pair
@@ -216,12 +203,14 @@ def without_mnemonics(pair: Pair) -> Pair:
     if any(len(matches) != 1 for matches in marks):
         return pair
     places = [matches[0].start() for matches in marks]
-    if pair.source[places[0]] != pair.target[places[1]]:
+    signs = [text[place] for text, place in zip(pair, places)]
+    # From the space before each shortcut on.
+    starts = [max(text.rfind(" ", 0, place), 0) for text, place in zip(pair, places)]
+    words = [text[start:].split(maxsplit=1)[0] for text, start in zip(pair, starts)]
+    if signs[0] != signs[1] or words[0] == words[1]:
         return pair
-    words = [_word_at(text, place) for text, place in zip(pair, places)]
-    if words[0] == words[1]:
-        return pair
-    return Pair(*(text[:place] + text[place + 1 :] for text, place in zip(pair, places)))
+    source, target = (text[:place] + text[place + 1 :] for text, place in zip(pair, places))
+    return source, target
 
 
 def _forms(entry: polib.POEntry | polib.MOEntry) -> Iterator[tuple[str, str]]:
@@ -238,11 +227,6 @@ def _forms(entry: polib.POEntry | polib.MOEntry) -> Iterator[tuple[str, str]]:
         yield entry.msgid, forms[0]
     if len(forms) in (1, 2):
         yield entry.msgid_plural, forms[-1]
-
-
-def _word_at(text: str, place: int) -> str:
-    start = max(text.rfind(" ", 0, place), 0)
-    return text[start:].split(maxsplit=1)[0]
 
 
 def license_of(path: Path, catalog: polib.MOFile | polib.POFile) -> str | None:
@@ -264,18 +248,10 @@ def license_of(path: Path, catalog: polib.MOFile | polib.POFile) -> str | None:
 
 
 def _of_language(root: Path, language: str) -> list[Path]:
-    every = _files_below(root)
+    every = files_below(root, _SUFFIXES)
     own = [p for p in every if language in (*p.relative_to(root).parts[:-1], p.stem)]
     # A folder of this language itself, for instance .../de/LC_MESSAGES.
     return own or (every if language in root.resolve().parts else [])
-
-
-def _files_below(root: Path) -> list[Path]:
-    files: list[Path] = []
-    for folder, folders, names in os.walk(root):
-        folders.sort()
-        files += [Path(folder, name) for name in sorted(names) if name.endswith(_SUFFIXES)]
-    return files
 
 
 def _without_twins(paths: list[Path]) -> tuple[Path, ...]:

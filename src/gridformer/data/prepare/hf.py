@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gridformer.data.prepare.reading import Cursor, Text
-from gridformer.data.prepare.records import Fields, record_texts
+from gridformer.data.prepare.reading import Cursor, Source, files_below
+from gridformer.data.prepare.records import Fields
 from gridformer.utils.errors import DataError, UserError, require
 
 _ROWS = 64  # rows to read at a time
 _TIMEOUT_S = 30.0  # for a question to the hub
 
 
-@dataclass(frozen=True)
-class Table:
-    """A data set of `datasets`.
-
-    Attributes:
-        name: The source as the user wrote it.
-        data: The data set, streamed or not.
-        files: The files of a data set on this machine, perhaps with those of other splits.
-        revision: What changes with the rows beside the files: the split, and the fingerprint of a
-            saved data set or the commit of one on the hub, if it has one that is known.
-    """
-
-    name: str
-    data: Any
-    files: tuple[Path, ...] = ()
-    license: str | None = None
-    revision: object = None
-
-
-def hub_table(spec: str, split: str) -> Table:
+def hub_source(spec: str, split: str, fields: Fields) -> Source[Any]:
     """Opens `hf:NAME` or `hf:NAME/CONFIG` for streaming; NAME is a hub name or a local folder."""
     datasets = _library(spec)
     name = spec.removeprefix("hf:").rstrip("/")
@@ -59,9 +38,7 @@ def hub_table(spec: str, split: str) -> Table:
             problems.append(_reason(error))
             continue
         there = Path(path).exists()
-        files = _files_below(Path(path)) if there else ()
-        revision = (split, None if there else _commit(path))
-        return Table(spec, table, files, _license(table), revision)
+        return _source(spec, table, fields, Path(path), split, None if there else _commit(path))
     raise UserError(f"{spec}: {'; '.join(dict.fromkeys(problems))}")
 
 
@@ -71,7 +48,7 @@ def is_saved(folder: Path) -> bool:
     return one or (folder / "dataset_dict.json").is_file()
 
 
-def saved_table(folder: Path, name: str, split: str) -> Table:
+def saved_source(folder: Path, name: str, split: str, fields: Fields) -> Source[Any]:
     """Opens a folder that `save_to_disk` of `datasets` wrote."""
     datasets = _library(name)
     try:
@@ -84,41 +61,69 @@ def saved_table(folder: Path, name: str, split: str) -> Table:
         if split not in table:
             raise UserError(f"{name}: has no split '{split}'; use --split {' or '.join(table)}")
         table, folder = table[split], folder / split
-    files = _files_below(folder, (".arrow", ".json"))
-    return Table(name, table, files, _license(table), (split, getattr(table, "_fingerprint", None)))
+    fingerprint = getattr(table, "_fingerprint", None)
+    return _source(name, table, fields, folder, split, fingerprint, (".arrow", ".json"))
 
 
-def open_table(path: Path) -> Table:
+def _source(
+    name: str,
+    table: Any,
+    fields: Fields,
+    folder: Path,
+    split: str,
+    version: str | None,
+    suffixes: tuple[str, ...] = ("",),
+) -> Source[Any]:
+    """Returns the rows of a data set as a source.
+
+    Args:
+        folder: Where its files are, perhaps with those of other splits, if they are here.
+        version: What changes with the rows beside the files, if it is known.
+    """
+    files = [folder] if folder.is_file() else files_below(folder, suffixes)
+    license = table.info.license  # some list several
+    return Source(
+        name,
+        lambda skipped, cursor: table_items(name, table, fields, skipped, cursor),
+        # `datasets` caches what other programs make of a saved data set in files beside it.
+        files=tuple(file for file in files if not file.name.startswith("cache-")),
+        kind=fields.kind,
+        languages=fields.languages,
+        license=(license if isinstance(license, str) else ", ".join(license or ())) or None,
+        revision=repr((fields, split, version)),
+        options=tuple(fields.options.values()),
+    )
+
+
+def open_table(path: Path) -> Any:
     """Opens one .parquet, .arrow, .csv, .tsv or .json file for streaming."""
     datasets = _library(str(path))
     kind, more = ("csv", {"sep": "\t"}) if path.suffix == ".tsv" else (path.suffix[1:], {})
     try:
-        data = datasets.load_dataset(
+        return datasets.load_dataset(
             kind, data_files=[str(path)], split="train", streaming=True, **more
         )
     except Exception as error:
         raise DataError(f"{path}: cannot be read ({_reason(error)})") from error
-    return Table(str(path), data, (path,))
 
 
-def table_texts(
-    table: Table, fields: Fields, skipped: Counter[str], cursor: Cursor | None = None
-) -> Iterator[Text]:
-    """Yields the documents of the rows of a table."""
-    data, columns = table.data, table.data.column_names
-    if columns is not None:
-        data = data.select_columns(fields.columns(columns, table.name))
+def table_items(
+    name: str, data: Any, fields: Fields, skipped: Counter[str], cursor: Cursor
+) -> Iterator[Any]:
+    """Yields the documents of the rows of a table after cursor.mark."""
+    if data.column_names is not None:
+        data = data.select_columns(fields.columns(data.column_names, name))
     feature = (data.features or {}).get(fields.label) if fields.label else None
     names = list(getattr(feature, "names", None) or [])
-    for where, record in records(table.name, data, skipped, cursor or Cursor()):
+    for where, record in _records(name, data, skipped, cursor):
         label = record.get(fields.label) if names else None
         if isinstance(label, int):
             # Data sets without labels write a number below 0 for None.
             record[fields.label] = names[label] if 0 <= label < len(names) else None
-        yield from record_texts(record, fields, where, skipped)
+        yield from fields.items(record, where, skipped)
 
 
-def records(
+def _records(
     name: str, data: Any, skipped: Counter[str], cursor: Cursor
 ) -> Iterator[tuple[str, dict[Any, Any]]]:
     """Yields the values of each row after cursor.mark, with the place of the row for errors."""
@@ -147,17 +152,6 @@ def records(
             cursor.reached({"rows": done, "state": data.state_dict()}, skipped)
 
 
-def _files_below(root: Path, suffixes: tuple[str, ...] = ("",)) -> tuple[Path, ...]:
-    """Returns a data set's files, in order."""
-    files = [root] if root.is_file() else []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        # `datasets` caches what other programs make of a saved data set in files beside it.
-        own = (name for name in names if not name.startswith((".", "cache-")))
-        files += [Path(folder, name) for name in own if name.endswith(suffixes)]
-    return tuple(sorted(path for path in files if path.is_file()))
-
-
 def _commit(name: str) -> str | None:
     """Returns the newest commit of a data set on the hub, or None if the hub does not tell it."""
     from huggingface_hub import HfApi  # which `datasets` needs, too
@@ -167,12 +161,6 @@ def _commit(name: str) -> str | None:
     # Offline, not found, not a name: its errors have no common base class.
     except Exception:
         return None
-
-
-def _license(table: Any) -> str | None:
-    """Returns the license that the data set states; some list several."""
-    said = table.info.license
-    return (said if isinstance(said, str) else ", ".join(said or ())) or None
 
 
 def _library(what: str) -> Any:

@@ -1,4 +1,4 @@
-"""Reads text, lines and JSON lines from files, and sources in batches between which it may stop.
+"""Sources and their items, read in batches between which a preparation may stop; and text files.
 
 Text that is not UTF-8 is kept with U+FFFD for the bytes that are not, and counted, so that damage
 is noticed.
@@ -10,6 +10,8 @@ import codecs
 import contextlib
 import gzip
 import json
+import os
+import random
 import re
 import zlib
 from collections import Counter
@@ -17,8 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
+from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar, cast
 
+from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.utils.errors import DataError
 from gridformer.utils.files import parse_json
 from gridformer.utils.units import MIB
@@ -38,19 +41,12 @@ Item = TypeVar("Item")
 
 
 class Text(NamedTuple):
-    """A document, the next part of a long one, or a pair of texts.
-
-    Attributes:
-        text: The text.
-        ends: Whether the document ends with it.
-        label: The label of the document, on all of its parts, in labeled sources.
-        second: The translation of the text, in sources of pairs.
-    """
+    """A document, the next part of a long one, or a pair of texts."""
 
     text: str
-    ends: bool = True
-    label: str | None = None
-    second: str | None = None
+    ends: bool = True  # whether the document ends with it
+    label: str | None = None  # of the document, on all of its parts
+    second: str | None = None  # the translation, in sources of pairs
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -82,6 +78,61 @@ class Cursor:
 # Yields the items of a source after cursor.mark, and calls cursor.reached where it can begin. A
 # source that cannot begin in the middle never does, and is read again up to where it stopped.
 Reader = Callable[[Counter[str], Cursor], Iterator[Item]]
+
+
+@dataclass(frozen=True)
+class Source(Generic[Item]):
+    """Documents, and where they come from. They can be read several times.
+
+    Attributes:
+        name: The source as the user wrote it.
+        read: Yields all items lazily, always in the same order, and counts what it skips.
+        sample: Yields all items in an order whose beginning is typical of the whole; None means
+            that of `read`.
+        files: The files that are read: if one changes, a preparation begins anew.
+        revision: What else changes with its items.
+        n_bytes: The bytes to read, for progress; None if they are not known.
+        parts: The parts of the source, if they have their own licenses.
+        options: The options for pairs and labels that have an effect on it.
+    """
+
+    name: str
+    read: Reader[Item]
+    sample: Callable[[], Iterator[Item]] | None = None
+    files: tuple[Path, ...] = ()
+    kind: Kind = "text"
+    languages: tuple[str, str] | None = None
+    license: str | None = None
+    revision: object = None
+    n_bytes: int | None = None
+    parts: tuple[PartEntry, ...] = ()
+    options: tuple[str, ...] = ()
+
+    def sampled(self) -> Iterator[Item]:
+        """Yields all items, the first of which are typical."""
+        return self.sample() if self.sample else self.read(Counter(), Cursor())
+
+
+TextSource = Source[Text]
+
+
+def shuffled(items: Iterable[Any]) -> list[Any]:
+    """Returns items in an order that looks random and is always the same."""
+    every = [*items]
+    random.Random(0).shuffle(every)
+    return every
+
+
+def files_below(
+    root: Path, suffixes: tuple[str, ...] = ("",), without: frozenset[str] = frozenset()
+) -> list[Path]:
+    """Returns files with one of the suffixes in sorted order, without hidden files and folders."""
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in without)
+        fitting = (n for n in sorted(names) if n.endswith(suffixes) and not n.startswith("."))
+        files += [path for n in fitting if (path := Path(folder, n)).is_file()]
+    return files
 
 
 def batches(

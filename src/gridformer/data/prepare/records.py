@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gridformer.data.prepare.reading import Text, json_lines, text_file
+from gridformer.data.prepare.reading import Cursor, Text, json_lines, text_file
 from gridformer.data.tokenfolder import Kind
 from gridformer.utils.errors import DataError
 
@@ -25,25 +25,30 @@ TEXT_SUFFIXES = (
     *(".hpp", ".java", ".js", ".ts", ".go", ".rs", ".sh"),
 )
 DEFAULT_SUFFIXES = (*TEXT_SUFFIXES, *FOLDER_RECORDS)
-_INSTEAD = {"pairs": "", "labels": ": put it into folders, and use --labels-from-folders"}
+# What is read from records alone, and what to do with plain text instead.
+_INSTEAD: dict[Kind, tuple[str, str]] = {
+    "pairs": ("pairs", ""),
+    "labeled": ("labels", ": put it into folders, and use --labels-from-folders"),
+    "chat": ("conversations", ""),
+}
 
 
-def file_texts(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Text]:
+def file_items(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Any]:
     """Yields the documents of a file: a text file is one, a table or JSON lines hold many."""
     if path.name.endswith(JSON_LINES):
         for where, record in json_lines(path, skipped):
-            yield from record_texts(record, fields, where, skipped)
+            yield from fields.items(record, where, skipped)
     elif path.name.endswith(TABLES):
-        from gridformer.data.prepare.hf import open_table, table_texts
+        from gridformer.data.prepare.hf import open_table, table_items
 
-        yield from table_texts(open_table(path), fields, skipped)
+        yield from table_items(str(path), open_table(path), fields, skipped, Cursor())
     elif fields.kind == "text":
         yield from text_file(path, skipped)
     else:
-        what = "pairs" if fields.pair else "labels"
+        what, instead = _INSTEAD[fields.kind]
         raise DataError(
             f"{path}: {what} are read from the records of {', '.join(RECORDS)} files, but "
-            f"this is plain text" + _INSTEAD[what]
+            f"this is plain text{instead}"
         )
 
 
@@ -78,71 +83,59 @@ class Fields:
 
     def columns(self, present: Sequence[str], where: str) -> list[str]:
         """Returns the columns of a table that these keys need."""
-        for key, option in self.options.items():
+        for key in self.options:
             if key not in present and key.partition(".")[0] not in present:
-                raise _missing_key(where, key, list(present), option)
+                raise self._missing(where, key, present)
         return sorted({k if k in present else k.partition(".")[0] for k in self.options})
 
-
-def record_texts(
-    record: Mapping[str, Any], fields: Fields, where: str, skipped: Counter[str]
-) -> Iterator[Text]:
-    """Yields the document of a record, or the pair, unless it is incomplete."""
-    if fields.pair:
-        one, other = (_text(record, key, fields, where).strip() for key in fields.pair)
-        if one and other:
-            yield Text(one, second=other)
+    def items(self, record: Mapping[str, Any], where: str, skipped: Counter[str]) -> Iterator[Any]:
+        """Yields the document of a record, or the pair, unless it is incomplete."""
+        if self.pair:
+            one, other = (self._text(record, key, where).strip() for key in self.pair)
+            if one and other:
+                yield Text(one, second=other)
+            else:
+                skipped[NO_PAIR] += 1
+            return
+        text = self._text(record, self.text, where)
+        label: str | None = None
+        if text and self.label:
+            value = self._value(record, self.label, where)
+            if not isinstance(value, str | int | None):
+                raise DataError(
+                    f"{where}: '{self.label}' holds {type(value).__name__}; a label is a word or a "
+                    f"whole number: choose another key with --label-key"
+                )
+            label = "" if value is None else str(value)
+        if text and label != "":
+            yield Text(text, label=label)
         else:
-            skipped[NO_PAIR] += 1
-        return
-    text = _text(record, fields.text, fields, where)
-    if not text:
-        skipped[NO_TEXT] += 1
-        return
-    label = _label(record, fields, where) if fields.label else None
-    if label == "":
-        skipped[NO_LABEL] += 1
-        return
-    yield Text(text, label=label)
+            skipped[NO_LABEL if text else NO_TEXT] += 1
 
+    def _text(self, record: Mapping[str, Any], key: str, where: str) -> str:
+        """Returns the text of a record, empty for None."""
+        value = self._value(record, key, where)
+        if not isinstance(value, str | None):
+            raise DataError(
+                f"{where}: '{key}' holds {type(value).__name__}, not text: choose another key "
+                f"with {self.options[key]}"
+            )
+        return value or ""
 
-def _text(record: Mapping[str, Any], key: str, fields: Fields, where: str) -> str:
-    """Returns the text of a record, empty for None."""
-    value = _value(record, key, fields, where)
-    if not isinstance(value, str | None):
-        raise DataError(
-            f"{where}: '{key}' holds {type(value).__name__}, not text: choose another key "
-            f"with {fields.options[key]}"
+    def _value(self, record: Mapping[str, Any], key: str, where: str) -> object:
+        if key in record:
+            return record[key]
+        value: object = record
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                raise self._missing(where, key, record)
+            value = value[part]
+        return value
+
+    def _missing(self, where: str, key: str, present: Iterable[str]) -> DataError:
+        option = self.options[key]
+        what = {"--pair-keys": "the two texts", "--label-key": "the label"}.get(option, "the text")
+        return DataError(
+            f"{where}: has no '{key}'; name {what} with {option}, there are "
+            f"{', '.join(sorted(present)) or 'no keys at all'}"
         )
-    return value or ""
-
-
-def _label(record: Mapping[str, Any], fields: Fields, where: str) -> str:
-    """Returns the label of a record, empty for None."""
-    assert fields.label is not None
-    value = _value(record, fields.label, fields, where)
-    if not isinstance(value, str | int | None):
-        raise DataError(
-            f"{where}: '{fields.label}' holds {type(value).__name__}; a label is a word or a whole "
-            f"number: choose another key with --label-key"
-        )
-    return "" if value is None else str(value)
-
-
-def _missing_key(where: str, key: str, present: list[str], option: str) -> DataError:
-    what = {"--pair-keys": "the two texts", "--label-key": "the label"}.get(option, "the text")
-    return DataError(
-        f"{where}: has no '{key}'; name {what} with {option}, there are "
-        f"{', '.join(sorted(present)) or 'no keys at all'}"
-    )
-
-
-def _value(record: Mapping[str, Any], key: str, fields: Fields, where: str) -> object:
-    here: object = record
-    if key in record:
-        return record[key]
-    for part in key.split("."):
-        if not isinstance(here, Mapping) or part not in here:
-            raise _missing_key(where, key, list(record), fields.options[key])
-        here = here[part]
-    return here

@@ -1,7 +1,6 @@
 """The sources of `gridformer prepare`: files, folders, globs, data sets, built-in names.
 
-A source can be read several times (a sample for the tokenizer, then everything). It reads lazily,
-and holds no more than a record, or a part of a text file.
+They hold no more than a record, or a part of a text file, at a time.
 """
 
 from __future__ import annotations
@@ -10,27 +9,32 @@ import glob
 import itertools
 import os
 import platform
-import random
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 from gridformer.data.prepare import hf
-from gridformer.data.prepare.gettext import PREFIX, read_catalogs
-from gridformer.data.prepare.reading import Cursor, Item, Reader, Text, lines
+from gridformer.data.prepare.gettext import PREFIX, catalog_source
+from gridformer.data.prepare.reading import (
+    Cursor,
+    Source,
+    Text,
+    TextSource,
+    files_below,
+    lines,
+    shuffled,
+)
 from gridformer.data.prepare.records import (
     DEFAULT_SUFFIXES,
     FOLDER_RECORDS,
     NO_PAIR,
     TABLES,
     Fields,
-    file_texts,
+    file_items,
 )
-from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.utils.errors import DataError, UserError
 from gridformer.utils.files import meant_beside
 
@@ -43,73 +47,35 @@ _SAMPLE_EVERY = 97  # a prime number of lines, so that it fits no regular patter
 _KINDS = {"text": "text", "pairs": "pairs", "labeled": "labeled documents", "chat": "chats"}
 
 
-@dataclass(frozen=True)
-class Source(Generic[Item]):
-    """Documents, and where they come from.
-
-    Attributes:
-        name: The source as the user wrote it.
-        read: Yields all items, always in the same order, and counts what it skips. It begins after
-            the mark of the cursor, which it tells where it can begin again, if anywhere.
-        sample: Yields all items in an order whose beginning is typical of the whole; None means
-            that of `read`.
-        files: The files that are read: others, or changed ones, cannot go on with what was written.
-        kind: What its documents are.
-        revision: What else changes with its items.
-        n_bytes: The bytes to read, for progress; None if they are not known.
-        parts: The parts of the source, if they have their own licenses.
-        options: The options for pairs and labels that have an effect on it.
-    """
-
-    name: str
-    read: Reader[Item]
-    sample: Callable[[], Iterator[Item]] | None = None
-    files: tuple[Path, ...] = ()
-    kind: Kind = "text"
-    languages: tuple[str, str] | None = None
-    license: str | None = None
-    revision: object = None
-    n_bytes: int | None = None
-    parts: tuple[PartEntry, ...] = ()
-    options: tuple[str, ...] = ()
-
-    def sampled(self) -> Iterator[Item]:
-        """Yields all items, the first of which are typical."""
-        return self.sample() if self.sample else self.read(Counter(), Cursor())
-
-
-TextSource = Source[Text]
-
-
 def file_source(
     name: str,
     files: Sequence[Path],
     fields: Fields,
     license: str | None = None,
     label_root: Path | None = None,
-) -> TextSource:
+) -> Source[Any]:
     """Returns a source of documents from files.
 
     Args:
         label_root: If given, the label of a file is the name of the folder directly below this one.
     """
 
-    def of(file: Path, skipped: Counter[str]) -> Iterator[Text]:
-        texts = file_texts(file, fields, skipped)
+    def of(file: Path, skipped: Counter[str]) -> Iterator[Any]:
+        items = file_items(file, fields, skipped)
         if label_root is None:
-            return texts
+            return items
         label = file.relative_to(label_root).parts[0]
-        return (text._replace(label=label) for text in texts)
+        return (text._replace(label=label) for text in items)
 
-    def read(skipped: Counter[str], cursor: Cursor) -> Iterator[Text]:
+    def read(skipped: Counter[str], cursor: Cursor) -> Iterator[Any]:
         """Yields the documents from the file with the number cursor.mark on."""
         for number in range(cursor.mark or 0, len(files)):
             cursor.reached(number, skipped)
             yield from of(files[number], skipped)
 
-    def sample() -> Iterator[Text]:
+    def sample() -> Iterator[Any]:
         # Folders are read in sorted order, so their first megabytes may not be typical.
-        return itertools.chain.from_iterable(of(file, Counter()) for file in _shuffled(files))
+        return itertools.chain.from_iterable(of(file, Counter()) for file in shuffled(files))
 
     sized = not any(file.suffix == ".gz" or file.name.endswith(TABLES) for file in files)
     return Source(
@@ -123,22 +89,6 @@ def file_source(
         repr(fields),
         sum(file.stat().st_size for file in files) if sized else None,
         options=("--labels-from-folders",) if label_root else tuple(fields.options.values()),
-    )
-
-
-def _table_source(table: hf.Table, fields: Fields) -> TextSource:
-    def read(skipped: Counter[str], cursor: Cursor) -> Iterator[Text]:
-        return hf.table_texts(table, fields, skipped, cursor)
-
-    return Source(
-        table.name,
-        read,
-        files=table.files,
-        kind=fields.kind,
-        languages=fields.languages,
-        license=table.license,
-        revision=repr((fields, table.revision)),
-        options=tuple(fields.options.values()),
     )
 
 
@@ -215,7 +165,7 @@ def open_sources(
     labels_from_folders: bool = False,
     pair_files: bool = False,
 ) -> list[TextSource]:
-    """Finds out what each SOURCE is, without reading its documents.
+    """Finds out what each SOURCE is.
 
     Args:
         suffixes: The suffixes of the files to take from folders; empty means DEFAULT_SUFFIXES, or
@@ -240,18 +190,12 @@ def open_sources(
         fields = Fields(text_key, pair_keys, label_key)
         usual = DEFAULT_SUFFIXES if fields.kind == "text" else FOLDER_RECORDS
         wanted = tuple(s if s.startswith(".") else f".{s}" for s in suffixes) or usual
-        sources = [_open_source(spec, wanted, fields, split, labels_from_folders) for spec in specs]
+        sources = [open_source(spec, wanted, fields, split, labels_from_folders) for spec in specs]
         if used and not any(used[0] in source.options for source in sources):
             raise UserError(f"{', '.join(specs)}: {used[0]} has no effect there: omit it")
     for source in sources[1:]:
         _check_same(sources[0], source)
     return sources
-
-
-def _shuffled(items: Sequence[Any]) -> list[Any]:
-    shuffled = [*items]
-    random.Random(0).shuffle(shuffled)
-    return shuffled
 
 
 def _check_same(one: TextSource, other: TextSource) -> None:
@@ -267,43 +211,27 @@ def _check_same(one: TextSource, other: TextSource) -> None:
         )
 
 
-def _catalog_source(spec: str) -> TextSource:
-    catalogs = read_catalogs(spec)
-    pairs = [Text(pair.source, second=pair.target) for pair in catalogs.pairs]
-
-    def read(skipped: Counter[str], cursor: Cursor) -> Iterator[Text]:
-        skipped.update(catalogs.skipped)
-        yield from pairs
-
-    return Source(
-        spec,
-        read,
-        lambda: iter(_shuffled(pairs)),
-        catalogs.files,
-        "pairs",
-        catalogs.languages,
-        catalogs.license,
-        n_bytes=sum(len(text.encode()) for pair in pairs for text in pair.texts),
-        parts=catalogs.parts,
-    )
-
-
-def _open_source(
-    spec: str, suffixes: tuple[str, ...], fields: Fields, split: str, from_folders: bool
-) -> TextSource:
+def open_source(
+    spec: str,
+    suffixes: tuple[str, ...],
+    fields: Fields,
+    split: str = "train",
+    from_folders: bool = False,
+) -> Source[Any]:
+    """Finds out what one SOURCE is, without reading its documents."""
     if spec == PYTHON_STDLIB:
         return python_stdlib()
     if spec.startswith(PREFIX):
-        return _catalog_source(spec)
+        return catalog_source(spec)
     if spec.startswith("hf:"):
-        return _table_source(hf.hub_table(spec, split), fields)
+        return hf.hub_source(spec, split, fields)
     path = Path(spec).expanduser()
     if path.is_file():
         return file_source(spec, [path], fields)
     if path.is_dir():
         if hf.is_saved(path):
-            return _table_source(hf.saved_table(path, spec, split), fields)
-        walked = _walk(path, suffixes)
+            return hf.saved_source(path, spec, split, fields)
+        walked = files_below(path, suffixes)
         if not walked:
             names = (Path(name).suffix for _, _, files in os.walk(path) for name in files)
             there = ", ".join(s for s, _ in Counter(name for name in names if name).most_common(5))
@@ -337,7 +265,7 @@ def python_stdlib() -> TextSource:
     # _sysconfigdata contains paths of the machine on which Python was built.
     files = [
         path
-        for path in (_walk(root, (".py",), _NOT_STDLIB) if (root / "os.py").is_file() else [])
+        for path in (files_below(root, (".py",), _NOT_STDLIB) if (root / "os.py").is_file() else [])
         if not path.name.startswith("_sysconfigdata")
     ]
     if not files:
@@ -347,15 +275,3 @@ def python_stdlib() -> TextSource:
         )
     terms = f"PSF-2.0 (Python Software Foundation License), Python {platform.python_version()}"
     return file_source(PYTHON_STDLIB, files, Fields(), terms)
-
-
-def _walk(
-    root: Path, suffixes: tuple[str, ...], without: frozenset[str] = frozenset()
-) -> list[Path]:
-    """Returns files with one of the suffixes in sorted order, without hidden files and folders."""
-    walked = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in without)
-        fitting = (f for f in sorted(files) if f.endswith(suffixes) and not f.startswith("."))
-        walked += [path for f in fitting if (path := Path(folder, f)).is_file()]
-    return walked

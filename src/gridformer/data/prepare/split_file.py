@@ -15,12 +15,7 @@ from pydantic import Field
 
 from gridformer.config import Config
 from gridformer.data.indexed import LONGEST_DOCUMENT, write_index
-from gridformer.data.tokenfolder import (
-    SPLITS,
-    Kind,
-    SplitEntry,
-    SplitName,
-)
+from gridformer.data.tokenfolder import SPLITS, Kind, SplitEntry, SplitName
 from gridformer.data.tokensplit import LABEL_COLUMN, LABELS, Column
 from gridformer.utils.errors import DataError
 
@@ -99,23 +94,19 @@ class SplitWriter:
         }
         self._eos = [] if eos_id is None else [eos_id]
         self._bos = [] if bos_id is None else [bos_id]
-        self._seed = seed
-        self._val_fraction = val_fraction
+        self._seed, self._val_fraction = seed, val_fraction
         self.kind: Kind = kind
+        self._unit = 2 if kind == "pairs" else 1  # documents that must stay in one split
         self._open: _SplitFile | None = None
-        self._finished = False
         self._labels = {name: place for place, name in enumerate(state.labels)}
         self.documents, self.splits_given = state.documents, state.splits_given
-        self._unit = 2 if kind == "pairs" else 1  # documents that must stay in one split
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        for file in self._files.values():
-            file.close()
-            if self._finished and error is None:
-                file.lengths_path.unlink()
+    def __exit__(self, *_: object) -> None:
+        for split in self._files.values():
+            split.close()
 
     @property
     def tokens(self) -> int:
@@ -169,14 +160,13 @@ class SplitWriter:
             values[LABELS] = number
         end = self._eos if ends else []
         tokens = np.concatenate([begin, ids, end]) if begin or end else ids
-        rows = self._columns_of(values, len(begin), len(ids), len(end), ends)
-        self._open.write(tokens, rows)
+        self._open.write(tokens, self._rows(values, len(begin), len(ids), len(end), ends))
         if ends:
             self._open.end_document()
             self._open = None
             self.documents += 1
 
-    def _columns_of(
+    def _rows(
         self, given: Mapping[str, object], n_begin: int, n_ids: int, n_end: int, ends: bool
     ) -> dict[str, NDArray[Any]]:
         """Returns the rows of all columns for some tokens and, if it ends, their document."""
@@ -203,8 +193,8 @@ class SplitWriter:
         """Closes the files, makes sure that neither split is empty, and sorts the labels.
 
         If all documents are in one split, the document whose length is nearest to what the other
-        split should have moves there. A single document is divided. At least one document must have
-        been appended.
+        split should have moves there. A single document is divided: its end is for validation. At
+        least one document must have been appended.
 
         Returns:
             The sizes of both splits, and the names of the labels, which the files number in this
@@ -212,49 +202,56 @@ class SplitWriter:
         """
         assert self.documents >= 1
         assert self.is_between
-        for file in self._files.values():
+        train, val = self._files.values()
+        for file in (train, val):
             file.close()
-        train, val = self._files["train"], self._files["val"]
-        if self.documents == self._unit:
-            self._divide(train, val)
-        elif not val.tokens:
-            _move_documents(train, val, self._val_fraction, self._unit)
+        if not val.tokens:
+            self._fill(val, train, self._val_fraction)
         elif not train.tokens:
-            _move_documents(val, train, 1 - self._val_fraction, self._unit)
+            self._fill(train, val, 1 - self._val_fraction)
         by_number = all(name.isdecimal() for name in self._labels)
         names = sorted(self._labels, key=(lambda n: (int(n), n)) if by_number else None)
         if names:
             ranks = np.argsort([self._labels[name] for name in names])
-            for file in self._files.values():
-                path = file.column_paths[LABELS]
+            for file in (train, val):
+                path = file.column_path(LABELS)
                 ranks[np.fromfile(path, LABEL_COLUMN.item)].astype(LABEL_COLUMN.item).tofile(path)
-        self._finished = True
-        return {split: file.entry() for split, file in self._files.items()}, tuple(names)
+        entries = {split: file.entry() for split, file in self._files.items()}
+        for file in (train, val):  # only now, because a preparation that goes on needs them
+            file.lengths_path.unlink()
+        return entries, tuple(names)
 
-    def _divide(self, train: _SplitFile, val: _SplitFile) -> None:
-        """Divides the only document: its end goes to val, whichever split the hash chose."""
-        if self.kind != "text":
+    def _fill(self, empty: _SplitFile, full: _SplitFile, share: float) -> None:
+        """Moves a document, or a part of the only one, to an empty split, which gets a share."""
+        lengths, n = np.array(full.lengths()), full.tokens
+        if self.documents > self._unit:
+            units = lengths.reshape(-1, self._unit).sum(axis=1)
+            first = self._unit * int(np.abs(units - share * n).argmin())
+            start, end = (int(lengths[:to].sum()) for to in (first, first + self._unit))
+            full.move_tokens(empty, start, end)
+            for (path, size), to in zip(full.per_document.items(), empty.per_document):
+                _move_rows(path, to, first * size, (first + self._unit) * size)
+            return
+        if self.kind != "text" or n < 2:
+            what = "token" if self.kind == "text" else _ONE[self.kind]
             raise DataError(
-                f"there is only one {_ONE[self.kind]}, but training and validation need one each: "
-                f"prepare more text"
+                f"there is only one {what}, but training and validation need one each: prepare "
+                f"more text"
             )
-        whole, other = (train, val) if train.tokens else (val, train)
-        n = whole.tokens
-        if n < 2:
-            raise DataError(
-                "there is only one token, but training and validation need one each: prepare "
-                "more text"
-            )
-        tail = min(max(1, round(self._val_fraction * n)), n - 1)
-        _move_tokens(whole, other, *((n - tail, n) if whole is train else (0, n - tail)))
-        for path, to in zip(whole.per_document, other.per_document):
+        cut = n - min(max(1, round(self._val_fraction * n)), n - 1)
+        full.move_tokens(empty, *((cut, n) if empty is self._files["val"] else (0, cut)))
+        for path, to in zip(full.per_document, empty.per_document):
             shutil.copyfile(path, to)
-        for file in (whole, other):
+        for file in (full, empty):
             file.lengths_path.write_bytes(np.array([file.tokens], _LENGTH).tobytes())
 
 
 class _SplitFile:
-    """The token file of a split, the lengths of its documents, and its columns."""
+    """The token file of a split, the lengths of its documents, and its columns.
+
+    Attributes:
+        per_token, per_document: The bytes of each token or document in the files that have some.
+    """
 
     def __init__(
         self,
@@ -264,22 +261,23 @@ class _SplitFile:
         columns: Mapping[str, Column],
         sizes: Mapping[str, int],
     ) -> None:
-        self.dtype = dtype
-        self.path = folder / f"{split}.bin"
-        self.index_path = folder / f"{split}.idx"
-        self.lengths_path = folder / f"{split}.lengths"  # only until the index is written
-        self.column_paths = {name: folder / f"{split}.{name}.bin" for name in columns}
-        # The files with a number of bytes for every token, or for every document.
+        self.dtype, self.path = dtype, folder / f"{split}.bin"
+        self.lengths_path = folder / f"{split}.lengths"  # only until both indexes are written
         self.per_token, self.per_document = {self.path: dtype.itemsize}, {self.lengths_path: 8}
         for name, column in columns.items():
             rows = self.per_token if column.per == "token" else self.per_document
-            rows[self.column_paths[name]] = column.item_bytes
+            rows[self.column_path(name)] = column.item_bytes
         self.tokens = sizes.get(self.path.name, 0) // dtype.itemsize
         self._begun = 0  # tokens of the document that has not ended
-        self._files: dict[Path, IO[bytes]] = {
-            path: _opened(path, sizes.get(path.name, 0))
-            for path in (self.path, self.lengths_path, *self.column_paths.values())
-        }
+        self._files: dict[Path, IO[bytes]] = {}
+        for path in (*self.per_token, *self.per_document):
+            size = sizes.get(path.name, 0)
+            self._files[path] = file = path.open("r+b" if size else "wb")
+            file.truncate(size)  # what follows was written after the state
+            file.seek(size)
+
+    def column_path(self, name: str) -> Path:
+        return self.path.with_suffix(f".{name}.bin")
 
     def synced(self) -> dict[str, int]:
         """Returns the bytes of each file by name, after waiting until they are on disk."""
@@ -292,7 +290,7 @@ class _SplitFile:
         """Appends tokens of the current document, and rows to columns."""
         self._files[self.path].write(np.asarray(ids, dtype=self.dtype).tobytes())
         for name, values in rows.items():
-            self._files[self.column_paths[name]].write(values.tobytes())
+            self._files[self.column_path(name)].write(values.tobytes())
         self.tokens += len(ids)
         self._begun += len(ids)
 
@@ -312,47 +310,25 @@ class _SplitFile:
 
     def lengths(self) -> NDArray[np.int64]:
         """The tokens of each document [n_documents], memory-mapped."""
-        if not self.lengths_path.stat().st_size:
-            return np.zeros(0, dtype=np.int64)
         return np.memmap(self.lengths_path, dtype=_LENGTH, mode="r")
+
+    def move_tokens(self, empty: _SplitFile, start: int, end: int) -> None:
+        """Moves tokens [start, end) to an empty split, but leaves lengths alone."""
+        for (path, size), to in zip(self.per_token.items(), empty.per_token):
+            _move_rows(path, to, start * size, end * size)
+        self.tokens -= end - start
+        empty.tokens += end - start
 
     def entry(self) -> SplitEntry:
         """Writes the index, and returns the sizes of the split."""
-        lengths = self.lengths()
-        write_index(self.index_path, self.dtype, lengths)
+        lengths, index = self.lengths(), self.path.with_suffix(".idx")
+        write_index(index, self.dtype, lengths)
         return SplitEntry(
             tokens=self.tokens,
             documents=len(lengths),
             bin_bytes=self.path.stat().st_size,
-            offsets_bytes=self.index_path.stat().st_size,
+            offsets_bytes=index.stat().st_size,
         )
-
-
-def _opened(path: Path, size: int) -> IO[bytes]:
-    """Opens a file for appending after its first `size` bytes, without what follows them."""
-    file = path.open("r+b" if size else "wb")
-    file.truncate(size)
-    file.seek(size)
-    return file
-
-
-def _move_documents(source: _SplitFile, target: _SplitFile, share: float, unit: int) -> None:
-    """Moves the `unit` documents whose length is nearest to `share` of all to an empty target."""
-    lengths = np.array(source.lengths())
-    units = lengths.reshape(-1, unit).sum(axis=1)
-    first = unit * int(np.abs(units - share * source.tokens).argmin())
-    start = int(lengths[:first].sum())
-    _move_tokens(source, target, start, start + int(lengths[first : first + unit].sum()))
-    for (path, size), to in zip(source.per_document.items(), target.per_document):
-        _move_rows(path, to, first * size, (first + unit) * size)
-
-
-def _move_tokens(source: _SplitFile, target: _SplitFile, start: int, end: int) -> None:
-    """Moves tokens [start, end) to an empty target and closes the gap, but leaves lengths alone."""
-    for (path, size), to in zip(source.per_token.items(), target.per_token):
-        _move_rows(path, to, start * size, end * size)
-    source.tokens -= end - start
-    target.tokens += end - start
 
 
 def _move_rows(source: Path, target: Path, start: int, end: int) -> None:

@@ -20,8 +20,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from gridformer.data.prepare.reading import Cursor
-from gridformer.data.prepare.sources import Source
+from gridformer.data.prepare.reading import Cursor, Source
 from gridformer.data.prepare.split_file import Document
 from gridformer.data.prepare.writer import (
     EncodedBatch,

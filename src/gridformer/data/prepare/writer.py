@@ -27,10 +27,10 @@ from gridformer.data.prepare.atomic_folder import (
 from gridformer.data.prepare.reading import (
     Cursor,
     Item,
+    Source,
     batches,
     is_damage,
 )
-from gridformer.data.prepare.sources import Source
 from gridformer.data.prepare.split_file import Document, SplitWriter
 from gridformer.data.tokenfolder import (
     INDEX,
@@ -55,38 +55,23 @@ _WAITING = 2  # batches of each worker that are read before they are needed
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """The progress of a preparation.
-
-    Attributes:
-        bytes: The bytes of text that are tokenized.
-        tokens: The tokens that are written.
-        documents: The documents that are written.
-        total: The bytes of all sources, or None if they are not known.
-        kept: The documents that were written already when a preparation that had been stopped went
-            on.
-    """
+    """The progress of a preparation: what is tokenized and written."""
 
     phase: Literal["sampling", "training the tokenizer", "tokenizing"]
     bytes: int = 0
     tokens: int = 0
     documents: int = 0
-    total: int | None = None
-    kept: int = 0
+    total: int | None = None  # bytes of all sources, if they are known
+    kept: int = 0  # documents that a preparation that was stopped had written
 
 
 OnProgress = Callable[[PrepareProgress], None]
 
 
 class WriteOptions(TypedDict, total=False):
-    """How a token folder is written.
+    """How a token folder is written."""
 
-    Attributes:
-        workers: How many processes tokenize; None means one for each core if there is much text.
-        overwrite: Whether to replace a token folder that is there.
-        on_progress: Called with the progress.
-    """
-
-    workers: int | None
+    workers: int | None  # processes that tokenize; None means one a core if there is much text
     overwrite: bool
     on_progress: OnProgress
 
@@ -137,9 +122,6 @@ def write_documents(
     name: str,
     license: str | None = None,
     columns: Mapping[str, Column] | None = None,
-    skipped: Mapping[str, int] | None = None,
-    seed: int = 1234,
-    val_fraction: float = 0.02,
     overwrite: bool = False,
 ) -> TokenFolder:
     """Writes documents that are tokenized already to a token folder, in order, and opens it.
@@ -149,31 +131,19 @@ def write_documents(
         tokenizer: The tokenizer of the documents' tokens.
         columns: The columns. Folders whose documents have labels need the column
             `gridformer.data.tokensplit.LABELS` too, unless their kind is labeled.
-        skipped: Counts what was left out. It is read after the last document.
-        seed: The seed that decides which documents are for validation, if they do not say.
 
     Raises:
         UserError: `out` cannot be used.
         DataError: There are no documents, or none of one of the splits that they name; or values
             do not fit their columns.
     """
-
-    def read(counts: Counter[str], cursor: Cursor) -> Iterator[Document]:
-        yield from documents
-        counts.update(skipped or {})
-
-    def encoded(items: Sequence[Document]) -> EncodedBatch:
-        return [*items], Counter()
-
     spec: FolderSpec[Document] = FolderSpec(
         kind,
-        lambda tokenizer: encoded,
+        lambda tokenizer: lambda items: ([*items], Counter()),
         lambda document: len(document.ids),
         columns=columns or {},
-        seed=seed,
-        val_fraction=val_fraction,
     )
-    source = Source(name, read, license=license)
+    source = Source(name, lambda skipped, cursor: iter(documents), license=license)
     return _prepare([source], Path(out), spec, tokenizer, None, 1, overwrite, lambda _: None)
 
 
@@ -247,27 +217,29 @@ def _prepare(
     on_progress: OnProgress,
 ) -> TokenFolder:
     with atomic_folder(out, overwrite, key) as work:
+        before = work.state
         if isinstance(tokenizer, Tokenizer):
             used = tokenizer
-        elif work.state is not None:
+        elif before:
             used = Tokenizer.load(work.folder / TOKENIZER)
-            used.origin = work.state.origin
+            used.origin = before.origin
         else:
             used = tokenizer()
         used.save(work.folder / TOKENIZER)  # also for a preparation that goes on
+        none = [0] * len(sources)
+        state = before or PreparationState(key or "", used.origin, none, [*none])
+        dtype = token_dtype(used.vocab_size)
         with SplitWriter(
             work.folder,
-            token_dtype(used.vocab_size),
+            dtype,
             used.eos_id if spec.ends else None,
             spec.seed,
             spec.val_fraction,
             spec.kind,
             spec.columns,
             used.bos_id if spec.begins else None,
-            work.state.writer if work.state else None,
+            state.writer,
         ) as writer:
-            none = [0] * len(sources)
-            state = work.state or PreparationState(key or "", used.origin, none, [*none])
             skipped = _append_all(sources, spec, used, work, state, writer, workers, on_progress)
             names = [one.name for one in sources]
             if not writer.documents:
@@ -278,34 +250,33 @@ def _prepare(
             if writer.rewrites:
                 work.forget()
             splits, labels = writer.finish()
-            entries = tuple(
+        index = Index(
+            kind=spec.kind,
+            languages=spec.languages,
+            labels=labels,
+            columns=writer.columns,
+            dtype=cast(Any, dtype.name),
+            vocab_size=used.vocab_size,
+            eos_token=used.eos_token,
+            eos_id=used.eos_id,
+            bos_token=used.bos_token,
+            ends=spec.ends,
+            seed=spec.seed,
+            val_fraction=spec.val_fraction,
+            train=splits["train"],
+            val=splits["val"],
+            tokenizer=TokenizerEntry(
+                origin=used.origin, bytes=(work.folder / TOKENIZER).stat().st_size
+            ),
+            sources=tuple(
                 SourceEntry(source=s.name, license=s.license, documents=n, bytes=b, parts=s.parts)
                 for s, n, b in zip(sources, state.documents, state.n_bytes)
-            )
-            index = Index(
-                kind=spec.kind,
-                languages=spec.languages,
-                labels=labels,
-                columns=writer.columns,
-                dtype=cast(Any, token_dtype(used.vocab_size).name),
-                vocab_size=used.vocab_size,
-                eos_token=used.eos_token,
-                eos_id=used.eos_id,
-                bos_token=used.bos_token,
-                ends=spec.ends,
-                seed=spec.seed,
-                val_fraction=spec.val_fraction,
-                train=splits["train"],
-                val=splits["val"],
-                tokenizer=TokenizerEntry(
-                    origin=used.origin, bytes=(work.folder / TOKENIZER).stat().st_size
-                ),
-                sources=entries,
-                skipped=skipped,
-            )
-            text = index.model_dump_json(indent=2) + "\n"
-            (work.folder / INDEX).write_text(text, encoding="utf-8")
-            TokenFolder.open(work.folder)
+            ),
+            skipped=skipped,
+        )
+        text = index.model_dump_json(indent=2) + "\n"
+        (work.folder / INDEX).write_text(text, encoding="utf-8")
+        TokenFolder.open(work.folder)
     return TokenFolder.open(out)
 
 
