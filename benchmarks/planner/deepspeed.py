@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from gridformer.cluster.file import Cluster
 from gridformer.cluster.kernels import KernelWork, kernel_s
-from gridformer.plan.recorded import Recorded
+from gridformer.plan.predict import Recorded
 from gridformer.record.events import Event, Kernel, Place, Start, Trace, Wait
 
 # The modules of a layer of GPT-2 in the order in which they run: their parameters in units of

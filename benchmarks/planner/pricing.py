@@ -8,8 +8,7 @@ from benchmarks.planner.rows import Row
 from gridformer.cluster import Cluster, load_cluster
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check_layout
-from gridformer.plan import price as pricing
-from gridformer.plan import recorded as recording
+from gridformer.plan import predict as predicting
 from gridformer.plan.prediction import Prediction
 
 
@@ -18,7 +17,7 @@ class RecordedRow:
     """A row and the traces of its run."""
 
     row: Row
-    recorded: recording.Recorded
+    recorded: predicting.Recorded
 
 
 def record(row: Row, training: bool = True) -> RecordedRow:
@@ -37,7 +36,7 @@ def record(row: Row, training: bool = True) -> RecordedRow:
             if candidate.block and (candidate.block.row, candidate.block.col) == row.node_block
         ]
         decisions = replace(decisions, candidates=same)
-    return RecordedRow(row, recording.record_run(row.run, "cuda", decisions, training))
+    return RecordedRow(row, predicting.record_run(row.run, "cuda", decisions, training))
 
 
 def cluster_of(row: Row) -> Cluster:
@@ -49,7 +48,7 @@ def cluster_of(row: Row) -> Cluster:
 
 def price(recorded: RecordedRow, cluster: Cluster) -> Prediction:
     """Predicts the run of a row on a cluster."""
-    return pricing.price(recorded.recorded, cluster, layers_only=recorded.row.layers > 0)
+    return predicting.price(recorded.recorded, cluster, layers_only=recorded.row.layers > 0)
 
 
 def predicted(recorded: RecordedRow, cluster: Cluster) -> float:

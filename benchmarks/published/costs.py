@@ -17,7 +17,7 @@ import typer
 
 from benchmarks.planner.rows import gpt
 from gridformer.cluster import Cluster
-from gridformer.plan.recorded import record_run
+from gridformer.plan.predict import record_run
 from gridformer.record.events import Kernel, Start
 
 PHASES = ("forward", "recomputation", "backward")

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gridformer.plan.recorded import Recorded
+from gridformer.plan.predict import Recorded
 from gridformer.record.events import Event, Kernel, Trace
 
 _BLOCK = 256  # threads of a block of the softmax: longer rows take another kernel for their maximum

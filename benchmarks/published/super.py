@@ -25,9 +25,7 @@ from benchmarks.published.super_figure import plot
 from gridformer.cluster import Cluster, Figure, Level, load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.parallel.validation import check_layout
-from gridformer.plan.predict import predict
-from gridformer.plan.price import price
-from gridformer.plan.recorded import record_run
+from gridformer.plan.predict import predict, price, record_run
 
 LASSEN = "lassen-v100"
 PAPER = "Jain et al. 2021 (SUPER)"

@@ -10,7 +10,7 @@ import torch
 from gridformer.cluster import load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.plan.costs import EventTimes, dtypes_without_peak
+from gridformer.plan.program import EventTimes, Programs
 from gridformer.record.events import Kernel, Part, Passed, Place, Start, Trace
 from tests.support.round_cluster import round_cluster
 
@@ -101,6 +101,6 @@ def test_messages_in_one_direction_take_their_turns(
 def test_kernels_of_parts_within_parts_count() -> None:
     kernel = Kernel("mm", "product", (1, 2, 2, 2), "complex64", 16, 96, Place("", 0, ""))
     sent = Passed((Passed((kernel,), 0, closed=True),), 1)
-    assert dtypes_without_peak([Trace(0, events=[sent])], load_cluster("dgx-h100"), False) == [
-        "complex64"
-    ]
+    times = costs_of(run_of("dp=2"))
+    Programs(times, [], 0.0).program(Trace(0, events=[sent]))
+    assert times.dtypes == {"complex64"}

@@ -16,11 +16,9 @@ from gridformer.config import RunConfig, parse_run
 from gridformer.memory.estimate import estimate_rank
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check_layout
-from gridformer.plan import blocks
-from gridformer.plan.predict import predict, unfused
+from gridformer.plan import program
+from gridformer.plan.predict import predict, price, record_run, unfused
 from gridformer.plan.prediction import Prediction
-from gridformer.plan.price import price
-from gridformer.plan.recorded import record_run
 from gridformer.record import Kernel, trace_rank
 from gridformer.record.device import Backend
 from gridformer.train.flops import StepFlops
@@ -147,7 +145,7 @@ def test_what_is_repeated_takes_as_long_as_what_is_traced(
 def replays_of_passes(run: RunConfig) -> int:
     """Return how often a pass is replayed alone to price a run."""
     torch.set_num_threads(1)
-    with patch.object(blocks, "replay", wraps=blocks.replay) as replay:
+    with patch.object(program, "replay", wraps=program.replay) as replay:
         price(record_run(run), load_cluster("dgx-h100"))
     return replay.call_count
 

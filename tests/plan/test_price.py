@@ -10,11 +10,11 @@ from rich.console import Console
 
 from gridformer.cluster import load_cluster
 from gridformer.plan.advice import advise
-from gridformer.plan.price import _ERRORS, _prediction, doubts, sureness
-from gridformer.plan.program import Spent
+from gridformer.plan.predict import _prediction
+from gridformer.plan.prediction import _ERRORS, doubts, sureness
+from gridformer.plan.replay import Spent
 from gridformer.plan.search import Search
 from gridformer.plan.show import print_prediction, print_result
-from gridformer.train.flops import StepFlops
 from tests.support.fenced import ROOT
 from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
 
@@ -104,6 +104,5 @@ def test_the_time_after_the_busiest_rank_is_a_bubble() -> None:
         one.work["products"] = one.end - one.bubble
         one.phases["forward"] = one.end
     run = run_of()
-    flops = StepFlops.of(run, layers_only=False)
-    parts = _prediction(run, cluster(), [busiest, last], 0.0, 1.0, True, flops).parts
+    parts = _prediction(run, cluster(), [busiest, last], 0.0, 1.0, (1.0, 1.0)).parts
     assert (parts.products, parts.bubble) == (10.0, 2.0), "together the step of 12 s"

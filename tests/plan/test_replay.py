@@ -7,8 +7,7 @@ from typing import Literal
 import pytest
 
 from gridformer.parallel.pipeline.schedules import actions_of
-from gridformer.plan.program import Await, Item, Program, ReadBack, Run, Send, Spent
-from gridformer.plan.replay import StuckError, replay
+from gridformer.plan.replay import Await, Item, ReadBack, Run, Send, Spent, StuckError, replay
 from gridformer.record import Part, Place, Start
 
 HERE = Place("a.py", 1, "f")
@@ -27,7 +26,7 @@ def wait(number: int) -> Await:
 
 
 def one(items: list[Item], launch_s: float = 0.0) -> Spent:
-    (spent,) = replay([Program(0, items)], launch_s)
+    (spent,) = replay({0: items}, launch_s)
     return spent
 
 
@@ -39,7 +38,7 @@ def test_a_device_that_is_faster_than_its_host_waits_for_it() -> None:
 def test_a_host_that_is_faster_runs_ahead_until_it_reads_back() -> None:
     spent = one([kernel(10.0)] * 10, launch_s=1.0)
     assert (spent.end, spent.launches) == (101.0, 1.0)
-    spent = one([kernel(10.0), ReadBack("forward"), kernel(10.0)], launch_s=1.0)
+    spent = one([kernel(10.0), ReadBack(), kernel(10.0)], launch_s=1.0)
     assert (spent.end, spent.launches) == (22.0, 2.0)
 
 
@@ -61,9 +60,8 @@ def test_a_message_begins_when_what_was_launched_before_is_done() -> None:
 
 def test_who_comes_late_lets_others_wait() -> None:
     early, late = replay(
-        [Program(0, [kernel(1.0), message(1, 2.0), wait(1)]),
-         Program(1, [kernel(4.0), message(1, 2.0), wait(1)])], 0.0
-    )  # fmt: skip
+        {rank: [kernel(s), message(1, 2.0), wait(1)] for rank, s in enumerate((1.0, 4.0))}, 0.0
+    )
     assert (early.end, early.bubble, early.exposed["col"]) == (6.0, 3.0, 2.0)
     assert (late.end, late.bubble, late.exposed["col"]) == (6.0, 0.0, 2.0)
 
@@ -72,12 +70,12 @@ def test_programs_that_wait_for_each_other_are_refused() -> None:
     first: list[Item] = [message(1, 1.0), wait(1), message(2, 1.0, "h"), wait(2)]
     second: list[Item] = [message(2, 1.0, "h"), wait(2), message(1, 1.0), wait(1)]
     with pytest.raises(StuckError):
-        replay([Program(0, first), Program(1, second)], 0.0)
+        replay({0: first, 1: second}, 0.0)
 
 
-def pipeline(p: int, m: int, travel_s: float) -> list[Program]:
+def pipeline(p: int, m: int, travel_s: float) -> dict[int, list[Item]]:
     """Return 1F1B with passes of 1 and 2 seconds; each direction has a group of its own."""
-    programs = []
+    programs = {}
     for rank, actions in enumerate(actions_of("1f1b", p, 1, m)):
         items: list[Item] = []
         for action in actions:
@@ -90,7 +88,7 @@ def pipeline(p: int, m: int, travel_s: float) -> list[Program]:
             if 0 <= target < p:
                 start = p2p(len(items), "send", action.kind, rank, target)
                 items.append(Send(start.number, start, travel_s, "forward"))
-        programs.append(Program(rank, items))
+        programs[rank] = items
     return programs
 
 

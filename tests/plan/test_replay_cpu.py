@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import pytest
 
-from gridformer.plan.program import Await, Item, Program, Run, Send, Spent
-from gridformer.plan.replay import StuckError
+from gridformer.plan.replay import Await, Item, Run, Send, Spent, StuckError
 from gridformer.plan.replay_cpu import replay_cpu
 from gridformer.record import Part, Place, Start
 
@@ -29,9 +29,18 @@ def wait(number: int) -> Await:
     return Await(number, "forward")
 
 
+def replayed(
+    programs: Sequence[Sequence[Item]], n: int, cores: float, launch_s: float = 0.0
+) -> list[Spent]:
+    """Replays programs, each of which equally many of n processes have."""
+    ranks = dict(enumerate(programs))
+    weights = dict.fromkeys(ranks, n / len(ranks))
+    return replay_cpu(ranks, launch_s, n, cores, weights)
+
+
 def one(items: list[Item], launch_s: float = 0.0, n: int = 4, cores: float = 4) -> Spent:
     """Returns what one of n equal processes does."""
-    (spent,) = replay_cpu([Program(0, items)], launch_s, n, cores)
+    (spent,) = replayed([items], n, cores, launch_s)
     return spent
 
 
@@ -70,21 +79,16 @@ def test_a_group_has_two_messages_under_way_at_most() -> None:
 
 
 def test_who_comes_late_lets_others_wait() -> None:
-    programs = [
-        Program(rank, [kernel(seconds), message(1, 2.0, 0.0), wait(1)])
-        for rank, seconds in ((0, 1.0), (1, 4.0))
-    ]
-    early, late = replay_cpu(programs, 0.0, 2, math.inf)
+    programs: list[list[Item]] = [[kernel(s), message(1, 2.0, 0.0), wait(1)] for s in (1.0, 4.0)]
+    early, late = replayed(programs, 2, math.inf)
     assert (early.end, early.bubble, early.exposed["col"]) == pytest.approx((6.0, 3.0, 2.0))
     assert (late.end, late.bubble, late.exposed["col"]) == pytest.approx((6.0, 0.0, 2.0))
 
 
 def test_a_process_has_the_cores_of_those_that_wait_but_one_at_most() -> None:
     """Kernels were measured with 4 processes on 2 cores, each of which had half a core."""
-    programs = [
-        Program(rank, [kernel(seconds)]) for rank, seconds in enumerate((4.0, 2.0, 2.0, 3.0))
-    ]
-    ends = [spent.end for spent in replay_cpu(programs, 0.0, 4, 2)]
+    programs = [[kernel(seconds)] for seconds in (4.0, 2.0, 2.0, 3.0)]
+    ends = [spent.end for spent in replayed(programs, 4, 2)]
     assert ends == pytest.approx([3.0, 2.0, 2.0, 2.5])
 
 
@@ -92,7 +96,7 @@ def test_programs_that_wait_for_each_other_are_refused() -> None:
     first: list[Item] = [message(1, 1.0, None), wait(1), message(2, 1.0, None, "row"), wait(2)]
     second: list[Item] = [message(2, 1.0, None, "row"), wait(2), message(1, 1.0, None), wait(1)]
     with pytest.raises(StuckError):
-        replay_cpu([Program(0, first), Program(1, second)], 0.0, 2, 2)
+        replayed([first, second], 2, 2)
 
 
 def p2p(number: int, what: Literal["send", "recv"], peer: int) -> Send:
@@ -108,8 +112,8 @@ def test_the_two_directions_of_a_link_do_not_disturb_each_other() -> None:
         first = [p2p(i, way, 1) for i, way in enumerate(ways)]
         second = [p2p(i, other[way], 0) for i, way in enumerate(ways)]
         waits = [wait(i) for i in range(len(ways))]
-        programs = [Program(0, [*first, *waits]), Program(1, [*second, *waits])]
-        return max(spent.end for spent in replay_cpu(programs, 0.0, 2, 2))
+        programs: list[list[Item]] = [[*first, *waits], [*second, *waits]]
+        return max(spent.end for spent in replayed(programs, 2, 2))
 
     assert end("send") == end("send", "recv") == pytest.approx(3.0)
     assert end("send", "send") == pytest.approx(6.0)

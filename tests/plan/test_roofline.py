@@ -14,8 +14,7 @@ from gridformer.memory.quick import quick_peaks
 from gridformer.memory.ranks import largest_ranks
 from gridformer.models import count_parameters
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.plan.predict import predict
-from gridformer.plan.recorded import on_device_type
+from gridformer.plan.predict import on_device_type, predict
 from gridformer.plan.roofline import estimate
 from tests.support.plans import cluster
 

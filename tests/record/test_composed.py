@@ -17,8 +17,7 @@ from gridformer.memory.breakdown import Changes, changes_of
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check_layout
-from gridformer.plan.price import Prices
-from gridformer.plan.recorded import different_ranks
+from gridformer.plan.predict import Recorded, different_ranks, price
 from gridformer.record import Start, Trace, layers, rank
 from gridformer.record.device import Backend
 from gridformer.record.events import Held
@@ -133,8 +132,8 @@ def seconds(run: RunConfig, traces: list[Trace]) -> dict[str, float]:
     gpus = load_cluster("dgx-h100")
     kind = "cuda" if on_gpu(run) else "cpu"
     device = gpus.device.model_copy(update={"kind": kind})
-    prices = Prices(run, decide_run(run), True, gpus.model_copy(update={"device": device}))
-    found = prices.prediction(traces)
+    machine = gpus.model_copy(update={"device": device})
+    found = price(Recorded(run, decide_run(run), traces, training=True), machine)
     phases = {"forward": found.forward_s, "backward": found.backward_s, "update": found.update_s}
     return {"step": found.step_s, **phases, **dict(found.parts.rows())}
 

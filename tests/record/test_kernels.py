@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gridformer.config import parse_run
-from gridformer.plan.recorded import record_run
+from gridformer.plan.predict import record_run
 from gridformer.record.events import Kernel
 from gridformer.record.kernels import LaunchedWork, launched_work
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from gridformer.launch.plan import read_run_without_data
-from gridformer.plan.recorded import record_run
+from gridformer.plan.predict import record_run
 from gridformer.utils.fork_pool import as_far_as, is_copy
 from gridformer.utils.process import ends_with_its_work, last_work
 from tests.support.fake_gpu import own_process

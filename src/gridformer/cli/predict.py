@@ -103,7 +103,7 @@ def memory(
     from gridformer.memory.room import room_of_budget
     from gridformer.memory.show import print_breakdowns, write_memory_page
     from gridformer.parallel.auto.decisions import decide_run
-    from gridformer.plan.recorded import on_device_type
+    from gridformer.plan.predict import on_device_type
     from gridformer.utils.errors import require
     from gridformer.utils.files import check_output
     from gridformer.utils.units import GIB

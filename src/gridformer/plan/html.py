@@ -16,8 +16,8 @@ from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
 from gridformer.plan.advice import Advice
 from gridformer.plan.predict import predict
-from gridformer.plan.price import doubts, sureness
-from gridformer.plan.program import Interval
+from gridformer.plan.prediction import doubts, sureness
+from gridformer.plan.replay import Interval
 from gridformer.plan.search import MemoryKind, PlannedLayout, Result, Search
 from gridformer.plan.show import (
     COLUMNS,

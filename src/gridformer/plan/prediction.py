@@ -1,11 +1,14 @@
-"""The result of a prediction: the time of a step, where it goes, and whether the run fits."""
+"""The result of a prediction: the time of a step, where it goes, whether the run fits, how sure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gridformer.plan.program import Interval
+from gridformer.cluster.file import NO_DATA, Cluster
+from gridformer.config import RunConfig
+from gridformer.plan.replay import Interval
 
 MICRO = 1e6
 _LEAST = 5e-4  # fraction of a step below which a row is not shown by itself
@@ -132,17 +135,116 @@ class Prediction:
             streams = {"compute": 0}
             for one in intervals:
                 thread = streams.setdefault(one.stream, len(streams))
-                arguments = {"module": one.module} if one.module else {}
                 events.append(
                     {
                         **{"name": one.name, "cat": one.kind, "ph": "X", "pid": rank},
                         **{"tid": thread, "ts": one.start * MICRO},
-                        **{"dur": (one.end - one.start) * MICRO, "args": arguments},
+                        **{"dur": (one.end - one.start) * MICRO},
+                        "args": {"module": one.module} if one.module else {},
                     }
                 )
-            name = {"name": "process_name", "ph": "M", "pid": rank}
-            events.append({**name, "args": {"name": f"rank {rank}"}})
+            about = {"ph": "M", "pid": rank}
+            events.append({"name": "process_name", **about, "args": {"name": f"rank {rank}"}})
             for stream, thread in streams.items():
-                about = {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread}
-                events.append({**about, "args": {"name": stream}})
+                about["tid"] = thread
+                events.append({"name": "thread_name", **about, "args": {"name": stream}})
         return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+# --------------------------------------------------------------------------- how sure it is
+
+
+def warnings_of(run: RunConfig, cluster: Cluster, dtypes: Iterable[str]) -> list[str]:
+    """Returns what makes a prediction less certain.
+
+    Args:
+        run: The run.
+        cluster: The cluster.
+        dtypes: The types of its products and of attention.
+    """
+    found = []
+    if run.layout.n_processes > cluster.size:
+        found.append(
+            f"the run has {run.layout.n_processes} devices, and {cluster.name} describes "
+            f"{cluster.size}: the outermost level is taken to go on"
+        )
+    copies = run.train.offload == "optimizer" and cluster.device.kind != "cpu"
+    if copies and cluster.host.link_gbps is None:
+        found.append(
+            f"{cluster.name} does not state host.link_gbps: {cluster.link_gbps:g} GB/s are "
+            "assumed between host and device, over which train.offload copies moments"
+        )
+    for dtype in sorted({*dtypes} - {*cluster.device.peak_tflops}):
+        found.append(f"{cluster.name} states no peak rate for products of {dtype}")
+    return found + doubts(cluster, run.layout.n_processes)
+
+
+def doubts(cluster: Cluster, n_devices: int, extrapolated: bool = True) -> list[str]:
+    """Returns which fitted numbers the data do not determine for runs on this many devices.
+
+    Numbers that do not count for these runs are left out: those of messages on one device or in one
+    node, and those that tables of measurements replace.
+
+    Args:
+        cluster: The cluster.
+        n_devices: The number of devices.
+        extrapolated: Whether those that were fitted to runs on fewer nodes are named, too.
+    """
+    nodes, tables = -(-n_devices // cluster.node_size), cluster.tables
+    by_formula = {
+        "product_efficiency": not tables.products,
+        "memory_efficiency": not tables.memory,
+        "inner_efficiency": n_devices > 1 and cluster.node_size > 1 and not tables.messages,
+        "outer_efficiency": nodes > 1 and not tables.messages,
+        "slowdown_per_node": nodes > 2 and not tables.messages,
+    }
+    unsure: dict[tuple[str, str, str], list[str]] = {}  # numbers of which the same is to be said
+    far = []
+    for name, counts in by_formula.items():
+        fitted = cluster.fitted.get(name)
+        if not counts or (fitted is None and not cluster.number(name)):
+            continue
+        if fitted is None or fitted.data == NO_DATA:
+            number = f"{name} ({cluster.number(name):g})"
+            unsure.setdefault(("was", "were", "not fitted to any data"), []).append(number)
+            continue
+        if not fitted.identified:
+            note = f": {fitted.note}" if fitted.note else ""
+            key = ("is", "are", f"not determined by {fitted.data}{note}")
+            unsure.setdefault(key, []).append(name)
+        if fitted.up_to_nodes and nodes > fitted.up_to_nodes:
+            far.append(
+                f"{name} of {cluster.name} was fitted to runs on at most {fitted.up_to_nodes} "
+                f"nodes: for {nodes} nodes it is extrapolated"
+            )
+    return far * extrapolated + [
+        f"{', '.join(names)} of {cluster.name} {several if len(names) > 1 else one} {what}"
+        for (one, several, what), names in unsure.items()
+    ]
+
+
+# Mean errors, in percent, of steps to which nothing was fitted, and where they are listed.
+_ERRORS = {
+    "CPUs of one node": (9, "44 layouts in each of six runs, docs/results/predicted.md"),
+    "CPUs of several nodes": (12, "64 layouts in each of six runs, docs/results/published.md"),
+    "calibrated GPUs": (23, "16 steps on an H100, docs/results/predicted-h100.md"),
+    "GPUs that nothing was fitted to": (18, "2 steps on V100, docs/results/planner.md"),
+    "GPUs on PCI Express": (12, "8 steps on Frontera, docs/results/planner.md"),
+    "GPUs on NVLink": (10, "9 steps on A100 and H100, docs/results/planner.md"),
+}
+
+
+def sureness(cluster: Cluster, n_devices: int) -> str:
+    """Returns a sentence with the mean error of predictions for machines like this one."""
+    product = cluster.fitted.get("product_efficiency")
+    if cluster.device.kind == "cpu":
+        like = f"CPUs of {'several nodes' if n_devices > cluster.node_size else 'one node'}"
+    elif cluster.tables.products:
+        like = "calibrated GPUs"
+    elif product is None or product.data == NO_DATA:
+        like = "GPUs that nothing was fitted to"
+    else:
+        slow = cluster.levels[0].bandwidth_gbps.value <= 64  # PCI Express 5.0
+        like = f"GPUs on {'PCI Express' if slow else 'NVLink'}"
+    percent, steps = _ERRORS[like]
+    return f"How sure: +-{percent}%, the mean error for {like} ({steps})."

@@ -2,36 +2,192 @@
 
 - The host launches kernels and messages one after the other. It runs ahead of the device until it
   reads something back.
-- The compute stream of a rank runs its kernels in order.
+- The compute stream of a rank runs its kernels in order, and stops at a wait until the message is
+  over.
 - A message is next on a rank when the messages that the rank started before it in the same group
   are over, and when the compute stream has come to the point where it was started. It begins when
   it is next on all members.
-- At a wait the compute stream stops until the message is over.
 
-`gridformer.plan.replay_cpu` does this for CPUs, whose processes share cores and links, and
-`gridformer.check.simulate` without time. Members of a group that have no program
-do what those do that have one.
+`gridformer.plan.replay_cpu` does this for CPUs, whose processes share cores and links. Members of a
+group that have no program do what those do that have one.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+import math
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
-from gridformer.plan.program import (
-    Await,
-    Block,
-    Interval,
-    Phase,
-    Program,
-    ReadBack,
-    Run,
-    Send,
-    Spent,
-)
-from gridformer.record.events import Part
+from gridformer.record.events import Part, Start
+
+Phase = Literal["forward", "backward", "update"]
 
 
+class Run(NamedTuple):
+    """A kernel.
+
+    Attributes:
+        seconds: Time on the device.
+        launches: How often the host launches something for it.
+        part: What its time counts as: `products`, `attention`, `memory_bound` or `update`.
+        name: Its operator.
+        module: The module of the model.
+        phase: The phase of the step.
+    """
+
+    seconds: float
+    launches: int
+    part: str
+    name: str
+    module: str
+    phase: Phase
+
+
+class Send(NamedTuple):
+    """A message is started.
+
+    Attributes:
+        number: Identifies the message on its rank.
+        start: The message; its own number does not count.
+        seconds: Its time once it is next on all its members.
+        phase: The phase of the step.
+        cpu: On CPUs, for a message between nodes, the seconds in which it keeps a thread busy; None
+            if it does so all the time, as a message within a node.
+    """
+
+    number: int
+    start: Start
+    seconds: float
+    phase: Phase
+    cpu: float | None = None
+
+
+class Await(NamedTuple):
+    """The compute stream waits for the message with this number."""
+
+    number: int
+    phase: Phase
+
+
+class ReadBack(NamedTuple):
+    """The host waits for the compute stream."""
+
+
+class Block(NamedTuple):
+    """A pass that depends on no other rank, replayed beforehand in two ways.
+
+    Attributes:
+        ahead: With a host that is far ahead of the device, from the device's beginning.
+        behind: With a device that is idle, from when the host comes to it.
+    """
+
+    ahead: Spent
+    behind: Spent
+
+
+Item = Run | Send | Await | ReadBack | Block
+
+
+class Interval(NamedTuple):
+    """What a rank does on a stream, `compute` or `messages AXIS`; times are in seconds."""
+
+    stream: str
+    kind: str
+    name: str
+    start: float
+    end: float
+    module: str = ""
+
+
+def _seconds_by_name() -> dict[str, float]:
+    return defaultdict(float)
+
+
+@dataclass
+class Spent:
+    """What the time of one rank was spent on, in seconds.
+
+    Attributes:
+        rank: The rank.
+        timeline: Whether intervals are kept.
+        end: When it comes to its end.
+        work: The time of kernels by `Run.part`.
+        launches: The time in which the device waits for the host.
+        bubble: The time in which it waits for other ranks to start their part of a message.
+        late: The same by phase.
+        exposed: The time in which it waits for messages that travel, by axis.
+        messages: The time that messages travel, by axis.
+        phases: All time by phase.
+        n_launches: How many kernels and messages are launched.
+        intervals: The timeline.
+    """
+
+    rank: int
+    timeline: bool = False
+    end: float = 0.0
+    work: dict[str, float] = field(default_factory=_seconds_by_name)
+    launches: float = 0.0
+    bubble: float = 0.0
+    late: dict[str, float] = field(default_factory=_seconds_by_name)
+    exposed: dict[str, float] = field(default_factory=_seconds_by_name)
+    messages: dict[str, float] = field(default_factory=_seconds_by_name)
+    phases: dict[str, float] = field(default_factory=_seconds_by_name)
+    n_launches: int = 0
+    intervals: list[Interval] = field(default_factory=list)
+
+    def computed(self, run: Run, start: float, end: float) -> None:
+        """Notes the interval of a kernel."""
+        self.intervals.append(Interval("compute", run.part, run.name, start, end, run.module))
+
+    def waited(self, axis: str, phase: Phase, start: float, end: float, late: float) -> None:
+        """Adds a wait for a message, whose first `late` seconds were for other ranks."""
+        self.bubble += late
+        self.late[phase] += late
+        self.exposed[axis] += end - start - late
+        self.phases[phase] += end - start
+        if self.timeline and end > start:
+            kind = "bubble" if late > (end - start) / 2 else "exposed"
+            self.intervals.append(Interval("compute", kind, f"waits for {axis}", start, end))
+
+    def traveled(self, start: Start, began: float, ended: float) -> None:
+        """Adds a message."""
+        self.messages[start.axis] += ended - began
+        if self.timeline:
+            stream, name = f"messages {start.axis}", f"{start.op} {start.label}".strip()
+            module = start.place.module
+            self.intervals.append(Interval(stream, "message", name, began, ended, module))
+
+
+class StuckError(Exception):
+    """The programs wait for each other, which `gridformer check` explains."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(f"ranks {[*ranks]} wait for messages that never end")
+
+
+def replay(
+    programs: Mapping[int, Sequence[Item]],
+    launch_s: float,
+    timeline: bool = False,
+    begins: tuple[float, float] = (0.0, 0.0),
+) -> list[Spent]:
+    """Replays the programs of ranks on GPUs.
+
+    Args:
+        programs: The program of each rank that has one.
+        launch_s: Seconds that the host needs for a launch.
+        timeline: Whether intervals are kept.
+        begins: When the host and the compute stream of all ranks begin.
+
+    Raises:
+        StuckError: They wait for each other.
+    """
+    return _Replay(programs, launch_s, timeline, begins).go()
+
+
+@dataclass(slots=True, eq=False)
 class _Call:
     """A message of one rank.
 
@@ -40,61 +196,43 @@ class _Call:
         ready: When the compute stream had come to it.
         left: For p2p, the parts that are not carried out.
         free: When its stream was free for it.
-        began: When it began.
-        ended: When it ended.
         over: Whether it has ended.
     """
 
-    __slots__ = ("began", "ended", "free", "left", "over", "ready", "send")
-
-    def __init__(self, send: Send, ready: float) -> None:
-        self.send, self.ready, self.over = send, ready, False
-        self.left: list[Part] = []
-        self.free, self.began, self.ended = 0.0, float("inf"), 0.0
-
-
-class StuckError(Exception):
-    """The programs wait for each other, which `gridformer check` explains."""
+    send: Send
+    ready: float
+    left: list[Part] = field(default_factory=list)
+    free: float = 0.0
+    began: float = math.inf
+    ended: float = 0.0
+    over: bool = False
 
 
-def replay(
-    programs: Sequence[Program],
-    launch_s: float,
-    timeline: bool = False,
-    begins: tuple[float, float] = (0.0, 0.0),
-) -> list[Spent]:
-    """Replays the programs of ranks.
-
-    Args:
-        programs: The programs. Ranks without one do what those in their groups do that have one.
-        launch_s: Seconds that the host needs for a launch.
-        timeline: Whether intervals are kept.
-        begins: When the host and the compute stream of all ranks begin.
-
-    Raises:
-        StuckError: They wait for each other.
-    """
-    state = _Replay(programs, launch_s, timeline)
-    for one in state.ranks.values():
-        one.host, one.device = begins
-    return state.go()
-
-
+@dataclass
 class _Rank:
-    """The state of one rank: where it is, and the times of its host and its compute stream."""
+    """Where a rank is, and the times of its host and its compute stream."""
 
-    def __init__(self, program: Program) -> None:
-        self.items, self.at = program.items, 0
-        self.host = self.device = 0.0
-        self.calls: dict[int, _Call] = {}
-        self.awaits: _Call | None = None
-        self.spent = Spent(program.rank)
+    items: Sequence[Item]
+    spent: Spent
+    host: float
+    device: float
+    at: int = 0
+    calls: dict[int, _Call] = field(default_factory=dict)
+    awaits: _Call | None = None
 
 
 class _Replay:
-    def __init__(self, programs: Sequence[Program], launch_s: float, timeline: bool) -> None:
-        self.ranks = {program.rank: _Rank(program) for program in programs}
-        self.launch_s, self.timeline = launch_s, timeline
+    def __init__(
+        self,
+        programs: Mapping[int, Sequence[Item]],
+        launch_s: float,
+        timeline: bool,
+        begins: tuple[float, float],
+    ) -> None:
+        self.ranks = {
+            rank: _Rank(items, Spent(rank, timeline), *begins) for rank, items in programs.items()
+        }
+        self.launch_s = launch_s
         self.queues: dict[str, dict[int, deque[_Call]]] = {}
         self.free: dict[tuple[str, int], float] = {}  # when a group's stream on a rank is free
         self.awake = deque(self.ranks)
@@ -102,9 +240,8 @@ class _Replay:
     def go(self) -> list[Spent]:
         while self.awake:
             self._run(self.awake.popleft())
-        stuck = [rank for rank, one in self.ranks.items() if one.at < len(one.items)]
-        if stuck:
-            raise StuckError(f"ranks {stuck} wait for messages that never end")
+        if stuck := [rank for rank, one in self.ranks.items() if one.at < len(one.items)]:
+            raise StuckError(stuck)
         for one in self.ranks.values():
             one.spent.end = one.device
         return [one.spent for one in self.ranks.values()]
@@ -117,16 +254,13 @@ class _Replay:
         while one.at < len(items):
             item = items[one.at]
             if type(item) is Run:
-                seconds, launches, part, name, module, phase = item
+                seconds, launches, part, _, _, phase = item
                 one.host += launch_s * launches
                 spent.n_launches += launches
                 if one.host > one.device:
-                    spent.launches += one.host - one.device
-                    phases[phase] += one.host - one.device
-                    one.device = one.host
-                if self.timeline:
-                    end = one.device + seconds
-                    spent.intervals.append(Interval("compute", part, name, one.device, end, module))
+                    self._idle(one, phase)
+                if spent.timeline:
+                    spent.computed(item, one.device, one.device + seconds)
                 one.device += seconds
                 work[part] += seconds
                 phases[phase] += seconds
@@ -139,11 +273,15 @@ class _Replay:
                 if not call.over:
                     one.awaits = call
                     return
-                self._wait(one, call, item.phase)
+                if one.host > one.device:
+                    self._idle(one, item.phase)
+                if call.ended > one.device:
+                    late = max(0.0, call.began - max(one.device, call.free))
+                    spent.waited(call.send.start.axis, item.phase, one.device, call.ended, late)
+                    one.device = call.ended
             elif type(item) is Block:
                 self._block(one, item)
             else:
-                assert isinstance(item, ReadBack)
                 one.host = max(one.host, one.device)
             one.at += 1
 
@@ -155,9 +293,8 @@ class _Replay:
 
     def _block(self, one: _Rank, block: Block) -> None:
         """Runs a pass whose times are known; it is over when both have come to its end."""
-        ahead, behind = one.device + block.ahead, one.host + block.behind
-        end = max(ahead, behind)
-        used = block.spent_ahead if end == ahead else block.spent_behind
+        end = max(one.device + block.ahead.end, one.host + block.behind.end)
+        used = block.ahead if end == one.device + block.ahead.end else block.behind
         spent, elapsed = one.spent, end - one.device
         for mine, more in (
             (spent.work, used.work),
@@ -167,31 +304,14 @@ class _Replay:
             for name, seconds in more.items():
                 mine[name] += seconds
         spent.bubble += used.bubble
-        spent.launches += max(0.0, elapsed - used.busy)  # rounding may go below
-        for phase, share in block.phases.items():
-            spent.phases[phase] += elapsed * share
-        spent.n_launches += block.launches
-        if self.timeline:
-            spent.intervals.append(Interval("compute", "pass", block.name, one.device, end, ""))
+        busy = sum(used.work.values()) + used.bubble + sum(used.exposed.values())
+        spent.launches += max(0.0, elapsed - busy)  # rounding may go below
+        whole = sum(block.ahead.phases.values()) or 1.0
+        for phase, seconds in block.ahead.phases.items():
+            spent.phases[phase] += elapsed * (seconds / whole)
+        spent.n_launches += block.ahead.n_launches
         one.device = end
-        one.host += block.host
-
-    def _wait(self, one: _Rank, call: _Call, phase: Phase) -> None:
-        axis, spent = call.send.start.axis, one.spent
-        if one.host > one.device:
-            self._idle(one, phase)
-        if call.ended > one.device:
-            late = max(0.0, call.began - max(one.device, call.free))
-            stopped = call.ended - one.device
-            spent.bubble += late
-            spent.late[phase] += late
-            spent.exposed[axis] += stopped - late
-            spent.phases[phase] += stopped
-            if self.timeline:
-                kind = "bubble" if late > stopped / 2 else "exposed"
-                name = f"waits for {axis}"
-                spent.intervals.append(Interval("compute", kind, name, one.device, call.ended, ""))
-            one.device = call.ended
+        one.host += self.launch_s * block.ahead.n_launches
 
     # ------------------------------------------------------------------ messages
 
@@ -210,13 +330,7 @@ class _Replay:
             self._carry_out(start.group, queues, rank)
 
     def _carry_out(self, group: str, queues: dict[int, deque[_Call]], rank: int) -> None:
-        """Carries out what is next on a rank, as far as others have come to it, and what follows.
-
-        Args:
-            group: The name of a group.
-            queues: The messages of its members that are not over.
-            rank: One of them.
-        """
+        """Carries out the next message of a rank, as far as others have come to it, and so on."""
         fresh = [rank]
         while fresh:
             rank = fresh.pop()
@@ -237,7 +351,7 @@ class _Replay:
         self, group: str, queues: dict[int, deque[_Call]], rank: int, call: _Call
     ) -> list[int]:
         """Carries out parts of a message; returns the ranks on which another is next then."""
-        found = []
+        fresh = []
         for part in list(call.left):
             theirs = queues[part.peer]
             for there in theirs[0].left if theirs else ():
@@ -254,14 +368,14 @@ class _Replay:
             other.left.remove(there)
             if not other.left:
                 self._end(group, theirs, part.peer, other)
-                found.append(part.peer)
+                fresh.append(part.peer)
         if not call.left:
             if not call.ended:  # all its peers are ranks without a program
                 call.began = self._ready(group, rank, call)
                 call.ended = call.began + call.send.seconds
             self._end(group, queues[rank], rank, call)
-            found.append(rank)
-        return found
+            fresh.append(rank)
+        return fresh
 
     def _ready(self, group: str, rank: int, call: _Call) -> float:
         return max(call.ready, self.free.get((group, rank), 0.0))
@@ -272,12 +386,7 @@ class _Replay:
         free = self.free.get((group, rank), 0.0)
         call.free, call.over = max(call.ready, free), True
         self.free[group, rank] = max(free, call.ended)
-        one, start = self.ranks[rank], call.send.start
-        spent = one.spent
+        one = self.ranks[rank]
         if one.awaits is call:
             self.awake.append(rank)
-        spent.messages[start.axis] += call.ended - call.began
-        if self.timeline:
-            stream, name = f"messages {start.axis}", f"{start.op} {start.label}".strip()
-            began, ended, module = call.began, call.ended, start.place.module
-            spent.intervals.append(Interval(stream, "message", name, began, ended, module))
+        one.spent.traveled(call.send.start, call.began, call.ended)

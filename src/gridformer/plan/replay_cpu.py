@@ -22,38 +22,34 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gridformer.plan.program import Await, Interval, Item, Phase, Program, Run, Send, Spent
-from gridformer.plan.replay import StuckError
+from gridformer.plan.replay import Await, Item, Run, Send, Spent, StuckError
 
 _THREADS = 2  # of gloo for the collectives of a group
 _DONE = 1e-12  # seconds: what is left because of rounding
 
 
 def replay_cpu(
-    programs: Sequence[Program],
+    programs: Mapping[int, Sequence[Item]],
     launch_s: float,
     n_processes: int,
     n_cores: float,
-    weights: Mapping[int, float] | None = None,
+    weights: Mapping[int, float],
     timeline: bool = False,
 ) -> list[Spent]:
-    """Replays the programs of ranks.
+    """Replays the programs of ranks on CPUs.
 
     Args:
-        programs: The programs, without blocks. Ranks without one do what those in their groups do
-            that have one.
+        programs: The program, without blocks, of each rank that has one.
         launch_s: Seconds of Python for a kernel or a message.
         n_processes: All processes of the run, with which times were measured.
         n_cores: Cores that they share; infinity for a core for each thread.
-        weights: How many processes each rank with a program stands for; by default equally many.
+        weights: How many processes each rank with a program stands for.
         timeline: Whether intervals are kept.
 
     Raises:
         StuckError: They wait for each other.
     """
-    each = n_processes / len(programs)
-    found = {p.rank: each if weights is None else weights[p.rank] for p in programs}
-    return _Replay(programs, launch_s, n_processes, n_cores, found, timeline).go()
+    return _Replay(programs, launch_s, n_processes, n_cores, weights, timeline).go()
 
 
 @dataclass(eq=False)
@@ -79,41 +75,43 @@ class _Flight:
 
 @dataclass(eq=False)
 class _Call:
-    """A message of one rank that has been started: how much of it is left, and its times."""
+    """A message of one rank that has been started: how much of it is left, and when it began."""
 
     axis: str
     left: int
     began: float = math.inf
-    ended: float = 0.0
 
 
 @dataclass
 class _Rank:
-    """Where a rank is: it is `doing` something while `left` is positive, or waits for `number`."""
+    """Where a rank is: it is `doing` something while `left` is positive, or waits for a message."""
 
-    items: list[Item]
+    items: Sequence[Item]
     weight: float
     spent: Spent
     at: int = 0
     left: float = 0.0
     doing: Run | Send | None = None
     since: float = 0.0
-    number: int | None = None
+    waits: bool = False
     calls: dict[int, _Call] = field(default_factory=dict)
 
 
 class _Replay:
     def __init__(
         self,
-        programs: Sequence[Program],
+        programs: Mapping[int, Sequence[Item]],
         launch_s: float,
         n_processes: int,
         n_cores: float,
         weights: Mapping[int, float],
         timeline: bool,
     ) -> None:
-        self.ranks = {p.rank: _Rank(p.items, weights[p.rank], Spent(p.rank)) for p in programs}
-        self.launch_s, self.timeline, self.n_cores = launch_s, timeline, n_cores
+        self.ranks = {
+            rank: _Rank(items, weights[rank], Spent(rank, timeline))
+            for rank, items in programs.items()
+        }
+        self.launch_s, self.n_cores = launch_s, n_cores
         self.measured = min(1.0, n_cores / n_processes)  # the part of a core at rate 1
         self.now = 0.0
         self.flights: list[_Flight] = []
@@ -131,9 +129,8 @@ class _Replay:
                 pass
             if not self._advance():
                 break
-        stuck = [rank for rank, one in self.ranks.items() if one.at < len(one.items)]
-        if stuck:
-            raise StuckError(f"ranks {stuck} wait for messages that never end")
+        if stuck := [rank for rank, one in self.ranks.items() if one.at < len(one.items)]:
+            raise StuckError(stuck)
         return [one.spent for one in self.ranks.values()]
 
     # ------------------------------------------------------------------ time
@@ -175,20 +172,17 @@ class _Replay:
         """Ends a kernel, or starts a message for which Python has done its part."""
         item, elapsed, spent = one.doing, self.now - one.since, one.spent
         assert item is not None
-        kernel_s = item.seconds if isinstance(item, Run) else 0.0
-        whole = kernel_s + _launches(item) * self.launch_s
+        kernel_s, launches = _kernel(item)
+        whole = kernel_s + launches * self.launch_s
         worked = elapsed * kernel_s / whole if whole else 0.0
-        spent.n_launches += _launches(item)
+        spent.n_launches += launches
         spent.launches += elapsed - worked
         spent.phases[item.phase] += elapsed
         spent.end = self.now
         if isinstance(item, Run):
             spent.work[item.part] += worked
-            if self.timeline:
-                start = self.now - worked
-                spent.intervals.append(
-                    Interval("compute", item.part, item.name, start, self.now, item.module)
-                )
+            if spent.timeline:
+                spent.computed(item, self.now - worked, self.now)
         else:
             self._start(rank, one, item)
         one.doing = None
@@ -197,21 +191,10 @@ class _Replay:
     def _arrive(self, flight: _Flight) -> None:
         self.flights.remove(flight)
         for rank, send in flight.calls:
-            one, start = self.ranks[rank], send.start
-            call = one.calls[send.number]
+            call = self.ranks[rank].calls[send.number]
             call.began, call.left = min(call.began, flight.began), call.left - 1
-            call.ended = self.now
-            if call.left:
-                continue
-            one.spent.messages[start.axis] += call.ended - call.began
-            if self.timeline:
-                name = f"{start.op} {start.label}".strip()
-                module = start.place.module
-                one.spent.intervals.append(
-                    Interval(
-                        f"messages {start.axis}", "message", name, call.began, self.now, module
-                    )
-                )
+            if not call.left:
+                self.ranks[rank].spent.traveled(send.start, call.began, self.now)
         if flight.group:
             self.flying[flight.group] -= 1
             self._take_off(flight.group)
@@ -224,16 +207,19 @@ class _Replay:
         while not one.left and one.at < len(one.items):
             item = one.items[one.at]
             if isinstance(item, Await):
-                if one.number is None:
-                    one.number, one.since = item.number, self.now
-                if one.calls[item.number].left:
+                if not one.waits:
+                    one.waits, one.since = True, self.now
+                call = one.calls[item.number]
+                if call.left:
                     return moved
-                self._waited(one, item.phase)
+                late = min(self.now - one.since, max(0.0, call.began - one.since))
+                one.spent.waited(call.axis, item.phase, one.since, self.now, late)
+                one.spent.end, one.waits = self.now, False
                 one.at += 1
             elif isinstance(item, Run | Send):
                 one.doing, one.since = item, self.now
-                kernel_s = item.seconds if isinstance(item, Run) else 0.0
-                one.left = _launches(item) * self.launch_s + kernel_s
+                kernel_s, launches = _kernel(item)
+                one.left = launches * self.launch_s + kernel_s
                 if one.left > 0:
                     return True
                 self._computed(rank, one)
@@ -241,21 +227,6 @@ class _Replay:
                 one.at += 1  # on a CPU nothing has to be read back
             moved = True
         return moved
-
-    def _waited(self, one: _Rank, phase: Phase) -> None:
-        call, spent = one.calls[one.number or 0], one.spent
-        elapsed = self.now - one.since
-        late = min(elapsed, max(0.0, call.began - one.since))
-        spent.bubble += late
-        spent.late[phase] += late
-        spent.exposed[call.axis] += elapsed - late
-        spent.phases[phase] += elapsed
-        if self.timeline and elapsed > 0:
-            kind = "bubble" if late > elapsed / 2 else "exposed"
-            name = f"waits for {call.axis}"
-            spent.intervals.append(Interval("compute", kind, name, one.since, self.now, ""))
-        spent.end = self.now
-        one.number = None
 
     # ------------------------------------------------------------------ messages
 
@@ -291,23 +262,25 @@ class _Replay:
             self.flights.append(_Flight([(rank, send)], cpu, link, lanes, "", self.now))
         for part in parts:
             ends = (rank, part.peer) if part.what == "send" else (part.peer, rank)
-            key = send.start.group, *ends
-            mine, others = self.pairs.setdefault(key, (deque(), deque()))
+            mine, others = self.pairs.setdefault((send.start.group, *ends), (deque(), deque()))
             if part.what == "recv":
                 mine, others = others, mine
             if not others:
                 mine.append(send)
                 continue
             other = others.popleft()
-            share = _share(send, part.what, part.size)
+            # The part of the messages posted together in this direction.
+            posted = sum(one.size for one in send.start.parts if one.what == part.what)
+            share = part.size / max(1, posted)
             cpu, link = (share * max(two) for two in zip(_work(send), _work(other)))
             calls = [(rank, send), (part.peer, other)]
             lanes = ((ends[0], "out"), (ends[1], "in"))
             self.flights.append(_Flight(calls, cpu, link, lanes, "", self.now))
 
 
-def _launches(item: Run | Send) -> int:
-    return item.launches if isinstance(item, Run) else 1
+def _kernel(item: Run | Send) -> tuple[float, int]:
+    """Returns the seconds of a kernel, and the number of launches."""
+    return (item.seconds, item.launches) if isinstance(item, Run) else (0.0, 1)
 
 
 def _less(left: float, done: float) -> float:
@@ -319,8 +292,3 @@ def _work(send: Send) -> tuple[float, float]:
     if send.cpu is None:
         return send.seconds, 0.0
     return send.cpu, send.seconds
-
-
-def _share(send: Send, what: str, size: int) -> float:
-    """Returns the part of the messages posted together in one direction that is one of them."""
-    return size / max(1, sum(part.size for part in send.start.parts if part.what == what))

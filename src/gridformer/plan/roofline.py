@@ -31,7 +31,7 @@ from gridformer.parallel.pipeline.partition import (
     stacks_of,
 )
 from gridformer.parallel.registry import spec_of
-from gridformer.plan.recorded import on_device_type, unfused
+from gridformer.plan.predict import on_device_type, unfused
 from gridformer.utils.units import GIB
 
 # Passes of memory-bound kernels, forward and backward: over an activation between sections (a norm

@@ -17,8 +17,7 @@ from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig, TrainConfig
 from gridformer.parallel.registry import describe_layout
 from gridformer.plan.advice import Advice, in_words, limit_of
-from gridformer.plan.prediction import Prediction
-from gridformer.plan.price import doubts, sureness
+from gridformer.plan.prediction import Prediction, doubts, sureness
 from gridformer.plan.search import REPLICAS, PlannedLayout, Result, sharding
 
 EXPLAINED = 3  # layouts whose reasons the command prints besides those that were asked for
