@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.gpu.sides import Gridformer
 from benchmarks.gpu.step import Mode, Settings
 from benchmarks.predicted.predictions import Question, predicting
-from gridformer.cluster import load_cluster
+from gridformer.cluster.file import load_cluster
 from gridformer.config import RunConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "gpu.md"

@@ -32,8 +32,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from gridformer.cluster.costs import KernelWork, kernel_s
 from gridformer.cluster.file import Cluster
-from gridformer.cluster.kernels import KernelWork, kernel_s
 from gridformer.plan.predict import Recorded
 from gridformer.record.events import Event, Kernel, Place, Start, Trace, Wait
 

@@ -18,7 +18,6 @@ import numpy as np
 from benchmarks.planner.fitting import DETERMINED, Fit, fit
 from benchmarks.planner.pricing import RecordedRow, cluster_of, error, predicted, record
 from benchmarks.planner.rows import FITS, calibration_rows
-from gridformer.cluster.file import FITTED
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -59,7 +58,7 @@ def report(name: str, rows: Sequence[RecordedRow], found: Fit) -> str:
         others = [values[number] for values in found.left_out_values]
         determined = found.unknown[number] < DETERMINED
         lines += [
-            f"  {number}:  # {FITTED[number][1]}",
+            f"  {number}:",
             f"    value: {value:.3g}",
             f"    source: python -m benchmarks.planner.fit {name}",
             f"    data: {rows[0].row.source.split(',')[0]}, {len(rows)} rows",

@@ -15,7 +15,7 @@ from benchmarks.planner.pricing import RecordedRow, cluster_of, predicted, price
 from benchmarks.planner.rows import FRONTERA, H100, SELENE, Row, Value, calibration_rows, gpt
 from benchmarks.published import megatron_cases as megatron
 from benchmarks.published import super as super_
-from gridformer.cluster import load_cluster
+from gridformer.cluster.file import load_cluster
 
 DGX2H = "dgx2h-v100"
 V1 = "https://nv-adlr.github.io/MegatronLMV1, table 1"

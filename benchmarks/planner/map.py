@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from gridformer.cluster import load_cluster
+from gridformer.cluster.file import load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.plan.predict import predict
 from gridformer.plan.search import PlannedLayout, Search, fastest_dtype, sharding

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from benchmarks.planner.rows import Row
-from gridformer.cluster import Cluster, load_cluster
+from gridformer.cluster.file import Cluster, load_cluster
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check_layout
 from gridformer.plan import predict as predicting

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from benchmarks.planner.pricing import RecordedRow, price, record
 from benchmarks.planner.rows import DATA, H100, Row
-from gridformer.cluster import Cluster, load_cluster
+from gridformer.cluster.file import Cluster, load_cluster
 from gridformer.config import parse_run, shipped_model
 
 MACHINE = DATA / "grand-teton-h100.yaml"

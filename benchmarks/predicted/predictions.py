@@ -47,7 +47,7 @@ class Question:
 def answer(question: Question, cluster: Path) -> Predicted:
     """Predicts in this process."""
     from benchmarks.planner.pricing import cluster_of, price, record
-    from gridformer.cluster import load_cluster
+    from gridformer.cluster.file import load_cluster
     from gridformer.plan.predict import predict
 
     try:

@@ -16,7 +16,7 @@ from typing import Any
 import typer
 
 from benchmarks.planner.rows import gpt
-from gridformer.cluster import Cluster
+from gridformer.cluster.file import Cluster
 from gridformer.plan.predict import record_run
 from gridformer.record.events import Kernel, Start
 

@@ -12,7 +12,7 @@ from benchmarks.published.cases import Layout, Machine
 from benchmarks.published.measuring import measured
 from gridformer.calibrate.device import Measurements
 from gridformer.calibrate.machine import cpu_cluster, write_cluster
-from gridformer.cluster import Cluster, Figure, Fitted, Level
+from gridformer.cluster.file import Cluster, Figure, Fitted, Level
 
 Tell = Callable[[str], None]
 

@@ -13,7 +13,7 @@ import typer
 
 from benchmarks.memory.limits import search
 from benchmarks.planner.rows import FRONTERA, gpt
-from gridformer.cluster import load_cluster
+from gridformer.cluster.file import load_cluster
 from gridformer.config import RunConfig
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.validation import check_layout

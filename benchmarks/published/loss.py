@@ -25,7 +25,7 @@ import yaml
 from benchmarks.common.machine import command_line, describe_machine
 from benchmarks.common.page import write_page
 from benchmarks.published.super import LASSEN, PAPER, replicas, run_of, seconds, sub_graphs
-from gridformer.cluster import load_cluster
+from gridformer.cluster.file import load_cluster
 from gridformer.train.metrics import read_metrics
 
 MODEL = "transformer-base"  # whose seconds are predicted

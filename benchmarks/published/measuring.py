@@ -185,7 +185,7 @@ def groups_of(machine: Machine, members: int, distance: int) -> list[list[int]]:
 
 def sharers_of(machine: Machine, groups: list[list[int]]) -> int:
     """Returns how many of these groups share a node's link with the first one; see
-    `gridformer.cluster.like_messages`.
+    `gridformer.cluster.messages.like_messages`.
     """
     nodes = [{rank // machine.each for rank in group} for group in groups]
     if len(nodes[0]) == 1:

@@ -33,7 +33,7 @@ from benchmarks.published.scaling import (
     strong_lines,
     strong_scaling,
 )
-from gridformer.cluster import load_cluster
+from gridformer.cluster.file import load_cluster
 from gridformer.config import RunConfig
 
 PAPER = "Xu, Li, Gong and You 2021 (Optimus)"

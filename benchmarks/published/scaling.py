@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.planner.rows import FRONTERA, TRACED_LAYERS, gpt
-from gridformer.cluster import Cluster, load_cluster
+from gridformer.cluster.file import Cluster, load_cluster
 from gridformer.parallel.validation import check_layout
 from gridformer.plan.roofline import Estimate, estimate
 

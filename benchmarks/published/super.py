@@ -22,7 +22,7 @@ from benchmarks.common.machine import command_line, describe_machine
 from benchmarks.common.page import write_page
 from benchmarks.published.lbann import as_lbann
 from benchmarks.published.super_figure import plot
-from gridformer.cluster import Cluster, Figure, Level, load_cluster
+from gridformer.cluster.file import Cluster, Figure, Level, load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.parallel.validation import check_layout
 from gridformer.plan.predict import predict, price, record_run

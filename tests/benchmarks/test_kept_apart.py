@@ -20,7 +20,7 @@ from benchmarks.planner.held_out import (
 )
 from benchmarks.planner.page import fill, marked
 
-from gridformer.cluster import load_cluster
+from gridformer.cluster.file import load_cluster
 from gridformer.plan.prediction import Parts
 from gridformer.record.events import Event, Kernel, Place, Start, Trace, Wait
 

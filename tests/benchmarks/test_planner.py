@@ -13,7 +13,7 @@ from benchmarks.planner import any_layout
 from benchmarks.planner.fitting import fit
 from benchmarks.planner.rows import FITS, FRONTERA, H100, SELENE, calibration_rows
 
-from gridformer.cluster import load_cluster
+from gridformer.cluster.file import load_cluster
 from gridformer.launch.plan import read_run_without_data
 from tests.support.planner import in_own_process, table_of, two_rows_of_frontera
 

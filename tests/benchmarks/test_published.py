@@ -23,7 +23,8 @@ from benchmarks.published.measuring import Kept, groups_of, patterns, sharers_of
 from benchmarks.published.plan import PLAN, RACKS
 
 from gridformer.calibrate.device import Measurements
-from gridformer.cluster import like_messages, load_cluster
+from gridformer.cluster.file import load_cluster
+from gridformer.cluster.messages import like_messages
 from gridformer.parallel.validation import check_layout
 from gridformer.record.events import Kernel, Place, Trace
 from gridformer.utils.errors import UserError

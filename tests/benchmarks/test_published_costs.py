@@ -8,7 +8,7 @@ import pytest
 from benchmarks.published import costs, limits, loss
 from benchmarks.published.super import Speeds, speed_lines
 
-from gridformer.cluster import load_cluster
+from gridformer.cluster.file import load_cluster
 from gridformer.parallel.validation import check_layout
 from tests.support.planner import in_own_process
 

@@ -25,7 +25,9 @@ from gridformer.calibrate.operations import (
     quick_cases,
 )
 from gridformer.cli.app import app
-from gridformer.cluster import KernelWork, MessageWork, kernel_s, load_cluster, message_s
+from gridformer.cluster.costs import KernelWork, kernel_s
+from gridformer.cluster.file import load_cluster
+from gridformer.cluster.messages import MessageWork, message_s
 from gridformer.mesh.axes import Axis
 from gridformer.utils.errors import ConfigError
 

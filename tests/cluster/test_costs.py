@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gridformer.cluster import (
-    Cluster,
-    KernelWork,
-    MessageWork,
-    kernel_s,
-    like_messages,
-    load_cluster,
-    message_cpu_s,
-    message_s,
-)
-from gridformer.cluster.kernels import LINK_EFFICIENCY
+from gridformer.cluster.costs import LINK_EFFICIENCY, KernelWork, kernel_s
+from gridformer.cluster.file import Cluster, load_cluster
+from gridformer.cluster.messages import MessageWork, like_messages, message_cpu_s, message_s
 from gridformer.cluster.tables import AttentionRow, MemoryRow, MessageRow, ProductRow, Tables
 from tests.support.round_cluster import round_cluster
 

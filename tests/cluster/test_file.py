@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gridformer.cluster import cluster_names, load_cluster
-from gridformer.cluster.file import parse_cluster
+from gridformer.cluster.file import cluster_names, load_cluster, parse_cluster
 from gridformer.config import configs_dir, parse_run
 from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gridformer.cluster import Cluster
+from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
 from gridformer.memory.layouts import candidates
 from gridformer.plan import advice

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from gridformer.cluster import load_cluster
+from gridformer.cluster.file import load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.plan.program import EventTimes, Programs

@@ -137,8 +137,8 @@ def test_what_is_repeated_takes_as_long_as_what_is_traced(
         assert getattr(repeated, name) == pytest.approx(getattr(whole, name), rel=1e-6)
     for name in ("forward_s", "backward_s"):  # a pass gives each its share of waiting for the host
         assert getattr(repeated, name) == pytest.approx(getattr(whole, name), rel=0.05)
-    parts = dict(whole.parts.rows())
-    for name, seconds in repeated.parts.rows():
+    parts = whole.parts.by_kind()
+    for name, seconds in repeated.parts.by_kind().items():
         assert seconds == pytest.approx(parts.get(name, 0.0), abs=1e-6 * whole.step_s)
 
 
@@ -182,7 +182,7 @@ def test_a_prediction_of_a_step_of_its_layers_and_of_its_forward_passes(gpu: InP
     }
     assert step.fits is True
     assert step.step_s == pytest.approx(step.forward_s + step.backward_s + step.update_s)
-    assert sum(seconds for _, seconds in step.parts.rows()) == pytest.approx(step.step_s)
+    assert sum(step.parts.by_kind().values()) == pytest.approx(step.step_s)
     assert 0 < layers.forward_s < step.forward_s
     assert 0 < layers.backward_s < step.backward_s
     assert layers.update_s == layers.parts.update == 0
@@ -323,7 +323,7 @@ def test_phases_of_a_pipeline_are_those_of_all_ranks(gpu: InProcess) -> None:
     deep, flat, ends = gpu(of_pipelines, run)
     for one in (deep, flat):
         assert one.forward_s + one.backward_s + one.update_s == pytest.approx(one.step_s)
-        assert sum(seconds for _, seconds in one.parts.rows()) == pytest.approx(one.step_s)
+        assert sum(one.parts.by_kind().values()) == pytest.approx(one.step_s)
     before = deep.forward_s + deep.backward_s
     assert max(ends) <= before
     assert deep.update_s < 0.2 * before, "waiting for other ranks belongs to the passes"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from gridformer.cluster import load_cluster
+from gridformer.cluster.file import load_cluster
 from gridformer.plan.advice import advise
 from gridformer.plan.predict import _prediction
 from gridformer.plan.prediction import _ERRORS, doubts, sureness

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.cluster import load_cluster
+from gridformer.cluster.file import load_cluster
 from gridformer.config import RunConfig, shipped_model
 from gridformer.parallel.validation import check_layout
 from gridformer.plan.predict import predict

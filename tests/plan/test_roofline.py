@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from gridformer.cluster.costs import LINK_EFFICIENCY
 from gridformer.cluster.file import load_cluster
-from gridformer.cluster.kernels import LINK_EFFICIENCY
 from gridformer.config import RunConfig, parse_run
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.quick import quick_peaks

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gridformer.cluster import Cluster, load_cluster
+from gridformer.cluster.file import Cluster, load_cluster
 from gridformer.config import LayoutConfig, load_run
 from gridformer.launch.plan import read_run_without_data
 from gridformer.parallel.validation import check_layout

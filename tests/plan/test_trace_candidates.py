@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from gridformer.cli import plan as plan_command
-from gridformer.cluster import Cluster
+from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
 from gridformer.plan import trace_candidates
 from gridformer.plan.advice import Advice, Change, advise

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gridformer.cluster import load_cluster
+from gridformer.cluster.file import load_cluster
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.memory.breakdown import Changes, changes_of
 from gridformer.memory.room import on_gpu
@@ -135,7 +135,7 @@ def seconds(run: RunConfig, traces: list[Trace]) -> dict[str, float]:
     machine = gpus.model_copy(update={"device": device})
     found = price(Recorded(run, decide_run(run), traces, training=True), machine)
     phases = {"forward": found.forward_s, "backward": found.backward_s, "update": found.update_s}
-    return {"step": found.step_s, **phases, **dict(found.parts.rows())}
+    return {"step": found.step_s, **phases, **found.parts.by_kind()}
 
 
 @pytest.mark.parametrize("method", full_unless(lambda name: name.endswith("*"), METHODS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from gridformer.cluster import Cluster, load_cluster
+from gridformer.cluster.file import Cluster, load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.plan.prediction import Parts, Prediction
 from gridformer.plan.roofline import estimate

@@ -1,7 +1,6 @@
 """A machine of round numbers, on which the time of a message can be worked out by hand."""
 
-from gridformer.cluster import Cluster, load_cluster
-from gridformer.cluster.file import FITTED, Figure, Level
+from gridformer.cluster.file import FITTED, Cluster, Figure, Level, load_cluster
 
 
 def round_cluster() -> Cluster:

@@ -21,8 +21,8 @@ from gridformer import comm
 from gridformer.calibrate.device import Measurements, Tell, measure_cpu, measure_gpu
 from gridformer.calibrate.messages import axes_of, message_seconds, sends_of
 from gridformer.calibrate.operations import Cases, cpu_cases, gpu_cases, quick_cases
-from gridformer.cluster import Cluster, Device, Figure, Host, Level
 from gridformer.cluster import tables as t
+from gridformer.cluster.file import Cluster, Device, Figure, Host, Level
 from gridformer.launch import launch
 from gridformer.mesh.axes import Axis
 from gridformer.mesh.process_group import World, close_process_groups, init_process_groups

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from gridformer.cluster import Cluster
+    from gridformer.cluster.file import Cluster
     from gridformer.config import RunConfig
     from gridformer.memory.layouts import Listed
 

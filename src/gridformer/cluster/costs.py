@@ -5,14 +5,165 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gridformer.cluster.file import Cluster
-from gridformer.cluster.kernels import KernelWork, kernel_s
 from gridformer.cluster.messages import MessageWork, Op, like_messages, message_cpu_s, message_s
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+# Tiles of the results that libraries for products choose from, and the fraction of the rate of
+# large tiles that they reach: a tile reads (m + n) numbers for every m * n multiplications.
+TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.82), (64, 64, 0.65), (32, 32, 0.35))
+# Steps along k that the start and the end of a tile cost: loading the first operands, writing the
+# result.
+K_OVERHEAD = 128
+# Fused attention reaches this fraction of the rate of large products: FlashAttention-2 (Dao 2023)
+# reaches 50 to 73% of an A100's peak, where products reach 80 to 90%.
+ATTENTION_RATE = 0.72
+# Queries and keys of the tiles in which fused attention works. It leaves out the tiles of scores
+# that a causal mask hides altogether.
+ATTENTION_TILE = 128
+# Copies between a GPU and pinned memory of its host reach this fraction of the link's bandwidth.
+# Assumed: links lose about a tenth to headers of packets, and more to the host.
+LINK_EFFICIENCY = 0.8
+# Passes over the scores of unfused attention, forward and backward: softmax reads and writes them,
+# so does dropout, which also has a mask; backward they read one more operand each.
+SCORE_PASSES = (4.5, 6.5)
+BYTES = {"float16": 2, "bfloat16": 2, "float64": 8}
+
+
+class KernelWork(NamedTuple):
+    """The work of one kernel.
+
+    Attributes:
+        kind: `product`, `attention` (fused), `copy` (between host and GPU) or `memory` (everything
+            else).
+        flop: Floating-point operations.
+        bytes: Bytes read and written, or copied.
+        dtype: Data type of a product's operands: float16, bfloat16, tf32, float32 or float64.
+        shape: For products (batch, m, n, k); for attention (batch, heads, queries, keys, width,
+            hides), where hides is 0 without a mask, 1 if it is causal, and more if a query sees at
+            most that many keys, of which its own is the last.
+        op: The operator that launched it, such as `add`, or empty; that of attention's backward
+            pass contains `backward`. `attention` and `attention_backward` are gridformer's kernel,
+            and others PyTorch's.
+        order: For products whether their operands are transposed, `nn`, `nt` or `tn`; empty if
+            that is not known. `tables.ProductRow` describes them.
+    """
+
+    kind: Literal["product", "attention", "memory", "copy"]
+    flop: float
+    bytes: float
+    dtype: str = "float32"
+    shape: tuple[int, ...] = ()
+    op: str = ""
+    order: str = ""
+
+
+def kernel_s(cluster: Cluster, work: KernelWork) -> float:
+    """Returns the time in seconds that a kernel takes on a device, without its launch."""
+    if work.kind == "copy":
+        return work.bytes / (cluster.link_gbps * 1e9 * LINK_EFFICIENCY)
+    measured = _measured_s(cluster, work)
+    if measured is not None:
+        return measured
+    memory_s = work.bytes / (
+        cluster.device.memory_gbps.value * 1e9 * cluster.number("memory_efficiency")
+    )
+    if work.kind == "memory":
+        return memory_s
+    rate = _peak(cluster, work.dtype) * 1e12 * cluster.number("product_efficiency")
+    if work.kind == "attention" and not cluster.device.fused_attention and len(work.shape) == 6:
+        return _unfused_s(cluster, work)
+    if work.kind == "attention" or len(work.shape) != 4:
+        again = 1.25 if "backward" in work.op else 1.0  # a backward pass recomputes the scores
+        seen = computed_scores(*work.shape[2:4], work.shape[5]) if len(work.shape) == 6 else 1.0
+        flop = again * work.flop * seen
+        return max(memory_s, flop / (rate * ATTENTION_RATE))
+    batch, m, n, k = work.shape
+    n_processors = max(1, int(cluster.device.n_processors.value))
+    return max(memory_s, _product_s(batch, m, n, k, rate, n_processors))
+
+
+@cache
+def computed_scores(queries: int, keys: int, hides: int) -> float:
+    """Returns the fraction of scores that fused attention computes: tiles not hidden altogether.
+
+    The last query is at the position of the last key; `hides` is as in `KernelWork`.
+    """
+    if not hides:
+        return 1.0
+    window, seen = hides if hides > 1 else keys, 0
+    for first in range(keys - queries, keys, ATTENTION_TILE):
+        begin = max(0, first - window + 1) // ATTENTION_TILE * ATTENTION_TILE
+        end = min(keys, -(-(first + ATTENTION_TILE) // ATTENTION_TILE) * ATTENTION_TILE)
+        seen += max(0, end - begin)
+    return min(1.0, seen * ATTENTION_TILE / (queries * keys))
+
+
+def _measured_s(cluster: Cluster, work: KernelWork) -> float | None:
+    """Returns the time by the tables of a calibrated cluster, or None if they do not have it."""
+    tables, busy, shape = cluster.tables, cluster.processes, work.shape
+    if work.kind == "product" and len(shape) == 4:
+        return tables.product_s(busy, work.dtype, shape, work.order)
+    if work.kind == "attention" and len(shape) == 6:
+        op = "gridformer" if work.op in ("attention", "attention_backward") else "sdpa"
+        seconds = tables.attention_s(busy, work.dtype, shape, "backward" in work.op, op)
+        if seconds is not None and shape[5] > 1:  # a window hides more than the mask of any row
+            seen, measured = (computed_scores(*shape[2:4], hides) for hides in (shape[5], 1))
+            seconds *= seen / measured
+        return seconds
+    if work.kind == "memory":
+        return tables.memory_s(busy, work.op, work.bytes, work.dtype)
+    return None
+
+
+def _product_s(batch: int, m: int, n: int, k: int, rate: float, n_processors: int) -> float:
+    """Returns the time of the fastest choice of tiles: whole waves of tiles on all processors."""
+    best = math.inf
+    for tile_m, tile_n, quality in TILES:
+        for rows, cols in ((tile_m, tile_n), (tile_n, tile_m)):
+            tiles = batch * -(-m // rows) * -(-n // cols)
+            # With fewer tiles than processors, several processors share a tile's k.
+            split = max(1, min(n_processors // tiles, k // 512))
+            waves = -(-tiles * split // n_processors)
+            if waves > 4:  # later waves start while earlier ones end
+                waves = max(4.0, tiles / n_processors + 0.5)  # type: ignore[assignment]
+            steps = k / split + K_OVERHEAD * (1 if split == 1 else 2)
+            best = min(best, waves * 2 * rows * cols * steps / (quality * rate / n_processors))
+    return best
+
+
+def _unfused_s(cluster: Cluster, work: KernelWork) -> float:
+    """Returns the time of attention as products and passes over all scores, masked ones too."""
+    batch, heads, queries, keys, width, _ = work.shape
+    scores = batch * heads * queries * keys
+    backward = "backward" in work.op
+    size = BYTES.get(work.dtype, 4)
+    moved = size * (scores + batch * heads * width * (queries + keys))
+    into = KernelWork(
+        "product", 2.0 * scores * width, moved, work.dtype, (batch * heads, queries, keys, width)
+    )
+    out = into._replace(shape=(batch * heads, queries, width, keys))
+    passes = KernelWork("memory", 0.0, SCORE_PASSES[backward] * size * scores, work.dtype)
+    times = kernel_s(cluster, into), kernel_s(cluster, out), kernel_s(cluster, passes)
+    return (1 + backward) * (times[0] + times[1]) + times[2]
+
+
+def _peak(cluster: Cluster, dtype: str) -> float:
+    """Returns the peak in TFLOP/s; types without one compute at the rate of float32."""
+    peaks = cluster.device.peak_tflops
+    if dtype in peaks:
+        return peaks[dtype].value
+    if dtype == "bfloat16" and "float16" in peaks and "float32" not in peaks:
+        return peaks["float16"].value
+    return peaks["float32"].value if "float32" in peaks else max(p.value for p in peaks.values())
+
+
+# --------------------------------------------------------------------------- tables of costs
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, which is fast

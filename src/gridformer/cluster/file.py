@@ -20,12 +20,12 @@ from gridformer.utils.errors import ConfigError
 
 # The numbers that may be fitted, at most four of them in a file, and the values that count where a
 # file leaves one out. These are rough and assumed for any machine.
-FITTED: dict[str, tuple[float, str]] = {
-    "product_efficiency": (0.8, "fraction of the peak rate that large matrix products reach"),
-    "memory_efficiency": (0.75, "fraction of memory's bandwidth that memory-bound kernels reach"),
-    "inner_efficiency": (0.75, "fraction of the bandwidth of the innermost level that is reached"),
-    "outer_efficiency": (0.8, "fraction of the bandwidth of the other levels that is reached"),
-    "slowdown_per_node": (0.0, "messages between n nodes take 1 + (n - 2) times this longer"),
+FITTED = {
+    "product_efficiency": 0.8,  # of the peak rate, for large matrix products
+    "memory_efficiency": 0.75,  # of the memory's bandwidth, for memory-bound kernels
+    "inner_efficiency": 0.75,  # of the bandwidth of the innermost level
+    "outer_efficiency": 0.8,  # of that of the other levels
+    "slowdown_per_node": 0.0,  # messages between n nodes take 1 + (n - 2) times this longer
 }
 MAX_FITTED = 4
 NO_DATA = "nothing"  # the data of a number that is assumed
@@ -58,11 +58,9 @@ class Device(_Part):
 
     Attributes:
         n_processors: Multiprocessors of a GPU, over which the tiles of products are distributed.
-        memory_gib: Memory of the device in GiB.
-        reserved_gib: The part of it that the driver, CUDA's context and NCCL take, in GiB.
-        peak_tflops: TFLOP/s of dense matrix products by data type; `tf32` are float32 tensors
+        reserved_gib: The part of the memory that the driver, CUDA's context and NCCL take.
+        peak_tflops: Rates of dense matrix products by data type; `tf32` are float32 tensors
             multiplied as TF32.
-        memory_gbps: Bandwidth of the device's memory in GB/s.
         fused_attention: Whether attention runs as one kernel that keeps no scores. False describes
             software from before 2022: two products, and passes over the scores between them.
     """
@@ -82,8 +80,8 @@ class Level(_Part):
 
     Attributes:
         size: Devices in one unit of this level, for example in one node.
-        bandwidth_gbps: GB/s in one direction of one link that attaches devices to this level.
-        latency_us: Time of one hop of a message at this level in microseconds.
+        bandwidth_gbps: In one direction of one link that attaches devices to this level.
+        latency_us: Time of one hop of a message.
         shared_by: The number of neighboring devices that share one such link: 1 where each device
             has its own. A node with 8 devices and 4 network cards has 2.
         source: Where `size` and `shared_by` come from.
@@ -101,12 +99,11 @@ class Host(_Part):
     """The processor that launches kernels and messages.
 
     Attributes:
-        launch_us: Time that the host needs for one kernel of PyTorch, in microseconds.
-        step_us: Time of a training step that depends on no kernel, in microseconds.
-        message_us: Time of a message before its first byte travels, in microseconds.
+        launch_us: Time for one kernel of PyTorch.
+        step_us: Time of a training step that depends on no kernel.
+        message_us: Time of a message before its first byte travels.
         cores: Cores that the processes of a run on a CPU share.
-        link_gbps: GB/s in one direction of the link between the host and one GPU. None means the
-            value of PCI Express 3.0 x16.
+        link_gbps: Rate in one direction of the link between the host and one GPU.
     """
 
     launch_us: Figure
@@ -160,7 +157,7 @@ class Cluster(_Part):
             if name not in FITTED:
                 raise ValueError(f"'{name}' is not a fitted number{closest(name, FITTED)}")
             if name != "slowdown_per_node" and not number.value:
-                raise ValueError(f"{name} is 0, but times are divided by it: use {FITTED[name][0]}")
+                raise ValueError(f"{name} is 0, but times are divided by it: use {FITTED[name]}")
         if len(fitted) > MAX_FITTED:
             raise ValueError(f"has {len(fitted)} numbers: at most {MAX_FITTED} may be fitted")
         return fitted
@@ -230,12 +227,12 @@ class Cluster(_Part):
 
     @property
     def link_gbps(self) -> float:
-        """GB/s in one direction between the host and a GPU, or what is assumed for any machine."""
+        """GB/s in one direction between the host and a GPU; by default of PCI Express 3.0 x16."""
         return self.host.link_gbps.value if self.host.link_gbps else LINK_GBPS
 
     def number(self, name: str) -> float:
         """Returns a fitted number, or what is assumed for any machine if the file has none."""
-        return self.fitted[name].value if name in self.fitted else FITTED[name][0]
+        return self.fitted[name].value if name in self.fitted else FITTED[name]
 
     def with_fitted(self, values: Mapping[str, float]) -> Cluster:
         """Returns this cluster with other values of fitted numbers."""
@@ -304,12 +301,10 @@ def parse_cluster(raw: Mapping[str, Any], where: str) -> Cluster:
     except ValidationError as error:
         problems = []
         for problem in error.errors():
-            keys = ".".join(str(part) for part in problem["loc"])
-            message = problem["msg"].removeprefix("Value error, ")
+            loc = [str(part) for part in problem["loc"]]
+            keys, message = ".".join(loc), problem["msg"].removeprefix("Value error, ")
             if problem["type"] == "extra_forbidden":
-                message = "unknown key" + closest(
-                    str(problem["loc"][-1]), _keys(problem["loc"][:-1])
-                )
+                message = "unknown key" + closest(loc[-1], _keys(loc[:-1]))
             elif problem["type"] == "missing":
                 message = "is missing"
             elif problem["type"] == "model_type" and keys:
@@ -318,12 +313,11 @@ def parse_cluster(raw: Mapping[str, Any], where: str) -> Cluster:
         raise ConfigError(*problems) from None
 
 
-def _keys(loc: tuple[int | str, ...]) -> list[str]:
+def _keys(loc: list[str]) -> list[str]:
     """Returns the keys that the part of a cluster file at this place may have."""
-    names = [part for part in loc if isinstance(part, str)]
-    parts: dict[str, type[BaseModel]] = {"device": Device, "levels": Level, "host": Host}
-    parts |= {"fitted": Fitted, "tables": Tables}
+    names = [part for part in loc if not part.isdecimal()]
     if not names:
         return list(Cluster.model_fields)
-    inside = Fitted if names[0] == "fitted" else Figure
+    parts: dict[str, type[BaseModel]] = {"device": Device, "levels": Level, "host": Host}
+    inside = Fitted if names[0] == "fitted" else Tables if names[0] == "tables" else Figure
     return list(parts.get(names[-1], inside).model_fields)

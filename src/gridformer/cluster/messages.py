@@ -111,24 +111,21 @@ def _outermost(spread: Sequence[_Spread]) -> int:
 
 
 def _spread(cluster: Cluster, members: Sequence[int]) -> tuple[_Spread, ...]:
-    """Returns how the members of a group lie on each level."""
-    levels = tuple([(one.size, one.shared_by) for one in cluster.levels])
-    return _spread_over(levels, tuple(members))
+    """Returns how the members of a group lie on each level, from the inside out."""
+    return _spread_over(tuple((one.size, one.shared_by) for one in cluster.levels), tuple(members))
 
 
 @lru_cache(maxsize=1 << 14)  # a search asks for the same groups with many sizes of messages
 def _spread_over(
     levels: tuple[tuple[int, int], ...], members: tuple[int, ...]
 ) -> tuple[_Spread, ...]:
-    spread = []
-    below = 1
+    spread, below = [], 1
     for size, shared_by in levels:
         units: dict[int, list[int]] = {}
         for place in members:
             units.setdefault(place // below, []).append(place)
         parts = {
-            (len(places), len({place // shared_by for place in places}))
-            for places in units.values()
+            (len(some), len({place // shared_by for place in some})) for some in units.values()
         }
         n_units = len({place // size for place in members})
         spread.append(_Spread(len(units), n_units, frozenset(parts)))
@@ -138,51 +135,47 @@ def _spread_over(
 
 def _ring_s(cluster: Cluster, work: MessageWork, spread: Sequence[_Spread]) -> float:
     """Returns the time of a ring, for broadcast and reduce of a pipelined chain."""
-    n, outermost = len(work.members), _outermost(spread)
-    slowest = max(_level_s(cluster, work, index, spread) for index in range(outermost + 1))
-    hops = {"all_reduce": 2 * (n - 1), "send": 1}.get(work.op, n - 1)
-    latency = 0.0
+    n, outermost, latency = len(work.members), _outermost(spread), 0.0
+    rounds = 2 if work.op == "all_reduce" else 1
+    hops = 1 if work.op == "send" else rounds * (n - 1)
     for index in range(outermost, -1, -1):
-        units = spread[index].below
         # A ring crosses this level as often as it has units there.
-        here = min(hops, (units - 1) * (2 if work.op == "all_reduce" else 1))
-        if index == 0:
-            here = hops
+        here = min(hops, rounds * (spread[index].below - 1)) if index else hops
         latency += here * cluster.levels[index].latency_us.value * 1e-6
         hops -= here
-    return slowest + latency
+    return _slowest_level_s(cluster, work, spread) + latency
 
 
 def _tree_s(cluster: Cluster, work: MessageWork, spread: Sequence[_Spread]) -> float:
     """Returns the time of a double binary tree over the nodes, which has fewer hops than a ring."""
-    n, outermost = len(work.members), _outermost(spread)
-    nodes = spread[0].units
+    n, nodes, levels = len(work.members), spread[0].units, cluster.levels
     if nodes < 2:
         return math.inf
     volume = n / (n - 1)  # a tree moves 2B where a ring moves 2B(n - 1)/n
-    slowest = volume * max(_level_s(cluster, work, index, spread) for index in range(outermost + 1))
-    inner = -(-n // nodes) - 1
-    outer = math.ceil(math.log2(nodes))
-    hops_us = inner * cluster.levels[0].latency_us.value
-    hops_us += outer * cluster.levels[outermost].latency_us.value
-    return slowest + 2 * hops_us * 1e-6
+    inner, outer = -(-n // nodes) - 1, math.ceil(math.log2(nodes))
+    hops_us = inner * levels[0].latency_us.value
+    hops_us += outer * levels[_outermost(spread)].latency_us.value
+    return volume * _slowest_level_s(cluster, work, spread) + 2 * hops_us * 1e-6
+
+
+def _slowest_level_s(cluster: Cluster, work: MessageWork, spread: Sequence[_Spread]) -> float:
+    """Returns the longest time that the links of a level need for the message's bytes."""
+    return max(_level_s(cluster, work, i, spread) for i in range(_outermost(spread) + 1))
 
 
 def _level_s(cluster: Cluster, work: MessageWork, index: int, spread: Sequence[_Spread]) -> float:
-    """Returns the time that the links of one level need for the message's bytes."""
-    level = cluster.levels[index]
-    below = cluster.levels[index - 1].size if index else 1
-    n_units, above, parts = spread[index]
+    level, n_units = cluster.levels[index], spread[index].below
     if n_units < 2:
         return 0.0
-    if above == n_units and index + 1 < len(cluster.levels):
+    if spread[index].units == n_units and index + 1 < len(cluster.levels):
         return 0.0  # no two of its units have a common unit of this level
-    rate = level.bandwidth_gbps.value * 1e9 * _efficiency(cluster, index)
+    efficiency = cluster.number("outer_efficiency" if index else "inner_efficiency")
+    rate = level.bandwidth_gbps.value * 1e9 * efficiency
     n, sharers = len(work.members), work.sharers if index == _outermost(spread) else 1
+    all_links = max(1, (cluster.levels[index - 1].size if index else 1) // level.shared_by)
     # The unit with the fewest links for what passes through it is the slowest.
     slowest = 0.0
-    for here, links in parts:
-        all_links = max(1, below // level.shared_by)
+    for here, links in spread[index].parts:
         volume = _through(work, n, here)
         slowest = max(slowest, volume / links, sharers * volume / max(all_links, links))
     if index > 0:
@@ -199,7 +192,3 @@ def _through(work: MessageWork, n: int, here: int) -> float:
     if work.op == "all_to_all":
         return here * (n - here) / n * work.bytes
     return work.bytes
-
-
-def _efficiency(cluster: Cluster, index: int) -> float:
-    return cluster.number("inner_efficiency" if index == 0 else "outer_efficiency")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -103,14 +104,18 @@ class Tables(BaseModel):
     host: tuple[HostRow, ...] = ()
 
     @cached_property
-    def _fields(self) -> dict[Any, _Field]:
-        return {}
-
-    def _field(self, key: Any, points: Callable[[], Iterable[_Point]]) -> _Field:
-        """Returns the times of one kind, which are sorted once."""
-        if key not in self._fields:
-            self._fields[key] = _Field(points())
-        return self._fields[key]
+    def _fields(self) -> dict[tuple[object, ...], _Field]:
+        """The times of each kind of work."""
+        fields: dict[tuple[object, ...], _Field] = defaultdict(_Field)
+        for p in self.products:
+            place = p.batch, p.m, p.n, p.k
+            fields["product", p.dtype, p.order].add(p.processes, place, p.us)
+        for a in self.attention:
+            kind, place = (a.op, a.dtype, a.causal), (a.batch * a.heads, a.queries, a.keys, a.width)
+            fields["attention", *kind, a.backward].add(a.processes, place, a.us)
+        for m in self.memory:
+            fields["memory", m.op, m.dtype].add(m.processes, (m.bytes,), m.us)
+        return dict(fields)
 
     def product_s(
         self, processes: int, dtype: str, shape: Sequence[int], order: str = ""
@@ -119,18 +124,9 @@ class Tables(BaseModel):
 
         Without an order, or if there are no rows of it, that is the mean over all orders.
         """
-        times = []
-        for one in [order] if order else ["nn", "nt", "tn"]:
-
-            def points(one: str = one) -> Iterable[_Point]:
-                rows = (r for r in self.products if (r.dtype, r.order) == (dtype, one))
-                return (_Point(r.processes, (r.batch, r.m, r.n, r.k), r.us) for r in rows)
-
-            seconds = self._field(("product", dtype, one), points).at_a_rate(processes, shape)
-            if seconds is not None:
-                times.append(seconds)
-        if order and not times:  # such as both transposed, which no model needs
-            return self.product_s(processes, dtype, shape)
+        known = {o: self._fields.get(("product", dtype, o)) for o in ("nn", "nt", "tn")}
+        fields = [known[order]] if known.get(order) else [*known.values()]
+        times = [field.at_a_rate(processes, shape) for field in fields if field]
         return sum(times) / len(times) if times else None
 
     def attention_s(
@@ -138,64 +134,46 @@ class Tables(BaseModel):
     ) -> float | None:
         """Returns the seconds of fused attention, or None if there are no such rows.
 
-        The shape is (batch, heads, queries, keys, width, hides), as in `kernels.KernelWork`.
+        The shape is (batch, heads, queries, keys, width, hides), as in `costs.KernelWork`.
         """
         batch, heads, *rest, hides = shape
-        kind = op, dtype, bool(hides), backward
-
-        def points() -> Iterable[_Point]:
-            rows = (r for r in self.attention if (r.op, r.dtype, r.causal, r.backward) == kind)
-            for r in rows:
-                yield _Point(r.processes, (r.batch * r.heads, r.queries, r.keys, r.width), r.us)
-
-        field = self._field(("attention", *kind), points)
-        seconds = field.at_a_rate(processes, (batch * heads, *rest))
-        if seconds is None and op != "sdpa":
-            return self.attention_s(processes, dtype, shape, backward)
-        return seconds
+        kinds = (("attention", one, dtype, bool(hides), backward) for one in (op, "sdpa"))
+        field = next((self._fields[kind] for kind in kinds if kind in self._fields), None)
+        return field and field.at_a_rate(processes, (batch * heads, *rest))
 
     def memory_s(self, processes: int, op: str, n_bytes: float, dtype: str = "") -> float | None:
         """Returns the seconds of a memory-bound kernel, or None if there are no rows.
 
         An operator that was not measured takes the time of `add`, and a data type any other.
         """
-
-        def points() -> Iterable[_Point]:
-            rows = [r for r in self.memory if r.op == op]
-            rows = rows or [r for r in self.memory if r.op == "add"] or [*self.memory]
-            rows = [r for r in rows if r.dtype == dtype] or rows
-            # Rows of several types at one size would be one place of the field.
-            return (_Point(r.processes, (r.bytes,), r.us) for r in rows if r.dtype == rows[0].dtype)
-
+        measured = [kind for kind in self._fields if kind[0] == "memory"]
+        kinds = [kind for kind in measured if kind[1] == op]
+        kinds = kinds or [kind for kind in measured if kind[1] == "add"] or measured
+        if not kinds:
+            return None
+        kind = next((one for one in kinds if one[2] == dtype), kinds[0])
         size = max(n_bytes, 1.0)  # an empty tensor takes a call, too
-        return self._field(("memory", op, dtype), points).seconds(
-            processes,
-            (size,),
-            lambda times: _along(size, {at[0]: us for at, us in times.items()}, floor=0.5),
-        )
+
+        def at(times: Times) -> float:
+            return _along(size, {place[0]: us for place, us in times.items()}, floor=0.5)
+
+        return self._fields[kind].seconds(processes, (size,), at)
 
     def message_s(
         self, processes: int, op: str, members: int, nodes: int, sharers: int, n_bytes: float
     ) -> float | None:
         """Returns the seconds of a message, as in `MessageRow`, or None if none was measured."""
-        rows = [r for r in self.messages if r.op == op and r.nodes == nodes]
-        if nodes > 1:
-            rows = [r for r in rows if r.sharers == sharers]
-
-        def at(n_processes: int, n_members: int) -> float:
-            points = {
-                r.bytes: r.us for r in rows if (r.processes, r.members) == (n_processes, n_members)
-            }
-            return _along(n_bytes, points, floor=1.0)
-
-        def with_processes(n_processes: int) -> float:
-            sizes = sorted({r.members for r in rows if r.processes == n_processes})
-            return _along(members, {size: at(n_processes, size) for size in sizes})
-
-        counts = sorted({r.processes for r in rows})
-        if not counts:
+        times: dict[int, dict[int, dict[float, float]]] = {}  # by processes, members and bytes
+        for r in self.messages:
+            if r.op == op and r.nodes == nodes and (nodes == 1 or r.sharers == sharers):
+                times.setdefault(r.processes, {}).setdefault(r.members, {})[r.bytes] = r.us
+        if not times:
             return None
-        return _along(processes, {count: with_processes(count) for count in counts}) / 1e6
+        by_processes = {
+            n: _along(members, {m: _along(n_bytes, us, floor=1.0) for m, us in some.items()})
+            for n, some in times.items()
+        }
+        return _along(processes, by_processes) / 1e6
 
     def host_s(self, processes: int) -> tuple[float, float] | None:
         """Returns the host's seconds per operator and per step, or None if there are no rows."""
@@ -204,12 +182,6 @@ class Tables(BaseModel):
         launch = {row.processes: row.launch_us for row in self.host}
         step = {row.processes: row.step_us for row in self.host}
         return _along(processes, launch) / 1e6, _along(processes, step) / 1e6
-
-
-class _Point(NamedTuple):
-    processes: int
-    place: tuple[float, ...]
-    us: float
 
 
 Times = dict[tuple[float, ...], float]  # microseconds by place
@@ -222,12 +194,13 @@ class _Field:
     to the number of processes with which most places were measured, is interpolated, too.
     """
 
-    def __init__(self, points: Iterable[_Point]) -> None:
+    def __init__(self) -> None:
         self.by_count: dict[int, Times] = {}
-        for point in points:
-            self.by_count.setdefault(point.processes, {})[point.place] = point.us
 
-    def at_a_rate(self, processes: int, place: Sequence[float]) -> float | None:
+    def add(self, processes: int, place: tuple[float, ...], us: float) -> None:
+        self.by_count.setdefault(processes, {})[place] = us
+
+    def at_a_rate(self, processes: int, place: Sequence[float]) -> float:
         """Returns the seconds of work whose amount is the product of its sizes."""
         work = math.prod(place)
 
@@ -235,17 +208,15 @@ class _Field:
             rates = {where: math.prod(where) / us for where, us in times.items()}
             return work / _nearest(tuple(place), rates)
 
-        return self.seconds(processes, tuple(place), at) if work or not self.by_count else 0.0
+        return self.seconds(processes, tuple(place), at) if work else 0.0
 
     def seconds(
         self, processes: int, place: tuple[float, ...], at: Callable[[Times], float]
-    ) -> float | None:
-        """Returns the seconds at a place, or None if nothing was measured.
+    ) -> float:
+        """Returns the seconds at a place.
 
         `at` returns the microseconds there from the times with one number of processes.
         """
-        if not self.by_count:
-            return None
         most, by_count = max(map(len, self.by_count.values())), {}
         for count, times in self.by_count.items():
             whole = [c for c, t in self.by_count.items() if c < count and len(t) == most]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gridformer.cluster import load_cluster
+from gridformer.cluster.file import load_cluster
 from gridformer.config import LayoutConfig, RunConfig, divisors
 from gridformer.mesh.gpus import gpus_are_shared
 from gridformer.mesh.launch_env import rank_env

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gridformer.cluster import Cluster, load_cluster
+from gridformer.cluster.file import Cluster, load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError

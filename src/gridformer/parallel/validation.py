@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from gridformer.cluster import cluster_names, cluster_path, load_cluster
+from gridformer.cluster.file import cluster_names, cluster_path, load_cluster
 from gridformer.config import LayoutConfig, RunConfig, any_of, divisors
 from gridformer.parallel.fixes import Changes, Fix, Refusal, Violation, with_fixes
 from gridformer.parallel.registry import SPECS, spec_of

@@ -7,33 +7,30 @@ from __future__ import annotations
 
 import html
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
 from gridformer.plan.advice import Advice
 from gridformer.plan.predict import predict
-from gridformer.plan.prediction import doubts, sureness
+from gridformer.plan.prediction import doubts
 from gridformer.plan.replay import Interval
 from gridformer.plan.search import MemoryKind, PlannedLayout, Result, Search
-from gridformer.plan.show import (
-    COLUMNS,
-    common_warnings,
-    place,
-    reasons,
-    settings_between,
-    unlisted,
-)
+from gridformer.plan.show import print_result, unlisted
 from gridformer.utils.page import ABOVE, document, figure, figure_place, stacked_bars
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 FACTORS = (0.25, 0.5, 1, 2, 4)  # of the batch and of the number of devices
-_STYLE = "td:nth-child(2), th:nth-child(2) { text-align: left; } ul { margin-top: 4px; }"
+_STYLE = "pre { font-size: 12px; white-space: pre-wrap; } ul { margin-top: 4px; }"
+_COLUMNS = 160  # characters in a line of the ranking
 # Kernels are blue, waiting for messages orange, and other waiting gray.
 COLORS = {
     "products": "#08519c",
@@ -115,12 +112,14 @@ def _sections(
         "devices": _outlook({k: best_of(batch, k) for k in counts}, "devices"),
     }
     by_estimate = "The one in the ranking is predicted from its trace, and all others are estimated"
+    shown = StringIO()
+    print_result(run, result, advice, cluster, Console(file=shown, width=_COLUMNS), everything=True)
     sections = {
-        "Ranking": _ranking(result) + _list(unlisted(result)),
+        "Ranking and reasons": f"<pre>{html.escape(shown.getvalue())}</pre>",
         "Where each second goes": _note(
             "The slowest rank of each layout, one optimizer step. Messages are those for which "
             "the device waits; those that travel while it computes are <i>hidden</i>, in the "
-            "table above and below under the reasons."
+            "table and the reasons above."
         )
         + figure_place("where"),
         "Memory": _note("The fullest device of each layout, and what a device has for tensors.")
@@ -130,7 +129,6 @@ def _sections(
             "color of what takes most of it."
         )
         + figure_place("timeline"),
-        "Why": _reasons(run, result, advice),
         "How certain this is": _list(certainty(result, cluster, counts)),
         "Other batches": _note(f"The fastest layout for each batch. {by_estimate}.")
         + figure_place("batches"),
@@ -142,31 +140,19 @@ def _sections(
     return sections, figures
 
 
-def certainty(result: Result, cluster: Cluster, counts: Iterable[int]) -> list[str]:
-    """Returns sentences that say what makes a report less certain.
+def certainty(result: Result, cluster: Cluster, counts: Sequence[int]) -> list[str]:
+    """Returns what makes a report less certain besides the warnings of its layouts.
 
     `counts` are the numbers of devices of which the report tells, too.
     """
-    common = common_warnings(result.listed)
-    sentences = [sureness(cluster, result.layouts[0].run.layout.n_processes)]
-    sentences += [f"For all layouts: {warning}." for warning in common]
-    said = {*common}
-    for one in result.listed:
-        mine = [warning for warning in one.traced.warnings if warning not in common]
-        sentences += [f"For {one.name}: {warning}." for warning in mine]
-        said |= {*mine}
+    sentences, said = [], {warning for one in result.listed for warning in one.traced.warnings}
     for n in counts:
         more = [doubt for doubt in doubts(cluster, n) if doubt not in said]
         sentences += [f"On {n} devices: {doubt}." for doubt in more]
         said |= {*more}
     off = [100 * (one.estimate.step_s / one.traced.step_s - 1) for one in result.listed]
     least, most = (f"{v:+.0f}%" if round(v) else "0%" for v in (min(off), max(off)))
-    sentences.append(
-        f"Estimates of the layouts in the ranking are {least} to {most} off their traces in time."
-        if len(off) > 1
-        else f"The estimate of the layout in the ranking is {least} off its trace in time."
-    )
-    return sentences
+    return [*sentences, f"Estimates of the listed layouts are {least} to {most} off their traces."]
 
 
 def memory_factors(traced: Sequence[PlannedLayout]) -> dict[MemoryKind, float]:
@@ -197,29 +183,6 @@ def _note(text: str) -> str:
 def _list(sentences: Sequence[str]) -> str:
     items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
     return f"<ul>{items}</ul>" if items else ""
-
-
-def _ranking(result: Result) -> str:
-    heads = ["", "layout", *(column.words for column in COLUMNS)]
-    rows = [
-        [str(place(result, one) or "-"), one.name, *(c.cell(one, one.traced) for c in COLUMNS)]
-        for one in result.listed
-    ]
-    body = "".join(
-        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-    )
-    return f"<table><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{body}</table>"
-
-
-def _reasons(run: RunConfig, result: Result, advice: Sequence[Advice]) -> str:
-    items = []
-    for one, why in zip(result.listed, advice):
-        text = " ".join(html.escape(sentence) for sentence in reasons(result, one, why))
-        items.append(
-            f"<li><b>{html.escape(one.name)}</b><br>{text}<br>"
-            f"<code>{html.escape(settings_between(run, one.run))}</code></li>"
-        )
-    return f"<ol>{''.join(items)}</ol>"
 
 
 # --------------------------------------------------------------------------- figures

@@ -58,21 +58,19 @@ def predict(
     Raises:
         UserError: The step of this run fails, which `gridformer check` explains.
     """
-    run = on_device_type(run, cluster.device.kind)
-    decisions, held = decide_run(run), unfused(run, cluster)
+    kind = cluster.device.kind
+    run = on_device_type(run, kind)
+    held = unfused(run, cluster)
     memory = memory and training
-    extent: Extent = "all layers" if timeline else "composed"
-    records = _records(run, decisions, training, extent, memory and held == run, on_all_cores)
-    recorded = Recorded(run, decisions, [one.trace for one in records], training)
+    recorded = record_run(run, kind, None, training, timeline, memory and held == run, on_all_cores)
     prediction = price(recorded, cluster, layers_only, timeline)
     if memory:
-        ranks = [*largest_ranks(held, decisions)]
+        ranks = [*largest_ranks(held, recorded.decisions)]
         if held == run:
-            on_cpu = cluster.device.kind == "cpu"
-            mine = [one for one in records if one.trace.rank in ranks]
-            breakdowns = [breakdown_of(one, on_cpu, timeline=False) for one in mine]
+            mine = [one for one in recorded.records if one.trace.rank in ranks]
+            breakdowns = [breakdown_of(one, kind == "cpu", timeline=False) for one in mine]
         else:
-            breakdowns = estimate_ranks(held, ranks, decisions)
+            breakdowns = estimate_ranks(held, ranks, recorded.decisions)
         prediction.peak_gib = max(one.needed for one in breakdowns) / GIB
         prediction.fits = prediction.peak_gib <= prediction.limit_gib
     return prediction
@@ -110,12 +108,14 @@ class Recorded:
         decisions: The decisions of its layout.
         traces: The traces of these ranks.
         training: Whether it is an optimizer step; otherwise the forward passes of a batch.
+        records: Their records, with memory if that was asked for.
     """
 
     run: RunConfig
     decisions: Decisions
     traces: list[Trace]
     training: bool
+    records: Sequence[RankRecord] = ()
 
 
 def record_run(
@@ -124,8 +124,10 @@ def record_run(
     decisions: Decisions | None = None,
     training: bool = True,
     all_layers: bool = False,
+    storages: bool = False,
+    on_all_cores: bool = False,
 ) -> Recorded:
-    """Records a checked run's step for `price`.
+    """Records the ranks of a checked run that differ, with their kernels.
 
     Args:
         run: The run.
@@ -133,32 +135,22 @@ def record_run(
         decisions: The result of `decide_run(run)`, or others, such as another block of a node.
         training: Whether it is an optimizer step; otherwise the forward passes of a batch.
         all_layers: Whether all layers run, so that events have their names.
+        storages: Whether memory is recorded, too.
+        on_all_cores: Whether copies of this process share the work.
 
     Raises:
         UserError: The step of this run fails.
     """
     run = on_device_type(run, kind)
     decisions = decisions or decide_run(run)
-    records = _records(run, decisions, training, "all layers" if all_layers else "composed")
-    return Recorded(run, decisions, [one.trace for one in records], training)
-
-
-def _records(
-    run: RunConfig,
-    decisions: Decisions,
-    training: bool,
-    extent: Extent,
-    storages: bool = False,
-    on_all_cores: bool = False,
-) -> list[RankRecord]:
-    """Records the ranks that differ, with their kernels, and with memory if `storages` is set."""
-    backend: Backend = "nccl" if run.train.device == "cuda" else "gloo"
+    backend: Backend = "nccl" if kind == "cuda" else "gloo"
+    extent: Extent = "all layers" if all_layers else "composed"
     options = RecordOptions(backend, True, storages, training, extent)
     records = record_ranks(run, different_ranks(run, decisions), decisions, options, on_all_cores)
     for one in records:
         if not one.trace.complete:
             raise one.trace.failure
-    return records
+    return Recorded(run, decisions, [one.trace for one in records], training, records)
 
 
 def different_ranks(run: RunConfig, decisions: Decisions) -> list[list[int]]:

@@ -11,15 +11,7 @@ from gridformer.config import RunConfig
 from gridformer.plan.replay import Interval
 
 MICRO = 1e6
-_LEAST = 5e-4  # fraction of a step below which a row is not shown by itself
 _LEAST_S = 1e-6  # what takes less than a microsecond of a step is rounding
-_WORDS = {
-    "products": "matrix products",
-    "memory-bound": "memory-bound kernels",
-    "launches": "waiting for the host",
-    "update": "optimizer",
-    "bubble": "waiting for other ranks",
-}
 
 
 @dataclass
@@ -57,15 +49,6 @@ class Parts:
             "launches": self.launches,
             "bubble": self.bubble,
         }
-
-    def rows(self) -> list[tuple[str, float]]:
-        """Returns the same in words, the largest first and the smallest together."""
-        seconds = {_WORDS.get(kind, kind): s for kind, s in self.by_kind().items()}
-        whole = sum(seconds.values())
-        large = {words: s for words, s in seconds.items() if s >= _LEAST * whole > 0}
-        rows = sorted(large.items(), key=lambda row: -row[1])
-        small = whole - sum(large.values())
-        return [*rows, ("other", small)] if small > 1e-9 * whole else rows  # not a rounding error
 
 
 @dataclass

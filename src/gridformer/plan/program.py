@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from gridformer.cluster.costs import Costs, MeshGroups, MessageTime
+from gridformer.cluster.costs import Costs, KernelWork, MeshGroups, MessageTime
 from gridformer.cluster.file import Cluster
-from gridformer.cluster.kernels import KernelWork
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import mesh_ranks

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from gridformer.cluster.costs import Costs
+from gridformer.cluster.costs import Costs, KernelWork
 from gridformer.cluster.file import Cluster
-from gridformer.cluster.kernels import KernelWork
 from gridformer.cluster.messages import Op
 from gridformer.config import RunConfig
 from gridformer.memory.quick import quick_peaks

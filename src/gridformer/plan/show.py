@@ -1,12 +1,10 @@
-"""Shows a prediction, and the layouts that a search has found: as a table with reasons, as JSON,
-and the best as a run file.
-"""
+"""Shows a prediction, and what a search has found: a table with reasons, JSON, a run file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -20,6 +18,7 @@ from gridformer.plan.advice import Advice, in_words, limit_of
 from gridformer.plan.prediction import Prediction, doubts, sureness
 from gridformer.plan.search import REPLICAS, PlannedLayout, Result, sharding
 
+LEAST = 5e-4  # kinds that take less than this fraction of a step are not printed
 EXPLAINED = 3  # layouts whose reasons the command prints besides those that were asked for
 ROWS_ALONE = (
     "Rows alone (r x 1): weights are sharded over the rows and gathered for each product, as FSDP "
@@ -48,11 +47,12 @@ def print_prediction(
     table.add_column("where the time goes")
     table.add_column("time", justify="right")
     table.add_column("share", justify="right")
-    for name, value in prediction.parts.rows():
-        table.add_row(name, _time(value), f"{100 * value / step_s:.1f}%")
-    for axis, value in prediction.parts.hidden.items():
-        if value > 5e-4 * step_s:
-            table.add_row(f"(messages over {axis} behind computation)", _time(value), "")
+    for kind, value in sorted(prediction.seconds_by_kind().items(), key=lambda row: -row[1]):
+        if value > LEAST * step_s:
+            table.add_row(kind, _time(value), f"{100 * value / step_s:.1f}%")
+    for kind, value in prediction.hidden_by_axis().items():
+        if value > LEAST * step_s:
+            table.add_row(f"({kind} behind computation)", _time(value), "")
     console.print(table)
     if step_s:
         console.print(limit_of(prediction), soft_wrap=True)
@@ -83,42 +83,52 @@ def _time(seconds: float) -> str:
 
 
 def print_result(
-    run: RunConfig, result: Result, advice: Sequence[Advice], cluster: Cluster, console: Console
+    run: RunConfig,
+    result: Result,
+    advice: Sequence[Advice],
+    cluster: Cluster,
+    console: Console,
+    everything: bool = False,
 ) -> None:
     """Prints the ranking, and the reasons for the first layouts.
 
-    `run` is what was asked for, and `advice` is that of each layout that is listed.
+    Args:
+        run: What was asked for.
+        result: Layouts that a search has found.
+        advice: The advice for each layout that is listed.
+        cluster: The cluster.
+        console: Where it is printed.
+        everything: Whether all layouts are explained, with all doubts, as in a report.
     """
     listed, n = result.listed, result.layouts[0].run.layout.n_processes
     fastest, n_traces = len(result.layouts[: result.top]), len(result.layouts + result.refused)
     traces = f"{n_traces} layouts that were traced" if n_traces > 1 else "1 layout that was traced"
-    console.print(
-        Text(
-            f"{run.model.name} on {n} devices of {cluster.name}, {run.train.global_batch} "
-            f"sequences of {run.seq_len} tokens a step, {run.train.dtype}: the "
-            f"{f'{fastest} fastest' if fastest > 1 else 'fastest'} of {traces}, of "
-            f"{result.n_arrangements} arrangements ({result.n_estimates} estimates, "
-            f"{result.seconds:.1f} s of the processor)"
-        )
+    head = (
+        f"{run.model.name} on {n} devices of {cluster.name}, {run.train.global_batch} "
+        f"sequences of {run.seq_len} tokens a step, {run.train.dtype}: the "
+        f"{f'{fastest} fastest' if fastest > 1 else 'fastest'} of {traces}, of "
+        f"{result.n_arrangements} arrangements ({result.n_estimates} estimates, "
+        f"{result.seconds:.1f} s of the processor)"
     )
+    console.print(Text(head))
     _print_table(result, console)
-    if any(sharding(one.run.layout) == "rows alone" for one in listed):
-        console.print(Text(ROWS_ALONE))
-    for sentence in unlisted(result):
-        console.print(Text(sentence))
-    console.print(Text(sureness(cluster, n)), soft_wrap=True)
-    explained = [one for i, one in enumerate(listed) if i < EXPLAINED or one.asked]
-    said = doubts(cluster, n, extrapolated=False)
-    common = [one for one in common_warnings(explained) if one not in said]
+    rows_alone = any(sharding(one.run.layout) == "rows alone" for one in listed)
+    for sentence in (*[ROWS_ALONE] * rows_alone, *unlisted(result), sureness(cluster, n)):
+        console.print(Text(sentence), soft_wrap=True)
+    explained = [one for i, one in enumerate(listed) if everything or i < EXPLAINED or one.asked]
+    said = [] if everything else doubts(cluster, n, extrapolated=False)
+    shared = explained[0].traced.warnings
+    shared = [one for one in shared if all(one in other.traced.warnings for other in explained)]
+    shared = [one for one in shared if one not in said]
     for one, why in [pair for pair in zip(listed, advice) if pair[0] in explained]:
         console.print(Text(f"\n{label(result, one)}", style="bold"))
         lines = [settings_between(run, one.run), *reasons(result, one, why)]
-        lines += [f"Warning: {w}" for w in one.traced.warnings if w not in (*common, *said)]
+        lines += [f"Warning: {w}" for w in one.traced.warnings if w not in (*shared, *said)]
         for line in lines:
             console.print(Text(f"   {line}"), soft_wrap=True)
-    if common:
+    if shared:
         console.print(Text("\nFor all of these:", style="bold"))
-    for warning in common:
+    for warning in shared:
         console.print(Text(f"   Warning: {warning}"), soft_wrap=True)
 
 
@@ -187,45 +197,19 @@ def unlisted(result: Result) -> list[str]:
     return sentences
 
 
-def common_warnings(layouts: Sequence[PlannedLayout]) -> list[str]:
-    """Returns the warnings that all of some traced layouts have."""
-    first = layouts[0].traced.warnings
-    return [text for text in first if all(text in one.traced.warnings for one in layouts)]
-
-
-class RankingColumn(NamedTuple):
-    """A column of the ranking after that of the names.
-
-    Attributes:
-        head: Its one or two lines of heading.
-        cell: Its text for a layout.
-        leaves: Which columns leave a narrow terminal first: those of small numbers. Columns with 0
-            are only for pages.
-    """
-
-    head: str
-    cell: Callable[[PlannedLayout, Prediction], str]
-    leaves: int
-
-    @property
-    def words(self) -> str:
-        """The heading in one line."""
-        return " ".join(self.head.split()).replace("- ", "-")
-
-
-COLUMNS = (
-    RankingColumn("kind", lambda one, _: words_of_kind(one), 3),
-    RankingColumn("s a\nstep", lambda _, p: f"{p.step_s:.4g}", 9),
-    RankingColumn("sequences/s", lambda one, p: f"{one.run.train.global_batch / p.step_s:,.4g}", 0),
-    RankingColumn("TFLOP/s\na device", lambda _, p: f"{p.model_tflops_per_device:.3g}", 5),
-    RankingColumn("GiB", lambda _, p: f"{p.peak_gib:.1f}", 8),
-    RankingColumn("limit, GiB", lambda _, p: f"{p.limit_gib:.1f}", 0),
-    RankingColumn("s in\nmessages", lambda _, p: f"{p.exposed_communication_s:.3g}", 4),
-    RankingColumn("hidden", lambda _, p: f"{sum(p.parts.hidden.values()):.3g}", 1),
-    RankingColumn("s in\nbubbles", lambda _, p: f"{p.bubble_s:.3g}", 2),
-    RankingColumn("micro-\nbatches", lambda one, _: str(one.run.layout.micro_batches), 7),
-    RankingColumn("recompute", lambda one, _: one.run.train.recompute, 6),
-)
+# The columns of the ranking after that of the names, with headings of one or two lines. The last
+# ones are left out on a narrow terminal.
+COLUMNS: dict[str, Callable[[PlannedLayout, Prediction], str]] = {
+    "s a\nstep": lambda _, p: f"{p.step_s:.4g}",
+    "\nGiB": lambda _, p: f"{p.peak_gib:.1f}",
+    "micro-\nbatches": lambda one, _: str(one.run.layout.micro_batches),
+    "\nrecompute": lambda one, _: one.run.train.recompute,
+    "TFLOP/s\na device": lambda _, p: f"{p.model_tflops_per_device:.3g}",
+    "s in\nmessages": lambda _, p: f"{p.exposed_communication_s:.3g}",
+    "\nkind": lambda one, _: words_of_kind(one),
+    "s in\nbubbles": lambda _, p: f"{p.bubble_s:.3g}",
+    "\nhidden": lambda _, p: f"{sum(p.parts.hidden.values()):.3g}",
+}
 
 
 def _print_table(result: Result, console: Console) -> None:
@@ -234,35 +218,26 @@ def _print_table(result: Result, console: Console) -> None:
     The names of layouts stay whole: they break at spaces if even the first column is too much.
     """
     names = [label(result, one) for one in result.listed]
-    cells = {
-        column: [column.cell(one, one.traced) for one in result.listed]
-        for column in COLUMNS
-        if column.leaves
+    columns = {
+        head: [cell(one, one.traced) for one in result.listed] for head, cell in COLUMNS.items()
     }
-    widths = {
-        column: 1 + max(map(len, (*column.head.split("\n"), *texts)))  # with the space before it
-        for column, texts in cells.items()
-    }
-    name = max(len("layout"), *map(len, names))
-    left_out = set[RankingColumn]()
+    widths = [max(map(len, (*head.split("\n"), *cells))) for head, cells in columns.items()]
+    width, left_out = max(len("layout"), *map(len, names)) + sum(widths) + len(widths), []
     if console.is_terminal:
-        for column in sorted(cells, key=lambda column: column.leaves)[:-1]:
-            if name + sum(w for c, w in widths.items() if c not in left_out) > console.width:
-                left_out.add(column)
-    shown = [column for column in cells if column not in left_out]
-    width = name + sum(widths[column] for column in shown)
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.width = min(width, console.width) if console.is_terminal else width
+        while width > console.width and len(columns) > 1:
+            left_out.append(" ".join(columns.popitem()[0].split()).replace("- ", "-"))
+            width -= 1 + widths[len(columns)]
+        width = min(width, console.width)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold", width=width)
     table.add_column("\nlayout", overflow="fold")
-    for column in shown:
-        left = column.head in ("kind", "recompute")
-        head = column.head if "\n" in column.head else f"\n{column.head}"
+    for head in columns:
+        left = head in ("\nkind", "\nrecompute")
         table.add_column(head, justify="left" if left else "right", no_wrap=True)
-    for text, *row in zip(names, *(cells[column] for column in shown)):
-        table.add_row(Text(text), *row)
+    for name, *row in zip(names, *columns.values()):
+        table.add_row(Text(name), *row)
     console.print(table, crop=False)
     if left_out:
-        heads = ", ".join(column.words for column in cells if column in left_out)
+        heads = ", ".join(reversed(left_out))
         console.print(Text(f"Left out for lack of room: {heads}. A wider terminal shows them."))
 
 

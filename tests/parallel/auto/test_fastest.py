@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from gridformer.cluster import file as cluster_file
-from gridformer.cluster import load_cluster
+from gridformer.cluster.file import load_cluster
 from gridformer.config import RunConfig, parse_run, shipped_model
 from gridformer.config.reading import configs_dir
 from gridformer.parallel.auto.cost import Choices

@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from gridformer.cluster import load_cluster
 from gridformer.cluster.costs import Costs, GroupPlace, MeshGroups, MessageTime
+from gridformer.cluster.file import load_cluster
 from gridformer.cluster.messages import Op
 from gridformer.config import LayoutConfig
 from gridformer.mesh.node_placement import NodeBlock, sizes_of

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
-from gridformer.cluster import load_cluster
+from gridformer.cluster.file import load_cluster
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh.node_placement import NodeBlock
 from gridformer.parallel.auto.cost import Choice, Choices
