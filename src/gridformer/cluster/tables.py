@@ -139,7 +139,7 @@ class Tables(BaseModel):
         batch, heads, *rest, hides = shape
         kinds = (("attention", one, dtype, bool(hides), backward) for one in (op, "sdpa"))
         field = next((self._fields[kind] for kind in kinds if kind in self._fields), None)
-        return field and field.at_a_rate(processes, (batch * heads, *rest))
+        return field.at_a_rate(processes, (batch * heads, *rest)) if field else None
 
     def memory_s(self, processes: int, op: str, n_bytes: float, dtype: str = "") -> float | None:
         """Returns the seconds of a memory-bound kernel, or None if there are no rows.
