@@ -50,7 +50,7 @@ from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.validation import check_layout
 from gridformer.train.numerics import set_numerics
-from gridformer.train.step import Ahead, Stepper
+from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from gridformer.utils.errors import ConfigError, UserError
 from gridformer.utils.hardware import peak_tflops
@@ -311,7 +311,7 @@ def _measured(run: RunConfig, world: World, estimated: float, options: Options) 
     model = build_parallel(
         config, run.layout, axes, run.train.seed, device, run.train.dtype, decisions.choices
     )
-    run_step = Ahead(Stepper(model, run.train, axes, run.layout))
+    run_step = Stepper(model, run.train, axes, run.layout).start_ahead
     generator = torch.Generator().manual_seed(1)
     shape = (run.train.global_batch, config.max_seq_len + 1)
     tokens = torch.randint(0, config.vocab_size, shape, generator=generator).to(device)

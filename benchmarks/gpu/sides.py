@@ -29,7 +29,7 @@ from gridformer.parallel import build_parallel
 from gridformer.train.compile import compile_model
 from gridformer.train.in_flight_steps import StartedStep
 from gridformer.train.optimizer import Updates
-from gridformer.train.step import Ahead, Stepper, learning_rate
+from gridformer.train.step import Stepper, learning_rate
 from gridformer.utils.batch import next_words
 
 HFCompile = Literal["blocks", "whole"]
@@ -78,7 +78,7 @@ class Gridformer:
         self.model = build_parallel(config, LayoutConfig(), Axes(), train.seed, device, train.dtype)
         compile_model(self.model, backend)
         self.stepper = Stepper(self.model, train, Axes())
-        self.run_step = Ahead(self.stepper)
+        self.run_step = self.stepper.start_ahead
 
     def step(self, number: int, batch: Tensor) -> tuple[SupportsFloat, SupportsFloat]:
         # All rows, in order: to index by an array would wait for the device, as training does not.

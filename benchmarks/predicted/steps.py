@@ -24,7 +24,7 @@ from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.record.batch import rows_like
 from gridformer.train.numerics import set_numerics
-from gridformer.train.step import Ahead, Stepper
+from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch
 
 _TEXTS = ("tokens", "targets", "source")  # what holds tokens in a batch
@@ -77,7 +77,6 @@ def measure(
         run.model, run.layout, axes, run.train.seed, device, run.train.dtype, decisions.choices
     )
     stepper = Stepper(model, run.train, axes, run.layout)
-    run_step = Ahead(stepper)
     read = random_rows(run)
     number = 0
 
@@ -86,7 +85,7 @@ def measure(
         if forward_only:
             stepper.evaluate([read])
         else:
-            run_step(number, read)
+            stepper.start_ahead(number, read)
         number += 1
 
     for _ in range(n_warmups):

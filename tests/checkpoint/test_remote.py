@@ -135,8 +135,7 @@ def test_a_rollback_gives_up_the_copies_too(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, run)
     decision = Recovery(run.train, tmp_path, Axes())._back("why", "advice", 3)
-    assert decision.back_to is not None
-    assert decision.back_to == (2, tmp_path / "checkpoints" / "step-00000002")
+    assert decision[1:] == (2, tmp_path / "checkpoints" / "step-00000002")
     assert RemoteStore(URL).complete() == ["step-00000001", "step-00000002"]
     assert fetch_newest(URL, tmp_path) is None, "the run resumes from where it went back to"
 

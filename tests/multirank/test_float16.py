@@ -26,7 +26,7 @@ from gridformer.models.blocks import StyledLayer
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.gradients import owned
 from gridformer.parallel.data.zero import stored
-from gridformer.train.loss_scale import FIRST_SCALE
+from gridformer.train.in_flight_steps import FIRST_SCALE
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.step import Stepper

@@ -15,7 +15,7 @@ from torch import Tensor
 from gridformer.data import Tokenizer
 from gridformer.data.samples.examples import AnswerExamples
 from gridformer.data.samples.sample import SpecialIds
-from gridformer.train.scorers import AnswerScorer, answer_scores, best_spans
+from gridformer.train.scorers import AnswerSpans, answer_scores, best_spans
 from tests.support.tasks import examples
 
 SEQ, STRIDE, LONGEST = 24, 7, 4
@@ -92,7 +92,7 @@ def test_answers_are_those_of_a_search_over_all_windows(
     read = iter(logits)
     want = [searched(tokenizer, one, read, name == "squad2") for one in asked]
     assert next(read, None) is None, "there are as many windows as samples"
-    scorer = AnswerScorer(samples, folder, split, LONGEST)
+    scorer = AnswerSpans(samples, folder, split)
     found = best_spans(logits, torch.from_numpy(context), LONGEST)
     assert scorer.said(found) == want
     if name == "squad2":

@@ -16,9 +16,14 @@ from torch import Tensor, nn
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
-from gridformer.train import loss_scale as precision
-from gridformer.train.in_flight_steps import StepResult
-from gridformer.train.loss_scale import FIRST_SCALE, GROWS_AFTER, LARGEST_SCALE, LossScale
+from gridformer.train import in_flight_steps as precision
+from gridformer.train.in_flight_steps import (
+    FIRST_SCALE,
+    GROWS_AFTER,
+    LARGEST_SCALE,
+    LossScale,
+    StepResult,
+)
 from gridformer.train.optimizer import learning_rate
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words

@@ -17,7 +17,7 @@ from gridformer.mesh import Axes, Axis
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.gradients import counted_square
-from gridformer.train.step import Ahead, Stepper
+from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch, next_words
 from gridformer.utils.errors import DivergedError
 
@@ -54,7 +54,7 @@ def test_every_row_is_read_once(dp: int, rows: int, micro: int, each: int) -> No
                 axes = Axes(dp=Axis("dp", dp, replica), batch=Axis("batch", rows, row))
                 device = stepper(axes, global_batch=batch, micro_batches=micro)
                 read += range(batch)[device.split.rows(part)]
-                mine = device.all_rows.reshape(micro, each)
+                mine = device.split.all_rows.reshape(micro, each)
                 assert mine[part].tolist() == [*range(batch)[device.split.rows(part)]]
     assert read == list(range(batch)), "and in order"
 
@@ -120,10 +120,10 @@ def test_no_model_outlives_its_stepper() -> None:
     batch = next_words(torch.zeros(2, 5, dtype=torch.long))
 
     def some_steps() -> list[weakref.ref[Any]]:
-        run = Ahead(stepper(global_batch=2, dtype="float16"))
-        run(0, lambda rows: {name: x[rows] for name, x in batch.items()})
-        run.stepper.start(1, lambda rows: {name: x[rows] for name, x in batch.items()})
-        model = run.stepper.model
+        run = stepper(global_batch=2, dtype="float16")
+        run.start_ahead(0, lambda rows: {name: x[rows] for name, x in batch.items()})
+        run.start(1, lambda rows: {name: x[rows] for name, x in batch.items()})
+        model = run.model
         return [weakref.ref(model), *map(weakref.ref, model.parameters())]
 
     gc.disable()

@@ -20,25 +20,29 @@ from gridformer.train.scorers import (
 def test_scores_of_two_labels() -> None:
     """4 true positives, 1 false positive, 2 false negatives, 3 true negatives."""
     pairs = [(1, 1)] * 4 + [(1, 0)] + [(0, 1)] * 2 + [(0, 0)] * 3
-    found, wanted = zip(*pairs)
-    scores = label_scores(found, wanted, 2)
+    scores = label_scores(torch.tensor(pairs), 2)
     assert scores["accuracy"] == 7 / 10
     assert scores["f1"] == pytest.approx(2 * (4 / 5) * (4 / 6) / (4 / 5 + 4 / 6))
     assert scores["matthews"] == pytest.approx((4 * 3 - 1 * 2) / math.sqrt(5 * 6 * 4 * 5))
 
 
 def test_scores_of_labels_that_do_not_occur() -> None:
-    assert label_scores([0, 0], [0, 0], 2) == {"accuracy": 1.0, "f1": 0.0, "matthews": 0.0}
-    assert label_scores([2, 0, 1], [2, 1, 1], 3) == {"accuracy": 2 / 3}
+    none = label_scores(torch.zeros(2, 2), 2)
+    assert none == {"accuracy": 1.0, "f1": 0.0, "matthews": 0.0}
+    assert label_scores(torch.tensor([[2, 2], [0, 1], [1, 1]]), 3) == {"accuracy": 2 / 3}
 
 
 def test_correlations_of_numbers() -> None:
     """The ranks of 2, 2 and 5 are 1.5, 1.5 and 3."""
-    scores = regression_scores([1.0, 2.0, 3.0], [2.0, 2.0, 5.0])
+
+    def scores_of(said: list[float], wanted: list[float]) -> dict[str, float]:
+        return regression_scores(torch.tensor([said, wanted], dtype=torch.float64).t())
+
+    scores = scores_of([1.0, 2.0, 3.0], [2.0, 2.0, 5.0])
     assert scores["pearson"] == pytest.approx(3 / math.sqrt(2 * 6))
     assert scores["spearman"] == pytest.approx(1.5 / math.sqrt(2 * 1.5))
-    assert regression_scores([1.0, 1.0], [0.0, 3.0]) == {"pearson": 0.0, "spearman": 0.0}
-    assert regression_scores([0.1, 7.0, 8.0], [3.0, 2.0, 1.0])["spearman"] == pytest.approx(-1.0)
+    assert scores_of([1.0, 1.0], [0.0, 3.0]) == {"pearson": 0.0, "spearman": 0.0}
+    assert scores_of([0.1, 7.0, 8.0], [3.0, 2.0, 1.0])["spearman"] == pytest.approx(-1.0)
 
 
 def test_answers_are_compared_without_articles_case_and_punctuation() -> None:

@@ -25,7 +25,7 @@ from gridformer.mesh.axes import Axis
 from gridformer.parallel import build_parallel
 from gridformer.record.kernels import launched_work
 from gridformer.train.numerics import set_numerics
-from gridformer.train.step import Ahead, Stepper
+from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from gridformer.utils.placeholder_module import without_dynamo
 from gridformer.utils.torch_private import DispatchMode, keep_gpu_busy
@@ -372,7 +372,7 @@ def _stepper(n_layers: int, device: torch.device, dtype: str) -> Run:
     )
     train = TrainConfig.model_validate({"global_batch": 1, "dtype": dtype, "steps": 100_000})
     model = build_parallel(config, LayoutConfig(), Axes(), 0, device, train.dtype)
-    run_step = Ahead(Stepper(model, train, Axes()))
+    run_step = Stepper(model, train, Axes()).start_ahead
     tokens = torch.randint(0, 128, (1, _TOKENS + 1), device=device)
     number = itertools.count()
     return lambda: run_step(next(number), lambda rows: next_words(tokens[rows]))

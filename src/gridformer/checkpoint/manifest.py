@@ -32,7 +32,7 @@ STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _CHECKSUM = re.compile(rb',"checksum":(\d{1,10})\}\s*$')
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _LARGEST_BYTES = 4 << 30  # the index of very many ranks is large
-_LARGEST_SCALE = 2.0**24  # of gridformer.train.loss_scale
+_LARGEST_SCALE = 2.0**24  # of gridformer.train.in_flight_steps
 
 
 class FileEntry(Config):

@@ -24,11 +24,11 @@ from gridformer.evaluate.prompts import read_fields
 from gridformer.evaluate.scoring import in_batches, passes_of
 from gridformer.parallel.fixes import with_fixes
 from gridformer.parallel.validation import violations
-from gridformer.train.evaluation import Answers
+from gridformer.train.evaluation import Answers, validation_sets
 from gridformer.train.forward_backward import RowSplit
 from gridformer.train.loader import BatchLoader
 from gridformer.train.metrics import perplexity
-from gridformer.train.scorers import scorer_of, validation_sets
+from gridformer.train.scorers import scorer_of
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import ConfigError, DataError
 

@@ -87,7 +87,10 @@ def compile_problems(run: RunConfig) -> list[str]:
     """
     if not run.train.compile:
         return []
-    return toolchain_problems("cuda" if _takes_cuda(run) else "cpu")
+    device = run.train.device
+    if device == "auto":  # as `init_process_groups` decides it
+        device = "cuda" if gpus_here(rank_env(), run.layout.n_processes) else "cpu"
+    return toolchain_problems(device)
 
 
 def toolchain_problems(device_type: str) -> list[str]:
@@ -172,10 +175,3 @@ def _uncompiled(kind: type[nn.Module]) -> type[nn.Module]:
     from torch.compiler import disable
 
     return type(f"Uncompiled{kind.__name__}", (kind,), {"forward": disable(kind.forward)})
-
-
-def _takes_cuda(run: RunConfig) -> bool:
-    """Returns whether the run will use GPUs, as `init_process_groups` decides it."""
-    if run.train.device != "auto":
-        return run.train.device == "cuda"
-    return bool(gpus_here(rank_env(), run.layout.n_processes))

@@ -76,13 +76,9 @@ class Reporter(Callback):
         )
         self.progress.start()
 
-    def say(self, what: str) -> None:
-        """Shows what the run does between steps."""
-        self.progress.update(self._task, description=what)
-
     def on_state(self, state: State, step: int | None = None, loss: float | None = None) -> None:
         if state in ("evaluating", "saving"):
-            self.say(state)
+            self.progress.update(self._task, description=state)
 
     def on_step(self, metrics: Mapping[str, Any]) -> None:
         """Shows the metrics of one step, given its line of metrics.jsonl."""

@@ -8,8 +8,7 @@ again. None of this runs while all steps are finite.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from functools import partial
@@ -40,13 +39,9 @@ _HEADS = 1 << 30  # the position of the heads, which come after all layers
 _Bad = list[tuple[int, int, str]]  # what is not finite: its kind, its position, its name
 
 
-@dataclass(frozen=True)
-class Decision:
-    """How a run goes on after a step that was not finite."""
-
-    # The step of the checkpoint to go back to, and its folder; None leaves the step out
-    back_to: tuple[int, Path] | None
-    told: str  # A sentence about it
+# How a run goes on: a sentence about it, and the step and the folder of the checkpoint to go back
+# to, which are None if the step is left out.
+Decision = tuple[str, int | None, Path | None]
 
 
 class Recovery:
@@ -95,7 +90,7 @@ class Recovery:
                     f"{diagnosis.advice}"
                 )
             self.done = self.done.model_copy(update={"in_a_row": in_a_row})
-            return Decision(None, f"{why}; left out, as train.on_divergence=skip says")
+            return f"{why}; left out, as train.on_divergence=skip says", None, None
         return self._back(why, diagnosis.advice, limit)
 
     def _back(self, why: str, advice: str, limit: int) -> Decision:
@@ -121,11 +116,11 @@ class Recovery:
         trouble = give_up(self.train.checkpoint_to, later)
         factor = self.done.lr_factor * self.train.rollback_lr
         self.done = Divergences(rollbacks=self.done.rollbacks + 1, lr_factor=factor)
-        return Decision(
-            (int(step), folder),
+        told = (
             f"{why}; going back to step {step} with {factor:g} of the learning rate, as "
-            f"train.on_divergence=rollback says{trouble}",
+            f"train.on_divergence=rollback says{trouble}"
         )
+        return told, int(step), folder
 
 
 @dataclass(frozen=True)
@@ -145,26 +140,27 @@ def diagnose(stepper: Stepper, step: int, read: ReadRows) -> Diagnosis:
     """
     bad: _Bad = []
     model, train, axes = stepper.model, stepper.train, stepper.axes
-    order = _positions([name for name, _ in model.named_parameters()])
     for name, parameter in model.named_parameters():
         if _is_bad(stored(parameter)):
-            bad.append((_WEIGHTS, order[name], name))
+            bad.append((_WEIGHTS, _position(name), name))
     with _watched(model, bad, compiled=train.compile):
-        again = stepper.repeat(step, read)
-    bad += [(_DATA, 0, text) for text in _of_data(again.batch, model)]
-    bad += [(_LOSS, 0, name) for name, loss in again.losses.items() if _is_bad(loss)]
+        batch, losses, tokens = stepper.repeat(step, read)
+    bad += [(_DATA, 0, text) for text in _of_data(batch, model)]
+    bad += [(_LOSS, 0, name) for name, loss in losses.items() if _is_bad(loss)]
     # The backward pass begins at the end of the model.
-    bad += [(_GRADIENT, _MOST - order[name], name) for name, p in owned(model) if _is_bad(p.grad)]
+    gradients = [name for name, parameter in owned(model) if _is_bad(parameter.grad)]
+    bad += [(_GRADIENT, _MOST - _position(name), name) for name in reversed(gradients)]
     if name := not_finite(stepper):
         bad.append((_MOMENT, 0, name))
-    kind, position, name = min(bad, default=(_MOMENT + 1, 0, ""))
+    # The first of those in the same layer.
+    kind, position, name = min(bad, default=(_MOMENT + 1, 0, ""), key=lambda each: each[:2])
     where = f"rank {axes.world.index}"
     if axes.pp.size > 1:
         where += f" (stage {axes.pp.index})"
     text = f"{kind}|{name}|{where}" if bad else ""
     agreed = first_text(text, axes.world, key=kind * 2 * _MOST + position)
     cause, advice = _told(stepper, agreed)
-    return Diagnosis(cause, advice, again.tokens)
+    return Diagnosis(cause, advice, tokens)
 
 
 def not_finite(stepper: Stepper) -> str:
@@ -277,17 +273,6 @@ def _is_bad(tensor: Tensor | None) -> bool:
     if tensor is None or tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
         return False
     return not torch.stack(tensor.detach().aminmax()).isfinite().all()
-
-
-def _positions(names: Iterable[str]) -> dict[str, int]:
-    """Returns a number for each parameter that sorts them in the order of the forward pass."""
-    positions: dict[str, int] = {}
-    same: Counter[int] = Counter()
-    for name in names:
-        layer = _position(name)
-        positions[name] = layer + same[layer]
-        same[layer] += 1
-    return positions
 
 
 def _position(name: str) -> int:

@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from gridformer import comm
-from gridformer.data import Batches
+from gridformer.config import RunConfig
+from gridformer.data import Batches, RunData, open_validation
+from gridformer.data.samples.batches import SequentialBatches, open_tests
 from gridformer.data.samples.order import Rows
+from gridformer.data.tokenfolder import TokenSplit
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.train.in_flight_steps import Evaluation
 from gridformer.train.loader import BatchLoader
+from gridformer.train.scorers import Scorer, scorer_of
 from gridformer.train.step import Stepper
 from gridformer.train.stop_protocol import StepDropped, StopProtocol
 from gridformer.utils.batch import Batch
@@ -36,39 +40,6 @@ class Measure(Protocol):
         """
 
 
-class Scorer(Protocol):
-    """Scores the answers that a model gives to the samples of a validation set.
-
-    Attributes:
-        n_samples: How many samples the set has.
-        n_columns: How many numbers `answers` keeps of each sample.
-    """
-
-    @property
-    def n_samples(self) -> int: ...
-    @property
-    def n_columns(self) -> int: ...
-
-    def answers(self, model: Model, hidden_BSH: Tensor, batch: Batch) -> Tensor | None:
-        """Returns the numbers [b, n_columns] that `scores` needs of each sample of a micro-batch.
-
-        Args:
-            model: This rank's part of the model.
-            hidden_BSH: The last hidden states, sharded as they are between sections.
-            batch: The micro-batch, whose key `item` numbers its samples.
-
-        Returns:
-            The numbers; None if another process computes them.
-        """
-
-    def scores(self, answers: Tensor) -> dict[str, float]:
-        """Returns scores by name, such as `accuracy`, from the numbers of all samples.
-
-        Args:
-            answers: The numbers [n_samples, n_columns] in float64 on the CPU, equal on all ranks.
-        """
-
-
 @dataclass(frozen=True)
 class ValidationSet:
     """One set that an evaluation reads."""
@@ -80,6 +51,28 @@ class ValidationSet:
     scorer: Scorer | None = None
     # The prefix of its metrics. A `test` set is read after the last step only.
     kind: Literal["val", "test"] = "val"
+
+
+def validation_sets(run: RunConfig, data: RunData) -> list[ValidationSet]:
+    """Returns the validation and test sets of a run, with their scorers.
+
+    Raises:
+        DataError: A set contains no sample.
+    """
+    kinds: list[tuple[Literal["val", "test"], Mapping[str, Batches], Mapping[str, TokenSplit]]]
+    kinds = [
+        ("val", open_validation(run, data), data.validation),
+        ("test", open_tests(run, data), data.test),
+    ]
+    sets = []
+    for kind, opened, splits in kinds:
+        for name, batches in opened.items():
+            numbers, scorer = range(run.train.eval_batches), None
+            if isinstance(batches, SequentialBatches):
+                numbers, split = batches.numbers, splits[name]
+                scorer = scorer_of(run, data.folder_of(split), split, batches.samples)
+            sets.append(ValidationSet(name, batches, numbers, scorer, kind))
+    return sets
 
 
 class Evaluator:
@@ -137,12 +130,13 @@ class Evaluator:
     def _losses(
         self, one: ValidationSet, stopping: StopProtocol, n_before: int, answers: Answers | None
     ) -> Evaluation:
-        rows = self.stepper.all_rows
+        rows = self.stepper.split.all_rows
         with BatchLoader(one.batches, rows, one.numbers, self.device) as ahead:
 
             def read(number: int, rows: Rows) -> Batch:
-                if n_read := n_before + number - one.numbers.start:
-                    stopping.drop_at(n_read)
+                n_read = n_before + number - one.numbers.start
+                if n_read and stopping.stops_before(n_read):
+                    raise StepDropped
                 return ahead.read(number, rows)
 
             return self.stepper.evaluate([partial(read, number) for number in one.numbers], answers)

@@ -35,65 +35,45 @@ class StepFlops:
             layers_only: Whether only transformer layers count.
         """
         model, s, source = run.model, run.seq_len, run.source_len
-        stacks = [_Stack(model, model.n_layers, s)]
+        stacks = [_stack(model, model.n_layers, s)]
         if model.two_stacks:
             stacks = [
-                _Stack(model, model.n_layers, source),
-                _Stack(model, model.n_decoder_layers, s, source),
+                _stack(model, model.n_layers, source),
+                _stack(model, model.n_decoder_layers, s, source),
             ]
-        forward = sum(stack.forward for stack in stacks)
-        forward += 0 if layers_only else _heads(model, s)
-        sequences = run.train.global_batch * run.sequences_per_sample
-        mode, unfused = run.train.recompute, model.attention_dropout > 0.0
+        layers, scores, last = map(sum, zip(*stacks))
+        forward = layers + (0 if layers_only else _heads(model, s))
         again = 0
-        if mode == "full":
-            again = sum(stack.recomputed_fully(stops_early) for stack in stacks)
-        elif mode == "selective":
-            again = sum(stack.recomputed_selectively(unfused) for stack in stacks)
+        if run.train.recompute == "full":
+            # Nothing reads the result of the last product, except for a norm after the layer.
+            again = layers - last * (stops_early and model.norm_position == "pre")
+        elif run.train.recompute == "selective":  # a fused kernel has both products
+            again = scores * (1 if model.attention_dropout > 0.0 else 2)
+        sequences = run.train.global_batch * run.sequences_per_sample
         return StepFlops(sequences * 3 * forward, sequences * (3 * forward + again))
 
 
-@dataclass(frozen=True)
-class _Stack:
-    """The layers of an encoder or a decoder, and their operations for one sequence of s tokens.
+def _stack(model: ModelConfig, n_layers: int, s: int, source: int = 0) -> tuple[int, int, int]:
+    """Returns the operations of an encoder or a decoder for one sequence.
 
-    `source` is the number of tokens that cross-attention reads; 0 without it.
+    Args:
+        model: The model.
+        n_layers: The layers of the stack.
+        s: The tokens of the sequence.
+        source: The number of tokens that cross-attention reads; 0 without it.
+
+    Returns:
+        The operations of the forward pass of all layers; of their products of queries and keys,
+        which are as many as those with values; and of the last product of each layer.
     """
-
-    model: ModelConfig
-    n_layers: int
-    s: int
-    source: int = 0
-
-    @property
-    def scores(self) -> int:
-        """Operations of the products of queries and keys in all layers, or of those with values."""
-        inner = self.model.n_heads * self.model.head_width
-        return self.n_layers * 2 * self.s * (self.s + self.source) * inner
-
-    @property
-    def last(self) -> int:
-        """The last products of all layers."""
-        return self.n_layers * 2 * self.s * self.model.hidden_size * self.model.ffn_size
-
-    @property
-    def forward(self) -> int:
-        h, inner = self.model.hidden_size, self.model.n_heads * self.model.head_width
-        both = inner + self.model.kv_heads * self.model.head_width
-        weights = self.s * 2 * both * h  # queries and output, keys and values
-        if self.source:
-            weights += self.s * 2 * inner * h + self.source * 2 * inner * h
-        return self.n_layers * 2 * weights + 2 * self.scores + (2 + self.model.gated) * self.last
-
-    def recomputed_fully(self, stops_early: bool) -> int:
-        """The operations that recompute=full computes again."""
-        # Nothing reads the result of the last product, except for a norm after the layer.
-        spared = stops_early and self.model.norm_position == "pre"
-        return self.forward - self.last * spared
-
-    def recomputed_selectively(self, unfused: bool) -> int:
-        """Operations that recompute=selective computes again; a fused kernel has both products."""
-        return self.scores * (1 if unfused else 2)
+    h, inner = model.hidden_size, model.n_heads * model.head_width
+    both = inner + model.kv_heads * model.head_width
+    scores = n_layers * 2 * s * (s + source) * inner
+    last = n_layers * 2 * s * h * model.ffn_size
+    weights = s * 2 * both * h  # queries and output, keys and values
+    if source:
+        weights += s * 2 * inner * h + source * 2 * inner * h
+    return n_layers * 2 * weights + 2 * scores + (2 + model.gated) * last, scores, last
 
 
 def _heads(model: ModelConfig, s: int) -> int:

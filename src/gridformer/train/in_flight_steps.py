@@ -1,4 +1,4 @@
-"""Steps that were launched and whose results are not read yet, and the results of steps.
+"""Steps that were launched and whose results are not read yet, their results, and the loss scale.
 
 A GPU gets the next step before the result of this one is read, so it never waits for the host.
 """
@@ -6,6 +6,7 @@ A GPU gets the next step before the result of this one is read, so it never wait
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,84 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.config import TrainConfig
 from gridformer.mesh import Axis
-from gridformer.train.loss_scale import FiniteCheck
-from gridformer.utils.batch import Batch
+from gridformer.utils.errors import DivergedError
 from gridformer.utils.tensors import DeviceEvent
+
+FIRST_SCALE = 2.0**16
+GROWS_AFTER = 1000  # steps without an overflow
+LARGEST_SCALE = 2.0**24
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling, which keeps float16 gradients within the range of float16.
+
+    float16 ends at 65,504 and loses digits below 6e-5. The loss is multiplied by a power of two
+    before the backward pass, and the gradients, which are float32 by then, are divided by it
+    afterward (Micikevicius et al. 2018, section 3.2). A step whose gradients overflow on any rank
+    is skipped on all ranks and halves the scale; many good steps in a row double it. If the forward
+    pass overflows, no scale helps: the loss is then NaN and the run ends.
+    """
+
+    scale: float = 1.0  # the factor on the loss; always 1 unless `dynamic`
+    good: int = 0  # number of good steps since the scale last changed
+    skipped: int = 0  # number of skipped steps in the whole run
+    dynamic: bool = False  # whether the scale changes, which it does for float16
+
+    @staticmethod
+    def of(dtype: str) -> LossScale:
+        """Returns the scale with which a run in `dtype` (as in `train.dtype`) starts."""
+        half = dtype == "float16"
+        return LossScale(FIRST_SCALE if half else 1.0, dynamic=half)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether a smaller scale cannot help against an overflow."""
+        return not self.dynamic or self.scale <= 1.0
+
+    def go_on(self, scale: float, good: int) -> None:
+        """Resumes from the scale and the good steps of a float16 run's checkpoint."""
+        if self.dynamic:
+            self.scale, self.good = scale, good
+
+    def overflowed(self) -> None:
+        """Counts a skipped step and halves the scale."""
+        self.scale, self.good, self.skipped = self.scale / 2, 0, self.skipped + 1
+
+    def succeeded(self) -> None:
+        """Counts a good step; after GROWS_AFTER of them in a row, doubles the scale."""
+        if not self.dynamic:
+            return
+        self.good += 1
+        if self.good >= GROWS_AFTER:
+            self.scale, self.good = min(2 * self.scale, LARGEST_SCALE), 0
+
+    def judge(self, train: TrainConfig, step: int, loss: float, norm: float) -> bool:
+        """Adapts the scale to the loss and the gradient norm of a step.
+
+        Returns:
+            Whether the step has updated the parameters.
+
+        Raises:
+            DivergedError: The loss or the norm is not finite, and no smaller loss scale can help.
+        """
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.succeeded()
+            return True
+        if math.isfinite(loss) and not self.exhausted:
+            self.overflowed()
+            return False
+        unchanged = "nothing was updated"
+        if train.update == "in_backward":
+            unchanged = "layers were updated before this was known, so resume from a checkpoint"
+        # It helps if the forward pass, or gradients at loss scale 1, overflow.
+        wider = ", use train.dtype=bfloat16" if train.dtype == "float16" else ""
+        raise DivergedError(
+            f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; {unchanged}. "
+            f"Lower train.lr ({train.lr:g}), raise train.warmup_steps ({train.warmup_steps})"
+            f"{wider} or inspect the data of this step",
+            step,
+        )
 
 
 @dataclass(frozen=True)
@@ -41,15 +117,6 @@ class Evaluation:
     losses: dict[str, float]
 
 
-@dataclass(frozen=True)
-class Repeated:
-    """The result of a repeated step: this rank's batch and its part of the losses."""
-
-    batch: Batch
-    losses: dict[str, Tensor]
-    tokens: int
-
-
 class Copied:
     """Numbers on their way from a device to the host, which waits for them only to read them."""
 
@@ -71,6 +138,10 @@ class Copied:
 class StartedStep:
     """A step whose work has been launched.
 
+    Args:
+        check: `LossScale.judge`, which gets the step, its loss and its gradient norm. It does not
+            know the `Stepper`, so that a step whose result nobody reads keeps no model alive.
+
     Attributes:
         step: Its number, counted from 0.
         began: An event made before the step was launched.
@@ -86,7 +157,7 @@ class StartedStep:
 
     def __init__(
         self,
-        check: FiniteCheck,
+        check: Callable[[int, float, float], bool],
         step: int,
         lr: float,
         scale: float,

@@ -38,7 +38,6 @@ class Journal:
         self.run, self.out, self.world = plan.run, plan.out, world
         self.users = callbacks
         self.step = plan.resume_step
-        self.console: Reporter | None = None
         self.told = Callbacks([], [])
         self.heart = Heartbeat(plan.out, plan.run.train.timeout_s)
         if world.rank == 0:
@@ -51,9 +50,9 @@ class Journal:
             return
         self._prepare_folder(plan)
         metrics = MetricsFile(self.out, plan.resume_step)
-        self.console = Reporter(plan, self.world, n_train_tokens, *batches)
+        console = Reporter(plan, self.world, n_train_tokens, *batches)
         needed, loggers = open_loggers(self.run, self.out, plan.resume_step)
-        self.told.own += [metrics, self.console, Events(self.out), *needed]
+        self.told.own += [metrics, console, Events(self.out), *needed]
         self.told.others += [*loggers, *self.users]
         device = self.world.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -66,14 +65,18 @@ class Journal:
     def _prepare_folder(self, plan: Plan) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "config.yaml").write_text(self.run.to_yaml(), encoding="utf-8")
-        tokenizer = tokenizer_path(self.run.data)
-        _copy(tokenizer, self.out / "tokenizer.json")
-        if (settings := tokenizer.with_name(SETTINGS)).is_file():
-            _copy(settings, self.out / SETTINGS)
-        if (chat := self.run.data.first_path / CHAT_FILE).is_file():
-            _copy(chat, self.out / CHAT_FILE)
+        data = self.run.data
+        tokenizer = tokenizer_path(data)
+        copies = {
+            "tokenizer.json": tokenizer,
+            SETTINGS: tokenizer.with_name(SETTINGS),
+            CHAT_FILE: data.first_path / CHAT_FILE,
+        }
+        for name, source in copies.items():
+            target = self.out / name
+            if source.is_file() and not (target.exists() and source.samefile(target)):
+                shutil.copyfile(source, target)
         if self.run.model.n_labels:
-            data = self.run.data
             folder = open_tokens(data.first_path, data.tokenizer, data.val_fraction)
             if folder.index.labels:
                 write_label_names(self.out, folder.index.labels)
@@ -83,11 +86,6 @@ class Journal:
     def state(self, state: State, step: int | None = None, loss: float | None = None) -> None:
         """Tells what the run does now, or how it ended."""
         self.told.tell(lambda callback: callback.on_state(state, step, loss))
-
-    def say(self, what: str) -> None:
-        """Shows on the terminal what the run does between steps."""
-        if self.console:
-            self.console.say(what)
 
     def metrics(self, metrics: dict[str, Any]) -> None:
         """Tells the metrics of one step, and of the evaluation after it."""
@@ -149,28 +147,20 @@ class Journal:
         end = RunEnd("done" if done else "stopped", step, saved)
         self.told.tell(lambda callback: callback.on_end(end))
 
-    def failed(self, error: BaseException) -> None:
-        """Tells that the run ends with an error."""
-        self.state("failed")
-        said = str(error).strip().splitlines()
-        why = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
-        end = RunEnd("failed", self.step, why=why)
-        self.told.tell(lambda callback: callback.on_end(end))
-
-    def close(self) -> None:
-        """Closes all callbacks.
+    def close(self, kind: object, error: BaseException | None, *_: object) -> None:
+        """Tells the error that ends the run, if there is one, and closes all callbacks.
 
         Raises:
             FullDiskError: A file of the run directory could not be completed.
         """
+        if error is not None:
+            self.state("failed")
+            said = str(error).strip().splitlines()
+            why = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+            end = RunEnd("failed", self.step, why=why)
+            self.told.tell(lambda callback: callback.on_end(end))
         try:
             self.told.close()
         except Exception:
             self.heart.on_state("failed")
             raise
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Copies a file to the run directory, unless it is there already."""
-    if not (target.exists() and source.samefile(target)):
-        shutil.copyfile(source, target)

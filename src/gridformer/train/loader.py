@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from queue import SimpleQueue
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -58,7 +58,8 @@ class BatchLoader:
     ) -> None:
         self.batches, self.rows, self.steps = batches, rows, steps
         self.waited = (0.0, 0.0)
-        self._transfer = transfer_to(device, depth + 1)
+        on_gpu = device.type == "cuda"
+        self._transfer = ToGpu(device, depth + 1) if on_gpu else Transfer()
         self._made: SimpleQueue[tuple[int, Batch | BaseException | None]] = SimpleQueue()
         self._free = threading.Semaphore(depth)  # how many more may be made
         self._closed = False
@@ -112,28 +113,15 @@ class BatchLoader:
         self._made.put((-1, None))
 
 
-class Transfer(Protocol):
-    """Moves batches from numpy arrays to a device."""
+class Transfer:
+    """Moves batches from numpy arrays to a device: to the CPU, where the arrays are tensors."""
 
     def from_host(self, arrays: Arrays) -> Batch:
         """Puts a batch where `to_device` finds it. Called by the thread that makes batches."""
-
-    def to_device(self, batch: Batch) -> Batch:
-        """Returns a batch of `from_host` on the device. Called by the training thread, in order."""
-
-
-def transfer_to(device: torch.device, n_buffers: int) -> Transfer:
-    """Returns the transfer to a device, with `n_buffers` pinned buffers if it is a GPU."""
-    return ToGpu(device, n_buffers) if device.type == "cuda" else InPlace()
-
-
-class InPlace:
-    """The transfer to the CPU, where a batch's arrays are its tensors."""
-
-    def from_host(self, arrays: Arrays) -> Batch:
         return {key: torch.from_numpy(value) for key, value in arrays.items()}
 
     def to_device(self, batch: Batch) -> Batch:
+        """Returns a batch of `from_host` on the device. Called by the training thread, in order."""
         return batch
 
 
@@ -167,7 +155,7 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class ToGpu:
+class ToGpu(Transfer):
     """The transfer to a GPU, through buffers in pinned memory that are used in turn.
 
     Copies run on a stream of their own, so that they do not wait for the kernels of the step

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gridformer.train.callbacks import Callback, RunEnd, RunStart, Saved
+from gridformer.train.callbacks import Callback, RunEnd, RunStart
 from gridformer.train.metrics import TENSORBOARD, grouped, read_metrics
 from gridformer.utils.errors import UserError
 from gridformer.utils.files import read_json, writing
@@ -259,8 +259,6 @@ def _has_login(wandb: Any) -> bool:
         return True
     try:
         return bool(wandb.login(prompt=False, verify=False))
-    except TypeError:  # older versions
-        return bool(wandb.api.api_key)
     except Exception:  # the package's own errors, which differ between its versions
         return False
 
@@ -315,13 +313,6 @@ class MLflow(ServiceLogger):
         self._waiting += [(name, float(value), now, step) for name, value in values.items()]
         if time.monotonic() - self._sent > _EVERY_S or len(self._waiting) > _METRICS // 2:
             self._send()
-
-    def on_evaluation(self, step: int, results: Mapping[str, Any]) -> None:
-        self._send()
-
-    def on_saved(self, saved: Saved) -> None:
-        """Sends all steps of a checkpoint, so that none is missing after resuming from it."""
-        self._send()
 
     def finish(self, how: str) -> None:
         if self._client is not None:

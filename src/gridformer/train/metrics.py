@@ -180,9 +180,10 @@ def plot_loss(run_dir: Path, title: str, run: RunConfig) -> None:
         axes.plot(*zip(*val), color="#d1495b", marker="o", markersize=5, label="validation")
         last = [m for m in metrics if "val_loss" in m][-1]
         loss, words = last["val_loss"], token_perplexity(run, last)
+        shown = ",.1f" if words is None or words < 1e9 else ".3g"
         # Outside the axes, so that the text covers no curve.
         axes.annotate(
-            f"{loss:.2f}" if words is None else f"{loss:.2f}\nperplexity\n{_short(words)}",
+            f"{loss:.2f}" + ("" if words is None else f"\nperplexity\n{words:{shown}}"),
             (1.01, loss),
             xycoords=("axes fraction", "data"),
             va="center",
@@ -197,10 +198,6 @@ def plot_loss(run_dir: Path, title: str, run: RunConfig) -> None:
     with writing(path):
         figure.savefig(path, dpi=130)
     plt.close(figure)
-
-
-def _short(value: float) -> str:
-    return f"{value:,.1f}" if value < 1e9 else f"{value:.3g}"
 
 
 def _smooth(values: tuple[float, ...], weight: float) -> list[float]:

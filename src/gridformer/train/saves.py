@@ -162,8 +162,6 @@ class Saves:
 
     def finish(self) -> None:
         """Waits for a save under way, also after an error."""
-        if self.saver.busy:
-            self.journal.say("saving")
         self.saver.finish()
         self.tell()
 

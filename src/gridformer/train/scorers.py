@@ -12,10 +12,9 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -23,129 +22,90 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gridformer.config import RunConfig
-from gridformer.data import Batches, RunData, open_validation
-from gridformer.data.samples.batches import SequentialBatches, open_tests
 from gridformer.data.samples.examples import AnswerExamples
 from gridformer.data.samples.sample import Samples
 from gridformer.data.side_texts import Question, read_questions
 from gridformer.data.tokenfolder import TokenFolder, TokenSplit
-from gridformer.data.tokenizer import Tokenizer
 from gridformer.models import Model
 from gridformer.models.blocks import by_label
-from gridformer.train.evaluation import Scorer, ValidationSet
 from gridformer.utils.batch import Batch
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def validation_sets(run: RunConfig, data: RunData) -> list[ValidationSet]:
-    """Returns the validation and test sets of a run, with their scorers.
+@dataclass(frozen=True)
+class Scorer:
+    """Scores the answers that a model gives to the samples of a validation set.
 
-    Raises:
-        DataError: A set contains no sample.
+    `answers` keeps some numbers of each sample, and `scores` needs those of all samples.
     """
-    return [
-        *_sets(run, data, open_validation(run, data), data.validation, "val"),
-        *_sets(run, data, open_tests(run, data), data.test, "test"),
-    ]
 
+    n_samples: int  # of the set
+    n_columns: int  # how many numbers are kept of each sample
+    head: str  # the branch of the model that answers
+    # Maps its logits and the micro-batch to the numbers [b, n_columns]
+    keep: Callable[[Tensor, Batch], Tensor]
+    # Maps the numbers [n_samples, n_columns] in float64 to scores by name, such as `accuracy`
+    scores: Callable[[Tensor], dict[str, float]]
 
-def _sets(
-    run: RunConfig,
-    data: RunData,
-    opened: Mapping[str, Batches],
-    splits: Mapping[str, TokenSplit],
-    kind: Literal["val", "test"],
-) -> list[ValidationSet]:
-    sets = []
-    for name, batches in opened.items():
-        numbers, scorer = range(run.train.eval_batches), None
-        if isinstance(batches, SequentialBatches):
-            numbers = batches.numbers
-            scorer = scorer_of(run, data.folder_of(splits[name]), splits[name], batches.samples)
-        sets.append(ValidationSet(name, batches, numbers, scorer, kind))
-    return sets
+    def answers(self, model: Model, hidden_BSH: Tensor, batch: Batch) -> Tensor | None:
+        """Returns the numbers of a micro-batch; None if another process computes them.
+
+        Args:
+            model: This rank's part of the model.
+            hidden_BSH: The last hidden states, sharded as they are between sections.
+            batch: The micro-batch, whose key `item` numbers its samples.
+        """
+        logits = model.branch_logits(hidden_BSH, batch)[self.head]
+        return None if logits.is_meta else self.keep(logits, batch)
 
 
 def scorer_of(
     run: RunConfig, folder: TokenFolder, split: TokenSplit, samples: Samples
 ) -> Scorer | None:
     """Returns the scorer of a validation set, or None if its task has no right answers."""
+    n = samples.n_samples
     if run.task in ("classify", "choice"):
         n_labels = run.data.n_choices if run.task == "choice" else run.model.n_labels
-        return LabelScorer(samples.n_samples, n_labels)
+        return Scorer(n, 2, "labels", _labels, partial(label_scores, n_labels=n_labels))
     if run.task == "regression":
-        return NumberScorer(samples.n_samples)
+        return Scorer(n, 2, "labels", _numbers, regression_scores)
     if run.task == "answer":
         assert isinstance(samples, AnswerExamples)
-        return AnswerScorer(samples, folder, split.name, run.data.max_answer_len)
+        longest = run.data.max_answer_len
+        spans = AnswerSpans(samples, folder, split.name)
+
+        def keep(logits: Tensor, batch: Batch) -> Tensor:
+            return best_spans(logits, batch["context"], longest)
+
+        return Scorer(n, 4, "answer", keep, spans.scores)
     return None
 
 
-@dataclass(frozen=True)
-class LabelScorer:
-    """Scores labels, from the predicted and the right label of each sample."""
+def _labels(logits: Tensor, batch: Batch) -> Tensor:
+    """Returns the predicted and the right label of each sample."""
+    labels = by_label(logits, batch["labels"]).argmax(-1)
+    return torch.stack((labels, batch["labels"]), 1)
 
-    n_samples: int
-    n_labels: int
-    n_columns: int = 2
 
-    def answers(self, model: Model, hidden_BSH: Tensor, batch: Batch) -> Tensor | None:
-        logits = model.branch_logits(hidden_BSH, batch)["labels"]
-        if logits.is_meta:
-            return None
-        labels = by_label(logits, batch["labels"]).argmax(-1)
-        return torch.stack((labels, batch["labels"]), 1)
-
-    def scores(self, answers: Tensor) -> dict[str, float]:
-        said, wanted = answers.long().t().tolist()
-        return label_scores(said, wanted, self.n_labels)
+def _numbers(logits: Tensor, batch: Batch) -> Tensor:
+    """Returns the predicted and the right number of each sample."""
+    return torch.stack((logits.squeeze(1).double(), batch["labels"].double()), 1)
 
 
 @dataclass(frozen=True)
-class NumberScorer:
-    """Scores numbers, from the predicted and the right number of each sample."""
+class AnswerSpans:
+    """Finds the answers to the questions of a set, from the `best_spans` of each window.
 
-    n_samples: int
-    n_columns: int = 2
-
-    def answers(self, model: Model, hidden_BSH: Tensor, batch: Batch) -> Tensor | None:
-        logits = model.branch_logits(hidden_BSH, batch)["labels"]
-        if logits.is_meta:
-            return None
-        return torch.stack((logits.squeeze(1).double(), batch["labels"].double()), 1)
-
-    def scores(self, answers: Tensor) -> dict[str, float]:
-        said, wanted = answers.t().tolist()
-        return regression_scores(said, wanted)
-
-
-@dataclass(frozen=True)
-class AnswerScorer:
-    """Scores answers to questions, from the best span of each window and the score of no answer.
-
-    The answer to a question is the span with the largest sum of both logits in any window, of at
-    most `max_length` tokens. If the set has questions without an answer, the result is no answer
-    where the smallest sum of the logits of [CLS] in any window is larger than that.
+    The answer to a question is the span with the largest sum of both logits in any window. If the
+    set has questions without an answer, the result is no answer where the smallest sum of the
+    logits of [CLS] in any window is larger than that.
     """
 
     samples: AnswerExamples
     folder: TokenFolder
     split: str
-    max_length: int
-    n_columns: int = 4
-
-    @property
-    def n_samples(self) -> int:
-        return self.samples.n_samples
-
-    def answers(self, model: Model, hidden_BSH: Tensor, batch: Batch) -> Tensor | None:
-        """Returns the sum of logits of the best span, its first and last token, and [CLS]'s sum."""
-        logits = model.branch_logits(hidden_BSH, batch)["answer"]
-        if logits.is_meta:
-            return None
-        return best_spans(logits, batch["context"], self.max_length)
 
     def scores(self, answers: Tensor) -> dict[str, float]:
         return answer_scores(self.said(answers), [one.answers for one in self.questions])
@@ -181,16 +141,9 @@ class AnswerScorer:
     def offsets(self) -> list[Sequence[tuple[int, int]]]:
         """The characters of the context that each of its tokens covers, by question."""
         contexts = [one.context for one in self.questions]
-        return [offsets for _, offsets in offsets_of(self.folder.tokenizer, contexts)]
-
-
-def offsets_of(
-    tokenizer: Tokenizer, texts: Sequence[str]
-) -> list[tuple[list[int], Sequence[tuple[int, int]]]]:
-    """Returns the ids of texts and the characters of each token; equal texts are encoded once."""
-    different = [*dict.fromkeys(texts)]
-    encoded = dict(zip(different, tokenizer.encode_with_offsets(different)))
-    return [encoded[text] for text in texts]
+        different = [*dict.fromkeys(contexts)]
+        encoded = dict(zip(different, self.folder.tokenizer.encode_with_offsets(different)))
+        return [encoded[context][1] for context in contexts]
 
 
 def best_spans(logits_B2S: Tensor, context_BS: Tensor, max_length: int) -> Tensor:
@@ -224,11 +177,16 @@ def best_spans(logits_B2S: Tensor, context_BS: Tensor, max_length: int) -> Tenso
 # --------------------------------------------------------------------------- scores
 
 
-def label_scores(said: Sequence[int], wanted: Sequence[int], n_labels: int) -> dict[str, float]:
-    """Returns the accuracy of labels, and for two labels also F1 of label 1 and Matthews' score."""
-    pairs = Counter(zip(said, wanted))
+def label_scores(answers: Tensor, n_labels: int) -> dict[str, float]:
+    """Returns the accuracy of labels, and for two labels also F1 of label 1 and Matthews' score.
+
+    Args:
+        answers: The predicted and the right label of each sample.
+        n_labels: How many labels there are.
+    """
+    pairs = Counter(map(tuple, answers.long().tolist()))
     right = sum(n for (a, b), n in pairs.items() if a == b)
-    scores = {"accuracy": right / max(1, len(wanted))}
+    scores = {"accuracy": right / max(1, len(answers))}
     if n_labels == 2:
         both, only_said = pairs[1, 1], pairs[1, 0]
         only_wanted, neither = pairs[0, 1], pairs[0, 0]
@@ -239,12 +197,12 @@ def label_scores(said: Sequence[int], wanted: Sequence[int], n_labels: int) -> d
     return scores
 
 
-def regression_scores(said: Sequence[float], wanted: Sequence[float]) -> dict[str, float]:
+def regression_scores(answers: Tensor) -> dict[str, float]:
     """Returns the correlations of numbers with the right ones: Pearson's, and Spearman's of ranks.
 
     They are 0 if all numbers of one side are equal.
     """
-    x, y = np.asarray(said, np.float64), np.asarray(wanted, np.float64)
+    x, y = np.ascontiguousarray(answers.double().numpy().T)
     return {"pearson": _correlation(x, y), "spearman": _correlation(_ranks(x), _ranks(y))}
 
 
@@ -268,21 +226,19 @@ def answer_scores(said: Sequence[str], wanted: Sequence[Sequence[str]]) -> dict[
         said: The answer to each question, empty for none.
         wanted: The right answers to each question; none if there is no answer.
     """
-    each = [
-        (
-            max(float(normalized(text) == normalized(one)) for one in right),
-            max(word_f1(text, one) for one in right),
-            bool(answers),
-        )
-        for text, answers in zip(said, wanted)
-        for right in [_real(answers)]
-    ]
-    scores = _means(each, "")
-    kinds = (("has_answer", True), ("no_answer", False))
-    parts = [(f"_{what}", [one for one in each if one[2] is has]) for what, has in kinds]
-    if all(some for _, some in parts):
-        for suffix, some in parts:
-            scores |= _means(some, suffix)
+    groups: dict[str, list[tuple[float, float]]] = {"": [], "_has_answer": [], "_no_answer": []}
+    for text, answers in zip(said, wanted):
+        # Without right answers that consist of articles and punctuation alone.
+        right = [one for one in answers if normalized(one)] or [""]
+        match = max(float(normalized(text) == normalized(one)) for one in right)
+        f1 = max(word_f1(text, one) for one in right)
+        for suffix in ("", "_has_answer" if answers else "_no_answer"):
+            groups[suffix].append((match, f1))
+    scores = {}
+    for suffix, pairs in groups.items() if all(groups.values()) else [("", groups[""])]:
+        n = max(1, len(pairs))
+        scores[f"exact_match{suffix}"] = sum(match for match, _ in pairs) / n
+        scores[f"f1{suffix}"] = sum(f1 for _, f1 in pairs) / n
     return scores
 
 
@@ -298,19 +254,6 @@ def word_f1(said: str, wanted: str) -> float:
         return float(ours == theirs)
     same = sum((Counter(ours) & Counter(theirs)).values())
     return 2 * same / (len(ours) + len(theirs))
-
-
-def _real(answers: Sequence[str]) -> Sequence[str]:
-    """Leaves out right answers that consist of articles and punctuation alone."""
-    return [one for one in answers if normalized(one)] or [""]
-
-
-def _means(each: Sequence[tuple[float, float, bool]], suffix: str) -> dict[str, float]:
-    n = max(1, len(each))
-    return {
-        f"exact_match{suffix}": sum(match for match, _, _ in each) / n,
-        f"f1{suffix}": sum(f1 for _, f1, _ in each) / n,
-    }
 
 
 def _ratio(top: float, bottom: float) -> float:

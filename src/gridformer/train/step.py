@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gridformer import comm
@@ -28,8 +27,13 @@ from gridformer.train.forward_backward import (
     WholeModel,
     on_device,
 )
-from gridformer.train.in_flight_steps import Copied, Evaluation, Repeated, StartedStep, StepResult
-from gridformer.train.loss_scale import FiniteCheck, LossScale
+from gridformer.train.in_flight_steps import (
+    Copied,
+    Evaluation,
+    LossScale,
+    StartedStep,
+    StepResult,
+)
 from gridformer.train.optimizer import Updates, learning_rate
 from gridformer.utils.batch import Batch
 from gridformer.utils.tensors import DeviceEvent
@@ -65,7 +69,7 @@ class Stepper:
             self.executor = Executor(model, layout, axes, self.sums)
         self.passes = Passes(model, self.executor)
         self.scale = LossScale.of(train.dtype)
-        self.check = FiniteCheck(train, self.scale)
+        self.check = partial(self.scale.judge, train)
         # They stay the same objects, so they are found once: walking through a model's modules
         # takes time.
         self.parameters = [*model.parameters()]
@@ -75,11 +79,6 @@ class Stepper:
         self.device = held or torch.device(axes.device_type)
         self._last: StartedStep | None = None
         self._failed: Tensor | None = None  # 1 if any step so far was not finite, otherwise 0
-
-    @property
-    def all_rows(self) -> NDArray[np.int64]:
-        """The rows of a global batch that this device reads: its micro-batches' rows in order."""
-        return self.split.all_rows
 
     def __call__(self, step: int, read: ReadRows, flag: bool = False) -> StepResult:
         """Trains on the global batch of one step and waits for its result; see `start`."""
@@ -96,7 +95,7 @@ class Stepper:
 
         Args:
             step: The number of the step, counted from 0.
-            read: Reads rows of the step's global batch. It is called once, with `all_rows`.
+            read: Reads rows of the step's global batch. It is called once, with `split.all_rows`.
             flag: Whether this rank was told to stop. Every rank's result tells if any rank was.
         """
         if self.scale.dynamic and self._last is not None:
@@ -128,6 +127,16 @@ class Stepper:
         self._last.ended = DeviceEvent(self.device)
         return self._last
 
+    def start_ahead(self, step: int, read: ReadRows) -> StartedStep:
+        """Starts a step as training does: a GPU gets it before the last result is read."""
+        before = self._last
+        started = self.start(step, read)
+        if before is not None:
+            before.result()
+        if self.device.type != "cuda":
+            started.result()
+        return started
+
     def _overflow(self, totals: Tensor) -> Tensor:
         """Returns 1 on the device if the step must update nothing, otherwise 0, as float32."""
         overflow = 1.0 - totals.sum().isfinite().float()
@@ -141,10 +150,13 @@ class Stepper:
     def _timed(self, kind: str) -> AbstractContextManager[None]:
         return timed(self.executor.on_action, kind, on_gpu=self.device.type == "cuda")
 
-    def repeat(self, step: int, read: ReadRows) -> Repeated:
+    def repeat(self, step: int, read: ReadRows) -> tuple[Batch, dict[str, Tensor], int]:
         """Computes the loss and the gradients of a step once more and updates nothing.
 
         All ranks call it together. With `update: in_backward` it computes no gradients.
+
+        Returns:
+            This rank's batch and its part of the losses, and the tokens of the global batch.
         """
         self.forget()
         batch = self._read(read)
@@ -165,7 +177,7 @@ class Stepper:
                 losses = self.passes.train(work, counts, self.scale.scale)
                 reduce_gradients(self.parameters, self.axes, self.sums, self.updates.done)
         self.executor.stops_before = stops_before
-        return Repeated(batch, losses, int(tokens_and_flags[0]))
+        return batch, losses, int(tokens_and_flags[0])
 
     def forget(self) -> None:
         """Forgets the results of earlier steps, because one of them was not finite."""
@@ -176,7 +188,7 @@ class Stepper:
         return self.passes.mean_losses(self.split, self.device, reads, also)
 
     def _read(self, read: ReadRows) -> Batch:
-        return on_device(read(self.all_rows), self.device)
+        return on_device(read(self.split.all_rows), self.device)
 
     def _count(self, batch: Batch, flag: bool) -> tuple[dict[str, Tensor], Tensor]:
         """Counts targets of each loss, and [tokens read, flags raised], over the global batch."""
@@ -194,25 +206,3 @@ class Stepper:
     def _reads_first(self) -> int:
         """Returns 1 on one rank of a pipeline, all of which read the same rows, otherwise 0."""
         return int(self.axes.pp.index == 0)
-
-
-class Ahead:
-    """Runs steps one after the other as training does, for measurements.
-
-    On a GPU a step is started before the last result is read, so that the GPU always
-    has work, except with float16; see `Stepper.start`.
-    """
-
-    def __init__(self, stepper: Stepper) -> None:
-        self.stepper = stepper
-        self._before: StartedStep | None = None
-
-    def __call__(self, step: int, read: ReadRows) -> StartedStep:
-        """Starts a step and waits for the result of the last step, on a CPU for its own."""
-        started = self.stepper.start(step, read)
-        if self._before is not None:
-            self._before.result()
-        self._before = started
-        if self.stepper.device.type != "cuda":
-            started.result()
-        return started

@@ -132,11 +132,6 @@ class StopProtocol:
             self._passed = max(self._passed, point + 1)
             return False
 
-    def drop_at(self, number: int) -> None:
-        """Passes a stop point; raises StepDropped if all ranks stop there."""
-        if self.stops_before(number):
-            raise StepDropped
-
     def close(self) -> None:
         """Ends the thread."""
         self._closed = True

@@ -50,12 +50,12 @@ class StepTrace:
             On rank 0, the time that pipeline ranks waited divided by the time that they computed;
             None on other ranks.
         """
-        rank = self.axes.world.index
-        _write(rank_file(path, rank), json.dumps(self._part()))
-        comm.barrier((self.axes.world,))
-        if rank:
+        world = self.axes.world
+        files = [path.with_name(f".{path.name}.{rank}") for rank in range(world.size)]
+        _write(files[world.index], json.dumps(self._part()))
+        comm.barrier((world,))
+        if world.index:
             return None
-        files = [rank_file(path, index) for index in range(self.axes.world.size)]
         parts = [json.loads(file.read_text(encoding="utf-8")) for file in files]
         _write(path, json.dumps(merged_trace(parts)))
         for file in files:
@@ -78,11 +78,6 @@ class StepTrace:
 def _write(path: Path, text: str) -> None:
     with writing(path, len(text)):
         path.write_text(text, encoding="utf-8")
-
-
-def rank_file(path: Path, rank: int) -> Path:
-    """Returns the path of the temporary file in which a rank writes its part of `path`."""
-    return path.with_name(f".{path.name}.{rank}")
 
 
 def merged_trace(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

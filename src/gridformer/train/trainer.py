@@ -14,7 +14,7 @@ from gridformer.checkpoint.copies import with_copy
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.comm import progress
 from gridformer.comm.agree import first_text
-from gridformer.data import Batches, RunData, open_training
+from gridformer.data import RunData, open_training
 from gridformer.data.samples.order import Rows
 from gridformer.mesh.launch_env import rank_env
 from gridformer.mesh.process_group import World
@@ -26,7 +26,7 @@ from gridformer.parallel.pipeline import Event
 from gridformer.train.callbacks import Callback
 from gridformer.train.compile import compile_model
 from gridformer.train.divergence import Recovery, diagnose, not_finite
-from gridformer.train.evaluation import Evaluator, Measure
+from gridformer.train.evaluation import Evaluator, Measure, validation_sets
 from gridformer.train.flops import Utilization
 from gridformer.train.forward_backward import ReadRows
 from gridformer.train.in_flight_steps import (
@@ -39,7 +39,6 @@ from gridformer.train.journal import Journal
 from gridformer.train.loader import BatchLoader
 from gridformer.train.plan import Plan
 from gridformer.train.saves import Saves, intact_checkpoint
-from gridformer.train.scorers import validation_sets
 from gridformer.train.step import Stepper
 from gridformer.train.stop_protocol import StepDropped, StopProtocol
 from gridformer.train.trace import StepTrace
@@ -125,11 +124,11 @@ class Trainer:
         train, step = self.run.train, self.plan.resume_step
         saved, told = step, False
         with ExitStack() as at_end:
-            at_end.push(self._leave)
+            at_end.push(self.journal.close)
             self.stopping = self._stop_protocol()
             at_end.callback(self.stopping.close)
             self.stepper.executor.stops_before = self.stopping.stops_before
-            self.ahead = self._loader(self.batches, range(step, train.steps))
+            self.ahead = self._loader(range(step, train.steps))
             at_end.callback(lambda: self.ahead.close())  # a rollback opens another
             at_end.callback(self.saves.finish)
             at_end.push(self.saves.note_error)
@@ -159,7 +158,7 @@ class Trainer:
                     try:
                         self._save(step, step == train.steps)
                     except DivergedError as error:
-                        step, _ = self._diverged(error.step, error)
+                        step, _ = self._diverged(error)
                     saved = step
             step, metrics, _ = self._results(step, left=0)
             if metrics:
@@ -213,49 +212,36 @@ class Trainer:
     ) -> tuple[int, dict[str, Any] | None, bool]:
         """Waits for the results of started steps, and does what is due if one was not finite.
 
+        If a rank was told to stop, it waits for all of them.
+
         Args:
             step: How many steps have been started.
             left: How many of them may be left in flight; None decides.
 
         Returns:
             How many steps are started or done now; the metrics of the last step that it waited for,
-            empty if there is none, and None after going back to a checkpoint; and whether a rank
-            was told to stop.
+            not written yet, empty if there is none, and None after going back to a checkpoint; and
+            whether a rank was told to stop.
         """
         if left is None:
             train = self.run.train
             due = any(self._is_due(step, every) for every in (train.eval_every, train.save_every))
             left = 0 if due else self.max_in_flight
-        try:
-            metrics, told = self._end_steps(left)
-        except DivergedError as error:
-            return *self._diverged(error.step, error), False
-        return step, metrics, told
-
-    def _end_steps(self, left: int) -> tuple[dict[str, Any], bool]:
-        """Waits for the results of started steps, oldest first, until `left` are in flight.
-
-        If a rank was told to stop, it waits for all of them.
-
-        Returns:
-            The metrics of the last one, which are not written yet, empty if it waited for none; and
-            whether a rank was told to stop.
-
-        Raises:
-            DivergedError: A step was not finite. The metrics of those before it are written.
-        """
         metrics: dict[str, Any] = {}
         told = False
-        while len(self.in_flight) > (0 if told else left):
-            started = self.in_flight.popleft()
-            try:
-                result = started.result()
-            finally:
-                if metrics:  # of the step before it
-                    self.journal.metrics(metrics)
-            told = told or result.flagged
-            metrics = self._metrics_of(started, result)
-        return metrics, told
+        try:
+            while len(self.in_flight) > (0 if told else left):
+                started = self.in_flight.popleft()
+                try:
+                    result = started.result()
+                finally:
+                    if metrics:  # of the step before it
+                        self.journal.metrics(metrics)
+                told = told or result.flagged
+                metrics = self._metrics_of(started, result)
+        except DivergedError as error:
+            return *self._diverged(error), False
+        return step, metrics, told
 
     def _metrics_of(self, started: StartedStep, result: StepResult) -> dict[str, Any]:
         """Counts a step that is over, and returns its line of metrics.jsonl."""
@@ -270,10 +256,11 @@ class Trainer:
             scale = {"loss_scale": self.stepper.scale.scale, "skipped": result.skipped}
             if result.skipped:
                 self.journal.skipped(step + 1, self.stepper.scale.scale)
+        parts = {f"loss_{part}": loss for part, loss in result.losses.items()}
         metrics = {
             "step": step + 1,
             "loss": result.loss,
-            **_parts("loss", result.losses),
+            **(parts if len(parts) > 1 else {}),
             **({} if result.skipped else {"grad_norm": result.grad_norm}),
             "lr": result.lr,
             **scale,
@@ -289,7 +276,7 @@ class Trainer:
             metrics["rollbacks"] = self.recovery.done.rollbacks
         return metrics
 
-    def _diverged(self, step: int, error: DivergedError) -> tuple[int, dict[str, Any] | None]:
+    def _diverged(self, error: DivergedError) -> tuple[int, dict[str, Any] | None]:
         """Does what `train.on_divergence` says about a step that was not finite.
 
         Returns:
@@ -299,14 +286,14 @@ class Trainer:
         Raises:
             DivergedError: The run ends.
         """
-        with self._loader(self.batches, range(step, step + 1)) as again:
+        step = error.step
+        with self._loader(range(step, step + 1)) as again:
             diagnosis = diagnose(self.stepper, step, partial(again.read, step))
         self.saves.finish()  # it may be the checkpoint to go back to
-        decision = self.recovery.decide(error, diagnosis)
+        told, back_to, folder = self.recovery.decide(error, diagnosis)
         self.ahead.close()
         self.in_flight.clear()  # those after it have updated nothing
-        back_to, folder = decision.back_to or (None, None)
-        self.journal.diverged(step + 1, decision.told, back_to)
+        self.journal.diverged(step + 1, told, back_to)
         left_out = None
         if folder is None:
             step += 1
@@ -319,7 +306,7 @@ class Trainer:
             for parameter in self.model.parameters():
                 drop_copies(parameter)
             self.stepper.train = self.recovery.present
-        self.ahead = self._loader(self.batches, range(step, self.run.train.steps))
+        self.ahead = self._loader(range(step, self.run.train.steps))
         return step, left_out
 
     def _traced(self, step: int, read: ReadRows) -> StartedStep:
@@ -371,18 +358,6 @@ class Trainer:
         self.saves.save(manifest, self.stepper, last)
         self.stopping.save_s = self.saves.save_s or self.stopping.save_s
 
-    def _leave(
-        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
-    ) -> None:
-        if error is not None:
-            self.journal.failed(error)
-        self.journal.close()
-
-    def _loader(self, batches: Batches, steps: Sequence[int]) -> BatchLoader:
+    def _loader(self, steps: Sequence[int]) -> BatchLoader:
         """Starts to make this device's rows of some global batches."""
-        return BatchLoader(batches, self.stepper.all_rows, steps, self.world.device)
-
-
-def _parts(name: str, losses: dict[str, float]) -> dict[str, float]:
-    """Names the parts of a loss, such as `loss_tokens` and `loss_pair`, if there are several."""
-    return {f"{name}_{part}": loss for part, loss in losses.items()} if len(losses) > 1 else {}
+        return BatchLoader(self.batches, self.stepper.split.all_rows, steps, self.world.device)
