@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridformer.checkpoint.convert.kinds import entries_of, kinds_of
-from gridformer.checkpoint.convert.table import to_theirs
+from gridformer.checkpoint.convert.kinds import kinds_of
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
@@ -218,7 +217,12 @@ class HuggingFace(PlainTorch):
 
 def hugging_face_state(model: nn.Module, config: ModelConfig) -> dict[str, Tensor]:
     """Return the parameters of gridformer's model under the names of Hugging Face's."""
-    return to_theirs(entries_of(config), dict(model.named_parameters()))
+    ours = dict(model.named_parameters())
+    return {
+        name: tensor
+        for entry in kinds_of(config)[0].entries(config)
+        for name, tensor in zip(entry.theirs, entry.form.theirs(ours[entry.ours]))
+    }
 
 
 def causal_model(config: ModelConfig) -> Any:

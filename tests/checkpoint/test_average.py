@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gridformer.checkpoint import average, checkpoint, find
-from gridformer.checkpoint.average import average_run
+from gridformer.checkpoint import checkpoint, find, whole
 from gridformer.checkpoint.manifest import Manifest, read_manifest
+from gridformer.checkpoint.whole import average_run
 from gridformer.evaluate import loading
 from gridformer.mesh import Axes
 from gridformer.utils.errors import CheckpointError, ConfigError, UserError
@@ -49,7 +49,7 @@ def test_a_run_removes_a_checkpoint_while_it_is_read(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever needs one takes the next one; an average, and a layout's processes, say so."""
-    folders, verify = find.complete(run_dir), average.verify_checkpoint
+    folders, verify = find.complete(run_dir), whole.verify_checkpoint
     monkeypatch.setattr(loading, "load_tokenizer", lambda folder, manifest: (folder / "x").touch())
     gone = f"{folders[2]} is no longer there: a run that goes on keeps only its newest checkpoints"
 
@@ -66,7 +66,7 @@ def test_a_run_removes_a_checkpoint_while_it_is_read(
         loading.load_for_inference(folders[2])
     shutil.rmtree(run_dir)
     shutil.copytree(tmp_path / "copy", run_dir)
-    monkeypatch.setattr(average, "verify_checkpoint", then_removed)
+    monkeypatch.setattr(whole, "verify_checkpoint", then_removed)
     with pytest.raises(CheckpointError, match=gone):
         average_run(run_dir, tmp_path / "mean", 2)
 

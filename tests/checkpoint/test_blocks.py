@@ -14,14 +14,15 @@ from torch import Tensor
 from gridformer.checkpoint import checkpoint, safetensors_file
 from gridformer.checkpoint.blocks import (
     BlockIndex,
+    Snapshot,
     TensorBlock,
+    bytes_of,
     joined_index,
     packed_part,
     with_moments,
     written_here,
 )
 from gridformer.checkpoint.safetensors_file import positions_in, read_blocks, write_file
-from gridformer.checkpoint.snapshot import Snapshot, bytes_of
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.config.train import DType
 from gridformer.mesh import Axes, Axis

@@ -25,7 +25,7 @@ from gridformer.checkpoint import saver as saver_module
 from gridformer.checkpoint.blocks import TensorBlock
 from gridformer.checkpoint.checkpoint import manifest_of
 from gridformer.checkpoint.manifest import KEPT, read_manifest, verify_checkpoint
-from gridformer.checkpoint.save import Save, SaveOutcome, until
+from gridformer.checkpoint.save import Save, SaveOutcome, polling
 from gridformer.checkpoint.saver import Saver
 from gridformer.checkpoint.side_files import side_files
 from gridformer.checkpoint.store import Kept, LocalStore
@@ -328,7 +328,8 @@ def test_a_rank_that_gives_no_more_signs_is_waited_for_as_long_as_patience_lasts
             draft.renew()
 
     monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-    until(lambda: False, TIMEOUT_S, draft, 3 * TIMEOUT_S)
+    for _ in polling(TIMEOUT_S, draft, 3 * TIMEOUT_S):
+        pass
     assert now == 390.0
 
 
@@ -352,7 +353,7 @@ def test_a_process_that_copies_itself_is_not_taken_for_one_that_hangs(tmp_path: 
 def save_with(out: Path, value: float, beside: bool) -> SaveOutcome:
     """Save step 2 of a run in this process, with a saver of its own."""
     saver = Saver(out, small_run(), Axes())
-    saver.sweep()
+    saver.store.sweep()
     return save_filled(saver, 2, small_run(), value, wait=not beside)
 
 

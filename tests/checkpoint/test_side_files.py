@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.checkpoint.average import average_run
 from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.checkpoint.convert.importing import import_folder
 from gridformer.checkpoint.manifest import KEPT, MANIFEST, read_manifest, verify_checkpoint
 from gridformer.checkpoint.side_files import load_tokenizer, root_of
+from gridformer.checkpoint.whole import average_run
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.run_data import fingerprint
 from gridformer.data.side_texts import write_label_names

@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gridformer.checkpoint.convert.kinds import entries_of
-from gridformer.checkpoint.convert.table import to_ours
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
@@ -20,7 +18,7 @@ from gridformer.models.blocks.scores import document_bounds
 from gridformer.parallel import build_parallel
 from gridformer.utils.batch import IGNORE, Batch
 from tests.support.reference import gpt2, llama
-from tests.support.reference.shared import assert_close
+from tests.support.reference.shared import assert_close, entries_of, to_ours
 
 S, WORDS = 13, 31
 # The lengths of the documents in each row; the last one of the second row is padding.

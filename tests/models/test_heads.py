@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gridformer.checkpoint.convert.kinds import entries_of
-from gridformer.checkpoint.convert.table import to_ours
 from gridformer.config import ModelConfig
 from gridformer.data.samples.batches import SequentialBatches
 from gridformer.data.samples.examples import ChoiceExamples
@@ -27,9 +25,11 @@ from tests.support.reference import heads
 from tests.support.reference.bert import S, V, config_of
 from tests.support.reference.shared import (
     assert_close,
+    entries_of,
     lengths_mask,
     plain,
     randomize,
+    to_ours,
     tokens_of,
     transformers,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from unittest.mock import patch
 
 import pytest
 
-from gridformer.checkpoint.fallback import choose_checkpoint
+from gridformer.checkpoint.copies import choose_checkpoint
 from gridformer.checkpoint.manifest import MANIFEST
-from gridformer.checkpoint.save import until
+from gridformer.checkpoint.save import polling
 from gridformer.checkpoint.store import RemoteStore
+from gridformer.config import TrainConfig
 from gridformer.train import saves
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import CheckpointError
@@ -33,7 +35,7 @@ def flip(folder: Path) -> None:
 
 
 def resumed(data: Path, out: Path, fallback: bool, **train: Any) -> Plan:
-    found = choose_checkpoint(out, fallback)
+    found = choose_checkpoint(TrainConfig(fallback=fallback), out)
     assert found is not None
     nothing = out.with_name("no such run")
     settings = {"fallback": fallback, "save_every": 1, "keep_checkpoints": 9, **train}
@@ -60,7 +62,7 @@ def test_ranks_agree_on_the_newest_intact_checkpoint(
     (newest / MANIFEST).unlink()
     flip(before)
     with pytest.raises(CheckpointError, match=r"is missing: train\.fallback=true resumes"):
-        choose_checkpoint(out, fallback=False)
+        choose_checkpoint(TrainConfig(), out)
     plan = resumed(token_folder, out, fallback=True)
     assert (plan.resume, plan.resume_step) == (before, STEPS - 1)
     pool.run(2, train, plan)
@@ -74,9 +76,9 @@ def train_and_watch(plan: Plan) -> None:
     """Train; the first rank copies a checkpoint once the other one waits in no message."""
     waits, download = plan.out / "waits", RemoteStore.download
 
-    def wait(*args: Any) -> None:
+    def wait(*args: Any) -> Iterator[None]:
         waits.touch()
-        until(*args)
+        return polling(*args)
 
     def copy(self: RemoteStore, *args: Any) -> None:
         give_up = time.monotonic() + 60.0
@@ -85,7 +87,7 @@ def train_and_watch(plan: Plan) -> None:
             time.sleep(0.01)
         download(self, *args)
 
-    with patch.object(RemoteStore, "download", copy), patch.object(saves, "until", wait):
+    with patch.object(RemoteStore, "download", copy), patch.object(saves, "polling", wait):
         train(plan)
 
 
@@ -125,4 +127,4 @@ def test_if_all_are_damaged_nothing_is_trained(
     for folder in (tmp_path / "checkpoints").iterdir():
         (folder / MANIFEST).write_text("{")
     with pytest.raises(CheckpointError, match=r"all 2 checkpoints of .* are damaged"):
-        choose_checkpoint(tmp_path, fallback=True)
+        choose_checkpoint(TrainConfig(fallback=True), tmp_path)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gridformer.checkpoint import checkpoint
-from gridformer.checkpoint.fallback import choose_checkpoint
+from gridformer.checkpoint.copies import choose_checkpoint
 from gridformer.checkpoint.same_run import data_start_of
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.mesh import Axes
@@ -36,7 +36,7 @@ def saved(out: Path, run: RunConfig, step: int, data_start: int) -> Path:
 
 def planned(out: Path, run: RunConfig) -> Plan:
     """Plan to resume, as long as only manifests and sizes have been looked at."""
-    found = choose_checkpoint(out, fallback=True)
+    found = choose_checkpoint(run.train, out)
     assert found is not None
     step, start = found.manifest.step, data_start_of(found.manifest, run)
     return Plan(run, out, found.folder, step, decide_run(run), data_start=start, older=found.older)

@@ -7,15 +7,17 @@ of names once, and for each file the positions of lists. A rank makes its own pa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from gridformer.config import Config
@@ -24,6 +26,7 @@ from gridformer.parallel.sharding import ParamShard
 from gridformer.utils.errors import CheckpointError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_ALIGNED = 64  # bytes of memory at which each copy begins
 PARAMETER = "model."  # before the names of parameters
 # By global name, a local tensor and its position in the global tensor.
 Shards = Mapping[str, tuple[Tensor, ParamShard]]
@@ -51,13 +54,8 @@ class TensorBlock:
         return TensorBlock(shard.valid(local.detach()), shard.size, shard.offset)
 
     @property
-    def empty(self) -> bool:
-        """Whether the local tensor is all padding, so that there is nothing to save or load."""
-        return self.tensor.numel() == 0
-
-    @property
     def n_bytes(self) -> int:
-        """The size of the local tensor in bytes."""
+        """The size of the local tensor, which is 0 if that is all padding."""
         return self.tensor.numel() * self.tensor.element_size()
 
     def overlap(
@@ -101,7 +99,7 @@ def written_here(shards: Shards, axes: Axes) -> dict[str, TensorBlock]:
         if shard.stages and axes.pp.index != shard.stages[0]:
             continue
         block = TensorBlock.of(local, shard)
-        if block.empty:
+        if not block.n_bytes:
             continue
         if shard.replicas is not None:
             axis = axes[shard.replicas]
@@ -180,7 +178,7 @@ def blocks_for(
         sizes[stored.name] = tuple(map(max, ends, sizes.get(stored.name, ends)))
         held[stored.name] += math.prod(stored.size)
         block = wanted[stored.name]
-        if not block.empty and block.overlap(stored.offset, stored.size) is not None:
+        if block.n_bytes and block.overlap(stored.offset, stored.size) is not None:
             needed[stored.file].append(stored)
     for name, block in wanted.items():
         if name not in sizes:
@@ -193,3 +191,91 @@ def blocks_for(
         if held[name] != math.prod(block.size):
             raise CheckpointError(f"{folder} contains only a part of '{name}': a file is missing")
     return needed
+
+
+class Snapshot:
+    """Memory for copies of blocks. It is kept from save to save, because it takes time to get.
+
+    On a GPU the memory is pinned, and a stream of its own copies while the host goes on. The stream
+    of the training waits for the copies on the GPU, so that an update cannot overwrite what is
+    being copied.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, blocks: Mapping[str, TensorBlock]) -> dict[str, TensorBlock]:
+        """Copies blocks. The copies may be read after `wait`, until the next call."""
+        device = next((b.tensor.device for b in blocks.values() if b.tensor.is_cuda), None)
+        self.reserve(bytes_of(blocks), device is not None)
+        if device is None:
+            return self._filled(blocks)
+        training = torch.cuda.current_stream(device)
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(training)
+        with torch.cuda.stream(self._stream):
+            copies = self._filled(blocks)
+            self._copied = self._stream.record_event()
+        training.wait_stream(self._stream)
+        return copies
+
+    def _filled(self, blocks: Mapping[str, TensorBlock]) -> dict[str, TensorBlock]:
+        copies, begin = {}, 0
+        for name, block in blocks.items():
+            tensor, end = block.tensor.detach(), begin + block.n_bytes
+            values = self._memory[begin:end].view(tensor.dtype)
+            transposed = tensor.dim() == 2 and tensor.stride(0) < tensor.stride(1)
+            copy = values.view(tensor.shape[::-1]).t() if transposed else values.view(tensor.shape)
+            copies[name] = replace(block, tensor=copy.copy_(tensor, non_blocking=True))
+            begin = _aligned(end)
+        return copies
+
+    def wait(self) -> None:
+        """Waits until the copies are complete. The thread that writes them calls it."""
+        if self._copied is not None:
+            assert self._stream is not None
+            # A thread begins with GPU 0, on which every process would open a second context.
+            with torch.cuda.device(self._stream.device):
+                self._copied.synchronize()
+
+    def __del__(self) -> None:
+        # Memory that is freed while it is pinned could not be pinned again by its next owner.
+        with contextlib.suppress(Exception):
+            self._unpin()
+
+    def reserve(self, n_bytes: int, pinned: bool) -> None:
+        """Takes memory for copies, whose bytes `bytes_of` tells.
+
+        Pinning it for a GPU takes seconds, in which nothing else runs on the GPU.
+        """
+        if self._memory.numel() >= n_bytes and self._pinned >= pinned:
+            return
+        self._unpin()
+        self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old one first
+        self._memory = torch.empty(n_bytes, dtype=torch.uint8)
+        if pinned:
+            # Torch's own allocator of pinned memory rounds up to a power of two.
+            runtime = torch.cuda.cudart()
+            status = runtime.cudaHostRegister(self._memory.data_ptr(), n_bytes, 0)
+            self._pinned = int(status) == 0  # otherwise copying is slower, but right
+            if not self._pinned:
+                with contextlib.suppress(RuntimeError):  # the next kernel would report the failure
+                    torch.zeros(1, device="cuda")
+
+    def _unpin(self) -> None:
+        if self._pinned:
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            self._pinned = False
+
+
+def bytes_of(blocks: Mapping[str, TensorBlock]) -> int:
+    """Returns the bytes that copies of blocks take."""
+    return sum(_aligned(block.n_bytes) for block in blocks.values())
+
+
+def _aligned(n_bytes: int) -> int:
+    return math.ceil(n_bytes / _ALIGNED) * _ALIGNED

@@ -83,13 +83,7 @@ def manifest_of(
 ) -> Manifest:
     """Returns the manifest of a checkpoint whose files are not written yet.
 
-    Args:
-        step, tokens: How many optimizer steps are done, and how many tokens the run has read.
-        run: The run's config.
-        scale: The loss scale of float16; None with other types.
-        data_start: The step at which the present order of samples began.
-        data: The fingerprint of the run's data; None leaves it out.
-        divergences: What was done about steps that were not finite; None means nothing.
+    `scale` is the loss scale of float16, and None with other types.
     """
     return Manifest(
         format="gridformer-checkpoint",
@@ -117,13 +111,10 @@ def load(
 ) -> Manifest:
     """Loads a checkpoint, written under any layout, into a model and optimizer under any layout.
 
-    All ranks call it together.
+    All ranks call it together. The model is filled in place, and so is the state of the optimizer,
+    which is allocated; None loads only the model.
 
     Args:
-        folder: The folder of the checkpoint.
-        model: This rank's model, which is filled in place.
-        optimizer: Its state is allocated and filled; None loads only the model.
-        axes: The axes of the mesh.
         verified: The checkpoint's manifest if all ranks have verified it already.
 
     Raises:

@@ -1,8 +1,8 @@
-"""What runs and commands do with the copies of checkpoints at `train.checkpoint_to`.
+"""Which checkpoint a run resumes from, and the copies of checkpoints at `train.checkpoint_to`.
 
-Each complete checkpoint is copied there by the save that wrote it. A run whose directory has no
-newer checkpoint begins with a copy of the newest one, an intact copy replaces a damaged
-checkpoint, and commands that read a run directory without checkpoints read copies.
+Before processes start, one of them looks at manifests and sizes; then all ranks verify all
+checksums together. With `train.fallback` a damaged checkpoint is renamed, never removed, and a copy
+or an older checkpoint takes its place. Commands that read a run without checkpoints read copies.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.fallback import ChosenCheckpoint, Damaged, choose_checkpoint, set_aside
 from gridformer.checkpoint.manifest import (
     MANIFEST,
     STEP_FOLDER,
@@ -27,16 +28,201 @@ from gridformer.checkpoint.manifest import (
 )
 from gridformer.checkpoint.side_files import copy_side_files
 from gridformer.checkpoint.store import CONFIG, Kept, RemoteStore, step_of
+from gridformer.comm.agree import first_text
 from gridformer.config import TrainConfig
 from gridformer.config.yaml_text import parse_yaml
+from gridformer.mesh import Axes
 from gridformer.utils.errors import CheckpointError, UserError
 from gridformer.utils.files import read_text
 from gridformer.utils.folders import private_prefix
 
 # A path of the command line has lost one of the two slashes.
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.DOTALL)
-Tell = Callable[[str], None]
-Check = Callable[[Manifest], None]  # raises CheckpointError if such a checkpoint must not be copied
+Check = Callable[[Manifest], None]  # raises CheckpointError if such a checkpoint must not be used
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A checkpoint that is not used, and a sentence that says why."""
+
+    folder: Path
+    why: str
+
+    @property
+    def reason(self) -> str:
+        """The sentence without the advice to set what is set."""
+        return re.split(r"[:;] (train\.fallback|no checkpoint is before)", self.why)[0]
+
+
+@dataclass(frozen=True)
+class ChosenCheckpoint:
+    """The newest checkpoint of a run directory that is not known to be damaged.
+
+    Attributes:
+        folder: The checkpoint.
+        manifest: Its manifest.
+        older: The checkpoints before it, newest first; none if the run must not use them.
+        damaged: The checkpoints after it.
+    """
+
+    folder: Path
+    manifest: Manifest
+    older: tuple[Path, ...] = ()
+    damaged: tuple[Damaged, ...] = ()
+
+
+# Given damaged checkpoints, newest first, and the one before them, or None: sets them aside, and
+# returns an intact copy in their place that is newer than the one before; None if there is none.
+Replace = Callable[[Sequence[Damaged], Path | None], Path | None]
+
+
+def choose_checkpoint(
+    train: TrainConfig,
+    run_dir: Path,
+    check: Check = lambda manifest: None,
+    replaces: bool = True,
+) -> ChosenCheckpoint | None:
+    """Finds the checkpoint to resume from by manifests and sizes; None if there is none at all.
+
+    Args:
+        train: The settings of the run.
+        run_dir: The run directory.
+        check: Whether a copy may be used.
+        replaces: Whether a copy may take the place of a damaged checkpoint now.
+
+    Raises:
+        CheckpointError: The newest checkpoint is damaged, or with `train.fallback` all are. It
+            names a copy that can be used instead.
+    """
+    folders = find.complete(run_dir)[::-1]
+    if not folders:
+        return None
+    verify = partial(verify_checkpoint, contents=False)
+    replace = partial(replace_damaged, train.checkpoint_to if replaces else "", run_dir, check)
+    try:
+        if train.fallback:
+            return _choose(folders, verify, replace)
+        return ChosenCheckpoint(folders[0], verify(folders[0]))
+    except CheckpointError as error:
+        raise with_copy(error, train, run_dir) from None
+
+
+def choose_together(folders: Sequence[Path], axes: Axes, replace: Replace) -> ChosenCheckpoint:
+    """Finds the first checkpoint of several whose checksums are right.
+
+    All ranks call it together, share the reading, and get the same result; also `replace`.
+
+    Raises:
+        CheckpointError: All of them are damaged.
+    """
+
+    def verify(folder: Path) -> Manifest:
+        manifest, mine = None, ""
+        try:
+            manifest = verify_checkpoint(folder, part=axes.world.index, n_parts=axes.world.size)
+        except (CheckpointError, OSError) as error:
+            mine = str(error)
+        if why := first_text(mine, axes.world):
+            raise CheckpointError(why)
+        assert manifest is not None
+        return manifest
+
+    return _choose(folders, verify, replace)
+
+
+def _choose(
+    folders: Sequence[Path], verify: Callable[[Path], Manifest], replace: Replace
+) -> ChosenCheckpoint:
+    damaged: list[Damaged] = []
+    for number, folder in enumerate(folders, start=1):
+        older = tuple(folders[number:])
+        try:
+            return ChosenCheckpoint(folder, verify(folder), older, tuple(damaged))
+        except (CheckpointError, OSError) as error:
+            damaged.append(Damaged(folder, str(error)))
+        if copy := replace(damaged, older[0] if older else None):
+            # Verified once more, because a rank of another machine may still see what was there.
+            return _choose([copy, *older], verify, lambda damaged, before: None)
+    why = damaged[0].why
+    if len(damaged) > 1:
+        why = (
+            f"all {len(damaged)} checkpoints of {folders[0].parents[1]} are damaged "
+            f"({why.split(': ')[0]}): restore one from a copy, or begin with another --out"
+        )
+    raise CheckpointError(why)
+
+
+def replace_damaged(
+    url: str, run_dir: Path, check: Check, damaged: Sequence[Damaged], before: Path | None
+) -> Path | None:
+    """Replaces damaged checkpoints of a run by the newest intact copy at a URL; see `Replace`.
+
+    A line on standard error says so, or why a copy cannot be used. An empty URL has no copies.
+    """
+    if not url:
+        return None
+
+    def aside() -> None:
+        for one in damaged:
+            kept = set_aside(one.folder, "damaged")
+            _say(
+                f"{one.reason}; resuming from its copy {url.rstrip('/')}/{name}, as "
+                f"train.fallback=true says, and keeping the damaged one as {kept}"
+            )
+
+    name = ""
+    try:
+        remote = RemoteStore(url)
+        for name in reversed(remote.complete()):
+            if before is not None and step_of(name) <= step_of(before.name):
+                break
+            copy = run_dir / "checkpoints" / name
+            try:
+                remote.download(name, copy, check, aside)
+                return copy
+            except CheckpointError as error:
+                _say(f"{error}: this copy cannot replace {damaged[0].folder}")
+    except Exception as error:  # each file system has errors of its own
+        _say(f"no copy at {url} can replace {damaged[0].folder} ({type(error).__name__}: {error})")
+    return None
+
+
+def with_copy(error: CheckpointError, train: TrainConfig, run_dir: Path) -> CheckpointError:
+    """Returns an error about the newest checkpoint that names the copy which can replace it.
+
+    It is the error itself if there is no such copy, or if it is used without being asked for.
+    """
+    *older, newest = [None, *find.complete(run_dir)]
+    if newest is None or not train.checkpoint_to or train.fallback:
+        return error
+    try:
+        there = RemoteStore(train.checkpoint_to).complete()
+    except Exception:  # the damage is what must be said
+        return error
+    if not there or (older[-1] and step_of(there[-1]) <= step_of(older[-1].name)):
+        return error
+    instead = (
+        f"{train.checkpoint_to.rstrip('/')}/{there[-1]} is a copy: train.fallback=true verifies "
+        f"it, resumes from it and keeps the damaged one aside, as does moving {newest} elsewhere"
+    )
+    return CheckpointError(str(error).replace(damage_remedy(newest), instead))
+
+
+def set_aside(folder: Path, why: Literal["damaged", "rolled-back"]) -> Path:
+    """Renames a checkpoint so that no run finds it, and returns its new path."""
+    number, target = 1, folder.with_name(f"{why}-{folder.name}")
+    while target.exists():
+        number += 1
+        target = folder.with_name(f"{why}-{folder.name}-{number}")
+    folder.rename(target)
+    return target
+
+
+def _say(sentence: str) -> None:
+    print(f"gridformer: {sentence}", file=sys.stderr, flush=True)
+
+
+# ------------------------------------------------------------------ copies
 
 
 def clash(url: str, run_dir: Path) -> str:
@@ -69,9 +255,6 @@ def reading(source: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise UserError(f"{source} cannot be read: {type(error).__name__}: {error}") from None
-
-
-# ------------------------------------------------------------------ runs
 
 
 def fetch_newest(url: str, run_dir: Path, check: Check = lambda manifest: None) -> Path | None:
@@ -108,16 +291,17 @@ def copy_newest(train: TrainConfig, run_dir: Path) -> str:
         return ""
     try:
         remote = RemoteStore(train.checkpoint_to)
-        there = remote.complete()
+        newest = remote.complete()[-1:]
         for folder in folders:
-            if there and step_of(there[-1]) >= step_of(folder.name):
+            if newest and step_of(newest[0]) >= step_of(folder.name):
                 break
             try:
                 verify_checkpoint(folder)
             except CheckpointError as error:
                 damage = damage or str(error)
                 continue
-            remote.upload_newest(folder, Kept.of(train))
+            remote.upload(folder)
+            Kept.of(train).prune(remote)
             break
     except Exception as error:  # each file system has errors of its own
         return f"{type(error).__name__}: {error}"
@@ -144,98 +328,6 @@ def give_up(url: str, names: Collection[str]) -> str:
     return ""
 
 
-def replace_damaged(
-    url: str, run_dir: Path, check: Check, damaged: Sequence[Damaged], before: Path | None
-) -> Path | None:
-    """Replaces damaged checkpoints of a run by the newest intact copy at a URL, and returns it.
-
-    Those that are as new as the copy are set aside, once it is verified. A line on standard error
-    says so, or why a copy cannot be used.
-
-    Args:
-        url: The URL of `train.checkpoint_to`; nothing is done if it is empty.
-        run_dir: The run directory.
-        check: Whether a checkpoint may be copied.
-        damaged: The newest checkpoints, newest first.
-        before: The checkpoint before them; only a newer copy is used.
-    """
-    if not url:
-        return None
-
-    def aside() -> None:
-        for one in damaged:
-            if step_of(one.folder.name) >= step_of(name):
-                kept = set_aside(one.folder, "damaged")
-                _say(
-                    f"{one.reason}; resuming from its copy {url.rstrip('/')}/{name}, as "
-                    f"train.fallback=true says, and keeping the damaged one as {kept}"
-                )
-
-    name = ""
-    try:
-        remote = RemoteStore(url)
-        for name in reversed(remote.complete()):
-            if before is not None and step_of(name) <= step_of(before.name):
-                break
-            copy = run_dir / "checkpoints" / name
-            try:
-                remote.download(name, copy, check, aside)
-                return copy
-            except CheckpointError as error:
-                _say(f"{error}: this copy cannot replace {damaged[0].folder}")
-    except Exception as error:  # each file system has errors of its own
-        _say(f"no copy at {url} can replace {damaged[0].folder} ({type(error).__name__}: {error})")
-    return None
-
-
-def choose_or_replace(
-    train: TrainConfig, run_dir: Path, check: Check, replaces: bool = True
-) -> ChosenCheckpoint | None:
-    """Finds the checkpoint to resume from, as `choose_checkpoint` does; it may become a copy.
-
-    Args:
-        train: The settings of the run.
-        run_dir: The run directory.
-        check: Whether a checkpoint may be copied.
-        replaces: Whether damaged checkpoints may be replaced now.
-
-    Raises:
-        CheckpointError: The newest checkpoint is damaged, or with `train.fallback` all are. It
-            names a copy that can be used instead.
-    """
-    url = train.checkpoint_to if replaces else ""
-    replace = partial(replace_damaged, url, run_dir, check)
-    try:
-        return choose_checkpoint(run_dir, train.fallback, replace)
-    except CheckpointError as error:
-        raise with_copy(error, train, run_dir) from None
-
-
-def with_copy(error: CheckpointError, train: TrainConfig, run_dir: Path) -> CheckpointError:
-    """Returns an error about the newest checkpoint that names the copy which can replace it.
-
-    It is the error itself if there is no such copy, or if it is used without being asked for.
-    """
-    *older, newest = [None, *find.complete(run_dir)]
-    if newest is None or not train.checkpoint_to or train.fallback:
-        return error
-    try:
-        there = RemoteStore(train.checkpoint_to).complete()
-    except Exception:  # the damage is what must be said
-        return error
-    if not there or (older[-1] and step_of(there[-1]) <= step_of(older[-1].name)):
-        return error
-    instead = (
-        f"{train.checkpoint_to.rstrip('/')}/{there[-1]} is a copy: train.fallback=true verifies "
-        f"it, resumes from it and keeps the damaged one aside, as does moving {newest} elsewhere"
-    )
-    return CheckpointError(str(error).replace(damage_remedy(newest), instead))
-
-
-def _say(sentence: str) -> None:
-    print(f"gridformer: {sentence}", file=sys.stderr, flush=True)
-
-
 # ------------------------------------------------------------------ commands that read
 
 
@@ -250,7 +342,7 @@ def url_of(path: Path) -> str | None:
 
 @contextmanager
 def run_with_checkpoints(
-    run_dir: Path, tell: Tell = lambda doing: None, newest: int = 1
+    run_dir: Path, tell: Callable[[str], None] = lambda doing: None, newest: int = 1
 ) -> Iterator[Path]:
     """Yields a run directory with its newest checkpoints, for commands that only read it.
 
@@ -267,7 +359,7 @@ def run_with_checkpoints(
         UserError: The URL cannot be used, or has no intact checkpoint.
     """
     named = url_of(run_dir)
-    url = named or _said_by(run_dir)
+    url = named or _own_url(run_dir)
     if url is None:
         yield run_dir
         return
@@ -291,14 +383,12 @@ def run_with_checkpoints(
         yield copy
 
 
-def _said_by(run_dir: Path) -> str | None:
+def _own_url(run_dir: Path) -> str | None:
     """Returns `train.checkpoint_to` of a run directory that has no checkpoint of its own."""
     if (run_dir / MANIFEST).is_file() or not (run_dir / CONFIG).is_file() or find.latest(run_dir):
         return None
     try:
-        content = parse_yaml(read_text(run_dir / CONFIG))
-    except (UserError, ValueError):
+        url = parse_yaml(read_text(run_dir / CONFIG))["train"]["checkpoint_to"]
+    except (UserError, ValueError, TypeError, LookupError):
         return None
-    train = content.get("train") if isinstance(content, dict) else None
-    url = train.get("checkpoint_to") if isinstance(train, dict) else None
     return url if isinstance(url, str) and url else None

@@ -43,16 +43,11 @@ class FileEntry(Config):
 
 
 class Divergences(Config):
-    """What `train.on_divergence` has done in a run so far.
+    """What `train.on_divergence` has done in a run so far."""
 
-    Attributes:
-        in_a_row: How many of the last steps were left out.
-        rollbacks: How often the run went back to a checkpoint.
-        lr_factor: What the learning rate is multiplied by since then.
-    """
-
-    in_a_row: int = Field(default=0, ge=0)
-    rollbacks: int = Field(default=0, ge=0)
+    in_a_row: int = Field(default=0, ge=0)  # how many of the last steps were left out
+    rollbacks: int = Field(default=0, ge=0)  # how often the run went back to a checkpoint
+    # The learning rate is multiplied by it since then.
     lr_factor: float = Field(default=1.0, gt=0.0, le=1.0)
 
 
@@ -60,23 +55,13 @@ class Manifest(Config):
     """The content of checkpoint.json.
 
     Attributes:
-        format: Marks the file as a gridformer checkpoint.
-        version: The version of the format.
-        step: How many optimizer steps were done.
-        tokens: How many tokens were read.
+        step, tokens: How many optimizer steps were done, and how many tokens were read.
         skipped: How many of the steps updated nothing, because float16 gradients overflowed, or
             because the step was not finite and was left out.
-        loss_scale: The loss scale of float16.
         good_steps: Steps since the loss scale last changed.
-        model: The model's config.
-        run: The run's config.
-        files: Size and checksum of each file by name.
-        side_files: Size and checksum of each copy of a small file of the run, such as the
-            tokenizer.
-        index: Where the blocks are.
+        side_files: The copies of small files of the run, such as the tokenizer.
         data_start: The step at which the present order of samples began (`data.restart`).
         data: The fingerprint of the data; None in an import.
-        divergences: What was done about steps that were not finite.
         weights_only: Whether there is no state of an optimizer, as in what
             `gridformer import` writes, so that no run can resume from it.
     """
@@ -147,7 +132,6 @@ def verify_checkpoint(
     """Compares the files of a checkpoint with its manifest, and returns the manifest.
 
     Args:
-        folder: The folder of the checkpoint.
         contents: Whether to verify checksums and headers besides sizes.
         part, n_parts: The checksums of every n_parts-th file from number `part` on are verified,
             so that ranks can share the reading.
@@ -158,22 +142,18 @@ def verify_checkpoint(
     manifest = read_manifest(folder)
     names = [*sorted(manifest.files), *sorted(manifest.side_files)]
     for number, name in enumerate(names):
-        _verify_file(folder, manifest, name, contents and number % n_parts == part)
+        path = folder / name
+        if path.is_symlink() or (path.parent != folder and path.parent.is_symlink()):
+            raise CheckpointError(
+                f"{path} is a symbolic link, but a checkpoint has files of its own: put a copy of "
+                "the file it points to in its place"
+            )
+        if damage := _damage(path, name, manifest, contents and number % n_parts == part):
+            raise CheckpointError(f"{path} {damage} {damage_remedy(folder)}")
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in manifest.files:
             raise CheckpointError(f"{path} does not belong to this checkpoint: remove that file")
     return manifest
-
-
-def _verify_file(folder: Path, manifest: Manifest, name: str, contents: bool) -> None:
-    path = folder / name
-    if path.is_symlink() or (path.parent != folder and path.parent.is_symlink()):
-        raise CheckpointError(
-            f"{path} is a symbolic link, but a checkpoint has files of its own: put a copy of the "
-            "file it points to in its place"
-        )
-    if damage := _damage(path, name, manifest, contents):
-        raise CheckpointError(f"{path} {damage} {damage_remedy(folder)}")
 
 
 def _damage(path: Path, name: str, manifest: Manifest, contents: bool) -> str:
@@ -183,8 +163,7 @@ def _damage(path: Path, name: str, manifest: Manifest, contents: bool) -> str:
         return "is missing:"
     size = path.stat().st_size
     if size != entry.bytes:
-        wanted = f"it has {size} bytes, but {entry.bytes} were written"
-        return f"is truncated or was changed: {wanted};"
+        return f"is truncated or was changed: it has {size} bytes, but {entry.bytes} were written;"
     if not contents:
         return ""
     if crc32_of(path) != entry.crc32:
@@ -235,12 +214,8 @@ def _beside(folder: Path, before: bool) -> list[Path]:
 def advice_for_readers(folder: Path, any_will_do: bool = True) -> Iterator[None]:
     """Makes errors in the block about a damaged checkpoint advise a command that does not train.
 
-    `train.fallback` is of no use to it. If a run beside it has removed the checkpoint, the error is
-    a RemovedError.
-
-    Args:
-        folder: The checkpoint that the block reads.
-        any_will_do: Whether the command can be given another checkpoint instead.
+    `train.fallback` is of no use to it, and if not `any_will_do` neither is another checkpoint. If
+    a run beside it has removed the checkpoint, the error is a RemovedError.
     """
     try:
         yield

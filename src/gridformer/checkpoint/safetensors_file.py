@@ -38,17 +38,11 @@ DTYPES = {name: dtype for dtype, name in TYPES.items()}
 
 @dataclass(frozen=True)
 class Streamed:
-    """A tensor that is made when it is written.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its type in the file.
-        make: Makes it. It may have another type, be a view of a mapped file, or be on a GPU.
-    """
+    """A tensor that is made when it is written."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    make: Callable[[], Tensor]
+    dtype: torch.dtype  # in the file
+    make: Callable[[], Tensor]  # of another type perhaps, a view of a mapped file, or on a GPU
 
     @property
     def n_bytes(self) -> int:
@@ -67,7 +61,7 @@ class Streamed:
 
 
 def write_file(file: BinaryIO, blocks: Mapping[str, TensorBlock]) -> tuple[int, int]:
-    """Writes blocks by the names of their tensors; see `write_tensors`."""
+    """Writes blocks by the names of their tensors, and returns what `write_tensors` does."""
     tensors = {name: block.tensor for name, block in blocks.items()}
     streamed = {name: Streamed(tuple(x.shape), x.dtype, x.detach) for name, x in tensors.items()}
     return write_tensors(file, streamed, offsets_info(blocks))

@@ -44,10 +44,8 @@ def check_same_run(
     says so.
 
     Args:
-        manifest: The checkpoint's manifest.
-        run: The run.
         folder: The folder of the checkpoint, or its URL.
-        data: The fingerprint of the run's data; None compares only its path.
+        data: The fingerprint of the run's data; None compares only settings.
         instead: What to use if the checkpoint is another run's.
 
     Raises:
@@ -111,59 +109,38 @@ def _of_data(manifest: Manifest, run: RunConfig, data: Fingerprint | None) -> li
     """Returns what differs in the data, which may have moved, and in settings of its order."""
     here = run.model_dump(mode="json")
     differences = _differences(manifest.run, here, _OF_DATA)
-    there = manifest.run["data"]
     if data is not None and manifest.data is not None:
         changed = data.differences(manifest.data)
         if changed:
             where = "data.sources" if run.data.sources else f"data.path={run.data.path}"
             differences.append(f"{where} has other data: {', '.join(changed)}")
-    else:
-        for (key, path), (_, before) in zip(_paths(here["data"]), _paths(there)):
-            if os.path.abspath(path) != os.path.abspath(before):
-                differences.append(f"{key} is {path}, there {before}")
-    return differences + _other_weights(here["data"], there, manifest.step)
-
-
-def _paths(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the folders that a `data` section names, each with its key."""
-    sources = data.get("sources") or ()
-    return [(f"data.sources.{one['name']}", one["path"]) for one in sources] or [
-        ("data.path", data["path"])
-    ]
-
-
-def _other_weights(here: Mapping[str, Any], there: Mapping[str, Any], step: int) -> list[str]:
-    """Returns how the weights of sources differ in the first `step` steps.
-
-    Those of later steps may change: what has been read stays the same.
-    """
-    stages, before = _weights(here, step), _weights(there, step)
-    if [(first, _relative(weights)) for first, weights in stages] == [
-        (first, _relative(weights)) for first, weights in before
-    ]:
-        return []
-    words, other = (
-        " and ".join(f"{weights} from step {first} on" for first, weights in one) or "none"
-        for one in (stages, before)
+    # The weights of later steps may change: what has been read stays the same.
+    stages = [_weights(data, manifest.step) for data in (here["data"], manifest.run["data"])]
+    ours, theirs = (
+        [(first, dict(zip(weights, whole_weights([*weights.values()])))) for first, weights in one]
+        for one in stages
     )
-    return [f"the weights of data.sources up to step {step} are {words}, there {other}"]
+    if ours != theirs:
+        words, other = (
+            " and ".join(f"{weights} from step {first} on" for first, weights in one) or "none"
+            for one in stages
+        )
+        differences.append(
+            f"the weights of data.sources up to step {manifest.step} are {words}, there {other}"
+        )
+    return differences
 
 
 def _weights(data: Mapping[str, Any], step: int) -> list[tuple[int, dict[str, float]]]:
     """Returns the weights that held in the first `step` steps, with the steps they began at."""
-    sources = data.get("sources") or ()
-    if not sources:
+    own = {one["name"]: one["weight"] for one in data.get("sources") or ()}
+    if not own:
         return []
-    own = {one["name"]: one["weight"] for one in sources}
     later = [
         (stage["from_step"], {name: stage["weights"].get(name, 0.0) for name in own})
         for stage in data.get("stages") or ()
     ]
     return [(1, own), *(stage for stage in later if stage[0] <= step)]
-
-
-def _relative(weights: Mapping[str, float]) -> dict[str, int]:
-    return dict(zip(weights, whole_weights([*weights.values()])))
 
 
 def _differences(

@@ -28,6 +28,7 @@ from gridformer.checkpoint.safetensors_file import write_file
 from gridformer.checkpoint.side_files import read_side_files, write_side_files
 from gridformer.checkpoint.store import Draft, Kept, LocalStore, RemoteStore, name_of
 from gridformer.comm import progress
+from gridformer.utils.errors import SaveError
 from gridformer.utils.units import format_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -36,27 +37,24 @@ _SHORTEST_S, _LONGEST_S = 0.002, 0.25  # between two looks
 _RENEW_S = 5.0
 
 
-def until(
-    holds: Callable[[], bool],
-    timeout_s: float = float("inf"),
-    draft: Draft | None = None,
-    first_s: float | None = None,
-) -> None:
-    """Waits until a condition holds, which is checked less and less often, or time is over.
+def polling(
+    timeout_s: float = float("inf"), draft: Draft | None = None, first_s: float | None = None
+) -> Iterator[None]:
+    """Yields for each look at what is waited for, less and less often, until time is over.
 
     Times are counted by this rank's clock, because the clocks of machines and of storage differ.
 
     Args:
-        holds: The condition.
         timeout_s: How long to wait. With a draft, how long after each renewal of it.
         draft: What another rank renews as long as it is at work.
         first_s: How long to wait if it is never renewed; None means `timeout_s`.
     """
     pause, renewed = _SHORTEST_S, None
     ends = time.monotonic() + (timeout_s if first_s is None else first_s)
-    while not holds():
+    while True:
+        yield
         now = time.monotonic()
-        if draft is not None and (last := _renewed_ns(draft)) not in (None, renewed):
+        if draft is not None and (last := draft.renewed_ns()) not in (None, renewed):
             renewed, ends = last, max(ends, now + timeout_s)
         if now >= ends:
             return
@@ -95,31 +93,18 @@ def file_of(rank: int) -> str:
 
 @dataclass
 class SaveOutcome:
-    """What became of a save. Only the first rank knows it.
+    """What became of a save. Only the first rank knows it."""
 
-    Attributes:
-        target: The path of the checkpoint.
-        step: Its step.
-        n_bytes: The bytes of all its files.
-        seconds: The time from its beginning to its end.
-        stalled_s: For how long training waited for it and for the save before it.
-        waited_s: How long of this it waited for the save before it.
-        failure: Why there is no checkpoint; empty if it is complete.
-        full: Whether all that was missing is space.
-        removed: Checkpoints that were removed to make room.
-        not_copied: Why the complete checkpoint is not at `train.checkpoint_to`, if it should be.
-    """
-
-    target: str
+    target: str  # the path of the checkpoint
     step: int
-    n_bytes: int = 0
-    seconds: float = 0.0
-    stalled_s: float = 0.0
-    waited_s: float = 0.0
-    failure: str = ""
-    full: bool = False
-    removed: list[str] = field(default_factory=list)
-    not_copied: str = ""
+    n_bytes: int = 0  # of all its files
+    seconds: float = 0.0  # from its beginning to its end
+    stalled_s: float = 0.0  # for how long training waited for it and for the save before it
+    waited_s: float = 0.0  # how long of this it waited for the save before it
+    failure: str = ""  # why there is no checkpoint; empty if it is complete
+    full: bool = False  # whether all that was missing is space
+    removed: list[str] = field(default_factory=list)  # checkpoints that made room
+    not_copied: str = ""  # why it is not at `train.checkpoint_to`, if it should be
 
 
 @dataclass(frozen=True)
@@ -139,6 +124,10 @@ class _Note:
 
     def content(self) -> bytes:
         return b"" if self.error else b"%d %d %b" % (self.n_bytes, self.crc32, self.part)
+
+    @staticmethod
+    def of_trouble(rank: int, error: OSError, n_bytes: int = 0) -> _Note:
+        return _Note(rank, n_bytes, error=error.errno or errno.EIO)
 
     @staticmethod
     def read(name: str, draft: Draft) -> _Note:
@@ -187,7 +176,7 @@ class Save:
                 self.draft.begin()
                 return True
             except OSError as error:
-                if not self._makes_room([_trouble(0, error)]):
+                if not self._makes_room([_Note.of_trouble(0, error)]):
                     self.outcome.full = error.errno in _FULL
                     self._fails(f"{self.draft.target}: {error.strerror or error}")
                     return False
@@ -204,7 +193,7 @@ class Save:
 
     def has_ended(self) -> bool:
         """Whether the first rank has ended the save, as far as `run` is over."""
-        return self.rank == 0 or self.no_draft or not _is_open(self.draft)
+        return self.rank == 0 or self.no_draft or self.draft.renewed_ns() is None
 
     def wait_for_the_end(self) -> None:
         """Waits until the first rank has ended the save, once `run` is over.
@@ -212,12 +201,9 @@ class Save:
         A copy to `copy_to` may take very much longer than the save itself.
         """
         began = time.monotonic()
-        until(
-            lambda: self.has_ended() or self._is_lost(began, 2),
-            self.timeout_s,
-            self.draft,
-            3 * self.timeout_s,
-        )
+        for _ in polling(self.timeout_s, self.draft, 3 * self.timeout_s):
+            if self.has_ended() or self._is_lost(began, 2):
+                return
 
     def _is_lost(self, since: float, times: int = 1) -> bool:
         """Returns whether to give up on what has not come since then, because a rank is gone."""
@@ -245,37 +231,31 @@ class Save:
     def _troubled(self, error: OSError, blocks: Mapping[str, TensorBlock]) -> _Note:
         with contextlib.suppress(OSError):  # to make room for the notes
             self.draft.drop(file_of(self.rank))
-        return _trouble(self.rank, error, sum(block.n_bytes for block in blocks.values()))
+        return _Note.of_trouble(self.rank, error, sum(one.n_bytes for one in blocks.values()))
 
     def _tell(self, note: _Note) -> _Note:
         """Leaves a note, as soon as there is room for it, and returns it; maybe one of trouble."""
         began = time.monotonic()
-
-        def tells() -> bool:
-            nonlocal note
+        for _ in polling(self.timeout_s):
             try:
                 self.draft.tell(note.name, note.content())
-                return True
+                break
             except OSError as error:
-                if not note.error:
-                    note = self._troubled(error, {})
-                return not _is_open(self.draft) or self._is_lost(began)
-
-        until(tells, self.timeout_s)
+                note = note if note.error else self._troubled(error, {})
+            if self.has_ended() or self._is_lost(began):
+                break
         return note
 
     def _may_retry(self, trouble: _Note) -> bool:
         """Waits for the first rank's answer to trouble, and returns whether to try again."""
-        again, began = False, time.monotonic()
-
-        def answered() -> bool:
-            nonlocal again
+        began = time.monotonic()
+        for _ in polling(3 * self.timeout_s):
             with contextlib.suppress(OSError):
-                again = trouble.name not in self.draft.told()
-            return again or not _is_open(self.draft) or self._is_lost(began, 2)
-
-        until(answered, 3 * self.timeout_s)
-        return again
+                if trouble.name not in self.draft.told():
+                    return True
+            if self.has_ended() or self._is_lost(began, 2):
+                break
+        return False
 
     # ------------------------------------------------------------------ the first rank
 
@@ -287,11 +267,11 @@ class Save:
             if not troubles:
                 self._publish(notes)
                 return True
-        except _LostError as lost:
+        except SaveError as lost:
             self._fails(str(lost))
             return True
         except OSError as error:
-            troubles = [_trouble(0, error)]
+            troubles = [_Note.of_trouble(0, error)]
         except Exception as error:
             traceback.print_exception(error)
             self._fails(f"{self.draft.target}: {type(error).__name__}: {error}")
@@ -307,32 +287,25 @@ class Save:
 
     def _all(self, own: _Note) -> list[_Note]:
         """Waits until all ranks have left their notes, and returns what the notes say."""
-        notes = {own.rank: own}
-        last_news = time.monotonic()
-
-        def looked() -> bool:
-            nonlocal last_news
+        notes, last_news = {own.rank: own}, time.monotonic()
+        for _ in polling():
             for name in self.draft.told():
                 if (rank := int(name.split("-")[1])) not in notes:
-                    notes[rank] = _Note.read(name, self.draft)
-                    last_news = time.monotonic()
+                    notes[rank], last_news = _Note.read(name, self.draft), time.monotonic()
             if len(notes) == self.n_ranks:
-                return True
-            if time.monotonic() - last_news > _LOST_S:
+                break
+            silent_s = time.monotonic() - last_news
+            if silent_s > _LOST_S:
                 with self.draft.writing("probe"):  # raises if no rank can leave even a note
                     pass
                 self.draft.drop("probe")
-            timeout_s = max(self.timeout_s, 10 * self._own_s)
-            if time.monotonic() - last_news > timeout_s or self._is_lost(last_news):
+            if silent_s > max(self.timeout_s, 10 * self._own_s) or self._is_lost(last_news):
                 missing = [rank for rank in range(self.n_ranks) if rank not in notes]
                 some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-                raise _LostError(
+                raise SaveError(
                     f"{self.draft.target}: {len(missing)} of {self.n_ranks} ranks have not written "
                     f"their files (ranks {some})"
                 )
-            return False
-
-        until(looked)
         return [notes[rank] for rank in range(self.n_ranks)]
 
     def _publish(self, notes: list[_Note]) -> None:
@@ -349,12 +322,14 @@ class Save:
             self.outcome.n_bytes = sum(entry.bytes for entry in (*files.values(), *side.values()))
             if self.copy_to:
                 try:
-                    RemoteStore(self.copy_to).upload_newest(self.draft.target, self.kept)
+                    remote = RemoteStore(self.copy_to)
+                    remote.upload(self.draft.target)
+                    self.kept.prune(remote)
                 except Exception as error:  # each file system has errors of its own
                     self.outcome.not_copied = f"{type(error).__name__}: {error}"
         self._close()
         with contextlib.suppress(OSError):  # what is too many can be removed after the next save
-            self.store.prune(self.kept)
+            self.kept.prune(self.store)
 
     def _makes_room(self, troubles: list[_Note]) -> bool:
         """Removes the oldest checkpoint if all that is missing is space, and if it may."""
@@ -388,24 +363,3 @@ class Save:
     def _close(self) -> None:
         self.outcome.seconds = time.monotonic() - self.began
         self.draft.close()
-
-
-class _LostError(Exception):
-    """Ranks have not written their files."""
-
-
-def _trouble(rank: int, error: OSError, n_bytes: int = 0) -> _Note:
-    return _Note(rank, n_bytes, error=error.errno or errno.EIO)
-
-
-def _is_open(draft: Draft) -> bool:
-    try:
-        return draft.renewed_ns() is not None
-    except OSError:
-        return True  # nobody knows
-
-
-def _renewed_ns(draft: Draft) -> int | None:
-    with contextlib.suppress(OSError):
-        return draft.renewed_ns()
-    return None

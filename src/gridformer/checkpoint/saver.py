@@ -20,10 +20,16 @@ from pathlib import Path
 import torch
 
 from gridformer import comm
-from gridformer.checkpoint.blocks import Shards, TensorBlock, with_moments, written_here
+from gridformer.checkpoint.blocks import (
+    Shards,
+    Snapshot,
+    TensorBlock,
+    bytes_of,
+    with_moments,
+    written_here,
+)
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.checkpoint.save import Save, SaveOutcome
-from gridformer.checkpoint.snapshot import Snapshot, bytes_of
 from gridformer.checkpoint.store import Kept, LocalStore
 from gridformer.comm import progress
 from gridformer.config import RunConfig
@@ -86,10 +92,6 @@ class Saver:
         if save is None:
             return False
         return (thread is not None and thread.is_alive()) or not save.has_ended()
-
-    def sweep(self) -> None:
-        """Removes what killed processes left beside the checkpoints. The first rank calls it."""
-        self.store.sweep()
 
     def reserve(self, parameters: Shards) -> None:
         """Takes the memory for copies of parameters and moments, so that no step waits for it.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,17 +55,11 @@ def step_of(name: str) -> int:
 
 @dataclass(frozen=True)
 class Kept:
-    """Which checkpoints stay.
+    """Which checkpoints stay."""
 
-    Attributes:
-        newest: How many of the newest.
-        every: Besides, each whose step is a multiple of this number; 0 for none.
-        room: Whether the oldest of the others is removed if the disk is full.
-    """
-
-    newest: int
-    every: int = 0
-    room: bool = False
+    newest: int  # how many of the newest
+    every: int = 0  # besides, each whose step is a multiple of this number; 0 for none
+    room: bool = False  # whether the oldest of the others is removed if the disk is full
 
     @staticmethod
     def of(train: TrainConfig) -> Kept:
@@ -79,41 +72,28 @@ class Kept:
         older = names[:-newest]
         return [name for name in older if not self.every or step_of(name) % self.every]
 
-
-class CheckpointStore(ABC):
-    """A folder of checkpoints."""
-
-    @abstractmethod
-    def complete(self) -> list[str]:
-        """Returns the names of the complete checkpoints, the one with the fewest steps first."""
-
-    @abstractmethod
-    def remove(self, name: str) -> None:
-        """Removes a checkpoint, so that no part of it is taken for one."""
-
-    @abstractmethod
-    def sweep(self) -> None:
-        """Removes what killed processes left. No process may be writing there."""
-
-    def prune(self, kept: Kept) -> None:
-        """Removes the checkpoints that are not kept."""
-        for name in kept.removable(self.complete(), kept.newest):
-            self.remove(name)
+    def prune(self, store: LocalStore | RemoteStore) -> None:
+        """Removes the checkpoints that do not stay."""
+        for name in self.removable(store.complete(), self.newest):
+            store.remove(name)
 
 
-class LocalStore(CheckpointStore):
+class LocalStore:
     """The folder `checkpoints` of a run directory, on storage that all ranks share."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.folder = run_dir, run_dir / "checkpoints"
 
     def complete(self) -> list[str]:
+        """Returns the names of the complete checkpoints, the one with the fewest steps first."""
         return [path.name for path in find.complete(self.run_dir)]
 
     def remove(self, name: str) -> None:
+        """Removes a checkpoint, so that no part of it is taken for one."""
         remove_folder(self.folder / name)
 
     def sweep(self) -> None:
+        """Removes what killed processes left. No process may be writing there."""
         remove_leftovers(self.folder)
 
     def draft(self, name: str) -> Draft:
@@ -139,13 +119,13 @@ class Draft:
     """A checkpoint that is being written, as every rank sees it. Methods may raise OSError.
 
     Its notes are in a hidden folder beside it, which exists as long as the first rank works on the
-    draft; while that takes long, it renews the folder's time. `target` is the path of the complete
-    checkpoint.
+    draft; while that takes long, it renews the folder's time.
     """
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path) -> None:  # the path of the complete checkpoint
         self.target, self._folder = target, hidden_folder(target)
         self._notes = hidden_folder(target, "-notes")
+        self._renewed_ns = 0
 
     def begin(self) -> None:
         """Creates the draft, empty. The first rank calls it before any other method."""
@@ -192,9 +172,12 @@ class Draft:
     def renewed_ns(self) -> int | None:
         """Returns when a rank last worked on it; None before it was begun and once it is closed."""
         try:
-            return self._notes.stat().st_mtime_ns
+            self._renewed_ns = self._notes.stat().st_mtime_ns
         except FileNotFoundError:
             return None
+        except OSError:
+            pass  # nobody knows
+        return self._renewed_ns
 
     def publish(self, manifest: bytes) -> None:
         """Makes the draft a checkpoint, whose manifest is its last file."""
@@ -209,7 +192,7 @@ class Draft:
                 remove_folder(folder)
 
 
-class RemoteStore(CheckpointStore):
+class RemoteStore:
     """The folder of checkpoints at a URL, such as `s3://bucket/run` or `file:///nfs/run`.
 
     The small files that generation and export need are beside the checkpoints, as in a run
@@ -231,20 +214,15 @@ class RemoteStore(CheckpointStore):
         self.url, (self.files, self.root) = url, opened
 
     def complete(self) -> list[str]:
+        """Returns the names of the complete checkpoints, the one with the fewest steps first."""
         return [name for name in self._names() if self.files.exists(self._manifest(name))]
 
     def remove(self, name: str) -> None:
-        target = f"{self.root}/{name}"
+        """Removes a checkpoint, its manifest first, so that no part of it is taken for one."""
         if self.files.exists(self._manifest(name)):
             self.files.rm_file(self._manifest(name))
-        if self.files.exists(target):
-            self.files.rm(target, recursive=True)
-
-    def sweep(self) -> None:
-        complete = self.complete()
-        for name in self._names():
-            if name not in complete:
-                self.remove(name)
+        if self.files.exists(f"{self.root}/{name}"):
+            self.files.rm(f"{self.root}/{name}", recursive=True)
 
     @property
     def local(self) -> Path | None:
@@ -265,7 +243,10 @@ class RemoteStore(CheckpointStore):
         # The same folder can have two paths that do not look the same, as by a bind mount.
         if self.local and Path(target).exists() and Path(target).samefile(folder):
             raise OSError(f"{target} is the checkpoint itself, so it cannot be copied there")
-        self.sweep()
+        complete = self.complete()
+        for name in self._names():  # what killed processes left
+            if name not in complete:
+                self.remove(name)
         for name in (CONFIG, *SIDE_FILES):
             here, there = folder.parents[1], f"{self.root}/{name}"
             size = self.files.size(there) if self.files.exists(there) else None
@@ -280,11 +261,6 @@ class RemoteStore(CheckpointStore):
                 self.remove(folder.name)
             raise
 
-    def upload_newest(self, folder: Path, kept: Kept) -> None:
-        """Copies the newest checkpoint of a run there, and removes copies that are not kept."""
-        self.upload(folder)
-        self.prune(kept)
-
     def download(
         self,
         name: str,
@@ -295,8 +271,6 @@ class RemoteStore(CheckpointStore):
         """Copies a checkpoint to a local folder, which appears when it is complete and verified.
 
         Args:
-            name: The name of the checkpoint.
-            target: The folder to make.
             check: Raises a CheckpointError if a checkpoint with this manifest must not be copied.
             verified: Called when the copy is known to be intact, before it appears.
 

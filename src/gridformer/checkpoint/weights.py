@@ -7,12 +7,11 @@ that the weights do not have, whose initial values depend on seed and name as al
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.blocks import PARAMETER, TensorBlock
@@ -53,19 +52,12 @@ _OF_LENGTH = {"rope_theta", "rope_scaling", "window"}
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The weights with which a run begins.
+    """The weights with which a run begins."""
 
-    Attributes:
-        folder: The checkpoint that holds them.
-        rows: For each table of another size, how many rows it has there and here.
-        fresh: Parameters that get their initial values, because they are not there.
-        renamed: Parameters that have another name there.
-    """
-
-    folder: Path
-    rows: dict[str, tuple[int, int]]
-    fresh: tuple[str, ...]
-    renamed: dict[str, str] = field(default_factory=dict)
+    folder: Path  # the checkpoint that holds them
+    rows: dict[str, tuple[int, int]]  # of each table of another size, there and here
+    fresh: tuple[str, ...]  # parameters that get their initial values, as they are not there
+    renamed: dict[str, str]  # parameters that have another name there
 
     def describe(self) -> str:
         """Returns a line for the terminal."""
@@ -94,10 +86,12 @@ def start_of(run: RunConfig) -> InitialWeights | None:
     problems = _differences(there, run.model)
     if not problems:
         theirs, ours = shapes_of(there), shapes_of(run.model)
-        fresh = tuple(name for name in ours if _is_head(name) and theirs.get(name) != ours[name])
-        if fresh:  # a head is new as a whole
-            heads = {name.split(".")[0] for name in fresh}
-            fresh = tuple(name for name in ours if name.split(".")[0] in heads)
+        heads = {  # each of which is new as a whole
+            name.split(".")[0]
+            for name in ours
+            if name.startswith(_HEADS) and theirs.get(name) != ours[name]
+        }
+        fresh = tuple(name for name in ours if name.split(".")[0] in heads)
         # A classifier begins with the pooler of pre-training, as it does in Hugging Face's BERT.
         renamed = {
             name: pooler
@@ -156,22 +150,15 @@ def keep_files(start: InitialWeights, out: Path) -> None:
 
 def _with_rows(block: TensorBlock, n_rows: int) -> TensorBlock:
     """Returns the part of a block that lies in a table with that number of rows."""
-    tensor: Tensor = block.tensor
-    here = max(0, min(tensor.shape[0], n_rows - block.offset[0]))
-    return replace(block, tensor=tensor[:here], size=(n_rows, *block.size[1:]))
-
-
-def _is_head(name: str) -> bool:
-    return name.startswith(_HEADS)
+    here = max(0, min(block.tensor.shape[0], n_rows - block.offset[0]))
+    return replace(block, tensor=block.tensor[:here], size=(n_rows, *block.size[1:]))
 
 
 def _differences(there: ModelConfig, here: ModelConfig) -> list[str]:
     """Returns the keys whose values make another model of the same weights."""
     if there.family != here.family:
         return [f"it is a {there.family}, and model.family is {here.family}"]
-    free = set(_FREE)
-    if there.max_seq_len != here.max_seq_len:
-        free |= _OF_LENGTH
+    free = _FREE | (_OF_LENGTH if there.max_seq_len != here.max_seq_len else set())
     theirs, ours = _values(there), _values(here)
     problems = []
     for key, value in ours.items():

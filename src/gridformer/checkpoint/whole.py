@@ -1,14 +1,15 @@
-"""Checkpoints as whole tensors, one at a time, whatever layout wrote them."""
+"""Checkpoints as whole tensors, one at a time, whatever layout wrote them; their mean."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from gridformer.checkpoint import find
 from gridformer.checkpoint.blocks import (
     PARAMETER,
     StoredBlock,
@@ -23,6 +24,7 @@ from gridformer.checkpoint.manifest import (
     Manifest,
     advice_for_readers,
     manifest_bytes,
+    verify_checkpoint,
 )
 from gridformer.checkpoint.safetensors_file import (
     DTYPES,
@@ -31,11 +33,17 @@ from gridformer.checkpoint.safetensors_file import (
     opened_file,
     write_tensors,
 )
-from gridformer.checkpoint.side_files import read_side_files, write_side_files
+from gridformer.checkpoint.side_files import (
+    copy_side_files,
+    read_side_files,
+    root_of,
+    write_side_files,
+)
 from gridformer.checkpoint.store import writing_in
 from gridformer.config import ModelConfig, RunConfig
 from gridformer.models import build_model
-from gridformer.utils.errors import CheckpointError
+from gridformer.utils.errors import CheckpointError, ConfigError
+from gridformer.utils.folders import new_folder, refuse_existing
 from gridformer.utils.units import GIB, MIB
 
 _FILE_BYTES = GIB  # of one file of a checkpoint, so that many processes can share its reading
@@ -130,17 +138,10 @@ def write_weights(
     tokens: int = 0,
     tell: Callable[[str], None] = lambda doing: None,
 ) -> None:
-    """Writes a checkpoint without the state of an optimizer.
+    """Writes a checkpoint without the state of an optimizer to an empty folder of a run directory.
 
     No run can resume from it, but every layout can load it. It gets copies of the side files of its
     run directory, which must be written before.
-
-    Args:
-        folder: The folder of the checkpoint in its run directory, which exists and is empty.
-        streamed: The parameters by name.
-        run: The config of the run.
-        step, tokens: How many optimizer steps were done, and how many tokens were read.
-        tell: Receives progress messages.
     """
     streamed = {f"{PARAMETER}{name}": tensor for name, tensor in streamed.items()}
     files, parts = {}, {}
@@ -174,3 +175,83 @@ def write_weights(
 def _without_memory(shape: tuple[int, ...]) -> TensorBlock:
     """Returns a whole tensor as a block, for the index."""
     return TensorBlock(torch.empty(shape, device="meta"), shape, (0,) * len(shape))
+
+
+def average_run(
+    run_dir: Path,
+    out: Path,
+    last: int,
+    tell: Callable[[str], None] = lambda doing: None,
+    name: str = "",
+) -> tuple[int, ...]:
+    """Writes the mean of the last checkpoints of a run to a new run directory.
+
+    Vaswani et al. (2017, section 6.1) translate with the mean of the last 5 checkpoints of a base
+    model and of the last 20 of a big one. The mean is computed in float64, one parameter at a time,
+    and stored in the type of the newest checkpoint.
+
+    Args:
+        last: How many checkpoints are averaged, at least 2.
+        tell: Receives progress messages.
+        name: What errors call the run; empty means the run directory.
+
+    Returns:
+        The steps whose checkpoints were averaged, in their order.
+
+    Raises:
+        ConfigError: The run has fewer checkpoints.
+        CheckpointError: A checkpoint is damaged or of another model.
+        UserError: There already is something at `out`.
+    """
+    refuse_existing(out)
+    folders = find.complete(run_dir)
+    if problem := _too_few(name or str(run_dir), last, len(folders)):
+        raise ConfigError(problem)
+    folders = folders[-last:]
+    manifests = []
+    for folder in folders:
+        tell(f"verifying {folder.name}")
+        with advice_for_readers(folder, any_will_do=False):
+            manifests.append(verify_checkpoint(folder))
+    newest = manifests[-1]
+    for folder, manifest in zip(folders, manifests):
+        if manifest.model != newest.model:
+            raise CheckpointError(f"{folder} is of another model than {folders[-1]}: move it away")
+    shapes = shapes_of(newest.model)
+    stored = [StoredParameters(*one, shapes) for one in zip(folders, manifests)]
+    streamed = {
+        name: Streamed(shape, stored[-1].dtype(name), partial(_mean, stored, name))
+        for name, shape in shapes.items()
+    }
+    run = RunConfig.model_validate(newest.run)
+    with new_folder(out) as writing:
+        step = writing / "checkpoints" / folders[-1].name
+        step.mkdir(parents=True)
+        (writing / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
+        copy_side_files(root_of(folders[-1]), writing)
+        write_weights(step, streamed, run, newest.step, newest.tokens, tell)
+    return tuple(manifest.step for manifest in manifests)
+
+
+def _too_few(run_dir: str, last: int, n: int) -> str:
+    """Returns why that number of the last checkpoints cannot be averaged, or an empty text."""
+    if last < 2:
+        return f"--last {last} leaves nothing to average: use --last 2 or more"
+    if n < 2:
+        return (
+            f"{run_dir} has {n or 'no'} checkpoint{'s' * (n != 1)}, and an average needs at least "
+            "2: train with a smaller train.save_every"
+        )
+    if n < last:
+        return (
+            f"--last {last}: {run_dir} has {n} checkpoints: use --last {n}, or train with "
+            f"train.keep_checkpoints={last}"
+        )
+    return ""
+
+
+def _mean(stored: Sequence[StoredParameters], name: str) -> Tensor:
+    total = stored[0].whole(name).to(torch.float64, copy=True)
+    for one in stored[1:]:
+        total += one.whole(name)
+    return total.div_(len(stored))

@@ -116,8 +116,8 @@ def average(
         out: The run directory to write, which must not exist.
         last: The number of the newest checkpoints to average.
     """
-    from gridformer.checkpoint.average import average_run
     from gridformer.checkpoint.copies import run_with_checkpoints, url_of
+    from gridformer.checkpoint.whole import average_run
     from gridformer.utils.folders import refuse_existing
 
     refuse_existing(out)

@@ -154,7 +154,7 @@ def plan_checked(
     if budget and (problems := beyond_saving(run, budget)):
         raise ConfigError(*problems)
     from gridformer.checkpoint import weights
-    from gridformer.checkpoint.copies import choose_or_replace, clash, fetch_newest
+    from gridformer.checkpoint.copies import choose_checkpoint, clash, fetch_newest
     from gridformer.checkpoint.same_run import check_copy, check_same_run
     from gridformer.checkpoint.store import LocalStore
     from gridformer.data.run_data import fingerprint
@@ -181,7 +181,7 @@ def plan_checked(
         if run.train.checkpoint_to:
             (tell or silent)("", f"looking for a newer checkpoint at {run.train.checkpoint_to}")
             fetch_newest(run.train.checkpoint_to, out, check)
-    chosen = choose_or_replace(run.train, out, check, replaces=lock is not None)
+    chosen = choose_checkpoint(run.train, out, check, replaces=lock is not None)
     plan = Plan(run, out, None, 0, decisions, data=data)
     if chosen is None:
         return replace(plan, start=weights.start_of(run))

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from gridformer.checkpoint.copies import choose_or_replace, copy_newest
+from gridformer.checkpoint.copies import choose_checkpoint, copy_newest
 from gridformer.checkpoint.same_run import check_copy
 from gridformer.checkpoint.store import LocalStore
 from gridformer.launch import launch
@@ -253,7 +253,7 @@ def launch_with_restarts(
 def resumed(plan: Plan) -> Plan:
     """Returns the plan of a run that goes on from its newest checkpoint, if there is one."""
     check = partial(check_copy, plan.run, plan.data)
-    newest = choose_or_replace(plan.run.train, plan.out, check)
+    newest = choose_checkpoint(plan.run.train, plan.out, check)
     if newest is None:
         return plan
     return plan.resuming(newest.folder, newest.manifest, newest.older, newest.damaged)

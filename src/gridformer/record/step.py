@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from gridformer.checkpoint.blocks import written_here
+from gridformer.checkpoint.blocks import bytes_of, written_here
 from gridformer.checkpoint.checkpoint import shards_of
-from gridformer.checkpoint.snapshot import bytes_of
 from gridformer.comm import recorder
 from gridformer.config import RunConfig
 from gridformer.models import blocks

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.checkpoint import shards_of
-from gridformer.checkpoint.copies import give_up
-from gridformer.checkpoint.fallback import set_aside
+from gridformer.checkpoint.copies import give_up, set_aside
 from gridformer.checkpoint.manifest import Divergences
 from gridformer.comm.agree import first_text
 from gridformer.config import TrainConfig

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from gridformer.checkpoint.fallback import Damaged
+from gridformer.checkpoint.copies import Damaged
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.checkpoint.same_run import data_start_of
 from gridformer.checkpoint.weights import InitialWeights

@@ -10,11 +10,16 @@ from functools import partial
 from pathlib import Path
 
 from gridformer.checkpoint import checkpoint
-from gridformer.checkpoint.copies import copy_newest, replace_damaged
-from gridformer.checkpoint.fallback import Damaged, choose_together, set_aside
+from gridformer.checkpoint.copies import (
+    Damaged,
+    choose_together,
+    copy_newest,
+    replace_damaged,
+    set_aside,
+)
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.checkpoint.same_run import check_copy, check_same_run
-from gridformer.checkpoint.save import renewing, until
+from gridformer.checkpoint.save import polling, renewing
 from gridformer.checkpoint.saver import Saver
 from gridformer.checkpoint.store import LocalStore
 from gridformer.comm.agree import first_text
@@ -94,7 +99,9 @@ def _first_works(plan: Plan, axes: Axes, work: Callable[[], str]) -> str:
     result = ""
     if world.index:
         first_text("", world)  # the first rank has begun
-        until(lambda: draft.renewed_ns() is None, timeout_s, draft)
+        for _ in polling(timeout_s, draft):
+            if draft.renewed_ns() is None:
+                break
     else:
         with ExitStack() as shown:
             shown.callback(draft.close)
@@ -141,7 +148,7 @@ class Saves:
         if plan.run.train.saves_meanwhile:
             self.saver.reserve(checkpoint.updated_parameters(model))
         if axes.world.index == 0:
-            self.saver.sweep()
+            self.saver.store.sweep()
 
     def save(self, manifest: Manifest, stepper: Stepper, last: bool) -> None:
         """Saves a checkpoint; see `Saver.save`. All ranks call it together, between two steps.

@@ -13,11 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.convert.exporting import export_run
+from gridformer.checkpoint.convert.exporting import export_run, write_tokenizer
 from gridformer.checkpoint.convert.importing import INDEX, import_folder
-from gridformer.checkpoint.convert.kinds import entries_of
-from gridformer.checkpoint.convert.table import to_ours, to_theirs
-from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
 from gridformer.checkpoint.whole import shapes_of
 from gridformer.config.model import RopeScaling
 from gridformer.data import Tokenizer, special_ids
@@ -39,7 +36,7 @@ from tests.support.reference.folders import (
     their_model,
     tokenizer,
 )
-from tests.support.reference.shared import assert_close, transformers
+from tests.support.reference.shared import assert_close, entries_of, to_ours, transformers
 
 QUICK = ("gpt2", "bert", "llama", "qwen2")  # all forms, and heads that are tied and untied
 
@@ -117,7 +114,12 @@ def test_tables_are_complete(kind: str) -> None:
     assert [entry.ours for entry in entries] == list(dict.fromkeys(e.ours for e in entries))
     assert {entry.ours for entry in entries} == set(shapes_of(model.config))
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    same_bits(to_ours(entries, to_theirs(entries, weights)), weights)
+    theirs = {
+        name: tensor
+        for entry in entries
+        for name, tensor in zip(entry.theirs, entry.form.theirs(weights[entry.ours]))
+    }
+    same_bits(to_ours(entries, theirs), weights)
 
 
 @pytest.mark.parametrize("kind", ["gpt2"])

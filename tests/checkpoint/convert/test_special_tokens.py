@@ -12,9 +12,8 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from gridformer.checkpoint.convert.exporting import export_run
+from gridformer.checkpoint.convert.exporting import export_run, write_tokenizer
 from gridformer.checkpoint.convert.importing import import_folder
-from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
 from gridformer.config import RunConfig, parse_run
 from gridformer.data import SpecialIds, Tokenizer, special_ids
 from gridformer.data.chat import read_chat, write_chat

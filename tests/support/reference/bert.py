@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gridformer.checkpoint.convert.kinds import entries_of
-from gridformer.checkpoint.convert.table import to_ours
 from gridformer.config import ModelConfig
 from gridformer.models import BERT
 from tests.support.reference.shared import (
+    entries_of,
     plain,
     randomize,
+    to_ours,
     transformers,
 )
 

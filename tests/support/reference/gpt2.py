@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gridformer.checkpoint.convert.kinds import entries_of
-from gridformer.checkpoint.convert.table import to_ours
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import GPT2
 from gridformer.parallel import build_parallel
-from tests.support.reference.shared import randomize, transformers
+from tests.support.reference.shared import entries_of, randomize, to_ours, transformers
 
 V = 211
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from gridformer.checkpoint.convert.kinds import KINDS
-from gridformer.checkpoint.convert.table import to_ours
 from gridformer.config import ModelConfig
 from gridformer.data.samples.examples import read_by
 from gridformer.data.samples.sample import SpecialIds
@@ -16,7 +15,7 @@ from gridformer.models import Model
 from gridformer.utils.batch import Batch
 from tests.support.reference import folders
 from tests.support.reference.llama import widened
-from tests.support.reference.shared import plain, randomize, transformers
+from tests.support.reference.shared import plain, randomize, to_ours, transformers
 
 Head = Literal["ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice"]
 # What the names of their classes begin with.

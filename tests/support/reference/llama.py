@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gridformer.checkpoint.convert.kinds import entries_of
-from gridformer.checkpoint.convert.table import to_ours
 from gridformer.config import ModelConfig, RopeScaling
 from gridformer.models import Llama
-from tests.support.reference.shared import plain, randomize, transformers
+from tests.support.reference.shared import entries_of, plain, randomize, to_ours, transformers
 
 V = 211
 # What distinguishes the architectures besides sizes.

@@ -7,12 +7,15 @@ import os
 # must be set before transformers is imported; nothing is downloaded
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from gridformer.checkpoint.convert.kinds import KINDS
+from gridformer.checkpoint.convert.table import TableEntry
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
@@ -58,3 +61,13 @@ def assert_close(got: Tensor, want: Tensor) -> None:
     assert got.dtype == want.dtype
     difference = float((got - want).detach().abs().max() / want.detach().abs().max())
     assert difference < TOLERANCE[got.dtype], difference
+
+
+def entries_of(config: ModelConfig) -> list[TableEntry]:
+    """Return how parameters are stored, which is the same for all kinds of a family."""
+    return next(kind for kind in KINDS.values() if kind.family == config.family).entries(config)
+
+
+def to_ours(entries: list[TableEntry], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return our parameters, given all tensors of a model of Hugging Face by name."""
+    return {one.ours: one.form.ours([theirs[name] for name in one.theirs]) for one in entries}

@@ -76,12 +76,9 @@ class ConfigKeys:
 
 
 def read_heads(keys: ConfigKeys, names: frozenset[str], label_weight: str) -> dict[str, Any]:
-    """Returns the keys of our ModelConfig for heads of fine-tuning, derived from their tensors.
+    """Returns the keys of our ModelConfig for heads of fine-tuning, given the tensors' names.
 
-    Args:
-        keys: Their config.json.
-        names: The names of their tensors.
-        label_weight: That of the weight that computes the logits of labels.
+    `label_weight` is the name of the weight that computes the logits of labels.
     """
     if "qa_outputs.weight" in names:
         return {"token_head": False, "span_head": True}
@@ -130,13 +127,9 @@ def head_problem(model: ModelConfig, task: Task) -> str:
 
 
 def head_keys(model: ModelConfig, task: Task, classes: str, of_tokens: str) -> dict[str, Any]:
-    """Returns the keys that tell the class of a model and its labels.
+    """Returns the keys that tell the class of a model that has learned a task, and its labels.
 
-    Args:
-        model: The model.
-        task: The task that it has learned.
-        classes: What the names of its classes begin with, such as `Bert`.
-        of_tokens: The name of the class with a head of tokens.
+    The names of classes begin with `classes`; `of_tokens` is the one with a head of tokens.
     """
     if model.token_head:
         usual = task in ("auto", token_tasks(model)[0]) or not model.two_stacks
@@ -154,7 +147,7 @@ def head_keys(model: ModelConfig, task: Task, classes: str, of_tokens: str) -> d
 
 def label_keys(n_labels: int, names: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the keys that name labels; those without a name have the default of transformers."""
-    labels = [*names[:n_labels], *map(_default_label, range(len(names), n_labels))]
+    labels = [*names[:n_labels], *_default_labels(n_labels)[len(names) :]]
     return {
         "id2label": {str(i): label for i, label in enumerate(labels)},
         "label2id": {label: i for i, label in enumerate(labels)},
@@ -168,11 +161,11 @@ def config_label_names(values: Mapping[str, Any]) -> list[str]:
         return []
     names = [labels.get(str(i)) for i in range(len(labels))]
     told = [name for name in names if isinstance(name, str)]
-    return told if told == names and told != [*map(_default_label, range(len(names)))] else []
+    return told if told == names and told != _default_labels(len(names)) else []
 
 
-def _default_label(number: int) -> str:
-    return f"LABEL_{number}"
+def _default_labels(n: int) -> list[str]:
+    return [f"LABEL_{i}" for i in range(n)]
 
 
 def _of_choices(values: Mapping[str, Any]) -> bool:

@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -69,8 +68,7 @@ class StoredTensor(NamedTuple):
             return view
 
 
-@dataclass(frozen=True)
-class Imported:
+class Imported(NamedTuple):
     """What an import has written."""
 
     run: RunConfig
@@ -79,20 +77,16 @@ class Imported:
     has_tokenizer: bool
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A folder of Hugging Face whose tensors fit a model of ours.
-
-    `shapes` are those of our parameters, and `tensors` theirs by the names of the table.
-    """
+class _Source(NamedTuple):
+    """A folder of Hugging Face whose tensors fit a model of ours."""
 
     folder: Path
     kind: Kind
     model: ModelConfig
     task: Task
     entries: list[TableEntry]
-    shapes: Mapping[str, Shape]
-    tensors: Mapping[str, StoredTensor]
+    shapes: Mapping[str, Shape]  # of our parameters
+    tensors: Mapping[str, StoredTensor]  # by the names of the table
 
 
 def import_folder(
@@ -102,13 +96,11 @@ def import_folder(
     tell: Callable[[str], None] = lambda doing: None,
     task: str = "",
 ) -> Imported:
-    """Converts a folder of Hugging Face to a run directory.
+    """Converts a folder of Hugging Face to a new run directory.
 
     Args:
         folder: A folder with config.json, safetensors files and a tokenizer.
-        out: The run directory, which must not exist.
         dtype: The type of the stored tensors; keep means that of each tensor.
-        tell: Receives progress messages.
         task: The task that a model with a head of tokens has learned; empty means what the folder
             says.
 
@@ -120,19 +112,18 @@ def import_folder(
     """
     refuse_existing(out)
     source = _opened(folder)
-    if task:
-        source = replace(source, task=_asked(source, task))
+    learned = _asked(source, task) if task else source.task
     run = RunConfig(
         name=file_name(out.resolve().name, "imported"),
         model=source.model,
-        data=DataConfig(path=Path("data"), task=source.task),
+        data=DataConfig(path=Path("data"), task=learned),
     )
     with new_folder(out) as writing:
         step = writing / "checkpoints" / "step-00000000"
         step.mkdir(parents=True)
         (writing / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
         names = config_label_names(read_mapping(folder / CONFIG))
-        if source.task == "classify" and names:
+        if learned == "classify" and names:
             write_label_names(writing, names)
         (writing / KEPT).mkdir()
         for name in KEPT_FILES:
@@ -230,7 +221,6 @@ def _opened(folder: Path) -> _Source:
     task, entries = task_of(model, values), kind.entries(model)
     source = _Source(folder, kind, model, task, entries, shapes_of(model), tensors)
     _check_tensors(source)
-    _check_repeated(source)
     return source
 
 
@@ -296,7 +286,10 @@ def _named(tensors: Mapping[str, StoredTensor], kind: Kind) -> dict[str, StoredT
 
 
 def _check_tensors(source: _Source) -> None:
-    """Checks that there are exactly the tensors of the table, of the right shapes and types."""
+    """Checks that there are exactly the tensors of the table, of the right shapes and types.
+
+    Tensors that repeat others must be the same, since only the others are imported.
+    """
     kind, tensors = source.kind, source.tensors
     wanted = {name for entry in source.entries for name in entry.theirs}
     problems = []
@@ -323,13 +316,6 @@ def _check_tensors(source: _Source) -> None:
         raise CheckpointError(f"{source.folder}: {'; '.join(problems)}")
     for name in sorted(wanted):
         tensors[name].parameter_dtype()
-
-
-def _check_repeated(source: _Source) -> None:
-    """Checks that tensors which repeat others are the same, since the others are imported."""
-    kind, tensors = source.kind, source.tensors
-    wanted = {name for entry in source.entries for name in entry.theirs}
-    problems = []
     for name, other in kind.repeats.items():
         if name not in tensors or name in wanted or other not in wanted:
             continue  # such as a head that is not tied

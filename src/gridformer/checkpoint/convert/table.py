@@ -34,18 +34,8 @@ class Form(NamedTuple):
         return tuple(self.theirs(torch.empty(ours, device="meta"))[0].shape)
 
 
-SAME = Form(lambda theirs: theirs[0], lambda ours: [ours])
-# Our matrix is [in, out] and theirs is that of torch.nn.Linear, [out, in].
-TRANSPOSED = Form(lambda theirs: theirs[0].t(), lambda ours: [ours.t()])
-# As TRANSPOSED, with the outputs in the opposite order.
-REVERSED = Form(lambda theirs: theirs[0].flip(0).t(), lambda ours: [ours.t().flip(0)])
-
-
-def interleaved(n: int, d: int) -> Form:
-    """Ours are the columns [head, product, d] of n products; theirs one torch.nn.Linear for each.
-
-    d is the width of a head.
-    """
+def _interleaved(n: int, d: int) -> Form:
+    """Ours are the columns [head, product, d] of n products; theirs a torch.nn.Linear for each."""
 
     def ours(theirs: Sequence[Tensor]) -> Tensor:
         return torch.stack([one.t().unflatten(-1, (-1, d)) for one in theirs], -2).flatten(-3)
@@ -57,8 +47,8 @@ def interleaved(n: int, d: int) -> Form:
     return Form(ours, theirs)
 
 
-def side_by_side(n: int, d: int) -> Form:
-    """As `interleaved`, but theirs is one tensor with the columns [product, head, d]."""
+def _side_by_side(n: int, d: int) -> Form:
+    """As `_interleaved`, but theirs is one tensor with the columns [product, head, d]."""
 
     def swapped(x: Tensor, columns: tuple[int, int, int]) -> Tensor:
         return x.unflatten(-1, columns).transpose(-3, -2).flatten(-3)
@@ -68,16 +58,32 @@ def side_by_side(n: int, d: int) -> Form:
     )
 
 
-@dataclass(frozen=True)
-class TableEntry:
+# By the name in a table, given the width of a head. Our matrices are [in, out] and theirs are those
+# of torch.nn.Linear, [out, in]; `reversed` has the outputs in the opposite order.
+_FORMS: dict[str, Callable[[int], Form]] = {
+    "same": lambda d: Form(lambda theirs: theirs[0], lambda ours: [ours]),
+    "linear": lambda d: Form(lambda theirs: theirs[0].t(), lambda ours: [ours.t()]),
+    "reversed": lambda d: Form(lambda x: x[0].flip(0).t(), lambda ours: [ours.t().flip(0)]),
+    "qkv": partial(_interleaved, 3),
+    "kv": partial(_interleaved, 2),
+    "side_by_side": partial(_side_by_side, 3),
+}
+_CONDITIONS: dict[str, Callable[[ModelConfig], Any]] = {
+    "": lambda model: True,
+    "labels": lambda model: model.n_labels and not model.token_head,
+    "untied": lambda model: model.token_head and not model.tied_head,
+}
+
+
+_SEVERAL = re.compile(r"^([^[]*)\[?([^]]*)\]?(.*)$")
+
+
+class TableEntry(NamedTuple):
     """The names of their tensors that hold one parameter of ours, and how one becomes the other."""
 
     ours: str
     theirs: tuple[str, ...]
-    form: Form = SAME
-
-
-_SEVERAL = re.compile(r"^([^[]*)\[?([^]]*)\]?(.*)$")
+    form: Form
 
 
 class Row(NamedTuple):
@@ -89,30 +95,15 @@ class Row(NamedTuple):
 
     ours: str
     theirs: str
-    form: Form | Callable[[int], Form]  # or what returns it, given the width of a head
+    form: Callable[[int], Form]
     when: Callable[[ModelConfig], Any]
 
-    def named(self, name: str, layer: int, leaf: str) -> tuple[str, ...]:
+    def named(self, name: str, layer: int = 0, leaf: str = "weight") -> tuple[str, ...]:
         """Returns what a name of the row is for a layer, and for weight or bias."""
         if not name.endswith((".*", ".bias", ".weight")):
             name = f"{name}.*"
         before, parts, after = _SEVERAL.findall(name.replace("#", str(layer)))[0]
         return tuple(f"{before}{part}{after}".replace("*", leaf) for part in parts.split("|"))
-
-
-_FORMS: dict[str, Form | Callable[[int], Form]] = {
-    "same": SAME,
-    "linear": TRANSPOSED,
-    "reversed": REVERSED,
-    "qkv": partial(interleaved, 3),
-    "kv": partial(interleaved, 2),
-    "side_by_side": partial(side_by_side, 3),
-}
-_CONDITIONS: dict[str, Callable[[ModelConfig], Any]] = {
-    "": lambda model: True,
-    "labels": lambda model: model.n_labels and not model.token_head,
-    "untied": lambda model: model.token_head and not model.tied_head,
-}
 
 
 def rows(text: str) -> list[Row]:
@@ -129,39 +120,16 @@ def rows(text: str) -> list[Row]:
     return table
 
 
-def _expanded(table: Sequence[Row], model: ModelConfig) -> list[TableEntry]:
-    """Returns the entries of a model: layer by layer where successive rows have layers."""
-    entries = []
-    present = [row for row in table if row.when(model)]
-    for stack, group in groupby(present, lambda row: row.ours.rpartition("#")[0]):
-        of_layer, in_decoder = [*group], stack.startswith("decoder.")
-        n_layers = (model.n_decoder_layers if in_decoder else model.n_layers) if stack else 1
-        for i in range(n_layers):
-            for row in of_layer:
-                form = row.form if isinstance(row.form, Form) else row.form(model.head_width)
-                for leaf in ("weight", "bias") if row.ours.endswith("*") else ("weight",):
-                    (ours,), theirs = (row.named(name, i, leaf) for name in row[:2])
-                    entries.append(TableEntry(ours, theirs, form))
-    return entries
-
-
 NEEDED = object()  # the default of a key that every config.json has
 
 
 class Key(NamedTuple):
-    """A key of config.json.
-
-    Attributes:
-        theirs: Its name.
-        ours: The key of ModelConfig that it sets; none is set if it is empty.
-        default: The value of a file without it; a function of our keys so far also replaces 0.
-        written: What an export writes: a value, or a function of the model; None means our key.
-    """
+    """A key of config.json."""
 
     theirs: str
-    ours: str = ""
-    default: Any = NEEDED
-    written: Any = None
+    ours: str = ""  # the key of ModelConfig that it sets; none is set if it is empty
+    default: Any = NEEDED  # of a file without it; a function of our keys so far also replaces 0
+    written: Any = None  # by an export: a value, or a function of the model; None means our key
 
     def read(self, keys: ConfigKeys, read: Mapping[str, Any]) -> Any:
         """Returns the value in a config.json, given our keys that were read before."""
@@ -183,8 +151,6 @@ class Kind:
     """One `model_type` of Hugging Face's config.json.
 
     Attributes:
-        model_type: The value of that key.
-        family: Our family.
         classes: What the names of its classes in transformers begin with.
         of_tokens: Returns the end of the name of the class with a head of tokens.
         rows: The table of its tensors.
@@ -222,8 +188,22 @@ class Kind:
     hints: Mapping[str, str] = field(default_factory=dict)
 
     def entries(self, model: ModelConfig) -> list[TableEntry]:
-        """Returns the table of a model: how each of our parameters is stored there."""
-        return _expanded(self.rows, model)
+        """Returns how each of a model's parameters is stored there.
+
+        They come layer by layer where successive rows have layers.
+        """
+        entries = []
+        present = [row for row in self.rows if row.when(model)]
+        for stack, group in groupby(present, lambda row: row.ours.rpartition("#")[0]):
+            of_layer, in_decoder = [*group], stack.startswith("decoder.")
+            n_layers = (model.n_decoder_layers if in_decoder else model.n_layers) if stack else 1
+            for i in range(n_layers):
+                for row in of_layer:
+                    form = row.form(model.head_width)
+                    for leaf in ("weight", "bias") if row.ours.endswith("*") else ("weight",):
+                        (ours,), theirs = (row.named(name, i, leaf) for name in row[:2])
+                        entries.append(TableEntry(ours, theirs, form))
+        return entries
 
     def read_config(self, keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
         """Returns the keys of our ModelConfig; what we do not have becomes `keys.problems`.
@@ -237,7 +217,7 @@ class Kind:
             if one.ours:
                 read[one.ours] = one.read(keys, read)
         (labels,) = (row for row in self.rows if row.ours.startswith("classifier.labels"))
-        heads = read_heads(keys, names, labels.named(labels.theirs, 0, "weight")[0])
+        heads = read_heads(keys, names, labels.named(labels.theirs)[0])
         return read | self.read(keys, read, names) | heads
 
     def write_config(self, model: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
@@ -250,19 +230,3 @@ class Kind:
             **head_keys(model, task, self.classes, of_tokens),
             **{key.theirs: key.write(model) for key in self.keys},
         }
-
-
-def to_ours(entries: list[TableEntry], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns our parameters, given all tensors of a model of Hugging Face by name."""
-    return {
-        entry.ours: entry.form.ours([theirs[name] for name in entry.theirs]) for entry in entries
-    }
-
-
-def to_theirs(entries: list[TableEntry], ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a model of Hugging Face, given all of our parameters by name."""
-    return {
-        name: tensor
-        for entry in entries
-        for name, tensor in zip(entry.theirs, entry.form.theirs(ours[entry.ours]))
-    }
