@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gridformer.checkpoint import checkpoint, find
+from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import KEPT
 from gridformer.cli.generate import generate
 from gridformer.config import LayoutConfig, parse_run
@@ -35,6 +35,7 @@ from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
 from gridformer.utils.errors import ConfigError, DataError
 from tests.support.chats import chat_folder
+from tests.support.checkpoints import save_checkpoint
 
 CPU = torch.device("cpu")
 MODEL = {
@@ -60,7 +61,7 @@ def out(folder: TokenFolder, tmp_path: Path) -> Path:
     model = build_parallel(run.model, LayoutConfig(), Axes(), 1, CPU, "float64")
     updates = Stepper(model, run.train, Axes()).updates
     updates.allocate(1)
-    checkpoint.save(tmp_path / "run", 1, 8, run, model, updates, Axes())
+    save_checkpoint(tmp_path / "run", 1, 8, run, model, updates, Axes())
     (tmp_path / "run" / "tokenizer.json").write_bytes(folder.tokenizer_file.read_bytes())
     return tmp_path / "run"
 

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
 
-from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.cli.app import app
 from gridformer.config import Family, LayoutConfig, parse_run
@@ -32,6 +31,7 @@ from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
 from gridformer.utils.errors import ConfigError, DataError, UserError
+from tests.support.checkpoints import save_checkpoint
 from tests.support.marks import extra
 
 LENGTH = 24
@@ -55,7 +55,7 @@ def run_dir(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     model = build_parallel(run.model, LayoutConfig(), Axes(), 3, CPU, "float64")
     updates = Stepper(model, run.train, Axes()).updates
     updates.allocate(0)
-    checkpoint.save(out, 0, 0, run, model, updates, Axes())
+    save_checkpoint(out, 0, 0, run, model, updates, Axes())
     shutil.copy(token_folder / "tokenizer.json", out)
     return out
 

@@ -12,7 +12,6 @@ import tokenizers
 import torch
 from torch import Tensor, nn
 
-from gridformer.checkpoint import checkpoint
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.evaluate.continuing import (
@@ -31,6 +30,7 @@ from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import UserError
+from tests.support.checkpoints import save_checkpoint
 from tests.support.reference.gpt2 import pair
 from tests.support.reference.shared import tokens_of, transformers
 
@@ -286,7 +286,7 @@ def test_a_loaded_model_has_no_dropout(token_folder: Path, tmp_path: Path) -> No
     ]
     updates = Stepper(built[0], run.train, Axes()).updates
     updates.allocate(0)
-    checkpoint.save(tmp_path, 0, 0, run, built[0], updates, Axes())
+    save_checkpoint(tmp_path, 0, 0, run, built[0], updates, Axes())
     (tmp_path / "tokenizer.json").write_bytes((token_folder / "tokenizer.json").read_bytes())
     loaded = load_model(tmp_path, cpu).model
     tokens = tokens_of(301, 2, 8)

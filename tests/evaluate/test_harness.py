@@ -11,7 +11,6 @@ import tokenizers
 import torch
 import yaml
 
-from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.config import LayoutConfig, parse_run
 from gridformer.evaluate.loading import load_model
@@ -19,6 +18,7 @@ from gridformer.evaluate.tasks import Options, measure, parse_tasks
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
+from tests.support.checkpoints import save_checkpoint
 
 pytestmark = pytest.mark.full
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: gridformer[lm-eval]")
@@ -51,7 +51,7 @@ def run_dir(
     built = build_parallel(run.model, LayoutConfig(), Axes(), 3, torch.device("cpu"))
     updates = Stepper(built, run.train, Axes()).updates
     updates.allocate(0)
-    checkpoint.save(out, 0, 0, run, built, updates, Axes())
+    save_checkpoint(out, 0, 0, run, built, updates, Axes())
     tokenizer = tokenizers.Tokenizer.from_file(str(token_folder / "tokenizer.json"))
     if request.param != "plain":
         tokenizer.add_special_tokens(["<s>"])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.config import parse_run
 from gridformer.data.side_texts import write_label_names
@@ -18,6 +17,7 @@ from gridformer.evaluate.loading import load_model
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
+from tests.support.checkpoints import save_checkpoint
 from tests.support.commands import gridformer_here
 
 CPU = torch.device("cpu")
@@ -50,9 +50,9 @@ def test_the_names_are_found_wherever_the_model_lies(token_folder: Path, tmp_pat
     out = tmp_path / "run"
     out.mkdir()
     shutil.copy(token_folder / "tokenizer.json", out)
-    nameless = checkpoint.save(out, 1, 0, run, built, updates, Axes())
+    nameless = save_checkpoint(out, 1, 0, run, built, updates, Axes())
     write_label_names(out, NAMES)
-    named = checkpoint.save(out, 2, 0, run, built, updates, Axes())
+    named = save_checkpoint(out, 2, 0, run, built, updates, Axes())
     far = Path(shutil.copytree(named, tmp_path / "far"))
     export_run(out, tmp_path / "exported")
     right = predicted(load_model(named, CPU), TEXTS, 2)

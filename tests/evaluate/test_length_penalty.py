@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gridformer.checkpoint import checkpoint
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.data import TokenFolder, resolve
 from gridformer.data.prepare.corpus import prepare_corpus
@@ -28,6 +27,7 @@ from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
 from gridformer.utils.errors import ConfigError
+from tests.support.checkpoints import save_checkpoint
 from tests.support.commands import gridformer_here
 from tests.support.data import pairs_source
 from tests.support.marks import extra
@@ -128,7 +128,7 @@ def test_the_command_evaluate_has_the_options_of_the_search(
     built = a_model(run, folder).model
     updates = Stepper(built, run.train, Axes()).updates
     updates.allocate(0)
-    checkpoint.save(tmp_path / "run", 0, 0, run, built, updates, Axes())
+    save_checkpoint(tmp_path / "run", 0, 0, run, built, updates, Axes())
     (tmp_path / "run" / "tokenizer.json").write_bytes(folder.tokenizer_file.read_bytes())
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(json.dumps({"source": "the quick brown fox", "target": SAID}) + "\n")

@@ -18,7 +18,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gridformer.checkpoint import checkpoint
 from gridformer.config import parse_run
 from gridformer.launch.hang import Messages
 from gridformer.launch.hang_report import all_ranks, reports
@@ -27,6 +26,7 @@ from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train.metrics import read_metrics
 from gridformer.train.step import Stepper
+from tests.support.checkpoints import save_checkpoint
 from tests.support.commands import gridformer_here
 from tests.support.launch.hanging import TIMEOUT_S
 from tests.support.launch.programs import (
@@ -220,7 +220,7 @@ def run_dir(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     built = build_parallel(run.model, run.layout, Axes(), 3, torch.device("cpu"), "float32")
     updates = Stepper(built, run.train, Axes()).updates
     updates.allocate(0)
-    checkpoint.save(out, 0, 0, run, built, updates, Axes())
+    save_checkpoint(out, 0, 0, run, built, updates, Axes())
     (out / "tokenizer.json").write_bytes((token_folder / "tokenizer.json").read_bytes())
     return out
 

@@ -24,6 +24,7 @@ from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.train.step import Stepper
+from tests.support.checkpoints import save_checkpoint
 from tests.support.multirank.exactness import CPU, axes_of, tiny
 from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.pool import WorkerPool
@@ -319,7 +320,7 @@ def groups_of_objects(out: Path) -> tuple[set[str], int]:
         for name in (*names, "all_reduce"):
             stack.enter_context(patch.object(dist, name, watched(getattr(dist, name))))
         stack.enter_context(patch.object(dist, "new_group", new_group))
-        folder = checkpoint.save(out, 1, 0, run, stepper.model, stepper.updates, axes)
+        folder = save_checkpoint(out, 1, 0, run, stepper.model, stepper.updates, axes)
         checkpoint.load(folder, stepper.model, stepper.updates, axes)
     return used, len(created)
 

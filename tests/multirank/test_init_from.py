@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.checkpoint import checkpoint, weights
+from gridformer.checkpoint import weights
 from gridformer.config import LayoutConfig
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train.plan import Plan
 from gridformer.train.step import Stepper
+from tests.support.checkpoints import save_checkpoint
 from tests.support.marks import full_unless
 from tests.support.multirank.layouts import n_of
 from tests.support.multirank.pool import RankFailed, WorkerPool
@@ -38,7 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory, token_folder: Path) -> Path
     made = build_parallel(model, LayoutConfig(), Axes(), 5, torch.device("cpu"), "float64")
     updates = Stepper(made, run.train, Axes()).updates
     updates.allocate(1)
-    checkpoint.save(out, 1, 0, run, made, updates, Axes())
+    save_checkpoint(out, 1, 0, run, made, updates, Axes())
     return out
 
 

@@ -15,6 +15,7 @@ from gridformer.models.blocks import copy_of
 from gridformer.parallel import build_parallel
 from gridformer.parallel.pipeline import Event
 from gridformer.train.compile import compile_model
+from tests.support.checkpoints import save_checkpoint
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import CPU, axes_of, distance, values
 from tests.support.multirank.pipelines import SETTINGS, Layout, family, reads_of, stepper_of
@@ -43,7 +44,7 @@ def moved_through(layouts: list[Layout], name: Any, out: Path) -> float:
         else:
             stepper(0, reads_of(config, 1)[0])
             first = stepper.model
-        checkpoint.save(out, step + 1, 0, run, stepper.model, stepper.updates, axes)
+        save_checkpoint(out, step + 1, 0, run, stepper.model, stepper.updates, axes)
     assert first is not None
     return distance(stepper.model, values(stepper.model), values(first))
 

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint.blocks import Shards
-from gridformer.checkpoint.checkpoint import manifest_of
+from gridformer.checkpoint.checkpoint import Optimizer, manifest_of, shards_of
 from gridformer.checkpoint.save import SaveOutcome
 from gridformer.checkpoint.saver import Saver
+from gridformer.checkpoint.store import name_of
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.mesh import Axes
 from gridformer.models import Model
@@ -33,12 +34,28 @@ def built(run: RunConfig, seed: int) -> Model:
     return build_parallel(run.model, LayoutConfig(), Axes(), seed, torch.device("cpu"))
 
 
+def save_checkpoint(
+    out: Path,
+    step: int,
+    tokens: int,
+    run: RunConfig,
+    model: nn.Module,
+    updates: Optimizer,
+    axes: Axes,
+    **more: Any,
+) -> Path:
+    """Write a checkpoint and return its folder; all ranks call it together."""
+    manifest = manifest_of(step, tokens, run, **more)
+    Saver(out, run, axes).save(manifest, shards_of(model, updates))
+    return out / "checkpoints" / name_of(step)
+
+
 def save_model(out: Path, run: RunConfig, step: int = 1, seed: int = 1, **more: Any) -> Path:
     """Save a checkpoint of a model with initial weights, and return its folder."""
     model = built(run, seed)
     updates = Stepper(model, run.train, Axes()).updates
     updates.allocate(step)
-    return checkpoint.save(out, step, 8 * step, run, model, updates, Axes(), **more)
+    return save_checkpoint(out, step, 8 * step, run, model, updates, Axes(), **more)
 
 
 def filled(value: float) -> Shards:

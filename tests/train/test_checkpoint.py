@@ -27,6 +27,7 @@ from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from gridformer.utils.errors import CheckpointError
+from tests.support.checkpoints import save_checkpoint
 
 MODEL = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def saved(tmp_path: Path) -> Path:
     model, stepper = a_model(run, seed=1)
     batch = torch.randint(0, 11, (2, 5))
     stepper(0, lambda rows: next_words(batch[rows]))
-    return checkpoint.save(tmp_path, 1, 8, run, model, stepper.updates, Axes())
+    return save_checkpoint(tmp_path, 1, 8, run, model, stepper.updates, Axes())
 
 
 def test_round_trip(saved: Path) -> None:
@@ -77,7 +78,7 @@ def test_a_save_does_not_read_what_it_has_written(
     stepper.updates.allocate(1)
     with monkeypatch.context() as patch:
         patch.setattr(manifest_module, "crc32_of", reads)
-        folder = checkpoint.save(tmp_path, 1, 8, run, model, stepper.updates, Axes())
+        folder = save_checkpoint(tmp_path, 1, 8, run, model, stepper.updates, Axes())
     verify_checkpoint(folder)
 
 
@@ -211,10 +212,10 @@ def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
     run = a_run()
     model, stepper = a_model(run, seed=1)
     stepper(0, lambda rows: next_words(torch.arange(10).view(2, 5)[rows]))
-    checkpoint.save(tmp_path, 1, 8, run, model, stepper.updates, Axes())
+    save_checkpoint(tmp_path, 1, 8, run, model, stepper.updates, Axes())
     with torch.no_grad():
         model.get_parameter("tokens.weight").fill_(0.25)
-    saved = checkpoint.save(tmp_path, 1, 9, run, model, stepper.updates, Axes())
+    saved = save_checkpoint(tmp_path, 1, 9, run, model, stepper.updates, Axes())
     assert [path.name for path in saved.parent.iterdir()] == ["step-00000001"]
     other, other_stepper = a_model(run, seed=2)
     assert checkpoint.load(saved, other, other_stepper.updates, Axes()).tokens == 9

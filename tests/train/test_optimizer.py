@@ -19,6 +19,7 @@ from gridformer.train.optimizer import UpdateUnit
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from gridformer.utils.errors import ConfigError, DivergedError
+from tests.support.checkpoints import save_checkpoint
 
 MODEL = {"n_layers": 3, "hidden_size": 16, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
 RUN = parse_run({"model": MODEL, "data": {"path": "unused"}, "train": {"global_batch": 2}})
@@ -180,7 +181,7 @@ def test_a_run_resumes_with_or_without_offload(tmp_path: Path, first: str) -> No
         step(whole, number)
     for number in range(2):
         step(before, number)
-    folder = checkpoint.save(tmp_path, 2, 16, RUN, before.model, before.updates, Axes())
+    folder = save_checkpoint(tmp_path, 2, 16, RUN, before.model, before.updates, Axes())
     checkpoint.load(folder, after.model, after.updates, Axes())
     for number in range(2, 4):
         step(after, number)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint.copies import choose_checkpoint
 from gridformer.checkpoint.same_run import data_start_of
 from gridformer.config import LayoutConfig, RunConfig, parse_run
@@ -18,6 +17,7 @@ from gridformer.train.plan import Plan
 from gridformer.train.saves import intact_checkpoint
 from gridformer.train.step import Stepper
 from gridformer.utils.errors import CheckpointError
+from tests.support.checkpoints import save_checkpoint
 
 
 def a_run(seq_len: int, restart: bool = False) -> RunConfig:
@@ -31,7 +31,7 @@ def saved(out: Path, run: RunConfig, step: int, data_start: int) -> Path:
     model = build_parallel(run.model, LayoutConfig(), Axes(), step, torch.device("cpu"))
     updates = Stepper(model, run.train, Axes()).updates
     updates.allocate(step)
-    return checkpoint.save(out, step, 0, run, model, updates, Axes(), data_start=data_start)
+    return save_checkpoint(out, step, 0, run, model, updates, Axes(), data_start=data_start)
 
 
 def planned(out: Path, run: RunConfig) -> Plan:

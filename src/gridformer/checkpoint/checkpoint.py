@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,29 +47,6 @@ class Scale(Protocol):
     scale: float
     good: int
     skipped: int
-
-
-def save(
-    run_dir: Path,
-    step: int,
-    tokens: int,
-    run: RunConfig,
-    model: nn.Module,
-    optimizer: Optimizer,
-    axes: Axes,
-    **more: Any,
-) -> Path:
-    """Writes a checkpoint, and returns its folder. All ranks call it together.
-
-    Raises:
-        SaveError: The checkpoint could not be written. All ranks raise it.
-    """
-    # Commands that write no checkpoint do without this import, which takes time.
-    from gridformer.checkpoint.saver import Saver
-
-    manifest = manifest_of(step, tokens, run, **more)
-    Saver(run_dir, run, axes).save(manifest, shards_of(model, optimizer))
-    return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
 def manifest_of(

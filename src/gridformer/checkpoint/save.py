@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from gridformer.checkpoint.blocks import TensorBlock, joined_index, packed_part
 from gridformer.checkpoint.manifest import FileEntry, Manifest, manifest_bytes
 from gridformer.checkpoint.safetensors_file import write_file
-from gridformer.checkpoint.side_files import read_side_files, write_side_files
+from gridformer.checkpoint.side_files import write_side_files
 from gridformer.checkpoint.store import Draft, Kept, LocalStore, RemoteStore, name_of
 from gridformer.comm import progress
 from gridformer.utils.errors import SaveError
@@ -314,7 +314,7 @@ class Save:
             name: FileEntry(bytes=note.n_bytes, crc32=note.crc32) for name, note in written.items()
         }
         index = joined_index({name: note.part for name, note in written.items()})
-        side = write_side_files(read_side_files(self.store.run_dir), self.draft.writing)
+        side = write_side_files(self.store.run_dir, self.draft.writing)
         update = {"files": files, "side_files": side, "index": index}
         content = manifest_bytes(self.manifest.model_copy(update=update))
         with renewing(self.draft, self.timeout_s) if self.copy_to else contextlib.nullcontext():

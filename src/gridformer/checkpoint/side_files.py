@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,35 +56,30 @@ def side_files(root: Path) -> list[str]:
 def root_of(folder: Path) -> Path:
     """Returns the folder that has a checkpoint's side files: the checkpoint, or its run directory.
 
-    Only a folder that has the checkpoint in its `checkpoints` is taken for its run directory.
+    A folder that has the checkpoint in its `checkpoints` is its run directory.
     """
     parent = folder.resolve().parent
     return folder if side_files(folder) or parent.name != "checkpoints" else parent.parent
 
 
-def read_side_files(root: Path) -> dict[str, bytes]:
-    """Returns the contents of side files. One that cannot be read is left out.
-
-    A checkpoint is worth more than a tokenizer that may also be elsewhere.
-    """
-    contents = {}
-    for name in side_files(root):
-        with suppress(OSError):
-            contents[name] = regular_bytes(root / name, GIB)
-    return contents
-
-
 def write_side_files(
-    contents: Mapping[str, bytes], writing: Callable[[str], AbstractContextManager[BinaryIO]]
+    root: Path, writing: Callable[[str], AbstractContextManager[BinaryIO]]
 ) -> dict[str, FileEntry]:
-    """Writes side files into a checkpoint, and returns what its manifest says of them."""
-    for name, content in contents.items():
+    """Copies side files into a checkpoint, and returns what its manifest says of them.
+
+    One that cannot be read is left out: a checkpoint is worth more than a tokenizer that may also
+    be elsewhere.
+    """
+    entries = {}
+    for name in side_files(root):
+        try:
+            content = regular_bytes(root / name, GIB)
+        except OSError:
+            continue
         with writing(name) as file:
             file.write(content)
-    return {
-        name: FileEntry(bytes=len(content), crc32=zlib.crc32(content))
-        for name, content in contents.items()
-    }
+        entries[name] = FileEntry(bytes=len(content), crc32=zlib.crc32(content))
+    return entries
 
 
 def copy_side_files(root: Path, target: Path) -> None:

@@ -18,6 +18,7 @@ from gridformer.checkpoint.blocks import (
     joined_index,
     packed_part,
 )
+from gridformer.checkpoint.checkpoint import manifest_of
 from gridformer.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
@@ -35,7 +36,6 @@ from gridformer.checkpoint.safetensors_file import (
 )
 from gridformer.checkpoint.side_files import (
     copy_side_files,
-    read_side_files,
     root_of,
     write_side_files,
 )
@@ -155,21 +155,14 @@ def write_weights(
             n_bytes, crc = write_tensors(opened, chosen, offsets_info(blocks))
         files[file] = FileEntry(bytes=n_bytes, crc32=crc)
         parts[file] = packed_part(blocks)
-    side = write_side_files(read_side_files(folder.parents[1]), partial(writing_in, folder))
-    manifest = Manifest(
-        format="gridformer-checkpoint",
-        version=1,
-        step=step,
-        tokens=tokens,
-        model=run.model,
-        run=run.model_dump(mode="json"),
-        files=files,
-        side_files=side,
-        index=joined_index(parts),
-        weights_only=True,
-    )
+    update = {
+        "files": files,
+        "side_files": write_side_files(folder.parents[1], partial(writing_in, folder)),
+        "index": joined_index(parts),
+        "weights_only": True,
+    }
     with writing_in(folder, MANIFEST) as opened:
-        opened.write(manifest_bytes(manifest))
+        opened.write(manifest_bytes(manifest_of(step, tokens, run).model_copy(update=update)))
 
 
 def _without_memory(shape: tuple[int, ...]) -> TensorBlock:

@@ -21,6 +21,7 @@ from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.train.compile import compile_model
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch, next_words
+from tests.support.checkpoints import save_checkpoint
 from tests.support.fuzz.case import Case
 from tests.support.multirank.exactness import (
     CPU,
@@ -93,7 +94,7 @@ def train(text: str, number: int, folder: str) -> Found:
     if run.train.sanity_checks:
         assert_copies_equal(model, axes)
     if end < case.steps:
-        checkpoint.save(Path(folder), end, 0, run, model, stepper.updates, axes)
+        save_checkpoint(Path(folder), end, 0, run, model, stepper.updates, axes)
         return found
     # Differences of values that are zero except for rounding, relative to the length of a step.
     found["parameter"] = distance(model, values(model), want.trained, run.train.lr)
@@ -122,7 +123,7 @@ def _only_train(
     if run.train.sanity_checks:
         assert_copies_equal(stepper.model, axes)
     if end < case.steps:
-        checkpoint.save(
+        save_checkpoint(
             folder, end, 0, run, stepper.model, stepper.updates, axes, scale=stepper.scale
         )
     else:
