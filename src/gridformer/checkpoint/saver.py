@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -72,10 +73,17 @@ class Saver:
         self._seconds_left, self._no_space = seconds_left, no_space
         self._full_disk_wait_s = train.full_disk_wait_s
         self._hold, self._release, self._hopeless = hold, release, hopeless
-        self.axes, self._timeout_s = axes, train.timeout_s
+        self.axes = axes
         self._first = axes.world.index == 0  # which publishes checkpoints
-        self._kept, self._copy_to = Kept.of(train), train.checkpoint_to
         self.store = LocalStore(run_dir)
+        self._new_save = partial(
+            Save,
+            self.store,
+            kept=Kept.of(train),
+            timeout_s=train.timeout_s,
+            copy_to=train.checkpoint_to,
+            hopeless=hopeless,
+        )
         self._copies = Snapshot()
         self._save: Save | None = None
         self._thread: threading.Thread | None = None
@@ -94,10 +102,7 @@ class Saver:
         return (thread is not None and thread.is_alive()) or not save.has_ended()
 
     def reserve(self, parameters: Shards) -> None:
-        """Takes the memory for copies of parameters and moments, so that no step waits for it.
-
-        Only memory that is pinned for a GPU takes long.
-        """
+        """Takes the memory for copies of parameters and moments, which takes seconds with a GPU."""
         if any(tensor.is_cuda for tensor, _ in parameters.values()):
             saved = written_here(with_moments(parameters), self.axes)
             self._copies.reserve(bytes_of(saved), pinned=True)
@@ -157,14 +162,22 @@ class Saver:
             self._all(True)  # else a rank could take the new draft for the old one
         self._last_step = manifest.step
         world = self.axes.world
-        save = Save(
-            self.store, manifest, world.index, world.size, self._kept, self._timeout_s,
-            self._copy_to, self._hopeless,
-        )  # fmt: skip
+        save = self._new_save(manifest, world.index, world.size)
         self._save, self._failed = save, True
         self._hold()
         try:
-            self._start(save, shards, wait)
+            if not self._all(not self._first or save.begin()):
+                save.no_draft = True
+                self._release()
+            elif wait:
+                save.run(written_here(shards, self.axes))
+                self._release()
+            else:
+                copies = self._copies.take(written_here(shards, self.axes))
+                self._thread = threading.Thread(
+                    target=self._write, args=(save, copies), name="checkpoint", daemon=True
+                )
+                self._thread.start()
         except BaseException:
             save.no_draft = True  # there is nothing to wait for
             self._release()
@@ -212,22 +225,6 @@ class Saver:
             self._news.append(save.outcome)
             if not save.outcome.failure:
                 self._metrics["save_s"] = save.outcome.seconds
-
-    def _start(self, save: Save, shards: Shards, wait: bool) -> None:
-        if not self._all(not self._first or save.begin()):
-            save.no_draft = True
-            self._release()
-            return
-        blocks = written_here(shards, self.axes)
-        if wait:
-            save.run(blocks)
-            self._release()
-            return
-        copies = self._copies.take(blocks)
-        self._thread = threading.Thread(
-            target=self._write, args=(save, copies), name="checkpoint", daemon=True
-        )
-        self._thread.start()
 
     def _write(self, save: Save, copies: Mapping[str, TensorBlock]) -> None:
         try:

@@ -237,16 +237,13 @@ class RemoteStore:
         If the copy fails, what was written of it is removed as far as possible. Otherwise it would
         take space forever, because only complete checkpoints count toward the number that is kept.
         """
-        files = {path.name for path in folder.iterdir() if path.is_file()}
-        names = sorted(files | {*side_files(folder)})
+        names = {path.name for path in folder.iterdir() if path.is_file()} | {*side_files(folder)}
         target = f"{self.root}/{folder.name}"
         # The same folder can have two paths that do not look the same, as by a bind mount.
         if self.local and Path(target).exists() and Path(target).samefile(folder):
             raise OSError(f"{target} is the checkpoint itself, so it cannot be copied there")
-        complete = self.complete()
-        for name in self._names():  # what killed processes left
-            if name not in complete:
-                self.remove(name)
+        for name in {*self._names()} - {*self.complete()}:  # what killed processes left
+            self.remove(name)
         for name in (CONFIG, *SIDE_FILES):
             here, there = folder.parents[1], f"{self.root}/{name}"
             size = self.files.size(there) if self.files.exists(there) else None
@@ -254,7 +251,7 @@ class RemoteStore:
                 self._put(here, name, self.root)
         self.remove(folder.name)
         try:
-            for name in (*(name for name in names if name != MANIFEST), MANIFEST):
+            for name in sorted(names, key=lambda name: (name == MANIFEST, name)):
                 self._put(folder, name, target)
         except Exception:
             with contextlib.suppress(Exception):  # the first error says what is wrong

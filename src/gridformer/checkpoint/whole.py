@@ -92,10 +92,6 @@ class StoredParameters:
                 self._last = name, self._read(name)
         return self._last[1]
 
-    def close(self) -> None:
-        """Frees the last parameter."""
-        self._last = None
-
     def _read(self, name: str) -> Tensor:
         blocks = self._blocks[name]
         if len(blocks) == 1:

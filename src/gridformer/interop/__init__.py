@@ -61,8 +61,8 @@ class GlobalBlock(Tensor):
         return self.global_size if dim is None else self.global_size[dim]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        local = self.tensor
-        return [ChunkStorageMetadata(self.offset, local.shape)] if local.numel() else []
+        shape = self.tensor.shape
+        return [ChunkStorageMetadata(self.offset, shape)] if shape.numel() else []
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.tensor)
@@ -81,14 +81,11 @@ class GlobalBlock(Tensor):
 
 
 def state_dict(model: nn.Module) -> dict[str, GlobalBlock]:
-    """Returns this rank's blocks of all parameters that it holds, by name.
+    """Returns this rank's blocks of all parameters of a model of `build_parallel`, by name.
 
     `torch.distributed.checkpoint.save` writes them under the names and shapes of the plain model,
     once where several ranks hold the same block. `torch.distributed.checkpoint.load` fills the
     parameters in place.
-
-    Args:
-        model: A model that `gridformer.parallel.build_parallel` has built.
     """
     return {
         name: GlobalBlock.of(stored(parameter), shard_of(stored(parameter)))
@@ -97,15 +94,11 @@ def state_dict(model: nn.Module) -> dict[str, GlobalBlock]:
 
 
 def dtensor_views(model: nn.Module, axes: Axes) -> dict[str, Tensor]:
-    """Returns the parameters of this rank as DTensors of their global shapes, by name.
+    """Returns this rank's parameters of a model of `build_parallel` as DTensors, by name.
 
-    They share the memory of the parameters, and their names are those of the plain model. With
-    pipeline stages, each rank returns the parameters of its own stages, on the mesh of the ranks
-    that have the same stages. Where that is one rank, they are plain tensors.
-
-    Args:
-        model: A model that `gridformer.parallel.build_parallel` has built.
-        axes: The axes of this process.
+    They have global shapes and share the memory of the parameters, and their names are those of the
+    plain model. With pipeline stages, each rank returns the parameters of its own stages, on the
+    mesh of the ranks that have the same stages. Where that is one rank, they are plain tensors.
 
     Raises:
         UserError: A DTensor cannot express how some parameters are sharded. It names all of them:
@@ -161,8 +154,7 @@ def _mesh_of(axes: Axes) -> DeviceMesh | None:
 
 def _placements(parameter: nn.Parameter, mesh: DeviceMesh, axes: Axes) -> list[Placement] | None:
     """Returns how a parameter is sharded over the mesh; None if placements cannot express it."""
-    info = info_of(parameter)
-    names = mesh.mesh_dim_names or ()
+    info, names = info_of(parameter), mesh.mesh_dim_names or ()
     placements: list[Placement] = [Replicate() for _ in names]
     lengths = [{n} for n in info.shard.size]  # of the blocks along each dimension
     for dim, name in enumerate(info.cut):

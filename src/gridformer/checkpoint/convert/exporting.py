@@ -99,7 +99,6 @@ def export_run(
             streamed[kind.renamed(model, name)] = _streamed(entry, part, stored, dtype)
     with new_folder(out) as writing:
         n_files = write_weight_files(streamed, writing, int(shard_gib * GIB), tell)
-        stored.close()
         imported = manifest.weights_only and not manifest.step
         tokens = write_tokenizer(writing, root, run, imported)
         types = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in streamed.values())
