@@ -334,7 +334,7 @@ def test_weights_of_steps_that_have_run_are_compared(saved: Path) -> None:
     for other in (mixed((0.7, 0.3)), mixed((0.7, 0.3), (5, 2), (8, 1)), mixed((1, 1), (5, 2))):
         with pytest.raises(CheckpointError, match=r"weights of data.sources up to step 8 are"):
             check_same_run(manifest, other, saved)
-    with pytest.raises(CheckpointError, match=r"weights of data\.sources up to step 1 are .*, there none"):
+    with pytest.raises(CheckpointError, match=r"weights of data\.sources .*, there none"):
         check_same_run(read_manifest(saved), before, saved)
 
 

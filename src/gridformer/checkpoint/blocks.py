@@ -36,17 +36,11 @@ Position = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """A block of a global tensor.
+    """A block of a global tensor."""
 
-    Attributes:
-        tensor: The local tensor without its padding.
-        size: The shape of the global tensor.
-        offset: The index in the global tensor at which the block begins.
-    """
-
-    tensor: Tensor
-    size: tuple[int, ...]
-    offset: tuple[int, ...]
+    tensor: Tensor  # the local tensor without its padding
+    size: tuple[int, ...]  # the shape of the global tensor
+    offset: tuple[int, ...]  # the index in the global tensor at which the block begins
 
     @staticmethod
     def of(local: Tensor, shard: ParamShard) -> TensorBlock:
@@ -61,11 +55,7 @@ class TensorBlock:
     def overlap(
         self, offset: tuple[int, ...], size: tuple[int, ...]
     ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Returns where the block at an offset and of a size overlaps with this one.
-
-        Returns:
-            The slices of that block and of this one, whose elements are the same; None without any.
-        """
+        """Returns the slices of the block at an offset and of this one that overlap, if any do."""
         there, here = [], []
         for mine, n, other, m in zip(self.offset, self.tensor.shape, offset, size):
             begin, end = max(mine, other), min(mine + n, other + m)
@@ -122,12 +112,7 @@ class StoredBlock(NamedTuple):
 
 
 class BlockIndex(Config):
-    """Where the blocks of a checkpoint are.
-
-    Attributes:
-        names: Lists of names of tensors.
-        files: For each file, the blocks in it.
-    """
+    """Where the blocks of a checkpoint are: lists of names, and the blocks in each file."""
 
     names: list[list[str]]
     files: dict[str, list[Position]]

@@ -26,7 +26,7 @@ from gridformer.checkpoint.manifest import (
     damage_remedy,
     verify_checkpoint,
 )
-from gridformer.checkpoint.side_files import copy_side_files
+from gridformer.checkpoint.side_files import copy_files
 from gridformer.checkpoint.store import CONFIG, Kept, RemoteStore, step_of
 from gridformer.comm.agree import first_text
 from gridformer.config import TrainConfig
@@ -56,19 +56,12 @@ class Damaged:
 
 @dataclass(frozen=True)
 class ChosenCheckpoint:
-    """The newest checkpoint of a run directory that is not known to be damaged.
-
-    Attributes:
-        folder: The checkpoint.
-        manifest: Its manifest.
-        older: The checkpoints before it, newest first; none if the run must not use them.
-        damaged: The checkpoints after it.
-    """
+    """The newest checkpoint of a run directory that is not known to be damaged."""
 
     folder: Path
     manifest: Manifest
-    older: tuple[Path, ...] = ()
-    damaged: tuple[Damaged, ...] = ()
+    older: tuple[Path, ...] = ()  # newest first; none if the run must not use them
+    damaged: tuple[Damaged, ...] = ()  # the checkpoints after it
 
 
 # Given damaged checkpoints, newest first, and the one before them, or None: sets them aside, and
@@ -84,11 +77,7 @@ def choose_checkpoint(
 ) -> ChosenCheckpoint | None:
     """Finds the checkpoint to resume from by manifests and sizes; None if there is none at all.
 
-    Args:
-        train: The settings of the run.
-        run_dir: The run directory.
-        check: Whether a copy may be used.
-        replaces: Whether a copy may take the place of a damaged checkpoint now.
+    If `replaces`, a copy that `check` accepts may take the place of a damaged checkpoint.
 
     Raises:
         CheckpointError: The newest checkpoint is damaged, or with `train.fallback` all are. It
@@ -379,7 +368,7 @@ def run_with_checkpoints(
             remote.download_beside(copy)
         if not named:
             shutil.copyfile(run_dir / CONFIG, copy / CONFIG)
-            copy_side_files(run_dir, copy)
+            copy_files(run_dir, copy)
         yield copy
 
 

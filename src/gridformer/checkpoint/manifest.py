@@ -52,35 +52,27 @@ class Divergences(Config):
 
 
 class Manifest(Config):
-    """The content of checkpoint.json.
-
-    Attributes:
-        step, tokens: How many optimizer steps were done, and how many tokens were read.
-        skipped: How many of the steps updated nothing, because float16 gradients overflowed, or
-            because the step was not finite and was left out.
-        good_steps: Steps since the loss scale last changed.
-        side_files: The copies of small files of the run, such as the tokenizer.
-        data_start: The step at which the present order of samples began (`data.restart`).
-        data: The fingerprint of the data; None in an import.
-        weights_only: Whether there is no state of an optimizer, as in what
-            `gridformer import` writes, so that no run can resume from it.
-    """
+    """The content of checkpoint.json."""
 
     format: Literal["gridformer-checkpoint"]
     version: Literal[1]
-    step: int = Field(ge=0)
-    tokens: int = Field(ge=0)
+    step: int = Field(ge=0)  # how many optimizer steps were done
+    tokens: int = Field(ge=0)  # how many tokens were read
+    # How many of the steps updated nothing, because float16 gradients overflowed, or because the
+    # step was not finite and was left out.
     skipped: int = Field(default=0, ge=0)
     loss_scale: float = Field(default=1.0, gt=0.0, le=_LARGEST_SCALE)
-    good_steps: int = Field(default=0, ge=0)
+    good_steps: int = Field(default=0, ge=0)  # since the loss scale last changed
     model: ModelConfig
     run: dict[str, Any]
     files: dict[str, FileEntry]
-    side_files: dict[str, FileEntry] = Field(default_factory=dict)
+    side_files: dict[str, FileEntry] = Field(default_factory=dict)  # such as the tokenizer
     index: BlockIndex = BlockIndex(names=[], files={})
+    # The step at which the present order of samples began (`data.restart`).
     data_start: int = Field(default=0, ge=0)
-    data: Fingerprint | None = None
+    data: Fingerprint | None = None  # None in an import
     divergences: Divergences = Divergences()
+    # There is no state of an optimizer, as in an import, so no run can resume from it.
     weights_only: bool = False
 
 
@@ -131,10 +123,8 @@ def verify_checkpoint(
 ) -> Manifest:
     """Compares the files of a checkpoint with its manifest, and returns the manifest.
 
-    Args:
-        contents: Whether to verify checksums and headers besides sizes.
-        part, n_parts: The checksums of every n_parts-th file from number `part` on are verified,
-            so that ranks can share the reading.
+    If `contents`, checksums and headers are verified besides sizes: those of every n_parts-th file
+    from number `part` on, so that ranks can share the reading.
 
     Raises:
         CheckpointError: A file is missing, truncated, damaged or foreign. The message names it.

@@ -37,25 +37,18 @@ _SHORTEST_S, _LONGEST_S = 0.002, 0.25  # between two looks
 _RENEW_S = 5.0
 
 
-def polling(
-    timeout_s: float = float("inf"), draft: Draft | None = None, first_s: float | None = None
-) -> Iterator[None]:
+def polling(timeout_s: float = float("inf"), draft: Draft | None = None) -> Iterator[None]:
     """Yields for each look at what is waited for, less and less often, until time is over.
 
-    Times are counted by this rank's clock, because the clocks of machines and of storage differ.
-
-    Args:
-        timeout_s: How long to wait. With a draft, how long after each renewal of it.
-        draft: What another rank renews as long as it is at work.
-        first_s: How long to wait if it is never renewed; None means `timeout_s`.
+    Time begins anew when a draft is renewed, as another rank does while it is at work. This rank's
+    clock counts it, because the clocks of machines and of storage differ.
     """
-    pause, renewed = _SHORTEST_S, None
-    ends = time.monotonic() + (timeout_s if first_s is None else first_s)
+    pause, renewed, ends = _SHORTEST_S, None, time.monotonic() + timeout_s
     while True:
         yield
         now = time.monotonic()
         if draft is not None and (last := draft.renewed_ns()) not in (None, renewed):
-            renewed, ends = last, max(ends, now + timeout_s)
+            renewed, ends = last, now + timeout_s
         if now >= ends:
             return
         if threading.current_thread() is threading.main_thread():
@@ -141,25 +134,19 @@ class _Note:
 
 @dataclass
 class Save:
-    """One save, as one rank takes part in it.
-
-    Attributes:
-        manifest: The manifest without files and index.
-        rank: This rank, of `n_ranks`.
-        timeout_s: The first rank gives up when no rank has left a note for this many seconds, and
-            for much longer than its own part of the save took.
-        copy_to: A URL to which the first rank copies the checkpoint; empty for none.
-        hopeless: Returns whether a rank has failed or was killed. Its note may never come, and the
-            other ranks may be about to be ended, so notes are then waited for only briefly.
-    """
+    """One save, as one rank takes part in it."""
 
     store: LocalStore
-    manifest: Manifest
+    manifest: Manifest  # without files and index
     rank: int
     n_ranks: int
     kept: Kept
+    # The first rank gives up when no rank has left a note for so long, and for much longer than its
+    # own part of the save took.
     timeout_s: float = 600.0
-    copy_to: str = ""
+    copy_to: str = ""  # a URL to which the first rank copies the checkpoint; empty for none
+    # Whether a rank has failed or was killed. Its note may never come, and the other ranks may be
+    # about to be ended, so notes are then waited for only briefly.
     hopeless: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
@@ -201,7 +188,7 @@ class Save:
         A copy to `copy_to` may take very much longer than the save itself.
         """
         began = time.monotonic()
-        for _ in polling(self.timeout_s, self.draft, 3 * self.timeout_s):
+        for _ in polling(3 * self.timeout_s, self.draft):
             if self.has_ended() or self._is_lost(began, 2):
                 return
 

@@ -48,8 +48,6 @@ class Saver:
 
     Args:
         run_dir: The run directory, on storage that all ranks share.
-        run: The run's config, which also says how many checkpoints to keep.
-        axes: The axes of the mesh.
         hold, release: Called when a save begins and when this rank has done its part of it, the
             latter maybe in another thread. In between the process should not be ended.
         hopeless: Returns whether a rank has failed or was killed.
@@ -114,7 +112,6 @@ class Saver:
 
         Args:
             manifest: The manifest without files and index.
-            shards: What this rank updates.
             wait: Whether to wait until the checkpoint is complete. Otherwise this waits for the
                 save before this one and for copies in host memory.
             last: Whether the run ends after it. It is then waited for, also for space on a disk.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
@@ -82,11 +82,12 @@ def write_side_files(
     return entries
 
 
-def copy_side_files(root: Path, target: Path) -> None:
-    """Copies side files from one folder to another, where they replace others."""
-    for name in side_files(root):
-        (target / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(root / name, target / name)
+def copy_files(root: Path, target: Path, names: Iterable[str] = SIDE_FILES) -> None:
+    """Copies those files that a folder has to another one, where they replace others."""
+    for name in names:
+        if (root / name).is_file():
+            (target / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(root / name, target / name)
 
 
 def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:

@@ -35,7 +35,7 @@ from gridformer.checkpoint.safetensors_file import (
     write_tensors,
 )
 from gridformer.checkpoint.side_files import (
-    copy_side_files,
+    copy_files,
     root_of,
     write_side_files,
 )
@@ -217,7 +217,7 @@ def average_run(
         step = writing / "checkpoints" / folders[-1].name
         step.mkdir(parents=True)
         (writing / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
-        copy_side_files(root_of(folders[-1]), writing)
+        copy_files(root_of(folders[-1]), writing)
         write_weights(step, streamed, run, newest.step, newest.tokens, tell)
     return tuple(manifest.step for manifest in manifests)
 

@@ -35,14 +35,10 @@ class GlobalBlock(Tensor):
 
     torch.distributed.checkpoint asks the tensors of a state dict for their blocks by the three
     methods with underscores. Compute with `tensor` instead.
-
-    Attributes:
-        global_size: The shape of the global tensor.
-        offset: Where the block begins in it.
     """
 
-    global_size: torch.Size
-    offset: torch.Size
+    global_size: torch.Size  # the shape of the global tensor
+    offset: torch.Size  # where the block begins in it
 
     @staticmethod
     def of(local: Tensor, shard: ParamShard) -> GlobalBlock:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gridformer.checkpoint.convert.config_json import ConfigKeys
 from gridformer.checkpoint.convert.kinds import KINDS
+from gridformer.checkpoint.convert.table import ConfigKeys
 from gridformer.config import ModelConfig
 from gridformer.config.model import RopeScaling
 from tests.support.reference.shared import transformers

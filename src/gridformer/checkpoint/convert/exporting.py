@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.convert.config_json import head_problem, label_keys
 from gridformer.checkpoint.convert.importing import (
     CONFIG,
     INDEX,
@@ -23,7 +21,7 @@ from gridformer.checkpoint.convert.importing import (
     write_json,
 )
 from gridformer.checkpoint.convert.kinds import KINDS, kinds_of
-from gridformer.checkpoint.convert.table import Kind, TableEntry
+from gridformer.checkpoint.convert.table import Kind, TableEntry, head_problem, label_keys
 from gridformer.checkpoint.manifest import (
     KEPT,
     advice_for_readers,
@@ -31,7 +29,13 @@ from gridformer.checkpoint.manifest import (
     verify_checkpoint,
 )
 from gridformer.checkpoint.safetensors_file import Streamed, write_tensors
-from gridformer.checkpoint.side_files import GENERATION, KEPT_FILES, load_tokenizer, root_of
+from gridformer.checkpoint.side_files import (
+    GENERATION,
+    KEPT_FILES,
+    copy_files,
+    load_tokenizer,
+    root_of,
+)
 from gridformer.checkpoint.store import writing_in
 from gridformer.checkpoint.whole import StoredParameters, in_files, shapes_of
 from gridformer.config import ModelConfig, RunConfig, Task, any_of
@@ -189,9 +193,7 @@ def write_tokenizer(
         imported: Whether the weights are those of an import, unchanged.
     """
     kept, own, ids = root / KEPT, root / TOKENIZER, {}
-    for name in KEPT_FILES:
-        if name != CONFIG and (kept / name).is_file():
-            shutil.copyfile(kept / name, folder / name)
+    copy_files(kept, folder, [name for name in KEPT_FILES if name != CONFIG])
     if (kept / CONFIG).is_file():
         before = read_mapping(kept / CONFIG)
         ids = {key: before[key] for key in _TOKEN_KEYS if key in before}

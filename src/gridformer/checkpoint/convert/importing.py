@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,17 +15,19 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from gridformer.checkpoint.convert.config_json import (
+from gridformer.checkpoint.convert.kinds import KINDS
+from gridformer.checkpoint.convert.table import (
     ConfigKeys,
+    Kind,
+    Shape,
+    TableEntry,
     config_label_names,
     task_of,
     token_tasks,
 )
-from gridformer.checkpoint.convert.kinds import KINDS
-from gridformer.checkpoint.convert.table import Kind, Shape, TableEntry
 from gridformer.checkpoint.manifest import KEPT
 from gridformer.checkpoint.safetensors_file import DTYPES, Streamed, opened_file
-from gridformer.checkpoint.side_files import KEPT_FILES
+from gridformer.checkpoint.side_files import KEPT_FILES, copy_files
 from gridformer.checkpoint.whole import shapes_of, write_weights
 from gridformer.config import DataConfig, ModelConfig, RunConfig, Task, any_of
 from gridformer.config.base import file_name
@@ -40,7 +41,6 @@ from gridformer.utils.folders import new_folder, refuse_existing
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TOKEN_HEADS = ("lm_head.", "cls.predictions.")  # what names of tensors of such heads begin with
-_PIECE = 1 << 22  # elements that are compared at a time
 DType = Literal["keep", "float32", "bfloat16"]
 
 
@@ -125,15 +125,10 @@ def import_folder(
         names = config_label_names(read_mapping(folder / CONFIG))
         if learned == "classify" and names:
             write_label_names(writing, names)
-        (writing / KEPT).mkdir()
-        for name in KEPT_FILES:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, writing / KEPT / name)
+        copy_files(folder, writing / KEPT, KEPT_FILES)
         has_tokenizer = (folder / TOKENIZER).is_file()
         if has_tokenizer:
-            for name in (TOKENIZER, SETTINGS):  # which say what token ends documents
-                if (folder / name).is_file():
-                    shutil.copyfile(folder / name, writing / name)
+            copy_files(folder, writing, (TOKENIZER, SETTINGS))  # which say what ends documents
         streamed = {entry.ours: _streamed(entry, source, dtype) for entry in source.entries}
         write_weights(step, streamed, run, tell=tell)
     n_parameters = sum(torch.Size(shape).numel() for shape in source.shapes.values())
@@ -329,12 +324,5 @@ def _check_tensors(source: _Source) -> None:
 
 
 def _same(one: StoredTensor, other: StoredTensor) -> bool:
-    """Returns whether two tensors are equal; a few rows at a time are in memory."""
-    if one.shape != other.shape:
-        return False
     common = torch.promote_types(one.parameter_dtype(), other.parameter_dtype())
-    n_rows = max(1, _PIECE // torch.Size(one.shape[1:]).numel())
-    return all(
-        torch.equal(a.to(common), b.to(common))
-        for a, b in zip(one.view().split(n_rows), other.view().split(n_rows))
-    )
+    return torch.equal(one.view().to(common), other.view().to(common))

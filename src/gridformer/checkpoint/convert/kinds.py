@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gridformer.checkpoint.convert.config_json import ConfigKeys
-from gridformer.checkpoint.convert.table import Key, Kind, rows
+from gridformer.checkpoint.convert.table import ConfigKeys, Key, Kind, rows
 from gridformer.config import ModelConfig, any_of
 from gridformer.utils.units import format_value
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gridformer.checkpoint.convert.config_json import ConfigKeys, head_keys, read_heads
-from gridformer.config import Family, ModelConfig, Task
+from gridformer.config import FINE_TUNING, TASKS, Family, ModelConfig, Task, any_of
 
 Shape = tuple[int, ...]
 
@@ -120,7 +119,171 @@ def rows(text: str) -> list[Row]:
     return table
 
 
+# ------------------------------------------------------------------ config.json
+
+# Keys that change what a model computes wherever they occur, and the values that change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "pruned_heads": (None, {}),
+    "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,),
+    "num_local_experts": (None, 0, 1),
+    "num_experts": (None, 0, 1),
+    "n_routed_experts": (None, 0),
+    "partial_rotary_factor": (None, 1.0),
+    "cross_attention_hidden_size": (None,),
+}
+# The types of values that are no numbers.
+_TYPES: dict[str, tuple[type, str]] = {
+    "layer_types": (list, "a list"),
+    "id2label": (dict, "a mapping"),
+    "rope_parameters": (dict, "a mapping"),
+    "rope_scaling": (dict, "a mapping"),
+}
+_CHOICE = "ForMultipleChoice"
+# The key that says what an exported model with a head of tokens has learned.
+_TASK = "gridformer_task"
 NEEDED = object()  # the default of a key that every config.json has
+
+
+class ConfigKeys:
+    """The keys of a config.json, and as `problems` what gridformer cannot represent.
+
+    A key that is absent has the default of its class in transformers, since that library writes
+    only what differs from it.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+        self.problems: list[str] = []
+        for key, neutral in _NEUTRAL.items():
+            self.only(key, neutral)
+
+    def get(self, key: str, default: Any) -> Any:
+        """Returns a value, or the default if it is absent. Another type is a problem."""
+        value = self.values.get(key, default)
+        wanted, name = _TYPES.get(key, ((int, float), "a number"))
+        if value is None or isinstance(value, wanted):
+            return value
+        self.problems.append(f"{key}={value} is not {name}")
+        return default
+
+    def size(self, key: str) -> Any:
+        """Returns a value that every config.json has."""
+        if self.values.get(key) is None:
+            self.problems.append(f"{key} is missing")
+            return 1
+        return self.get(key, 1)
+
+    def only(self, key: str, allowed: tuple[Any, ...], hint: str = "") -> Any:
+        """Returns a value, which must be one of those allowed; the first is also the default."""
+        value = self.values.get(key, allowed[0])
+        if value not in allowed:
+            told, *known = (
+                str(one).lower() if isinstance(one, bool) else one
+                for one in (value, *(one for one in allowed if one is not None))
+            )
+            words = any_of(known or ["null"])
+            self.problems.append(f"{key}={told}{hint}: gridformer has only {words}")
+        return value
+
+
+def read_heads(keys: ConfigKeys, names: frozenset[str], label_weight: str) -> dict[str, Any]:
+    """Returns the keys of our ModelConfig for heads of fine-tuning, given the tensors' names.
+
+    `label_weight` is the name of the weight that computes the logits of labels.
+    """
+    if "qa_outputs.weight" in names:
+        return {"token_head": False, "span_head": True}
+    if label_weight not in names:
+        return {}
+    kind = keys.only("problem_type", (None, "single_label_classification", "regression"))
+    # A class for choices has one logit for each of them, whatever its config says.
+    n_labels = 1 if _of_choices(keys.values) else len(keys.get("id2label", None) or (0, 1))
+    if kind == "regression" and n_labels != 1:
+        keys.problems.append(
+            f"problem_type=regression of {n_labels} numbers: gridformer has only 1"
+        )
+    return {"token_head": False, "n_labels": n_labels}
+
+
+def task_of(model: ModelConfig, values: Mapping[str, Any]) -> Task:
+    """Returns the task that a model with this config.json has learned; auto if nothing says it.
+
+    A head of fine-tuning says it, and for a head of tokens the key that an export has written.
+    """
+    if model.token_head:
+        return next((task for task in token_tasks(model) if task == values.get(_TASK)), "auto")
+    if model.span_head:
+        return "answer"
+    if model.n_labels == 1:
+        return "choice" if _of_choices(values) else "regression"
+    return "classify"
+
+
+def token_tasks(model: ModelConfig) -> list[Task]:
+    """Returns the tasks of a model with a head of tokens, the usual one first."""
+    return [task for task in TASKS[model.family] if task not in FINE_TUNING]
+
+
+def head_problem(model: ModelConfig, task: Task) -> str:
+    """Returns why no class of transformers has the heads of a model, or an empty text."""
+    if model.n_labels and (model.token_head or model.span_head):
+        return f"n_labels={model.n_labels}: no class of transformers has it beside another head"
+    # GPT2DoubleHeadsModel also has a head of tokens, and no Auto class opens it.
+    if task == "choice" and model.family != "bert":
+        return (
+            f"family={model.family}: transformers has no class of it for data.task=choice, only "
+            f"Bert{_CHOICE} for bert; `gridformer evaluate` measures the run as it is"
+        )
+    return ""
+
+
+def head_keys(model: ModelConfig, task: Task, classes: str, of_tokens: str) -> dict[str, Any]:
+    """Returns the keys that tell the class of a model that has learned a task, and its labels.
+
+    The names of classes begin with `classes`; `of_tokens` is the one with a head of tokens.
+    """
+    if model.token_head:
+        usual = task in ("auto", token_tasks(model)[0]) or not model.two_stacks
+        return {"architectures": [of_tokens]} | ({} if usual else {_TASK: task})
+    if model.span_head:
+        return {"architectures": [f"{classes}ForQuestionAnswering"]}
+    if task == "choice":
+        return {"architectures": [f"{classes}{_CHOICE}"]}
+    return {
+        "architectures": [f"{classes}ForSequenceClassification"],
+        "problem_type": "regression" if task == "regression" else "single_label_classification",
+        **label_keys(model.n_labels),
+    }
+
+
+def label_keys(n_labels: int, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the keys that name labels; those without a name have the default of transformers."""
+    labels = [*names[:n_labels], *_default_labels(n_labels)[len(names) :]]
+    return {
+        "id2label": {str(i): label for i, label in enumerate(labels)},
+        "label2id": {label: i for i, label in enumerate(labels)},
+    }
+
+
+def config_label_names(values: Mapping[str, Any]) -> list[str]:
+    """Returns the names of labels in a config.json; none if they are those of transformers."""
+    labels = values.get("id2label")
+    if not isinstance(labels, Mapping):
+        return []
+    names = [labels.get(str(i)) for i in range(len(labels))]
+    told = [name for name in names if isinstance(name, str)]
+    return told if told == names and told != _default_labels(len(names)) else []
+
+
+def _default_labels(n: int) -> list[str]:
+    return [f"LABEL_{i}" for i in range(n)]
+
+
+def _of_choices(values: Mapping[str, Any]) -> bool:
+    classes = values.get("architectures")
+    return isinstance(classes, list) and any(str(name).endswith(_CHOICE) for name in classes)
 
 
 class Key(NamedTuple):
@@ -148,50 +311,36 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """One `model_type` of Hugging Face's config.json.
-
-    Attributes:
-        classes: What the names of its classes in transformers begin with.
-        of_tokens: Returns the end of the name of the class with a head of tokens.
-        rows: The table of its tensors.
-        keys: The keys of its config.json, in the order in which they are written.
-        fixed: Keys with the values that gridformer can represent, the usual one first.
-        prefix: What the names of the bare model's tensors begin with when it has a head. Files of a
-            bare model have the names without it.
-        read: Returns further keys of our ModelConfig, given theirs, ours, and the tensors' names.
-        unlike: Returns what a model of ours has that this kind has not, one phrase each.
-        skipped: Patterns (regular expressions of whole names) of tensors that are not parameters.
-        repeats: Tensors that repeat one of the table where the table does not have them, and which.
-        otherwise: What to do about a tensor that differs from the one that it repeats.
-        old_names: Replacements in names of older versions, or of classes with other heads.
-        renamed: Returns the name that the class of a model has for a tensor of the table.
-        hints: Additions to the message about another value of a fixed key.
-    """
+    """One `model_type` of Hugging Face's config.json."""
 
     model_type: str
     family: Family
-    classes: str
-    of_tokens: Callable[[ModelConfig], str]
+    classes: str  # what the names of its classes in transformers begin with
+    of_tokens: Callable[[ModelConfig], str]  # the end of the name of the class with that head
     rows: Sequence[Row]
-    keys: Sequence[Key]
-    fixed: Mapping[str, tuple[Any, ...]]
+    keys: Sequence[Key]  # in the order in which they are written
+    fixed: Mapping[str, tuple[Any, ...]]  # keys with the values that we have, the usual one first
+    # What tensors' names begin with in a model with a head. Files of a bare model leave it out.
     prefix: str
+    # Returns further keys of our ModelConfig, given theirs, ours, and the tensors' names.
     read: Callable[[ConfigKeys, Mapping[str, Any], frozenset[str]], dict[str, Any]] = (
         lambda keys, read, names: {}
     )
+    # Returns what a model of ours has that this kind has not, one phrase each.
     unlike: Callable[[ModelConfig], list[str]] = lambda model: []
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()  # regular expressions of tensors that are not parameters
+    # Tensors that repeat one of the table where the table does not have them, and which; and what
+    # to do about one that differs from it.
     repeats: Mapping[str, str] = field(default_factory=dict)
     otherwise: str = ""
+    # Replacements in names of older versions, or of classes with other heads.
     old_names: Mapping[str, str] = field(default_factory=dict)
+    # Returns the name that the class of a model has for a tensor of the table.
     renamed: Callable[[ModelConfig, str], str] = lambda model, name: name
-    hints: Mapping[str, str] = field(default_factory=dict)
+    hints: Mapping[str, str] = field(default_factory=dict)  # about other values of fixed keys
 
     def entries(self, model: ModelConfig) -> list[TableEntry]:
-        """Returns how each of a model's parameters is stored there.
-
-        They come layer by layer where successive rows have layers.
-        """
+        """Returns how a model's parameters are stored: layer by layer where rows have layers."""
         entries = []
         present = [row for row in self.rows if row.when(model)]
         for stack, group in groupby(present, lambda row: row.ours.rpartition("#")[0]):
