@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gridformer.checkpoint import find, weights
+from gridformer.checkpoint.checkpoint import check_same_run
 from gridformer.checkpoint.manifest import read_manifest
-from gridformer.checkpoint.same_run import check_same_run
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.utils.errors import CheckpointError, ConfigError

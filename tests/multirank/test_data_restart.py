@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gridformer.checkpoint.checkpoint import check_same_run, data_start_of
 from gridformer.checkpoint.manifest import read_manifest
-from gridformer.checkpoint.same_run import check_same_run, data_start_of
 from gridformer.data import TokenFolder, open_batches
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import CheckpointError

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from gridformer.checkpoint import checkpoint, find
 from gridformer.checkpoint import save as saving
+from gridformer.checkpoint.checkpoint import check_same_run
 from gridformer.checkpoint.manifest import Manifest, read_manifest, verify_checkpoint
-from gridformer.checkpoint.same_run import check_same_run
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import CheckpointError

@@ -15,8 +15,8 @@ import torch
 
 from gridformer.checkpoint import checkpoint, find
 from gridformer.checkpoint import manifest as manifest_module
+from gridformer.checkpoint.checkpoint import check_same_run
 from gridformer.checkpoint.manifest import MANIFEST, read_manifest, verify_checkpoint
-from gridformer.checkpoint.same_run import check_same_run
 from gridformer.config import DataConfig, LayoutConfig, ModelConfig, RunConfig, parse_run
 from gridformer.config.model import RopeScaling
 from gridformer.data.run_data import Fingerprint

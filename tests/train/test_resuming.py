@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gridformer.checkpoint.checkpoint import data_start_of
 from gridformer.checkpoint.copies import choose_checkpoint
-from gridformer.checkpoint.same_run import data_start_of
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel

@@ -1,21 +1,16 @@
-"""Checkpoints that do not depend on the layout, written atomically and verified before loading.
+"""What a run saves in a checkpoint, how it loads one, and from which ones it may resume.
 
-    RUNDIR/checkpoints/step-00000100/
-        shard-*.safetensors     blocks of parameters and of the optimizer's two moments
-        tokenizer.json, ...     copies of the small files that a model needs besides its weights
-        checkpoint.json         written last: step, model, training settings, files with checksums
-
-A checkpoint is written into a hidden folder, which is renamed when complete. A folder with a plain
-name is therefore complete, and a crash leaves the previous checkpoint intact. Besides tensors, the
-only state of a run is its step and the loss scale of float16: data order, learning rate and dropout
-masks are functions of (seed, step).
+Its folder has shards with blocks of parameters and of the optimizer's two moments, copies of small
+files such as the tokenizer, and a manifest. The only other state of a run is its step and the loss
+scale of float16: data order, learning rate and dropout masks are functions of (seed, step).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +18,29 @@ from torch import Tensor, nn
 from gridformer.checkpoint.blocks import MOMENTS, PARAMETER, TensorBlock
 from gridformer.checkpoint.manifest import Divergences, Manifest, verify_checkpoint
 from gridformer.config import RunConfig
+from gridformer.config.data import whole_weights
 from gridformer.data.run_data import Fingerprint
+from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.mesh import Axes
 from gridformer.parallel.data.gradients import owned
 from gridformer.parallel.data.zero import stored
 from gridformer.parallel.sharding import ParamShard, shard_of
+from gridformer.utils.errors import CheckpointError
+
+# Keys of `model` that may differ between a checkpoint and the run that resumes from it.
+_MAY_CHANGE = ("name", "dropout", "attention_dropout", "label_smoothing")
+# Keys on which the order of samples depends.
+_OF_DATA = (
+    ("train", "global_batch"),
+    ("data", "task"),
+    ("data", "seq_len"),
+    ("data", "source_len"),
+    ("data", "document_mask"),
+    ("data", "reset_positions"),
+    ("data", "packing"),
+    ("data", "n_choices"),
+    ("data", "stride"),
+)
 
 
 class Optimizer(Protocol):
@@ -132,3 +145,130 @@ def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, 
         for name, parameter in owned(model)
         for moment in MOMENTS
     }
+
+
+# ------------------------------------------------------------------ the same run
+
+
+def check_same_run(
+    manifest: Manifest,
+    run: RunConfig,
+    folder: Path | str,
+    data: Fingerprint | None = None,
+    instead: str = "another --out for this run",
+) -> None:
+    """Checks that `run` continues the run that wrote a checkpoint.
+
+    The layout, the schedule and what is reported may differ; settings on which the model depends
+    may not, nor may the tokenizer. The data and what its order depends on may if `data.restart`
+    says so.
+
+    Args:
+        folder: The folder of the checkpoint, or its URL.
+        data: The fingerprint of the run's data; None compares only settings.
+        instead: What to use if the checkpoint is another run's.
+
+    Raises:
+        CheckpointError: Such settings differ, and it lists all; or no run can resume from it.
+    """
+    if manifest.weights_only:
+        raise CheckpointError(
+            f"{folder} holds weights without the state of an optimizer, so no run resumes from "
+            f"it: use {instead}, with train.init_from={Path(folder).parents[1]} to begin with "
+            "these weights"
+        )
+    there, here = manifest.run, run.model_dump(mode="json")
+    differences = other_model(manifest, run)
+    # Older checkpoints do not have the key, because their runs began with random weights.
+    begun, begins = there["train"].get("init_from"), here["train"]["init_from"]
+    if (begun and os.path.abspath(begun)) != (begins and os.path.abspath(begins)):
+        differences.append(f"train.init_from is {begins}, there {begun}")
+    if data is not None and manifest.data is not None:
+        own, of_checkpoint = data.tokenizer, manifest.data.tokenizer
+        if own and of_checkpoint and own != of_checkpoint:  # ids are other tokens
+            differences.append(f"the contents of {TOKENIZER} changed")
+    of_data = [] if run.data.restart else _of_data(manifest, run, data)
+    if not differences and of_data:
+        raise CheckpointError(
+            f"{folder} belongs to a run with other data ({'; '.join(of_data)}): use {instead}, "
+            f"or data.restart=true to begin the order of samples anew after step "
+            f"{manifest.step}"
+        )
+    if differences:
+        raise CheckpointError(
+            f"{folder} belongs to another run ({'; '.join(differences + of_data)}): use {instead}"
+        )
+
+
+def check_copy(run: RunConfig, data: Fingerprint | None, manifest: Manifest) -> None:
+    """Checks that a checkpoint at `train.checkpoint_to` is one of this run, as `check_same_run`."""
+    url = f"{run.train.checkpoint_to.rstrip('/')}/step-{manifest.step:08d}"
+    check_same_run(manifest, run, url, data, "another train.checkpoint_to for this run")
+
+
+def other_model(manifest: Manifest, run: RunConfig) -> list[str]:
+    """Returns the settings by which a run has another model than a checkpoint."""
+    here = run.model_dump(mode="json")
+    keys = [("model", key) for key in here["model"] if key not in _MAY_CHANGE]
+    return _differences(manifest.run, here, [*keys, ("train", "seed")])
+
+
+def data_start_of(manifest: Manifest, run: RunConfig, data: Fingerprint | None = None) -> int:
+    """Returns the step at which the order of samples began for a run that resumes.
+
+    That is the step of the checkpoint if `data.restart` is set and the data or settings of it
+    differ from those there. A run that resumes once more, with the same data and settings, goes on
+    in the same order. Without `data` only settings are compared.
+    """
+    if run.data.restart and _of_data(manifest, run, data):
+        return manifest.step
+    return manifest.data_start
+
+
+def _of_data(manifest: Manifest, run: RunConfig, data: Fingerprint | None) -> list[str]:
+    """Returns what differs in the data, which may have moved, and in settings of its order."""
+    here = run.model_dump(mode="json")
+    differences = _differences(manifest.run, here, _OF_DATA)
+    if data is not None and manifest.data is not None:
+        changed = data.differences(manifest.data)
+        if changed:
+            where = "data.sources" if run.data.sources else f"data.path={run.data.path}"
+            differences.append(f"{where} has other data: {', '.join(changed)}")
+    # The weights of later steps may change: what has been read stays the same.
+    stages = [_weights(data, manifest.step) for data in (here["data"], manifest.run["data"])]
+    ours, theirs = (
+        [(first, dict(zip(weights, whole_weights([*weights.values()])))) for first, weights in one]
+        for one in stages
+    )
+    if ours != theirs:
+        words, other = (
+            " and ".join(f"{weights} from step {first} on" for first, weights in one) or "none"
+            for one in stages
+        )
+        differences.append(
+            f"the weights of data.sources up to step {manifest.step} are {words}, there {other}"
+        )
+    return differences
+
+
+def _weights(data: Mapping[str, Any], step: int) -> list[tuple[int, dict[str, float]]]:
+    """Returns the weights that held in the first `step` steps, with the steps they began at."""
+    own = {one["name"]: one["weight"] for one in data.get("sources") or ()}
+    if not own:
+        return []
+    later = [
+        (stage["from_step"], {name: stage["weights"].get(name, 0.0) for name in own})
+        for stage in data.get("stages") or ()
+    ]
+    return [(1, own), *(stage for stage in later if stage[0] <= step)]
+
+
+def _differences(
+    there: Mapping[str, Any], here: Mapping[str, Any], keys: Sequence[tuple[str, str]]
+) -> list[str]:
+    """Returns the keys whose values differ, of those that the checkpoint has."""
+    return [
+        f"{section}.{key} is {here[section][key]}, there {there[section][key]}"
+        for section, key in keys
+        if key in there.get(section, {}) and there[section][key] != here[section][key]
+    ]

@@ -1,13 +1,8 @@
 """One save: every rank writes its file, and the first rank publishes the checkpoint.
 
-A `Save` may run in a thread while training goes on. It uses no process group: ranks leave notes in
-the draft, so no order of messages can be disturbed.
-
-    done-3              rank 3 has written its file; the note says its bytes, checksum and blocks
-    trouble-3-28-4096   rank 3 could not write 4096 bytes, because of error 28
-
-The first rank looks for the notes of all ranks. If it could make room it removes notes of trouble,
-and the ranks that left them try again. It closes the draft when the save has ended, well or not.
+A `Save` may run in a thread while training goes on, so ranks send no messages but leave notes in
+the draft: `done-3` says what rank 3 has written, and `trouble-3-28-4096` that it could not write
+4096 bytes because of error 28. If room could be made for them, such ranks try again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
 """All saves of a run: one at a time, in a thread while training goes on, or waited for.
 
-    saver.save(manifest, shards, wait=False)    # between two steps, on all ranks together
-    ...steps...                                 # a thread of each rank writes its file
-    for outcome in saver.news(): ...            # on the first rank: what became of saves
-    saver.finish()                              # waits; sends nothing, so also after an error
-
 A save under way is never abandoned: the next one, the end of the run, a stop and an error wait for
 it. Ranks agree in the main thread only, when all of them are between two steps anyway.
 """

@@ -1,12 +1,8 @@
 """Where the checkpoints of a run are: in its directory, and perhaps as copies at a URL.
 
-In a local store a checkpoint in the making is a `Draft`, a hidden folder that is renamed when it is
-complete. All ranks write their files into it, each leaves a small note when its file is complete,
-and the first rank publishes the draft when it has found the notes of all ranks. Notes are files,
-not messages, because saves go on while training uses the process groups.
-
-An object store cannot rename a folder, so at a URL a folder is a checkpoint as soon as it has a
-manifest, which is copied last and removed first.
+A local one is a hidden `Draft` until it is renamed. All ranks write into it and leave notes, which
+are files because training uses the process groups meanwhile. At a URL, where folders cannot be
+renamed, one is a checkpoint as soon as it has a manifest, which is copied last and removed first.
 """
 
 from __future__ import annotations

@@ -110,20 +110,40 @@ class StoredParameters:
         return whole
 
 
-def in_files(tensors: Mapping[str, Streamed], n_bytes: int) -> list[list[str]]:
-    """Divides the names of tensors, in their order, into files of at most that size.
+def write_in_files(
+    folder: Path,
+    tensors: Mapping[str, Streamed],
+    most: int,
+    name_of: Callable[[int, int], str],
+    metadata: Callable[[list[str]], dict[str, str]],
+    tell: Callable[[str], None],
+) -> dict[str, tuple[list[str], FileEntry]]:
+    """Writes tensors, in their order, into files of at most `most` bytes each, or of one tensor.
 
-    A tensor that is larger gets a file of its own.
+    Args:
+        name_of: Returns the name of a file, given its number and how many there are.
+        metadata: Returns what its header says besides, given the names of its tensors.
+
+    Returns:
+        By the names of files, the names of their tensors, their sizes and checksums.
     """
-    files: list[list[str]] = [[]]
+    groups: list[list[str]] = [[]]
     used = 0
     for name, tensor in tensors.items():
-        if files[-1] and used + tensor.n_bytes > n_bytes:
-            files.append([])
+        if groups[-1] and used + tensor.n_bytes > most:
+            groups.append([])
             used = 0
-        files[-1].append(name)
+        groups[-1].append(name)
         used += tensor.n_bytes
-    return files
+    written = {}
+    for number, names in enumerate(groups, start=1):
+        tell(f"writing file {number} of {len(groups)}")
+        file = name_of(number, len(groups))
+        with writing_in(folder, file) as opened:
+            chosen = {name: tensors[name] for name in names}
+            n_bytes, crc = write_tensors(opened, chosen, metadata(names))
+        written[file] = names, FileEntry(bytes=n_bytes, crc32=crc)
+    return written
 
 
 def write_weights(
@@ -140,19 +160,21 @@ def write_weights(
     run directory, which must be written before.
     """
     streamed = {f"{PARAMETER}{name}": tensor for name, tensor in streamed.items()}
-    files, parts = {}, {}
-    groups = in_files(streamed, _FILE_BYTES)
-    for number, names in enumerate(groups, start=1):
-        tell(f"writing file {number} of {len(groups)}")
-        file = f"shard-{number:05d}.safetensors"
-        blocks = {name: _without_memory(streamed[name].shape) for name in names}
-        chosen = {name: streamed[name] for name in names}
-        with writing_in(folder, file) as opened:
-            n_bytes, crc = write_tensors(opened, chosen, offsets_info(blocks))
-        files[file] = FileEntry(bytes=n_bytes, crc32=crc)
-        parts[file] = packed_part(blocks)
+
+    def blocks(names: list[str]) -> dict[str, TensorBlock]:
+        return {name: _without_memory(streamed[name].shape) for name in names}
+
+    written = write_in_files(
+        folder,
+        streamed,
+        _FILE_BYTES,
+        lambda number, n: f"shard-{number:05d}.safetensors",
+        lambda names: offsets_info(blocks(names)),
+        tell,
+    )
+    parts = {file: packed_part(blocks(names)) for file, (names, _) in written.items()}
     update = {
-        "files": files,
+        "files": {file: entry for file, (_, entry) in written.items()},
         "side_files": write_side_files(folder.parents[1], partial(writing_in, folder)),
         "index": joined_index(parts),
         "weights_only": True,

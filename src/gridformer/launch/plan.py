@@ -154,8 +154,8 @@ def plan_checked(
     if budget and (problems := beyond_saving(run, budget)):
         raise ConfigError(*problems)
     from gridformer.checkpoint import weights
+    from gridformer.checkpoint.checkpoint import check_copy, check_same_run
     from gridformer.checkpoint.copies import choose_checkpoint, clash, fetch_newest
-    from gridformer.checkpoint.same_run import check_copy, check_same_run
     from gridformer.checkpoint.store import LocalStore
     from gridformer.data.run_data import fingerprint
     from gridformer.memory.budget import fit_problems

@@ -15,8 +15,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from gridformer.checkpoint.checkpoint import check_copy
 from gridformer.checkpoint.copies import choose_checkpoint, copy_newest
-from gridformer.checkpoint.same_run import check_copy
 from gridformer.checkpoint.store import LocalStore
 from gridformer.launch import launch
 from gridformer.launch.failures import memory_advice, out_of_memory, print_last

@@ -13,9 +13,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from gridformer.checkpoint import find
+from gridformer.checkpoint.checkpoint import other_model
 from gridformer.checkpoint.copies import reading
 from gridformer.checkpoint.manifest import MANIFEST, Manifest, verify_checkpoint
-from gridformer.checkpoint.same_run import other_model
 from gridformer.checkpoint.store import RemoteStore
 from gridformer.config import RunConfig
 from gridformer.config.yaml_text import parse_yaml

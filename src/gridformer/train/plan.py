@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from gridformer.checkpoint.checkpoint import data_start_of
 from gridformer.checkpoint.copies import Damaged
 from gridformer.checkpoint.manifest import Manifest
-from gridformer.checkpoint.same_run import data_start_of
 from gridformer.checkpoint.weights import InitialWeights
 from gridformer.config import RunConfig
 from gridformer.data.run_data import Fingerprint

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint.checkpoint import check_copy, check_same_run
 from gridformer.checkpoint.copies import (
     Damaged,
     choose_together,
@@ -18,7 +19,6 @@ from gridformer.checkpoint.copies import (
     set_aside,
 )
 from gridformer.checkpoint.manifest import Manifest
-from gridformer.checkpoint.same_run import check_copy, check_same_run
 from gridformer.checkpoint.save import polling, renewing
 from gridformer.checkpoint.saver import Saver
 from gridformer.checkpoint.store import LocalStore

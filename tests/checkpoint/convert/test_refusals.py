@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gridformer.checkpoint import find
+from gridformer.checkpoint.checkpoint import check_same_run
 from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.checkpoint.convert.importing import INDEX, WEIGHTS, import_folder
 from gridformer.checkpoint.manifest import read_manifest
-from gridformer.checkpoint.same_run import check_same_run
 from gridformer.utils.errors import UserError
 from tests.support.reference.folders import save, their_model
 

@@ -28,7 +28,7 @@ from gridformer.checkpoint.manifest import (
     read_manifest,
     verify_checkpoint,
 )
-from gridformer.checkpoint.safetensors_file import Streamed, write_tensors
+from gridformer.checkpoint.safetensors_file import Streamed
 from gridformer.checkpoint.side_files import (
     GENERATION,
     KEPT_FILES,
@@ -36,8 +36,7 @@ from gridformer.checkpoint.side_files import (
     load_tokenizer,
     root_of,
 )
-from gridformer.checkpoint.store import writing_in
-from gridformer.checkpoint.whole import StoredParameters, in_files, shapes_of
+from gridformer.checkpoint.whole import StoredParameters, shapes_of, write_in_files
 from gridformer.config import ModelConfig, RunConfig, Task, any_of
 from gridformer.data import SpecialIds, Tokenizer, special_ids
 from gridformer.data.chat import CHAT_FILE, read_chat, stop_ids
@@ -161,19 +160,19 @@ def write_weight_files(
     Returns:
         The number of files, each of which has at most `most` bytes or one tensor.
     """
-    groups = in_files(streamed, most)
-    n = len(groups)
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(groups, start=1):
-        tell(f"writing file {number} of {n}")
-        file = WEIGHTS if n == 1 else f"model-{number:05d}-of-{n:05d}.safetensors"
-        with writing_in(folder, file) as opened:
-            write_tensors(opened, {name: streamed[name] for name in names}, {"format": "pt"})
-        weight_map |= dict.fromkeys(names, file)
-    if n > 1:
+    written = write_in_files(
+        folder,
+        streamed,
+        most,
+        lambda i, n: WEIGHTS if n == 1 else f"model-{i:05d}-of-{n:05d}.safetensors",
+        lambda names: {"format": "pt"},
+        tell,
+    )
+    if len(written) > 1:
         size = sum(tensor.n_bytes for tensor in streamed.values())
+        weight_map = {name: file for file, (names, _) in written.items() for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    return n
+    return len(written)
 
 
 # ------------------------------------------------------------------ tokenizer and special tokens

@@ -112,10 +112,20 @@ def import_folder(
     """
     refuse_existing(out)
     source = _opened(folder)
-    learned = _asked(source, task) if task else source.task
+    learned, model, tasks = source.task, source.model, token_tasks(source.model)
+    if task:
+        if not model.token_head:
+            raise ConfigError(
+                f"--task {task}: its head says that it has learned {learned}: leave it out"
+            )
+        if task not in tasks:
+            raise ConfigError(
+                f"--task {task}: a {model.family} with a head of tokens learns {any_of(tasks)}"
+            )
+        learned = task
     run = RunConfig(
         name=file_name(out.resolve().name, "imported"),
-        model=source.model,
+        model=model,
         data=DataConfig(path=Path("data"), task=learned),
     )
     with new_folder(out) as writing:
@@ -140,21 +150,6 @@ def _streamed(entry: TableEntry, source: _Source, dtype: DType) -> Streamed:
     stored = theirs[0].parameter_dtype() if dtype == "keep" else getattr(torch, dtype)
     return Streamed(
         source.shapes[entry.ours], stored, lambda: entry.form.ours([one.view() for one in theirs])
-    )
-
-
-def _asked(source: _Source, task: str) -> Task:
-    """Returns the task that a user names for a model."""
-    if not source.model.token_head:
-        raise ConfigError(
-            f"--task {task}: its head says that it has learned {source.task}: leave it out"
-        )
-    tasks = token_tasks(source.model)
-    for one in tasks:
-        if one == task:
-            return one
-    raise ConfigError(
-        f"--task {task}: a {source.model.family} with a head of tokens learns {any_of(tasks)}"
     )
 
 

@@ -340,30 +340,26 @@ def _read_llama(
 
 def _read_window(traits: _Traits, keys: ConfigKeys, layers: Any) -> int:
     """Returns the window that all layers have, 0 for none."""
-    window = keys.get("sliding_window", 4096) or 0
-    types = [str(one) for one in keys.get("layer_types", None) or ()]
-    if traits.window == "none":
-        types, window = types or [_FULL], 0
-    elif traits.window == "all":
-        kind, other = (_SLIDING, _FULL) if window else (_FULL, _SLIDING)
-        types = types or [kind]
-        if {*types} == {other}:
-            keys.problems.append(
-                f"layer_types of {other} contradict sliding_window={window or 'null'}, which is "
-                "all that transformers reads in this model: remove one of them"
-            )
-    elif not keys.get("use_sliding_window", False):
-        types, window = types or [_FULL], 0
-    elif not types:
+    window, some = keys.get("sliding_window", 4096) or 0, traits.window == "some"
+    if traits.window == "none" or (some and not keys.get("use_sliding_window", False)):
+        window, usual = 0, [_FULL]
+    elif some:
         first = min(keys.get("max_window_layers", 28) or 0, layers)
-        types = [_FULL] * (first > 0) + [_SLIDING] * (layers > first)
-    different = sorted({*types})
-    if different not in ([_FULL], [_SLIDING]):
+        usual = [_FULL] * (first > 0) + [_SLIDING] * (layers > first)
+    else:
+        usual = [_SLIDING if window else _FULL]
+    types = sorted({str(one) for one in keys.get("layer_types", None) or usual})
+    if types not in ([_FULL], [_SLIDING]):
         keys.problems.append(
-            f"layers of several kinds ({', '.join(different)}): gridformer has only the same "
+            f"layers of several kinds ({', '.join(types)}): gridformer has only the same "
             "attention in all layers"
         )
-    return 0 if different == [_FULL] else window
+    elif traits.window == "all" and types != usual:
+        keys.problems.append(
+            f"layer_types of {types[0]} contradict sliding_window={window or 'null'}, which is "
+            "all that transformers reads in this model: remove one of them"
+        )
+    return 0 if types == [_FULL] else window
 
 
 def _read_rope(keys: ConfigKeys) -> dict[str, Any]:
