@@ -23,7 +23,7 @@ from benchmarks.common.machine import describe_machine
 from benchmarks.fsdp2.cells import CELLS, Cell, compare
 from benchmarks.gpu.report import table
 from gridformer.launch import launch
-from gridformer.utils.forkserver import warm_up
+from gridformer.launch.processes import warm_up
 
 
 def main(

@@ -24,7 +24,7 @@ from benchmarks.startup.rank import counted_run
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.launch import launch
 from gridformer.launch.plan import plan_checked, read_run
-from gridformer.utils.forkserver import warm_up
+from gridformer.launch.processes import warm_up
 
 MODEL: dict[str, Any] = {
     "n_layers": 2,

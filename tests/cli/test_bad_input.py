@@ -70,7 +70,7 @@ def answered(command: Command, folder: Path) -> Done:
             with (
                 patch("gridformer.launch.run.execute", lambda plan: print("starts")),
                 patch("gridformer.launch.launch", lambda *_: print("starts")),
-                patch("gridformer.utils.forkserver.warm_up", lambda *_: None),
+                patch("gridformer.launch.processes.warm_up", lambda *_: None),
             ):
                 return gridformer_here(*command.words)
         finally:

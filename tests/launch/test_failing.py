@@ -142,12 +142,12 @@ def test_a_rank_told_to_stop_leaves_the_report_to_the_peer_that_failed(
     if a_peer_has_failed:
         meeting.failed.touch()
     stop = StopRequest.__new__(StopRequest)  # without handlers of signals
-    stop.policy, stop._cause, stop._outcome = StopPolicy(), "SIGTERM", ""
+    stop.policy, stop.cause, stop._outcome = StopPolicy(), "SIGTERM", ""
     stop.is_hopeless = meeting.is_hopeless
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(working.signals, "end_process", sys.exit)
     with pytest.raises(SystemExit) as ended:
-        working._fail(RuntimeError("Connection closed by peer"), stop, meeting.error_file(0))
+        working._fail(RuntimeError("Connection closed by peer"), stop)
     assert ended.value.code == 143
     said = capfd.readouterr().err
     assert said == "" if a_peer_has_failed else "no new checkpoint" in said
@@ -174,9 +174,14 @@ def test_what_explains_the_end_of_a_run() -> None:
     ("error", "code"), [(DivergedError("loss is nan in step 9"), 1), (DataError("no tokens"), 2)]
 )
 def test_exit_code_of_a_run_that_fails_in_the_middle(
-    error: Exception, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    working._write_failure(error, tmp_path / "error.json")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    working._write_failure(error)
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     with pytest.raises(SystemExit) as ended, errors_as_sentences():
         Failure(1, 1, 1, message).report_and_exit()

@@ -54,12 +54,15 @@ def test_a_full_disk() -> None:
     assert cause_of(FileNotFoundError(errno.ENOENT, "no", "a")) == ""
 
 
-def test_a_failed_save_is_told_by_the_rank_that_knows_why(tmp_path: Path) -> None:
+def test_a_failed_save_is_told_by_the_rank_that_knows_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others report it too, and may be earlier: the run must not end with their sentence."""
     found = []
     for rank, error in ((1, SaveError("another says why", elsewhere=True)), (0, SaveError("why"))):
         path = tmp_path / f"error-{rank}.json"
-        _write_failure(error, path)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        _write_failure(error)
         found.append(Failure(rank, 4711, 1, json.loads(path.read_text())["message"]))
     assert [failure.ends_all for failure in found] == [False, True]
     assert min(found, key=Failure.order).text() == "gridformer: why"

@@ -25,6 +25,7 @@ from gridformer.checkpoint.saver import Saver
 from gridformer.comm import progress
 from gridformer.config import parse_run
 from gridformer.launch import watch
+from gridformer.launch.failures import answered
 from gridformer.launch.hang_report import module_of, stack_of
 from gridformer.launch.watch import HangBoard, HangWatch, asks_s
 from gridformer.mesh import Axes, Axis
@@ -128,10 +129,10 @@ def test_the_flight_recorder_is_read_whatever_its_name(
     module = torch._C._distributed_c10d
     monkeypatch.delattr(module, "_dump_nccl_trace_json", raising=False)
     monkeypatch.setattr(module, name, dump, raising=False)
-    assert watch._flight_records() == {"entries": [{"state": "started"}]}
+    assert answered(progress.flight_records, 60.0) == {"entries": [{"state": "started"}]}
     monkeypatch.setattr(module, name, lambda **how: time.sleep(60))
-    monkeypatch.setattr(watch, "_RECORDS_S", 0.05)
-    assert watch._flight_records() is None, "a GPU that does not answer holds up no report"
+    with pytest.raises(TimeoutError):  # a GPU that does not answer holds up no report
+        answered(progress.flight_records, 0.05)
 
 
 def works(seconds: float) -> Any:

@@ -152,7 +152,7 @@ def test_time_is_left_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_exit_codes() -> None:
     def code(cause: str, outcome: str, requeue: tuple[str, ...] = ("SIGTERM", "SIGUSR1")) -> int:
         stop = StopRequest.__new__(StopRequest)  # without handlers of signals
-        stop.policy, stop._cause, stop._outcome = StopPolicy(requeue=requeue), cause, outcome
+        stop.policy, stop.cause, stop._outcome = StopPolicy(requeue=requeue), cause, outcome
         return stop.exit_code
 
     assert code("", "done") == 0

@@ -26,11 +26,11 @@ from gridformer.evaluate.continuing import Sampling
 from gridformer.evaluate.generate import answer
 from gridformer.evaluate.loading import load_model
 from gridformer.launch.plan import check_run_dir, plan_run
+from gridformer.launch.processes import warm_up
 from gridformer.launch.run import execute
 from gridformer.launch.run_lock import RunLock
 from gridformer.train.metrics import PLOT, TENSORBOARD, perplexity, read_metrics
 from gridformer.utils.errors import DataError
-from gridformer.utils.forkserver import warm_up
 from gridformer.utils.units import format_count
 
 RUN_FILE = "demo"

@@ -42,9 +42,9 @@ def train(
         explain: Print what the auto settings of the layout resolve to, and exit.
     """
     from gridformer.launch.plan import check_run, plan_checked
+    from gridformer.launch.processes import warm_up
     from gridformer.launch.run_lock import RunLock
     from gridformer.mesh.launch_env import rank_env
-    from gridformer.utils.forkserver import warm_up
     from gridformer.utils.placeholder_module import DYNAMO
 
     overrides = overrides or []

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from gridformer.config.base import AnyPath, Config, any_of, shortened_text
 from gridformer.config.model import Family
-from gridformer.utils.files import tokens_exist
+from gridformer.utils.files import exists
 from gridformer.utils.units import LARGEST_FLOAT, MOST_TOKENS
 
 Task = Literal[
@@ -275,7 +275,7 @@ class DataConfig(Config):
         named += [("data.validation", one.name, one.path) for one in self.validation if one.path]
         named += [("data.test", one.name, one.path) for one in self.test if one.path]
         for section, name, path in named:
-            if not tokens_exist(path):
+            if not exists(path) and not exists(path.with_name(f"{path.name or '.'}.bin")):
                 return f"{section}.{name}={path}" if name else f"data.path={path}"
         return ""
 

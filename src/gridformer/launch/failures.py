@@ -10,21 +10,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from gridformer.launch.processes import signal_text
-from gridformer.utils import files, oom, signals
+from gridformer.utils import files, signals
 from gridformer.utils.errors import ConfigError, UserError
 from gridformer.utils.units import format_bytes
 
 if TYPE_CHECKING:
     from gridformer.train.plan import Plan
 
+T = TypeVar("T")
 Advise = Callable[[], str]  # returns a part of a sentence
 _GENERAL = "try a smaller batch, more micro_batches, or a layout that shards the model further"
 _SEARCH_S, _LIMIT_S = 8.0, 20.0  # of the advice for a run that used up its memory
 _LESS = 0.85  # of the estimate: settings that need no more than this are advised
+_NO_LIMIT = 1 << 60  # version 1 of control groups has this or more instead of "no limit"
+_NOT = (
+    "but not by the kernel's out-of-memory killer, which has killed nothing meanwhile: someone, or "
+    "the job's scheduler, sent it"
+)
 _ASKED_CPU = re.compile(r"you tried to allocate (\d+) bytes", re.IGNORECASE)
 _ASKED_GPU = re.compile(r"Tried to allocate ([\d.]+ [KMGT]iB)")
 _OF_GPU = re.compile(r"total capacity of ([\d.]+ [KMGT]iB)")
@@ -41,15 +50,29 @@ def memory_advice(plan: Plan) -> str:
 
     This takes seconds, and must not be called in a process of the run.
     """
-    advice = [_GENERAL]
+    with suppress(TimeoutError):
+        return answered(partial(_estimate, plan), _LIMIT_S)
+    return _GENERAL
 
-    def look() -> None:
-        advice.append(_estimate(plan))
 
-    thread = threading.Thread(target=look, name="memory advice", daemon=True)
+def answered(question: Callable[[], T], seconds: float) -> T:
+    """Asks a question in a thread of its own, which is left behind if it takes too long.
+
+    Raises:
+        TimeoutError: There is no answer in time, or the question raised an error.
+    """
+    answer: list[T] = []
+
+    def ask() -> None:
+        with suppress(Exception):
+            answer.append(question())
+
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(_LIMIT_S)
-    return advice[-1]
+    thread.join(seconds)
+    if not answer:
+        raise TimeoutError
+    return answer[0]
 
 
 def _estimate(plan: Plan) -> str:
@@ -71,21 +94,14 @@ def _estimate(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker that failed.
-
-    Attributes:
-        rank, pid, exitcode: What it was and how it ended.
-        message: The report that it wrote, empty if it wrote none.
-        killer: Who killed it, see `gridformer.utils.oom.kill_cause`.
-        stopped_by: What has stopped the run, where nothing has failed.
-    """
+    """A worker that failed."""
 
     rank: int
     pid: int | None
     exitcode: int
-    message: dict[str, Any]
-    killer: str = ""
-    stopped_by: str = ""
+    message: dict[str, Any]  # the report that it wrote, empty if it wrote none
+    killer: str = ""  # who killed it, by `kill_cause`
+    stopped_by: str = ""  # what has stopped the run, where nothing has failed
     noticed: float = field(default_factory=time.time)
 
     @staticmethod
@@ -150,8 +166,7 @@ class Failure:
     def text(self, advise: Advise = general) -> str:
         """Returns all that is known of a failure that is no UserError: lines, the cause last.
 
-        Args:
-            advise: Called for what helps if memory was used up.
+        `advise` is asked what helps if memory was used up.
         """
         message = self.message
         if "report" in message:
@@ -164,10 +179,10 @@ class Failure:
             return f"rank {self.rank} failed:{means}\n\n{stack}"
         advice = ""
         if -self.exitcode == signal.SIGKILL:
-            if oom.is_oom(self.killer):
-                advice = f": {advise()}"
-            elif not self.killer:
+            if not self.killer:
                 advice = f": out of memory is the usual cause: {advise()}"
+            elif self.killer != _NOT:
+                advice = f": {advise()}"
         elif self.exitcode < 0:
             advice = ": it crashed in native code, see its output above"
         return f"{self.cause}{advice}"
@@ -194,6 +209,53 @@ class Failure:
             raise SystemExit(code)
         print_last(self.text(advise))
         raise SystemExit(1)
+
+
+def oom_kills(root: Path = Path("/")) -> dict[Path, int]:
+    """Returns the counters of the kernel's out-of-memory killer, which kills as `kill -9` does.
+
+    They are those of this process's control groups, the innermost first, and of the whole machine.
+    """
+    counters = []
+    for line in _text_of(root / "proc/self/cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        if names in ("", "memory"):
+            top = root / "sys/fs/cgroup" / names
+            # In a container the path may be that of the host, which is not mounted here.
+            for folder in (top / path.lstrip("/"), top):
+                # Of versions 2 and 1
+                counters += [folder / "memory.events", folder / "memory.oom_control"]
+    counted = {}
+    for file in (*counters, root / "proc/vmstat"):
+        if kills := re.search(r"^oom_kill (\d+)$", _text_of(file), re.MULTILINE):
+            counted[file] = int(kills[1])
+    return counted
+
+
+def kill_cause(before: dict[Path, int], after: dict[Path, int]) -> str:
+    """Says whether SIGKILL between two counts of `oom_kills` was for want of memory.
+
+    Returns:
+        A part of a sentence; empty if the counters cannot tell.
+    """
+    for file, kills in after.items():
+        if kills <= before.get(file, kills):
+            continue
+        if file.name == "vmstat":
+            killer = "the kernel's out-of-memory killer"
+            return f"most likely by {killer}, which has just killed a process"
+        limits = [_text_of(file.with_name(f"memory.{name}")) for name in ("max", "limit_in_bytes")]
+        known = [int(text) for text in map(str.strip, limits) if text.isdigit()]
+        of = f", whose limit is {format_bytes(known[0])}" if known and known[0] < _NO_LIMIT else ""
+        return f"by the kernel's out-of-memory killer, for its control group{of}"
+    return _NOT if after else ""
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def cause_of(error: BaseException) -> str:

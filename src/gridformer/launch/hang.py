@@ -1,13 +1,8 @@
 """Says why a run hangs, from what its ranks see: a rank is stopped, dead or slow, or orders differ.
 
-A rank waits for the ranks that have not started the message for which it waits. Following this
-from rank to rank ends at ranks that wait for no message, which hold up all others, or it goes round
-in a circle, and then ranks start their messages in different orders.
-
-Over NCCL no rank waits in a message: the host only queues it, and is blocked where it reads a
-result from its GPU. What is known there is which messages each rank has started. A rank that has
-started fewer messages of a group than another rank holds that rank up, or is itself held up by a
-third rank that is further behind.
+A rank waits for the ranks that have not started its message. Following this ends at ranks that wait
+for no message, or goes round in a circle. Over NCCL no rank waits in a message; there a rank holds
+others up that has started fewer messages of a group, unless a third rank is further behind.
 """
 
 from __future__ import annotations
@@ -50,8 +45,7 @@ def diagnose_hang(
 
     Args:
         ranks: The report of each rank.
-        first: The rank that has waited for too long.
-        limit: What users call the time that was too long.
+        first: The rank that has waited for longer than `limit`, as users call it.
         queued: Whether messages are only queued by the host, as over NCCL.
     """
     run = Messages(ranks)
@@ -138,10 +132,7 @@ class Messages:
         return tuple(r for r in others if r not in lanes or lanes[r].started < wait.number)
 
     def mismatch(self, first: int) -> tuple[tuple[int, ...], str] | None:
-        """Returns which ranks have started different messages under one number, and the messages.
-
-        Those of the rank `first` come first.
-        """
+        """Returns ranks that have started different messages under one number, and the messages."""
         for lanes in sorted(self._channels.values(), key=lambda lanes: first not in lanes):
             by_number: dict[int, dict[Message, list[int]]] = defaultdict(dict)
             for rank, lane in sorted(lanes.items()):

@@ -39,9 +39,8 @@ def stack_of(frame: FrameType) -> list[str]:
 def module_of(frame: FrameType, model: nn.Module | None) -> str:
     """Returns the module of a model in which a thread is; empty if it is in none.
 
-    In a forward pass this is the innermost module on the stack. In a backward pass there are no
-    modules on the stack, but the autograd function that runs, and the next parameter of its graph
-    belongs to the same module or to the module before it.
+    A backward pass has no modules on the stack, but the autograd function that runs: the next
+    parameter of its graph belongs to the same module or to the module before it.
     """
     if model is None:
         return ""

@@ -1,21 +1,9 @@
 """Starts the worker processes of a local run and ends the run when one fails or a signal stops it.
 
-    launch(worker, (plan,), n_processes)        # in the command line's process
-        def worker(plan): world = init_process_groups(...); ...; close_process_groups()
-
-If the run has one process, or torchrun or srun started this process, the entrypoint runs in this
-process. Otherwise this module starts and watches worker processes.
-
 Security: a local run cannot be reached from other machines. Its processes rendezvous through a file
-in a folder that only this user can open, `launch` passes arguments to them through pipes, and the
-sockets through which they send tensors are bound to loopback (unless GLOO_SOCKET_IFNAME or
-NCCL_SOCKET_IFNAME names another interface). A run under torchrun or srun can be reached: torchrun's
-rendezvous and the stores of both listen on all interfaces without authentication, and torchrun's
-agent unpickles what it receives. Use them only on a trusted network of this job's machines.
-
-Exit codes: 0 success; 1 a worker failed (its traceback is the last thing printed); 2 a UserError;
-75 the run was stopped from outside, has saved its work and asks to be started again; 130, 143 and
-129 stopped by SIGINT, SIGTERM and SIGHUP.
+in a private folder, get arguments through pipes, and send tensors through sockets of loopback
+(unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names another interface). torchrun and srun listen
+on all interfaces without authentication: use them only on a trusted network of the job's machines.
 """
 
 from __future__ import annotations
@@ -33,7 +21,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from gridformer.launch.failures import Advise, Failure, general
+from gridformer.launch.failures import Advise, Failure, general, kill_cause, oom_kills
 from gridformer.launch.processes import (
     Signals,
     end_orphans,
@@ -41,13 +29,13 @@ from gridformer.launch.processes import (
     how_it_ended,
     process_state,
     signals_seen,
+    warm_up,
 )
 from gridformer.launch.worker_process import Meeting, work, work_here
 from gridformer.mesh.launch_env import rank_env
-from gridformer.utils import oom
 from gridformer.utils.folders import private_prefix, remove_private_leftovers
-from gridformer.utils.forkserver import warm_up
-from gridformer.utils.process import leave_progress_bar, threads_of
+from gridformer.utils.hardware import n_cores
+from gridformer.utils.process import leave_progress_bar
 from gridformer.utils.signals import REQUEUE, StopPolicy
 
 # Workers end by themselves at the end of their grace period, unless one of them saves. Those that
@@ -56,7 +44,7 @@ _MORE_PATIENCE_S = 0.5
 _LEAVES_S = 10.0  # for a worker that has saved to say so and to leave its groups
 # How long the launcher waits for the rank that broke a connection after its peers have failed.
 _LINGER_S = 3.0
-_LOOK_S = 1.0  # between two looks whether all workers are stopped
+_LOOK_S = 0.3  # between two looks for signals, and whether all workers are stopped
 _EFFECTS_S = 30.0  # what fails so soon after a pause fails because of it
 # The exit code that multiprocessing makes up for all workers if their fork server was killed.
 _UNKNOWN = 255
@@ -71,16 +59,12 @@ def launch(
 ) -> None:
     """Runs `entrypoint(*args)` in every process of the run and returns when all are done.
 
-    If the entrypoint raises in a process that torchrun or srun started and that is in a process
-    group, this function reports the failure and ends the process, because its peers would wait for
-    it as long as it exists.
+    The entrypoint runs in this process if it is the only one, or if torchrun or srun started it.
 
     Args:
-        entrypoint: A function at the top level of a module.
-        args: Picklable arguments of the entrypoint.
-        n_processes: Number of processes of the whole run. `check_devices` checks beforehand whether
-            they can start.
-        policy: How the processes answer stop signals; None means StopPolicy().
+        entrypoint: A function at the top level of a module, whose `args` are picklable.
+        n_processes: Number of processes of the whole run.
+        policy: How the processes answer stop signals.
         advise: Called for what helps if memory was used up.
 
     Raises:
@@ -104,11 +88,7 @@ def attempt(
     policy: StopPolicy,
     signals: Signals,
 ) -> Failure | None:
-    """Starts worker processes, in a private folder of their own, and waits for their end.
-
-    Returns:
-        Why the run ended or was stopped; None if all has gone well.
-    """
+    """Runs workers in a private folder of their own. Returns why they failed or were stopped."""
     remove_private_leftovers()
     with tempfile.TemporaryDirectory(prefix=private_prefix()) as folder:  # mode 0700
         meeting = Meeting(Path(folder))
@@ -144,7 +124,7 @@ class _Workers:
     def __init__(self, size: int, meeting: Meeting, policy: StopPolicy) -> None:
         self.size, self.meeting, self.policy = size, meeting, policy
         self._server: int | None = None
-        self._oom_kills = oom.count()
+        self._oom_kills = oom_kills()
         self._patience_s = policy.grace_s + _MORE_PATIENCE_S
         self._started: list[ForkServerProcess] = []
         self._saw_save = False  # when the time of the workers was over
@@ -157,7 +137,8 @@ class _Workers:
         """Starts all workers, or fewer if a stop signal arrives in the meantime."""
         warm_up(entrypoint.__module__)
         context = multiprocessing.get_context("forkserver")
-        threads = threads_of(self.size)
+        # CPU threads of each worker, unless the user has said how many
+        threads = None if os.environ.get("OMP_NUM_THREADS") else max(1, n_cores() // self.size)
         self._server = fork_server()
         for rank in range(self.size):
             process = context.Process(
@@ -180,11 +161,9 @@ class _Workers:
                 break
 
     def watch(self, signals: Signals) -> Failure | None:
-        """Waits until no worker is left. If one fails, the others are stopped.
+        """Waits until no worker is left; if one fails, the others are stopped.
 
-        Returns:
-            The failure that explains why the run ended, or None if all workers succeeded or a
-            signal came first.
+        Returns the failure that explains the end, None if all succeeded or a signal came first.
         """
         stop_at = float("inf")
         failures: list[Failure] = []
@@ -200,12 +179,11 @@ class _Workers:
             if signals.first or now >= stop_at:
                 self._send_stop(signals.first or signal.SIGTERM)
             until = min(self._kill_at, stop_at if not self._stopping else float("inf"))
-            ready = wait([*running, signals.reader], min(until - now, _LOOK_S))
+            ready = wait(running, min(until - now, _LOOK_S))
             if self._are_paused(running.values()) and not self._stopping:
                 self.kill()
                 return self._paused()
-            signals.clear()
-            ended = [running.pop(s) for s in ready if s in running]
+            ended = [running.pop(sentinel) for sentinel in [*running] if sentinel in ready]
             for rank in ended:  # a worker that was killed in a save does not save anymore
                 self.meeting.saving(rank).unlink(missing_ok=True)
             if ended and (how := self._lost()):
@@ -262,10 +240,7 @@ class _Workers:
         return saves or saved
 
     def _time_left(self, failures: list[Failure]) -> float:
-        """Returns for how many seconds the others may continue.
-
-        Adds to `failures` the workers that have reported a failure but have not ended yet.
-        """
+        """Returns how many seconds the others may go on; adds failures reported meanwhile."""
         if all(failure.told_to_stop for failure in failures):
             # The others have agreed to stop and may still be writing a checkpoint.
             return self._patience_s
@@ -285,7 +260,7 @@ class _Workers:
             return None
         killer = ""
         if process.exitcode == -signal.SIGKILL:
-            killer = oom.kill_cause(self._oom_kills, oom.count())
+            killer = kill_cause(self._oom_kills, oom_kills())
         code = 1 if process.exitcode is None else process.exitcode
         return Failure(rank, process.pid, code, self._read(rank), killer)
 

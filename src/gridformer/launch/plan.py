@@ -42,17 +42,13 @@ def plan_run(
         overrides: `dotted.key=value` texts.
         nproc: Number of processes that the user asked for; None accepts what the layout needs.
         out: Run directory; None means `runs/NAME`.
-        tell: Receives progress messages; None discards them.
-        lock: Takes the run directory for this run before its checkpoints are looked at; None
-            does not, for a plan that is not executed.
-
-    Returns:
-        The plan, whose config has the vocabulary size and the sequence lengths of the data.
+        tell: Receives progress messages.
+        lock: Takes the run directory before its checkpoints are looked at; None is for a plan that
+            is not executed.
 
     Raises:
         UserError: The run cannot start. A ConfigError lists all problems of values, layout, data
-            and devices at once; memory, lock and run directory are checked only when there are
-            none.
+            and devices at once; memory and run directory are checked only when there are none.
     """
     return plan_checked(check_run(path, overrides, nproc), out, tell, lock=lock)
 
@@ -64,11 +60,8 @@ def check_run(
 ) -> RunConfig:
     """Reads a run file, resolves it, and checks its values, layout, devices and data.
 
-    This does not load torch unless the run asks for GPUs or for torch.compile, so a refusal does
-    not take the seconds that torch takes to load.
-
-    Returns:
-        The run. With `train.elastic` its layout is one for the processes that are there.
+    It loads torch, which takes seconds, only if the run asks for GPUs or for torch.compile. With
+    `train.elastic` the layout of the result is one for the processes that are there.
 
     Raises:
         ConfigError: It lists all problems at once.
@@ -141,10 +134,7 @@ def plan_checked(
 ) -> Plan:
     """Plans a run that `check_run` has returned, as `plan_run` does.
 
-    Args:
-        run: The checked run.
-        out, tell, lock: As in `plan_run`.
-        room: The budget of each process; None means the budget on this machine.
+    `room` is the budget of each process; None means the budget on this machine.
     """
     from gridformer.memory.bounds import beyond_saving
     from gridformer.memory.room import room_of
@@ -211,7 +201,7 @@ def read_run_without_data(
     """Like `read_run`, but works without the data; vocabulary and lengths are then the file's.
 
     The path may also name a shipped model, whose settings all come from `overrides`. Without
-    data.seq_len the length is at most ESTIMATED_TOKENS, because few train at a context of 131,072
+    data.seq_len the length is at most ESTIMATED_TOKENS, as few train at a context of 131,072
     tokens; `note` receives a sentence about that.
 
     Raises:
@@ -271,12 +261,8 @@ def _read(path: Path | str, overrides: list[str] | tuple[str, ...]) -> tuple[Run
 def preflight_problems(run: RunConfig, tell: Tell, decisions: Decisions) -> list[str]:
     """Checks a step of a run that will start on several GPUs, on a few of its ranks.
 
-    `gridformer check` looks at more ranks, and also says what is slow. An error of the step is told
-    and refuses nothing: versions of torch differ in what they can do with tensors without memory,
-    and a step that raises an error on GPUs, too, ends all processes at once.
-
-    Returns:
-        The problems, each with its remedy.
+    An error of the step is told and refuses nothing: versions of torch differ in what they can do
+    with tensors without memory, and a step that fails on GPUs, too, ends all processes at once.
     """
     from gridformer.memory.room import on_gpu
 

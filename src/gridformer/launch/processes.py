@@ -1,21 +1,36 @@
-"""What a launcher sees of its machine: processes, the end of their fork server, signals."""
+"""What a launcher sees of its machine: processes, the fork server of its workers, signals."""
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gridformer.utils.signals import StopPolicy
+from gridformer.utils import signals
+from gridformer.utils.folders import private_prefix
+from gridformer.utils.process import let_threads_sleep
 
 _NOTICED_S = 1.0  # pipes of a process close a moment before the system says that it has ended
+_LONGEST_SOCKET = 103  # characters of its path on macOS, and four more on Linux
+# Modules that every worker that trains would otherwise import by itself.
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "safetensors",
+    "gridformer.cli.app",  # imported by __main__
+]
+_server_owner = 0  # the process that has started the fork server
 
 
 def process_state(pid: int) -> str:
@@ -47,6 +62,54 @@ def runs(pid: int, began: int) -> bool:
         pass
     state, now = process_stat(pid)
     return state not in ("Z", "X") and now == began
+
+
+def warm_up(*modules: str) -> None:
+    """Starts to load torch and `modules` in the fork server, from which workers are forked.
+
+    Calling this is optional. An early call lets more of the loading overlap with the caller's own
+    imports. It must be in the main thread.
+    """
+    global _server_owner
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, *modules, "gridformer.launch.interruptible"])
+    _name_temporary_folder()
+    let_threads_sleep()  # the server, which loads torch, inherits the setting
+    if _server_owner != os.getpid():
+        _server_owner = os.getpid()
+        atexit.register(_end_server)
+        signals.at_end.append(_end_server)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server inherits that, too
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end_server() -> None:
+    """Ends the server with its owner. By itself it would end only once it has loaded everything."""
+    pid = fork_server()
+    if pid is not None and os.getpid() == _server_owner:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
+def _name_temporary_folder() -> None:
+    """Gives the folder with the server's socket a name that says whose it is.
+
+    multiprocessing would name it `pymp-...`, and if this process is killed nobody could tell that
+    it may be removed, as `remove_private_leftovers` does.
+    """
+    # multiprocessing offers no name for this setting, which `util.get_temp_dir` reads.
+    settings: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
+    if settings.get("tempdir") is not None:
+        return
+    where, prefix = tempfile.gettempdir(), private_prefix()
+    if len(os.fsencode(f"{where}/{prefix}12345678/listener-12345678")) > _LONGEST_SOCKET:
+        where = "/tmp"
+    folder = settings["tempdir"] = tempfile.mkdtemp(prefix=prefix, dir=where)
+    # Late, as multiprocessing removes its own.
+    util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-100)
 
 
 def fork_server() -> int | None:
@@ -86,7 +149,7 @@ def end_orphans(pids: Iterable[int], patience_s: float, is_saving: Callable[[], 
     for signum, seconds in ((signal.SIGTERM, patience_s), (signal.SIGKILL, _NOTICED_S)):
         sent = left = [pid for pid in began if runs(pid, began[pid])]
         for pid in sent:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.kill(pid, signum)
         until = time.monotonic() + seconds
         while left and (time.monotonic() < until or (signum == signal.SIGTERM and is_saving())):
@@ -105,45 +168,26 @@ def signal_text(signum: int) -> str:
 
 @dataclass
 class Signals:
-    """The first stop signal that the launcher received; `reader` is readable once one arrived.
+    """The first stop signal that the launcher received, and whether a second Ctrl-C came."""
 
-    `again` says whether that was Ctrl-C, and a second Ctrl-C came.
-    """
-
-    reader: int
-    writer: int
     first: int | None = None
     again: bool = False
-
-    def clear(self) -> None:
-        """Empties `reader`, so that only the next signal makes it readable."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.reader, 64)
 
     def note(self, signum: int, frame: FrameType | None) -> None:
         """Handler for Python's `signal` module."""
         self.again = self.again or self.first == signum == signal.SIGINT
         self.first = self.first or signum
-        with contextlib.suppress(BlockingIOError):
-            os.write(self.writer, b"\0")
 
 
-@contextlib.contextmanager
-def signals_seen(policy: StopPolicy) -> Iterator[Signals]:
+@contextmanager
+def signals_seen(policy: signals.StopPolicy) -> Iterator[Signals]:
     """Catches stop signals inside the block. A SIGHUP that nohup ignores stays ignored."""
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)
-    signals = Signals(reader, writer)
-    try:
-        with handled(policy.signals, signals.note):
-            yield signals
-    finally:
-        os.close(reader)
-        os.close(writer)
+    seen = Signals()
+    with handled(policy.signals, seen.note):
+        yield seen
 
 
-@contextlib.contextmanager
+@contextmanager
 def handled(
     signums: Iterable[int], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:

@@ -1,8 +1,7 @@
 """Executes a plan: starts its processes, each of which trains, and copies the last checkpoint.
 
-With `train.max_restarts`, a local run that fails goes on in new processes from its newest
-checkpoint. Each attempt has worker processes, a folder and a store of its own, so nothing of a
-failed one can reach the next. The launcher stays, and with it the lock of the run directory.
+With `train.max_restarts`, a local run that fails goes on from its newest checkpoint. Each attempt
+has processes, a folder and a store of its own; the launcher and its lock of the run stay.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ def execute(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
 
     Raises:
         UserError: A worker raised it.
-        SystemExit: A worker failed, a signal stopped the run, or the last checkpoint could not be
-            copied to `train.checkpoint_to`.
+        SystemExit: A worker failed, a signal stopped the run, or its last checkpoint is not copied.
     """
     train, place = plan.run.train, rank_env()
     ends_at = None if train.max_hours is None else _began() + 3600 * train.max_hours
@@ -102,15 +100,14 @@ def train(
 ) -> None:
     """Trains a run from Python, or resumes it, as `gridformer train` does from the command line.
 
-    A run with several processes starts them on this machine, and each of them imports the script
-    that calls this. So the call must be inside `if __name__ == "__main__":`, and `callbacks` must
-    be picklable.
+    Each process of the run imports the script that calls this. So the call must be inside
+    `if __name__ == "__main__":`.
 
     Args:
         run: The path of a run file, or the name of a shipped one.
         overrides: `dotted.key=value` texts.
         out: The run directory; None means `runs/NAME`.
-        callbacks: Are told what the run does, in its first process.
+        callbacks: Are told what the run does, in its first process; picklable.
 
     Raises:
         UserError: The run cannot start, or a worker raised it.
@@ -124,7 +121,7 @@ def train(
 
 
 def wait_as_spare(place: RankEnv) -> None:
-    """Waits until a run has ended in which this process, one of too many, does not take part.
+    """Waits for the end of a run in which this process, one of too many, does not take part.
 
     torchrun believes that a process that ends is done, and its machine would leave the run.
     """
@@ -154,9 +151,7 @@ def _began() -> float:
 def worker(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     """The entrypoint of every process of a run: joins the process group and trains.
 
-    The process group is destroyed only on success. A rank that fails must report it before it does
-    anything that waits for its peers, which may be inside a collective: `launch` reports the
-    failure and ends the process.
+    The group is closed only on success, because a rank that fails must not wait for its peers.
     """
     train = plan.run.train
     leave_to_callers()
@@ -181,8 +176,7 @@ def worker(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
 def copy_last(plan: Plan, ends_at: float | None = None) -> None:
     """Copies the last checkpoint of a run that is done to `train.checkpoint_to`, if need be.
 
-    The processes of the run have ended, so none of them waits meanwhile. This process, or under
-    torchrun and srun that of rank 0, tries again for `train.full_disk_wait_s`.
+    The process of rank 0, or the launcher, tries again for `train.full_disk_wait_s`.
 
     Raises:
         SystemExit: The last checkpoint is not there, with code 1.
@@ -213,7 +207,7 @@ def copy_last(plan: Plan, ends_at: float | None = None) -> None:
 def launch_with_restarts(
     entrypoint: Callable[[Plan], None], plan: Plan, policy: StopPolicy
 ) -> None:
-    """Runs a plan in worker processes, and again after a failure. It never runs in this process.
+    """Runs a plan in worker processes, and again after a failure.
 
     There is no further attempt after a UserError, which would come again, after a stop, or if two
     attempts in a row fail in the same step with the same error.
@@ -232,13 +226,13 @@ def launch_with_restarts(
                 failure.report_and_exit()
             steps = [line["step"] for line in read_metrics(plan.out)[-1:]]
             here = int(steps[0]) if steps else 0, re.sub(r"\d+", "#", failure.cause)
-            if number == attempts or here == before:
-                why = f"attempt {number} was the last (train.max_restarts)"
-                if here == before:
-                    why = (
-                        f"two attempts in a row failed with the same error after step {here[0]}, "
-                        "so there is no other"
-                    )
+            why = f"attempt {number} was the last (train.max_restarts)" * (number == attempts)
+            if here == before:
+                why = (
+                    f"two attempts in a row failed with the same error after step {here[0]}, so "
+                    "there is no other"
+                )
+            if why:
                 print_last(f"gridformer: {why}:\n")
                 print_last(failure.text(partial(memory_advice, plan)))
                 raise SystemExit(1)

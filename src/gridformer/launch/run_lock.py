@@ -2,14 +2,12 @@
 
 The file says who holds it. It is created exclusively, also over NFS, and its holder refreshes its
 time every few seconds. A lock whose process has ended on this host is stale at once; one of another
-host or container, where process ids mean nothing, once it was not refreshed for STALE_S. A process
-that finds that its lock has another holder ends.
+host or container, once it was not refreshed for STALE_S. A process that lost its lock ends.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import secrets
 import shlex
@@ -19,19 +17,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Self
 
-from pydantic import TypeAdapter
-from pydantic.dataclasses import dataclass
+from pydantic import BaseModel
 
 from gridformer.launch.processes import process_stat, runs
 from gridformer.utils.errors import UserError
-from gridformer.utils.files import parse_json, regular_bytes
+from gridformer.utils.files import regular_bytes
 from gridformer.utils.signals import at_end, end_process
-from gridformer.utils.units import MIB
 
 LOCK = "lock"
 REFRESH_S = 5.0
@@ -39,8 +33,7 @@ STALE_S = 60.0
 _POLL_S = 1.0  # between two looks at the lock of another host
 
 
-@dataclass(frozen=True)
-class Holder:
+class Holder(BaseModel, frozen=True):
     """Who holds a lock: the launcher of a local run, otherwise rank 0."""
 
     host: str
@@ -58,81 +51,64 @@ class Holder:
     @property
     def runs(self) -> bool | None:
         """Whether the process still runs; None if it was on another host or in a container."""
-        if (self.host, self.machine) != (socket.gethostname(), _machine()):
-            return None
-        return runs(self.pid, self.began)
+        return runs(self.pid, self.began) if self.machine == _machine() else None
 
 
 def this_process() -> Holder:
     """Returns this process as the holder of a lock."""
-    command, pid = shlex.join(["gridformer", *sys.argv[1:]]), os.getpid()
-    host, began = socket.gethostname(), process_stat(pid)[1]
-    return Holder(host, pid, time.time(), command, _machine(), began, secrets.token_hex(8))
+    return Holder(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        since=time.time(),
+        command=shlex.join(["gridformer", *sys.argv[1:]]),
+        machine=_machine(),
+        began=process_stat(os.getpid())[1],
+        token=secrets.token_hex(8),
+    )
 
 
 def _machine() -> str:
-    """Returns a text that differs between hosts, their starts, and containers; empty if unknown."""
-    try:
+    """Returns a text that differs between hosts, their starts, and containers."""
+    with suppress(OSError):  # not Linux
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
 
 
-class RunLock:
-    """The lock of one run directory, which `take` takes and the end of the block releases.
-
-        with RunLock() as lock:
-            lock.take(run_dir)
-
-    A run of several hosts takes it on rank 0 only.
-
-    Attributes:
-        token: The random text that only this lock has; empty while it is not taken.
-    """
+class RunLock(AbstractContextManager["RunLock"]):
+    """The lock of one run directory, which `take` takes and the end of the block releases."""
 
     def __init__(self) -> None:
-        self.token = ""
+        self.token = ""  # that of the lock; empty while it is not taken
         self._path = Path()
-        self._made: list[Path] = []  # folders that did not exist before
         self._end = threading.Event()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.release()
 
     def take(self, run_dir: Path, tell: Callable[[str], None] = lambda doing: None) -> None:
-        """Takes the lock of a run directory, which is created if it does not exist.
-
-        A lock of another host that is not refreshed is waited for, at most STALE_S.
+        """Takes the lock of a run directory, at latest STALE_S after another host's last refresh.
 
         Raises:
             UserError: Another run holds the lock, or nothing can be written there.
         """
         if self.token:
             return
-        self._made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
         self._path, mine = run_dir / LOCK, this_process()
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             _take(self._path, mine, tell)
-        except BaseException as error:
-            self._remove_made()
-            if not isinstance(error, OSError):
-                raise
+        except OSError as error:
             raise UserError(
                 f"{run_dir} cannot be written ({error.strerror or error}): choose another --out"
             ) from None
         self.token = mine.token
         at_end.append(self.release)
         self._end.clear()
-        refreshing = threading.Thread(target=self._refresh, name="run lock", daemon=True)
-        refreshing.start()
+        threading.Thread(target=self._refresh, name="run lock", daemon=True).start()
 
     def release(self) -> None:
-        """Gives the lock back, and removes folders that were created for it and are empty."""
+        """Gives the lock back."""
         token, self.token = self.token, ""
         if not token:
             return
@@ -140,15 +116,8 @@ class RunLock:
         with suppress(ValueError):
             at_end.remove(self.release)
         with suppress(OSError):
-            if _token_of(self._path) == token:
+            if getattr(holder_of(self._path.parent), "token", "") == token:
                 self._path.unlink()
-        self._remove_made()
-
-    def _remove_made(self) -> None:
-        for path in self._made:
-            with suppress(OSError):
-                path.rmdir()
-        self._made = []
 
     def _refresh(self) -> None:
         """Refreshes the lock until it is released; ends the process if another run has it."""
@@ -159,19 +128,17 @@ class RunLock:
                 if other is not None and other.token == token:
                     os.utime(self._path)
                 elif other is not None and not self._end.is_set():
-                    message = (
-                        f"gridformer: {self._path} was taken by {other}, because this process did "
-                        f"not refresh it for {STALE_S:g} s: it ends, so that no two runs write "
-                        "into one folder\n"
-                    )
-                    os.write(2, message.encode())
+                    why = f"this process did not refresh it for {STALE_S:g} s"
+                    ends = "it ends, so that no two runs write into one folder"
+                    text = f"gridformer: {self._path} was taken by {other}, because {why}: {ends}\n"
+                    os.write(2, text.encode())
                     end_process(1)
 
 
 def holder_of(run_dir: Path) -> Holder | None:
     """Returns who holds, or held, the lock of a run directory; None if there is none to read."""
     with suppress(OSError, ValueError):
-        return TypeAdapter(Holder).validate_python(parse_json(regular_bytes(run_dir / LOCK, MIB)))
+        return Holder.model_validate_json(regular_bytes(run_dir / LOCK, 2**20))
     return None
 
 
@@ -179,23 +146,19 @@ def is_held(run_dir: Path) -> bool:
     """Returns whether a run holds the lock of a run directory, as far as one look can tell."""
     holder = holder_of(run_dir)
     with suppress(OSError):
-        if holder is not None:
-            fresh = time.time() - (run_dir / LOCK).stat().st_mtime < STALE_S
-            return fresh if holder.runs is None else holder.runs
-    return False
-
-
-def _token_of(path: Path) -> str:
-    """Returns the token in a lock file; empty if it is torn or gone."""
-    holder = holder_of(path.parent)
-    return holder.token if holder else ""
+        if holder is not None and holder.runs is None:
+            return time.time() - (run_dir / LOCK).stat().st_mtime < STALE_S
+    return bool(holder and holder.runs)
 
 
 def _take(path: Path, mine: Holder, tell: Callable[[str], None]) -> None:
     """Writes the lock as soon as there is none, or only a stale one."""
     seen: tuple[str, float] | None = None  # the token and time of another host's lock
     since = time.monotonic()
-    while not _write_new(path, mine):
+    while True:
+        with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
+            file.write(mine.model_dump_json())
+            return
         holder = holder_of(path.parent)  # over NFS, opening it makes its time below a fresh one
         try:
             present = (holder.token if holder else "", path.stat().st_mtime)
@@ -210,49 +173,28 @@ def _take(path: Path, mine: Holder, tell: Callable[[str], None]) -> None:
         seen = present
         with tempfile.NamedTemporaryFile(prefix=".lock-", dir=path.parent) as probe:
             now = os.fstat(probe.fileno()).st_mtime  # by the clock of the storage
-        # The clock of the other host may be ahead.
+        # The clock of the other host may be ahead. A lock that is torn was not written to its end.
         age = max(now - present[1], time.monotonic() - since)
-        if holder_runs is False or age > STALE_S:
-            if _take_over(path, present[0], mine):
-                return
-            continue
-        tell(
-            f"{path} is held by {holder or 'an unknown process'} and {age:.0f} s old: waiting "
-            f"until it is refreshed or {STALE_S:g} s old"
-        )
-        time.sleep(_POLL_S)
-
-
-def _write_new(path: Path, holder: Holder) -> bool:
-    """Creates the lock, unless there is one; returns whether it did."""
-    try:
-        file = path.open("x", encoding="utf-8")
-    except FileExistsError:
-        return False
-    try:
-        with file:
-            json.dump(asdict(holder), file)
-    except OSError:  # a full disk
-        path.unlink(missing_ok=True)
-        raise
-    return True
+        if holder_runs is None and age <= (STALE_S if holder else REFRESH_S):
+            held = f"{path} is held by {holder or 'an unknown process'} and {age:.0f} s old"
+            tell(f"{held}: waiting until it is refreshed or {STALE_S:g} s old")
+            time.sleep(_POLL_S)
+        elif _take_over(path, present[0], mine):
+            return
 
 
 def _take_over(path: Path, token: str, mine: Holder) -> bool:
     """Replaces the stale lock with that token; returns whether this process has the lock now.
 
-    Of the processes that try it at once, `flock` on the stale file lets one through. Where storage
-    does not lock between hosts, two of them may replace it: the first ends at its next refresh.
+    Of processes that try it at once, `flock` on the stale file lets one through. Where storage does
+    not lock between hosts, two of them may replace it: the first ends at its next refresh.
     """
-    try:
-        with path.open("r+b") as stale:
-            with suppress(OSError):
-                fcntl.flock(stale, fcntl.LOCK_EX)
-            if _token_of(path) != token:
-                return False
+    with suppress(FileNotFoundError), path.open("r+b") as stale:
+        with suppress(OSError):
+            fcntl.flock(stale, fcntl.LOCK_EX)
+        if getattr(holder_of(path.parent), "token", "") == token:
             written = path.with_name(f".lock-{mine.token}")
-            written.write_text(json.dumps(asdict(mine)), encoding="utf-8")
+            written.write_text(mine.model_dump_json(), encoding="utf-8")
             written.replace(path)
             return True
-    except FileNotFoundError:
-        return False
+    return False

@@ -1,9 +1,8 @@
 """The watch of a run: a thread in each rank that notices a hang, and names it.
 
-When a rank has waited longer than its limit (train.timeout_s) for a message, every rank reports on
-a board where it is, also for processes of its machine that are stopped or dead. The rank that was
-first says why the run hangs (`gridformer.launch.hang`), writes it to the run directory, and ends
-the run, all within MARGIN_S. Only then do torch's own timeouts end what is left.
+When a rank has waited longer than train.timeout_s for a message, every rank reports where it is,
+and which processes of its machine are stopped or dead. The first such rank says why the run hangs
+and ends it within MARGIN_S, before torch's own timeouts end what is left.
 """
 
 from __future__ import annotations
@@ -15,19 +14,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
 from torch import nn
 
 from gridformer.comm import progress, progress_file
+from gridformer.launch.failures import answered
 from gridformer.launch.hang import diagnose_hang
 from gridformer.launch.hang_report import (
     RankReport,
@@ -87,17 +85,14 @@ def start_watch(
 class HangBoard:
     """Where the ranks of a run tell each other that it hangs, and what each of them sees.
 
-    This is the store of the rendezvous, which a thread asks that may be left behind: the hang may
-    be in the process that serves the store. Every method raises TimeoutError when the store
-    does not answer.
+    This is the store of the rendezvous. Every method raises TimeoutError when the store does not
+    answer, because the hang may be in the process that serves it.
     """
 
     def __init__(self, place: RankEnv) -> None:
         self.place = place
         store: Any = store_of(place)
         self._store = store.clone()  # a connection of its own
-        self._asked: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        threading.Thread(target=self._ask, name="hang board", daemon=True).start()
         # `launch` ends its processes itself; torchrun and srun do so on their own machine or late.
         if not place.store_file:
             at_failure.append(self.tell_failed)
@@ -124,7 +119,7 @@ class HangBoard:
 
     def claim(self) -> bool:
         """Says that the run hangs. Returns whether this rank is the first to do so."""
-        first = self._answer(lambda: self._store.add("watch/claims", 1)) == 1
+        first = answered(lambda: self._store.add("watch/claims", 1), _ANSWER_S) == 1
         self._set("hang", "", str(self.place.rank))
         return first
 
@@ -147,29 +142,13 @@ class HangBoard:
         return paths
 
     def _set(self, what: str, rank: int | str, text: str) -> None:
-        self._answer(lambda: self._store.set(f"watch/{what}/{rank}", text))
+        answered(lambda: self._store.set(f"watch/{what}/{rank}", text), _ANSWER_S)
 
     def _get(self, what: str, rank: int | str = "") -> str:
         """Returns a text, or an empty one if there is none."""
         key = f"watch/{what}/{rank}"
         check, get = self._store.check, self._store.get
-        return str(self._answer(lambda: get(key).decode() if check([key]) else ""))
-
-    def _answer(self, question: Callable[[], Any]) -> Any:
-        answer: Future[Any] = Future()
-        self._asked.put((question, answer))
-        try:
-            return answer.result(_ANSWER_S)
-        except Exception:  # torch's many errors of a lost connection, or no answer in time
-            raise TimeoutError("the store of the run does not answer") from None
-
-    def _ask(self) -> None:
-        while True:
-            question, answer = self._asked.get()
-            try:
-                answer.set_result(question())
-            except Exception as error:
-                answer.set_exception(error)
+        return str(answered(lambda: get(key).decode() if check([key]) else "", _ANSWER_S))
 
 
 def asks_s(size: int) -> float:
@@ -181,16 +160,14 @@ class HangWatch:
     """Watches this process from a thread of its own.
 
     Args:
-        place: The place of this process in the run.
         timeout_s: Seconds after which a message that still waits is a hang.
         out: The run directory, in which the report is written; None writes none.
         nccl: Whether messages run on GPUs, where the host waits elsewhere than in messages.
         limit: What users call the limit.
         trains: Whether the run has steps, before the first of which nothing is known over NCCL.
-
-    Attributes:
-        model: The model, once there is one.
     """
+
+    model: nn.Module | None = None  # once there is one
 
     def __init__(
         self,
@@ -210,7 +187,6 @@ class HangWatch:
         self._progress = progress.start(own)
         with suppress(TimeoutError):
             self._board.register(self._progress.path)
-        self.model: nn.Module | None = None
         self._main = threading.main_thread().ident or 0
         self._ended = threading.Event()
         self._still_since = time.monotonic()
@@ -219,10 +195,9 @@ class HangWatch:
         self._thread.start()
 
     def end(self) -> None:
-        """Ends the watch; the run has ended.
+        """Ends the watch before the main thread ends.
 
-        The thread must not outlive the main thread: it may hold the last reference to tensors, and
-        freeing one while Python ends aborts the process.
+        It may hold the last reference to tensors, and freeing one while Python ends aborts it.
         """
         self._ended.set()
         self._thread.join(_END_S)
@@ -252,8 +227,7 @@ class HangWatch:
     def _beat(self) -> bool:
         """Notes where this process is, and returns whether it hangs.
 
-        The main thread's frame is held no longer than that, because it keeps all tensors of its
-        functions alive, even after these have returned.
+        The frame is held no longer than that, as it keeps all tensors of its functions alive.
         """
         self._progress.beat()
         frame = sys._current_frames().get(self._main)
@@ -264,10 +238,8 @@ class HangWatch:
     def _hangs(self, frame: FrameType | None) -> bool:
         """Returns whether this process has waited for too long.
 
-        Over NCCL the host waits wherever it reads from the GPU, which may wait for a message. There
-        a process hangs whose main thread has been in one place for that long in the middle of a
-        step, without beginning a message. The place alone says little: a GPU that is busy is waited
-        for in the same place in every step.
+        Over NCCL the host waits wherever it reads from the GPU. There a process hangs whose main
+        thread has been in one place for that long in the middle of a step, without a new message.
         """
         if self._progress.waited_s() > self.timeout_s:
             return True
@@ -320,6 +292,10 @@ class HangWatch:
             if number + 1 < _SAMPLES:
                 time.sleep(_APART_S)
         used = (time.process_time() - cpu) / max(1e-9, time.monotonic() - began)
+        records = None
+        if self.nccl:
+            with suppress(TimeoutError):  # torch asks the GPU, which may not answer
+                records = answered(progress.flight_records, _RECORDS_S)
         frames = sys._current_frames()
         threads = {
             thread.name: tuple(stack_of(frames[thread.ident]))
@@ -335,7 +311,7 @@ class HangWatch:
             cpu=round(used, 3),
             stack=tuple(stack),
             threads=threads,
-            nccl=_flight_records() if self.nccl else None,
+            nccl=records,
         )
 
     def _neighbors(self) -> tuple[RankReport, ...]:
@@ -381,14 +357,3 @@ class HangWatch:
             except OSError as error:
                 text += f"\nThe report of all ranks could not be written: {error}."
         end_from_watch(f"The run hangs: {verdict.reason}.", text, report=text)
-
-
-def _flight_records() -> Any:
-    """Returns `progress.flight_records()`, or None if torch does not answer soon."""
-    answer: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: answer.append(progress.flight_records()), name="flight recorder", daemon=True
-    )
-    thread.start()
-    thread.join(_RECORDS_S)  # torch asks the GPU, which may not answer
-    return answer[0] if answer else None

@@ -1,8 +1,7 @@
 """What a worker process does around the entrypoint: handles signals, reports a failure, and ends.
 
-A rank that fails first reports, then abandons its process groups, then ends. In this order, nothing
-that may block comes before the report, and its peers, which fail when the connection closes, can
-only fail after it.
+A rank that fails first reports, then abandons its process groups, then ends: nothing that may block
+comes before the report, and peers, which fail when the connection closes, fail after it.
 """
 
 from __future__ import annotations
@@ -31,20 +30,18 @@ from gridformer.utils.process import end_with_parent, never_fail_to_print, use_e
 # torchrun polls its workers ten times a second, blames the first that ended, and compares whole
 # seconds.
 _LINGER_S = 1.1
+_REPORT = "TORCHELASTIC_ERROR_FILE"  # where torchrun, and `launch` as well, reads why a rank failed
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 at_failure: list[Callable[[], None]] = []  # tell the other ranks that this one has failed
 
 
 class Meeting:
-    """The private folder of a local run, for the rendezvous and failure reports of its ranks.
-
-    The launcher creates the file `failed` as soon as it knows that the run has failed. Workers
-    write to `stopped` what stopped the run, after they have saved.
-    """
+    """The private folder of a local run, for the rendezvous and failure reports of its ranks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.failed, self.stopped = folder / "failed", folder / "stopped"
+        self.failed = folder / "failed"  # which the launcher creates once it knows
+        self.stopped = folder / "stopped"  # what stopped the run, by workers that have saved
 
     def saving(self, rank: int | str) -> Path:
         """Returns the file that exists as long as a rank saves and must not be killed."""
@@ -74,14 +71,13 @@ def work(
 ) -> None:
     """The main function of a process that `launch` started, which ends here if it fails.
 
-    `threads` is the number of threads for torch's CPU operations; None does not change it. A second
-    Ctrl-C is the launcher's matter.
+    `threads` is the number of threads for torch's CPU operations; None does not change it.
     """
     never_fail_to_print()  # a stream may be closed, which a process of its own does not inherit
-    stop = signals.install(replace(policy, again_after_s=float("inf")))
+    stop = signals.install(replace(policy, again_after_s=float("inf")))  # that is the launcher's
     stop.is_hopeless = meeting.is_hopeless
     stop.on_hold = partial(_mark, meeting.saving(rank))
-    stop.report = partial(_write_failure, path=meeting.error_file(rank))
+    stop.report = _write_failure
     end_with_parent()
     faulthandler.enable(all_threads=True)  # a crash in native code prints where it happened
     use_expandable_segments()
@@ -91,6 +87,7 @@ def work(
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(size),
         STORE_FILE: str(meeting.folder / "store"),
+        _REPORT: str(meeting.error_file(rank)),
     }
     if sys.platform in _LOOPBACK:
         # All peers are on this machine, so no other machine needs to reach the sockets through
@@ -105,7 +102,7 @@ def work(
     try:
         entrypoint(*args)
     except Exception as error:
-        _fail(error, stop, meeting.error_file(rank))
+        _fail(error, stop)
     stop.nothing_left_to_save()
     if stop.requested:
         if stop.exit_code == signals.REQUEUE:
@@ -130,30 +127,28 @@ def work_here(
 ) -> None:
     """Runs the entrypoint in this process: the whole run, or a rank that torchrun or srun started.
 
+    A failure inside a process group is reported and ends this process, for whose end peers wait.
+
     Raises:
-        Exception: Whatever the entrypoint raises while this process is in no process group. In a
-            group, the failure is reported and the process ends here, because destroying the group
-            would wait for peers that wait for this rank.
+        Exception: The entrypoint raised it outside a process group.
         SystemExit: A signal asked to stop.
     """
     again_after_s = signals.TWICE_BY_TORCHRUN_S if place and place.by == "torchrun" else 0.0
     policy = policy or signals.StopPolicy()
     stop = signals.install(replace(policy, again_after_s=again_after_s))
     use_expandable_segments()
-    error_file = _error_file_of_torchrun()
-    if error_file:
+    if report := os.environ.get(_REPORT):
         faulthandler.enable(all_threads=True)
-        stop.is_hopeless = lambda: any(error_file.parents[1].glob("*/error.json"))
-        stop.report = partial(_write_failure, path=error_file)
+        stop.is_hopeless = lambda: any(Path(report).parents[1].glob("*/error.json"))
+        stop.report = _write_failure
     try:
         entrypoint(*args)
     except Exception as error:
         import torch.distributed as dist
 
         if place and dist.is_initialized():
-            _fail(error, stop, error_file, by_torchrun_or_srun=True)
-        if error_file:
-            _write_failure(error, error_file)
+            _fail(error, stop)
+        _write_failure(error)
         raise
     finally:
         stop.uninstall()
@@ -164,33 +159,22 @@ def work_here(
 
 
 def end_from_watch(reason: str, text: str, **report: Any) -> NoReturn:
-    """Reports why the run ends, and ends this process, whose main thread waits for a message.
+    """Ends this process, whose main thread waits for a message.
 
-    Args:
-        reason: One line.
-        text: What is printed.
-        report: More for the launcher; see `Failure`.
+    It prints `text`, and reports it with a reason of one line, and more, to the launcher.
     """
-    store, path = os.environ.get(STORE_FILE), _error_file_of_torchrun()
-    if store:
-        path = Meeting(Path(store).parent).error_file(os.environ["RANK"])
-    if path:
-        _write(path, reason, text, **report)
-    if not store:  # else the launcher prints it
+    _write(reason, text, **report)
+    if STORE_FILE not in os.environ:  # else `launch` prints it
         print_last(text)
     abandon_process_groups()
     signals.end_process(1)
 
 
-def _fail(
-    error: Exception,
-    stop: signals.StopRequest,
-    error_file: Path | None,
-    by_torchrun_or_srun: bool = False,
-) -> NoReturn:
+def _fail(error: Exception, stop: signals.StopRequest) -> NoReturn:
     """Reports a failure, abandons the process groups, and ends this process, in this order."""
     stop.nothing_left_to_save()
     caused_by_peer = _is_effect_of_a_peer(error)
+    prints = STORE_FILE not in os.environ  # otherwise `launch` prints it
     if stop.requested:
         if isinstance(error, UserError):
             if not stop.is_hopeless():  # else a peer reports it: all read the same run file
@@ -201,16 +185,16 @@ def _fail(
             stop.tell_nothing_was_saved("another rank did not end its step")
         code = stop.exit_code
     else:
-        if caused_by_peer and by_torchrun_or_srun:
+        if caused_by_peer and prints:
             time.sleep(_LINGER_S)
-        if error_file and not stop.reported:
+        if not stop.reported:
             with suppress(OSError):  # a descriptor for the report, if there are too many
                 os.close(0)
             try:
-                _write_failure(error, error_file)
+                _write_failure(error)
             except OSError:  # TMPDIR is full
-                by_torchrun_or_srun = True
-        if by_torchrun_or_srun:  # otherwise `launch` prints it, because it started the workers
+                prints = True
+        if prints:
             _print_failure(error)
         code = error.exit_code if isinstance(error, UserError) else 1
         for tell in at_failure if not caused_by_peer else ():
@@ -220,14 +204,8 @@ def _fail(
     signals.end_process(code)
 
 
-def _error_file_of_torchrun() -> Path | None:
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(path) if path else None
-
-
-def _write_failure(error: Exception, path: Path) -> None:
-    """Writes why this rank failed to a file."""
-    # Without the frame of this module.
+def _write_failure(error: Exception) -> None:
+    """Writes why this rank failed for its launcher, without the frame of this module."""
     first = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, first))
     message: dict[str, Any] = {
@@ -243,15 +221,16 @@ def _write_failure(error: Exception, path: Path) -> None:
         message["report"] = f"gridformer: {error}"
     elif isinstance(error, OSError) and message["meaning"]:  # so does this
         message["report"] = f"rank {os.environ.get('RANK', '?')} failed: {message['meaning']}"
-    _write(path, f"{type(error).__name__}: {error}", text, **message)
+    _write(f"{type(error).__name__}: {error}", text, **message)
 
 
-def _write(path: Path, text: str, callstack: str, **more: Any) -> None:
-    """Writes a report in the format that both torchrun and `launch` read."""
-    now = time.time()
-    extra = {"py_callstack": callstack, "timestamp": str(int(now))}
-    message = {"message": text, "extraInfo": extra, "time": now, **more}
-    write_whole(path, json.dumps({"message": message}))
+def _write(text: str, callstack: str, **more: Any) -> None:
+    """Writes a report as torchrun and `launch` read it, if either started this process."""
+    if path := os.environ.get(_REPORT):
+        now = time.time()
+        extra = {"py_callstack": callstack, "timestamp": str(int(now))}
+        message = {"message": text, "extraInfo": extra, "time": now, **more}
+        write_whole(Path(path), json.dumps({"message": message}))
 
 
 def write_whole(path: Path, text: str) -> None:

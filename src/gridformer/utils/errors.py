@@ -14,11 +14,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """One or more problems in the configuration of a run.
-
-    Args:
-        problems: One sentence per problem: what is wrong, where, and the nearest value that works.
-    """
+    """Problems of a run's configuration: what is wrong, where, the nearest value that works."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__(*problems)
@@ -41,7 +37,7 @@ class DivergedError(UserError):
 
     Args:
         message: What is not finite.
-        step: The number of the step, counted from 0; -1 if only the caller knows it.
+        step: Counted from 0; -1 if only the caller knows it.
         done: Whether the step is done, so that it cannot be left out.
     """
 
@@ -57,18 +53,11 @@ class DataError(UserError):
 
 
 class SaveError(Exception):
-    """A checkpoint after which a run ends could not be written, so its work is lost.
-
-    It is not a `UserError`, because it is found when work is done: the run ends with exit code 1.
-
-    Args:
-        message: Why it could not be written.
-        elsewhere: Whether another rank says why, and this one does not know it.
-    """
+    """A checkpoint after which a run ends could not be written: exit code 1, as work is lost."""
 
     def __init__(self, message: str, elsewhere: bool = False) -> None:
         super().__init__(message)
-        self.elsewhere = elsewhere
+        self.elsewhere = elsewhere  # another rank says why, and this one does not know it
 
 
 def installed(package: str) -> bool:
@@ -77,12 +66,7 @@ def installed(package: str) -> bool:
 
 
 def require(package: str, what: str, extra: str) -> None:
-    """Checks that an optional package is installed, which only one command needs.
-
-    Args:
-        package: Name of the package to import.
-        what: The option or command that needs it, for the message.
-        extra: The extra of gridformer that installs it.
+    """Checks that a package of an extra is installed, which `what`, an option or command, needs.
 
     Raises:
         UserError: The package is missing; the message says how to install it.

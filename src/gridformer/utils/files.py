@@ -1,8 +1,7 @@
-"""Reads small text files that a user names: settings, indexes, prompts.
+"""Reads small text files that a user names, checks files to be written, and names full disks.
 
-The file may be missing, or it may be a folder, a pipe that nobody writes to, an endless device, or
-far larger than such a file should be. Each of these is refused with one sentence, without waiting
-for a pipe and without reading a device or the rest of a large file.
+A named file may be missing, a folder, a pipe that nobody writes to, an endless device, or far too
+large. Each is refused with one sentence, without waiting for a pipe or reading a device.
 """
 
 from __future__ import annotations
@@ -24,12 +23,7 @@ from gridformer.utils.units import MIB, format_bytes
 
 
 class UnreadableError(UserError):
-    """A file that cannot be read.
-
-    Args:
-        path: The file.
-        reason: Why, as a part of a sentence.
-    """
+    """A file that cannot be read, for a reason that is a part of a sentence."""
 
     def __init__(self, path: Path, reason: str) -> None:
         self.path, self.reason = path, reason
@@ -48,12 +42,7 @@ def exists(path: Path) -> bool:
 
 
 def meant_beside(path: Path, fits: Callable[[Path], object]) -> str:
-    """Returns the path beside a missing one that is called nearly so, for the error about it.
-
-    Args:
-        path: The path that is missing.
-        fits: Whether what is beside it could be meant.
-    """
+    """Returns the path beside a missing one that `fits` and is called nearly so; "" if none is."""
     with contextlib.suppress(OSError, ValueError):  # the folder may be missing as well
         beside = {other.stem: other for other in path.parent.iterdir() if fits(other)}
         names = difflib.get_close_matches(path.stem, beside, n=1, cutoff=0.7)
@@ -61,24 +50,11 @@ def meant_beside(path: Path, fits: Callable[[Path], object]) -> str:
     return ""
 
 
-def tokens_exist(path: Path) -> bool:
-    """Returns whether there is a token source at a path: PREFIX stands for PREFIX.bin as well."""
-    return exists(path) or exists(path.with_name(f"{path.name or '.'}.bin"))
-
-
 def check_output(option: str, path: Path, inputs: Iterable[Path | str] = ()) -> None:
-    """Refuses an output file that could not be written, before the work on its content begins.
-
-    It makes the folder of the file if there is none.
-
-    Args:
-        option: The option that names the file, for the message.
-        path: The file.
-        inputs: The files that the command reads, which the output must not replace. Names that are
-            not files are ignored.
+    """Checks that an option's output file can be written, and makes its folder if there is none.
 
     Raises:
-        UserError: It is a folder, a device or an input, or it or its folder cannot be written.
+        UserError: It is a folder, a device or one of the inputs, or it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,11 +75,7 @@ def check_output(option: str, path: Path, inputs: Iterable[Path | str] = ()) -> 
 
 
 def read_bytes(path: Path, at_most: int = 64 * MIB) -> bytes:
-    """Returns the content of a file that is meant to be small.
-
-    Args:
-        path: The file.
-        at_most: The most bytes that it may have.
+    """Returns the content of a file of at most that number of bytes.
 
     Raises:
         UnreadableError: It is missing, not a file, too large, or the system refuses to read it.
@@ -117,11 +89,7 @@ def read_bytes(path: Path, at_most: int = 64 * MIB) -> bytes:
 
 
 def regular_bytes(path: Path, at_most: int) -> bytes:
-    """Returns what `read_bytes` does, but raises OSError, which tells a missing file from others.
-
-    Raises:
-        OSError: It is missing, not a file, too large, or the system refuses to read it.
-    """
+    """Returns what `read_bytes` does, but raises OSError, which tells why it cannot be read."""
     # Without O_NONBLOCK, opening a pipe would wait for someone who writes into it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -133,19 +101,14 @@ def regular_bytes(path: Path, at_most: int) -> bytes:
         if why:
             raise OSError(errno.EINVAL, why, str(path))
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read(
-                max(status.st_size, MIB)
-            )  # files of the system say that they are empty
+            # Files of the system say that they are empty.
+            return file.read(max(status.st_size, MIB))
     finally:
         os.close(descriptor)
 
 
 def read_text(path: Path, at_most: int = 64 * MIB) -> str:
-    """Returns the text of a file in UTF-8; see `read_bytes`.
-
-    Raises:
-        UnreadableError: It cannot be read, or is not UTF-8.
-    """
+    """Returns the text of a small file; UnreadableError also if it is not UTF-8."""
     try:
         return read_bytes(path, at_most).decode("utf-8-sig")  # a byte order mark is not text
     except UnicodeDecodeError as error:
@@ -153,11 +116,7 @@ def read_text(path: Path, at_most: int = 64 * MIB) -> str:
 
 
 def read_json(path: Path, at_most: int = 64 * MIB) -> Any:
-    """Returns the value of a file of JSON; see `read_bytes`.
-
-    Raises:
-        UnreadableError: It cannot be read, or is not JSON.
-    """
+    """Returns the value of a small file of JSON; UnreadableError also if it is not JSON."""
     text = read_text(path, at_most)
     try:
         return parse_json(text)
@@ -206,17 +165,11 @@ _WHY = {
 
 
 class FullDiskError(OSError):
-    """A file that could not be written because there is no space left for it.
-
-    Args:
-        number: The number of the system's error.
-        path: The file.
-        n_bytes: How much was to be written; 0 if that is not known.
-    """
+    """A file that could not be written because there is no space left for it."""
 
     def __init__(self, number: int, path: Path, n_bytes: int = 0) -> None:
         super().__init__(number, os.strerror(number), str(path))
-        self.n_bytes = n_bytes
+        self.n_bytes = n_bytes  # how much was to be written; 0 if that is not known
 
     def __str__(self) -> str:
         return full_disk_message(self)
@@ -229,9 +182,7 @@ def is_full(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def writing(path: Path, n_bytes: int = 0) -> Iterator[None]:
-    """Lets a full disk inside the block raise an error that names the file.
-
-    The system's own errors name no file when one that is open is written.
+    """Lets a full disk inside the block raise an error that names the file, as the system's do not.
 
     Args:
         path: The file that is written.
@@ -242,20 +193,14 @@ def writing(path: Path, n_bytes: int = 0) -> Iterator[None]:
     """
     try:
         yield
-    except FullDiskError:
-        raise
     except OSError as error:
-        if not is_full(error):
+        if isinstance(error, FullDiskError) or not is_full(error):
             raise
         raise FullDiskError(error.errno or errno.ENOSPC, path, n_bytes) from None
 
 
 def leave_to_callers() -> None:
-    """Keeps threads from printing a traceback because a disk is full.
-
-    The thread that writes TensorBoard's events passes the error on to the next caller that writes
-    or closes, which reports it; the thread would print the same error between other lines.
-    """
+    """Keeps TensorBoard's thread from printing a full disk's traceback, which callers report."""
     before = threading.excepthook
 
     def quiet(args: threading.ExceptHookArgs) -> None:
@@ -267,15 +212,14 @@ def leave_to_callers() -> None:
 
 def full_disk_message(error: OSError) -> str:
     """Returns the message about a full disk, without a period at the end."""
-    number = error.errno or errno.ENOSPC
-    text = _WHY.get(number, os.strerror(number))
+    text = _WHY[error.errno or errno.ENOSPC]
     if error.filename is None:
         return f"{text}: a file could not be written"
     path = Path(os.fsdecode(error.filename))
     needed = getattr(error, "n_bytes", 0)
-    text += f": {path} could not be written"
-    said = [f"{format_bytes(needed)} were to be written"] if needed else []
+    facts = [f"{format_bytes(needed)} were to be written"] if needed else []
     folder = next((parent for parent in path.parents if parent.is_dir()), None)
     if folder is not None:
-        said.append(f"{format_bytes(shutil.disk_usage(folder).free)} are free there")
-    return text + (f" ({', '.join(said)})" if said else "")
+        facts.append(f"{format_bytes(shutil.disk_usage(folder).free)} are free there")
+    text += f": {path} could not be written"
+    return text + (f" ({', '.join(facts)})" if facts else "")

@@ -17,12 +17,7 @@ _PRIVATE = "gridformer-"
 
 
 def hidden_folder(target: Path, suffix: str = "") -> Path:
-    """Returns the hidden path beside `target` at which it is written until it is complete.
-
-    Args:
-        target: The path of what is written.
-        suffix: An end of the hidden name, such as one for each writer.
-    """
+    """Returns the hidden path beside `target` at which it is written until it is complete."""
     return target.with_name(f"{_WRITING}{target.name}{suffix}")
 
 
@@ -34,10 +29,6 @@ def begin_folder(writing: Path) -> None:
 
 def finish_folder(writing: Path, target: Path) -> None:
     """Renames a hidden folder to its final name, replacing any folder there.
-
-    Args:
-        writing: The hidden folder.
-        target: The final path.
 
     Raises:
         OSError: Renaming failed; a previous folder at `target` is then still there.
@@ -60,9 +51,7 @@ def finish_folder(writing: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yields a hidden folder that becomes `out` when the block ends without an error.
-
-    After an error or Ctrl-C the folder is removed.
+    """Yields a hidden folder that becomes `out` when the block ends, and is removed on an error.
 
     Raises:
         UserError: There already is something at `out`, before or after the block.
@@ -96,8 +85,8 @@ def remove_folder(folder: Path) -> None:
 def remove_leftovers(parent: Path) -> None:
     """Removes folders that a killed process had begun to write, to replace or to remove.
 
-    A folder that was to be replaced is put back if there is none in its place yet. No other process
-    may be writing there.
+    A folder that was to be replaced is put back if there is none in its place. Nobody may be
+    writing there.
     """
     for old in parent.glob(f"{_REPLACED}*"):
         target = old.with_name(old.name.removeprefix(_REPLACED).rpartition("-")[0])
@@ -116,12 +105,9 @@ def private_prefix() -> str:
 
 
 def remove_private_leftovers(parent: Path | None = None) -> None:
-    """Removes temporary folders of this user's processes that were killed.
-
-    Args:
-        parent: Where they are; None means the folder for temporary files.
-    """
-    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{_PRIVATE}*"):
+    """Removes temporary folders of this user's processes that were killed, by default in TMPDIR."""
+    parents = [parent] if parent else {Path(tempfile.gettempdir()), Path("/tmp")}
+    for folder in (folder for where in parents for folder in where.glob(f"{_PRIVATE}*")):
         pid, _, numbers = folder.name.removeprefix(_PRIVATE).partition("-")[0].partition(".")
         if not pid.isdecimal() or numbers != _process_numbers() or _runs(int(pid)):
             continue

@@ -1,10 +1,7 @@
 """Runs work in forked copies of this process, on other cores.
 
-A copy of a process that has loaded torch starts in some milliseconds, a new one in seconds. But a
-copy has only one thread, and locks that other threads held stay locked in it. So nothing is copied
-while other threads run Python, except for the one that draws a line of progress, which holds no
-lock that a computation needs. In the copy of a process that has computed gradients torch raises an
-error, because its threads for these are missing; then the process itself does the work. The pools
+A copy has only one thread, and locks that other threads held stay locked in it; so nothing is
+copied while other threads run Python, except for the one that draws a line of progress. The pools
 of `concurrent.futures` would give up all work if one copy is ended at its time limit.
 """
 
@@ -31,12 +28,7 @@ _is_copy = False
 
 
 class _Copy(Generic[R]):
-    """A copy of this process, which does some work.
-
-    Args:
-        work: The pieces that it does, with their numbers.
-        seconds: The processor time after which it is stopped.
-    """
+    """A copy of this process, which does numbered pieces of work, for some processor time."""
 
     def __init__(
         self, work: Iterable[tuple[int, Callable[[], R]]], seconds: float = math.inf
@@ -107,13 +99,10 @@ def processor_s() -> float:
 
 
 def as_far_as(work: Sequence[Callable[[], R]], seconds: float) -> list[R | None]:
-    """Does some work in copies of this process, as many as cores, which begin in turn with pieces.
-
-    A copy remembers what its earlier pieces have loaded and computed.
+    """Does pieces of work in copies of this process, one on each core; `can_copy()` must be true.
 
     Args:
-        work: The pieces, which begin in this order; fewer than fill a pipe (32,768). `can_copy()`
-            is true.
+        work: The pieces, which begin in this order; fewer than fill a pipe (32,768).
         seconds: The processor time of all copies together, after which they are stopped.
 
     Returns:
@@ -142,14 +131,11 @@ def as_far_as(work: Sequence[Callable[[], R]], seconds: float) -> list[R | None]
 
 
 def on_all_cores(function: Callable[[Sequence[T]], list[R]], work: Sequence[T]) -> list[R]:
-    """Does some work, divided among this process and copies of it, one on each other core.
+    """Divides work among this process and copies of it, one on each other core.
 
     Args:
-        function: Does some of the work, and returns a result for each piece of it.
-        work: The pieces.
-
-    Returns:
-        The results, in the order of the pieces.
+        function: Does some pieces of the work, and returns a result for each.
+        work: The pieces, in whose order the results are returned.
     """
     n = max(1, min(n_cores(), len(work))) if can_copy() else 1
     copies = [_Copy([(i, partial(function, work[i::n]))]) for i in range(1, n)]

@@ -62,8 +62,8 @@ class _Parts(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         package = self.placeholder.__name__
-        mine = sys.modules.get(package) is self.placeholder
-        if not mine or not name.startswith(f"{package}.") or name in self.placeholder.alone:
+        mine = sys.modules.get(package) is self.placeholder and name.startswith(f"{package}.")
+        if not mine or name in self.placeholder.alone:
             return None
         self.placeholder.real(name)
         return ModuleSpec(name, self)
@@ -78,13 +78,11 @@ class _Parts(MetaPathFinder, Loader):
 @contextmanager
 def substituted(placeholder: PlaceholderModule) -> Iterator[None]:
     """Makes imports inside the context find a placeholder, unless the real module is loaded."""
-    name = placeholder.__name__
-    if name in sys.modules:
+    if placeholder.__name__ in sys.modules:
         yield
         return
-    sys.modules[name] = placeholder
-    parts = _Parts(placeholder)
-    sys.meta_path.insert(0, parts)
+    sys.modules[placeholder.__name__] = placeholder
+    sys.meta_path.insert(0, parts := _Parts(placeholder))
     try:
         yield
     finally:
@@ -106,10 +104,9 @@ class _Dynamo(PlaceholderModule):
         """There is no graph to break."""
 
     def disable(self, fn: Any = None, *args: Any, wrapping: bool = True, **kwargs: Any) -> Any:
-        """Returns a function as it is if torch will ask again, which it does about its own.
+        """Returns one of torch's functions as it is, and lets torch ask again after the context.
 
-        Without `wrapping` it notes the answer, and asks again when the note is gone. Functions that
-        others exclude from compilation get the answer of the real one, because they keep it.
+        Functions that others exclude from compilation get the real answer, because they keep it.
         """
         if not wrapping:
             self.noted.append(fn)

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from gridformer.utils.fork_pool import is_copy
-from gridformer.utils.hardware import n_cores
 
 # Since torch 2.9 the first name holds for all kinds of GPUs, and the others are still read.
 ALLOC_CONF = "PYTORCH_ALLOC_CONF"
@@ -24,44 +23,27 @@ _is_command = _is_last_work = False
 def use_expandable_segments() -> None:
     """Makes the CUDA allocator grow its segments, unless the user has set it up differently.
 
-    Otherwise a segment has the size of the tensor for which it was allocated, and memory between
-    tensors of other sizes stays unused: full and partial operands of a grid, chunks of logits and
-    buckets of gradients all differ. Torch reads the environment variable when it initializes CUDA,
-    in this process and in those it starts. Only Linux has the setting.
+    Otherwise memory between tensors of other sizes stays unused: full and partial operands of a
+    grid, chunks of logits and buckets of gradients all differ. Torch reads the variable when it
+    initializes CUDA, in this process and in those it starts. Only Linux has the setting.
     """
     if sys.platform == "linux" and not any(name in os.environ for name in _ALLOC_CONFS):
         os.environ[ALLOC_CONF] = "expandable_segments:True"
 
 
-def threads_of(n_processes: int) -> int | None:
-    """Returns the number of CPU threads for each of `n_processes` on this machine.
-
-    It is None if the user has set OMP_NUM_THREADS.
-    """
-    if os.environ.get("OMP_NUM_THREADS"):
-        return None
-    return max(1, n_cores() // n_processes)
-
-
 def let_threads_sleep() -> None:
     """Makes OpenMP threads sleep while they wait, in processes that load torch after this call.
 
-    By default they spin, and on a shared machine each spinning thread occupies a core that another
-    process needs. With the demo's model, 2 threads on 2 cores and 15 to 45 other processes that
-    compete for them, a step took 7.6 s with spinning and 1.3 s with sleeping threads; on an idle
-    machine 0.133 s and 0.152 s. Settings of the user are kept: OMP_WAIT_POLICY=active suits a
-    machine that nobody else uses.
+    By default they spin, and occupy cores that other processes need: with the demo's model, 2
+    threads on 2 cores and 15 to 45 competing processes a step took 7.6 s with spinning and 1.3 s
+    with sleeping threads; on an idle machine 0.133 s and 0.152 s. Settings of the user are kept.
     """
     if "GOMP_SPINCOUNT" not in os.environ:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def never_fail_to_print() -> None:
-    """Keeps a command from failing in the middle because something cannot be printed.
-
-    It prints `?` for what the terminal's encoding lacks, and nothing where a stream was closed
-    before the command began, as service managers may do.
-    """
+    """Prints `?` for what the terminal's encoding lacks, and nothing to streams that are closed."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
@@ -96,9 +78,7 @@ def _wait_for_parent() -> None:
 def no_garbage_collection(ends: bool = False) -> Iterator[None]:
     """Turns off the cyclic garbage collector, which searches millions of objects of torch.
 
-    Args:
-        ends: Whether the process ends after the context. Then objects that exist at the end of the
-            context are not searched later, either.
+    If the process `ends` after the context, the objects of its end are not searched later, either.
     """
     was_enabled = gc.isenabled()
     gc.disable()

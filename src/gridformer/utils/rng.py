@@ -1,10 +1,7 @@
 """Random numbers that are addressed by name and index, so they do not depend on the layout.
 
 Every number is a hash of (key, row, column), where row and column are positions in the *global*
-tensor and the key is derived from words such as the seed and a parameter's name. A device computes
-only the block that it holds, and any other layout computes the same numbers on other devices. The
-computation uses only integer arithmetic that cannot overflow, additions and multiplications, so the
-results are bitwise equal on every device and for every sharding.
+tensor. The integer arithmetic cannot overflow, so results are bitwise equal on every device.
 """
 
 from __future__ import annotations
@@ -31,15 +28,7 @@ def key(*words: int | str) -> int:
 
 
 def keys(words: Sequence[int | str], names: Iterable[str]) -> NDArray[np.uint32]:
-    """Returns the low and the high half of `key(*words, name)` for each of many names, [n, 2].
-
-    Args:
-        words: The first words of all keys, such as the seed.
-        names: The last word of each key.
-
-    Returns:
-        uint32 [n, 2].
-    """
+    """Returns the low and the high half of `key(*words, name)` for each name, uint32 [n, 2]."""
     begun = hashlib.blake2b("".join(f"{word}{_BETWEEN}" for word in words).encode(), digest_size=8)
 
     def digest(name: str) -> bytes:
@@ -56,15 +45,12 @@ def halves(key: int) -> tuple[int, int]:
 
 
 def bits(key: int | tuple[Tensor, Tensor], rows: Tensor, cols: Tensor) -> Tensor:
-    """Returns 32 random bits for each pair of a row and a column.
+    """Returns 32 random bits for each pair of a row and a column, int64 [..., C] in [0, 2^32).
 
     Args:
-        key: 64-bit key, see `key`, or its halves as int64 scalars on the device of the indices.
+        key: A 64-bit key, or its halves as int64 scalars on the device of the indices.
         rows: [...], int64 indices below 2^62.
         cols: [C], int64 indices below 2^62.
-
-    Returns:
-        [..., C], int64 in [0, 2^32).
     """
     low, high = halves(key) if isinstance(key, int) else key
     row_hash = _mix(_fold(rows) ^ low)
@@ -81,16 +67,10 @@ def hash_indices(first: Tensor, *others: Tensor) -> Tensor:
 
 
 def normal(key: int, rows: Tensor, cols: Tensor) -> Tensor:
-    """Returns standard normal numbers; the tails end at 4.2 standard deviations.
+    """Returns standard normal numbers from `bits`, float64 [..., C].
 
-    This is an inverse transform with a table of 4096 quantiles and linear interpolation between
-    them. Unlike a logarithm or a cosine, an interpolation rounds the same way wherever an element
-    is in memory.
-
-    Args: see `bits`.
-
-    Returns:
-        [..., C], float64.
+    This is an inverse transform with a table of 4096 quantiles, whose tails end at 4.2 standard
+    deviations. Unlike a logarithm, interpolation rounds the same wherever an element is in memory.
     """
     word = bits(key, rows, cols)
     table = _quantiles().to(rows.device)
@@ -100,10 +80,7 @@ def normal(key: int, rows: Tensor, cols: Tensor) -> Tensor:
 
 
 def keep(key: int | tuple[Tensor, Tensor], rows: Tensor, cols: Tensor, p: float) -> Tensor:
-    """Returns a dropout mask, bool [..., C], in which each element is True with probability 1-p.
-
-    Args: p is the dropout probability; for the others see `bits`.
-    """
+    """Returns a dropout mask from `bits`, bool [..., C], each True with probability 1-p."""
     return bits(key, rows, cols) >= round(p * (1 << 32))
 
 

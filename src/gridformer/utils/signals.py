@@ -1,22 +1,8 @@
 """Stop requests: signals such as Ctrl-C and SIGTERM, as a flag that a training loop polls.
 
-    stop = signals.install(StopPolicy(grace_s=30.0, requeue=("SIGTERM",)))
-    for step in ...:
-        train(step)
-        if agree_on_all_ranks(stop.requested):
-            with stop.held():           # a save that has begun is not cut off
-                save_checkpoint()
-            stop.saved()
-            return                      # the launcher exits with stop.exit_code
-
-A process that does not end within the grace period is ended by force, because it may be blocked in
-a long step, or in a collective whose peers are gone.
-
 The main thread may be inside C++ code for minutes, during which Python's signal handlers do not
-run. Only the C part of the handler runs, on a thread that the system chooses, and it writes the
-signal's number to the wake-up descriptor, which a thread of this module reads. (Blocking the
-signals and waiting in `sigwait` would not work, because threads that libraries start at import
-would take the signal.)
+run. Only the C part of the handler runs: it writes the signal's number to the wake-up descriptor,
+which a thread of this module reads. (`sigwait` would not do: threads of libraries take the signal.)
 """
 
 from __future__ import annotations
@@ -37,9 +23,7 @@ GRACE_S = 3.5  # of commands that do not train
 REQUEUE = 75  # the exit code of a run that was stopped from outside and saved: start it again
 MAX_HOURS = "train.max_hours"  # what stopped a run whose time was over
 # Always caught. They mean that the user stopped the run, unless a policy says otherwise.
-SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # One Ctrl-C reaches a worker of torchrun twice: from the terminal, and from torchrun.
 TWICE_BY_TORCHRUN_S = 2.0
 
@@ -50,23 +34,16 @@ at_end: list[Callable[[], None]] = []
 
 @dataclass(frozen=True)
 class StopPolicy:
-    """How a process answers stop signals.
+    """How a process answers stop signals."""
 
-    Attributes:
-        grace_s: Seconds from the first signal after which a process is ended by force, except while
-            it saves.
-        requeue: Names of the signals after which a run that has saved exits with `REQUEUE`.
-        again_after_s: A second Ctrl-C ends the process at once if it comes more than this number
-            of seconds after the first. Infinity leaves that to the launcher.
-        ends_at: The time (`time.time`) at which a run must have saved and ended, or None.
-        timeout_s: The seconds after which a launcher ends processes that all are stopped.
-    """
-
+    # Seconds from the first signal after which a process is ended by force, unless it saves
     grace_s: float = GRACE_S
+    # Names of the signals after which a run that has saved exits with `REQUEUE`
     requeue: tuple[str, ...] = ()
+    # A second Ctrl-C ends the process if it comes later than this; infinity leaves that to others
     again_after_s: float = 0.0
-    ends_at: float | None = None
-    timeout_s: float = 600.0
+    ends_at: float | None = None  # the `time.time` at which a run must have saved and ended
+    timeout_s: float = 600.0  # after which a launcher ends processes that all are stopped
 
     @property
     def signals(self) -> tuple[signal.Signals, ...]:
@@ -76,9 +53,6 @@ class StopPolicy:
 
 def install(policy: StopPolicy | None = None) -> StopRequest:
     """Starts to listen for stop signals in this process; later calls return the same listener.
-
-    Args:
-        policy: How to answer them; None means the default.
 
     Raises:
         RuntimeError: The first call is not from the main thread.
@@ -92,14 +66,14 @@ def install(policy: StopPolicy | None = None) -> StopRequest:
 
 
 class StopRequest:
-    """Holds whether this process was asked to stop, and by what. `install` creates it.
+    """Whether this process was asked to stop, and by what. `install` creates it.
 
     Attributes:
-        is_hopeless: Is asked when a signal arrives. If it returns True, the process ends at once,
-            because nothing can be saved anymore.
-        on_hold: Is told when `held` begins and ends.
-        report: Writes why this process fails.
-        reported: Whether it has been called.
+        is_hopeless: Is asked when a signal arrives: if True, the process ends at once, because
+            nothing can be saved anymore.
+        on_hold: Is called when a save begins (True) and ends (False).
+        report: Writes why this process fails; `reported` says whether it was called.
+        cause: The name of the signal, such as `SIGINT`, or `MAX_HOURS`; empty without a request.
     """
 
     def __init__(self, policy: StopPolicy) -> None:
@@ -109,8 +83,8 @@ class StopRequest:
         self.on_hold: Callable[[bool], None] = lambda begins: None
         self.report: Callable[[Exception], None] = lambda error: None
         self.reported = False
+        self.cause = ""
         self._told: list[Callable[[], None]] = []
-        self._cause = ""
         self._outcome = ""
         self._since = 0.0
         self._holds = 0
@@ -120,9 +94,7 @@ class StopRequest:
         self._old_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._old_handlers: dict[int, Any] = {}
         for signum in policy.signals:
-            if signum == getattr(signal, "SIGHUP", None) and (
-                signal.getsignal(signum) is signal.SIG_IGN
-            ):
+            if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
                 continue  # nohup started the process, which must outlive the terminal
             self._old_handlers[signum] = signal.signal(signum, _ignore)
         self._thread = threading.Thread(target=self._listen, name="stop signals", daemon=True)
@@ -137,30 +109,20 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         """Whether this process was asked to stop."""
-        return bool(self._cause)
-
-    @property
-    def cause(self) -> str:
-        """The name of the signal, such as `SIGINT`, or `MAX_HOURS`; empty without a request."""
-        return self._cause
+        return bool(self.cause)
 
     @property
     def exit_code(self) -> int:
-        """The exit code of this process after the request; 0 for no request.
+        """The exit code of this process: 0 without a request, or if the run was done all the same.
 
-        It is 0 if the run was done all the same, `REQUEUE` if it saved its work and wants to be
-        started again, and otherwise what shells expect after a signal: 130, 143 or 129.
+        It is `REQUEUE` if the run saved its work and wants to be started again, and otherwise what
+        shells expect after a signal: 130, 143 or 129.
         """
-        if not self._cause or self._outcome == "done":
+        if not self.cause or self._outcome == "done":
             return 0
-        if self._outcome == "saved" and self.requeues:
+        if self._outcome == "saved" and self.cause in (MAX_HOURS, *self.policy.requeue):
             return REQUEUE
-        return 1 if self._cause == MAX_HOURS else 128 + signal.Signals[self._cause]
-
-    @property
-    def requeues(self) -> bool:
-        """Whether the run should be started again after this request."""
-        return self._cause == MAX_HOURS or self._cause in self.policy.requeue
+        return 1 if self.cause == MAX_HOURS else 128 + signal.Signals[self.cause]
 
     @property
     def seconds_left(self) -> float:
@@ -175,14 +137,15 @@ class StopRequest:
         Args:
             cause: `MAX_HOURS`, or the name of the signal that a peer has received.
         """
-        if not self._cause:
-            self._cause = cause
-            self._tell_of_request()
+        if not self.cause:
+            self.cause = cause
+            for told in self._told:
+                told()
 
     def tell(self, told: Callable[[], None]) -> None:
         """Calls a function as soon as this process is asked to stop, in any thread."""
         self._told.append(told)
-        if self._cause:
+        if self.cause:
             told()
 
     def saved(self) -> None:
@@ -204,17 +167,17 @@ class StopRequest:
 
     def hold(self) -> None:
         """Begins a save that must not be cut off; `release` ends it. Any thread may call both."""
-        with self._lock:
-            self._holds += 1
-            if self._holds == 1:
-                self.on_hold(True)
+        self._count(1)
 
     def release(self) -> None:
         """Ends what `hold` began."""
+        self._count(-1)
+
+    def _count(self, change: int) -> None:
         with self._lock:
-            self._holds -= 1
-            if self._holds == 0:
-                self.on_hold(False)
+            before, self._holds = self._holds, self._holds + change
+            if not before or not self._holds:
+                self.on_hold(self._holds > 0)
 
     def uninstall(self) -> None:
         """Restores the previous signal handlers; `requested` keeps its value."""
@@ -243,8 +206,7 @@ class StopRequest:
                         self.tell_nothing_was_saved(why)
                     end_process(self.exit_code)
                 timeout = 0.1
-            waits = None if timeout == float("inf") else timeout
-            ready, _, _ = select.select([self._read_fd], [], [], waits)
+            ready, _, _ = select.select([self._read_fd], [], [], min(timeout, 3600.0))
             if not ready:
                 continue
             for signum in os.read(self._read_fd, 64):
@@ -257,21 +219,16 @@ class StopRequest:
         now = time.monotonic()
         if not self._since:
             self._since = now
-            self._cause = self._cause or signum.name
-            self._tell_of_request()
+            self.ask(signum.name)
             if self.is_hopeless():
                 self.nothing_left_to_save()
         elif (
             signum == signal.SIGINT
-            and self._cause == "SIGINT"
+            and self.cause == "SIGINT"
             and now - self._since > self.policy.again_after_s
         ):
             self._print("twice: ended at once, no new checkpoint")
             end_process(128 + signal.SIGINT)
-
-    def _tell_of_request(self) -> None:
-        for told in self._told:
-            told()
 
     def tell_nothing_was_saved(self, why: str) -> None:
         """Prints, on rank 0 only, that the work since the last checkpoint is lost and why."""
@@ -279,7 +236,7 @@ class StopRequest:
 
     def _print(self, what: str) -> None:
         if os.environ.get("RANK", "0") == "0":
-            message = f"gridformer: {self._cause}, {what}\n"
+            message = f"gridformer: {self.cause}, {what}\n"
             os.write(2, message.encode())  # sys.stderr's lock may be held by the main thread
 
 

@@ -21,14 +21,7 @@ storage_listeners: list[Callable[[torch.UntypedStorage], object]] = []  # get re
 
 
 class TensorAttribute(Generic[T]):
-    """An attribute that may be set on any tensor, with values of one type.
-
-    Each is a constant of the module that it belongs to, so `git grep TensorAttribute` lists all
-    that gridformer notes on tensors.
-
-    Args:
-        name: The name of the attribute, which no other has.
-    """
+    """An attribute of a unique name that may be set on any tensor, with values of one type."""
 
     def __init__(self, name: str) -> None:
         self._name = f"_gridformer_{name}"
@@ -47,21 +40,19 @@ class TensorAttribute(Generic[T]):
 
 
 def free_storage(x: Tensor) -> None:
-    """Frees the memory of a tensor.
-
-    The tensor, and its views that autograd has saved, are valid again when the storage has been
-    allocated (`allocate_storage`) and filled.
-    """
-    storage = x.untyped_storage()
-    storage.resize_(0)
-    for listener in storage_listeners:
-        listener(storage)
+    """Frees a tensor's memory. The tensor, and views that autograd has saved, are valid again when
+    the storage has been allocated (`allocate_storage`) and filled."""
+    _resize(x, 0)
 
 
 def allocate_storage(x: Tensor) -> None:
     """Allocates uninitialized memory for a tensor whose storage was freed."""
+    _resize(x, x.numel() * x.element_size())
+
+
+def _resize(x: Tensor, n_bytes: int) -> None:
     storage = x.untyped_storage()
-    storage.resize_(x.numel() * x.element_size())
+    storage.resize_(n_bytes)
     for listener in storage_listeners:
         listener(storage)
 
@@ -87,9 +78,8 @@ def _few(items: Sequence[T], mark: Callable[[int], Callable[[], None]]) -> Itera
 def shortened_loops(mark: Callable[[int], Callable[[], Any]]) -> Iterator[None]:
     """Shortens loops inside the context.
 
-    Args:
-        mark: Is called when the third turn begins, with how many more turns it stands for, and
-            returns what is to be called when it has ended.
+    `mark` is called when the third turn begins, with how many more turns it stands for, and returns
+    what is to be called when it has ended.
     """
     global _mark
     before, _mark = _mark, mark
@@ -100,11 +90,7 @@ def shortened_loops(mark: Callable[[int], Callable[[], Any]]) -> Iterator[None]:
 
 
 class DeviceEvent:
-    """The time at which a device has done all work that was launched before the event was made.
-
-    The difference between two events is the time that the device took, however far the host runs
-    ahead.
-    """
+    """The time at which a device has done all work launched before, wherever the host is."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None

@@ -36,9 +36,7 @@ def base_of(x: Tensor) -> Tensor:
 def named_group(name: str) -> AbstractContextManager[None]:
     """Names the group that is created inside the context; its members meet under this name.
 
-    Torch numbers groups, which is the same on all ranks only if all take part in creating each of
-    them. For groups that only their members create, torch takes a hash that depends on the number
-    of groups that this process is in, which may differ between the members.
+    Torch's own names depend on how many groups a process is in, which may differ between members.
     """
     return _replaced("_process_group_name", lambda *_, **__: name)
 
@@ -46,9 +44,8 @@ def named_group(name: str) -> AbstractContextManager[None]:
 def one_gloo_device() -> AbstractContextManager[None]:
     """Lets the groups that are created inside the context use the default group's gloo device.
 
-    A device is a thread that handles sockets and wakes every 10 ms, which takes it about 10 us.
-    Torch gives each group a device of its own, so 16 processes with 30 groups would keep half a
-    core busy doing nothing. Torch has no option for it: it creates `ProcessGroupGloo` by name.
+    A device is a thread that wakes every 10 ms for about 10 us; with one for each group, 16
+    processes with 30 groups would keep half a core busy. Torch has no option for it.
     """
     world = dist.group.WORLD
     gloo: Any = getattr(dist, "ProcessGroupGloo", None)
@@ -83,8 +80,7 @@ def _replaced(name: str, value: Any) -> Iterator[None]:
 def world_timeout() -> timedelta | None:
     """Returns the timeout of the default group, which torch does not pass on to other groups.
 
-    It is None if the backend has no timeout, such as torch's fake backend; torch's own default, 10
-    or 30 minutes, then applies.
+    It is None if the backend has none, such as torch's fake backend, where torch's default applies.
     """
     world = dist.group.WORLD
     assert world is not None

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 from gridformer.launch import launch
+from gridformer.launch.processes import warm_up
 from gridformer.mesh.launch_env import rank_env
 from gridformer.utils.errors import UserError
-from gridformer.utils.forkserver import warm_up
 from gridformer.utils.signals import StopPolicy
 from tests.support.launch.named import run_named
 
