@@ -21,10 +21,10 @@ import torch.distributed as dist
 import yaml
 
 from gridformer.config import RunConfig
+from gridformer.launch import plan as planning
 from gridformer.launch import run as execution
-from gridformer.launch import together
+from gridformer.launch.plan import plan_together
 from gridformer.launch.run_lock import Holder, RunLock
-from gridformer.launch.together import plan_together
 from gridformer.memory import room
 from gridformer.memory.room import Room
 from gridformer.mesh import rendezvous
@@ -42,7 +42,7 @@ SIZE, ON_A_MACHINE = 6, 2
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     store = dist.HashStore()
     monkeypatch.setattr(rendezvous, "store_of", lambda place: store)
-    monkeypatch.setattr(together, "_LINGER_S", 0.0)
+    monkeypatch.setattr(planning, "_LINGER_S", 0.0)
     return Ranks(monkeypatch)
 
 
@@ -56,9 +56,9 @@ class Ranks:
         self.layout = {"scheme": "optimus", "rows": 3, "cols": 2, "devices_per_node": 2}
         self.run = a_run(self.layout, {"hidden_size": 48, "n_heads": 12}, {})
         self._lock, self.out = Lock(), Path("runs/mine")
-        for module, name in ((together, "check_run"), (together, "plan_checked")):
+        for module, name in ((planning, "check_run"), (planning, "plan_checked")):
             monkeypatch.setattr(module, name, self.counted(name, getattr(self, name)))
-        monkeypatch.setattr(together, "check_devices", self.counted("devices", lambda *_: []))
+        monkeypatch.setattr(planning, "check_devices", self.counted("devices", lambda *_: []))
         monkeypatch.setattr(room, "room_of", self.counted("room_of", self.room_of))
 
     def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,7 +162,7 @@ def test_rank_0_alone_refuses(
     def refuse(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(together, where, refuse)
+    monkeypatch.setattr(planning, where, refuse)
     first, *rest = ranks.plan()
     assert first is error
     assert all(isinstance(other, SystemExit) and other.code == code for other in rest), rest
@@ -174,7 +174,7 @@ def test_a_machine_with_too_few_gpus_is_refused(
     def machine(run: RunConfig, place: RankEnv) -> str:
         return json.dumps({"problems": ["no GPU"] * (place.rank > 3), "gpu": "[]"})
 
-    monkeypatch.setattr(together, "_machine", machine)
+    monkeypatch.setattr(planning, "_machine", machine)
     first, *rest = ranks.plan()
     assert isinstance(first, ConfigError)
     assert first.problems == ["no GPU"], "once, although two ranks say it"
@@ -186,15 +186,15 @@ def test_machines_that_do_not_share_the_run_directory_are_refused(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, apart: bool
 ) -> None:
     """Rank 0 names them. Each looks for the lock that rank 0 holds."""
-    monkeypatch.setattr(together, "_SEEN_S", 0.2)
-    ranks.out, seen = tmp_path / "mine", together.holder_of
+    monkeypatch.setattr(planning, "_SEEN_S", 0.2)
+    ranks.out, seen = tmp_path / "mine", planning.holder_of
     looked: list[Path] = []
 
     def elsewhere(out: Path) -> Holder | None:
         looked.append(out)
         return seen(out / "elsewhere" if apart else out)
 
-    monkeypatch.setattr(together, "holder_of", elsewhere)
+    monkeypatch.setattr(planning, "holder_of", elsewhere)
     with RunLock() as ranks.lock:
         first, *rest = ranks.plan()
     assert set(looked) == {ranks.out}

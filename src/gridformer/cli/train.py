@@ -41,7 +41,7 @@ def train(
         out: The run directory. The default is runs/NAME.
         explain: Print what the auto settings of the layout resolve to, and exit.
     """
-    from gridformer.launch.plan import check_run, plan_checked
+    from gridformer.launch.plan import check_run, plan_checked, plan_together
     from gridformer.launch.processes import warm_up
     from gridformer.launch.run_lock import RunLock
     from gridformer.mesh.launch_env import rank_env
@@ -60,8 +60,6 @@ def train(
     place = rank_env()
     with RunLock() as lock:
         if place and place.size > 1:
-            from gridformer.launch.together import plan_together
-
             with waiting() as tell:
                 plan = plan_together(place, run, overrides, nproc, out, tell, lock)
         else:

@@ -53,11 +53,9 @@ def with_processes(run: RunConfig, nproc: int | None = None) -> RunConfig:
 
 
 def processes_present(run: RunConfig, nproc: int | None = None) -> int:
-    """Returns how many processes a run can have now.
+    """Returns how many processes a launcher has started, or a run can start here.
 
-    torchrun or another launcher has started them. A run that starts its own processes has as
-    many as `nproc` says, or as its layout needs, but not more than there are GPUs if it uses GPUs.
-
+    These are as many as `nproc` says or the layout needs, but not more than the GPUs that it uses.
     """
     place = rank_env()
     if place:

@@ -1,11 +1,9 @@
 """Starts the processes of one node, where the cluster starts a single task or container there.
 
-torchrun does this, too, but ends with exit code 1 whatever its processes end with, and then nobody
-learns that a run wants to be started again (75) or was given bad input (2). Nothing listens on a
-port but the store of rank 0, as under srun.
-
-Number and address come from what started the tasks: SLURM_PROCID and the nodes of the step under
-srun, JOB_COMPLETION_INDEX and MASTER_ADDR in Kubernetes, otherwise NODE_RANK and MASTER_ADDR.
+torchrun ends with exit code 1 whatever its processes end with, and then nobody learns that a run
+wants to be started again (75) or was given bad input (2). Nothing listens on a port but the store
+of rank 0. Number and address of the node come from what started the tasks: srun, Kubernetes
+(JOB_COMPLETION_INDEX and MASTER_ADDR), or others (NODE_RANK and MASTER_ADDR).
 """
 
 from __future__ import annotations
@@ -86,10 +84,7 @@ def environments(
 
 
 def run_node(command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> int:
-    """Runs a command once in each environment and returns the exit code for all.
-
-    When one of the processes has failed, the others are left to notice it, and are then stopped.
-    """
+    """Runs a command once in each environment and returns the exit code for all."""
     started: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
 
@@ -118,34 +113,30 @@ def run_node(command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> i
 def exit_code(codes: Sequence[int]) -> int:
     """Returns the exit code of a node from its processes' codes; -N means killed by signal N.
 
-    0 if all are 0. 75 if all that failed ask for it, since a single failure may mean that nothing
-    was saved. Otherwise the code of the first process that failed by itself: 2 and 1 come before
-    the signals with which the others were ended.
+    75 if all that failed ask for it, since a single failure may mean that nothing was saved.
+    Otherwise 2 and 1 come before the signals with which the other processes were ended.
     """
     failed = [code for code in codes if code]
-    if not failed:
-        return 0
-    if all(code == REQUEUE for code in failed):
-        return REQUEUE
-    for code in (2, 1):
-        if code in failed:
-            return code
-    first = next(code for code in failed if code != REQUEUE)
+    if {*failed} <= {REQUEUE}:
+        return REQUEUE if failed else 0
+    order = [2, 1, *(code for code in failed if code != REQUEUE)]
+    first = next(code for code in order if code in failed)
     return first if first > 0 else 128 - first
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    notice_until = end_until = float("inf")
-    while None in (codes := {process.poll() for process in started}):
-        now = time.monotonic()
-        if notice_until == float("inf") and codes - {None, 0, REQUEUE}:
-            notice_until = now + _NOTICE_S
-        if now >= end_until:
-            return
-        if now >= notice_until and end_until == float("inf"):
-            end_until = now + _END_S
-            _send(started, signal.SIGTERM)
+    """Waits for all; once one has failed, the others are left to notice it and then stopped."""
+    while None in (codes := _codes(started)) and not codes - {None, 0, REQUEUE}:
         time.sleep(_POLL_S)
+    for seconds in (_NOTICE_S, _END_S):
+        until = time.monotonic() + seconds
+        while None in _codes(started) and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        _send(started, signal.SIGTERM)
+
+
+def _codes(started: Sequence[subprocess.Popen[bytes]]) -> set[int | None]:
+    return {process.poll() for process in started}
 
 
 def _end_with_parent() -> None:

@@ -1,30 +1,52 @@
-"""From a run file to a plan: checks everything before any process starts."""
+"""From a run file to a plan: checks everything before any process starts.
+
+Of a run that torchrun or srun started, rank 0 makes the plan, and the others receive it. Every rank
+looks at its GPU and, as the first one of a machine, at its memory and at the lock of rank 0. If the
+run cannot start, rank 0 alone says why, and all end with its exit code.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gridformer.config import RunConfig, find_run_file, load_run, model_names, parse_run
 from gridformer.data import RunData, resolve
+from gridformer.launch.run_lock import RunLock, holder_of
+from gridformer.mesh.gpus import CPU, GPU, device_or_problem, identity, own_gpu
+from gridformer.mesh.launch_env import RankEnv
 from gridformer.mesh.process_group import check_devices
+from gridformer.mesh.rendezvous import collect, gather, receive, share, wait_until_heard
 from gridformer.parallel.validation import check_layout
-from gridformer.utils.errors import ConfigError, DataError, installed
+from gridformer.utils.errors import ConfigError, DataError, UserError, installed
 from gridformer.utils.units import ESTIMATED_TOKENS
 
 if TYPE_CHECKING:
-    from gridformer.check import Problem
-    from gridformer.launch.run_lock import RunLock
+    from pydantic import TypeAdapter
+
     from gridformer.memory.room import Room, Tell
     from gridformer.parallel.auto.decisions import Decisions
     from gridformer.train.plan import Plan
 
 _PREFLIGHT_S = 5.0  # no more ranks are traced after this number of seconds
+# Names in the store of the rendezvous.
+_CONFIG, _MACHINES, _FOLDER, _SEEN, _PLAN = "config", "machines", "folder", "seen", "plan"
+# Rank 0 waits this long for the others to hear of a refusal before it ends.
+_HEARD_S = 60.0
+# The others end this much later. torchrun ends all of its workers when it finds that one has ended,
+# and rank 0 must have said by then why the run cannot start.
+_LINGER_S = 5.0
+# A machine may see what another one has written to shared storage this much later.
+_SEEN_S = 60.0
+_LOOK_S = 0.1
 
 
 def plan_run(
@@ -181,6 +203,115 @@ def plan_checked(
     return replace(plan, unevaluated=last and lacks_evaluation(out, run.train.steps))
 
 
+def plan_together(
+    place: RankEnv,
+    path: Path | str,
+    overrides: Sequence[str] = (),
+    nproc: int | None = None,
+    out: Path | None = None,
+    tell: Tell | None = None,
+    lock: RunLock | None = None,
+) -> Plan:
+    """Returns the plan of a run, as `plan_run` does on rank 0. All of its processes call this.
+
+    Raises:
+        UserError: On rank 0, the run cannot start.
+        SystemExit: On the others, the run cannot start.
+    """
+    if place.rank:
+        run = RunConfig.model_validate(_received(place, _CONFIG))
+        collect(place, _MACHINES, _machine(run, place))
+        folder = _received(place, _FOLDER)
+        if folder is not None and not place.local_rank:
+            share(place, f"{_SEEN}/{place.rank}", _not_seen(**folder))
+        plan: Plan = _plans().validate_python(_received(place, _PLAN))
+        return plan
+    name = _CONFIG
+    try:
+        run = check_run(path, list(overrides), nproc)
+        share(place, name, json.dumps({"is": run.model_dump(mode="json")}))
+        name = _FOLDER
+        machines = [json.loads(text) for text in collect(place, _MACHINES, _machine(run, place))]
+        plan = plan_checked(run, out, tell, _room(machines), lock)
+        token = lock.token if lock is not None else ""
+        folder = {"out": str(plan.out), "token": token} if token else None
+        share(place, name, json.dumps({"is": folder}))
+        name = _PLAN
+        if folder is not None:
+            others = [rank for rank, machine in enumerate(machines) if rank and machine["first"]]
+            if hosts := [host for host in dict.fromkeys(gather(place, _SEEN, others)) if host]:
+                raise ConfigError(
+                    f"{plan.out} is not the same folder on {', '.join(hosts)} as on "
+                    f"{socket.gethostname()}: set --out to a folder on storage that all machines "
+                    "share"
+                )
+        share(place, name, json.dumps({"is": _plans().dump_python(plan, mode="json")}))
+    except Exception as error:
+        code = 2 if isinstance(error, UserError) else 1
+        share(place, name, json.dumps({"refused": code}))
+        wait_until_heard(place, name, _HEARD_S)
+        raise
+    return plan
+
+
+def _machine(run: RunConfig, place: RankEnv) -> str:
+    """Returns the problems, GPU and memory of this process's machine, as JSON for rank 0."""
+    train, n = run.train, run.layout.n_processes
+    if problems := check_devices(train.device, n, None, train.elastic):
+        return json.dumps({"problems": problems})
+    gpu = None if train.device == "cpu" else own_gpu(place)
+    first = not place.local_rank
+    told: dict[str, Any] = {"problems": [], "gpu": identity(gpu, place.rank), "first": first}
+    if first:
+        from gridformer.memory.room import room_of
+
+        if room := room_of(run):
+            told["room"] = [room.n_bytes, room.why]
+    return json.dumps(told)
+
+
+def _room(machines: Sequence[dict[str, Any]]) -> Room | None:
+    """Returns the smallest budget of a process on any machine, or None if none is known."""
+    from gridformer.memory.room import Room
+
+    problems = [problem for machine in machines for problem in machine["problems"]]
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
+    device = device_or_problem([machine["gpu"] for machine in machines])
+    if device not in (CPU, GPU):
+        raise ConfigError(device)
+    rooms = [Room(*machine["room"]) for machine in machines if "room" in machine]
+    return min(rooms, key=lambda room: room.n_bytes, default=None)
+
+
+def _not_seen(out: str, token: str) -> str:
+    """Returns the name of this machine if it does not see the lock of the run directory soon."""
+    deadline = time.monotonic() + _SEEN_S
+    while (holder := holder_of(Path(out))) is None or holder.token != token:
+        if time.monotonic() > deadline:
+            return socket.gethostname()
+        time.sleep(_LOOK_S)
+    return ""
+
+
+def _received(place: RankEnv, name: str) -> Any:
+    """Returns what rank 0 shares, or ends this process if rank 0 has refused the run."""
+    message = json.loads(receive(place, name))
+    if "refused" in message:
+        time.sleep(_LINGER_S)
+        raise SystemExit(message["refused"])
+    return message["is"]
+
+
+def _plans() -> TypeAdapter[Plan]:
+    """Returns the converter of plans to JSON and back."""
+    from pydantic import TypeAdapter
+
+    from gridformer.train.plan import Plan
+
+    return TypeAdapter(Plan)
+
+
 def read_run(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
     """Reads a run file, resolves it, and checks its layout and data, but not the local devices.
 
@@ -210,27 +341,19 @@ def read_run_without_data(
     if str(path) in model_names() and not Path(path).is_file():
         sections = {"name": str(path), "model": str(path), "data": {"path": Path()}}
         run = parse_run(sections, overrides)
-        if not run.model.vocab_size:
-            raise ConfigError(
-                f"{path} has the vocabulary of the data: add model.vocab_size, such as 32000"
-            )
-        return _of_usual_length(run, note)
-    path = find_run_file(path, or_model=True)
-    run = load_run(path, overrides)
-    if not run.data.missing:
-        return read_run(path, overrides)
-    if not run.model.vocab_size:
-        missing = run.data.missing
-        raise ConfigError(
-            f"model.vocab_size=0 means the vocabulary of the data, but {missing} does not "
+        unknown = f"{path} has the vocabulary of the data: add model.vocab_size, such as 32000"
+    else:
+        path = find_run_file(path, or_model=True)
+        run = load_run(path, overrides)
+        if not run.data.missing:
+            return read_run(path, overrides)
+        unknown = (
+            f"model.vocab_size=0 means the vocabulary of the data, but {run.data.missing} does not "
             "exist: set model.vocab_size, or set data.path to a folder written by "
             "`gridformer prepare`"
         )
-    return _of_usual_length(run, note)
-
-
-def _of_usual_length(run: RunConfig, note: Callable[[str], None]) -> RunConfig:
-    """Returns a run without data, with a length if it has none, once its layout is checked."""
+    if not run.model.vocab_size:
+        raise ConfigError(unknown)
     if not run.data.seq_len and run.seq_len > ESTIMATED_TOKENS:
         note(
             f"data.seq_len is not set: this is for sequences of {ESTIMATED_TOKENS:,} tokens, and "
@@ -250,7 +373,7 @@ def _read(path: Path | str, overrides: list[str] | tuple[str, ...]) -> tuple[Run
     try:
         run = resolve(run, RunData.open(run.data))
     except (DataError, ConfigError) as error:
-        problems += error.problems if isinstance(error, ConfigError) else [str(error)]
+        problems += error.args
     try:
         check_layout(run)
     except ConfigError as error:
@@ -269,20 +392,16 @@ def preflight_problems(run: RunConfig, tell: Tell, decisions: Decisions) -> list
     if run.layout.n_processes == 1 or not on_gpu(run):
         return []
     from gridformer.check import check_step
-
-    tell("", "checking that the messages of a step fit together")
-    report = check_step(run, decisions, most=0, limit_s=_PREFLIGHT_S)
-    for one in report.problems:
-        if one.kind == "error":
-            tell(f"{_sentence(one)}. The run begins all the same, as it may work on GPUs.", "")
-    return [_sentence(one) for one in report.problems if one.stops and one.kind != "error"]
-
-
-def _sentence(problem: Problem) -> str:
     from gridformer.check.problems import KINDS, rank_ranges
 
-    axis = f", axis {problem.axis}" if problem.axis else ""
-    return (
-        f"{KINDS[problem.kind]} ({rank_ranges(problem.ranks)}{axis}, at {problem.place}): "
-        f"{problem.text}; {problem.remedy}"
-    )
+    tell("", "checking that the messages of a step fit together")
+    problems = []
+    for one in check_step(run, decisions, most=0, limit_s=_PREFLIGHT_S).problems:
+        axis = f", axis {one.axis}" if one.axis else ""
+        where = f"{rank_ranges(one.ranks)}{axis}, at {one.place}"
+        sentence = f"{KINDS[one.kind]} ({where}): {one.text}; {one.remedy}"
+        if one.kind == "error":
+            tell(f"{sentence}. The run begins all the same, as it may work on GPUs.", "")
+        elif one.stops:
+            problems.append(sentence)
+    return problems
