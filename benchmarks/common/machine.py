@@ -9,7 +9,7 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from gridformer.utils.hardware import n_cores
+from gridformer.utils.process import n_cores
 
 
 def describe_machine(module: str) -> dict[str, str]:

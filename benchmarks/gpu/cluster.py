@@ -49,11 +49,11 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.validation import check_layout
+from gridformer.train.flops import peak_tflops
 from gridformer.train.numerics import set_numerics
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from gridformer.utils.errors import ConfigError, UserError
-from gridformer.utils.hardware import peak_tflops
 from gridformer.utils.units import GIB
 
 WARM_UP = 3

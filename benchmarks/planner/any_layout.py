@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from benchmarks.planner.speed import Case, measure
 from gridformer.launch.plan import read_run_without_data
 from gridformer.utils.errors import UserError
-from gridformer.utils.hardware import n_cores
+from gridformer.utils.process import n_cores
 
 BAR_S = 5.0
 MOST_DEVICES = 4096

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gridformer.utils.hardware import n_cores
+from gridformer.utils.process import n_cores
 
 _SMALL = (
     "megatron-8.3b layout.scheme=megatron layout.cols=8 layout.dp=4 layout.pp=2 "

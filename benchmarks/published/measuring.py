@@ -28,7 +28,7 @@ from gridformer.launch import launch
 from gridformer.mesh.axes import Axis
 from gridformer.mesh.groups import make_groups
 from gridformer.mesh.process_group import World, close_process_groups, init_process_groups
-from gridformer.utils.hardware import n_cores
+from gridformer.utils.process import n_cores
 
 MESSAGES = (64, 16_384, 131_072, 524_288)  # bytes
 STEPS, WARM_UPS = 5, 2

@@ -35,7 +35,7 @@ from benchmarks.schemes.variants import (
     make_problem,
 )
 from gridformer.mesh.process_group import close_process_groups, init_process_groups
-from gridformer.utils.hardware import n_cores
+from gridformer.utils.process import n_cores
 
 TOLERANCE = 1e-4  # relative to the largest element; float32
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gridformer import __version__
 from gridformer.mesh.gpus import nccl_version
-from gridformer.utils.hardware import free_memory, n_cores
+from gridformer.utils.process import free_memory, n_cores
 from gridformer.utils.units import GIB
 
 if TYPE_CHECKING:

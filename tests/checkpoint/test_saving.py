@@ -32,7 +32,7 @@ from gridformer.checkpoint.store import Kept, LocalStore
 from gridformer.comm import progress
 from gridformer.mesh import Axes
 from gridformer.utils.errors import SaveError
-from gridformer.utils.folders import private_prefix, remove_private_leftovers
+from gridformer.utils.files import private_prefix, remove_private_leftovers
 from tests.support.checkpoints import filled, save_filled, small_run
 
 N_RANKS = 3

@@ -14,7 +14,7 @@ import pytest
 from gridformer.mesh.launch_env import first_node, rank_env, task_counts
 from gridformer.mesh.process_group import check_devices, init_process_groups
 from gridformer.utils.errors import UserError
-from gridformer.utils.hardware import n_cores
+from gridformer.utils.process import n_cores
 from tests.support.launch.programs import (
     LIMIT_S,
     Start,

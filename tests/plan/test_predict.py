@@ -205,7 +205,7 @@ def test_copies_record_a_part_of_the_steps(fails: bool) -> None:
     from gridformer.cluster.file import load_cluster
     from gridformer.plan import predict
     from gridformer.record import rank
-    from gridformer.utils import fork_pool
+    from gridformer.utils import process as fork_pool
     from tests.plan.test_predict import run_of
 
     layout = {{"scheme": "optimus", "rows": 2, "cols": 2, "pp": 4, "micro_batches": 8}}

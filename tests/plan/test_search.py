@@ -26,7 +26,7 @@ from gridformer.plan.show import (
     settings_between,
     write_run,
 )
-from gridformer.utils import fork_pool
+from gridformer.utils import process as fork_pool
 from tests.support.plans import cluster, found_on_8, predictor, run_of, search, trace_of
 
 

@@ -23,7 +23,7 @@ from gridformer.plan.search import REPLICAS, MemoryKind, PlannedLayout, Search
 from gridformer.plan.settings import changed
 from gridformer.plan.show import print_result, ranking_as_json
 from gridformer.plan.trace_candidates import MOST, OF_EACH, Queue, Tracing
-from gridformer.utils import fork_pool
+from gridformer.utils import process as fork_pool
 from gridformer.utils.errors import ConfigError
 from tests.support.plans import cluster, found_on_8, predictor, run_of, search
 

@@ -9,8 +9,7 @@ import pytest
 
 from gridformer.launch.plan import read_run_without_data
 from gridformer.plan.predict import record_run
-from gridformer.utils.fork_pool import as_far_as, is_copy
-from gridformer.utils.process import ends_with_its_work, last_work
+from gridformer.utils.process import as_far_as, ends_with_its_work, is_copy, last_work
 from tests.support.fake_gpu import own_process
 
 SLOW = ("sympy.core", "torch._dynamo.eval_frame", "torch.distributed.tensor._api")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gridformer.utils.folders import (
+from gridformer.utils.files import (
     begin_folder,
     finish_folder,
     hidden_folder,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from gridformer.utils import fork_pool
+from gridformer.utils import process as fork_pool
 
 
 @pytest.fixture

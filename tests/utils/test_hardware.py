@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gridformer.utils.hardware import peak_tflops
+from gridformer.train.flops import peak_tflops
 
 DENSE = {  # bfloat16, or float16 on GPUs without it
     "NVIDIA GB200": 2500.0,

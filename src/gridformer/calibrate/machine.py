@@ -27,7 +27,7 @@ from gridformer.launch import launch
 from gridformer.mesh.axes import Axis
 from gridformer.mesh.process_group import World, close_process_groups, init_process_groups
 from gridformer.utils.errors import UserError
-from gridformer.utils.hardware import free_memory, n_cores
+from gridformer.utils.process import free_memory, n_cores
 from gridformer.utils.units import GIB
 
 CPU_COUNTS = (1, 2, 4, 8, 16)

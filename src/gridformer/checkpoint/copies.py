@@ -33,8 +33,7 @@ from gridformer.config import TrainConfig
 from gridformer.config.yaml_text import parse_yaml
 from gridformer.mesh import Axes
 from gridformer.utils.errors import CheckpointError, UserError
-from gridformer.utils.files import read_text
-from gridformer.utils.folders import private_prefix
+from gridformer.utils.files import private_prefix, read_text
 
 # A path of the command line has lost one of the two slashes.
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.DOTALL)

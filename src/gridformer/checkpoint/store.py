@@ -26,7 +26,7 @@ from gridformer.checkpoint.manifest import (
 from gridformer.checkpoint.side_files import SIDE_FILES, side_files
 from gridformer.config import TrainConfig
 from gridformer.utils.errors import CheckpointError, UserError
-from gridformer.utils.folders import (
+from gridformer.utils.files import (
     begin_folder,
     finish_folder,
     hidden_folder,

@@ -43,7 +43,7 @@ from gridformer.checkpoint.store import writing_in
 from gridformer.config import ModelConfig, RunConfig
 from gridformer.models import build_model
 from gridformer.utils.errors import CheckpointError, ConfigError
-from gridformer.utils.folders import new_folder, refuse_existing
+from gridformer.utils.files import new_folder, refuse_existing
 from gridformer.utils.units import GIB, MIB
 
 _FILE_BYTES = GIB  # of one file of a checkpoint, so that many processes can share its reading

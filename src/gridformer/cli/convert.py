@@ -79,7 +79,7 @@ def export(
     """
     from gridformer.checkpoint.convert.exporting import export_run
     from gridformer.checkpoint.copies import run_with_checkpoints
-    from gridformer.utils.folders import refuse_existing
+    from gridformer.utils.files import refuse_existing
     from gridformer.utils.units import format_count
 
     refuse_existing(out)
@@ -118,7 +118,7 @@ def average(
     """
     from gridformer.checkpoint.copies import run_with_checkpoints, url_of
     from gridformer.checkpoint.whole import average_run
-    from gridformer.utils.folders import refuse_existing
+    from gridformer.utils.files import refuse_existing
 
     refuse_existing(out)
     with waiting() as tell:

@@ -173,7 +173,7 @@ def plan(
         seconds: Begin no trace after this number of seconds of the processor's time, all cores
             together, if a layout was found. With 0 these are 80, or 120 for more than 64 devices.
     """
-    from gridformer.utils.fork_pool import processor_s
+    from gridformer.utils.process import processor_s
 
     began = processor_s()  # loading torch is a part of the time
     import json

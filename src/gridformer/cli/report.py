@@ -72,7 +72,7 @@ def report(
 def _all_estimated(readings: Sequence[RunReading], seconds: float) -> list[Estimates | None]:
     """Returns the estimates of runs, each with a sentence why there are none if it failed."""
     from gridformer.report.estimates import Estimates
-    from gridformer.utils.fork_pool import as_far_as, can_copy
+    from gridformer.utils.process import as_far_as, can_copy
 
     work = [partial(_estimated, run) for run in readings]
     if not can_copy():  # nothing can stop them

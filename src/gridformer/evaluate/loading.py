@@ -43,7 +43,7 @@ from gridformer.parallel.registry import spec_of
 from gridformer.parallel.tensor.summa import gathered_weights_scope
 from gridformer.parallel.validation import violations
 from gridformer.utils.errors import ConfigError, RemovedError
-from gridformer.utils.folders import private_prefix
+from gridformer.utils.files import private_prefix
 
 
 @dataclass(frozen=True)

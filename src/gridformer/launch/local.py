@@ -33,9 +33,8 @@ from gridformer.launch.processes import (
 )
 from gridformer.launch.worker_process import Meeting, work, work_here
 from gridformer.mesh.launch_env import rank_env
-from gridformer.utils.folders import private_prefix, remove_private_leftovers
-from gridformer.utils.hardware import n_cores
-from gridformer.utils.process import leave_progress_bar
+from gridformer.utils.files import private_prefix, remove_private_leftovers
+from gridformer.utils.process import leave_progress_bar, n_cores
 from gridformer.utils.signals import REQUEUE, StopPolicy
 
 # Workers end by themselves at the end of their grace period, unless one of them saves. Those that

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from gridformer.utils import signals
-from gridformer.utils.folders import private_prefix
+from gridformer.utils.files import private_prefix
 from gridformer.utils.process import let_threads_sleep
 
 _NOTICED_S = 1.0  # pipes of a process close a moment before the system says that it has ended

@@ -24,8 +24,7 @@ from gridformer.data.run_data import fingerprint
 from gridformer.launch.run_lock import LOCK, holder_of, is_held
 from gridformer.train.metrics import METRICS, MOST_BYTES
 from gridformer.utils.errors import CheckpointError, UserError
-from gridformer.utils.files import read_bytes, read_text
-from gridformer.utils.folders import private_prefix
+from gridformer.utils.files import private_prefix, read_bytes, read_text
 from gridformer.utils.units import format_bytes
 
 CONFIG, TOKENIZER = "config.yaml", "tokenizer.json"

@@ -15,7 +15,7 @@ from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.record.device import Backend
 from gridformer.record.rank import Extent, RecordOptions, record_ranks
-from gridformer.utils.fork_pool import on_all_cores
+from gridformer.utils.process import on_all_cores
 
 
 def estimate_ranks(

@@ -14,7 +14,7 @@ from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
 from gridformer.mesh.gpus import gpus_here, n_visible_gpus, processes_on_a_gpu
 from gridformer.mesh.launch_env import rank_env
-from gridformer.utils.hardware import free_memory
+from gridformer.utils.process import free_memory
 from gridformer.utils.units import GIB, format_bytes
 
 # Called with what was found, which may be empty, and with what begins now.

@@ -13,7 +13,7 @@ from gridformer.mesh.gpus import CPU, GPU, device_or_problem, identity, own_gpu,
 from gridformer.mesh.launch_env import rank_env
 from gridformer.mesh.rendezvous import share_result, store_of, wait_until_heard
 from gridformer.utils.errors import UserError
-from gridformer.utils.hardware import n_cores
+from gridformer.utils.process import n_cores
 
 if TYPE_CHECKING:  # torch takes a second to import, and the command line imports this file
     import torch

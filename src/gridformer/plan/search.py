@@ -21,7 +21,7 @@ from gridformer.parallel.registry import describe_layout, spec_of
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.roofline import Estimate, estimate
 from gridformer.plan.settings import changed, micro_batches, modes, neighbors
-from gridformer.utils.fork_pool import on_all_cores
+from gridformer.utils.process import on_all_cores
 
 IMPROVED = 36  # arrangements whose settings are improved
 ROUNDS = 6  # single changes of settings in a row

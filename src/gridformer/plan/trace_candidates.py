@@ -14,8 +14,7 @@ from gridformer.plan.predict import predict
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.search import MemoryKind, PlannedLayout, Search
 from gridformer.record.fast_fake import fast_fakes
-from gridformer.utils.fork_pool import as_far_as, can_copy, processor_s
-from gridformer.utils.hardware import n_cores
+from gridformer.utils.process import as_far_as, can_copy, n_cores, processor_s
 
 OF_EACH = 5  # layouts of each kind are traced, if as many fit
 MOST = 30  # layouts that fit are traced in all, unless more are to be listed

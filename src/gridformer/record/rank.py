@@ -42,8 +42,7 @@ from gridformer.record.events import (
 from gridformer.record.itineraries import ShortSchedule, in_order, shortened, stages_held
 from gridformer.record.layers import NotPeriodicError, removable, with_layers, without_layers
 from gridformer.record.step import StepPart, StepRecord, on_devices, record_step
-from gridformer.utils.fork_pool import is_copy, on_all_cores
-from gridformer.utils.process import no_garbage_collection
+from gridformer.utils.process import is_copy, no_garbage_collection, on_all_cores
 
 _PASSES = ("forward", "backward")
 _FEW = 3  # micro-batches without a pipeline, of which the second stands for all in the middle

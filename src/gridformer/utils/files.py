@@ -1,4 +1,4 @@
-"""Reads small text files that a user names, checks files to be written, and names full disks.
+"""Small files that a user names, files to be written, full disks, and folders that are atomic.
 
 A named file may be missing, a folder, a pipe that nobody writes to, an endless device, or far too
 large. Each is refused with one sentence, without waiting for a pipe or reading a device.
@@ -11,8 +11,10 @@ import difflib
 import errno
 import json
 import os
+import secrets
 import shutil
 import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,6 +22,9 @@ from typing import Any
 
 from gridformer.utils.errors import UserError
 from gridformer.utils.units import MIB, format_bytes
+
+_WRITING, _REPLACED, _DELETING = ".writing-", ".replaced-", ".deleting-"
+_PRIVATE = "gridformer-"
 
 
 class UnreadableError(UserError):
@@ -223,3 +228,135 @@ def full_disk_message(error: OSError) -> str:
         facts.append(f"{format_bytes(shutil.disk_usage(folder).free)} are free there")
     text += f": {path} could not be written"
     return text + (f" ({', '.join(facts)})" if facts else "")
+
+
+def hidden_folder(target: Path, suffix: str = "") -> Path:
+    """Returns the hidden path beside `target` at which it is written until it is complete."""
+    return target.with_name(f"{_WRITING}{target.name}{suffix}")
+
+
+def begin_folder(hidden: Path) -> None:
+    """Creates an empty hidden folder, removing what a killed process left at this path."""
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir(parents=True)
+
+
+def finish_folder(hidden: Path, target: Path) -> None:
+    """Renames a hidden folder to its final name, replacing any folder there.
+
+    Raises:
+        OSError: Renaming failed; a previous folder at `target` is then still there.
+    """
+    sync_folder(hidden)
+    # If a crash between the two renames leaves no folder, `remove_leftovers` puts the old one back.
+    old = _gone(target, _REPLACED)
+    replaces = target.exists()
+    if replaces:
+        target.rename(old)
+    try:
+        hidden.rename(target)
+    except BaseException:
+        if replaces:
+            old.rename(target)
+        raise
+    sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yields a hidden folder that becomes `out` when the block ends, and is removed on an error.
+
+    Raises:
+        UserError: There already is something at `out`, before or after the block.
+    """
+    refuse_existing(out)
+    target = out.resolve()
+    # The name is random because several processes may write the same folder at a time.
+    hidden = hidden_folder(target, f"-{secrets.token_hex(4)}")
+    begin_folder(hidden)
+    try:
+        yield hidden
+        refuse_existing(out)
+        finish_folder(hidden, target)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def refuse_existing(out: Path) -> None:
+    """Raises UserError if there already is something at `out`."""
+    if out.exists() or out.is_symlink():
+        raise UserError(f"{out}: already exists, and is not replaced; choose another --out")
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder atomically: it is renamed first, so no part of it is left under its name."""
+    gone = _gone(folder)
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Removes folders that a killed process had begun to write, to replace or to remove.
+
+    A folder that was to be replaced is put back if there is none in its place. Nobody may be
+    writing there.
+    """
+    for old in parent.glob(f"{_REPLACED}*"):
+        target = old.with_name(old.name.removeprefix(_REPLACED).rpartition("-")[0])
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(target)
+    for prefix in (_DELETING, _WRITING):
+        for leftover in parent.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def private_prefix() -> str:
+    """Returns the prefix of the names of this process's temporary folders."""
+    return f"{_PRIVATE}{os.getpid()}.{_process_numbers()}-"
+
+
+def remove_private_leftovers(parent: Path | None = None) -> None:
+    """Removes temporary folders of this user's processes that were killed, by default in TMPDIR."""
+    parents = [parent] if parent else {Path(tempfile.gettempdir()), Path("/tmp")}
+    for folder in (folder for where in parents for folder in where.glob(f"{_PRIVATE}*")):
+        pid, _, numbers = folder.name.removeprefix(_PRIVATE).partition("-")[0].partition(".")
+        if not pid.isdecimal() or numbers != _process_numbers() or _runs(int(pid)):
+            continue
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _process_numbers() -> str:
+    """Names the PID namespace: containers that share a folder may number their processes apart."""
+    try:
+        return "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
+    except OSError:
+        return "0"
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # it is another user's
+    return True
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the directory entries of a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _gone(folder: Path, prefix: str = _DELETING) -> Path:
+    """Returns a hidden path to which a folder is renamed before it is removed."""
+    return folder.with_name(f"{prefix}{folder.name}-{secrets.token_hex(4)}")

@@ -44,7 +44,7 @@ from gridformer.data.side_texts import read_label_names
 from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.data.tokenizer import BEGINS, SETTINGS, spelled
 from gridformer.utils.errors import ConfigError, DataError
-from gridformer.utils.folders import new_folder, refuse_existing
+from gridformer.utils.files import new_folder, refuse_existing
 from gridformer.utils.units import GIB
 
 # Keys of an imported config.json that name tokens, which our config does not hold.

@@ -35,8 +35,7 @@ from gridformer.data.side_texts import write_label_names
 from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.data.tokenizer import SETTINGS
 from gridformer.utils.errors import CheckpointError, ConfigError
-from gridformer.utils.files import UnreadableError, exists, read_json
-from gridformer.utils.folders import new_folder, refuse_existing
+from gridformer.utils.files import UnreadableError, exists, new_folder, read_json, refuse_existing
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")

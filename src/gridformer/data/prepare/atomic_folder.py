@@ -26,8 +26,13 @@ from gridformer.data.prepare.reading import Cursor
 from gridformer.data.prepare.split_file import WriterState
 from gridformer.data.tokenfolder import INDEX, is_own_file, is_token_folder
 from gridformer.utils.errors import UserError
-from gridformer.utils.files import UnreadableError, read_json
-from gridformer.utils.folders import begin_folder, finish_folder, hidden_folder
+from gridformer.utils.files import (
+    UnreadableError,
+    begin_folder,
+    finish_folder,
+    hidden_folder,
+    read_json,
+)
 
 STATE, LOCK = "state.json", "lock"
 SAVE_EVERY_S = 10.0

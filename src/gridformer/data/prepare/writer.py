@@ -46,8 +46,7 @@ from gridformer.data.tokenfolder import (
 from gridformer.data.tokenizer import Tokenizer
 from gridformer.data.tokensplit import Column
 from gridformer.utils.errors import DataError, UserError
-from gridformer.utils.hardware import n_cores
-from gridformer.utils.process import end_with_parent
+from gridformer.utils.process import end_with_parent, n_cores
 
 WORTH_WORKERS = 64_000_000  # bytes of text below which starting processes takes longer
 _WAITING = 2  # batches of each worker that are read before they are needed
