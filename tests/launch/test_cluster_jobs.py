@@ -73,9 +73,6 @@ def run_with(script: str, folder: Path, *programs: str) -> list[str]:
     return (folder / "said").read_text().split("\0")[:-1]
 
 
-# --------------------------------------------------------------------------- nodes
-
-
 @pytest.mark.parametrize(
     ("options", "nodes", "per_node", "whole"),
     [
@@ -110,9 +107,6 @@ def test_nodes(options: dict[str, Any], nodes: int, per_node: int, whole: bool) 
 def test_refusals(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         job(**options)
-
-
-# --------------------------------------------------------------------------- Slurm
 
 
 def test_sbatch_script() -> None:
@@ -172,9 +166,6 @@ def test_other_exit_codes_are_passed_on(tmp_path: Path) -> None:
     assert done.returncode == 2
 
 
-# --------------------------------------------------------------------------- torchrun
-
-
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])
 @pytest.mark.parametrize("master", ["", "node01"])
 def test_torchrun_lines(rendezvous: Any, master: str, tmp_path: Path) -> None:
@@ -204,9 +195,6 @@ def test_torchrun_on_one_machine() -> None:
     text = torchrun_lines(job(()), max_restarts=0)
     shellcheck(text)
     assert "--standalone" in text
-
-
-# --------------------------------------------------------------------------- Kubernetes
 
 
 @pytest.mark.parametrize(
@@ -293,9 +281,6 @@ def test_kubernetes_replaces_no_variables() -> None:
     )
     (container,) = pod_of(found)["containers"]
     assert container["command"][-1] == "runs/$$(HOME)"
-
-
-# --------------------------------------------------------------------------- the command
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -2,16 +2,16 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gridformer.mesh.launch_env import first_node, rank_env, task_counts
 from gridformer.mesh.process_group import check_devices, init_process_groups
 from gridformer.utils.errors import UserError
 from gridformer.utils.process import n_cores
@@ -34,9 +34,6 @@ SRUN = {
     "SLURM_STEP_TASKS_PER_NODE": "4,3",
     "SLURM_STEP_NODELIST": "gpu[08-09]",
 }
-
-
-# --------------------------------------------------------------------------- the plain case
 
 
 def test_workers_form_a_group(start: Start, tmp_path: Path) -> None:
@@ -64,22 +61,13 @@ def test_srun_is_joined(start: Start, tmp_path: Path) -> None:
     shared = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     shared |= {"SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     shared |= {"GLOO_SOCKET_IFNAME": "lo"}
-    tasks = [
-        # RANK only names the file that the entrypoint writes.
-        start(
-            "sums",
-            2,
-            env={**shared, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r), "RANK": str(r)},
-        )
-        for r in range(2)
-    ]
+    # RANK only names the file that the entrypoint writes.
+    names = ("SLURM_PROCID", "SLURM_LOCALID", "RANK")
+    tasks = [start("sums", 2, env=shared | dict.fromkeys(names, str(r))) for r in range(2)]
     for task in tasks:
         code, _, err = finish(task)
         assert code == 0, err
     assert {(tmp_path / f"sum{r}").read_text()[:5] for r in range(2)} == {"0/2 2", "1/2 2"}
-
-
-# --------------------------------------------------------------------------- stopping
 
 
 @pytest.mark.parametrize(
@@ -148,9 +136,6 @@ def test_workers_end_when_the_launcher_is_killed(start: Start, tmp_path: Path) -
     assert_gone(pids)
 
 
-# --------------------------------------------------------------------------- failing
-
-
 def test_a_killed_worker_is_named(start: Start) -> None:
     code, _, err = finish(start("one_is_killed", 3))
     assert code == 1
@@ -168,123 +153,49 @@ def test_a_user_error_is_its_message(start: Start, entrypoint: str) -> None:
     assert (code, err) == (2, "ConfigError: first problem\nsecond problem\n")
 
 
-# --------------------------------------------------------------------------- joining
-
-
-def test_srun_variables() -> None:
-    place = rank_env(SRUN)
-    assert place is not None
-    assert (place.rank, place.size, place.local_rank, place.local_size) == (5, 7, 1, 3)
-    assert (place.master_addr, place.by) == ("gpu08", "srun")
-    assert 10_000 <= place.master_port < 30_000
-    other_step = rank_env({**SRUN, "SLURM_STEP_ID": "3"})
-    assert other_step is not None
-    assert other_step.master_port != place.master_port
-
-
 @pytest.mark.parametrize(
-    "change",
+    ("gpus", "device", "n", "nproc", "problem"),
     [
-        {"SLURM_STEP_ID": ""},  # an sbatch script
-        {"SLURM_STEP_ID": str(0xFFFFFFFB)},  # the same, as some versions report it
-        {"SLURM_STEP_NUM_TASKS": "1"},  # an interactive shell
-        {"SLURM_STEP_NUM_TASKS": ""},
+        (4, "cuda", 4, 4, ""),
+        (0, "auto", 4, None, ""),
+        (0, "cpu", 16, None, ""),
+        (
+            2,
+            "cuda",
+            4,
+            None,
+            "4 processes on this machine and 2 GPUs: .* at most 2, or ",
+        ),
+        (0, "cuda", 1, None, "no GPU"),
+        (
+            0,
+            "cpu",
+            4,
+            2,
+            r"--nproc=2, but the layout needs 4 processes \(rows x cols x branches ",
+        ),
     ],
 )
-def test_an_allocation_alone_is_not_joined(change: dict[str, str]) -> None:
-    assert rank_env({**SRUN, **change}) is None
+def test_devices_suffice(
+    gpus: int, device: Any, n: int, nproc: int | None, problem: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    found = check_devices(device, n, nproc)
+    assert len(found) == bool(problem)
+    assert re.search(problem, "".join(found)), found
 
 
-def test_torchrun_inside_srun_wins() -> None:
-    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    place = rank_env({**SRUN, **torchrun, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2950"})
-    assert place is not None
-    assert (place.by, place.rank, place.size, place.master_port) == ("torchrun", 1, 2, 2950)
-
-
-def test_invalid_variables_are_refused() -> None:
-    with pytest.raises(UserError, match="SLURM_PROCID is 'x'"):
-        rank_env({**SRUN, "SLURM_PROCID": "x"})
-    with pytest.raises(UserError, match="rank 7 of 7"):
-        rank_env({**SRUN, "SLURM_PROCID": "7"})
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("alone", "alone"),
-        ("node[01-03,7],other", "node01"),
-        ("other,node[01-03]", "other"),
-        ("r[1-2]n[08-09]x,b", "r1n08x"),
-    ],
-)
-def test_the_first_node_of_slurms_list(text: str, name: str) -> None:
-    assert first_node(text) == name
-
-
-@pytest.mark.parametrize("text", ["", "node[1-3", "node[a-b]", "n]1["])
-def test_unreadable_node_lists(text: str) -> None:
-    with pytest.raises(UserError, match="MASTER_ADDR"):
-        first_node(text)
-
-
-def test_slurm_task_counts() -> None:
-    assert task_counts("4(x2),3") == [4, 4, 3]
-    assert task_counts("8") == [8]
-    assert task_counts("?") == []
-
-
-# --------------------------------------------------------------------------- checks
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Pretend that this machine has some GPUs."""
-
-    def pretend(n: int) -> None:
-        monkeypatch.setattr("torch.cuda.is_available", lambda: n > 0)
-        monkeypatch.setattr("torch.cuda.device_count", lambda: n)
-        monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
-
-    return pretend
-
-
-def test_devices_suffice(gpus: Callable[[int], None]) -> None:
-    gpus(4)
-    assert check_devices("cuda", 4, nproc=4) == []
-    gpus(0)
-    assert check_devices("auto", 4) == []
-    assert check_devices("cpu", 16) == []
-
-
-def test_more_processes_than_devices(gpus: Callable[[int], None]) -> None:
-    gpus(2)
-    (problem,) = check_devices("cuda", 4)
-    assert "more processes than devices: 4 processes on this machine and 2 GPUs" in problem
-    assert "at most 2, or train.device=cpu" in problem
-    gpus(0)
-    (problem,) = check_devices("cuda", 1)
-    assert "no GPU" in problem
+def test_processes_that_cannot_form_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="torchrun or srun"):
+        init_process_groups("cpu", 2, 1.0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match="no GPU"):
         init_process_groups("cuda", 1, 1.0)
-
-
-def test_nproc_differs_from_the_layout() -> None:
-    (problem,) = check_devices("cpu", 4, nproc=2)
-    assert (
-        "--nproc=2, but the layout needs 4 processes (rows x cols x branches x dp x pp)" in problem
-    )
-
-
-def test_world_size_differs_from_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
     (problem,) = check_devices("cpu", 8)
     assert "srun started 7 processes, but the layout needs 8" in problem
     with pytest.raises(UserError, match="srun started 7"):
         init_process_groups("cpu", 8, 1.0)
-
-
-def test_init_process_groups_needs_a_launcher() -> None:
-    with pytest.raises(UserError, match="torchrun or srun"):
-        init_process_groups("cpu", 2, 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gridformer.mesh.launch_env import RankEnv, rank_env
+from gridformer.mesh.launch_env import RankEnv, first_node, rank_env, task_counts
 from gridformer.utils.errors import UserError
 
 MEET = {"MASTER_ADDR": "node01", "MASTER_PORT": "29500"}
@@ -103,3 +103,49 @@ def test_numbers_are_checked() -> None:
         rank_env({**MEET, "RANK": "1", "WORLD_SIZE": "many"})
     with pytest.raises(UserError, match="the launcher describes this process as rank 8 of 8"):
         rank_env({**MEET, "RANK": "8", "WORLD_SIZE": "8"})
+
+
+def test_srun_is_joined() -> None:
+    uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2,3(x2)", "SLURM_STEP_NODELIST": "gpu[08-10]"}
+    place, other_step = rank_env(uneven), rank_env({**uneven, "SLURM_STEP_ID": "3"})
+    assert local(place) == (1, 3, True)
+    assert place is not None
+    assert other_step is not None
+    assert (place.master_addr, place.by) == ("gpu08", "srun")
+    assert 10_000 <= place.master_port < 30_000
+    assert other_step.master_port != place.master_port
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"SLURM_STEP_ID": ""},  # an sbatch script
+        {"SLURM_STEP_ID": str(0xFFFFFFFB)},  # the same, as some versions report it
+        {"SLURM_STEP_NUM_TASKS": "1"},  # an interactive shell
+        {"SLURM_STEP_NUM_TASKS": ""},
+    ],
+)
+def test_an_allocation_alone_is_not_joined(change: dict[str, str]) -> None:
+    assert rank_env({**SRUN, **change}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("alone", "alone"),
+        ("node[01-03,7],other", "node01"),
+        ("other,node[01-03]", "other"),
+        ("r[1-2]n[08-09]x,b", "r1n08x"),
+    ],
+)
+def test_the_first_node_of_slurms_list(text: str, name: str) -> None:
+    assert first_node(text) == name
+
+
+def test_what_slurm_says_may_be_unreadable() -> None:
+    for text in ("", "node[1-3", "node[a-b]", "n]1["):
+        with pytest.raises(UserError, match="MASTER_ADDR"):
+            first_node(text)
+    assert [task_counts(text) for text in ("4(x2),3", "8", "?")] == [[4, 4, 3], [8], []]
+    with pytest.raises(UserError, match="SLURM_PROCID is 'x'"):
+        rank_env({**SRUN, "SLURM_PROCID": "x"})

@@ -16,7 +16,7 @@ from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.record.batch import rows_like
 from gridformer.train.console import _speed
-from gridformer.train.flops import StepFlops, Utilization
+from gridformer.train.flops import StepFlops, Utilization, peak_tflops
 from gridformer.train.step import Stepper
 from tests.support.marks import full_unless
 
@@ -164,3 +164,25 @@ def test_what_the_terminal_says() -> None:
     assert _speed(speed, "GPU") == "312 TFLOP/s per GPU (MFU 31.6%)"
     speed["hfu"] = 0.4
     assert _speed(speed, "GPU") == "312 TFLOP/s per GPU (MFU 31.6%, HFU 40.0%)"
+
+
+PEAKS: dict[str, float | None] = {  # bfloat16, or float16 on GPUs without it
+    "NVIDIA GB200": 2500.0, "NVIDIA B200": 2250.0, "NVIDIA GH200 480GB": 989.5,
+    "NVIDIA H200": 989.5, "NVIDIA H200 NVL": 835.5, "NVIDIA H100 80GB HBM3": 989.5,
+    "NVIDIA H100 PCIe": 756.5, "NVIDIA H100 NVL": 835.5, "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0, "NVIDIA A10": 125.0, "Tesla V100-SXM2-32GB": 125.0,
+    "Tesla V100-PCIE-16GB": 112.0, "Tesla V100S-PCIE-32GB": 130.0, "Tesla T4": 65.0,
+    "Quadro RTX 5000": 89.2,
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None, "NVIDIA A10G": None, "NVIDIA RTX 5000 Ada": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_each_device_has_its_own_peak(name: str) -> None:
+    peak, old = PEAKS[name], any(part in name for part in ("V100", "T4", "Quadro"))
+    assert peak_tflops(name, "float16") == peak
+    assert peak_tflops(name, "bfloat16") == (None if old else peak)
+    plain, tf32 = (peak_tflops(name, "float32", allowed) or 0.0 for allowed in (False, True))
+    if peak is not None:
+        assert 0.0 < plain < peak / 4
+        assert tf32 == plain if old else plain < tf32 < peak * 0.51

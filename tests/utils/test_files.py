@@ -1,10 +1,14 @@
-"""Files that a user names: what cannot be written is refused before the work; full disks."""
+"""Files that a user names, full disks, and folders that are written completely or not at all."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,8 +18,20 @@ from typer.testing import CliRunner
 from gridformer.cli.app import app
 from gridformer.config import configs_dir
 from gridformer.utils.errors import UserError
-from gridformer.utils.files import FullDiskError, check_output, is_full, writing
+from gridformer.utils.files import (
+    FullDiskError,
+    begin_folder,
+    check_output,
+    finish_folder,
+    hidden_folder,
+    is_full,
+    remove_folder,
+    remove_leftovers,
+    remove_private_leftovers,
+    writing,
+)
 from tests.support.commands import gridformer_here
+from tests.support.launch.programs import ROOT
 
 
 def test_a_file_in_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
@@ -46,16 +62,14 @@ def test_what_could_not_be_written(
     assert Path("file").read_text() == "kept"
 
 
-@pytest.mark.parametrize("inputs", [["no-such-name", "in.yaml"], ["", "linked.yaml"]])
-def test_what_is_read_is_not_written(
-    inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("in.yaml").write_text("kept")
     Path("linked.yaml").symlink_to("in.yaml")
-    check_output("--emit", Path("out.yaml"), inputs)
-    with pytest.raises(UserError, match=r"--emit in\.yaml: is an input of this command"):
-        check_output("--emit", Path("./in.yaml"), inputs)
+    for inputs in (["no-such-name", "in.yaml"], ["", "linked.yaml"]):
+        check_output("--emit", Path("out.yaml"), inputs)
+        with pytest.raises(UserError, match=r"--emit in\.yaml: is an input of this command"):
+            check_output("--emit", Path("./in.yaml"), inputs)
 
 
 @pytest.mark.parametrize(
@@ -105,20 +119,16 @@ def test_commands_look_at_it_first(words: str, monkeypatch: pytest.MonkeyPatch) 
     assert "/dev/full: is a device" in str(done.exception)
 
 
-@pytest.mark.parametrize(
-    ("number", "words"), [(errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "quota")]
-)
-def test_a_full_disk_names_file_need_and_free_space(
-    tmp_path: Path, number: int, words: str
-) -> None:
+def test_a_full_disk_names_file_need_and_free_space(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with pytest.raises(FullDiskError) as raised, writing(path, 5 << 20):
-        raise OSError(number, os.strerror(number))  # as `write` raises it, without a name
-    text = str(raised.value)
-    assert words in text
-    assert f"{path} could not be written (5 MiB were to be written, " in text
-    assert text.endswith(" are free there)")
-    assert is_full(raised.value)
+    for number, words in ((errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "quota")):
+        with pytest.raises(FullDiskError) as raised, writing(path, 5 << 20):
+            raise OSError(number, os.strerror(number))  # as `write` raises it, without a name
+        text = str(raised.value)
+        assert words in text
+        assert f"{path} could not be written (5 MiB were to be written, " in text
+        assert text.endswith(" are free there)")
+        assert is_full(raised.value)
 
 
 def test_a_device_that_is_always_full(tmp_path: Path) -> None:
@@ -133,3 +143,103 @@ def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(PermissionError), writing(tmp_path):
         raise PermissionError(errno.EACCES, "no")
     assert not is_full(PermissionError(errno.EACCES, "no"))
+
+
+def write(target: Path, text: str) -> Path:
+    hidden = hidden_folder(target)
+    begin_folder(hidden)
+    (hidden / "file").write_text(text)
+    return hidden
+
+
+def test_a_folder_gets_its_name_once_complete(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "folder"
+    hidden = write(target, "one")
+    assert not target.exists()
+    finish_folder(hidden, target)
+    assert (target / "file").read_text() == "one"
+    (hidden_folder(target) / "leftover").mkdir(parents=True)
+    finish_folder(write(target, "two"), target)
+    assert (target / "file").read_text() == "two"
+    assert [path.name for path in target.iterdir()] == ["file"]
+    assert [path.name for path in target.parent.iterdir()] == ["folder"]
+
+
+def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, rename = tmp_path / "folder", Path.rename
+    finish_folder(write(target, "old"), target)
+    hidden = write(target, "new")
+
+    def fails_for_new(path: Path, to: Path) -> Path:
+        if path == hidden:
+            raise OSError("no")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", fails_for_new)
+    with pytest.raises(OSError, match="no"):
+        finish_folder(hidden, target)
+    assert (target / "file").read_text() == "old"
+
+
+def test_removed_folders_leave_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "folder"
+    finish_folder(write(target, "old"), target)
+    (tmp_path / ".deleting-other").mkdir()
+    remove_folder(target)
+    remove_leftovers(tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+# `warm_up` would let the server load torch, which takes seconds.
+STARTS = """
+import multiprocessing.forkserver
+from gridformer.launch import processes
+processes.PRELOAD.clear()
+processes.warm_up()
+print(flush=True)
+input()
+"""
+
+
+def started(folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTS],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(folder)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "\n"
+    return process
+
+
+def test_a_killed_process_leaves_a_folder_that_the_next_run_removes() -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as short:
+        folder = Path(short)
+        ended, killed = started(folder), started(folder)
+        names = [path.name for path in folder.iterdir()]
+        assert len(names) == 2, names
+        remove_private_leftovers(folder)
+        assert len([*folder.iterdir()]) == 2, "their processes run"
+        ended.communicate("\n")
+        assert len([*folder.iterdir()]) == 1
+        killed.send_signal(signal.SIGKILL)
+        killed.communicate()
+        assert len([*folder.iterdir()]) == 1
+        remove_private_leftovers(folder)
+        assert not [*folder.iterdir()]
+
+
+def test_sockets_are_in_tmp_where_the_path_of_a_folder_is_too_long() -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as short:
+        long = Path(short) / ("x" * 90)
+        long.mkdir()
+        process = started(long)
+        assert not [*long.iterdir()]
+        (folder,) = Path("/tmp").glob(f"gridformer-{process.pid}.*")
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        remove_private_leftovers()
+        assert not folder.exists()

@@ -1,13 +1,17 @@
-"""The end of a process with its parent, the allocator's settings, and how threads wait."""
+"""The end of a process with its parent, the allocator's settings, threads, copies, stop signals."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Sequence
 
 import pytest
 
+from gridformer.utils import process
 from gridformer.utils.process import ALLOC_CONF, use_expandable_segments
 from tests.support.launch.programs import Start, finish
 
@@ -100,3 +104,122 @@ def test_threads_of_workers_sleep_too(start: Start) -> None:
     assert code == 0, err
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in err
     assert "OMP_WAIT_POLICY = 'ACTIVE'" not in err
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets this process be copied, whatever its threads and cores."""
+    monkeypatch.setattr(process, "can_copy", lambda: True)
+    monkeypatch.setattr(process, "n_cores", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_copy_computes_every_second_piece_and_order_remains() -> None:
+    def squares(some: Sequence[int]) -> list[tuple[int, int]]:
+        return [(one * one, os.getpid()) for one in some]
+
+    found = process.on_all_cores(squares, [1, 2, 3, 4, 5])
+    assert [square for square, _ in found] == [1, 4, 9, 16, 25]
+    assert [pid == os.getpid() for _, pid in found] == [True, False, True, False, True]
+    assert process.on_all_cores(squares, []) == []
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize("ends", [1, 9])  # SIGKILL
+def test_what_fails_in_a_copy_is_computed_here(ends: int) -> None:
+    def only_here(some: Sequence[int]) -> list[int]:
+        if process.is_copy() and ends == 9:
+            os.kill(os.getpid(), ends)
+        if process.is_copy():
+            raise RuntimeError("a copy")
+        return [2 * one for one in some]
+
+    assert process.on_all_cores(only_here, [1, 2, 3]) == [2, 4, 6]
+
+
+def test_nothing_is_copied_beside_other_threads() -> None:
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        assert not process.can_copy()
+        assert process.on_all_cores(lambda some: [os.getpid()] * len(some), [1, 2]) == [
+            os.getpid(),
+            os.getpid(),
+        ]
+    finally:
+        done.set()
+        other.join()
+
+
+def compute() -> int:
+    while True:
+        pass
+
+
+def wait() -> int:
+    time.sleep(0.5)
+    return 1
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_what_computes_too_long_is_stopped_and_what_waits_is_not() -> None:
+    """Processor time counts, so what takes long because the machine is busy is not stopped."""
+    assert process.as_far_as([lambda: 1, compute, wait], 0.2)[:2] == [1, None]
+    assert process.as_far_as([wait], 0.2) == [1]
+    assert process.as_far_as([lambda: 1], 0.0) == [None]
+    assert process.as_far_as([lambda: 1, lambda: 2, lambda: 3], float("inf")) == [1, 2, 3]
+
+
+def failing() -> int:
+    raise ValueError(f"in a copy: {process.is_copy()}")
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_what_fails_in_a_copy_that_does_several_pieces_is_done_here() -> None:
+    with pytest.raises(ValueError, match="in a copy: False"):
+        process.as_far_as([lambda: 1, failing, lambda: 2], float("inf"))
+
+
+def test_processor_time_counts_copies_that_have_ended() -> None:
+    before, own = process.processor_s(), time.process_time()
+    assert process.as_far_as([compute], 0.3) == [None]
+    assert process.processor_s() - before > 0.2 > time.process_time() - own
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_large_results() -> None:
+    """They are larger than a pipe, which a copy could not fill before this process reads it."""
+    assert process.as_far_as([lambda: b"x" * 10_000_000], 60) == [b"x" * 10_000_000]
+
+
+STUCK = """
+import os, signal, threading, time
+from gridformer.utils import signals
+
+signals.install(signals.StopPolicy(grace_s=1.0))
+
+def signal_again_and_again():
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(400):
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(3)
+
+threading.Thread(target=signal_again_and_again, daemon=True).start()
+time.sleep(600)
+"""
+
+
+def test_more_signals_give_no_more_time() -> None:
+    """The grace period counts from the first signal, whose number also sets the exit code.
+
+    A process that still runs after 400 signals, for 20 seconds or more, exits with code 3.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 143, done.stderr
+    assert done.stderr == "gridformer: SIGTERM, but the step did not end within 1 s: " + (
+        "no new checkpoint\n"
+    )

@@ -29,9 +29,6 @@ def correlation(x: Tensor, y: Tensor) -> float:
     return float(r.abs()) * math.sqrt(x.numel())
 
 
-# --------------------------------------------------------------------------- the distribution
-
-
 def test_normal_tails() -> None:
     """Numbers beyond 1, 2 and 3 deviations are as frequent as expected; none exceeds 4.2."""
     x = grid().flatten()
@@ -63,9 +60,6 @@ def test_every_bit_is_fair() -> None:
     for bit in range(32):
         ones = float((words >> bit & 1).double().mean())
         assert abs(ones - 0.5) < 2.5 / N, bit
-
-
-# --------------------------------------------------------------------------- independence
 
 
 @pytest.mark.parametrize("shift", [1, 2, 3, 16, 256])
@@ -101,8 +95,6 @@ def test_words_of_a_key_do_not_run_together() -> None:
     assert len({rng.key(*w) for w in words}) == len(words)
     assert rng.key(1, "a") == rng.key("1", "a")
 
-
-# --------------------------------------------------------------------------- blocks of a tensor
 
 index = st.integers(0, 2**62 - 2048) | st.integers(0, 5000) | st.integers(2**32 - 60, 2**32 + 60)
 start_and_length = st.tuples(st.integers(0, 40), st.integers(1, 40))
@@ -151,9 +143,6 @@ def test_shape_of_rows_is_kept() -> None:
     assert torch.equal(words[2, 4], rng.bits(KEY, rows[2, 4], torch.arange(7)))
 
 
-# --------------------------------------------------------------------------- dropout
-
-
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
 def test_share_that_is_kept(p: float) -> None:
     mask = rng.keep(KEY, torch.arange(N), torch.arange(N), p)
@@ -194,8 +183,6 @@ def test_dropout_keeps_the_mean() -> None:
     dropout.eval()
     assert torch.equal(dropout(y), y)
 
-
-# --------------------------------------------------------------------------- pinned
 
 ROWS = torch.tensor([0, 1, 50256, 2**32 - 1, 2**32, 2**40 + 3])
 COLS = torch.tensor([0, 1, 767, 2**33])

@@ -12,7 +12,7 @@ import numpy as np
 from gridformer.report.reading import RunReading, marks_of
 from gridformer.report.steptrace import Slice, StepTimeline
 from gridformer.train.metrics import spelled
-from gridformer.utils.page import ABOVE, figure, styled
+from gridformer.utils.page import ABOVE, figure
 from gridformer.utils.units import three_digits
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def curves(runs: Sequence[RunReading]) -> go.Figure:
         vertical_spacing=0.35 / n_rows,
         horizontal_spacing=0.09,
     )
-    styled(made, 380 + 235 * (n_rows - 1), hovermode="closest")
+    figure(380 + 235 * (n_rows - 1), made, hovermode="closest")
     traces: list[_Curve] = []
     for number, chart in enumerate(charts):
         at = {"row": 1 + (number + 1) // 2, "col": 1 + (number + 1) % 2 if number else 1}

@@ -6,8 +6,8 @@ targets        [b, s] int64    the token to predict at each position; IGNORE doe
 valid          [b, s] bool     bert, gpt2: False for padding; absent without padding
 segments       [b, s] int64    bert: 0 for sentence A, 1 for sentence B
 documents      [b, s] int64    the number of each position's document, ascending in a row; attention
-                               stays within it. Padding has a number of its own. Absent if attention
-                               crosses documents. t5, transformer: the number of its pair, where
+                               stays within it; absent if attention crosses documents. Padding has
+                               a number of its own. t5, transformer: the number of its pair, where
                                padding belongs to the last one, because it must see some source
 positions      [b, s] int64    each position's number in its document; absent if it is that in the
                                row
@@ -45,15 +45,10 @@ Batch = dict[str, "Tensor"]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows of the global batch of a step.
-
-    Attributes:
-        rows: Which rows of the global batch.
-        batch: The data of these rows, on the device of the model.
-    """
+    """Some rows of the global batch of a step."""
 
     rows: slice
-    batch: Batch
+    batch: Batch  # their data, on the device of the model
 
 
 def counts(wanted: Tensor) -> Tensor:

@@ -42,9 +42,9 @@ def document(title: str, body: str, figures: Mapping[str, go.Figure], style: str
 
     Args:
         title: The title, as text.
-        body: The content of the body, as HTML in which all text is escaped.
+        body: HTML in which all text is escaped.
         figures: The figures by the name that `figure_place` was given.
-        style: More CSS, after that of all pages.
+        style: More CSS.
     """
     head = "<meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
     if figures:
@@ -55,7 +55,8 @@ def document(title: str, body: str, figures: Mapping[str, go.Figure], style: str
         body += f'\n<script type="application/json" id="figures">{data}</script>'
         scripts = [get_plotlyjs(), _DRAW]
         # A script that a name from a run could bring in would have another checksum.
-        sums = " ".join(f"'sha256-{_checksum(script)}'" for script in scripts)
+        hashes = [base64.b64encode(hashlib.sha256(one.encode()).digest()) for one in scripts]
+        sums = " ".join(f"'sha256-{one.decode()}'" for one in hashes)
         loads = "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:"
         rules = f"{loads}; script-src {sums}"
         head += f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
@@ -69,8 +70,8 @@ def figure_place(name: str) -> str:
     return f'<div class="figure" id="{name}"></div>'
 
 
-def figure(height: int, **layout: Any) -> go.Figure:
-    """Returns an empty figure that can be read on light and dark pages.
+def figure(height: int, made: go.Figure | None = None, **layout: Any) -> go.Figure:
+    """Returns a figure, or an empty one, that can be read on light and dark pages.
 
     Args:
         height: Its height in pixels.
@@ -78,11 +79,7 @@ def figure(height: int, **layout: Any) -> go.Figure:
     """
     import plotly.graph_objects as go
 
-    return styled(go.Figure(), height, **layout)
-
-
-def styled(made: go.Figure, height: int, **layout: Any) -> go.Figure:
-    """Gives a figure the style of all figures, and returns it. See `figure`."""
+    made = go.Figure() if made is None else made
     line = {"gridcolor": "rgba(128,128,128,0.25)", "zerolinecolor": "rgba(128,128,128,0.5)"}
     made.update_layout(
         template="none",
@@ -109,8 +106,7 @@ def stacked_bars(
     Args:
         rows: For each bar its name and its parts, both as text that is not escaped.
         colors: The color of each part, in the order of the legend.
-        axis: The name of the axis of values.
-        unit: Writes a value with its unit.
+        axis: The name of the axis of values, which `unit` writes.
     """
     made = figure(130 + 34 * len(rows), barmode="stack", legend=ABOVE)
     names = [html.escape(f"{number}. {name}") for number, (name, _) in enumerate(rows, start=1)]
@@ -129,7 +125,3 @@ def stacked_bars(
     made.update_yaxes(autorange="reversed", automargin=True, ticksuffix="  ")
     made.update_xaxes(title=axis)
     return made
-
-
-def _checksum(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

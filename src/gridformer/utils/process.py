@@ -56,9 +56,7 @@ def free_memory() -> int | None:
 def use_expandable_segments() -> None:
     """Makes the CUDA allocator grow its segments, unless the user has set it up differently.
 
-    Otherwise memory between tensors of other sizes stays unused: full and partial operands of a
-    grid, chunks of logits and buckets of gradients all differ. Torch reads the variable when it
-    initializes CUDA, in this process and in those it starts. Only Linux has the setting.
+    Otherwise memory between tensors of other sizes stays unused. Only Linux has the setting.
     """
     if sys.platform == "linux" and not any(name in os.environ for name in _ALLOC_CONFS):
         os.environ[ALLOC_CONF] = "expandable_segments:True"

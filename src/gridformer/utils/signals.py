@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 GRACE_S = 3.5  # of commands that do not train
 REQUEUE = 75  # the exit code of a run that was stopped from outside and saved: start it again
 MAX_HOURS = "train.max_hours"  # what stopped a run whose time was over
-# Always caught. They mean that the user stopped the run, unless a policy says otherwise.
+# They mean that the user stopped the run, unless a policy says otherwise.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # One Ctrl-C reaches a worker of torchrun twice: from the terminal, and from torchrun.
 TWICE_BY_TORCHRUN_S = 2.0
@@ -54,14 +54,10 @@ class StopPolicy:
 def install(policy: StopPolicy | None = None) -> StopRequest:
     """Starts to listen for stop signals in this process; later calls return the same listener.
 
-    Raises:
-        RuntimeError: The first call is not from the main thread.
+    The first call must be in the main thread, or Python raises ValueError.
     """
     global _installed
-    if _installed is None:
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("signals.install() must first be called in the main thread")
-        _installed = StopRequest(policy or StopPolicy())
+    _installed = _installed or StopRequest(policy or StopPolicy())
     return _installed
 
 
@@ -113,11 +109,7 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of this process: 0 without a request, or if the run was done all the same.
-
-        It is `REQUEUE` if the run saved its work and wants to be started again, and otherwise what
-        shells expect after a signal: 130, 143 or 129.
-        """
+        """0 if nobody asked or the run was done, `REQUEUE` after a save, else 128 + the signal."""
         if not self.cause or self._outcome == "done":
             return 0
         if self._outcome == "saved" and self.cause in (MAX_HOURS, *self.policy.requeue):
@@ -132,11 +124,7 @@ class StopRequest:
         return self._since + self.grace_s - time.monotonic()
 
     def ask(self, cause: str) -> None:
-        """Asks this process to stop without a signal to it, and without a limit to its time.
-
-        Args:
-            cause: `MAX_HOURS`, or the name of the signal that a peer has received.
-        """
+        """Asks this process to stop, for `MAX_HOURS` or a peer's signal, in its own time."""
         if not self.cause:
             self.cause = cause
             for told in self._told:
