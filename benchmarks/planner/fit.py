@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.planner.fitting import DETERMINED, Fit, fit
+from benchmarks.planner.fitting import DETERMINED, Fit, fit, with_fitted
 from benchmarks.planner.pricing import RecordedRow, cluster_of, error, predicted, record
 from benchmarks.planner.rows import FITS, calibration_rows
 
@@ -43,7 +43,7 @@ def fit_rows(name: str, rows: Sequence[RecordedRow]) -> Fit:
         for index in chosen:
             key = (tuple(values.values()), index)
             if key not in known:
-                cluster = cluster_of(rows[index].row).with_fitted(values)
+                cluster = with_fitted(cluster_of(rows[index].row), values)
                 known[key] = error(rows[index].row, predicted(rows[index], cluster))
             found.append(np.log1p(known[key]))
         return np.array(found)

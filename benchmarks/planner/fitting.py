@@ -8,10 +8,12 @@ take any value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from gridformer.cluster.file import NO_DATA, Cluster, Fitted
 
 # What a machine's numbers are expected to be: the middle, and the spread of its logarithm.
 EXPECTED = {
@@ -135,3 +137,13 @@ def _bounded_step(
         if not over.any():
             return np.clip(step, -0.7, 0.7)
         fixed |= over
+
+
+def with_fitted(cluster: Cluster, values: Mapping[str, float]) -> Cluster:
+    """Returns a cluster with other values of fitted numbers."""
+    new = Fitted(value=0, source="caller", data=NO_DATA, identified=False)
+    fitted = {
+        name: cluster.fitted.get(name, new).model_copy(update={"value": value})
+        for name, value in values.items()
+    }
+    return cluster.model_copy(update={"fitted": {**cluster.fitted, **fitted}})

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from benchmarks.planner.fitting import with_fitted
 from benchmarks.planner.pricing import RecordedRow, price, record
 from benchmarks.planner.rows import DATA, H100, Row
 from gridformer.cluster.file import Cluster, load_cluster
@@ -60,9 +61,9 @@ def lines() -> list[str]:
             dgx.model_copy(update={"device": theirs.device})
         ),
         f"**{MACHINE.stem}**: products at 0.6 of the peak, memory at 0.92 of 2.4 TB/s": theirs,
-        f"the same, memory at {there:g} of it": theirs.with_fitted({"memory_efficiency": there}),
+        f"the same, memory at {there:g} of it": with_fitted(theirs, {"memory_efficiency": there}),
         f"the same as **{MACHINE.stem}**, products at {LATER:g} of the peak": (
-            theirs.with_fitted({"product_efficiency": LATER})
+            with_fitted(theirs, {"product_efficiency": LATER})
         ),
     }
     rates = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks.planner.fitting import with_fitted
 
 from gridformer.cluster.costs import LINK_EFFICIENCY, KernelWork, kernel_s
 from gridformer.cluster.file import Cluster, load_cluster
@@ -14,7 +15,7 @@ from tests.support.round_cluster import round_cluster
 @pytest.fixture(scope="module")
 def selene() -> Cluster:
     numbers = ("product_efficiency", "memory_efficiency", "inner_efficiency", "outer_efficiency")
-    return load_cluster("selene-a100").with_fitted(dict.fromkeys(numbers, 1.0))
+    return with_fitted(load_cluster("selene-a100"), dict.fromkeys(numbers, 1.0))
 
 
 def product(m: int, n: int, k: int, dtype: str = "float16") -> KernelWork:
@@ -38,7 +39,7 @@ def test_products_never_exceed_peak_or_bandwidth_and_small_ones_are_inefficient(
 def test_memory_bound_kernels_take_their_bytes_over_the_fitted_bandwidth(selene: Cluster) -> None:
     work = KernelWork("memory", 0, 2039e6)
     assert kernel_s(selene, work) == pytest.approx(1e-3)
-    slow = selene.with_fitted({"memory_efficiency": 0.5})
+    slow = with_fitted(selene, {"memory_efficiency": 0.5})
     assert kernel_s(slow, work) == pytest.approx(2e-3)
 
 
@@ -101,7 +102,7 @@ def test_between_nodes_a_group_uses_the_links_of_its_members_and_shares_them(
     assert whole == pytest.approx(15 / 16 * big / (8 * 25e9), rel=0.01)
     one = message_s(selene, MessageWork("all_gather", big, (0, 8)))
     assert one == pytest.approx(1 / 2 * big / 25e9, rel=0.01)
-    frontera = load_cluster("frontera-rtx5000").with_fitted({"outer_efficiency": 1.0})
+    frontera = with_fitted(load_cluster("frontera-rtx5000"), {"outer_efficiency": 1.0})
     columns = [(i, i + 4) for i in range(4)]  # four groups, one network card a node
     sharers = like_messages(frontera, columns[0], columns)
     assert sharers == 4

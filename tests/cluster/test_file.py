@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from benchmarks.planner.fitting import with_fitted
 
 from gridformer.cluster.file import cluster_names, load_cluster, parse_cluster
 from gridformer.config import configs_dir, parse_run
@@ -82,7 +83,7 @@ def test_fitted_numbers_are_few_and_known() -> None:
     number = {"value": 0.5, "source": "a test", "data": "none", "identified": False}
     with pytest.raises(ConfigError, match="did you mean 'product_efficiency'"):
         parse_cluster({**raw, "fitted": {"products_efficiency": number}}, "mine")
-    cluster = load_cluster("dgx-h100").with_fitted({"product_efficiency": 0.5})
+    cluster = with_fitted(load_cluster("dgx-h100"), {"product_efficiency": 0.5})
     assert cluster.number("product_efficiency") == 0.5
     assert cluster.number("slowdown_per_node") == 0
 

@@ -1,5 +1,7 @@
 """A machine of round numbers, on which the time of a message can be worked out by hand."""
 
+from benchmarks.planner.fitting import with_fitted
+
 from gridformer.cluster.file import FITTED, Cluster, Figure, Level, load_cluster
 
 
@@ -19,4 +21,4 @@ def round_cluster() -> Cluster:
     outer = outer.model_copy(update={"bandwidth_gbps": figure(10), "latency_us": figure(5)})
     host = base.host.model_copy(update={"message_us": figure(10)})
     ideal = {name: float(name.endswith("efficiency")) for name in FITTED}
-    return base.model_copy(update={"levels": (node, outer), "host": host}).with_fitted(ideal)
+    return with_fitted(base.model_copy(update={"levels": (node, outer), "host": host}), ideal)

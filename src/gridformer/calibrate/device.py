@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -158,11 +158,9 @@ def measure_gpu(cases: Cases, limit_s: float, tell: Tell) -> Measurements:
 
 
 def typical_host(hosts: Sequence[Sequence[float]]) -> list[float]:
-    """Returns the measurement whose time per kernel is the median; none if there are none.
+    """Returns the seconds per kernel and per step of which the former are the median.
 
-    Args:
-        hosts: Seconds per kernel and seconds per step, measured at several moments; empty where a
-            measurement failed.
+    They were measured at several moments, and are empty where a measurement failed.
     """
     measured = sorted([*host] for host in hosts if host)
     return measured[len(measured) // 2] if measured else []
@@ -171,15 +169,9 @@ def typical_host(hosts: Sequence[Sequence[float]]) -> list[float]:
 def measure_cpu(
     cases: Cases, n_processes: int, few: bool, n_cores: int, meet: Meet, tell: Tell
 ) -> Measurements:
-    """Measures a CPU from one of the processes that share it.
+    """Measures a CPU from one of n processes that share its cores, which `meet` is a barrier of.
 
-    Args:
-        cases: What to measure.
-        n_processes: How many processes measure at the same time.
-        few: Whether to leave out most operations.
-        n_cores: Cores of the machine.
-        meet: A barrier of all processes.
-        tell: Receives progress messages.
+    With `few` most operations are left out.
     """
     result, device = Measurements(), torch.device("cpu")
     waits = max(1.0, n_processes / n_cores)  # how much longer a call takes
@@ -205,11 +197,7 @@ def n_copies(n_bytes: float, n_processes: int) -> int:
     """Returns how many copies of its tensors an operation uses in turn.
 
     A training step comes back to a weight after all others, and to an activation in its backward
-    pass. So the tensors of all processes together are made larger than caches.
-
-    Args:
-        n_bytes: About the memory of one copy.
-        n_processes: How many processes measure at the same time.
+    pass. So the tensors of all processes together, n_bytes a copy, are made larger than caches.
     """
     return max(1, min(_MOST_COPIES, math.ceil(_BEYOND_CACHES / n_processes / max(n_bytes, 1))))
 
@@ -302,31 +290,13 @@ def cpu_seconds(runs: Sequence[Run], window_s: float, meet: Meet) -> float:
 # --------------------------------------------------------------------------- the host
 
 
-class HostTime(NamedTuple):
-    """Seconds.
-
-    Attributes:
-        launch_s: Time per operator that computes something, its Python code included. On a CPU,
-            where the host itself computes, the time of the computation is left out.
-        step_s: Time of a step that depends on no layer.
-    """
-
-    launch_s: float
-    step_s: float
-
-
 @without_dynamo()
-def measure_host(device: torch.device, dtype: str, steps: int, meet: Meet) -> HostTime:
-    """Measures training steps of two tiny GPT-2 that differ in their number of layers.
+def measure_host(device: torch.device, dtype: str, steps: int, meet: Meet) -> list[float]:
+    """Returns seconds per operator that computes something, its Python included, and per step.
 
-    Their difference gives the time per operator; the rest is the time of a step that depends on no
-    layer.
-
-    Args:
-        device: The device.
-        dtype: The data type of the computation.
-        steps: Timed steps of each model in a row.
-        meet: A barrier of all processes, which measure at the same time.
+    They are measured on training steps of two tiny GPT-2 that differ in their number of layers. The
+    difference gives the time per operator; the rest is the time of a step that depends on no layer.
+    On a CPU, where the host itself computes, the time of the computation is left out.
     """
     steppers = [_stepper(n_layers, device, dtype) for n_layers in _LAYERS]
     launches = []
@@ -352,7 +322,7 @@ def measure_host(device: torch.device, dtype: str, steps: int, meet: Meet) -> Ho
     if device.type == "cpu":
         x = torch.ones(64)
         launch_s -= cpu_seconds([lambda: x + x], 0.03, meet)
-    return HostTime(max(launch_s, 1e-7), max(step_s, 1e-6))
+    return [max(launch_s, 1e-7), max(step_s, 1e-6)]
 
 
 def _host_seconds(
@@ -360,7 +330,7 @@ def _host_seconds(
 ) -> list[float]:
     """Returns seconds per kernel and per step, or nothing after noting why."""
     try:
-        return [*measure_host(device, dtype, steps, meet)]
+        return measure_host(device, dtype, steps, meet)
     except Exception as error:
         result.failures.append(f"time of the host: {type(error).__name__}: {error}")
         return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,15 +34,7 @@ def group_sizes(n: int) -> list[int]:
 
 
 def axes_of(n: int, rank: int) -> dict[int, Axis]:
-    """Creates groups of neighboring ranks of each size; all processes call this together.
-
-    Args:
-        n: The number of processes.
-        rank: The rank of this one.
-
-    Returns:
-        For each size of a group, the axis of this process's group.
-    """
+    """Returns the axes of groups of neighboring ranks by size; all processes call this together."""
     axes = {}
     for members in group_sizes(n):
         lines = [list(range(i, i + members)) for i in range(0, n, members)]
@@ -54,11 +47,7 @@ def sends_of(axis: Axis, device: torch.device) -> dict[str, Send]:
     """Returns functions for each kind of message, by the names of `cluster.messages`.
 
     Their argument is the number of bytes that one rank passes in, or for all_gather and
-    reduce_scatter the bytes of the gathered buffer.
-
-    Returns:
-        For each name of a message, a function of its bytes. It returns another function that sends
-        one such message.
+    reduce_scatter the bytes of the gathered buffer. They return a function that sends one message.
     """
 
     def new(n_bytes: float) -> Tensor:
@@ -68,52 +57,27 @@ def sends_of(axis: Axis, device: torch.device) -> dict[str, Send]:
         x = new(n_bytes)
         return lambda: comm.all_reduce(x.fill_(1.0), axis)
 
-    def all_gather(n_bytes: int) -> Callable[[], object]:
-        x = new(n_bytes / axis.size)
-        return lambda: comm.all_gather(x, axis, 0)
-
     def reduce_scatter(n_bytes: int) -> Callable[[], object]:
-        x = new(n_bytes / axis.size).repeat(axis.size)
-        return lambda: comm.reduce_scatter(x, axis, 0)
-
-    def broadcast(n_bytes: int) -> Callable[[], object]:
-        x = new(n_bytes)
-        return lambda: comm.broadcast(x, axis, 0)
-
-    def reduce(n_bytes: int) -> Callable[[], object]:
-        x = new(n_bytes)
-        return lambda: comm.reduce(x, axis, 0)
+        return partial(comm.reduce_scatter, new(n_bytes / axis.size).repeat(axis.size), axis, 0)
 
     def all_to_all(n_bytes: int) -> Callable[[], object]:
         # A rank's own piece is not sent.
         pieces = [new(n_bytes / (axis.size - 1)) for _ in range(axis.size)]
-        shapes = [piece.shape for piece in pieces]
-        return lambda: comm.all_to_all(pieces, shapes, axis)
+        return partial(comm.all_to_all, pieces, [piece.shape for piece in pieces], axis)
 
-    sends: dict[str, Send] = {
+    def send(n_bytes: int) -> Callable[[], object]:
+        posted: list[dict[int, Tensor]] = [{1 - axis.index: new(n_bytes)}, {}]
+        return partial(comm.exchange, posted[axis.index], posted[1 - axis.index], axis)
+
+    return {
         "all_reduce": all_reduce,
-        "all_gather": all_gather,
+        "all_gather": lambda n: partial(comm.all_gather, new(n / axis.size), axis, 0),
         "reduce_scatter": reduce_scatter,
-        "broadcast": broadcast,
-        "reduce": reduce,
+        "broadcast": lambda n: partial(comm.broadcast, new(n), axis, 0),
+        "reduce": lambda n: partial(comm.reduce, new(n), axis, 0),
         "all_to_all": all_to_all,
+        **({"send": send} if axis.size == 2 else {}),
     }
-    if axis.size == 2:
-
-        def send(n_bytes: int) -> Callable[[], object]:
-            x = new(n_bytes)
-            other = 1 - axis.index
-
-            def run() -> None:
-                if axis.index == 0:
-                    comm.exchange({other: x}, {}, axis)
-                else:
-                    comm.exchange({}, {other: x}, axis)
-
-            return run
-
-        sends["send"] = send
-    return sends
 
 
 def message_seconds(run: Callable[[], object], window_s: float, world: Axis, gpu: bool) -> float:
@@ -129,11 +93,8 @@ def message_seconds(run: Callable[[], object], window_s: float, world: Axis, gpu
       and a link that was idle lets some bytes pass at once. If they take much longer than a message
       by itself, one of them may have been stuck, so two more rows are sent, and the median counts.
 
-    Args:
-        run: Sends one message.
-        window_s: About how many seconds of messages are measured.
-        world: All ranks of the measurement, of one machine unless `gpu` is set.
-        gpu: Whether the messages are those of GPUs; then the mean of many in a row is returned.
+    For GPUs it is the mean of many in a row. `world` has all ranks of the measurement, and
+    `window_s` says about how long messages are measured.
     """
     run()  # connects
     if gpu:

@@ -39,11 +39,9 @@ class KernelWork(NamedTuple):
     """The work of one kernel.
 
     Attributes:
-        kind: `product`, `attention` (fused), `copy` (between host and GPU) or `memory` (everything
-            else).
-        flop: Floating-point operations.
+        kind: `product`, `attention` (fused), `copy` (between host and GPU) or `memory` (others).
         bytes: Bytes read and written, or copied.
-        dtype: Data type of a product's operands: float16, bfloat16, tf32, float32 or float64.
+        dtype: Type of a product's operands, such as `float16` or `tf32`.
         shape: For products (batch, m, n, k); for attention (batch, heads, queries, keys, width,
             hides), where hides is 0 without a mask, 1 if it is causal, and more if a query sees at
             most that many keys, of which its own is the last.
@@ -186,15 +184,12 @@ class MessageTime(NamedTuple):
 
 
 class Costs:
-    """The seconds of kernels and messages on one cluster.
-
-    Attributes:
-        axes: Where the groups of each axis of a mesh lie, by what a caller knows the mesh by.
-    """
+    """The seconds of kernels and messages on one cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.on_cpu = cluster.device.kind == "cpu"
+        # Where the groups of each axis of a mesh lie, by what a caller knows the mesh by.
         self.axes: dict[tuple[object, ...], dict[str, tuple[GroupPlace, ...]]] = {}
         self._kernels: dict[KernelWork, float] = {}
         self._messages: dict[tuple[Op, float, tuple[GroupPlace, ...]], MessageTime] = {}
@@ -226,12 +221,7 @@ class Costs:
 
 
 class MeshGroups:
-    """The groups of ranks of a mesh on a cluster, where rank i is on device i.
-
-    Args:
-        mesh: The rank at each position.
-        cluster: The cluster.
-    """
+    """The groups of ranks of a mesh, the rank at each position; rank i is on device i."""
 
     def __init__(self, mesh: NDArray, cluster: Cluster) -> None:
         self.mesh, self.cluster = mesh, cluster

@@ -56,80 +56,54 @@ Rate = Annotated[Figure, AfterValidator(_above_zero)]
 class Device(_Part):
     """A device: one GPU, or one process on a CPU.
 
-    Attributes:
-        n_processors: Multiprocessors of a GPU, over which the tiles of products are distributed.
-        reserved_gib: The part of the memory that the driver, CUDA's context and NCCL take.
-        peak_tflops: Rates of dense matrix products by data type; `tf32` are float32 tensors
-            multiplied as TF32.
-        fused_attention: Whether attention runs as one kernel that keeps no scores. False describes
-            software from before 2022: two products, and passes over the scores between them.
+    `fused_attention: false` describes software from before 2022, whose attention is two products,
+    and passes over the scores between them. `tf32` are float32 tensors multiplied as TF32.
     """
 
     name: str
     kind: Literal["cuda", "cpu"]
-    n_processors: Rate
+    n_processors: Rate  # multiprocessors of a GPU, over which the tiles of products are distributed
     memory_gib: Figure
-    reserved_gib: Figure
-    peak_tflops: dict[str, Rate] = Field(min_length=1)
+    reserved_gib: Figure  # the part that the driver, CUDA's context and NCCL take
+    peak_tflops: dict[str, Rate] = Field(min_length=1)  # of dense products by data type
     memory_gbps: Rate
-    fused_attention: bool = True
+    fused_attention: bool = True  # one kernel that keeps no scores
 
 
 class Level(_Part):
     """A level of the network. Levels are listed from the inside out: node, rack, ...
 
-    Attributes:
-        size: Devices in one unit of this level, for example in one node.
-        bandwidth_gbps: In one direction of one link that attaches devices to this level.
-        latency_us: Time of one hop of a message.
-        shared_by: The number of neighboring devices that share one such link: 1 where each device
-            has its own. A node with 8 devices and 4 network cards has 2.
-        source: Where `size` and `shared_by` come from.
+    `shared_by` is 1 where each device has a link of its own. A node with 8 devices and 4 network
+    cards has 2.
     """
 
     name: str
-    size: int = Field(ge=1)
-    bandwidth_gbps: Rate
-    latency_us: Figure
-    shared_by: int = Field(default=1, ge=1)
-    source: str = "not stated"
+    size: int = Field(ge=1)  # devices in one unit of this level, for example in one node
+    bandwidth_gbps: Rate  # in one direction of one link that attaches devices to this level
+    latency_us: Figure  # of one hop of a message
+    shared_by: int = Field(default=1, ge=1)  # the neighboring devices that share one such link
+    source: str = "not stated"  # of size and shared_by
 
 
 class Host(_Part):
-    """The processor that launches kernels and messages.
+    """The processor that launches kernels and messages."""
 
-    Attributes:
-        launch_us: Time for one kernel of PyTorch.
-        step_us: Time of a training step that depends on no kernel.
-        message_us: Time of a message before its first byte travels.
-        cores: Cores that the processes of a run on a CPU share.
-        link_gbps: Rate in one direction of the link between the host and one GPU.
-    """
-
-    launch_us: Figure
-    step_us: Figure
-    message_us: Figure
-    cores: Rate | None = None
-    link_gbps: Rate | None = None
+    launch_us: Figure  # for one kernel of PyTorch
+    step_us: Figure  # of a training step, that depends on no kernel
+    message_us: Figure  # before the first byte of a message travels
+    cores: Rate | None = None  # which the processes of a run on a CPU share
+    link_gbps: Rate | None = None  # in one direction between the host and one GPU
 
 
 class Fitted(_Part):
-    """A number that was fitted to measurements of whole training steps.
-
-    Attributes:
-        source: The command that fitted it.
-        data: The measurements that it was fitted to.
-        identified: Whether these measurements determine it.
-        note: A caution for uses of the number that the measurements do not cover.
-        up_to_nodes: The most nodes of one of these measurements, if the number depends on nodes:
-            predictions of runs on more nodes say that it was not measured there.
-    """
+    """A number that was fitted to measurements of whole training steps."""
 
     value: float = Field(ge=0)
-    source: str
-    data: str
-    identified: bool
-    note: str = ""
+    source: str  # the command that fitted it
+    data: str  # the measurements
+    identified: bool  # whether they determine it
+    note: str = ""  # a caution for uses that the measurements do not cover
+    # The most nodes of a measurement, if the number depends on nodes: predictions for more say so.
     up_to_nodes: int | None = Field(default=None, ge=1)
 
 
@@ -192,9 +166,7 @@ class Cluster(_Part):
     @property
     def nodes_per_rack(self) -> int:
         """Nodes in a unit of the second level, if there is a third level; 0 otherwise."""
-        if len(self.levels) < 3 or self.levels[1].size % self.node_size:
-            return 0
-        return self.levels[1].size // self.node_size
+        return self.levels[1].size // self.node_size if len(self.levels) > 2 else 0
 
     @property
     def size(self) -> int:
@@ -207,21 +179,14 @@ class Cluster(_Part):
             return self
         host = self.host
         if measured := self.tables.host_s(n):
-            launch, step = (1e6 * seconds for seconds in measured)
-            host = host.model_copy(
-                update={
-                    "launch_us": host.launch_us.model_copy(update={"value": launch}),
-                    "step_us": host.step_us.model_copy(update={"value": step}),
-                }
-            )
+            figures = zip(("launch_us", "step_us"), (host.launch_us, host.step_us), measured)
+            values = {key: one.model_copy(update={"value": 1e6 * s}) for key, one, s in figures}
+            host = host.model_copy(update=values)
         return self.model_copy(update={"processes": n, "host": host})
 
     @property
     def limit_gib(self) -> float:
-        """Memory that a training process can use on one device, in GiB.
-
-        Processes on a CPU share its memory.
-        """
+        """Memory that a training process can use on one device; those on a CPU share its memory."""
         whole = self.device.memory_gib.value - self.device.reserved_gib.value
         return whole / self.processes if self.device.kind == "cpu" else whole
 
@@ -233,15 +198,6 @@ class Cluster(_Part):
     def number(self, name: str) -> float:
         """Returns a fitted number, or what is assumed for any machine if the file has none."""
         return self.fitted[name].value if name in self.fitted else FITTED[name]
-
-    def with_fitted(self, values: Mapping[str, float]) -> Cluster:
-        """Returns this cluster with other values of fitted numbers."""
-        new = Fitted(value=0, source="caller", data=NO_DATA, identified=False)
-        fitted = {
-            name: self.fitted.get(name, new).model_copy(update={"value": value})
-            for name, value in values.items()
-        }
-        return self.model_copy(update={"fitted": {**self.fitted, **fitted}})
 
 
 def cluster_names() -> list[str]:

@@ -42,17 +42,11 @@ class MessageWork(NamedTuple):
 
 
 class _Spread(NamedTuple):
-    """How the members of a group lie on one level of a machine.
+    """How the members of a group lie on one level of a machine."""
 
-    Attributes:
-        below: How many units of the level below hold them.
-        units: How many units of this level hold them.
-        parts: For the units below that differ, how many members each holds, and on how many links.
-    """
-
-    below: int
-    units: int
-    parts: frozenset[tuple[int, int]]
+    below: int  # units of the level below that hold them
+    units: int  # units of this level that hold them
+    parts: frozenset[tuple[int, int]]  # members and links of the units below that differ
 
 
 def like_messages(

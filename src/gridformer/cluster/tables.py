@@ -88,15 +88,11 @@ class HostRow(NamedTuple):
 
 
 class Tables(BaseModel):
-    """Measurements; a table without rows says nothing.
-
-    Attributes:
-        source: The command, the date, the device and the version of torch.
-    """
+    """Measurements; a table without rows says nothing."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    source: str = ""
+    source: str = ""  # the command, the date, the device and the version of torch
     products: tuple[ProductRow, ...] = ()
     attention: tuple[AttentionRow, ...] = ()
     memory: tuple[MemoryRow, ...] = ()

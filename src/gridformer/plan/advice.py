@@ -1,6 +1,4 @@
-"""Says where the time of a layout goes, what limits it, which single change would help most, and
-what would fit where no layout does.
-"""
+"""Says what limits a layout, which change would help most, and what would fit if none does."""
 
 from __future__ import annotations
 
@@ -114,13 +112,9 @@ def in_words(settings: Settings) -> str:
 
 
 def advise(search: Search, asked: PlannedLayout, traced: Sequence[PlannedLayout] = ()) -> Advice:
-    """Returns the advice for a layout that was traced.
+    """Returns the advice for a layout that was traced, by estimates of its neighbors.
 
-    Args:
-        search: The search that found it, which estimates its neighbors.
-        asked: The layout.
-        traced: All layouts that were traced. A change into one of them is judged by its trace,
-            since estimates are less right.
+    A change into a layout that was `traced`, too, is judged by its trace.
     """
     prediction = asked.traced
     best: Change | None = None
@@ -190,11 +184,9 @@ def limit_of(prediction: Prediction) -> str:
 
 
 def remedies(search: Search, smallest: PlannedLayout | None) -> list[str]:
-    """Returns sentences that say what would fit, by estimate.
+    """Returns sentences that say what would fit, by estimate, where a search has found nothing.
 
-    Args:
-        search: The search that found nothing.
-        smallest: The layout with the least memory; None if no layout is valid at all.
+    `smallest` is the layout with the least memory; None if no layout is valid at all.
     """
     run, n, sentences = search.run, search.n_devices, []
     if smallest is None:

@@ -47,8 +47,6 @@ def predict(
     It registers a device type in this process, which must not belong to a process group.
 
     Args:
-        run: The run.
-        cluster: The cluster.
         layers_only: Whether only transformer layers count, forward and backward.
         training: Whether it is an optimizer step; otherwise the forward passes of a batch.
         memory: Whether the memory is estimated, too: that of an optimizer step.
@@ -130,8 +128,6 @@ def record_run(
     """Records the ranks of a checked run that differ, with their kernels.
 
     Args:
-        run: The run.
-        kind: The type of device.
         decisions: The result of `decide_run(run)`, or others, such as another block of a node.
         training: Whether it is an optimizer step; otherwise the forward passes of a batch.
         all_layers: Whether all layers run, so that events have their names.
@@ -177,11 +173,7 @@ def price(
 ) -> Prediction:
     """Predicts the time of a recorded step on a cluster. Memory is not estimated.
 
-    Args:
-        recorded: The step.
-        cluster: The cluster, with the type of device for which the step was recorded.
-        layers_only: Whether only transformer layers count.
-        timeline: Whether the prediction keeps what each rank does when.
+    The cluster has the type of device for which the step was recorded.
     """
     run, training, n = recorded.run, recorded.training, recorded.run.layout.n_processes
     cluster = cluster.for_processes(n)
@@ -237,13 +229,8 @@ def _prediction(
 ) -> Prediction:
     """Returns the prediction without memory and warnings.
 
-    Args:
-        run: The run.
-        cluster: The cluster.
-        spent: How the ranks spend the step.
-        rest_s: Seconds in which the devices wait for the host besides those in `spent`.
-        stretch: The factor by which this makes each phase longer; 1 adds it to the update.
-        flops: The operations of the step, without and with what is recomputed.
+    In the seconds `rest_s` devices wait for the host, besides those in `spent`. They make phases
+    longer by the factor `stretch`; 1 adds them to the update.
     """
     last = max(one.end for one in spent)
     slowest = max(spent, key=lambda one: one.end - one.bubble)

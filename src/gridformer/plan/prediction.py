@@ -138,13 +138,7 @@ class Prediction:
 
 
 def warnings_of(run: RunConfig, cluster: Cluster, dtypes: Iterable[str]) -> list[str]:
-    """Returns what makes a prediction less certain.
-
-    Args:
-        run: The run.
-        cluster: The cluster.
-        dtypes: The types of its products and of attention.
-    """
+    """Returns what makes a prediction less certain, for a run with products of these types."""
     found = []
     if run.layout.n_processes > cluster.size:
         found.append(
@@ -166,12 +160,8 @@ def doubts(cluster: Cluster, n_devices: int, extrapolated: bool = True) -> list[
     """Returns which fitted numbers the data do not determine for runs on this many devices.
 
     Numbers that do not count for these runs are left out: those of messages on one device or in one
-    node, and those that tables of measurements replace.
-
-    Args:
-        cluster: The cluster.
-        n_devices: The number of devices.
-        extrapolated: Whether those that were fitted to runs on fewer nodes are named, too.
+    node, and those that tables of measurements replace. With `extrapolated` those that were fitted
+    to runs on fewer nodes are named, too.
     """
     nodes, tables = -(-n_devices // cluster.node_size), cluster.tables
     by_formula = {

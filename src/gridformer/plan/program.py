@@ -154,14 +154,9 @@ def _itemsize(dtype: str) -> int:
 
 
 class Programs:
-    """Makes the programs of ranks.
+    """Makes the programs of ranks, of which `traces` are replayed together.
 
-    Args:
-        times: The times of kernels and messages.
-        traces: The traces of all ranks that are replayed, with kernels.
-        launch_s: Seconds of a launch.
-        layers_only: Whether only transformer layers count.
-        whole: Whether passes are replayed kernel by kernel, as they must be on a CPU.
+    With `whole` passes are replayed kernel by kernel, as they must be on a CPU.
     """
 
     def __init__(

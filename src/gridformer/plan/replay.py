@@ -189,20 +189,12 @@ def replay(
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A message of one rank.
-
-    Attributes:
-        send: The message.
-        ready: When the compute stream had come to it.
-        left: For p2p, the parts that are not carried out.
-        free: When its stream was free for it.
-        over: Whether it has ended.
-    """
+    """A message of one rank."""
 
     send: Send
-    ready: float
-    left: list[Part] = field(default_factory=list)
-    free: float = 0.0
+    ready: float  # when the compute stream had come to it
+    left: list[Part] = field(default_factory=list)  # for p2p, the parts that are not carried out
+    free: float = 0.0  # when its stream was free for it
     began: float = math.inf
     ended: float = 0.0
     over: bool = False

@@ -44,7 +44,6 @@ def replay_cpu(
         n_processes: All processes of the run, with which times were measured.
         n_cores: Cores that they share; infinity for a core for each thread.
         weights: How many processes each rank with a program stands for.
-        timeline: Whether intervals are kept.
 
     Raises:
         StuckError: They wait for each other.
@@ -54,23 +53,14 @@ def replay_cpu(
 
 @dataclass(eq=False)
 class _Flight:
-    """A message that travels, or is yet to.
+    """A message that travels, or is yet to."""
 
-    Attributes:
-        calls: Its ranks with a program, and for each the number of the message there.
-        cpu: Seconds of a thread that are left on each rank.
-        link: Seconds on the links that are left.
-        lanes: The directions of the ranks' links that it takes.
-        group: The queue in which it waits for one of gloo's threads; empty if it needs none.
-        began: When all its ranks had come to it.
-    """
-
-    calls: list[tuple[int, Send]]
-    cpu: float
-    link: float
-    lanes: tuple[tuple[int, str], ...]
-    group: str = ""
-    began: float = 0.0
+    calls: list[tuple[int, Send]]  # its ranks with a program, and the message on each
+    cpu: float  # seconds of a thread that are left on each rank
+    link: float  # seconds on the links that are left
+    lanes: tuple[tuple[int, str], ...]  # the directions of the ranks' links that it takes
+    began: float  # when all its ranks had come to it
+    group: str = ""  # in whose queue it waits for one of gloo's threads
 
 
 @dataclass(eq=False)
@@ -244,8 +234,7 @@ class _Replay:
             return
         cpu, link = (max(values) for values in zip(*(_work(s) for _, s in here)))
         lanes = tuple((member, way) for member, _ in here for way in ("out", "in"))
-        flight = _Flight(here, cpu, link, lanes, start.group, self.now)
-        self.queues[start.group].append(flight)
+        self.queues[start.group].append(_Flight(here, cpu, link, lanes, self.now, start.group))
         self._take_off(start.group)
 
     def _take_off(self, group: str) -> None:
@@ -259,7 +248,7 @@ class _Replay:
         if not parts:  # all its peers are ranks without a program
             cpu, link = _work(send)
             lanes = ((rank, "out"), (rank, "in"))
-            self.flights.append(_Flight([(rank, send)], cpu, link, lanes, "", self.now))
+            self.flights.append(_Flight([(rank, send)], cpu, link, lanes, self.now))
         for part in parts:
             ends = (rank, part.peer) if part.what == "send" else (part.peer, rank)
             mine, others = self.pairs.setdefault((send.start.group, *ends), (deque(), deque()))
@@ -275,7 +264,7 @@ class _Replay:
             cpu, link = (share * max(two) for two in zip(_work(send), _work(other)))
             calls = [(rank, send), (part.peer, other)]
             lanes = ((ends[0], "out"), (ends[1], "in"))
-            self.flights.append(_Flight(calls, cpu, link, lanes, "", self.now))
+            self.flights.append(_Flight(calls, cpu, link, lanes, self.now))
 
 
 def _kernel(item: Run | Send) -> tuple[float, int]:

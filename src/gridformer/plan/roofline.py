@@ -48,18 +48,12 @@ _STEP, _PARAMETER, _CHUNK = 70, {"replicate": 1, "zero1": 4, "fsdp": 3}, (15, 30
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimated time of a step, and the memory of the fullest device.
-
-    Attributes:
-        step_s: Seconds of a step.
-        peak_gib, limit_gib: Memory of the fullest device, and what it can use.
-        load: Kernels and messages of the slowest rank in the whole step.
-    """
+    """The estimated time of a step, and the memory of the fullest device."""
 
     step_s: float
     peak_gib: float
     limit_gib: float
-    load: Load
+    load: Load  # kernels and messages of the slowest rank in the whole step
 
     @property
     def fits(self) -> bool:

@@ -36,16 +36,12 @@ MemoryKind = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout with settings, its estimate, and its traced prediction if it was traced.
-
-    Attributes:
-        asked: Whether the user has asked for this layout.
-    """
+    """A layout with settings, its estimate, its prediction if it was traced, and who wanted it."""
 
     run: RunConfig
     estimate: Estimate
     prediction: Prediction | None = None
-    asked: bool = False
+    asked: bool = False  # by the user
 
     @property
     def name(self) -> str:
@@ -94,7 +90,6 @@ class Result:
         untraced: Layouts that were to be traced, for which there was no time. They may not fit.
         too_large: Kinds of layouts of which none fits by estimate.
         n_arrangements: Arrangements of the devices that are valid.
-        n_estimates: Estimates that were made.
         seconds: How much of the processor's time the search took.
         smallest: The valid layout with the least memory by estimate, whether or not it fits.
         top: How many layouts are listed, besides those that were asked for.
@@ -119,13 +114,11 @@ class Result:
 
 
 class Search:
-    """One search.
+    """One search for layouts of a run on some devices of a cluster.
 
     Args:
         run: Model, data and training settings. Its layout, recomputation and micro-batches are
             replaced; its global batch is kept.
-        cluster: The machine.
-        n_devices: The number of devices.
         costs: The costs of another search on this cluster, which remember what it asked.
         named: The cluster as `layout.cluster` takes it: layouts that are faster with choices for it
             get it. Empty if none are to.

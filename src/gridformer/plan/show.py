@@ -92,13 +92,8 @@ def print_result(
 ) -> None:
     """Prints the ranking, and the reasons for the first layouts.
 
-    Args:
-        run: What was asked for.
-        result: Layouts that a search has found.
-        advice: The advice for each layout that is listed.
-        cluster: The cluster.
-        console: Where it is printed.
-        everything: Whether all layouts are explained, with all doubts, as in a report.
+    `run` is what was asked for, and `advice` that for each layout that is listed. With `everything`
+    all layouts are explained, with all doubts.
     """
     listed, n = result.listed, result.layouts[0].run.layout.n_processes
     fastest, n_traces = len(result.layouts[: result.top]), len(result.layouts + result.refused)

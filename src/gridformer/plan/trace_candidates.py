@@ -32,13 +32,6 @@ class Queue:
     layouts are assumed to be wrong by the same factor, and those of all others not to be too high.
     A layout that then does not fit is replaced by neighbors that do. So few layouts are traced in
     vain even for long sequences, for which estimates are least accurate.
-
-    Args:
-        search: The search, which finds smaller neighbors.
-        waiting: The layouts.
-
-    Attributes:
-        passed_over: Layouts that were not traced, because they do not fit by the traces of others.
     """
 
     def __init__(self, search: Search, waiting: Sequence[PlannedLayout]) -> None:
@@ -88,11 +81,6 @@ class Tracing:
         top: How many layouts to list.
         predictor: Traces a run; tests replace it.
         tell: Is told what happens.
-
-    Attributes:
-        began: When it began, as `processor_s` tells it.
-        result: What has been found so far.
-        traced: All layouts that were traced.
     """
 
     def __init__(
@@ -102,7 +90,7 @@ class Tracing:
         predictor: Predict = predict,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.began = processor_s()
+        self.began = processor_s()  # at which time of the processor
         self.search, self.top, self.predictor, self.tell = search, top, predictor, tell
         self.traced: list[PlannedLayout] = []
         tell("estimating layouts")
