@@ -64,9 +64,6 @@ def test_one_gpu_is_measured_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
         cluster._n_devices("cuda")
 
 
-# --------------------------------------------------------------------------- what a layout leaves
-
-
 # --------------------------------------------------------------------------- overlap
 
 

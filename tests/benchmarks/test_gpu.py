@@ -191,7 +191,3 @@ def test_a_layout_is_equal_only_within_its_tolerance() -> None:
     for worst in (2e-5, math.nan, math.inf):
         row, within = numerics._layout_row("x", answers(worst))
         assert (row[-1], within) == ("TOO FAR APART", False)
-
-
-def test_tables_are_markdown() -> None:
-    assert gpu_report.table(["a", "b"], [["x", "1"]]) == "| a | b |\n| --- | ---: |\n| x | 1 |"

@@ -32,9 +32,13 @@ def test_a_name_that_does_not_exist_is_answered_with_the_nearest() -> None:
         load_cluster("dgx-h10")
 
 
-def test_all_problems_of_a_file_are_listed_with_what_would_be_valid(tmp_path: Path) -> None:
+def raw_file() -> Any:
     path = configs_dir() / "clusters" / "dgx-h100.yaml"
-    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return {"name": "mine", **yaml.safe_load(path.read_text(encoding="utf-8"))}
+
+
+def test_all_problems_of_a_file_are_listed_with_what_would_be_valid(tmp_path: Path) -> None:
+    raw = raw_file()
     raw["device"]["memory_gb"] = raw["device"].pop("memory_gib")
     del raw["levels"][0]["latency_us"]["source"]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(raw))
@@ -46,54 +50,42 @@ def test_all_problems_of_a_file_are_listed_with_what_would_be_valid(tmp_path: Pa
     assert "levels.0.latency_us.source: is missing" in text
 
 
+NUMBER = {"value": 0.5, "source": "a test", "data": "none", "identified": False}
+ZERO = "value is 0, but times are divided by it"
+
+
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "value", "said"),
     [
-        (("device", "memory_gbps"), "device.memory_gbps: value is 0, but times are divided by it"),
-        (("device", "n_processors"), "device.n_processors: value is 0"),
-        (("device", "peak_tflops", "bfloat16"), "device.peak_tflops.bfloat16: value is 0"),
-        (("levels", 1, "bandwidth_gbps"), "levels.1.bandwidth_gbps: value is 0"),
-        (("host", "link_gbps"), "host.link_gbps: value is 0"),
-        (("fitted", "memory_efficiency"), "memory_efficiency is 0, .*: use 0.75"),
+        (("device", "memory_gbps", "value"), 0, f"device.memory_gbps: {ZERO}"),
+        (("device", "n_processors", "value"), 0, f"device.n_processors: {ZERO}"),
+        (("device", "peak_tflops", "bfloat16", "value"), 0, f"peak_tflops.bfloat16: {ZERO}"),
+        (("levels", 1, "bandwidth_gbps", "value"), 0, f"levels.1.bandwidth_gbps: {ZERO}"),
+        (("levels", 1, "bandwidth_gbps", "value"), float("inf"), "should be a finite number"),
+        (("host", "link_gbps", "value"), 0, f"host.link_gbps: {ZERO}"),
+        (("fitted", "memory_efficiency", "value"), 0, "memory_efficiency is 0, .*: use 0.75"),
+        (("fitted",), {"products_efficiency": NUMBER}, "did you mean 'product_efficiency'"),
+        (("levels", 1, "size"), 12, "multiple of the 8 of level node, such as 16"),
     ],
 )
-def test_a_number_that_divides_is_above_zero(keys: tuple[str | int, ...], said: str) -> None:
-    path = configs_dir() / "clusters" / "dgx-h100.yaml"
-    raw: Any = {"name": "mine", **yaml.safe_load(path.read_text(encoding="utf-8"))}
-    figure = raw
-    for key in keys:
-        figure = figure[key]
-    for value, why in ((0, said), (float("inf"), "should be a finite number")):
-        figure["value"] = value
-        with pytest.raises(ConfigError, match=why):
-            parse_cluster(raw, "mine")
+def test_a_wrong_value_is_answered_with_what_works(
+    keys: tuple[str | int, ...], value: object, said: str
+) -> None:
+    raw = here = raw_file()
+    for key in keys[:-1]:
+        here = here[key]
+    here[keys[-1]] = value
+    with pytest.raises(ConfigError, match=said):
+        parse_cluster(raw, "mine")
 
 
-def test_a_file_need_not_state_the_link_to_the_host() -> None:
-    path = configs_dir() / "clusters" / "dgx-h100.yaml"
-    raw = {"name": "mine", **yaml.safe_load(path.read_text(encoding="utf-8"))}
+def test_a_file_need_not_state_the_link_to_the_host_nor_fitted_numbers() -> None:
+    raw = raw_file()
     assert parse_cluster(raw, "mine").link_gbps == 63
     del raw["host"]["link_gbps"]
-    assert parse_cluster(raw, "mine").link_gbps == 15.75
-
-
-def test_fitted_numbers_are_few_and_known() -> None:
-    path = configs_dir() / "clusters" / "dgx-h100.yaml"
-    raw = {"name": "mine", **yaml.safe_load(path.read_text(encoding="utf-8"))}
-    number = {"value": 0.5, "source": "a test", "data": "none", "identified": False}
-    with pytest.raises(ConfigError, match="did you mean 'product_efficiency'"):
-        parse_cluster({**raw, "fitted": {"products_efficiency": number}}, "mine")
-    cluster = with_fitted(load_cluster("dgx-h100"), {"product_efficiency": 0.5})
-    assert cluster.number("product_efficiency") == 0.5
-    assert cluster.number("slowdown_per_node") == 0
-
-
-def test_levels_must_contain_each_other() -> None:
-    path = configs_dir() / "clusters" / "dgx-h100.yaml"
-    raw = {"name": "mine", **yaml.safe_load(path.read_text(encoding="utf-8"))}
-    raw["levels"][1]["size"] = 12
-    with pytest.raises(ConfigError, match="multiple of the 8 of level node, such as 16"):
-        parse_cluster(raw, "mine")
+    cluster = parse_cluster(raw, "mine")
+    assert (cluster.link_gbps, cluster.number("slowdown_per_node")) == (15.75, 0)
+    assert with_fitted(cluster, {"product_efficiency": 0.5}).number("product_efficiency") == 0.5
 
 
 def test_local_is_the_file_that_calibrate_writes(

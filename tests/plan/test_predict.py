@@ -95,13 +95,6 @@ def both_ways(run: RunConfig) -> list[Prediction]:
     return [whole, price(few, cluster)]
 
 
-def by_fewer_layers_and_by_all(run: RunConfig) -> list[Prediction]:
-    """Return what is predicted for a run; a timeline needs all of its layers."""
-    torch.set_num_threads(1)
-    cluster = load_cluster("dgx-h100")
-    return [predict(run, cluster, memory=False, timeline=all_of_it) for all_of_it in (False, True)]
-
-
 @pytest.mark.parametrize("n_layers", [16, 32])
 def test_a_table_s_gradient_is_hidden_by_no_more_layers_than_it_takes(
     gpu: InProcess, n_layers: int
@@ -110,7 +103,7 @@ def test_a_table_s_gradient_is_hidden_by_no_more_layers_than_it_takes(
     sections = {"model": "llama-3.1-8b", "data": {"path": "."}, "layout": {"dp": 64}}
     sizes = [f"model.n_layers={n_layers}", "model.max_seq_len=4096"]
     run = parse_run({**sections, "train": {"global_batch": 64, "dtype": "bfloat16"}}, sizes)
-    few, every = gpu(by_fewer_layers_and_by_all, run)
+    every, few = gpu(both_ways, run)
     assert few.step_s == pytest.approx(every.step_s, rel=1e-6)
     assert few.parts.exposed["dp"] == pytest.approx(every.parts.exposed["dp"], rel=1e-6)
 
@@ -187,6 +180,10 @@ def test_a_prediction_of_a_step_of_its_layers_and_of_its_forward_passes(gpu: InP
     assert 0 < layers.backward_s < step.backward_s
     assert layers.update_s == layers.parts.update == 0
     assert {"world", "dp"}.isdisjoint(layers.parts.exposed)
+    # The head's operations are not divided by the time of the layers, which would exceed the peak.
+    flop = StepFlops.of(run, layers_only=True).model
+    assert layers.model_tflops_per_device * layers.step_s * 8 == pytest.approx(flop / 1e12)
+    assert flop < StepFlops.of(run).model
     assert forward.backward_s == 0
     assert forward.step_s < step.step_s
     assert forward.to_json()["fits"] is forward.to_json()["peak_gib"] is None
@@ -243,28 +240,6 @@ def test_copies_while_it_saves_count_where_they_lie_in_the_same_memory() -> None
     assert held.needed > held.peak
     found = predict(run, cpus)
     assert found.peak_gib == held.needed / 2**30
-
-
-def test_only_layers_have_the_operations_of_layers(gpu: InProcess) -> None:
-    """The head's are not divided by the time of the layers, which would exceed the peak."""
-
-    whole, layers = gpu(of_all_and_of_layers)
-    assert 0 < layers < whole
-
-
-def of_all_and_of_layers() -> tuple[float, float]:
-    """Return the operations of a step, and of its layers, by what a prediction says of its rate."""
-    run, cluster = run_of({}, {"n_layers": 6}, {}), load_cluster("dgx-h100")
-    whole, layers = (
-        predict(run, cluster, layers_only=only, memory=False) for only in (False, True)
-    )
-    assert layers.model_tflops_per_device * layers.step_s == pytest.approx(
-        StepFlops.of(run, layers_only=True).model / 1e12
-    )
-    return (
-        whole.model_tflops_per_device * whole.step_s,
-        layers.model_tflops_per_device * layers.step_s,
-    )
 
 
 def test_the_peak_is_that_of_the_fullest_rank() -> None:

@@ -52,9 +52,6 @@ def test_numbers_that_were_not_fitted_are_named_once(
     verb = "were" if expected and "," in expected else "was"
     assert said == ([f"{expected} {verb} not fitted to any data"] if expected else [])
     assert not any("by nothing" in one for one in doubts(load_cluster(cluster), devices))
-
-
-def test_what_is_to_be_said_of_several_numbers_is_said_once() -> None:
     inner = "product_efficiency, memory_efficiency, inner_efficiency of dgx-h200 are not determined"
     assert [one.startswith(inner) for one in doubts(load_cluster("dgx-h200"), 8)] == [True]
 

@@ -16,51 +16,27 @@ from tests.support.marks import full_unless
 
 # The model of Xu et al. 2021 (Optimus) on 64 devices of 16 GB: its 24 layers alone, in float32 with
 # recomputation. The table of such a small vocabulary takes next to nothing.
-STEM = {
-    "n_layers": 24,
-    "hidden_size": 8192,
-    "n_heads": 128,
-    "vocab_size": 64,
-    "max_seq_len": 512,
-    "dropout": 0.0,
-}
+STEM = {"n_layers": 24, "hidden_size": 8192, "n_heads": 128}
+STEM |= {"vocab_size": 64, "max_seq_len": 512, "dropout": 0.0}
 OPTIMUS = {"scheme": "optimus", "rows": 8, "cols": 8, "schedule": "broadcast"}
 MEGATRON = {"scheme": "megatron", "cols": 64}
 # SUPER's own variant of D&SP-cSub: only heads are branches (Jain et al. 2021).
-CSUB = {
-    "scheme": "subgraph",
-    "branches": 4,
-    "common": "first",
-    "attention": "outside",
-    "feed_forward": "common",
-}
+CSUB = {"scheme": "subgraph", "branches": 4, "common": "first"}
+CSUB |= {"attention": "outside", "feed_forward": "common"}
 
 
 def fits(cluster: str, model: dict[str, Any], layout: dict[str, Any], batch: int) -> bool | None:
     torch.set_num_threads(1)
-    run = RunConfig.model_validate(
-        {
-            "model": model,
-            "data": {"path": "."},
-            "layout": layout,
-            "train": {
-                "global_batch": batch,
-                "recompute": "full" if model["hidden_size"] == 8192 else "none",
-                "sanity_checks": False,
-            },
-        }
-    )
+    recompute = "full" if model["hidden_size"] == 8192 else "none"
+    train = {"global_batch": batch, "recompute": recompute, "sanity_checks": False}
+    sections = {"model": model, "data": {"path": "."}, "layout": layout, "train": train}
+    run = RunConfig.model_validate(sections)
     check_layout(run)
     return predict(run, load_cluster(cluster)).fits
 
 
 # The paper: Optimus holds 480 sequences there, eight times what Megatron holds.
-ON_64 = [
-    (OPTIMUS, 480, True),
-    (MEGATRON, 60, True),
-    (MEGATRON, 120, False),
-    (MEGATRON, 480, False),
-]
+ON_64 = [(OPTIMUS, 480, True), (MEGATRON, 60, True), (MEGATRON, 120, False), (MEGATRON, 480, False)]
 
 
 @pytest.mark.parametrize(
