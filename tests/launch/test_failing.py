@@ -31,7 +31,7 @@ from tests.support.launch.programs import (
     wait_for,
 )
 
-FAILING = "training:one_fails_in_training"
+FAILING = "hanging:one_fails_in_training"
 PIDS = ["pid0", "pid1", "pid2"]
 STOPPED_S = 10.0  # it takes less than 2 s (docs/how-to/faults.md)
 Ended = tuple[float, int, str]

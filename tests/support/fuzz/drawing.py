@@ -43,51 +43,27 @@ SECTIONS: dict[str, type[Config]] = {
 }
 
 # Settings that do not change a step or belong to other tests: where data lies, when what is
-# written, and the machine.
-FIXED: dict[str, Any] = {
+# written, and the machine. Those that are not in SET keep their defaults.
+SET: dict[str, Any] = {
     "model.name": "fuzz",
     "data.path": ".",
-    "data.sources": (),
-    "data.stages": (),
-    "data.validation": (),
-    "data.test": (),
-    "data.tokenizer": None,
-    "data.val_fraction": 0.02,
-    "layout.cluster": "",
-    "data.restart": False,
-    "train.init_from": None,
-    "train.init_embeddings": "exact",
     "train.steps": 4,  # for the learning rate's schedule
-    "train.memory_gib": 0.0,
     "train.device": "cpu",
     "train.eval_every": 0,
     "train.eval_batches": 1,
     "train.save_every": 0,
     "train.keep_checkpoints": 1,
-    "train.keep_every": 0,
-    "train.checkpoint_to": "",
     "train.async_save": False,
-    "train.full_disk": "go_on",
-    "train.full_disk_wait_s": 900.0,
-    "train.fallback": False,
-    "train.on_divergence": "stop",
-    "train.divergences": 5,
-    "train.rollback_checkpoints": 1,
-    "train.rollback_lr": 0.5,
-    "train.stop_signals": ["SIGTERM", "SIGUSR1"],
-    "train.stop_grace_s": 30.0,
-    "train.max_hours": None,
-    "train.max_restarts": 0,
-    "train.elastic": False,
-    "train.bleu_every": 0,
-    "train.bleu_pairs": 0,
-    "train.bleu_beams": 1,
-    "train.bleu_length_penalty": 1.0,
-    "train.trace_step": 0,
-    "train.loggers": ["tensorboard"],
-    "train.peak_tflops": 0.0,
-    "train.timeout_s": 600.0,
 }
+_DATA = "sources stages validation test tokenizer val_fraction restart"
+_TRAIN = (
+    "init_from init_embeddings memory_gib keep_every checkpoint_to full_disk full_disk_wait_s "
+    "fallback on_divergence divergences rollback_checkpoints rollback_lr stop_signals stop_grace_s "
+    "max_hours max_restarts elastic bleu_every bleu_pairs bleu_beams bleu_length_penalty "
+    "trace_step loggers peak_tflops timeout_s"
+)
+FIXED = {*SET, "layout.cluster", *(f"data.{key}" for key in _DATA.split())}
+FIXED |= {f"train.{key}" for key in _TRAIN.split()}
 # Numbers that suit tiny models on few processes; usual ones appear several times. For numbers that
 # are not named here, the default and the next larger one are drawn.
 NUMBERS: dict[str, tuple[float, ...]] = {
@@ -297,7 +273,7 @@ def _mended(sections: Sections, chooser: Chooser) -> RunConfig | None:
 def run_of(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     """Return the run; raises ValidationError if the sections form no valid run."""
     filled: Sections = {name: dict(sections.get(name, {})) for name in SECTIONS}
-    for key, value in FIXED.items():
+    for key, value in SET.items():
         section, name = key.split(".")
         filled[section].setdefault(name, value)
     return RunConfig.model_validate({"name": "fuzz", **filled})

@@ -1,4 +1,4 @@
-"""Runs that hang in various ways, for test_hang.py; see entrypoints.py.
+"""Runs that hang or fail in training, for test_hang.py and test_failing.py.
 
 Each runs the real worker with a trainer that only sends messages. Rank 1 is the one to blame.
 """
@@ -7,10 +7,12 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gridformer import comm
@@ -46,6 +48,16 @@ class Summing(nn.Module):
         return comm.all_reduce(x, self.axis, label="sum")
 
 
+def _train(trainer: type, folder: Path, n: int, timeout_s: float = TIMEOUT_S) -> None:
+    """Run a worker whose trainer is another one."""
+    layout = LayoutConfig(scheme="megatron", rows=1, cols=n)
+    train = TrainConfig(device="cpu", timeout_s=timeout_s)
+    model = ModelConfig.model_validate(shipped_model("demo-4m"))
+    run = RunConfig(model=model, data=DataConfig(path=folder), layout=layout, train=train)
+    with patch.object(runner, "Trainer", trainer):
+        runner.worker(Plan(run, folder, None, 0, decide_run(run)))
+
+
 def _run(folder: Path, n: int, fault: Fault, at: int = 3) -> None:
     """Train until rank 1 meets a fault, in a step counted from 1."""
 
@@ -63,12 +75,7 @@ def _run(folder: Path, n: int, fault: Fault, at: int = 3) -> None:
                 self.model(torch.ones(8))
             comm.barrier((self.axis,))
 
-    layout = LayoutConfig(scheme="megatron", rows=1, cols=n)
-    train = TrainConfig(device="cpu", timeout_s=TIMEOUT_S)
-    model = ModelConfig.model_validate(shipped_model("demo-4m"))
-    run = RunConfig(model=model, data=DataConfig(path=folder), layout=layout, train=train)
-    with patch.object(runner, "Trainer", Trainer):
-        runner.worker(Plan(run, folder, None, 0, decide_run(run)))
+    _train(Trainer, folder, n)
 
 
 def stopped(folder: Path, n: int) -> None:
@@ -125,9 +132,33 @@ def other_order(folder: Path, n: int) -> None:
             channel.receive(torch.empty(4), other, "forward").wait()
             channel.send(torch.ones(4), other, "forward").wait()
 
-    with patch.object(runner, "Trainer", Trainer):
-        layout = LayoutConfig(scheme="megatron", rows=1, cols=n)
-        train = TrainConfig(device="cpu", timeout_s=TIMEOUT_S)
-        model = ModelConfig.model_validate(shipped_model("demo-4m"))
-        run = RunConfig(model=model, data=DataConfig(path=folder), layout=layout, train=train)
-        runner.worker(Plan(run, folder, None, 0, decide_run(run)))
+    _train(Trainer, folder, n)
+
+
+def one_fails_in_training(folder: Path, n: int) -> None:
+    """Leaving a group waits for peers in a collective, as NCCL does."""
+
+    class Failing:
+        def __init__(self, plan: Plan, world: World, *others: object) -> None:
+            self.rank, self.model = world.rank, None
+            note(folder, "pid", str(os.getpid()))
+
+        def fit(self) -> None:
+            dist.barrier()
+            if self.rank == 1:
+                note(folder, "raised", f"{time.time()}")
+                raise ValueError("the root cause")
+            if self.rank == 2:  # one stage of a pipeline
+                work = dist.irecv(torch.empty(1), group_src=1)
+                assert work is not None
+                work.wait()
+            else:  # in a collective as over NCCL: the host is in C++, and no connection breaks
+                store = dist.distributed_c10d._get_default_store()
+                store.wait(["never set"], timedelta(seconds=600))
+
+    def leave() -> None:
+        note(folder, "left")
+        time.sleep(600)
+
+    with patch.object(dist, "destroy_process_group", leave):
+        _train(Failing, folder, n, timeout_s=FAR_S)
