@@ -54,23 +54,22 @@ def test_report_and_plot_of_known_numbers(tmp_path: Path) -> None:
         {"layout": "one device", "method": name, "seconds": [0.2 + i / 10] * 3, "flops": 2e9}
         for i, name in enumerate(METHODS)
     ]
-    found = [
-        line(["limit", "small", 1, "one device"], limit(9, 11_000_000)),
-        line(["limit", "small", 4, "megatron"], limit(20, 10_000_000)),
-        line(["limit", "small", 4, "optimus, auto"], limit(50)),
-        line(["limit", "small", 4, "FSDP"], limit(40)),
-        line(["limit", "small", 16, "megatron 1x2, sequence parallel, x FSDP"], limit(64)),
-        line(["limit", "small", 16, "megatron 1x4, sequence parallel, x FSDP"], limit(72)),
-        line(["equal", "small", 16, "optimus, auto"], {"batch": 74, "peak": 11 * 10**9}),
-        line(["equal", "small", 16, "FSDP"], {"batch": 64, "peak": 30 * 10**9}),
-        line(
-            ["equal", "small", 16, "megatron 1x2, sequence parallel, x FSDP"],
-            {"batch": 72, "peak": 13 * 10**9},
-        ),
-        line(
-            ["equal", "small", 16, "megatron 1x4, sequence parallel, x FSDP"],
-            {"batch": 72, "peak": 12 * 10**9},
-        ),
+    limits = {
+        (1, "one device"): limit(9, 11_000_000),
+        (4, "megatron"): limit(20, 10_000_000),
+        (4, "optimus, auto"): limit(50),
+        (4, "FSDP"): limit(40),
+        (16, HYBRID.replace("1xc", "1x2")): limit(64),
+        (16, HYBRID.replace("1xc", "1x4")): limit(72),
+    }
+    equal = {"optimus, auto": (74, 11), "FSDP": (64, 30)}
+    equal |= {HYBRID.replace("1xc", "1x2"): (72, 13), HYBRID.replace("1xc", "1x4"): (72, 12)}
+    found = [line(["limit", "small", *case], value) for case, value in limits.items()]
+    found += [
+        line(["equal", "small", 16, title], {"batch": batch, "peak": gb * 10**9})
+        for title, (batch, gb) in equal.items()
+    ]
+    found += [
         line(["share", "small", 4, "none"], {"megatron": 1.4, "optimus, auto": 0.98}),
         line(["price", "one device"], prices),
     ]

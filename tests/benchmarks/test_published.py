@@ -88,10 +88,6 @@ def _cells(page: str) -> list[list[str]]:
     return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
 
 
-def test_bubbles_are_what_a_step_takes_beyond_its_micro_batches() -> None:
-    assert bubble({2: 2.5, 8: 8.5}) == pytest.approx({2: 0.25, 8: 0.0625})
-
-
 def test_what_was_measured_is_kept_until_its_run_changes(tmp_path: Path) -> None:
     machine, layout = Machine(2, 1, 200), Layout("dp 2", "GPT-2", {"dp": 2})
     Kept(times={layout.key(machine): [0.5, None]}).write(tmp_path / "kept.json")
@@ -188,6 +184,8 @@ def test_isoefficiency_has_the_exponents_of_the_paper() -> None:
 
 
 def test_laws_of_scaling_are_fitted() -> None:
+    """And bubbles are what a step takes beyond its micro-batches."""
+    assert bubble({2: 2.5, 8: 8.5}) == pytest.approx({2: 0.25, 8: 0.0625})
     assert scaling.amdahl({4: 1.0, 16: 1 / (0.1 + 0.9 / 4)}) == pytest.approx(0.1)
     assert optimus.gustafson({4: 1.0, 16: (4 - 0.2 * 3) / 4}) == pytest.approx(0.2)
     assert scaling.exponent({4: 2.0, 16: 8.0}) == pytest.approx(3.0)

@@ -16,12 +16,12 @@ from tests.support.marks import full_unless
 
 # The model of Xu et al. 2021 (Optimus) on 64 devices of 16 GB: its 24 layers alone, in float32 with
 # recomputation. The table of such a small vocabulary takes next to nothing.
-STEM = {"n_layers": 24, "hidden_size": 8192, "n_heads": 128}
+STEM: dict[str, Any] = {"n_layers": 24, "hidden_size": 8192, "n_heads": 128}
 STEM |= {"vocab_size": 64, "max_seq_len": 512, "dropout": 0.0}
 OPTIMUS = {"scheme": "optimus", "rows": 8, "cols": 8, "schedule": "broadcast"}
 MEGATRON = {"scheme": "megatron", "cols": 64}
 # SUPER's own variant of D&SP-cSub: only heads are branches (Jain et al. 2021).
-CSUB = {"scheme": "subgraph", "branches": 4, "common": "first"}
+CSUB: dict[str, Any] = {"scheme": "subgraph", "branches": 4, "common": "first"}
 CSUB |= {"attention": "outside", "feed_forward": "common"}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gridformer.cluster.file import Cluster, load_cluster
+from gridformer.cluster.file import load_cluster
 from gridformer.config import LayoutConfig, load_run
 from gridformer.launch.plan import read_run_without_data
 from gridformer.parallel.validation import check_layout
@@ -178,14 +178,6 @@ def test_a_model_gets_half_a_million_tokens_a_step() -> None:
     assert default_batch(run, 4096) == 4096
 
 
-def racked_cluster() -> Cluster:
-    """Return `dgx-h100` with racks of four nodes."""
-    whole = cluster()
-    node, outer = whole.levels
-    rack = outer.model_copy(update={"name": "rack", "size": 4 * node.size})
-    return whole.model_copy(update={"levels": (node, rack, outer)})
-
-
 def test_processes_on_a_cpu_share_its_memory() -> None:
     """The estimates of a plan have the limit of its traces."""
     h100 = load_cluster("dgx-h100")
@@ -200,7 +192,9 @@ def test_processes_on_a_cpu_share_its_memory() -> None:
 
 
 def test_nodes_of_a_cluster_with_racks_are_ordered_by_rack() -> None:
-    machine = racked_cluster()
+    node, outer = cluster().levels
+    rack = outer.model_copy(update={"name": "rack", "size": 4 * node.size})
+    machine = cluster().model_copy(update={"levels": (node, rack, outer)})
     assert (cluster().nodes_per_rack, machine.nodes_per_rack) == (0, 4)
     for n, wanted in ((64, 4), (16, 0), (48, 0)):  # two racks; a part of one; one and a half
         found = [run.layout for run in Search(run_of(batch=n), machine, n).arrangements()]

@@ -145,15 +145,10 @@ def test_after_a_refusal_no_estimate_may_exceed_the_limit() -> None:
     while queue.waiting:
         assert queue.next(Counter()) is not larger
     assert queue.passed_over == [larger]
-
-
-def test_a_layout_stands_in_for_another_once() -> None:
-    asked = Search(run_of(batch=512), cluster(), 8)
-    one, *_ = asked.ranked()[0]
     queue = Queue(asked, [])
     for _ in range(2):
         queue.refuse(one, 1.2)
-    assert len(queue.waiting) == 1
+    assert len(queue.waiting) == 1, "a layout stands in for another once"
 
 
 def test_what_was_passed_over_is_traced_if_nothing_else_fits() -> None:
