@@ -73,8 +73,8 @@ def read(way: str, file: Path) -> None:
     else:
         import datasets
 
-        from gridformer.data.prepare.hf import table_items
         from gridformer.data.prepare.reading import Cursor
+        from gridformer.data.prepare.records import table_items
 
         kind = "json" if file.suffix == ".jsonl" else "text"
         more = {} if kind == "json" else {"sample_by": "document"}

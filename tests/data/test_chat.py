@@ -62,7 +62,7 @@ def test_equal_to_transformers(name: str, tmp_path: Path) -> None:
         return_assistant_tokens_mask=True,
         return_dict=True,
     )
-    with stored.open() as template:
+    with stored as template:
         (found,) = encode([TALK], template, tokenizer)
         prompt = template.prompt(TALK[:2])
         whole = template.render(TALK).text
@@ -123,7 +123,8 @@ def test_a_template_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(template_module, "PATIENCE_S", 1.0)
         with pytest.raises(DataError, match="did not answer within 1 s"):
             template.prompt(TALK)
-        assert template._process.poll() is not None or template._process.wait(5) != 0
+        assert template._process is not None
+        assert template._process.wait(60) != 0
 
 
 def test_records_of_every_form() -> None:

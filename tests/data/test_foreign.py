@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gridformer.data import TokenFolder, Tokenizer, open_batches, resolve
+from gridformer.data import TokenFolder, Tokenizer, resolve
 from gridformer.data.foreign import open_tokens
 from gridformer.data.run_data import fingerprint
 from gridformer.utils.errors import DataError
-from tests.support.data import a_run, sentences
+from tests.support.data import a_run, open_batches, sentences
 from tests.support.foreign import Documents, write_datatrove, write_megatron
 
 TOKENIZER = Tokenizer.train(sentences(200), 300)

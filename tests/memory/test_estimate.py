@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gridformer.config import RunConfig, parse_run
-from gridformer.data import TokenFolder, open_batches, resolve
+from gridformer.data import TokenFolder, resolve
 from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.memory.bounds import upper_bound
@@ -20,7 +20,7 @@ from gridformer.memory.estimate import estimate_rank, estimate_ranks
 from gridformer.memory.ranks import largest_ranks
 from gridformer.record.batch import rows_like
 from gridformer.record.step import KINDS, STATES
-from tests.support.data import pairs_source
+from tests.support.data import open_batches, pairs_source
 from tests.support.multirank.memory import a_run
 from tests.support.tasks import examples
 

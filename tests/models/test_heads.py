@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gridformer.config import ModelConfig
 from gridformer.data.samples.batches import SequentialBatches
-from gridformer.data.samples.examples import ChoiceExamples
+from gridformer.data.samples.examples import ChoiceExamples, Reading
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.models.blocks import IGNORE
@@ -203,7 +203,7 @@ def questions(two_stacks: bool) -> tuple[Batch, list[list[int]]]:
     texts = [[draw.integers(2, heads.folders.V, n).tolist() for n in one] for one in CHOICES]
     documents = [[i for text in one for i in text] for one in texts]
     split = split_of(documents, heads.END, parts=CHOICES, right=RIGHT)
-    samples = ChoiceExamples(split, 24, heads.SPECIAL, 3, two_stacks)
+    samples = ChoiceExamples(split, Reading(24, heads.SPECIAL, two_stacks), 3)
     batch = {k: torch.from_numpy(v) for k, v in SequentialBatches(samples, 4).batch(0).items()}
     return batch, [
         [*passage, heads.END, *choice, heads.END] for passage, *rest in texts for choice in rest

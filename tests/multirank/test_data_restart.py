@@ -12,9 +12,10 @@ import pytest
 
 from gridformer.checkpoint.checkpoint import check_same_run, data_start_of
 from gridformer.checkpoint.manifest import read_manifest
-from gridformer.data import TokenFolder, open_batches
+from gridformer.data import TokenFolder
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import CheckpointError
+from tests.support.data import open_batches
 from tests.support.multirank.layouts import n_of
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import STEPS, losses, plan_of, train

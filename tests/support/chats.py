@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gridformer.data import TokenFolder
 from gridformer.data.chat import open_template
-from gridformer.data.prepare.chat import prepare_chat
+from gridformer.data.prepare.corpus import prepare_chat
 
 
 def conversations(n: int) -> list[dict[str, object]]:

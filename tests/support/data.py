@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from gridformer.config import RunConfig
+from gridformer.data import RunData, open_training, open_validation
 from gridformer.data.prepare.reading import Cursor, Source, Text, TextSource
+from gridformer.data.samples.batches import ShuffledBatches
 from gridformer.data.tokenfolder import Kind, TokenFolder, TokenSplit
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "wizards")
@@ -115,3 +117,12 @@ def a_run(folder: TokenFolder, family: str = "gpt2", **values: object) -> RunCon
         section, _, name = key.partition("__")
         raw[section][name] = value
     return RunConfig.model_validate(raw)
+
+
+def open_batches(run: RunConfig, folder: TokenFolder, split: str) -> ShuffledBatches:
+    """Open batches of a run in one split of one folder."""
+    data = RunData.of(folder)
+    train = split == "train"
+    batches = open_training(run, data) if train else open_validation(run, data)[""]
+    assert isinstance(batches, ShuffledBatches)
+    return batches

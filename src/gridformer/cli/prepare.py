@@ -143,7 +143,7 @@ def prepare(
         }
         if chat is not None:
             from gridformer.data.chat import open_template
-            from gridformer.data.prepare.chat import prepare_chat
+            from gridformer.data.prepare.corpus import prepare_chat
 
             template, needed = open_template(chat, tokenizer)
             return prepare_chat(sources, out, template, needed, split=split, **common)

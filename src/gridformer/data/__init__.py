@@ -8,7 +8,6 @@ from gridformer.data.resolve import resolve
 from gridformer.data.run_data import RunData
 from gridformer.data.samples.batches import (
     Batches,
-    open_batches,
     open_samples,
     open_training,
     open_validation,
@@ -25,7 +24,6 @@ __all__ = [
     "TokenFolder",
     "TokenSplit",
     "Tokenizer",
-    "open_batches",
     "open_samples",
     "open_training",
     "open_validation",

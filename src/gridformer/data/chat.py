@@ -1,9 +1,8 @@
 """Conversations as text for a model: templates, records, and which tokens are answers.
 
-A template is somebody else's program, which may come with a data set or a model, so it is rendered
-in a process of its own: this file, run as a program, which imports nothing of gridformer. jinja2's
-sandbox keeps it from Python's internals; limits of the operating system on time, memory and files
-hold for whatever it computes.
+A template is somebody else's program, so it is rendered in a process of its own: this file, run as
+a program, which imports nothing of gridformer. jinja2's sandbox keeps it from Python's internals;
+limits of the operating system on time, memory and files hold for whatever it computes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
@@ -41,8 +39,8 @@ MOST_FILTERED = 1 << 16  # characters of a text for a filter that may need far m
 OWN = "tokenizer"
 _FILE = "chat_template.jinja"
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
-# They surround what a template declares an answer. Nobody can write them into a conversation,
-# because they differ in each process.
+# These surround what a template declares an answer. They differ in each process, so that nobody
+# can write them into a conversation.
 _NAME = secrets.token_hex(16)
 _BEGIN, _END = f"\x00{_NAME}<\x00", f"\x00{_NAME}>\x00"
 _MARK = re.compile(f"\x00{_NAME}([<>])\x00")
@@ -66,54 +64,37 @@ class Rendered(NamedTuple):
 class ChatTemplate:
     """Renders conversations with a jinja template, as the library transformers does.
 
-    Use it as a context manager, which ends the process that renders. A pickled one starts its own.
-    Requests and answers are JSON, one object a line: first {"template", "special"}, and then
-    {"messages", "prompt"}, each with the seconds that it may take. An answer is {"text", "answers"}
-    or {"error"}.
-
-    If the template marks answers with `{% generation %}`, these are the answers. Otherwise an
-    answer begins where the text with the prompt for it ends, and it ends where the text of the
-    conversation up to it does.
+    Use it as a context manager, which starts the process that renders and ends it. A pickled one
+    starts its own. If the template marks answers with `{% generation %}`, these are the answers.
+    Otherwise an answer begins where the text with the prompt for it ends, and it ends where the
+    text of the conversation up to it does.
 
     Raises:
         DataError: The template is too large or not a template.
     """
 
-    def __init__(self, source: str, special: Mapping[str, str], origin: str) -> None:
-        self.source, self.special, self.origin = source, dict(special), origin
+    def __init__(self, template: str, special: Mapping[str, str], origin: str) -> None:
+        self.template, self.special, self.origin = template, dict(special), origin
         # If a template only mentions the word, this finds no answers.
-        self.marks = "endgeneration" in source
-        if len(source) > MOST_TEMPLATE_CHARS:
-            raise self._problem(f"has {len(source):,} characters; {MOST_TEMPLATE_CHARS:,} may be")
-        self._process = subprocess.Popen(
-            # -P: the folder of this file is not searched for modules.
-            [sys.executable, "-P", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            self._ask({"template": source, "special": self.special})
-        except DataError:
-            self.close()
-            raise
+        self.marks = "endgeneration" in template
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
+        self._start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChatTemplate, (self.source, self.special, self.origin)
+        return ChatTemplate, (self.template, self.special, self.origin)
 
     def close(self) -> None:
         """Ends the process that renders."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe:
-                pipe.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Returns the text after which the model says the next answer."""
@@ -146,15 +127,30 @@ class ChatTemplate:
         said = self._ask({"messages": list(messages), "prompt": prompt})
         return Rendered(said["text"], tuple((a, b) for a, b in said["answers"]))
 
+    def _start(self) -> subprocess.Popen[bytes]:
+        if len(self.template) > MOST_TEMPLATE_CHARS:
+            most = f"{MOST_TEMPLATE_CHARS:,} may be"
+            raise self._problem(f"has {len(self.template):,} characters; {most}")
+        # -P: the folder of this file is not searched for modules.
+        words, pipe = [sys.executable, "-P", __file__], subprocess.PIPE
+        self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        try:
+            self._ask({"template": self.template, "special": self.special})
+        except DataError:
+            self.close()
+            raise
+        return self._process
+
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        line = b""
+        """Sends an object as a line of JSON, and returns the one with which the process answers."""
+        process, line = self._process or self._start(), b""
+        assert process.stdin is not None
+        assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             asked = json.dumps(request | {"seconds": PATIENCE_S})
-            self._process.stdin.write(asked.encode() + b"\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            process.stdin.write(asked.encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
         if not line.endswith(b"\n"):  # it was ended
             raise self._problem(
                 f"did not answer within {PATIENCE_S:g} s or took more memory than it may"
@@ -168,36 +164,24 @@ class ChatTemplate:
         return DataError(f"chat template {self.origin}: {what}")
 
 
-@dataclass(frozen=True)
-class StoredChat:
-    """The content of chat.json."""
-
-    template: str
-    special: dict[str, str]
-    origin: str
-
-    def open(self) -> ChatTemplate:
-        """Starts the process that renders the template."""
-        return ChatTemplate(self.template, self.special, self.origin)
-
-
-def write_chat(folder: Path, chat: StoredChat) -> None:
+def write_chat(folder: Path, chat: ChatTemplate) -> None:
     """Writes chat.json into a folder."""
-    text = json.dumps(asdict(chat), indent=2, ensure_ascii=False)
+    content = {"template": chat.template, "special": chat.special, "origin": chat.origin}
+    text = json.dumps(content, indent=2, ensure_ascii=False)
     (folder / CHAT_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def read_chat(folder: Path) -> StoredChat:
+def read_chat(folder: Path) -> ChatTemplate:
     """Reads chat.json of a folder."""
     file, reason = folder / CHAT_FILE, "it is damaged"
     try:
-        chat = StoredChat(**read_json(file))
-        texts = (chat.template, chat.origin, *chat.special.values())
+        content = read_json(file)
+        texts = [content["template"], content["origin"], *content["special"].values()]
         if all(isinstance(text, str) for text in texts):
-            return chat
+            return ChatTemplate(**content)
     except UnreadableError as error:
         reason = str(error)
-    except (TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         pass
     raise DataError(
         f"{file}: no chat template can be read ({reason}); `gridformer prepare --chat` writes "
@@ -205,7 +189,7 @@ def read_chat(folder: Path) -> StoredChat:
     )
 
 
-def open_template(spec: str, tokenizer: Path | None) -> tuple[StoredChat, tuple[str, ...]]:
+def open_template(spec: str, tokenizer: Path | None) -> tuple[ChatTemplate, tuple[str, ...]]:
     """Reads the template that a user names.
 
     Args:
@@ -214,9 +198,6 @@ def open_template(spec: str, tokenizer: Path | None) -> tuple[StoredChat, tuple[
 
     Returns:
         The template, and the special tokens that it needs from the tokenizer as far as is known.
-
-    Raises:
-        UserError: There is no such template.
     """
     folder = None if tokenizer is None else tokenizer if tokenizer.is_dir() else tokenizer.parent
     config: dict[str, Any] = {}
@@ -229,9 +210,9 @@ def open_template(spec: str, tokenizer: Path | None) -> tuple[StoredChat, tuple[
     special = {name: text for name, text in texts.items() if text is not None}
     if spec in BUILT_IN:
         source = _read(Path(__file__).with_name("templates") / f"{spec}.jinja")
-        return StoredChat(source, special, origin=spec), BUILT_IN[spec]
+        return ChatTemplate(source, special, origin=spec), BUILT_IN[spec]
     if spec != OWN:
-        return StoredChat(_read(Path(spec)), special, origin=spec), ()
+        return ChatTemplate(_read(Path(spec)), special, origin=spec), ()
     if folder is None:
         raise UserError(
             f"--chat {OWN} takes the template of a tokenizer: name one with --tokenizer, or use "
@@ -248,7 +229,7 @@ def open_template(spec: str, tokenizer: Path | None) -> tuple[StoredChat, tuple[
             f"--chat {OWN}: {folder} has neither {_FILE} nor a chat_template in {SETTINGS}: use "
             f"--chat chatml, llama3, or the path of a jinja file"
         )
-    return StoredChat(own, special, origin=str(folder)), ()
+    return ChatTemplate(own, special, origin=str(folder)), ()
 
 
 def _read(path: Path) -> str:
@@ -265,11 +246,8 @@ def messages_of(record: Mapping[str, Any], where: str) -> list[Message]:
     """Returns the conversation of a record.
 
     It is one of {"messages": [{"role", "content"}, ...]}, {"instruction", "input", "output"} and
-    {"prompt", "completion"}, where the last two values are texts or lists of messages. A text under
-    "system" comes first in the latter two.
-
-    Raises:
-        DataError: It is none of them, or a value has the wrong type.
+    {"prompt", "completion"}, whose values are texts or lists of messages. A text under "system"
+    comes first in the latter two.
     """
     form = next((keys for keys in FORMS if all(key in record for key in keys)), None)
     if form is None:
@@ -280,24 +258,15 @@ def messages_of(record: Mapping[str, Any], where: str) -> list[Message]:
     if form == ("messages",):
         return _messages(record["messages"], where, "messages")
     talk = [_message(SYSTEM, record["system"], where, "system")] if record.get("system") else []
-    if form == ("prompt", "completion"):
-        for key, role in zip(form, (USER, ASSISTANT)):
-            value = record[key]
-            if isinstance(value, list):
-                talk += _messages(value, where, key)
-            else:
-                talk.append(_message(role, value, where, key))
-        return talk
-    asked = _message(USER, record["instruction"], where, "instruction")
-    if record.get("input"):
-        more = _message(USER, record["input"], where, "input")
-        asked["content"] += "\n\n" + more["content"]
-    return [*talk, asked, _message(ASSISTANT, record["output"], where, "output")]
-
-
-def has_answer(messages: list[Message]) -> bool:
-    """Returns whether a conversation has anything for a model to learn to say."""
-    return any(m["role"] == ASSISTANT and m["content"].strip() for m in messages)
+    for key, role in zip(form, (USER, ASSISTANT)):
+        if isinstance(value := record[key], list):
+            talk += _messages(value, where, key)
+        else:
+            talk.append(_message(role, value, where, key))
+        if key == "instruction" and record.get("input"):
+            more = _message(USER, record["input"], where, "input")
+            talk[-1]["content"] += "\n\n" + more["content"]
+    return talk
 
 
 class Encoded(NamedTuple):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from pydantic import ValidationError
 
@@ -15,7 +17,6 @@ from gridformer.data.samples.examples import ANSWER, RIGHT, VALUE
 from gridformer.data.samples.masked import SHORTEST_SOURCE, target_length
 from gridformer.data.side_texts import without_questions
 from gridformer.data.tokenfolder import TokenFolder
-from gridformer.data.tokenizer import Tokenizer
 from gridformer.data.tokensplit import LABELS
 from gridformer.utils.errors import ConfigError, DataError
 
@@ -34,19 +35,11 @@ def resolve(run: RunConfig, data: RunData | TokenFolder) -> RunConfig:
     The vocabulary consists of the folders' and of the special ids that the task adds.
 
     Raises:
-        ConfigError: The run and the folders do not fit together: a folder's kind, labels or
-            tokenizer, the vocabulary, the lengths, or too little data. It lists all problems at
-            once.
+        ConfigError: The run and the folders do not fit together. It lists all problems at once.
     """
     if isinstance(data, TokenFolder):
         data = RunData.of(data)
-    problems = []
-    for folder in data.folders.values():
-        try:
-            folder.check()
-        except DataError as error:
-            problems.append(str(error))
-    if problems:
+    if problems := _problems_of(folder.check for folder in data.folders.values()):
         raise ConfigError(*problems)
     first = data.first
     for key, folder in data.folders.items():
@@ -60,10 +53,7 @@ def resolve(run: RunConfig, data: RunData | TokenFolder) -> RunConfig:
     problems += _unequal(run, data)
     needed = first.vocab_size
     if run.task != "causal" or run.model.n_labels:
-        try:
-            needed = special_ids(run, first.tokenizer).vocab_size
-        except DataError as error:
-            problems.append(str(error))
+        needed = special_ids(run, first.tokenizer).vocab_size
     vocab_size = run.model.vocab_size or needed
     if vocab_size < needed:
         special = needed - first.vocab_size
@@ -78,14 +68,15 @@ def resolve(run: RunConfig, data: RunData | TokenFolder) -> RunConfig:
     if run.task == "spans" and not run.data.seq_len and not too_short:
         seq_len = target_length(run.source_len)
     values = {"task": run.task, "seq_len": seq_len, "source_len": run.source_len}
-    resolved = run.model_copy(
-        update={
-            "model": run.model.model_copy(update={"vocab_size": vocab_size}),
-            "data": run.data.model_copy(update=values),
-        }
-    )
+    model = run.model.model_copy(update={"vocab_size": vocab_size})
+    resolved = run.model_copy(update={"model": model, "data": run.data.model_copy(update=values)})
     if not problems:
-        problems += [*_without_samples(resolved, data), *_unscored(resolved, data)]
+        trained = [folder.train for folder in data.sources.values()]
+        splits = (*trained, *data.validation.values(), *data.test.values())
+        problems = _problems_of(
+            partial(open_samples, resolved, split, first.tokenizer) for split in splits
+        )
+        problems += _unscored(resolved, data)
     if problems:
         raise ConfigError(*problems)
     return _with_steps(resolved, data)
@@ -129,13 +120,12 @@ def _with_steps(run: RunConfig, data: RunData) -> RunConfig:
     return run.model_copy(update={"train": chosen})
 
 
-def _without_samples(run: RunConfig, data: RunData) -> list[str]:
-    """Returns why some split that is read contains no sample."""
+def _problems_of(checks: Iterable[Callable[[], object]]) -> list[str]:
+    """Returns the different messages of checks that fail."""
     problems = []
-    trained = [folder.train for folder in data.sources.values()]
-    for split in (*trained, *data.validation.values(), *data.test.values()):
+    for check in checks:
         try:
-            open_samples(run, split, data.first.tokenizer)
+            check()
         except DataError as error:
             problems.append(str(error))
     return [*dict.fromkeys(problems)]
@@ -154,7 +144,7 @@ def _unequal(run: RunConfig, data: RunData) -> list[str]:
     """Returns which folders have another tokenizer or other labels than the first source."""
     problems, (one, *others) = [], data.folders.items()
     for key, folder in others:
-        if not same_tokenizer(folder.tokenizer, one[1].tokenizer):
+        if not folder.tokenizer.same_ids(one[1].tokenizer):
             path = shlex.quote(str(one[1].path))
             problems.append(
                 f"{key}={folder.path} has another tokenizer than {one[0]}={one[1].path}: write "
@@ -167,11 +157,6 @@ def _unequal(run: RunConfig, data: RunData) -> list[str]:
                 "folders with the same labels"
             )
     return problems
-
-
-def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
-    """Returns whether two tokenizers have the same vocabulary and end of text."""
-    return one.eos_id == other.eos_id and one.vocabulary == other.vocabulary
 
 
 def _folder_problems(run: RunConfig, key: str, folder: TokenFolder) -> list[str]:

@@ -1,14 +1,13 @@
 """The open token folders of a run, and fingerprints by which it notices that they have changed.
 
-Fingerprints do not depend on where the folders are. Numbers are compared exactly, tokenizers by
-their whole content, and large files by their size and by blocks of them, so it takes a fraction of
-a second for any folder. A change of a few tokens between two blocks is therefore not noticed.
+Of large files fingerprints compare blocks, which takes a fraction of a second for any folder. A
+change of a few tokens between two blocks is therefore not noticed.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
@@ -27,19 +26,12 @@ _BLOCK_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class RunData:
-    """The sources and validation sets of a run. A folder that is named twice is opened once.
+    """The sources and sets of a run by name. A folder that is named twice is opened once."""
 
-    Attributes:
-        sources: The folder of each source by its name, which is empty for data.path alone.
-        validation: The split of each validation set by its name.
-        test: The split of each test set by its name.
-        folders: All folders by a phrase such as `data.sources.web`.
-    """
-
-    sources: dict[str, TokenFolder]
+    sources: dict[str, TokenFolder]  # the name is empty for data.path alone
     validation: dict[str, TokenSplit]
     test: dict[str, TokenSplit]
-    folders: dict[str, TokenFolder]
+    folders: dict[str, TokenFolder]  # all of them by a phrase such as `data.sources.web`
 
     @property
     def first(self) -> TokenFolder:
@@ -105,19 +97,13 @@ class RunData:
 
 
 class Fingerprint(Config):
-    """What tells the contents of token folders apart.
+    """What tells the contents of token folders apart, wherever they are."""
 
-    Attributes:
-        numbers: Sizes and the other entries of the index that matter for training, by name.
-        hashes: For each file, a hash of its blocks.
-        sources: The fingerprint of each source, for the data of a run with `data.sources`.
-        validation: That of each set of `data.validation`.
-    """
-
+    # Sizes and the other entries of the index that matter for training, by name.
     numbers: dict[str, str | int] = Field(default_factory=dict)
-    hashes: dict[str, str] = Field(default_factory=dict)
-    sources: dict[str, Fingerprint] = Field(default_factory=dict)
-    validation: dict[str, Fingerprint] = Field(default_factory=dict)
+    hashes: dict[str, str] = Field(default_factory=dict)  # of the blocks of each file
+    sources: dict[str, Fingerprint] = Field(default_factory=dict)  # of `data.sources`
+    validation: dict[str, Fingerprint] = Field(default_factory=dict)  # of `data.validation`
 
     @property
     def vocabulary(self) -> int | None:
@@ -136,31 +122,24 @@ class Fingerprint(Config):
 
         A validation set that is only on one side is no difference: no step reads it.
         """
-        named = [
-            f"{name}: {difference}"
-            for name in self.sources
-            if name in there.sources
-            for difference in self.sources[name].differences(there.sources[name])
-        ]
+
+        def in_both(mine: dict[str, Fingerprint], theirs: dict[str, Fingerprint]) -> Iterator[str]:
+            for name in mine:
+                if name in theirs:
+                    yield from (f"{name}: {said}" for said in mine[name].differences(theirs[name]))
+
+        named = [*in_both(self.sources, there.sources)]
         if [*self.sources] != [*there.sources]:
             here, before = (" and ".join(one.sources) or "data.path" for one in (self, there))
             return [f"it is read from {here}, there from {before}", *named]
-        named += [
-            f"validation set {name}: {difference}"
-            for name in self.validation
-            if name in there.validation
-            for difference in self.validation[name].differences(there.validation[name])
-        ]
+        named += [f"validation set {said}" for said in in_both(self.validation, there.validation)]
         named += [
             f"{name} is {self.numbers.get(name)}, there {there.numbers.get(name)}"
             for name in {**self.numbers, **there.numbers}
             if self.numbers.get(name) != there.numbers.get(name)
         ]
-        files = [
-            name
-            for name in {**self.hashes, **there.hashes}
-            if self.hashes.get(name) != there.hashes.get(name)
-        ]
+        names = {**self.hashes, **there.hashes}
+        files = [name for name in names if self.hashes.get(name) != there.hashes.get(name)]
         return [*named, *([f"the contents of {', '.join(files)} changed"] if files else [])]
 
 
@@ -174,10 +153,12 @@ def fingerprint(data: RunData | TokenFolder) -> Fingerprint:
         for name, split in data.validation.items()
         if name
     }
-    if "" in sources:
-        alone = sources[""]
-        return Fingerprint(numbers=alone.numbers, hashes=alone.hashes, validation=validation)
-    return Fingerprint(sources=sources, validation=validation)
+    alone = sources.get("")
+    return (
+        alone.model_copy(update={"validation": validation})
+        if alone
+        else Fingerprint(sources=sources, validation=validation)
+    )
 
 
 def _of_folder(folder: TokenFolder, splits: Sequence[SplitName]) -> Fingerprint:
@@ -198,8 +179,7 @@ def _of_folder(folder: TokenFolder, splits: Sequence[SplitName]) -> Fingerprint:
 
 def _hash(path: Path) -> str:
     """Returns a hash of a small file, or of blocks of a large one from its start to its end."""
-    digest = hashlib.blake2b(digest_size=8)
-    size = path.stat().st_size
+    digest, size = hashlib.blake2b(digest_size=8), path.stat().st_size
     with path.open("rb") as file:
         if path.name == TOKENIZER or size <= _BLOCKS * _BLOCK_BYTES:
             digest.update(file.read())

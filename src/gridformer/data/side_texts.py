@@ -1,8 +1,7 @@
 """Texts beside tokens: what labels are called, and the questions of a folder with their answers.
 
 labels.json in run directories is a list of the names of a classifier's labels. In a token folder
-SPLIT.questions.jsonl has one JSON object a line for each document of the split, in its order:
-{"id": ..., "context": ..., "question": ..., "answers": [...]}, with no answers if there is none.
+SPLIT.questions.jsonl has a `Question` a line for each document of the split, in its order.
 """
 
 from __future__ import annotations
@@ -50,17 +49,15 @@ class Question:
     answers: tuple[str, ...]
 
 
-def questions_name(split: str) -> str:
-    """Returns the name of the file that holds the questions of a split."""
-    return f"{split}.questions.jsonl"
-
-
 def without_questions(folder: Path, split: str) -> str:
     """Returns why answers to a split cannot be scored, or an empty string."""
-    file = folder / questions_name(split)
-    if file.is_file():
-        return ""
-    return f"{file}: is missing, with the right answers of the set: {_again(folder)}"
+    file = _file(folder, split)
+    missing = f"{file}: is missing, with the right answers of the set: {_again(folder)}"
+    return "" if file.is_file() else missing
+
+
+def _file(folder: Path, split: str) -> Path:
+    return folder / f"{split}.questions.jsonl"
 
 
 def _again(folder: Path) -> str:
@@ -72,14 +69,14 @@ def _again(folder: Path) -> str:
 
 def write_questions(folder: Path, split: str, questions: Iterable[Question]) -> None:
     """Writes the questions of one split, and replaces those that are there."""
-    with (folder / questions_name(split)).open("w", encoding="utf-8") as file:
+    with _file(folder, split).open("w", encoding="utf-8") as file:
         for one in questions:
             file.write(json.dumps(asdict(one), ensure_ascii=False) + "\n")
 
 
 def read_questions(folder: Path, split: str) -> list[Question]:
     """Reads the questions of one split."""
-    file = folder / questions_name(split)
+    file = _file(folder, split)
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
         records = [json.loads(line) for line in lines if line]

@@ -1,15 +1,15 @@
 """Token folders, which `gridformer prepare` writes and training reads memory-mapped.
 
-index.json describes a folder; it is written last, and without it the folder does not open. Of each
-split there are SPLIT.bin and SPLIT.idx, which are Megatron-LM's, and a file for every column. In a
-folder of pairs, documents 2i and 2i + 1 of a split are the two texts of pair i.
+index.json describes a folder and is written last. Of each split there are SPLIT.bin and SPLIT.idx,
+which are Megatron-LM's, and a file for every column. Documents 2i and 2i + 1 are pair i.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -90,10 +90,8 @@ class Index(Config):
     format: Literal["gridformer-tokens"] = FORMAT
     version: Literal[3] = VERSION
     kind: Kind = "text"
-    languages: tuple[str, str] | None = Field(
-        default=None, description="the languages of a pair's two texts"
-    )
-    labels: tuple[str, ...] = Field(default=(), description="the name of each label number")
+    languages: tuple[str, str] | None = None  # of a pair's two texts
+    labels: tuple[str, ...] = ()  # the name of each label number
     columns: dict[Annotated[str, Field(pattern=f"^{COLUMN_NAME}$")], Column] = Field(
         default_factory=dict, description="the columns of both splits by name"
     )
@@ -101,10 +99,8 @@ class Index(Config):
     vocab_size: int = Field(ge=1)
     eos_token: str
     eos_id: int = Field(ge=0)
-    bos_token: str | None = Field(
-        default=None, description="the token with which documents begin, if there is one"
-    )
-    ends: bool = Field(default=True, description="whether documents end with the end-of-text token")
+    bos_token: str | None = None  # with which documents begin, if there is one
+    ends: bool = True  # whether documents end with the end-of-text token
     seed: int = Field(ge=-(2**63), lt=2**64)
     val_fraction: float
     train: SplitEntry
@@ -144,7 +140,6 @@ class TokenFolder:
 
     @property
     def tokenizer_file(self) -> Path:
-        """The tokenizer.json."""
         return self.path / TOKENIZER
 
     def files(self, splits: Iterable[SplitName]) -> Mapping[str, Path]:
@@ -171,11 +166,12 @@ class TokenFolder:
         path = Path(path)
         index = read_index(path)
         dtype = token_dtype(index.vocab_size)
+        eos_id, size = index.eos_id, index.vocab_size
         if dtype.name != index.dtype:
-            what = f"says {index.dtype}, but a vocabulary of {index.vocab_size} is written as"
-            raise _damaged(path / INDEX, f"{what} {dtype.name}")
-        if index.eos_id >= index.vocab_size:
-            what = f"end-of-text id {index.eos_id} is outside the vocabulary of {index.vocab_size}"
+            what = f"says {index.dtype}, but a vocabulary of {size} is written as {dtype.name}"
+            raise _damaged(path / INDEX, what)
+        if eos_id >= size:
+            what = f"end-of-text id {eos_id} is outside the vocabulary of {size}"
             raise _damaged(path / INDEX, what)
         _check_size(path / TOKENIZER, index.tokenizer.bytes, f"as {INDEX} says")
         train, val = (_open_split(path, name, index, dtype) for name in SPLITS)
@@ -187,10 +183,8 @@ class TokenFolder:
         A launcher calls this before it starts processes, so that none of them finds it out.
         """
         for split in SPLITS:
-            try:
+            with _remedied(self.path):
                 Indexed.open(self.path / f"{split}.idx").check()
-            except DataError as error:
-                raise DataError(f"{error}: {_again(self.path)}") from None
         self.tokenizer  # noqa: B018 (reading it is the check)
 
 
@@ -219,10 +213,8 @@ def read_index(path: Path) -> Index:
             f"{path}: is not a token folder, because it has no {INDEX}; write one with "
             f"gridformer prepare SOURCE --out FOLDER"
         )
-    try:
+    with _remedied(path):
         raw = read_json(file)
-    except UnreadableError as error:
-        raise DataError(f"{error}: {_again(path)}") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise DataError(
             f'{file}: is not the index of a token folder ("format" is not "{FORMAT}"); write one '
@@ -261,10 +253,8 @@ def _open_split(path: Path, name: SplitName, index: Index, dtype: np.dtype[Any])
 
 
 def _open_borders(file: Path, entry: SplitEntry, dtype: np.dtype[Any]) -> Borders:
-    try:
+    with _remedied(file.parent):
         indexed = Indexed.open(file)
-    except DataError as error:
-        raise DataError(f"{error}: {_again(file.parent)}") from None
     n = indexed.n_documents
     if (indexed.dtype, n) != (dtype, entry.documents):
         what = f"describes {n} documents of {indexed.dtype.name}, but {INDEX} {entry.documents} of"
@@ -296,6 +286,15 @@ def _check_size(file: Path, expected: int, why: str) -> None:
         raise _damaged(file, "is missing")
     if (size := file.stat().st_size) != expected:
         raise _damaged(file, f"has {size} bytes, expected {expected} ({why})")
+
+
+@contextmanager
+def _remedied(path: Path) -> Iterator[None]:
+    """Adds to errors of reading a file of a folder how to write the folder again."""
+    try:
+        yield
+    except (DataError, UnreadableError) as error:
+        raise DataError(f"{error}: {_again(path)}") from None
 
 
 def _damaged(file: Path, what: str) -> DataError:

@@ -145,6 +145,10 @@ class Tokenizer:
         """The ids of all tokens, added ones included."""
         return dict(self._backend.get_vocab())
 
+    def same_ids(self, other: Tokenizer) -> bool:
+        """Returns whether another tokenizer has the same vocabulary and end of text."""
+        return self.eos_id == other.eos_id and self.vocabulary == other.vocabulary
+
     def id_of(self, token: str) -> int | None:
         """Returns the id of a token spelled as in the vocabulary, or None if it is not there."""
         number = self._backend.token_to_id(token)
@@ -164,8 +168,6 @@ class Tokenizer:
 
     def put_around(self, one: Sequence[str], two: Sequence[str]) -> None:
         """Makes other programs put special tokens around texts, unless the tokenizer does already.
-
-        Texts that are encoded here get none.
 
         Args:
             one: The special tokens around a text, which is `$A`.
@@ -188,8 +190,7 @@ class Tokenizer:
     def begin_ids(self) -> list[int]:
         """The ids before a text: `bos_token`, or else what the tokenizer itself puts there.
 
-        Documents of a corpus begin with `bos_token` only, so the tokenizer's own ids do not count
-        beside it. `encode` leaves all of them out, because texts of a corpus follow one another.
+        `encode` leaves all of them out, because texts of a corpus follow one another.
         """
         if self.bos_id is not None:
             return [self.bos_id]
@@ -223,11 +224,7 @@ class Tokenizer:
         return [e.ids for e in self._encode(texts)]
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Returns the ids of texts in which special tokens are spelled out, as templates do.
-
-        Returns:
-            For each text its ids, and for each id the characters [begin, end) that it stands for.
-        """
+        """Does what `encode_with_offsets` does, but takes special tokens that are spelled out."""
         self._backend.encode_special_tokens = False
         try:
             return self.encode_with_offsets(texts)

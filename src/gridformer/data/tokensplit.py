@@ -59,21 +59,15 @@ class TokenSplit:
     """One split of a token source, memory-mapped.
 
     Document d is tokens[offsets[d] : offsets[d + 1]], its end-of-text token included.
-
-    Attributes:
-        tokens: Token ids [n_tokens] in the file's dtype.
-        starts: Starts of documents, and the end of the last, [n_documents + 1] int64, or a function
-            that reads them.
-        vocab_size: Ids are in [0, vocab_size).
-        columns: Values of documents [n_documents] or [n_documents, width], or of tokens [n_tokens]
-            or [n_tokens, width], by name.
     """
 
     name: str
     path: Path
-    tokens: NDArray[Any]
+    tokens: NDArray[Any]  # ids [n_tokens] in the file's dtype
+    # Starts of documents, and the end of the last, [n_documents + 1], or what reads them.
     starts: NDArray[np.int64] | Callable[[], NDArray[np.int64]]
-    vocab_size: int
+    vocab_size: int  # ids are in [0, vocab_size)
+    # By name: of documents [n_documents] or [n_documents, width], or of tokens alike.
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @cached_property

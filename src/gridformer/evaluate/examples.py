@@ -15,7 +15,7 @@ from torch import Tensor
 from gridformer.config import FINE_TUNING, RunConfig, closest
 from gridformer.config.data import ValidationConfig
 from gridformer.data import Batches, RunData, TokenFolder, Tokenizer, resolve
-from gridformer.data.resolve import check_set, same_tokenizer
+from gridformer.data.resolve import check_set
 from gridformer.data.samples.batches import SequentialBatches, alike, open_samples
 from gridformer.data.samples.examples import Reading, read_by
 from gridformer.data.side_texts import LABELS_FILE
@@ -216,7 +216,7 @@ def same_as_trained(trained: Trained, tokenizer: Tokenizer, name: str) -> None:
     Raises:
         ConfigError: The set has another tokenizer than the model.
     """
-    if not same_tokenizer(trained.tokenizer, tokenizer):
+    if not trained.tokenizer.same_ids(tokenizer):
         raise ConfigError(
             f"--set {name}: its folder has another tokenizer than the model: prepare it again "
             "with --tokenizer and the run directory"

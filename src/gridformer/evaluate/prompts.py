@@ -14,8 +14,8 @@ from gridformer.data.chat import (
     CHAT_FILE,
     SYSTEM,
     USER,
+    ChatTemplate,
     Message,
-    StoredChat,
     messages_of,
     open_template,
     read_chat,
@@ -179,14 +179,14 @@ def chat_prompts(folder: Path, conversations: Sequence[Sequence[Message]]) -> Ch
         DataError: There is no template, or it refuses a conversation.
     """
     tokenizer = load_tokenizer(folder, read_manifest(folder))
-    with stored_chat(folder).open() as template:
+    with stored_chat(folder) as template:
         texts = [template.prompt(messages) for messages in conversations]
         stops = frozenset({tokenizer.eos_id, *stop_ids(template, tokenizer)})
     shown = [messages[-1]["content"] for messages in conversations]
     return ChatPrompts(tuple(texts), tuple(shown), stops)
 
 
-def stored_chat(folder: Path) -> StoredChat:
+def stored_chat(folder: Path) -> ChatTemplate:
     """Returns the chat template of a checkpoint: that of its run's data, or of its import.
 
     Raises:

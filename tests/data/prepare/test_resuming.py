@@ -21,8 +21,7 @@ from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.chat import open_template
 from gridformer.data.prepare import atomic_folder, reading
 from gridformer.data.prepare.atomic_folder import documents_kept
-from gridformer.data.prepare.chat import FORGED, NO_ANSWER, prepare_chat
-from gridformer.data.prepare.corpus import prepare_corpus
+from gridformer.data.prepare.corpus import FORGED, NO_ANSWER, prepare_chat, prepare_corpus
 from gridformer.data.prepare.reading import TextSource
 from gridformer.data.prepare.sources import open_sources
 from gridformer.data.prepare.tasks import prepare_task

@@ -13,12 +13,11 @@ from gridformer.config import RunConfig
 from gridformer.data import (
     Batches,
     TokenFolder,
-    open_batches,
     resolve,
     special_ids,
 )
 from tests.support.chats import chat_folder
-from tests.support.data import a_run
+from tests.support.data import a_run, open_batches
 
 MASK = {"data__document_mask": True}
 PACK = {**MASK, "data__packing": "documents"}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gridformer.data import TokenFolder
-from gridformer.data.prepare.chat import FORGED, NO_ANSWER, prepare_chat
+from gridformer.data.prepare.corpus import FORGED, NO_ANSWER, prepare_chat
 from gridformer.data.samples.sample import SpecialIds
 from gridformer.data.samples.texts import ChatSamples
 from gridformer.utils.batch import IGNORE

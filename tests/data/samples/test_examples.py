@@ -67,7 +67,7 @@ def test_a_decoder_reads_what_its_tokenizer_puts_before_a_text() -> None:
 
 def test_numbers_are_labels() -> None:
     split = split_of([[1, 2], [3]], parts=[[1, 1], [1, 0]], value=[0.5, 3.25])
-    whole = SequentialBatches(TextExamples(split, 6, DECODER, wanted="value"), 3).batch(0)
+    whole = SequentialBatches(TextExamples(split, Reading(6, DECODER), "value"), 3).batch(0)
     assert whole["labels"].dtype == np.float32
     assert whole["labels"][:2].tolist() == [0.5, 3.25]
     assert np.isnan(whole["labels"][2])
@@ -76,24 +76,24 @@ def test_numbers_are_labels() -> None:
 
 def test_texts_with_and_without_parts() -> None:
     pairs = split_of([[1, 2, 3], [4]], parts=[[1, 2], [1, 0]], labels=[2, 0])
-    found = TextExamples(pairs, 8, ENCODER).sample(0, DRAW)
+    found = TextExamples(pairs, Reading(8, ENCODER)).sample(0, DRAW)
     assert found["tokens"].tolist() == [CLS, 1, SEP, 2, 3, SEP, PAD, PAD]
     assert int(found["labels"]) == 2
     labeled = split_of([[1, 2, 3]], labels=[1])
-    found = TextExamples(labeled, 6, ENCODER).sample(0, DRAW)
+    found = TextExamples(labeled, Reading(6, ENCODER)).sample(0, DRAW)
     assert found["tokens"].tolist() == [CLS, 1, 2, 3, SEP, PAD]
 
 
 def test_choices_are_sequences_of_their_own() -> None:
     split = split_of([[1, 2, 5, 6, 7]], parts=[[2, 1, 2]], right=[1])
-    found = ChoiceExamples(split, 7, ENCODER, 2).sample(0, DRAW)
+    found = ChoiceExamples(split, Reading(7, ENCODER), 2).sample(0, DRAW)
     assert found["tokens"].tolist() == [
         [CLS, 1, 2, SEP, 5, SEP, PAD],
         [CLS, 1, 2, SEP, 6, 7, SEP],
     ]
     assert (found["at"].tolist(), int(found["labels"])) == ([0, 0], 1)
     with pytest.raises(DataError, match=r"have 2 choices.*use data\.n_choices=2"):
-        ChoiceExamples(split, 7, ENCODER, 4)
+        ChoiceExamples(split, Reading(7, ENCODER), 4)
 
 
 @pytest.mark.parametrize("special", [ENCODER, DECODER])
@@ -112,14 +112,19 @@ def test_choices_that_truncation_makes_equal_are_counted(
         [*range(5, 15), 50, *range(5, 15), 51],
     ]
     split = split_of(rows, parts=[[3, 9, 9], [3, 9, 9], [3, 1, 1], [0, 11, 11]], right=[0, 1, 0, 1])
-    few = ChoiceExamples(split, 9, special, 2, two_stacks)
-    assert (few.n_alike, ChoiceExamples(split, 20, special, 2, two_stacks).n_alike) == (2, 0)
+    few = ChoiceExamples(split, Reading(9, special, two_stacks), 2)
+    assert (few.n_alike, ChoiceExamples(split, Reading(20, special, two_stacks), 2).n_alike) == (
+        2,
+        0,
+    )
     (said,) = alike(
         SequentialBatches(few, 2),
         ShuffledBatches((few,), Order.of_one(few.n_samples, 2, 0), "test"),
     )
     assert said.startswith("Warning: at least 4 of 8 questions have choices that are equal once")
-    assert not alike(SequentialBatches(TextExamples(split_of([[1]], labels=[0]), 9, special), 1))
+    assert not alike(
+        SequentialBatches(TextExamples(split_of([[1]], labels=[0]), Reading(9, special)), 1)
+    )
 
 
 def test_windows_cover_contexts_and_hold_answers() -> None:
@@ -175,7 +180,7 @@ def test_an_answer_counts_in_each_window_that_holds_all_of_it(answer: tuple[int,
 
 def test_every_sample_once() -> None:
     split = split_of([[i] for i in range(1, 6)], labels=[0, 1, 0, 1, 1])
-    whole = SequentialBatches(TextExamples(split, 4, ENCODER), 4)
+    whole = SequentialBatches(TextExamples(split, Reading(4, ENCODER)), 4)
     assert (whole.numbers, whole.n_samples) == (range(2), 5)
     last = whole.batch(1)
     assert last["item"].tolist() == [4, 5, 5, 5]

@@ -268,7 +268,7 @@ def _write_chat(folder: Path, root: Path, ids: Mapping[str, Any]) -> None:
         return
     tokenizer, file = Tokenizer.load(root / TOKENIZER), folder / GENERATION
     stops: list[int] = []
-    with suppress(DataError), chat.open() as template:
+    with suppress(DataError), chat as template:
         stops = stop_ids(template, tokenizer)
     values = read_mapping(file) if file.is_file() else {**ids}
     said = values.get("eos_token_id", ids.get("eos_token_id"))

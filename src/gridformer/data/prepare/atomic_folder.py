@@ -1,8 +1,7 @@
 """Writes a token folder that appears complete or not at all, and goes on where it was stopped.
 
-A state is saved beside the files every few seconds, after they are on disk. A preparation that was
-killed is begun again with the same command; files are cut to what the last state says of them, and
-sources are read from there.
+A state is saved beside the files every few seconds, after they are on disk. When the same command
+is begun again, files are cut to what the last state says, and sources are read from there.
 """
 
 from __future__ import annotations
@@ -40,23 +39,15 @@ SAVE_EVERY_S = 10.0
 
 @dataclass
 class PreparationState:
-    """How far a preparation is.
+    """How far a preparation is."""
 
-    Attributes:
-        key: The `resume_key` of what is prepared and how.
-        origin: Where the tokenizer comes from.
-        documents: The documents of each source that are written.
-        n_bytes: The bytes of text of each source that are tokenized.
-        dropped: What was left out after it was read.
-    """
-
-    key: str
-    origin: str
-    documents: list[int]
-    n_bytes: list[int]
+    key: str  # the `resume_key` of what is prepared and how
+    origin: str  # of the tokenizer
+    documents: list[int]  # of each source that are written
+    n_bytes: list[int]  # of text of each source that are tokenized
     writer: WriterState = field(default_factory=WriterState)
     cursor: Cursor = field(default_factory=Cursor)
-    dropped: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)  # after it was read
 
 
 _STATE = TypeAdapter(PreparationState)
@@ -64,19 +55,12 @@ _STATE = TypeAdapter(PreparationState)
 
 @dataclass
 class Unfinished:
-    """The folder that a preparation writes.
-
-    Attributes:
-        state: The state from which it goes on, if it was stopped.
-        can_keep: Whether its state may be saved.
-        keeps: Whether the folder stays if the preparation fails.
-        saved: When the state was saved.
-    """
+    """The folder that a preparation writes."""
 
     folder: Path
-    state: PreparationState | None
-    can_keep: bool
-    keeps: bool
+    state: PreparationState | None  # from which it goes on, if it was stopped
+    can_keep: bool  # whether its state may be saved
+    keeps: bool  # whether the folder stays if the preparation fails
     saved: float = field(default_factory=time.monotonic)
 
     @property

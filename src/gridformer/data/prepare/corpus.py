@@ -1,32 +1,55 @@
-"""Turns texts, pairs of texts and labeled texts into a token folder."""
+"""Turns texts, pairs of texts, labeled texts and conversations into a token folder.
+
+In a folder of conversations (kind `chat`) the column `answer` says of each token whether it belongs
+to an answer, and `first_answer` says of each document where its first such token is.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gridformer.data.prepare.reading import BATCH_CHARS, Cursor, Text, TextSource, pieces
-from gridformer.data.prepare.records import NO_PAIR
+from gridformer.data.chat import (
+    ASSISTANT,
+    ChatTemplate,
+    Message,
+    encode,
+    messages_of,
+    spells_special,
+    write_chat,
+)
+from gridformer.data.prepare.reading import BATCH_CHARS, Cursor, Source, Text, TextSource, pieces
+from gridformer.data.prepare.records import NO_PAIR, RECORDS, Fields
+from gridformer.data.prepare.sources import open_source
 from gridformer.data.prepare.split_file import Document
 from gridformer.data.prepare.writer import (
     EncodedBatch,
     FolderSpec,
+    PrepareProgress,
     WriteOptions,
     nothing_error,
     prepare_documents,
-    trained_on,
 )
-from gridformer.data.tokenfolder import TokenFolder, token_dtype
+from gridformer.data.tokenfolder import Kind, TokenFolder, token_dtype
 from gridformer.data.tokenizer import Tokenizer, encodable
+from gridformer.data.tokensplit import Column
 from gridformer.utils.errors import DataError, UserError
 
-_NOTHING = "there is no text to prepare"
+ANSWER, FIRST_ANSWER = "answer", "first_answer"
+COLUMNS = {ANSWER: Column(per="token", dtype="uint8"), FIRST_ANSWER: Column(dtype="int32")}
+NO_ANSWER = "conversations without an answer"
+FORGED = "conversations that spell a special token"
+_AT_A_TIME = 64  # conversations whose tokens are Python's lists at the same time
+_NOTHING, _NO_CHATS = "there is no text to prepare", "there are no conversations to prepare"
+
+Conversation = list[Message]
 
 
 def prepare_corpus(
@@ -67,8 +90,8 @@ def prepare_corpus(
         )
 
     def train() -> Tokenizer:
-        texts = partial(sampled_text, sources, sample_bytes)
-        return trained_on(texts, vocab_size, lambda: _nothing(sources), options)
+        sample = sampled_text(sources, sample_bytes)
+        return _trained(sample, vocab_size, lambda: _nothing(sources), options)
 
     spec: FolderSpec[Text] = FolderSpec(
         kind,
@@ -83,6 +106,75 @@ def prepare_corpus(
         nothing=_NOTHING,
     )
     return prepare_documents(sources, out, spec, tokenizer or train, **options)
+
+
+def prepare_chat(
+    specs: Sequence[str],
+    out: Path,
+    chat: ChatTemplate,
+    needed: Sequence[str] = (),
+    *,
+    split: str = "train",
+    tokenizer: Tokenizer | None = None,
+    vocab_size: int = 4096,
+    sample_bytes: int = 16_000_000,
+    val_fraction: float = 0.02,
+    seed: int = 1234,
+    **options: Unpack[WriteOptions],
+) -> TokenFolder:
+    """Writes the conversations of all sources, in order, to a token folder, and opens it.
+
+    The other arguments are those of `prepare_corpus`.
+
+    Args:
+        specs: Files of JSON lines, tables, folders of them, or data sets of Hugging Face.
+        needed: Special tokens that the template writes; the tokenizer gets those it does not have.
+    """
+
+    def complete(tokenizer: Tokenizer) -> Tokenizer:
+        tokenizer.add_special([token for token in needed if tokenizer.id_of(token) is None])
+        return tokenizer
+
+    def train() -> Tokenizer:
+        sample = _sampled_chats(sources, sample_bytes)
+        empty = nothing_error(specs, _NO_CHATS, {})
+        return complete(_trained(sample, vocab_size - len(needed), lambda: empty, options))
+
+    # A template that cannot be read is refused before anything is.
+    with chat:
+        sources = [open_source(spec, RECORDS, _Conversations(), split) for spec in specs]
+        if unfit := next((one.name for one in sources if one.kind != "chat"), ""):
+            raise UserError(f"{unfit}: --chat reads conversations, and this holds none")
+        asked = (chat.template, chat.special, chat.origin)
+        spec: FolderSpec[Conversation] = FolderSpec(
+            "chat",
+            lambda used: partial(_encoded_chats, chat, used),
+            lambda messages: sum(len(message["content"]) for message in messages),
+            {"chat": asked, "tokenizer": (vocab_size, sample_bytes, needed)},
+            COLUMNS,
+            lambda folder: write_chat(folder, chat),
+            seed,
+            val_fraction,
+            nothing=_NO_CHATS,
+        )
+        used = complete(tokenizer) if tokenizer else train
+        return prepare_documents(sources, out, spec, used, **options)
+
+
+def _trained(
+    texts: Iterable[str], vocab_size: int, empty: Callable[[], Exception], options: WriteOptions
+) -> Tokenizer:
+    """Trains a tokenizer on a sample; if there is none, it raises what `empty` returns."""
+    on_progress = options.get("on_progress", lambda progress: None)
+    on_progress(PrepareProgress("sampling"))
+    sample = list(texts)
+    if not sample:
+        raise empty()
+    on_progress(PrepareProgress("training the tokenizer"))
+    return Tokenizer.train(sample, vocab_size)
+
+
+# --------------------------------------------------------------------------- texts
 
 
 def sampled_text(sources: Sequence[TextSource], limit: int) -> Iterator[str]:
@@ -144,3 +236,69 @@ def _nothing(sources: Sequence[TextSource]) -> DataError:
         deque(source.read(skipped, Cursor()), maxlen=0)
     names = [source.name for source in sources]
     return nothing_error(names, _NOTHING, dict(sorted(skipped.items())))
+
+
+# --------------------------------------------------------------------------- conversations
+
+
+class _Conversations(Fields):
+    """Records that hold conversations."""
+
+    @property
+    def kind(self) -> Kind:
+        return "chat"
+
+    @property
+    def options(self) -> dict[str, str]:
+        return {}
+
+    def columns(self, present: Sequence[str], where: str) -> list[str]:
+        return [*present]
+
+    def items(
+        self, record: Mapping[str, Any], where: str, skipped: Counter[str]
+    ) -> Iterator[Conversation]:
+        yield messages_of(record, where)
+
+
+def _encoded_chats(
+    template: ChatTemplate, tokenizer: Tokenizer, conversations: Sequence[Conversation]
+) -> EncodedBatch:
+    """Returns the conversations as documents from which a model can learn."""
+    dtype, documents, dropped = token_dtype(tokenizer.vocab_size), [], Counter[str]()
+
+    def usable() -> Iterator[Conversation]:
+        for messages in conversations:
+            if not any(m["role"] == ASSISTANT and m["content"].strip() for m in messages):
+                dropped[NO_ANSWER] += 1
+            elif spells_special(messages, tokenizer):
+                dropped[FORGED] += 1
+            else:
+                yield messages
+
+    rest = usable()
+    while some := [*islice(rest, _AT_A_TIME)]:
+        for messages, encoded in zip(some, encode(some, template, tokenizer)):
+            first = next((i for i, said in enumerate(encoded.answer) if said and i), None)
+            if first is None:
+                dropped[NO_ANSWER] += 1
+                continue
+            answer = np.array(encoded.answer, dtype=np.uint8)
+            n_bytes = sum(len(encodable(message["content"]).encode()) for message in messages)
+            columns = {ANSWER: answer, FIRST_ANSWER: first}
+            ids = np.array(encoded.ids, dtype=dtype)
+            documents.append(Document(ids, columns, n_bytes=n_bytes))
+    return documents, dropped
+
+
+def _sampled_chats(sources: Sequence[Source[Conversation]], limit: int) -> Iterator[str]:
+    """Yields about `limit` bytes of messages, the same amount from each source that has enough."""
+    for source in sources:
+        taken = 0
+        for messages in source.read(Counter(), Cursor()):
+            for message in messages:
+                text = encodable(message["content"])
+                taken += len(text.encode())
+                yield text
+            if taken >= limit / len(sources):
+                break

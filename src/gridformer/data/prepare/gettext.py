@@ -177,10 +177,8 @@ def cleaned(
 ) -> Iterator[Pair]:
     """Yields translated messages on one line each, without keyboard shortcuts.
 
-    Args:
-        min_words: The fewest words of a source text.
-        skipped: Counts what is left out: messages that are short, not translated, or whose
-            translation is the same or waits for review (fuzzy).
+    Messages that are short, not translated, or whose translation is the same or waits for review
+    (fuzzy) are left out and counted.
     """
     for entry in catalog:
         # Compilers leave fuzzy messages out, so entries of .mo files have no such flag.
@@ -214,16 +212,12 @@ def without_mnemonics(pair: Pair) -> Pair:
 
 
 def _forms(entry: polib.POEntry | polib.MOEntry) -> Iterator[tuple[str, str]]:
-    """Yields the message, or its singular and plural forms.
-
-    From three or more forms it yields only the first, because a formula determines the numbers to
-    which the others apply.
-    """
+    """Yields the message, or its singular and plural forms."""
     if not entry.msgid_plural:
         yield entry.msgid, entry.msgstr
         return
     forms = [entry.msgstr_plural[key] for key in sorted(entry.msgstr_plural)]
-    if len(forms) > 1:
+    if len(forms) > 1:  # of three and more, a formula determines where the later ones apply
         yield entry.msgid, forms[0]
     if len(forms) in (1, 2):
         yield entry.msgid_plural, forms[-1]

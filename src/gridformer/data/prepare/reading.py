@@ -56,19 +56,12 @@ class Text(NamedTuple):
 
 @dataclass
 class Cursor:
-    """Where the sources are being read, so that reading can go on there later.
+    """Where the sources are being read, so that reading can go on there later."""
 
-    Attributes:
-        source: The number of the source.
-        mark: The last place that the source reported with `reached`; None is its beginning.
-        items: The items that have been read since the mark.
-        skipped: What had been left out of all sources at the mark.
-    """
-
-    source: int = 0
-    mark: Any = None
-    items: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
+    source: int = 0  # its number
+    mark: Any = None  # the last place that it reported with `reached`; None is its beginning
+    items: int = 0  # read since the mark
+    skipped: dict[str, int] = field(default_factory=dict)  # of all sources, at the mark
 
     def reached(self, mark: object, skipped: Counter[str]) -> None:
         """Tells that the next item is the first one after `mark`, a value that JSON can hold."""
@@ -82,31 +75,20 @@ Reader = Callable[[Counter[str], Cursor], Iterator[Item]]
 
 @dataclass(frozen=True)
 class Source(Generic[Item]):
-    """Documents, and where they come from. They can be read several times.
+    """Documents, and where they come from. They can be read several times."""
 
-    Attributes:
-        name: The source as the user wrote it.
-        read: Yields all items lazily, always in the same order, and counts what it skips.
-        sample: Yields all items in an order whose beginning is typical of the whole; None means
-            that of `read`.
-        files: The files that are read: if one changes, a preparation begins anew.
-        revision: What else changes with its items.
-        n_bytes: The bytes to read, for progress; None if they are not known.
-        parts: The parts of the source, if they have their own licenses.
-        options: The options for pairs and labels that have an effect on it.
-    """
-
-    name: str
-    read: Reader[Item]
+    name: str  # as the user wrote it
+    read: Reader[Item]  # yields all items, always in the same order, and counts what it skips
+    # Yields all items in an order whose beginning is typical of the whole; None means that of read.
     sample: Callable[[], Iterator[Item]] | None = None
-    files: tuple[Path, ...] = ()
+    files: tuple[Path, ...] = ()  # if one changes, a preparation begins anew
     kind: Kind = "text"
     languages: tuple[str, str] | None = None
     license: str | None = None
-    revision: object = None
-    n_bytes: int | None = None
-    parts: tuple[PartEntry, ...] = ()
-    options: tuple[str, ...] = ()
+    revision: object = None  # what else changes with its items
+    n_bytes: int | None = None  # to read, for progress, if they are known
+    parts: tuple[PartEntry, ...] = ()  # if they have licenses of their own
+    options: tuple[str, ...] = ()  # for pairs and labels, which have an effect on it
 
     def sampled(self) -> Iterator[Item]:
         """Yields all items, the first of which are typical."""
@@ -144,10 +126,8 @@ def batches(
     """Yields the items of all sources after `start`, in order, and the place after each batch.
 
     Args:
-        readers: What reads each source.
         chars: Returns the characters of an item, which limit the size of a batch.
         skipped: Counts what is left out, and is set to what it was at `start`.
-        start: Where to begin.
     """
     skipped.clear()
     skipped.update(start.skipped)
@@ -212,17 +192,6 @@ def _open_binary(path: Path) -> BinaryIO:
     return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
 
 
-def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines of a file with their numbers; a small .gz may have one of many GB."""
-    with _open_binary(path) as file:
-        read = partial(file.readline, LONGEST_LINE + 1)
-        for number, line in enumerate(iter(read, b""), start=1):
-            if len(line) > LONGEST_LINE:
-                most = f"has more than {LONGEST_LINE:,} bytes: write one record on each line"
-                raise DataError(f"{path}, line {number}: {most}")
-            yield number, line
-
-
 def _chunks(path: Path) -> Iterator[bytes]:
     with _open_binary(path) as file:
         while chunk := file.read(_CHUNK):
@@ -231,10 +200,14 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 def lines(path: Path, skipped: Counter[str]) -> Iterator[tuple[str, str]]:
     """Yields the lines of a file, each after its place for errors, without a byte order mark."""
-    with readable(path):
-        # By bytes, because text mode would also end lines at characters such as U+2028.
-        for number, line in _numbered_lines(path):
+    with readable(path), _open_binary(path) as file:
+        # By bytes, because text mode would also end lines at characters such as U+2028. A small
+        # .gz may have a line of many GB.
+        for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE + 1), b""), start=1):
             where = f"{path}, line {number}"
+            if len(line) > LONGEST_LINE:
+                most = f"has more than {LONGEST_LINE:,} bytes: write one record on each line"
+                raise DataError(f"{where}: {most}")
             try:
                 text = line.decode("utf-8")
             except UnicodeDecodeError:

@@ -16,7 +16,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from gridformer.data.prepare import hf
 from gridformer.data.prepare.gettext import PREFIX, catalog_source
 from gridformer.data.prepare.reading import (
     Cursor,
@@ -34,6 +33,9 @@ from gridformer.data.prepare.records import (
     TABLES,
     Fields,
     file_items,
+    hub_source,
+    is_saved,
+    saved_source,
 )
 from gridformer.utils.errors import DataError, UserError
 from gridformer.utils.files import meant_beside
@@ -54,11 +56,7 @@ def file_source(
     license: str | None = None,
     label_root: Path | None = None,
 ) -> Source[Any]:
-    """Returns a source of documents from files.
-
-    Args:
-        label_root: If given, the label of a file is the name of the folder directly below this one.
-    """
+    """Returns a source of files, whose labels may be the names of the folders below label_root."""
 
     def of(file: Path, skipped: Counter[str]) -> Iterator[Any]:
         items = file_items(file, fields, skipped)
@@ -94,6 +92,8 @@ def file_source(
 
 def parallel_source(first: Path, second: Path) -> TextSource:
     """Returns a source of pairs from two files, such as train.en and train.de, line by line."""
+    if first == second:
+        raise UserError(f"--pair-files {first} {second}: a file does not translate itself")
 
     def pairs(skipped: Counter[str]) -> Iterator[Text]:
         both = (lines(file, skipped) for file in (first, second))
@@ -138,14 +138,9 @@ def _parallel_sources(specs: Sequence[str]) -> list[TextSource]:
             f"are {len(specs)} sources: write, for instance, train.en train.de"
         )
     paths = [Path(spec).expanduser() for spec in specs]
-    for path in paths:
-        if not path.is_file():
-            raise UserError(f"{path}: no such file, and --pair-files reads pairs of files")
-    both = [*zip(paths[::2], paths[1::2])]
-    for first, second in both:
-        if first == second:
-            raise UserError(f"--pair-files {first} {second}: a file does not translate itself")
-    return [parallel_source(first, second) for first, second in both]
+    if gone := next((path for path in paths if not path.is_file()), None):
+        raise UserError(f"{gone}: no such file, and --pair-files reads pairs of files")
+    return [parallel_source(first, second) for first, second in zip(paths[::2], paths[1::2])]
 
 
 def _language(path: Path) -> str:
@@ -170,8 +165,6 @@ def open_sources(
     Args:
         suffixes: The suffixes of the files to take from folders; empty means DEFAULT_SUFFIXES, or
             FOLDER_RECORDS for pairs and labels.
-        labels_from_folders: Whether the label of a file is the name of its folder.
-        pair_files: Whether every two sources are a text file and its translation, line by line.
     """
     if not specs:
         raise UserError(f"name at least one source, for instance {PYTHON_STDLIB}")
@@ -193,22 +186,16 @@ def open_sources(
         sources = [open_source(spec, wanted, fields, split, labels_from_folders) for spec in specs]
         if used and not any(used[0] in source.options for source in sources):
             raise UserError(f"{', '.join(specs)}: {used[0]} has no effect there: omit it")
-    for source in sources[1:]:
-        _check_same(sources[0], source)
+    one = sources[0]
+    for other in sources[1:]:
+        apart = ": prepare them into separate folders"
+        if one.kind != other.kind:
+            kinds = f"{one.name} holds {_KINDS[one.kind]}, {other.name} holds {_KINDS[other.kind]}"
+            raise UserError(kinds + apart)
+        if one.languages != other.languages:
+            first, second = (" to ".join(source.languages or ()) for source in (one, other))
+            raise UserError(f"{one.name} translates {first}, {other.name} {second}{apart}")
     return sources
-
-
-def _check_same(one: TextSource, other: TextSource) -> None:
-    if one.kind != other.kind:
-        raise UserError(
-            f"{one.name} holds {_KINDS[one.kind]}, {other.name} holds {_KINDS[other.kind]}: "
-            f"prepare them into separate folders"
-        )
-    if one.languages != other.languages:
-        raise UserError(
-            f"{one.name} translates {' to '.join(one.languages or ())}, {other.name} "
-            f"{' to '.join(other.languages or ())}: prepare them into separate folders"
-        )
 
 
 def open_source(
@@ -224,13 +211,13 @@ def open_source(
     if spec.startswith(PREFIX):
         return catalog_source(spec)
     if spec.startswith("hf:"):
-        return hf.hub_source(spec, split, fields)
+        return hub_source(spec, split, fields)
     path = Path(spec).expanduser()
     if path.is_file():
         return file_source(spec, [path], fields)
     if path.is_dir():
-        if hf.is_saved(path):
-            return hf.saved_source(path, spec, split, fields)
+        if is_saved(path):
+            return saved_source(path, spec, split, fields)
         walked = files_below(path, suffixes)
         if not walked:
             names = (Path(name).suffix for _, _, files in os.walk(path) for name in files)

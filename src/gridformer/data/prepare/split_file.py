@@ -26,24 +26,16 @@ _LENGTH = np.dtype("<i8")
 
 
 class Document(NamedTuple):  # which workers send faster than a dataclass
-    """One document, or the next tokens of a long one.
+    """One document, or the next tokens of a long one."""
 
-    Attributes:
-        ids: Its tokens, without the end-of-text token, which is added.
-        values: The values of columns by name: those of the document, and for columns of tokens one
-            for each of `ids`, or one more that belongs to the end-of-text token (otherwise 0).
-        label: The name of its label, if it has one.
-        split: Its split. None lets a hash decide; all documents of a folder have one or none has.
-        n_bytes: The bytes of its text as UTF-8, for the summary.
-        ends: Whether the document ends with these tokens.
-    """
-
-    ids: Ids
+    ids: Ids  # without the end-of-text token, which is added
+    # The values of columns by name: those of the document, and for columns of tokens one for each
+    # of `ids`, or one more that belongs to the end-of-text token (otherwise 0).
     values: Mapping[str, object] | None = None
-    label: str | None = None
-    split: SplitName | None = None
-    n_bytes: int = 0
-    ends: bool = True
+    label: str | None = None  # its name
+    split: SplitName | None = None  # None lets a hash decide; all documents have one or none has
+    n_bytes: int = 0  # of its text as UTF-8, for the summary
+    ends: bool = True  # whether the document ends with these tokens
 
 
 def split_of(seed: int, document: int, val_fraction: float) -> SplitName:
@@ -247,11 +239,7 @@ class SplitWriter:
 
 
 class _SplitFile:
-    """The token file of a split, the lengths of its documents, and its columns.
-
-    Attributes:
-        per_token, per_document: The bytes of each token or document in the files that have some.
-    """
+    """The token file of a split, the lengths of its documents, and its columns."""
 
     def __init__(
         self,
@@ -263,6 +251,7 @@ class _SplitFile:
     ) -> None:
         self.dtype, self.path = dtype, folder / f"{split}.bin"
         self.lengths_path = folder / f"{split}.lengths"  # only until both indexes are written
+        # The bytes of each token, or of each document, in the files that have some.
         self.per_token, self.per_document = {self.path: dtype.itemsize}, {self.lengths_path: 8}
         for name, column in columns.items():
             rows = self.per_token if column.per == "token" else self.per_document

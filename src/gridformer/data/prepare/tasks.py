@@ -1,9 +1,7 @@
 """Writes folders of examples from the files of data sets for fine-tuning, as they are distributed.
 
 They are the tab-separated files of GLUE (Wang et al. 2019), the JSON files of SQuAD 1.1 and 2.0
-(Rajpurkar et al. 2016 and 2018), and the folders of RACE (Lai et al. 2017): texts with questions,
-each with four answers. A folder such as RACE/train contains the folders high and middle, whose .txt
-files are JSON:
+(Rajpurkar et al. 2016 and 2018), and the folders of RACE (Lai et al. 2017), whose .txt files are
 {"article": ..., "questions": [...], "options": [[...], ...], "answers": ["B", ...], "id": ...}.
 """
 
@@ -13,10 +11,10 @@ import math
 import string
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from types import MappingProxyType
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
@@ -43,59 +41,42 @@ NO_CONTEXT = "questions without a context"
 INCOMPLETE = "incomplete questions"
 
 
-@dataclass(frozen=True)
-class Example:
-    """One example.
-
-    Attributes:
-        values: The values of its columns, beside what its tokens determine.
-        answer: For a question and its context, the characters [begin, end) of the answer in the
-            context; (-1, -1) if it has none.
-    """
+class Example(NamedTuple):
+    """One example: its texts, and the values of its columns beside what its tokens determine."""
 
     texts: tuple[str, ...]
     label: str | None = None
-    values: Mapping[str, object] = field(default_factory=dict)
+    values: Mapping[str, object] = MappingProxyType({})
+    # The characters [begin, end) of the answer in the context; (-1, -1) if there is none.
     answer: tuple[int, int] | None = None
     split: SplitName | None = None
 
 
-@dataclass(frozen=True)
-class GlueTask:
-    """The files of one data set of GLUE, its columns and labels.
+class GlueTask(NamedTuple):
+    """One data set of GLUE, whose training file is train.tsv."""
 
-    Attributes:
-        columns: The columns of the first text, of the second one if there is one, and of the label.
-        labels: The labels, in the order of their numbers; none if the last column has numbers.
-        header: Whether the first row names the columns; otherwise columns are numbers.
-    """
-
-    train: str
-    val: str
-    columns: tuple[str, ...]
-    labels: tuple[str, ...]
-    header: bool = True
+    columns: tuple[str, ...]  # of the first text, of the second one if there is one, of the label
+    labels: tuple[str, ...]  # in the order of their numbers; none if the last column has numbers
+    val: str = "dev.tsv"
+    header: bool = True  # whether the first row names the columns, which otherwise are numbers
 
 
-_NLI = ("contradiction", "entailment", "neutral")
+_MNLI = ("sentence1", "sentence2", "gold_label"), ("contradiction", "entailment", "neutral")
 _ENTAILS = ("entailment", "not_entailment")
-_SENTENCES = ("sentence1", "sentence2")
 GLUE: dict[str, GlueTask] = {
-    "mnli": GlueTask("train.tsv", "dev_matched.tsv", (*_SENTENCES, "gold_label"), _NLI),
-    "mnli-mismatched": GlueTask(
-        "train.tsv", "dev_mismatched.tsv", (*_SENTENCES, "gold_label"), _NLI
-    ),
-    "qqp": GlueTask("train.tsv", "dev.tsv", ("question1", "question2", "is_duplicate"), ("0", "1")),
-    "qnli": GlueTask("train.tsv", "dev.tsv", ("question", "sentence", "label"), _ENTAILS),
-    "rte": GlueTask("train.tsv", "dev.tsv", (*_SENTENCES, "label"), _ENTAILS),
-    "mrpc": GlueTask("train.tsv", "dev.tsv", ("#1 String", "#2 String", "Quality"), ("0", "1")),
-    "sst-2": GlueTask("train.tsv", "dev.tsv", ("sentence", "label"), ("0", "1")),
-    "sts-b": GlueTask("train.tsv", "dev.tsv", (*_SENTENCES, "score"), ()),
-    "cola": GlueTask("train.tsv", "dev.tsv", ("3", "1"), ("0", "1"), header=False),
+    "mnli": GlueTask(*_MNLI, "dev_matched.tsv"),
+    "mnli-mismatched": GlueTask(*_MNLI, "dev_mismatched.tsv"),
+    "qqp": GlueTask(("question1", "question2", "is_duplicate"), ("0", "1")),
+    "qnli": GlueTask(("question", "sentence", "label"), _ENTAILS),
+    "rte": GlueTask(("sentence1", "sentence2", "label"), _ENTAILS),
+    "mrpc": GlueTask(("#1 String", "#2 String", "Quality"), ("0", "1")),
+    "sst-2": GlueTask(("sentence", "label"), ("0", "1")),
+    "sts-b": GlueTask(("sentence1", "sentence2", "score"), ()),
+    "cola": GlueTask(("3", "1"), ("0", "1"), header=False),
 }
 # The training and validation files of each format; of several names the first that exists is read.
 _FILES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    **{kind: ((task.train,), (task.val,)) for kind, task in GLUE.items()},
+    **{kind: (("train.tsv",), (task.val,)) for kind, task in GLUE.items()},
     "squad": (("train-v2.0.json", "train-v1.1.json"), ("dev-v2.0.json", "dev-v1.1.json")),
     "race": (("train",), ("dev",)),
 }
@@ -127,7 +108,7 @@ def prepare_task(
         for number in range(cursor.mark or 0, len(SPLITS)):
             cursor.reached(number, skipped)
             for example in read(places[number], skipped):
-                yield replace(example, split=SPLITS[number])
+                yield example._replace(split=SPLITS[number])
 
     def also(folder: Path) -> None:
         # A preparation that goes on does not read all of its files again, so this does.
@@ -143,7 +124,7 @@ def prepare_task(
         columns,
         also,
     )
-    files = [f for place in places for f in ([place] if place.is_file() else _texts_of(place))]
+    files = [f for place in places for f in ([place] if place.is_file() else _race_files(place))]
     # They do not tell how much text is tokenized: an example may repeat one that a file has once.
     size = sum(file.stat().st_size for file in files)
     options["workers"] = workers_for(options.get("workers", 1), size)
@@ -250,12 +231,7 @@ def squad_examples(path: Path, skipped: Counter[str]) -> Iterator[Example]:
 
 
 def read_squad(path: Path, skipped: Counter[str]) -> Iterator[tuple[Question, int]]:
-    """Yields the questions of a file of SQuAD.
-
-    Returns:
-        Each question, and the character of its context at which the first answer begins; -1 if it
-        has none.
-    """
+    """Yields the questions of a file of SQuAD, and the character of the answer, or -1."""
     raw = _json(path, GIB)
     try:
         for article in raw["data"]:
@@ -289,7 +265,7 @@ def _asked(
     return question, start
 
 
-def _texts_of(folder: Path) -> list[Path]:
+def _race_files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.txt"))
 
 
@@ -299,7 +275,7 @@ def read_race(folder: Path, skipped: Counter[str], n_texts: int | None = None) -
     The texts of an example, of which there may have to be `n_texts`, are a passage, and the
     question with each of its answers in its blank, or behind it.
     """
-    files = _texts_of(folder)
+    files = _race_files(folder)
     if not files:
         raise DataError(f"{folder}: has no .txt files of RACE; name a folder such as RACE/train")
     for file in files:

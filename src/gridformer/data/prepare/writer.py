@@ -1,9 +1,7 @@
 """The writer of token folders: tokenizes the documents of sources of any kind, and writes them.
 
-It needs one pass and bounded memory. Batches are tokenized in this process or in several, and their
-results come in the order of the batches. The library's own threads tokenize in parallel, too, but
-its results become Python's lists one id at a time under one lock. A worker process makes these
-lists in parallel to others and sends arrays.
+It needs one pass and bounded memory. The tokenizers library has threads of its own, but its results
+become Python's lists under one lock; worker processes make these lists at the same time.
 """
 
 from __future__ import annotations
@@ -84,32 +82,21 @@ Encoder = Callable[[Sequence[Item]], EncodedBatch]
 
 @dataclass(frozen=True)
 class FolderSpec(Generic[Item]):
-    """What kind of folder is made from the items of the sources, and how.
-
-    Attributes:
-        encoder: Given a tokenizer, returns what turns items into documents.
-        chars: Returns the characters of an item.
-        settings: What else determines the documents; see `resume_key`.
-        also: Writes what else belongs into the folder.
-        seed: The seed that decides which documents are for validation, if they do not say.
-        val_fraction: The fraction of the documents for validation, if they do not say.
-        begins: Whether the tokenizer's begin-of-text token, if it has one, begins every document.
-        ends: Whether the end-of-text token ends every document.
-        nothing: What the error says if there are no documents.
-    """
+    """What kind of folder is made from the items of the sources, and how."""
 
     kind: Kind
     encoder: Callable[[Tokenizer], Encoder[Item]]
-    chars: Callable[[Item], int]
-    settings: Mapping[str, object] = field(default_factory=dict)
+    chars: Callable[[Item], int]  # the characters of an item
+    settings: Mapping[str, object] = field(default_factory=dict)  # that determine the documents
     columns: Mapping[str, Column] = field(default_factory=dict)
-    also: Callable[[Path], None] = lambda folder: None
+    also: Callable[[Path], None] = lambda folder: None  # writes what else belongs into the folder
+    # Documents that do not name their split go to validation by this seed and fraction.
     seed: int = 1234
     val_fraction: float = 0.02
     languages: tuple[str, str] | None = None
-    begins: bool = False
-    ends: bool = True
-    nothing: str = "there is nothing to prepare"
+    begins: bool = False  # with the tokenizer's begin-of-text token, if it has one
+    ends: bool = True  # with the end-of-text token
+    nothing: str = "there is nothing to prepare"  # the error if there are no documents
 
 
 def write_documents(
@@ -180,22 +167,6 @@ def prepare_documents(
     described = [(source.name, source.n_bytes, source.revision) for source in sources]
     key = resume_key(described, [path for one in sources for path in one.files], settings)
     return _prepare(sources, Path(out), spec, tokenizer, key, workers, overwrite, on_progress)
-
-
-def trained_on(
-    texts: Callable[[], Iterator[str]],
-    vocab_size: int,
-    empty: Callable[[], Exception],
-    options: WriteOptions,
-) -> Tokenizer:
-    """Trains a tokenizer on a sample; if there is none, it raises what `empty` returns."""
-    on_progress = options.get("on_progress", lambda progress: None)
-    on_progress(PrepareProgress("sampling"))
-    sample = list(texts())
-    if not sample:
-        raise empty()
-    on_progress(PrepareProgress("training the tokenizer"))
-    return Tokenizer.train(sample, vocab_size)
 
 
 def nothing_error(names: Iterable[str], nothing: str, skipped: Mapping[str, int]) -> DataError:
@@ -289,11 +260,7 @@ def _append_all(
     workers: int | None,
     on_progress: OnProgress,
 ) -> dict[str, int]:
-    """Appends all documents after those of `state`, which it changes and saves.
-
-    Returns:
-        What was left out or damaged.
-    """
+    """Appends all documents after `state`, which it saves; returns what was left out or damaged."""
     kept, skipped = writer.documents, Counter[str]()
     sizes = [one.n_bytes for one in sources if one.n_bytes is not None]
     total = sum(sizes) if len(sizes) == len(sources) else None
@@ -317,11 +284,7 @@ def _append_all(
 
 
 def workers_for(wanted: int | None, n_bytes: int | None) -> int:
-    """Returns how many worker processes to start.
-
-    Args:
-        wanted: What the user wants; None chooses one for each core, or none for little text.
-    """
+    """Returns how many processes tokenize; by default one for each core, or one for little text."""
     if wanted is not None:
         return wanted
     if n_bytes is not None and n_bytes < WORTH_WORKERS:

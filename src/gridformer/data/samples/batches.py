@@ -17,6 +17,7 @@ from gridformer.data.samples.examples import (
     AnswerExamples,
     ChoiceExamples,
     LabeledDocuments,
+    Reading,
     TextExamples,
 )
 from gridformer.data.samples.masked import MaskedSamples, SpanSamples, sentinels_of
@@ -28,7 +29,7 @@ from gridformer.data.samples.texts import (
     PairSamples,
     WindowSamples,
 )
-from gridformer.data.tokenfolder import SplitName, TokenFolder, TokenSplit
+from gridformer.data.tokenfolder import SplitName, TokenSplit
 from gridformer.data.tokenizer import Tokenizer
 from gridformer.utils.batch import IGNORE
 
@@ -36,23 +37,17 @@ _WANTED = ("labels", "answer", "targets")
 
 
 class Batches(Protocol):
-    """The global batches of a run, one for every step without end.
-
-    Attributes:
-        n_samples: How many samples an epoch has.
-    """
+    """The global batches of a run, one for every step without end."""
 
     @property
-    def n_samples(self) -> int: ...
+    def n_samples(self) -> int:
+        """The samples of an epoch."""
 
     def batch(self, step: int, rows: Rows | None = None) -> Arrays:
         """Returns rows of the global batch of a step, with the keys of `gridformer.utils.batch`.
 
         Each row is a function of (seed, step, row) alone, so it is the same whichever other rows
-        are read with it, under every layout, and after every resume.
-
-        Args:
-            step: The number of the step, counted from 0.
+        are read with it, under every layout, and after every resume. Steps are counted from 0.
 
         Raises:
             DataError: A file is damaged.
@@ -61,26 +56,18 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class ShuffledBatches:
-    """Batches of samples in a given order. Each epoch draws the random choices of a sample anew.
+    """Batches of samples in a given order. Each epoch draws the random choices of a sample anew."""
 
-    Attributes:
-        samples: The samples of each source, of one shape and with the same keys.
-        order: Their order.
-        purpose: A name that makes random numbers differ from those of other uses.
-        start: The step at which the order begins.
-    """
-
-    samples: tuple[Samples, ...]
+    samples: tuple[Samples, ...]  # of each source, of one shape and with the same keys
     order: Order
-    purpose: str
-    start: int = 0
+    purpose: str  # makes random numbers differ from those of other uses
+    start: int = 0  # the step at which the order begins
 
     @property
     def n_samples(self) -> int:
         return sum(one.n_samples for one in self.samples)
 
     def batch(self, step: int, rows: Rows | None = None) -> Arrays:
-        """See Batches."""
         step -= self.start
         wanted, made = _made(self.order.global_batch, rows)
         sources, numbers = self.order.places(step, made)
@@ -110,13 +97,9 @@ class SequentialBatches:
     Batch i holds the samples from i * global_batch on, with their numbers as key `item` [b]. Rows
     after the last sample repeat the first one. Their number is n_samples, and nothing is predicted
     for them, so that they count in no loss.
-
-    Attributes:
-        samples: The samples, which must not depend on random choices.
-        global_batch: Samples per batch.
     """
 
-    samples: Samples
+    samples: Samples  # which must not depend on random choices
     global_batch: int
 
     @property
@@ -129,7 +112,6 @@ class SequentialBatches:
         return range(-(-self.n_samples // self.global_batch))
 
     def batch(self, step: int, rows: Rows | None = None) -> Arrays:
-        """See Batches."""
         wanted, made = _made(self.global_batch, rows)
         items = np.minimum(step * self.global_batch + made, self.n_samples)
         read = stacked([self._sample(int(item)) for item in items])
@@ -146,10 +128,7 @@ class SequentialBatches:
 
 
 def _made(global_batch: int, rows: Rows | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the numbers of the rows, and of those to make.
-
-    An empty batch takes its keys and shapes from the first row.
-    """
+    """Returns the numbers of the rows, and of those to make: the first, if there are none."""
     wanted = row_numbers(global_batch, rows)
     return wanted, wanted if len(wanted) else np.zeros(1, dtype=np.int64)
 
@@ -163,10 +142,7 @@ def special_ids(run: RunConfig, tokenizer: Tokenizer) -> SpecialIds:
 def open_samples(
     run: RunConfig, text: TokenSplit, tokenizer: Tokenizer, evaluating: bool = False
 ) -> Samples:
-    """Returns the samples that a run's task makes of one split.
-
-    Args:
-        evaluating: Whether the samples have what only an evaluation needs.
+    """Returns the samples of one split for a run's task, or for its evaluation.
 
     Raises:
         DataError: The split contains no sample.
@@ -184,11 +160,11 @@ def open_samples(
         case "chat":
             return ChatSamples(text, n, special, mask, reset)
         case "classify":
-            return TextExamples(text, n, special, two)
+            return TextExamples(text, Reading(n, special, two))
         case "regression":
-            return TextExamples(text, n, special, two, VALUE)
+            return TextExamples(text, Reading(n, special, two), VALUE)
         case "choice":
-            return ChoiceExamples(text, n, special, data.n_choices, two)
+            return ChoiceExamples(text, Reading(n, special, two), data.n_choices)
         case "answer":
             return AnswerExamples(text, n, special, data.stride, evaluating, two)
         case "masked":
@@ -199,15 +175,6 @@ def open_samples(
             return PairSamples(text, run.source_len, n, special, packed)
 
 
-def open_batches(run: RunConfig, folder: TokenFolder, split: SplitName) -> ShuffledBatches:
-    """Opens batches of a run in one split of one folder.
-
-    Validation batches also have global_batch rows, and batch i is the same in every evaluation.
-    """
-    text = folder.train if split == "train" else folder.val
-    return _shuffled(run, open_samples(run, text, folder.tokenizer), split)
-
-
 def open_training(run: RunConfig, data: RunData, start: int = 0) -> Batches:
     """Opens the training batches of a run.
 
@@ -216,12 +183,18 @@ def open_training(run: RunConfig, data: RunData, start: int = 0) -> Batches:
     """
     tokenizer = data.first.tokenizer
     samples = [open_samples(run, one.train, tokenizer) for one in data.sources.values()]
-    if not run.data.sources:
+    sources, later = run.data.sources, run.data.stages
+    if not sources:
         return _shuffled(run, samples[0], "train", start)
+    weights = [[one.weight for one in sources]]
+    weights += [[stage.weights.get(one.name, 0.0) for one in sources] for stage in later]
+    first = [0, *(stage.from_step - 1 for stage in later)]  # users count steps from 1
+    stages = [Stage(max(0, n - start), whole_weights(of)) for n, of in zip(first, weights)]
+    # Of those that begin before the order does, the last one holds.
+    stages = stages[max(n for n, one in enumerate(stages) if one.first_step == 0) :]
     sizes = tuple(one.n_samples for one in samples)
-    order = Order(
-        tuple(data.sources), sizes, _stages(run, start), run.train.global_batch, run.train.seed
-    )
+    size, seed = run.train.global_batch, run.train.seed
+    order = Order(tuple(data.sources), sizes, tuple(stages), size, seed)
     return ShuffledBatches(tuple(samples), order, f"{run.task}/train", start)
 
 
@@ -235,19 +208,19 @@ def open_validation(run: RunConfig, data: RunData) -> dict[str, Batches]:
 
 
 def open_tests(run: RunConfig, data: RunData) -> dict[str, Batches]:
-    """Opens the batches of each test set by its name; see `open_validation`."""
+    """Opens the batches of each test set by its name, as `open_validation` does."""
     return _open_sets(run, data, data.test)
 
 
 def _open_sets(run: RunConfig, data: RunData, sets: Mapping[str, TokenSplit]) -> dict[str, Batches]:
-    samples = {
-        name: open_samples(run, text, data.first.tokenizer, evaluating=True)
-        for name, text in sets.items()
-    }
-    if run.task in FINE_TUNING:
-        size = run.train.global_batch
-        return {name: SequentialBatches(one, size) for name, one in samples.items()}
-    return {name: _shuffled(run, one, "val") for name, one in samples.items()}
+    opened: dict[str, Batches] = {}
+    for name, text in sets.items():
+        samples = open_samples(run, text, data.first.tokenizer, evaluating=True)
+        if run.task in FINE_TUNING:
+            opened[name] = SequentialBatches(samples, run.train.global_batch)
+        else:
+            opened[name] = _shuffled(run, samples, "val")
+    return opened
 
 
 def _shuffled(
@@ -257,20 +230,19 @@ def _shuffled(
     return ShuffledBatches((samples,), order, f"{run.task}/{split}", start)
 
 
-def _stages(run: RunConfig, start: int) -> tuple[Stage, ...]:
-    """Returns the stages of a run, with steps counted from `start`."""
-    sources, later = run.data.sources, run.data.stages
-    weights = [[one.weight for one in sources]]
-    weights += [[stage.weights.get(one.name, 0.0) for one in sources] for stage in later]
-    first = [0, *(stage.from_step - 1 for stage in later)]  # users count steps from 1
-    stages = [Stage(max(0, n - start), whole_weights(of)) for n, of in zip(first, weights)]
-    # Of those that begin before the order does, the last one holds.
-    return tuple(stages[max(n for n, one in enumerate(stages) if one.first_step == 0) :])
-
-
 def remarks(batches: Batches) -> list[str]:
     """Returns sentences without a period about the samples of a run."""
-    said, samples = _sources(batches), _samples_of(batches)
+    said, samples = [], _samples_of(batches)
+    if isinstance(batches, ShuffledBatches) and any(batches.order.names):
+        order = batches.order
+        for number, stage in enumerate(order.stages):
+            shares = [
+                f"{weight / sum(stage.weights):.1%} {name}"
+                + ("" if number else f" ({one.n_samples:,} samples)")
+                for name, weight, one in zip(order.names, stage.weights, samples)
+            ]
+            since = f"from step {batches.start + stage.first_step + 1} on "
+            said.append((since if number else "a mixture of ") + ", ".join(shares))
     if left_out := sum(one.n_left_out for one in samples):
         pairs = any(isinstance(one, PairSamples) for one in samples)
         what, why = (
@@ -304,19 +276,3 @@ def _samples_of(batches: Batches) -> tuple[Samples, ...]:
     if isinstance(batches, ShuffledBatches):
         return batches.samples
     return (batches.samples,) if isinstance(batches, SequentialBatches) else ()
-
-
-def _sources(batches: Batches) -> list[str]:
-    """Returns the shares of the sources of a mixture, in each stage."""
-    if not (isinstance(batches, ShuffledBatches) and any(batches.order.names)):
-        return []
-    order, start, said = batches.order, batches.start, []
-    for number, stage in enumerate(order.stages):
-        shares = [
-            f"{weight / sum(stage.weights):.1%} {name}"
-            + ("" if number else f" ({one.n_samples:,} samples)")
-            for name, weight, one in zip(order.names, stage.weights, batches.samples)
-        ]
-        since = f"from step {start + stage.first_step + 1} on " if number else "a mixture of "
-        said.append(since + ", ".join(shares))
-    return said

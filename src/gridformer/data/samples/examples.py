@@ -2,15 +2,7 @@
 
 A document of a folder of examples consists of parts, whose lengths are in the column `parts`: the
 two texts of a pair, of which the second may be empty, or a passage and the continuations to choose
-from. An encoder reads [CLS] A [SEP] B [SEP], and a decoder A and B with an end-of-text token each,
-behind the begin-of-text token if its tokenizer puts one before a text.
-An encoder-decoder pair reads that as its source, and its decoder the same one token later.
-
-A question with a context is [CLS] question [SEP] context [SEP]. For decoders and encoder-decoder
-pairs all three are the end-of-text token, or the first one is what the tokenizer puts before a
-text. A context that is too long is read in several windows, which are samples of their own (Devlin
-et al. 2019, section 4.2). The answer of a window that does not hold all of it is the first token,
-as is that of a question without an answer.
+from.
 """
 
 from __future__ import annotations
@@ -19,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,19 +36,17 @@ MOST_QUESTION = 64  # tokens of a question that are read, as in the original cod
 _MOST_COMPARED = 10_000  # questions with truncated choices, which takes about three seconds
 
 
+@dataclass(frozen=True)
 class Reading:
     """Puts two texts into one sequence of seq_len tokens, the longer text truncated to fit.
 
-    Args:
-        two_stacks: Whether an encoder reads the sequence, and a decoder the same one token later.
+    An encoder reads [CLS] A [SEP] B [SEP], and a decoder A and B with an end-of-text token each,
+    behind the begin-of-text token if its tokenizer puts one before a text.
     """
 
-    def __init__(self, seq_len: int, special: SpecialIds, two_stacks: bool = False) -> None:
-        self.seq_len, self.special, self.two_stacks = seq_len, special, two_stacks
-        self.encoder = special.cls is not None
-        # transformers takes the last token that is not padding. If texts end with the token that
-        # also pads, that is the token before it, so none is put there.
-        self.ends = special.eos != special.pad or self.encoder
+    seq_len: int
+    special: SpecialIds
+    two_stacks: bool = False  # an encoder reads the sequence, and a decoder one token later
 
     def sequence(self, a: NDArray[np.int64], b: NDArray[np.int64]) -> Arrays:
         """Returns tokens, valid and, for encoders, segments [seq_len]; and at []."""
@@ -63,41 +54,41 @@ class Reading:
         tokens = np.array(ids, dtype=np.int64)
         sample = {
             **read_by(tokens, self.seq_len, self.special, self.two_stacks),
-            "at": np.array(0 if self.encoder else len(ids) - 1, dtype=np.int64),
+            "at": np.array(0 if self.special.cls is not None else len(ids) - 1, dtype=np.int64),
         }
-        if self.encoder:
+        if self.special.cls is not None:
             of_b = first(len(ids), self.seq_len) & ~first(n_first, self.seq_len)
             sample["segments"] = of_b.astype(np.int64)
         return sample
 
     def joined(self, a: Sequence[int], b: Sequence[int] = ()) -> tuple[list[int], int]:
         """Returns the tokens of a sequence, and how many belong to the first text."""
-        special = self.special
+        special, encoder = self.special, self.special.cls is not None
         before = [*special.begin] if special.cls is None else [special.cls]
-        if not self.encoder and list(a[: len(before)]) == before:
+        if not encoder and list(a[: len(before)]) == before:
             before = []  # the document already begins with it, see `prepare --bos`
-        between = special.sep if special.sep is not None and self.encoder else special.eos
-        behind = [between] * (self.ends or not len(before) + len(a) + len(b))
+        between = special.sep if special.sep is not None and encoder else special.eos
+        # transformers takes the last token that is not padding. If texts end with the token that
+        # also pads, that is the token before it, so none is put there.
+        ends = encoder or special.eos != special.pad or not len(before) + len(a) + len(b)
+        behind = [between] * ends
         room = self.seq_len - len(before) - len(behind) - bool(b)
         n_a, n_b = truncated(len(a), len(b), room)
         ids = [*before, *a[:n_a], *([between, *b[:n_b]] if b else []), *behind]
         return ids, len(before) + n_a + 1
 
 
+@dataclass(eq=False)
 class TextExamples(Samples):
     """A text, or a pair of texts, and its label, or its value for regression."""
 
-    def __init__(
-        self,
-        split: TokenSplit,
-        seq_len: int,
-        special: SpecialIds,
-        two_stacks: bool = False,
-        wanted: str = LABELS,
-    ) -> None:
-        self.split, self.reading = split, Reading(seq_len, special, two_stacks)
-        self.n_samples = split.n_documents
-        self.wanted, self.dtype = wanted, np.float32 if wanted == VALUE else np.int64
+    split: TokenSplit
+    reading: Reading
+    wanted: str = LABELS  # the column of the head's targets
+
+    def __post_init__(self) -> None:
+        self.n_samples = self.split.n_documents
+        self.dtype = np.float32 if self.wanted == VALUE else np.int64
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
         """Returns what `Reading.sequence` returns, and labels [], the head's targets."""
@@ -108,6 +99,7 @@ class TextExamples(Samples):
         return self.reading.sequence(ids[:n_a], ids[n_a:]) | {LABELS: wanted}
 
 
+@dataclass(eq=False)
 class LabeledDocuments(Samples):
     """Documents for a language model that also classifies them, truncated to seq_len.
 
@@ -116,10 +108,13 @@ class LabeledDocuments(Samples):
     it by its [CLS].
     """
 
-    def __init__(self, split: TokenSplit, seq_len: int, special: SpecialIds) -> None:
-        self.split, self.seq_len, self.special = split, seq_len, special
-        self.masking = None if special.mask is None else Masking(special)
-        self.n_samples = split.n_documents
+    split: TokenSplit
+    seq_len: int
+    special: SpecialIds
+
+    def __post_init__(self) -> None:
+        self.masking = None if self.special.mask is None else Masking(self.special)
+        self.n_samples = self.split.n_documents
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
         """Returns tokens, targets, valid and, for encoders, segments [seq_len]; at and labels [].
@@ -148,25 +143,20 @@ class LabeledDocuments(Samples):
         return sample | {"at": np.array(at, np.int64), LABELS: np.array(label, np.int64)}
 
 
+@dataclass(eq=False)
 class ChoiceExamples(Samples):
     """A passage with n continuations, each a sequence of its own, and which of them is right."""
 
-    def __init__(
-        self,
-        split: TokenSplit,
-        seq_len: int,
-        special: SpecialIds,
-        n_choices: int,
-        two_stacks: bool = False,
-    ) -> None:
-        self.split, self.n_choices = split, n_choices
-        self.reading = Reading(seq_len, special, two_stacks)
-        self.n_samples = split.n_documents
-        if split.columns[PARTS].shape[1] != 1 + n_choices:
-            n = split.columns[PARTS].shape[1] - 1
+    split: TokenSplit
+    reading: Reading
+    n_choices: int
+
+    def __post_init__(self) -> None:
+        self.n_samples, n = self.split.n_documents, self.split.columns[PARTS].shape[1] - 1
+        if n != self.n_choices:
             raise DataError(
-                f"{split.path}: its questions have {n} choices, not data.n_choices="
-                f"{n_choices}: use data.n_choices={n}"
+                f"{self.split.path}: its questions have {n} choices, not data.n_choices="
+                f"{self.n_choices}: use data.n_choices={n}"
             )
 
     @cached_property
@@ -191,51 +181,43 @@ class ChoiceExamples(Samples):
         return stacked(read) | {LABELS: np.array(self.split.columns[RIGHT][number], dtype=np.int64)}
 
 
-@dataclass(frozen=True)
-class ContextWindow:
-    """One window of a context.
+class ContextWindow(NamedTuple):
+    """One window of a context."""
 
-    Attributes:
-        document: The number of the question.
-        start: The first token of the context in it.
-        length: How many tokens of the context it holds.
-        place: The position of its first token of the context in the sequence.
-    """
-
-    document: int
-    start: int
-    length: int
-    place: int
+    document: int  # the number of the question
+    start: int  # the first token of the context in it
+    length: int  # tokens of the context
+    place: int  # the position of its first token of the context in the sequence
 
 
+@dataclass(eq=False)
 class AnswerExamples(Samples):
-    """The windows of all questions.
+    """The windows of all questions: [CLS] question [SEP] context [SEP].
 
-    Args:
-        stride: How many tokens a window begins after the previous one.
-        evaluating: Whether samples tell where answers may be, in the key `context`.
+    For decoders and encoder-decoder pairs all three are the end-of-text token, or the first one is
+    what the tokenizer puts before a text. A context that is too long is read in several windows,
+    which are samples of their own (Devlin et al. 2019, section 4.2). The answer of a window that
+    does not hold all of it is the first token, and so is the answer to a question without one.
     """
 
-    def __init__(
-        self,
-        split: TokenSplit,
-        seq_len: int,
-        special: SpecialIds,
-        stride: int,
-        evaluating: bool = False,
-        two_stacks: bool = False,
-    ) -> None:
-        self.split, self.seq_len, self.special = split, seq_len, special
+    split: TokenSplit
+    seq_len: int
+    special: SpecialIds
+    stride: int  # tokens from the beginning of a window to that of the next
+    evaluating: bool = False  # whether samples tell where answers may be, in the key `context`
+    two_stacks: bool = False
+
+    def __post_init__(self) -> None:
+        special = self.special
         cls = special.eos if special.cls is None else special.cls
         self.before = [*special.begin] or [cls]
         self.sep = special.eos if special.sep is None else special.sep
-        self.evaluating, self.two_stacks = evaluating, two_stacks
-        parts = np.asarray(split.columns[PARTS], dtype=np.int64)
+        parts = np.asarray(self.split.columns[PARTS], dtype=np.int64)
         self.n_context = parts[:, 1]
-        n = len(self.before) + 2  # special tokens
-        self.n_question = np.minimum(parts[:, 0], min(MOST_QUESTION, (seq_len - n) // 2))
-        self.room = seq_len - n - self.n_question  # for tokens of the context
-        self.step = np.minimum(self.room, stride)
+        most = self.seq_len - len(self.before) - 2  # without special tokens
+        self.n_question = np.minimum(parts[:, 0], min(MOST_QUESTION, most // 2))
+        self.room = most - self.n_question  # for tokens of the context
+        self.step = np.minimum(self.room, self.stride)
         more = np.maximum(0, self.n_context - self.room)
         # The first window of each question, and the number of all windows.
         self.firsts = np.concatenate([[0], np.cumsum(1 - (-more // self.step))])
@@ -294,12 +276,7 @@ class AnswerExamples(Samples):
 
 
 def read_by(ids: NDArray[np.int64], seq_len: int, special: SpecialIds, two_stacks: bool) -> Arrays:
-    """Returns the keys of a batch that hold a sequence.
-
-    Args:
-        seq_len: Its length with padding.
-        two_stacks: Whether a decoder reads them one token later than an encoder.
-    """
+    """Returns the keys of a batch that hold a sequence, which padding makes seq_len long."""
     tokens, valid = padded(ids, seq_len, special.pad), first(len(ids), seq_len)
     if not two_stacks:
         return {"tokens": tokens, "valid": valid}

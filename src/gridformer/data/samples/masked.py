@@ -1,12 +1,8 @@
-"""Samples with hidden text: masked words for BERT (Devlin et al. 2019), masked spans for T5.
-
-Of T5's windows of running text (Raffel et al. 2020, section 3.1.4) 15% is noise, in spans of 3
-tokens on average. In the source a sentinel replaces each span; the target has each sentinel
-followed by its span. Both end with the end-of-text token. Their lengths depend only on the window's
-length, so all samples have the same lengths.
-"""
+"""Samples with hidden text: masked words for BERT (Devlin et al. 2019), masked spans for T5."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +54,7 @@ class Masking:
         return tokens, targets
 
 
+@dataclass(eq=False)
 class MaskedSamples(Samples):
     """Samples [CLS] A [SEP] B [SEP], or [CLS] A [SEP], of exactly seq_len tokens of running text.
 
@@ -67,24 +64,22 @@ class MaskedSamples(Samples):
     text (`pair` 0).
     """
 
-    def __init__(
-        self, split: TokenSplit, seq_len: int, special: SpecialIds, sentence_pair: bool
-    ) -> None:
-        assert special.cls is not None
-        assert special.sep is not None
-        self.split, self.seq_len, self.sentence_pair = split, seq_len, sentence_pair
-        self.cls, self.sep = special.cls, special.sep
-        self.masking = Masking(special)
-        n_special, self._least = (3, 2) if sentence_pair else (2, 1)
-        self.n_text = seq_len - n_special
-        assert self.n_text >= self._least
-        self.n_samples = split.n_tokens // self.n_text
-        if self.n_samples < self._least:  # a B from elsewhere needs text outside of the sample
-            fits = split.n_tokens // self._least + n_special
+    split: TokenSplit
+    seq_len: int
+    special: SpecialIds
+    sentence_pair: bool
+
+    def __post_init__(self) -> None:
+        self.masking, n_tokens = Masking(self.special), self.split.n_tokens
+        n_special, least = (3, 2) if self.sentence_pair else (2, 1)
+        self.n_text = self.seq_len - n_special
+        assert self.n_text >= least
+        self.n_samples = n_tokens // self.n_text
+        if self.n_samples < least:  # a B from elsewhere needs text outside of the sample
             raise DataError(
-                f"{split.path}: {split.n_tokens} tokens are too few for data.seq_len={seq_len}, "
-                f"which takes {self._least * self.n_text}: use data.seq_len of at most {fits}, or "
-                f"{more_text(split)}"
+                f"{self.split.path}: {n_tokens} tokens are too few for data.seq_len="
+                f"{self.seq_len}, which takes {least * self.n_text}: use data.seq_len of at most "
+                f"{n_tokens // least + n_special}, or {more_text(self.split)}"
             )
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
@@ -99,10 +94,11 @@ class MaskedSamples(Samples):
             text = np.concatenate([text, self.split.window(b_start, b_start + n_b)])
             pair = {"pair": np.array(int(follows), dtype=np.int64)}
         read, said = self.masking.hide(text, draw)
-        tokens = np.full(self.seq_len, self.sep, dtype=np.int64)
+        tokens = np.full(self.seq_len, self.special.sep, dtype=np.int64)
         targets = np.full(self.seq_len, IGNORE, dtype=np.int64)
         segments = np.zeros(self.seq_len, dtype=np.int64)
-        tokens[0] = self.cls
+        assert self.special.cls is not None
+        tokens[0] = self.special.cls
         where = np.arange(1, len(text) + 1)
         if self.sentence_pair:
             where[n_a:] += 1  # past the [SEP] between them
@@ -131,9 +127,11 @@ def window_length(source_len: int) -> int:
     assert source_len >= SHORTEST_SOURCE
     n_tokens = 2
     # One token more makes the source longer by one or not at all, so this skips no source length.
-    while _source_of(n_tokens + 1) <= source_len:
+    while True:
+        noise, spans = noise_of(n_tokens + 1)
+        if n_tokens + 1 - noise + spans + 1 > source_len:
+            return n_tokens
         n_tokens += 1
-    return n_tokens
 
 
 def target_length(source_len: int) -> int:
@@ -146,27 +144,30 @@ def sentinels_of(source_len: int) -> int:
     return noise_of(window_length(source_len))[1]
 
 
+@dataclass(eq=False)
 class SpanSamples(Samples):
-    """Samples of masked spans.
+    """Samples of masked spans (Raffel et al. 2020, section 3.1.4).
 
     Sample i is made from tokens [i*n, (i+1)*n) of the split, where n = window_length(source_len).
+    Of these 15% is noise, in spans of 3 tokens on average. In the source a sentinel replaces each
+    span; the target has each sentinel followed by its span. Both end with the end-of-text token.
     """
 
-    def __init__(
-        self, split: TokenSplit, source_len: int, seq_len: int, special: SpecialIds
-    ) -> None:
-        self.split, self.source_len, self.seq_len = split, source_len, seq_len
-        self.special = special
-        self.n_window = window_length(source_len)
-        self.noise, self.spans = noise_of(self.n_window)
-        assert seq_len >= target_length(source_len)
-        assert len(special.sentinels) >= self.spans
-        self.n_samples = split.n_tokens // self.n_window
+    split: TokenSplit
+    source_len: int
+    seq_len: int
+    special: SpecialIds
+
+    def __post_init__(self) -> None:
+        self.n_window, n_tokens = window_length(self.source_len), self.split.n_tokens
+        assert self.seq_len >= target_length(self.source_len)
+        assert len(self.special.sentinels) >= sentinels_of(self.source_len)
+        self.n_samples = n_tokens // self.n_window
         if not self.n_samples:
             raise DataError(
-                f"{split.path}: {split.n_tokens} tokens hold no sample of data.source_len="
-                f"{source_len}, which takes {self.n_window}: use a smaller data.source_len, or "
-                f"{more_text(split)}"
+                f"{self.split.path}: {n_tokens} tokens hold no sample of data.source_len="
+                f"{self.source_len}, which takes {self.n_window}: use a smaller data.source_len, "
+                f"or {more_text(self.split)}"
             )
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
@@ -187,10 +188,6 @@ def corrupted(
     """Returns source and target, both int64, of a window [n], n >= 2.
 
     A window begins with text that is kept and ends with noise.
-
-    Args:
-        window: Token ids, int64 [n].
-        special: The ids of sentinels, one for each span of noise, and of the end of text.
     """
     noise, spans = noise_of(len(window))
     kept_lengths = _parts(len(window) - noise, spans, draw)
@@ -208,8 +205,3 @@ def _parts(total: int, number: int, draw: np.random.Generator) -> NDArray[np.int
     """Draws `number` lengths >= 1 that add up to `total`, all such lengths equally likely."""
     cuts = np.sort(draw.choice(total - 1, number - 1, replace=False)) + 1
     return np.diff(np.concatenate([[0], cuts, [total]]))
-
-
-def _source_of(n_tokens: int) -> int:
-    noise, spans = noise_of(n_tokens)
-    return n_tokens - noise + spans + 1

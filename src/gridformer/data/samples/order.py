@@ -1,8 +1,7 @@
 """The order of samples: the source and the sample of each row of each step.
 
-It is a function of (seed, step, row), and depends neither on the layout nor on earlier steps. Every
-layout and every resumed run therefore reads the same samples in the same order, and draws the same
-random numbers for them.
+It is a function of (seed, step, row) alone, so every layout and every resumed run reads the same
+samples in the same order, and draws the same random numbers for them.
 """
 
 from __future__ import annotations
@@ -23,15 +22,10 @@ _ROUNDS = 8  # four are enough to shuffle a large n well; tiny domains need some
 
 @dataclass(frozen=True)
 class Stage:
-    """Weights that hold from a step on.
+    """Weights that hold from a step on."""
 
-    Attributes:
-        first_step: The first of these steps, counted from 0.
-        weights: One whole number per source, without a common divisor.
-    """
-
-    first_step: int
-    weights: tuple[int, ...]
+    first_step: int  # counted from 0
+    weights: tuple[int, ...]  # whole numbers of the sources, without a common divisor
 
 
 @dataclass(frozen=True)
@@ -46,20 +40,14 @@ class Cycle:
     progress: a notion of fairness in resource allocation") call P-fair. With whole weights the
     order repeats after their sum, so one table of that length says everything about a run of any
     length.
-
-    Attributes:
-        sources: The source of each slot of the cycle, [length] int64.
-        ranks: How many earlier slots of the cycle have the same source, [length] int64.
-        counts: How many slots each source has, which are the whole weights.
     """
 
-    sources: NDArray[np.int64]
-    ranks: NDArray[np.int64]
-    counts: tuple[int, ...]
+    sources: NDArray[np.int64]  # of each slot of the cycle [length]
+    ranks: NDArray[np.int64]  # how many earlier slots of the cycle have the same source [length]
+    counts: tuple[int, ...]  # the slots of each source, which are the whole weights
 
     @property
     def length(self) -> int:
-        """How many samples a cycle has."""
         return len(self.sources)
 
     def before(self, slot: int) -> list[int]:
@@ -97,17 +85,13 @@ class Order:
     Each source goes through epochs of its own, without a gap and across stages: it visits every
     sample once before it visits one again. `Cycle` says which source comes when; it begins anew
     with every stage. A batch may span two epochs.
-
-    Attributes:
-        names: The names of the sources. Each has its own shuffles, drawn from the seed and its
-            name, so that a source that is added does not change the others' order. A single source
-            may have the empty name.
-        stages: At least one stage, in ascending order; the first one begins with step 0.
     """
 
+    # Shuffles are drawn from the seed and the source's name, so that a source that is added does
+    # not change the order of the others. A single source may have the empty name.
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[Stage, ...]  # in ascending order; the first one begins with step 0
     global_batch: int
     seed: int
 
@@ -119,11 +103,7 @@ class Order:
     def places(
         self, step: int, rows: Rows | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the sources and the sample numbers in them, each [rows] int64, of a step.
-
-        Only the wanted rows are computed, so a device's time for them depends on its own rows and
-        not on the size of the global batch.
-        """
+        """Returns the sources and the sample numbers in them, each [rows] int64, of a step."""
         if step < 0:
             raise ValueError(f"{step=} must not be negative")
         number = max(n for n, stage in enumerate(self.stages) if stage.first_step <= step)
@@ -155,12 +135,7 @@ class Order:
 
 
 def in_epochs(first: int, ahead: NDArray[np.int64], n: int, seed: int | str) -> NDArray[np.int64]:
-    """Returns the sample numbers at some places of an endless sequence of epochs.
-
-    Args:
-        first: A place, however far.
-        ahead: How far the wanted places are after it, [k] int64 >= 0.
-    """
+    """Returns the samples at places `first + ahead` [k] of an endless sequence of epochs."""
     # The place is a Python integer: it could in theory exceed 2^63, but the position within an
     # epoch cannot.
     epoch, start = divmod(first, n)
@@ -172,11 +147,7 @@ def in_epochs(first: int, ahead: NDArray[np.int64], n: int, seed: int | str) -> 
 
 
 def generator_of(seed: int, purpose: str, place: int) -> np.random.Generator:
-    """Returns the random numbers of one place of the global order of samples.
-
-    Args:
-        purpose: A name for what the numbers decide; other purposes have other numbers.
-    """
+    """Returns the random numbers for one purpose at one place of the global order of samples."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{place}".encode(), digest_size=16)
     # The streams of a counter-based generator do not overlap for different keys.
     key = int.from_bytes(digest.digest(), "little")
@@ -197,9 +168,6 @@ def permute(positions: NDArray[np.int64], n: int, seed: int | str, epoch: int) -
     which is invertible for any hash, so the network is a bijection. Results in [n, a*b) go through
     the network again until they are below n. It uses only integers, so the order is the same
     everywhere, and besides argument and result it takes O(1) memory.
-
-    Args:
-        positions: int64 [...] in [0, n).
     """
     assert n >= 1
     assert positions.size == 0 or (positions.min() >= 0 and positions.max() < n)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,36 +16,22 @@ _Filling = dict[int, int]  # how often each kind is in a sample
 _MOST_KINDS = 1 << 14  # of pairs
 
 
-@dataclass(frozen=True)
-class Packed:
-    """The pieces of all samples: documents, or parts of those that are longer than a sample.
-
-    A document of n tokens takes n - 1 places: each token but the last is read, and the next one is
-    its target.
-
-    Attributes:
-        starts: The first token of each piece, in the order of samples [n_pieces].
-        places: How many places it takes [n_pieces].
-        bounds: The first piece of each sample, and the number of pieces [n_samples + 1].
-    """
-
-    starts: NDArray[np.int64]
-    places: NDArray[np.int64]
-    bounds: NDArray[np.int64]
-
-    @property
-    def n_samples(self) -> int:
-        return len(self.bounds) - 1
-
-
-def pack(offsets: NDArray[np.int64], seq_len: int) -> Packed:
+def pack(
+    offsets: NDArray[np.int64], seq_len: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Packs the documents of a split. The result depends on nothing else.
 
     It is best-fit decreasing on a histogram of lengths (Krell et al. 2021): from the longest
-    documents to the shortest, each goes into the sample with the least room in which it fits.
+    documents to the shortest, each goes into the sample with the least room in which it fits. A
+    document that is longer than a sample is divided into pieces. One of n tokens takes n - 1
+    places: each token but the last is read, and the next one is its target.
 
     Args:
         offsets: The starts of documents, and the end of the last, [n_documents + 1].
+
+    Returns:
+        The first token of each piece, in the order of samples [n_pieces]; how many places it takes
+        [n_pieces]; the first piece of each sample, and n_pieces, [n_samples + 1].
     """
     left = np.maximum(np.diff(offsets) - 1, 0)
     n_pieces = -(-left // seq_len)
@@ -58,7 +43,7 @@ def pack(offsets: NDArray[np.int64], seq_len: int) -> Packed:
     by_length = np.argsort(places.astype(np.min_scalar_type(seq_len)), kind="stable")
     counts = np.bincount(places, minlength=1)
     placed, bounds = _placed(_fillings(counts, seq_len), by_length, counts)
-    return Packed(starts[placed], places[placed], bounds)
+    return starts[placed], places[placed], bounds
 
 
 def _placed(
@@ -66,16 +51,12 @@ def _placed(
     by_kind: NDArray[np.int64],
     counts: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Fills samples.
+    """Returns pieces in the order of samples, and the first of each sample, [samples + 1].
 
     Args:
         fillings: How often each kind is in a sample, and the number of such samples.
-        by_kind: The numbers of what is placed, sorted by kind.
+        by_kind: The numbers of all pieces, sorted by kind.
         counts: How many are of each kind.
-
-    Returns:
-        The numbers in the order of samples, and the place in it of the first one of each sample,
-        and of their end, [samples + 1].
     """
     taken = counts.cumsum() - counts  # by kind, the first unused one
     order, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -92,11 +73,7 @@ def _placed(
 
 
 def _fillings(counts: NDArray[np.int64], seq_len: int) -> list[tuple[_Filling, int]]:
-    """Returns how samples are filled, and how many samples each filling has.
-
-    Args:
-        counts: How many pieces have each length, from 0 on.
-    """
+    """Returns how samples are filled with counts[n] pieces of each length n, and how many each."""
     samples: dict[int, list[tuple[_Filling, int]]] = {}  # by room
     rooms: list[int] = []  # the keys of `samples`, ascending
 
@@ -140,11 +117,9 @@ def pack_pairs(
 
     Args:
         lengths: Tokens of source and target of each pair [n, 2], at least 1 and at most `room`.
-        room: Places of a row for sources and for targets.
 
     Returns:
-        The numbers of the pairs in the order of rows [n], and the place in it of the first pair of
-        each row, and n, [rows + 1].
+        The pairs in the order of rows [n]; the first pair of each row, and n, [rows + 1].
     """
     sizes, rooms = _in_units(lengths, room)
     kinds = sizes[:, 0] * (rooms[1] + 1) + sizes[:, 1]
@@ -157,11 +132,8 @@ def pack_pairs(
 def _in_units(
     lengths: NDArray[np.int64], room: tuple[int, int]
 ) -> tuple[NDArray[np.int64], tuple[int, int]]:
-    """Returns lengths and rooms in units of several tokens, so large that there are few kinds.
-
-    Lengths are rounded up, so that what fits in units fits in tokens. There are many kinds only
-    where texts are long, and rounding then wastes little of a row.
-    """
+    """Returns lengths and rooms in units of several tokens, so large that there are few kinds."""
+    # There are many kinds only where texts are long, and rounding up then wastes little of a row.
     unit = 1
     while True:
         rooms = room[0] // unit, room[1] // unit
@@ -175,13 +147,7 @@ def _in_units(
 def _pair_fillings(
     kinds: NDArray[np.int64], counts: NDArray[np.int64], rooms: tuple[int, int]
 ) -> list[tuple[_Filling, int]]:
-    """Returns the fillings of rows: how often each kind is in a row, and the number of such rows.
-
-    Args:
-        kinds: The two sizes of each kind [kinds, 2].
-        counts: How many pairs are of each kind.
-        rooms: The two sizes of a row.
-    """
+    """Returns how rows are filled with counts[k] pairs of the sizes kinds[k], and how many each."""
     shares = kinds / rooms
     order = np.argsort(-shares.sum(1), kind="stable")
     # Separate columns, because nearly all time goes into a few operations on every kind.

@@ -32,40 +32,27 @@ SENTINELS = 100  # as in T5; more if a sample needs more
 
 
 class Samples:
-    """All samples of one split for one task.
-
-    Attributes:
-        n_samples: How many samples there are.
-        n_left_out: The pairs or conversations that no sample holds.
-        n_truncated: The conversations of which a sample holds the beginning only.
-        n_held: The tokens of all pairs or conversations in samples; what else these have is
-            padding.
-        n_positions: The positions of a sample of pairs or conversations.
-    """
+    """All samples of one split for one task."""
 
     n_samples: int
-    n_left_out = 0
-    n_truncated = 0
-    n_held = 0
-    n_positions = 0
+    n_left_out = 0  # pairs or conversations that no sample holds
+    n_truncated = 0  # conversations of which a sample holds the beginning only
+    n_held = 0  # tokens of all pairs or conversations in samples; the rest is padding
+    n_positions = 0  # of a sample of pairs or conversations
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
         """Returns one sample: the keys of `gridformer.utils.batch` without dimension b.
 
-        All samples have the same shapes.
-
-        Args:
-            number: The number of the sample, in [0, n_samples).
+        All samples have the same shapes. Their numbers are in [0, n_samples).
         """
         raise NotImplementedError
 
     def read(
         self, numbers: NDArray[np.int64], draw: Callable[[int], np.random.Generator]
     ) -> Arrays:
-        """Returns several samples, with dimension b first.
+        """Returns the samples of some numbers [b], with dimension b first.
 
         Args:
-            numbers: Their numbers [b].
             draw: Returns the source of random choices of the sample at an index of `numbers`.
         """
         return stacked([self.sample(n, draw(i)) for i, n in enumerate(numbers.tolist())])
@@ -101,13 +88,6 @@ class SpecialIds:
     A special token that the tokenizer has under a usual name keeps its id. The others get the ids
     after the tokenizer's vocabulary, in the order of the fields. Fields that the task does not use
     are None or empty.
-
-    Attributes:
-        start: The first token that a decoder reads.
-        sentinels: One for each span of a sample.
-        ordinary_size: The size of the tokenizer's own vocabulary.
-        not_words: Ids of the tokenizer's own vocabulary that are not words.
-        begin: What a decoder reads before a text, such as Llama's begin-of-text token.
     """
 
     eos: int
@@ -115,26 +95,22 @@ class SpecialIds:
     mask: int | None
     cls: int | None
     sep: int | None
-    start: int
-    sentinels: tuple[int, ...]
+    start: int  # the first token that a decoder reads
+    sentinels: tuple[int, ...]  # one for each span of a sample
     vocab_size: int
-    ordinary_size: int
-    not_words: frozenset[int]
-    begin: tuple[int, ...] = ()
+    ordinary_size: int  # of the tokenizer's own vocabulary
+    not_words: frozenset[int]  # ids of the tokenizer's own vocabulary
+    begin: tuple[int, ...] = ()  # what a decoder reads before a text, such as Llama's begin of text
 
     @classmethod
     def of(
         cls, family: Family, task: Task, tokenizer: Tokenizer, n_sentinels: int = 0
     ) -> SpecialIds:
-        """Returns the ids that `family` needs to learn `task`.
+        """Returns the ids that `family` needs to learn `task`, for spans at least 100 sentinels.
 
         The tasks causal and chat add no ids: padding, which labeled documents and conversations
         need, is the end-of-text token if the tokenizer has no padding. A decoder starts with
-        padding in t5 and with the end-of-text token in transformer, as in the reference
-        implementations.
-
-        Args:
-            n_sentinels: How many sentinels the task spans needs; it gets at least 100.
+        padding in t5 and with the end-of-text token in transformer, as was published.
         """
         size, eos = tokenizer.vocab_size, tokenizer.eos_id
         total = size

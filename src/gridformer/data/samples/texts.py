@@ -7,6 +7,7 @@ last token of a document, which would have to predict the first of the next one,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
 
 
+@dataclass(eq=False)
 class WindowSamples(Samples):
     """Divides a split into windows of seq_len tokens. They have no random choices.
 
@@ -33,21 +35,28 @@ class WindowSamples(Samples):
     are the same window shifted by one; neighboring samples share that one token. `n_samples` counts
     the windows whose last target exists.
 
-    Args:
+    Attributes:
         documents: Whether samples say which documents are in them. A document that begins before
             its window has position 0 at the window's first token.
         reset: Whether positions restart in each document.
     """
 
-    def __init__(
-        self, split: TokenSplit, seq_len: int, documents: bool = False, reset: bool = True
-    ) -> None:
+    split: TokenSplit
+    seq_len: int
+    documents: bool = False
+    reset: bool = True
+
+    def __post_init__(self) -> None:
+        seq_len, n_tokens = self.seq_len, self.split.n_tokens
         if seq_len < 1:
             raise ValueError(f"{seq_len=} must be at least 1")
-        self.split, self.seq_len, self.documents, self.reset = split, seq_len, documents, reset
-        self.n_samples = max(0, split.n_tokens - 1) // seq_len
+        self.n_samples = max(0, n_tokens - 1) // seq_len
         if self.n_samples == 0:
-            raise DataError(_too_short(split, seq_len))
+            shorter = f"use data.seq_len of at most {n_tokens - 1}, or " if n_tokens > 1 else ""
+            raise DataError(
+                f"{self.split.path}: {n_tokens} tokens hold no sample of data.seq_len={seq_len}, "
+                f"which takes {seq_len + 1}: {shorter}{more_text(self.split)}"
+            )
 
     def read(
         self, numbers: NDArray[np.int64], draw: Callable[[int], np.random.Generator]
@@ -78,6 +87,7 @@ class WindowSamples(Samples):
         return {key: rows[0] for key, rows in self.read(np.array([number]), lambda _: draw).items()}
 
 
+@dataclass(eq=False)
 class PackedDocuments(Samples):
     """Samples of whole documents; a document that is longer than a sample is divided.
 
@@ -85,46 +95,49 @@ class PackedDocuments(Samples):
     first is predicted once in an epoch. The rest of a sample is padding.
     """
 
-    def __init__(self, split: TokenSplit, seq_len: int, pad: int, reset: bool = True) -> None:
-        self.split, self.seq_len, self.pad, self.reset = split, seq_len, pad, reset
-        self.packed = pack(np.asarray(split.offsets), seq_len)
-        self.n_samples = self.packed.n_samples
+    split: TokenSplit
+    seq_len: int
+    pad: int
+    reset: bool = True  # whether positions restart in each document
+
+    def __post_init__(self) -> None:
+        self.starts, self.places, self.bounds = pack(np.asarray(self.split.offsets), self.seq_len)
+        self.n_samples = len(self.bounds) - 1
         if not self.n_samples:
             raise DataError(
-                f"{split.path}: none of its {split.n_documents} documents has two tokens, so "
-                f"there is nothing to predict: {more_text(split)}"
+                f"{self.split.path}: none of its {self.split.n_documents} documents has two "
+                f"tokens, so there is nothing to predict: {more_text(self.split)}"
             )
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
         """Returns tokens, targets, valid, documents and positions [seq_len]."""
-        begin, end = self.packed.bounds[number : number + 2].tolist()
-        pieces = zip(self.packed.starts[begin:end].tolist(), self.packed.places[begin:end].tolist())
+        some = slice(*self.bounds[number : number + 2].tolist())
+        pieces = zip(self.starts[some].tolist(), self.places[some].tolist())
         read = [self.split.window(start, start + n + 1) for start, n in pieces]
         each = [(ids[:-1], ids[1:]) for ids in read]
         return _side_by_side(each, self.seq_len, self.pad, self.reset)
 
 
+@dataclass(eq=False)
 class ChatSamples(Samples):
     """One or several conversations per sample; the model reads all and learns to say the answers.
 
     A conversation longer than seq_len + 1 tokens is truncated. If nothing of an answer would be
     left, it is left out.
 
-    Args:
+    Attributes:
         packed: Whether a sample holds several conversations, which do not see one another.
         reset: Whether positions of packed samples restart in each conversation.
     """
 
-    def __init__(
-        self,
-        split: TokenSplit,
-        seq_len: int,
-        special: SpecialIds,
-        packed: bool = False,
-        reset: bool = True,
-    ) -> None:
-        self.split, self.seq_len, self.special = split, seq_len, special
-        self.packed, self.reset = packed, reset
+    split: TokenSplit
+    seq_len: int
+    special: SpecialIds
+    packed: bool = False
+    reset: bool = True
+
+    def __post_init__(self) -> None:
+        split, seq_len = self.split, self.seq_len
         begins = split.columns["first_answer"]
         self.numbers = np.flatnonzero(begins <= seq_len)  # 8 bytes per document, as an offset
         if not len(self.numbers):
@@ -139,12 +152,11 @@ class ChatSamples(Samples):
         self.n_truncated = int((lengths > seq_len + 1).sum())
         self.n_held, self.n_positions = int(places.sum()), seq_len
         self.bounds = np.arange(len(self.numbers) + 1)
-        if packed:
+        if self.packed:
             # As if the conversations of these lengths followed one another.
             starts = np.concatenate([[0], (places + 1).cumsum()])
-            together = pack(starts, seq_len)
-            self.numbers = self.numbers[np.searchsorted(starts, together.starts)]
-            self.bounds = together.bounds
+            placed, _, self.bounds = pack(starts, seq_len)
+            self.numbers = self.numbers[np.searchsorted(starts, placed)]
         self.n_samples = len(self.bounds) - 1
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
@@ -166,29 +178,27 @@ class ChatSamples(Samples):
         return ids[:-1], np.where(said, ids[1:], IGNORE)
 
 
+@dataclass(eq=False)
 class PairSamples(Samples):
     """One or several pairs per sample: the model reads the first text and generates the second.
 
     The documents of a folder alternate between source and target. Pairs are left out if the source
     is longer than source_len, or the target longer than seq_len, end-of-text tokens included.
 
-    Args:
-        source_len: Places for sources in a sample.
-        seq_len: Places for targets in a sample.
+    Attributes:
+        source_len, seq_len: Places for sources and for targets in a sample.
         packed: Whether a sample holds several whole pairs. Sources are side by side in the row of
             the encoder, and targets, in the same order, in that of the decoder.
     """
 
-    def __init__(
-        self,
-        split: TokenSplit,
-        source_len: int,
-        seq_len: int,
-        special: SpecialIds,
-        packed: bool = False,
-    ) -> None:
-        self.split, self.source_len, self.seq_len = split, source_len, seq_len
-        self.special, self.packed = special, packed
+    split: TokenSplit
+    source_len: int
+    seq_len: int
+    special: SpecialIds
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        split, source_len, seq_len = self.split, self.source_len, self.seq_len
         lengths = np.diff(split.offsets).reshape(-1, 2)
         fits = (lengths[:, 0] <= source_len) & (lengths[:, 1] <= seq_len)
         self.pairs = np.flatnonzero(fits)  # 8 bytes per pair, as much as an offset
@@ -202,7 +212,7 @@ class PairSamples(Samples):
         self.n_left_out = len(lengths) - len(self.pairs)
         self.n_held, self.n_positions = int(lengths[self.pairs].sum()), source_len + seq_len
         self.bounds = np.arange(len(self.pairs) + 1)
-        if packed:
+        if self.packed:
             order, self.bounds = pack_pairs(lengths[self.pairs], (source_len, seq_len))
             self.pairs = self.pairs[order]
         self.n_samples = len(self.bounds) - 1
@@ -267,11 +277,3 @@ def _side_by_side(
         # Padding is a document of its own.
         **places_of(padded(owners, seq_len, len(each)), reset),
     }
-
-
-def _too_short(split: TokenSplit, seq_len: int) -> str:
-    shorter = f"use data.seq_len of at most {split.n_tokens - 1}, or " if split.n_tokens > 1 else ""
-    return (
-        f"{split.path}: {split.n_tokens} tokens hold no sample of data.seq_len={seq_len}, which "
-        f"takes {seq_len + 1}: {shorter}{more_text(split)}"
-    )
