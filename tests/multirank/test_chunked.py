@@ -1,10 +1,11 @@
-"""Activations gathered in chunks give the same numbers and volumes, with less memory.
+"""Activations and logits in chunks: the same numbers and volumes, with less memory.
 
 The models in tests are far too small to be chunked, so here a chunk is a few hundred bytes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from gridformer.comm import record_messages
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from gridformer.memory.estimate import estimate_rank
 from gridformer.models import Model
@@ -27,7 +29,17 @@ from gridformer.parallel.tensor.linear import GridLinear
 from gridformer.parallel.tensor.summa import gathered_weights_scope
 from tests.support.chunks import in_three
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare, tiny
+from tests.support.memory_log import MemoryLog
+from tests.support.multirank.exactness import (
+    CPU,
+    TOLERANCE,
+    axes_of,
+    batch_of,
+    batches_of,
+    compare,
+    tiny,
+)
+from tests.support.multirank.layouts import Layout
 from tests.support.multirank.matrix import MODELS, SETTINGS
 from tests.support.multirank.memory import a_run, agrees_of, measured
 from tests.support.multirank.pool import WorkerPool
@@ -38,7 +50,6 @@ from tests.support.multirank.volumes import (
     Volume,
     agrees,
     predicted,
-    record_messages,
     volume_of,
 )
 
@@ -64,7 +75,7 @@ def parts_of(n_bytes: int) -> Iterator[list[Choices]]:
         yield decided
 
 
-# --------------------------------------------------------------------------- numbers
+# --------------------------------------------------- numbers
 
 GRID: dict[str, Any] = {"scheme": "optimus", "rows": 2, "cols": 2, "keep_gathered": "none"}
 SEQUENCE: dict[str, Any] = {"scheme": "megatron", "cols": 2, "sequence_parallel": True}
@@ -123,7 +134,7 @@ def test_equals_one_device(pool: WorkerPool, name: str, model: str, recompute: s
         assert max(worst.values()) <= TOLERANCE["float64"], worst
 
 
-# --------------------------------------------------------------------------- volumes
+# --------------------------------------------------- volumes
 
 
 def model_in_parts(
@@ -168,7 +179,7 @@ def test_volumes_are_the_same_in_more_messages(pool: WorkerPool, layout: dict[st
             assert some.messages > once.messages
 
 
-# --------------------------------------------------------------------------- memory
+# --------------------------------------------------- memory
 
 
 def chunked_loss(run: RunConfig, n_bytes: int) -> tuple[int, int]:
@@ -190,7 +201,7 @@ def test_estimated_is_measured_and_less(pool: WorkerPool, layout: dict[str, Any]
     assert max(c.n_chunks for found in decided for c in found.products.values()) > 2
 
 
-# --------------------------------------------------------------------------- precision
+# --------------------------------------------------- precision
 
 
 def weight_gradient(dtype: str, n_bytes: int) -> torch.Tensor:
@@ -220,7 +231,7 @@ def test_chunks_are_accumulated_as_precisely_as_one_product(pool: WorkerPool) ->
         assert off < 4e-3, n_bytes
 
 
-# --------------------------------------------------------------------------- whole runs
+# --------------------------------------------------- whole runs
 
 
 def test_estimated_of_a_large_run() -> None:
@@ -237,3 +248,91 @@ def test_estimated_of_a_large_run() -> None:
     with patch.object(rules, "CHUNK_BYTES", 1 << 40):
         whole = estimate_rank(run, 0)
     assert found.peak < 0.75 * whole.peak
+
+
+# --------------------------------------------------- the loss
+
+
+ROWS, S_LOSS, V = 16, 24, 960
+WIDE = tiny(n_layers=1, vocab_size=V, hidden_size=12, n_heads=4)
+H = WIDE.hidden_size
+OPTIMUS: Layout = {"scheme": "optimus", "rows": 2, "cols": 2, "keep_gathered": "none"}
+LOSSES: dict[str, Layout] = {
+    "megatron": {"scheme": "megatron", "cols": 4},
+    "sequence": {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
+    "gather": {**OPTIMUS, "schedule": "gather"},
+    "gather, input stays": {**OPTIMUS, "schedule": "gather", "stationary": "input"},
+    "gather, weights kept": {**OPTIMUS, "schedule": "gather", "keep_gathered": "weights"},
+    "broadcast": {**OPTIMUS, "schedule": "broadcast"},
+    "pipelined": {**OPTIMUS, "schedule": "pipelined"},
+}
+
+
+def loss(layout: Layout, tokens: int) -> tuple[int, int, Counter[tuple[str, str]]]:
+    """Measure one rank's loss and backward pass.
+
+    Returns the largest tensor it makes and its peak increase, both in bytes, and the elements moved
+    by axis and collective.
+    """
+    torch.set_num_threads(1)
+    plan = LayoutConfig(**layout)
+    axes = axes_of(plan)
+    model = build_parallel(WIDE, plan, axes, 1, CPU).train()
+    model.loss_chunk_tokens = tokens
+    rows = slice(
+        axes.row.index * ROWS // axes.row.size, (axes.row.index + 1) * ROWS // axes.row.size
+    )
+    batch = {key: value[rows] for key, value in batches_of(0, WIDE, ROWS).items()}
+    with gathered_weights_scope(model), MemoryLog() as tracker, record_messages() as recorder:
+        tracker.mark([*model.parameters(), *batch.values()], "before")
+        hidden = model.hidden(batch).detach().requires_grad_()
+        start, before, sent = tracker.now, tracker.live(), len(recorder.records)
+        model.losses_of(hidden, batch)["tokens"].backward()
+    moved: Counter[tuple[str, str]] = Counter()
+    for r in recorder.records[sent:]:
+        moved[r.axis, r.op] += int(r.moved)
+    largest = max(e.n_bytes for e in tracker.entries if e.born > start)
+    peak = int(tracker.curve()[start + 1 :].max())
+    return largest, peak - before, moved
+
+
+@pytest.mark.parametrize(
+    "name",
+    full_unless(lambda name: name not in ("pipelined", "gather, weights kept"), LOSSES),
+)
+def test_a_rank_holds_few_chunks_of_its_logits(pool: WorkerPool, name: str) -> None:
+    """The largest tensor is a chunk's logits; besides the table less than three of them live.
+
+    A rank has v/c columns of the logits of b s / r tokens (or partial sums of all v). The table may
+    exist gathered, as a chunk's gradient, as their sum, and in flight.
+    """
+    tokens, layout = 64, LOSSES[name]
+    rows, cols = layout.get("rows", 1), layout["cols"]
+    columns = V if "input" in name else V // cols
+    table, x = V * H // cols * 4, ROWS * S_LOSS * H // rows * 4
+    for largest, peak, _ in pool.run(4, loss, layout, 0):
+        assert largest == ROWS * S_LOSS // rows * columns * 4
+        # the logits and their gradient; earlier tensors may have been freed
+        assert peak >= 1.5 * largest
+    for largest, peak, _ in pool.run(4, loss, layout, tokens):
+        part = tokens * columns * 4
+        assert largest == part
+        assert part < ROWS * S_LOSS // rows * columns * 4 / 2
+        assert peak <= 3 * part + 4 * table + 4 * x
+
+
+@pytest.mark.parametrize("name", ["sequence", "gather", "gather, input stays"])
+def test_the_table_travels_once_for_all_chunks(pool: WorkerPool, name: str) -> None:
+    """The table is gathered once and its gradient is summed once.
+
+    Without chunks, it is gathered again for the gradient of the head's input.
+    """
+    layout = LOSSES[name]
+    block = V * H // 4 if layout["scheme"] == "optimus" else 0
+    whole, some, many = (pool.run(4, loss, layout, tokens) for tokens in (0, 64, 16))
+    for (_, _, before), (_, _, one), (_, _, other) in zip(whole, some, many):
+        assert one == other, "the number of parts does not matter"
+        assert before["row", "all_gather"] == 2 * block
+        assert one["row", "all_gather"] == block
+        assert one["row", "reduce_scatter"] == before["row", "reduce_scatter"] == block
+        assert one["col", "all_gather"] <= before["col", "all_gather"]

@@ -111,51 +111,13 @@ def _forgotten(reduce: Callable[..., Tensor | Pending], *args: Any) -> Tensor:
     return (out.wait() if isinstance(out, Pending) else out).to("meta")
 
 
-def of_pieces(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
-    """Yield collectives of unequal messages, which are pieces of each rank's tensor."""
-    here, n = axis.index, axis.size
-
-    def piece(source: int, target: int) -> Tensor:
-        """Return a piece; every second one is transposed once more."""
-        x = xs[source].narrow(-1, 0, min(target + 1, xs[source].shape[-1]))
-        return x.transpose(0, -1) if (source + target) % 2 else x
-
-    to_all = [piece(here, j) for j in range(n)]
-    to_me = [piece(i, here) for i in range(n)]
-    shapes = [x.shape for x in to_me]
-
-    def flat(parts: list[Tensor] | None) -> Tensor:
-        return torch.cat([part.reshape(-1) for part in parts or [torch.zeros(0)]])
-
-    yield "all_to_all", lambda: flat(comm.all_to_all(to_all, shapes, axis)), flat(to_me)
-
-    def exchanged() -> Tensor:
-        out = [torch.empty(shape, dtype=torch.float64) for shape in shapes]
-        comm.exchange(dict(enumerate(to_all)), dict(enumerate(out)), axis)
-        return flat(out)
-
-    yield "exchange", exchanged, flat(to_me)
-    for root in range(n):
-        given = [piece(root, j) for j in range(n)]
-
-        def scattered(root: int = root, given: list[Tensor] = given) -> Tensor:
-            out = torch.empty(given[here].shape, dtype=torch.float64)
-            return comm.scatter(given if here == root else None, out, axis, root)
-
-        def gathered(root: int = root, given: list[Tensor] = given) -> Tensor:
-            return flat(comm.gather(given[here], [x.shape for x in given], axis, root))
-
-        yield f"scatter {root}", scattered, given[here]
-        yield f"gather {root}", gathered, flat(given if here == root else None)
-
-
 def all_collectives() -> int:
     """Check the result of each collective; return their number."""
     n_done = 0
     axis = grid_axes(1, dist.get_world_size()).col
     for make, shape in itertools.product(LIES, shapes(axis.size)):
         xs = everyones(axis.size, make, *shape)
-        found = [*of_any_tensor(axis, xs), *of_pieces(axis, xs)]
+        found = [*of_any_tensor(axis, xs)]
         if make is contiguous:
             found += of_contiguous_ones(axis, xs)
         for name, collective, want in found:

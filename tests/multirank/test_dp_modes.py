@@ -1,22 +1,34 @@
-"""Replicas that shard optimizer state (zero1), or parameters too (fsdp): casts, errors, hooks."""
+"""Replicas that shard optimizer state (zero1), or parameters too (fsdp): memory and messages."""
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from gridformer.comm import record_messages
 from gridformer.config import LayoutConfig
 from gridformer.models.blocks import Layer
+from gridformer.parallel.data import buckets as bucketing
+from gridformer.parallel.data.copies import share_parts
 from gridformer.parallel.data.zero import replica_part, stored
+from gridformer.parallel.sharding import shard_of
 from gridformer.utils.errors import DivergedError
+from tests.support.marks import full_unless
+from tests.support.memory_log import MemoryLog
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.replicas import (
+    EVEN,
+    FIRST,
+    MEGATRON,
+    ODD,
     SINGLE,
+    THREE,
     Layout,
     in_memory,
     read_of,
@@ -24,6 +36,240 @@ from tests.support.multirank.replicas import (
 )
 from tests.support.multirank.runs import plan_of, train
 from tests.support.multirank.runs import stored as stored_by
+
+
+@dataclass
+class Memory:
+    """Elements that a device holds, of each kind between steps, and the most within one step.
+
+    Attributes:
+        share: This replica's share if every tensor is sharded by rows.
+        layers: Layers that are whole at the same time within a step.
+        sent: Whole gradients that are left after a step although their sums are elsewhere.
+    """
+
+    whole: int
+    share: int
+    parameters: int = 0
+    gradients: int = 0
+    state: int = 0
+    layers: int = 0
+    whole_gradients: int = 0
+    sent: int = 0
+
+
+def memory_of(layout: Layout, model: dict[str, Any]) -> Memory:
+    built, axes, stepper = settings_of(layout, 4, **model)
+    parameters = [*built.parameters()]
+    shares = []
+    for p in parameters:
+        axis = axes[shard_of(p).replicas or ""]
+        rows = p.shape[1] if shard_of(p).transposed else p.shape[0]
+        each = -(-rows // axis.size)
+        shares.append(min(each, max(0, rows - each * axis.index)) * (p.numel() // rows))
+    found = Memory(sum(p.numel() for p in parameters), sum(shares))
+    inside = [module for module in built.modules() if isinstance(module, Layer)]
+
+    def look(_: Any) -> None:
+        held = [layer for layer in inside if any(in_memory(p) for p in layer.parameters())]
+        found.layers = max(found.layers, len(held))
+        grads = sum(p.grad.numel() for p in parameters if p.grad is not None)
+        found.whole_gradients = max(found.whole_gradients, grads)
+
+    for layer in inside:
+        layer.norm2.register_forward_pre_hook(lambda *_: look(None))
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(look)
+    for step in range(2):
+        stepper(step, read_of(built, step))
+    stepper.evaluate([read_of(built, 0)])
+    parts = [part for part in map(replica_part, parameters) if part is not None]
+    storages = {t.untyped_storage().data_ptr(): in_memory(t) for t in [*parameters, *parts]}
+    found.parameters = sum(storages.values())
+    found.gradients = sum(t.grad.numel() for t in [*parameters, *parts] if t.grad is not None)
+    cut = [p for p in parameters if replica_part(p) is not None]
+    found.sent = sum(p.grad.numel() for p in cut if p.grad is not None)
+    state = stepper.updates.state.values()
+    moments = [s[name] for s in state for name in ("exp_avg", "exp_avg_sq")]
+    found.state = sum(in_memory(moment) for moment in moments)
+    return found
+
+
+HELD = {
+    "2": (SINGLE, EVEN),
+    "3-odd": (THREE, ODD),
+    "megatron": (MEGATRON, EVEN),
+    "first-odd": (FIRST, ODD),
+}
+HELD_CASES = [
+    (name, mode, micro_batches)
+    for name in HELD
+    for mode in ("replicate", "zero1", "fsdp")
+    for micro_batches in (1, 3)
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    full_unless(lambda case: case in (("megatron", "fsdp", 1), ("3-odd", case[1], 1)), HELD_CASES),
+    ids=lambda case: "-".join(map(str, case)),
+)
+def test_what_a_device_holds(pool: WorkerPool, case: tuple[str, str, int]) -> None:
+    """Optimizer state and gradients, or everything, take exactly 1/d of the elements."""
+    name, mode, micro_batches = case
+    layout, model = HELD[name]
+    plan = LayoutConfig(**layout, dp_mode=mode, micro_batches=micro_batches)  # type: ignore[arg-type]
+    held = pool.run(plan.n_processes, memory_of, plan.model_dump(), model)
+    for one in held:
+        cut = mode != "replicate"
+        assert one.sent == 0, "also of copies, whose sums only their owner has"
+        if "cols" not in layout:  # where copies are not updated
+            assert one.state == 2 * (one.share if cut else one.whole)
+            assert one.gradients == (one.share if cut else one.whole)
+        assert one.parameters == (one.share if mode == "fsdp" else one.whole)
+        if mode == "fsdp":
+            assert one.layers <= 2, "one that computes, and one that is about to"
+        if cut and micro_batches == 1 and "cols" not in layout:
+            assert one.whole_gradients < one.whole / 2, "those that have been sent are let go of"
+    if model is EVEN and mode != "replicate":
+        assert {one.share for one in held} <= {one.whole // 2 for one in held}
+
+
+# --------------------------------------------------- zero1's gathers
+
+
+def while_gathering() -> tuple[int, int, int]:
+    """Return the most bytes that `share_parts` holds at a time, those of a bucket, and buckets."""
+    built, axes, _ = settings_of({**SINGLE, "dp_mode": "zero1"}, 6, **EVEN)
+    parameters = [*built.parameters()]
+    n_bytes = max(p.numel() for p in parameters) * 4
+    with patch.object(bucketing, "BUCKET_BYTES", n_bytes):
+        n_buckets = len([*bucketing.buckets(parameters)])
+        with MemoryLog() as tracker:
+            tracker.mark(parameters, "parameters")
+            held = tracker.live()
+            share_parts([parameters], axes)
+    return tracker.peak()[1] - held, n_bytes, n_buckets
+
+
+def test_gathers_of_updated_parameters_hold_few_of_them_twice(pool: WorkerPool) -> None:
+    """Two messages at a time, and what arrives of one of them: not all parameters."""
+    for most, bucket, n_buckets in pool.run(2, while_gathering):
+        assert n_buckets > 8
+        assert bucket < most <= 4 * bucket
+
+
+# --------------------------------------------------- volumes
+
+
+@dataclass
+class Traffic:
+    """Traffic of one rank: elements and kinds of collectives by label.
+
+    `in_layers` and `outside` are the elements of a replica's share, in layers and outside them.
+    """
+
+    moved: dict[str, float]
+    kinds: dict[str, set[str]]
+    in_layers: int
+    outside: int
+
+
+def traffic_of(layout: Layout, model: dict[str, Any]) -> Traffic:
+    built, axes, stepper = settings_of(layout, 2, **model)
+    inside, outside = 0, 0
+    for name, p in built.named_parameters():
+        rows = p.shape[1] if shard_of(p).transposed else p.shape[0]
+        share = -(-rows // axes.dp.size) * (p.numel() // rows)
+        inside, outside = inside + share * ("layers." in name), outside + share
+    with record_messages() as recorder:
+        stepper(0, read_of(built, 0))
+    labels = ("gradients", "parameters")
+    return Traffic(
+        {label: recorder.moved(label) for label in labels},
+        {label: set(recorder.count(label)) for label in labels},
+        inside,
+        outside - inside,
+    )
+
+
+VOLUMES = {
+    "2-even-1": (SINGLE, EVEN, 1),
+    "3-odd-3": (THREE, ODD, 3),
+    "2-odd-3": (SINGLE, ODD, 3),
+    "3-even-1": (THREE, EVEN, 1),
+    "3-odd-1": (THREE, ODD, 1),
+}
+
+
+@pytest.mark.parametrize("case", full_unless(lambda case: case in [*VOLUMES][:2], VOLUMES))
+def test_volumes(pool: WorkerPool, case: str) -> None:
+    """A step of P parameters over d replicas moves (d-1)/d P each of gradients and of parameters.
+
+    That is an all-reduce, whatever the number of micro-batches. Under fsdp, layers are gathered
+    twice per micro-batch: 3 (d-1)/d P in all if nothing is outside the layers. If they stay until
+    the step ends, they are gathered once.
+    """
+    layout, model, micro_batches = VOLUMES[case]
+    d = layout["dp"]
+    for mode, reshard in (("zero1", "layer"), ("fsdp", "layer"), ("fsdp", "step")):
+        plan = {**layout, "dp_mode": mode, "reshard": reshard, "micro_batches": micro_batches}
+        for one in pool.run(d, traffic_of, plan, model):
+            every = one.in_layers + one.outside
+            assert one.moved["gradients"] == (d - 1) * every
+            times = 2 * micro_batches if (mode, reshard) == ("fsdp", "layer") else 1
+            assert one.moved["parameters"] == (d - 1) * (times * one.in_layers + one.outside)
+            assert one.kinds == {"gradients": {"reduce_scatter"}, "parameters": {"all_gather"}}
+
+
+# --------------------------------------------------- overlap
+
+
+def sent_when(layout: Layout) -> tuple[list[int], int, dict[str, list[int]]]:
+    """Record what is in flight during a step.
+
+    Returns the gradient sums that had started when the first layer's gradient came, by micro-batch;
+    their number in the whole step; and the gathers that had started when each layer computed, in
+    forward and in backward.
+    """
+    built, _, stepper = settings_of(layout, 3)
+    early: list[int] = []
+    gathers: dict[str, list[int]] = {"forward": [], "backward": []}
+    with record_messages() as recorder:
+
+        def note(way: str) -> None:
+            gathers[way].append(recorder.count("parameters").total())
+
+        for layer in built.modules():
+            if isinstance(layer, Layer):
+                layer.norm1.register_forward_pre_hook(lambda *_: note("forward"))
+                layer.mlp.register_full_backward_pre_hook(lambda *_: note("backward"))
+        first = built.get_parameter("layers.0.attention.qkv.weight")
+        first.register_post_accumulate_grad_hook(
+            lambda _: early.append(recorder.count("gradients").total())
+        )
+        stepper(0, read_of(built, 0))
+    return early, recorder.count("gradients").total(), gathers
+
+
+@pytest.mark.parametrize("mode", ["zero1", "fsdp"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_messages_travel_while_layers_compute(
+    pool: WorkerPool, mode: str, micro_batches: int
+) -> None:
+    """Gradients travel in the last backward pass; the next layer's parameters in every pass."""
+    layout = {**SINGLE, "dp_mode": mode, "micro_batches": micro_batches}
+    for early, total, gathers in pool.run(2, sent_when, layout):
+        assert early[:-1] == [0] * (micro_batches - 1)
+        assert 1 <= early[-1] < total
+        if mode == "fsdp":
+            # One gather for all outside layers; before a layer computes, its own and the next
+            # layer's.
+            assert gathers["forward"][:3] == [3, 4, 4]
+            assert gathers["backward"][:3] == [6, 7, 7]
+
+
+# --------------------------------------------------- casts and errors
 
 
 def parts_after(layout: Layout) -> list[Tensor]:
@@ -54,7 +300,7 @@ def test_what_fsdp_gathers_in_bfloat16_is_what_zero1_casts(pool: WorkerPool, bel
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
-# --------------------------------------------------------------------------- errors
+# --------------------------------------------------- errors
 
 
 def outside(layout: Layout) -> str:
@@ -91,36 +337,10 @@ def test_a_diverging_step_updates_nothing(pool: WorkerPool, mode: str) -> None:
         assert all(same)
 
 
-# --------------------------------------------------------------------------- recomputation
+# --------------------------------------------------- recomputation
 
 
-def computed_again(layout: Layout, inside: bool) -> float:
-    """Return how far gradients are off if layers are recomputed in the backward pass."""
-    found = []
-    for again in (False, True):
-        built, _, stepper = settings_of(layout, 3)
-        for layer in [m for m in built.modules() if isinstance(m, Layer)] if again else []:
-            # without the hooks around it, or with them
-            name = "forward" if inside else "_call_impl"
-            plain = getattr(layer, name)
-            setattr(layer, name, partial(checkpoint, plain, use_reentrant=False))
-        stepper(0, read_of(built, 0))
-        found.append(
-            [part.grad for p in built.parameters() if (part := replica_part(p)) is not None]
-        )
-        assert all(not in_memory(p) for p in built.parameters())
-    assert len(found[0]) == len(found[1]) > 0
-    return max(float((a - b).abs().max()) for a, b in zip(*found) if a.numel())
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_layers_may_be_recomputed(pool: WorkerPool, inside: bool) -> None:
-    """Parameters are gathered once for torch.utils.checkpoint around a layer or its forward."""
-    layout = {**SINGLE, "dp_mode": "fsdp", "micro_batches": 3}
-    assert pool.run(2, computed_again, layout, inside) == [0.0, 0.0]
-
-
-# --------------------------------------------------------------------------- checkpoints
+# --------------------------------------------------- checkpoints
 
 
 def test_a_part_is_written_once(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:

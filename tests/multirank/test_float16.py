@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -34,12 +33,11 @@ from gridformer.train.trainer import Trainer
 from gridformer.utils.batch import next_words
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import CPU, TRAIN, axes_of, batch_of, compare, tiny
+from tests.support.multirank.layouts import Layout
 from tests.support.multirank.matrix import MODELS
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import MIDDLE, STEPS, plan_of, start_from, train
 from tests.support.multirank.runs import stored as blocks_of
-
-Layout = dict[str, Any]
 
 LAYOUTS: dict[str, Layout] = {
     "replicas": {"dp": 2},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -11,21 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gridformer.comm import record_messages
+from gridformer import comm
+from gridformer.comm import Pending, record_messages
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.mesh import Axes, Axis
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data import buckets as bucketing
 from gridformer.parallel.data import gradients as reductions
+from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.parallel.data.gradients import GradientSums, reduce_gradients
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
-from tests.support.multirank.exactness import CPU, axes_of, batch_of, gradients, tiny
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import CPU, axes_of, batch_of, batches_of, gradients, tiny
+from tests.support.multirank.layouts import Layout
+from tests.support.multirank.matrix import MODELS
 from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.pool import WorkerPool
-
-Layout = dict[str, Any]
 
 B = 12
 CONFIG = tiny(max_seq_len=8)
@@ -52,7 +56,7 @@ def sample_part(axes: Axes, micro: int = 0) -> Tensor:
     return batch.chunk(axes.batch.size)[axes.batch.index]
 
 
-# --------------------------------------------------------------------------- overlap
+# --------------------------------------------------- overlap
 
 
 def sent_when(layout: Layout, micro_batches: int) -> tuple[list[int], list[int], int]:
@@ -154,7 +158,7 @@ def test_a_pass_waits_for_sums_only_if_it_makes_the_first_gradients(pool: Worker
             assert waited == total - 2 > 0
 
 
-# --------------------------------------------------------------------------- equality
+# --------------------------------------------------- equality
 
 
 def both_ways(layout: Layout, bucket_bytes: int) -> dict[str, float]:
@@ -193,7 +197,7 @@ def test_overlapped_sums_equal_sums_after_the_backward_pass(
         assert max(differences.values()) < 1e-12, differences
 
 
-# --------------------------------------------------------------------------- missing gradients
+# --------------------------------------------------- missing gradients
 
 
 def with_gaps(n_rounds: int) -> list[list[float]]:
@@ -244,3 +248,74 @@ def test_one_replica_sums_nothing() -> None:
     sums.finish()
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [2.0] * 3
+
+
+# --------------------------------------------------- parameters that stages share
+
+# Two stages share GPT-2's table, and three share T5's. Order matters only from three terms on.
+CASES: dict[str, tuple[str, Layout]] = {
+    "three replicas": ("GPT-2", {"pp": 2, "dp": 3}),
+    "three replicas, zero1": ("GPT-2", {"pp": 2, "dp": 3, "dp_mode": "zero1"}),
+    "three replicas, fsdp": ("GPT-2", {"pp": 2, "dp": 3, "dp_mode": "fsdp"}),
+    "three stages": ("T5", {"pp": 3, "dp": 2}),
+    "three stages, fsdp": ("T5", {"pp": 3, "dp": 2, "dp_mode": "fsdp"}),
+}
+QUICK = ("three replicas", "three stages")
+
+
+def step_over_rings(layout: Layout, family: str) -> bool:
+    """Run a step in which every group adds in its own order, and compare all copies.
+
+    Returns whether the order made a difference to any sum on this rank.
+    """
+    torch.set_num_threads(1)
+    config, plan = tiny(max_seq_len=8, n_layers=3, **MODELS[family]), LayoutConfig(**layout)
+    axes, made_a_difference = axes_of(plan), False
+    all_reduce = comm.all_reduce
+
+    def ring(x: Tensor, axis: Axis) -> Tensor:
+        nonlocal made_a_difference
+        terms = [*comm.all_gather(x.unsqueeze(0), axis, 0)]
+        first = axes.pp.index if axis.name == "dp" else axes.dp.index
+        mine = in_order(terms, first)
+        made_a_difference |= not torch.equal(mine, in_order(terms, first + 1))
+        return mine
+
+    def reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") -> Tensor:
+        if axis.name not in ("dp", "pp") or op != "sum":
+            return all_reduce(x, axis, op, label)
+        return x.copy_(ring(x, axis))
+
+    def start_reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") -> Pending:
+        return Pending(reduce(x, axis, op, label))
+
+    def start_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Pending:
+        assert axis.name == "dp"
+        return Pending(ring(x, axis).chunk(axis.size, dim)[axis.index].clone())
+
+    model = build_parallel(config, plan, axes, 1, CPU)
+    stepper = Stepper(model, TrainConfig(global_batch=6), axes, plan)
+    batch = batches_of(0, config, 6)
+    with (
+        patch.object(comm, "all_reduce", reduce),
+        patch.object(comm, "start_all_reduce", start_reduce),
+        patch.object(comm, "start_reduce_scatter", start_scatter),
+    ):
+        stepper(0, lambda rows: {key: value[rows] for key, value in batch.items()})
+    assert_copies_equal(model, axes)
+    return made_a_difference
+
+
+def in_order(terms: Sequence[Tensor], first: int) -> Tensor:
+    """Return the terms' sum as a ring that begins at the given place adds them."""
+    total = terms[first % len(terms)].clone()
+    for turn in range(1, len(terms)):
+        total += terms[(first + turn) % len(terms)]
+    return total
+
+
+@pytest.mark.parametrize("name", full_unless(QUICK.__contains__, CASES))
+def test_copies_on_several_stages_stay_equal(pool: WorkerPool, name: str) -> None:
+    family, layout = CASES[name]
+    left_to_rings = any(pool.run(6, step_over_rings, layout, family))
+    assert left_to_rings == (layout["dp"] > 2), "terms of stages are added up by each stage itself"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -26,10 +25,9 @@ from gridformer.parallel.axes import build_axes
 from gridformer.train.step import Stepper
 from tests.support.checkpoints import save_checkpoint
 from tests.support.multirank.exactness import CPU, axes_of, tiny
+from tests.support.multirank.layouts import Layout
 from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.pool import WorkerPool
-
-Layout = dict[str, Any]
 
 GRID: Layout = {"scheme": "optimus", "rows": 2, "cols": 2, "pp": 2}
 REPLICAS: Layout = {"scheme": "megatron", "cols": 2, "dp": 2, "pp": 2}
@@ -106,95 +104,6 @@ def test_all_groups_use_one_gloo_device(pool: WorkerPool) -> None:
     """A device is a thread that wakes every 10 ms, which many groups would pay for."""
     layout = {"scheme": "optimus", "rows": 2, "cols": 2}
     assert pool.run(4, devices_of, layout) == [[True] * 4] * 4
-
-
-def waited_for_rank_0(layout: Layout, store: Path, timeout_s: float) -> dict[str, str | float]:
-    """Run a collective over each axis at the same time, none of which rank 0 joins.
-
-    Returns each one's outcome, and the seconds that all of them took.
-    """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.barrier()  # leaving while others still connect would look like a crash
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(store), size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    axes = build_axes(LayoutConfig(**layout), "cpu")
-    channel = on_nccl(P2PChannel, axes, ring=False)
-    keys = dist.FileStore(f"{store}.keys", size)
-    keys.set_timeout(timedelta(seconds=600))
-    if rank == 0:  # rank 0 stays, because its peers would notice its end
-        keys.wait([f"ended {peer}" for peer in range(1, size)])
-        return {}
-    began, found = time.monotonic(), dict[str, str | float]()
-    names = [name for name in NAMES if axes[name].size > 1]
-    under_way = {name: comm.start_all_reduce(torch.ones(2), axes[name]) for name in names}
-    if axes.pp.ranks == (0, rank):
-        under_way["0 to 1"] = channel.receive(torch.ones(2), 0)
-    for name, pending in under_way.items():
-        try:
-            pending.wait()
-            found[name] = "done"
-        except RuntimeError:  # timed out, or a peer has timed out and closed the connection
-            found[name] = "raised"
-    found["seconds"] = time.monotonic() - began
-    keys.set(f"ended {rank}", "")
-    return found
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("layout", "names"),
-    [
-        (GRID, {"pp", "row", "col", "grid", "world", "0 to 1"}),
-        (REPLICAS, {"pp", "dp", "dp_branch", "col", "grid", "world", "0 to 1"}),
-        (BRANCHES, {"pp", "dp", "branch", "dp_branch", "world", "0 to 1"}),
-    ],
-    ids=["grid", "replicas", "branches"],
-)
-def test_waiting_for_an_absent_rank_times_out(
-    tmp_path: Path, layout: Layout, names: set[str]
-) -> None:
-    """The error comes on every axis, and not only after half an hour."""
-    pool = WorkerPool(600.0)  # a pool of its own, because its groups are useless afterward
-    try:
-        _, *found = pool.run(8, waited_for_rank_0, layout, tmp_path / "store", 20.0)
-    finally:
-        pool.close()
-    raised: set[str] = set()
-    for rank, ended in enumerate(found, 1):
-        seconds = ended.pop("seconds")
-        assert isinstance(seconds, float)
-        assert seconds < 300
-        absent = {name for name in ended if 0 in _along(name, layout, rank)}
-        assert ended == {name: "raised" if name in absent else "done" for name in ended}
-        raised |= absent
-    assert raised == names
-
-
-def _along(name: str, layout: Layout, rank: int) -> list[int]:
-    """Return the group of one rank out of eight, which are two along each of three axes."""
-    axes = {
-        "optimus": ["pp", "row", "col"],
-        "megatron": ["pp", "dp", "col"],
-        "subgraph": ["pp", "dp", "branch"],
-    }[layout["scheme"]]
-    together = {
-        "0 to 1": ["pp"],
-        "world": axes,
-        "grid": ["row", "col"],
-        "dp_branch": ["dp", "branch"],
-    }
-    over = together.get(name, [name])
-    ranks = torch.arange(8).view(2, 2, 2)
-    place = (ranks == rank).nonzero()[0].tolist()
-    at = tuple(slice(None) if axis in over else place[i] for i, axis in enumerate(axes))
-    found: list[int] = ranks[at].flatten().tolist()
-    return found
 
 
 # --------------------------------------------------------------------------- creation

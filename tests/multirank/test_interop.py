@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,10 +19,9 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.utils.errors import UserError
 from tests.support.marks import full_unless
-from tests.support.multirank.layouts import n_of
+from tests.support.multirank.layouts import Layout, n_of
 from tests.support.multirank.pool import WorkerPool
 
-Layout = dict[str, Any]
 CPU = torch.device("cpu")
 MODEL = ModelConfig(n_layers=2, hidden_size=24, n_heads=12, vocab_size=104, max_seq_len=12)
 # No layout below divides these words and heads of keys evenly.

@@ -7,16 +7,24 @@ code that waits for their message.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 from benchmarks.memory.measure import measure_rank
+from torch import Tensor
 
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.memory.estimate import estimate_rank
+from gridformer.parallel import build_parallel
+from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.auto.products import Work
+from gridformer.parallel.tensor import summa
+from gridformer.parallel.tensor.summa import gathered_weights_scope
 from gridformer.parallel.validation import check_layout
 from tests.support.marks import full_unless
+from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
 from tests.support.multirank.matrix import CELLS, QUICK, Cell
 from tests.support.multirank.memory import a_run, agrees_of, measured, refused_below
 from tests.support.multirank.pool import WorkerPool
@@ -103,3 +111,128 @@ def test_what_threads_of_gloo_free_is_not_taken_for_held(pool: WorkerPool) -> No
     steps = [peak for peaks in pool.run(4, measured_steps, run) for peak in peaks]
     right = [peak for peak in steps if peak <= 1.01 * told]
     assert len(right) > 0.85 * len(steps), steps
+
+
+# --------------------------------------------------- what a layer keeps for backward
+
+B = 12
+CONFIG = tiny()
+BSH = B * CONFIG.max_seq_len * CONFIG.hidden_size
+LAYER = ("qkv", "out", "up", "down")
+
+Kept = tuple[float, float]
+
+
+def kept(layout: dict[str, Any], n_layers: int) -> Kept:
+    """Return the elements of tensors that autograd holds: activations, and gathered weights.
+
+    Activations are recognized by their size.
+    """
+    torch.set_num_threads(1)
+    plan = LayoutConfig(**layout)
+    axes = axes_of(plan)
+    model = build_parallel(tiny(n_layers=n_layers), plan, axes, 1, CPU)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in parameters and tensor.dim() >= 2 and tensor.shape[-1] > 1:
+            held[place] = tensor
+        return tensor
+
+    part = batch_of(0, CONFIG, B).chunk(axes.row.size)[axes.row.index]
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with gathered_weights_scope(model), hooks:
+        loss = model.loss_sum(part[:, :-1], part[:, 1:])
+        cells = {c for m in model.modules() if (c := vars(m).get("gathered_weight")) is not None}
+        weights = sum(_elements(whole) for cell in cells for whole in _wholes(cell))
+    assert loss.requires_grad
+    return sum(map(_elements, held.values())), weights
+
+
+def _wholes(cell: summa.GatheredWeight) -> list[Tensor]:
+    operands = cell._operands.values()
+    return [operand.whole.wait() for operand in operands if operand.whole is not None]
+
+
+def _elements(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def one_layer(layout: dict[str, Any]) -> Kept:
+    three, one = kept(layout, 3), kept(layout, 1)
+    return (three[0] - one[0]) / 2, (three[1] - one[1]) / 2
+
+
+def optimus(rows: int, cols: int, keep: str = "none", **how: str) -> dict[str, Any]:
+    fixed = {"schedule": "gather", "keep_gathered": keep}
+    return {"scheme": "optimus", "rows": rows, "cols": cols, **fixed, **how}
+
+
+SEQUENCE = {"scheme": "megatron", "cols": 4, "sequence_parallel": True}
+
+# In units of bsh, on one device. The 16 are: the inputs of both norms (x), their results, q, k, v,
+# the attention's result, and twice the feed-forward's width (before and after the GELU).
+SHARES: dict[str, tuple[dict[str, Any], Fraction]] = {
+    "single": ({}, Fraction(16)),
+    "megatron": ({"scheme": "megatron", "cols": 4}, 4 + Fraction(12, 4)),
+    "sequence": ({**SEQUENCE, "keep_gathered": "none"}, Fraction(16, 4)),
+    "sequence-inputs": ({**SEQUENCE, "keep_gathered": "inputs"}, 2 + Fraction(14, 4)),
+    "gather-2x2": (optimus(2, 2), Fraction(16, 4)),
+    "gather-2x3": (optimus(2, 3), Fraction(16, 6)),
+    "gather-4x1": (optimus(4, 1), Fraction(16, 4)),
+    "gather-2x2-inputs": (optimus(2, 2, "inputs"), Fraction(2, 2) + Fraction(14, 4)),
+    "gather-2x3-inputs": (optimus(2, 3, "inputs"), Fraction(2, 2) + Fraction(14, 6)),
+    "gather-2x3-weights": (optimus(2, 3, "weights"), Fraction(16, 6)),
+    "gather-1x4-inputs": (optimus(1, 4, "inputs"), 2 + Fraction(14, 4)),
+    # All four inputs travel, and the attention keeps its own result in addition.
+    "gather-output-2x3": (optimus(2, 3, stationary="output"), Fraction(16, 6)),
+    "gather-output-2x3-inputs": (
+        optimus(2, 3, "inputs", stationary="output"),
+        Fraction(7, 2) + Fraction(9, 6),
+    ),
+    "gather-input-2x3": (optimus(2, 3, "all", stationary="input"), Fraction(16, 6)),
+    "broadcast-2x2": (optimus(2, 2, schedule="broadcast"), Fraction(16, 4)),
+    "broadcast-2x3": (optimus(2, 3, "all", schedule="broadcast"), Fraction(16, 6)),
+    "pipelined-2x3": (optimus(2, 3, schedule="pipelined"), Fraction(16, 6)),
+}
+
+
+# What another grid of the same kind shows, too.
+REPEATED = {"gather-2x2", "gather-4x1", "gather-2x2-inputs", "broadcast-2x2", "gather-input-2x3"}
+
+
+@pytest.mark.parametrize("name", full_unless(lambda name: name not in REPEATED, SHARES))
+def test_kept_for_backward(pool: WorkerPool, name: str) -> None:
+    """Statistics (one or two numbers per token and head) come on top of the table's terms."""
+    layout, share = SHARES[name]
+    plan = LayoutConfig(**layout)
+    weights = 0.0
+    if plan.keep_gathered in ("weights", "all") and plan.schedule == "gather":
+        weights = 12 * CONFIG.hidden_size**2 / plan.cols
+    for activations, held in pool.run(plan.n_processes, one_layer, layout):
+        assert activations / BSH == pytest.approx(float(share), rel=0.06)
+        assert activations >= share * BSH
+        assert held == weights
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols"),
+    full_unless(lambda grid: grid == (2, 3), [(2, 2), (2, 3), (1, 4), (4, 1)], unpack=True),
+    ids=lambda n: str(n),
+)
+@pytest.mark.parametrize("keep", ["inputs", "weights", "all"])
+def test_kept_memory_equals_the_prediction(
+    pool: WorkerPool, rows: int, cols: int, keep: str
+) -> None:
+    work = Work(tokens=B * CONFIG.max_seq_len)
+    layout = optimus(rows, cols, keep)
+    choices = decide(CONFIG, LayoutConfig(**layout), work)
+    said = sum(choices.kept_bytes(choices[name]) for name in LAYER) / CONFIG.n_layers
+    with_keep = pool.run(rows * cols, one_layer, layout)
+    without = pool.run(rows * cols, one_layer, optimus(rows, cols))
+    for (activations, weights), (before, none) in zip(with_keep, without):
+        assert none == 0
+        more = (activations - before + weights) * work.itemsize
+        assert more == pytest.approx(said, rel=1e-6, abs=1)

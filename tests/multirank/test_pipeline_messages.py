@@ -12,18 +12,21 @@ import torch
 from torch import Tensor
 
 from gridformer import comm
+from gridformer.comm import record_messages
 from gridformer.config import Family, LayoutConfig, ModelConfig
 from gridformer.models import Activations, Link, Model
-from gridformer.models.blocks import KVCache
+from gridformer.models.blocks import KVCache, copy_of
+from gridformer.parallel import build_parallel
 from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline import Event, Executor, idle_fraction
 from gridformer.utils.batch import Batch, MicroBatch
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import axes_of
+from tests.support.multirank.exactness import CPU, axes_of
 from tests.support.multirank.pipelines import (
     LENGTH,
     ROWS,
+    SETTINGS,
     SOURCE,
     Layout,
     family,
@@ -31,6 +34,7 @@ from tests.support.multirank.pipelines import (
     stepper_of,
 )
 from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.replicas import SINGLE, read_of, settings_of
 
 H = 16
 TOKENS, SOURCES = ROWS * LENGTH * H, ROWS * SOURCE * H
@@ -115,7 +119,7 @@ def test_encoder_results_travel_through_decoder_stages(pool: WorkerPool, pp: int
     assert sent == [a + b for a, b in zip([*borders, 0], [0, *borders])]
 
 
-# --------------------------------------------------------------------------- shared parameters
+# --------------------------------------------------- shared parameters
 
 
 def with_one_copy_changed(layout: Layout, model: Family, name: str, rank: int) -> str:
@@ -205,7 +209,7 @@ def test_sums_start_in_the_last_backward_and_not_before(pool: WorkerPool, k: int
         assert seen.index("sum") > seen.index("backward"), "before any gradient was complete"
 
 
-# --------------------------------------------------------------------------- time
+# --------------------------------------------------- time
 
 
 class _Nap(torch.autograd.Function):
@@ -287,3 +291,75 @@ def test_idle_time_of_equal_stages(pool: WorkerPool, order: str, k: int) -> None
         **{"backward posted": k * m, "forward sent": k * m},
         **({"forward posted": m, "backward sent": m} if k > 1 else {}),
     }
+
+
+# --------------------------------------------------- before the first input
+
+
+def held(layout: Layout) -> list[int]:
+    plan, config = LayoutConfig(**layout), family("gpt2", n_layers=8)
+    model = build_parallel(config, plan, axes_of(plan), 1, CPU, SETTINGS.dtype)
+    layers = [name for name, _ in model.named_parameters() if name.startswith("layers")]
+    return sorted({int(name.split(".")[1]) for name in layers})
+
+
+def test_interleaved_stages_are_not_adjacent(pool: WorkerPool) -> None:
+    first, second = pool.run(2, held, {"pp": 2, "stages_per_rank": 2, "micro_batches": 2})
+    assert (first, second) == ([0, 1, 4, 5], [2, 3, 6, 7])
+
+
+def gathers_before_the_first_input(layout: Layout) -> list[int]:
+    """Return how many gathers of a later stage have started when its first input is there."""
+    built, axes, stepper = settings_of(layout, 4)
+    gathers: list[int] = []
+    with record_messages() as recorder:
+
+        def note(event: Event) -> None:
+            if event.kind == "recv":
+                gathers.append(recorder.count("parameters").total())
+
+        stepper.executor.on_action = note
+        stepper(0, read_of(built, 0))
+    return gathers[:1] if axes.pp.index else []
+
+
+@pytest.mark.parametrize(("reshard", "layers"), [("step", 2), ("layer", 1)])
+def test_stages_gather_while_they_wait_for_their_first_input(
+    pool: WorkerPool, reshard: str, layers: int
+) -> None:
+    """They have nothing else to do then; afterwards each gather would delay all later stages."""
+    layout = {**SINGLE, "dp_mode": "fsdp", "reshard": reshard, "pp": 2, "micro_batches": 2}
+    found = pool.run(4, gathers_before_the_first_input, layout)
+    assert sorted(found) == [[], [], [1 + layers], [1 + layers]]  # 1 for all outside layers
+
+
+def casts_before_the_first_input(layout: Layout) -> tuple[int, int]:
+    """Return how many weights of a later stage are cast when its first input is there, and all."""
+    built, axes, stepper = settings_of(layout, 4, "bfloat16", vocab_size=97)
+    copies = [copy for p in built.parameters() if (copy := copy_of(p)) is not None]
+    made: list[int] = []
+
+    def note(event: Event) -> None:
+        if event.kind == "recv":
+            made.append(sum(copy.value is not None for copy in copies))
+
+    stepper.executor.on_action = note
+    stepper(0, read_of(built, 0))
+    return (made[0], len(copies)) if axes.pp.index else (0, 0)
+
+
+CASES: list[Layout] = [
+    {"scheme": "single", "pp": 2, "micro_batches": 2},
+    {"scheme": "subgraph", "branches": 2, "pp": 2, "micro_batches": 2},
+]
+
+
+@pytest.mark.parametrize("layout", full_unless(lambda one: one is CASES[0], CASES))
+def test_stages_cast_weights_while_they_wait_for_their_first_input(
+    pool: WorkerPool, layout: Layout
+) -> None:
+    found = pool.run(2 * layout.get("branches", 1), casts_before_the_first_input, layout)
+    later = [one for one in found if one != (0, 0)]
+    assert len(later) == len(found) // 2
+    for made, copies in later:
+        assert made == copies > 8

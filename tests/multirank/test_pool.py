@@ -2,9 +2,7 @@
 
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -156,45 +154,3 @@ def test_unpicklable(pool: WorkerPool) -> None:
         pool.run(2, lambda: None)
     with pytest.raises(RankFailed, match="pickle"):
         pool.run(2, unpicklable)
-
-
-def test_size_out_of_range(pool: WorkerPool) -> None:
-    with pytest.raises(ValueError, match="1 to 16"):
-        pool.run(17, total, 1.0)
-
-
-@pytest.mark.full
-def test_workers_die_with_the_session(tmp_path: Path) -> None:
-    """Workers that hang in a call end when the process that owns the pool is killed."""
-    script = tmp_path / "owner.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import threading, time
-            from tests.support.multirank.pool import PRELOAD, WorkerPool
-            from tests.multirank.test_pool import hang_on, total
-
-            if __name__ == "__main__":
-                PRELOAD.clear()  # for two workers
-                pool = WorkerPool()
-                pool.run(2, total, 1.0)
-                print(*pool.pids(), flush=True)
-                pool.run(2, hang_on, 1)
-            """
-        )
-    )
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as owner:
-        assert owner.stdout is not None
-        pids = [int(pid) for pid in owner.stdout.readline().split()]
-        assert len(pids) == 2
-        owner.kill()
-    deadline = time.monotonic() + 120
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, "the workers outlived their owner"
-        time.sleep(0.02)

@@ -26,10 +26,9 @@ from gridformer.utils.batch import Batch
 from tests.support.marks import full_unless
 from tests.support.memory_log import MemoryLog
 from tests.support.multirank.exactness import CPU, axes_of, batches_of, tiny
+from tests.support.multirank.layouts import Layout
 from tests.support.multirank.matrix import MODELS
 from tests.support.multirank.pool import WorkerPool
-
-Layout = dict[str, Any]
 
 B = 12
 SINGLE: Layout = {}
