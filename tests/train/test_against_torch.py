@@ -81,7 +81,7 @@ def their_probabilities_are_masked(sites: dict[nn.Module, Masked]) -> Iterator[N
         handle.remove()
 
 
-# --------------------------------------------------------------------------- GPT-2, many steps
+# --------------------------------------------------- GPT-2, many steps
 
 TRAIN: dict[str, Any] = {
     "global_batch": 4,
@@ -349,7 +349,7 @@ def test_the_transformers_masks_are_where_the_formula_says(position: str) -> Non
     assert_alike({name: got[name] for name in want}, want, 1e-9)
 
 
-# --------------------------------------------------------------------------- losses
+# --------------------------------------------------- losses
 
 
 def test_several_losses_are_added_each_as_a_mean() -> None:

@@ -148,7 +148,7 @@ def test_fsdp_gathers_layers_in_the_type_of_the_computation(micro_batches: int) 
     assert moved == 1 / 2 * (2 * micro_batches * inside * 2 + (outside + norms) * 4)
 
 
-# --------------------------------------------------------------------------- the same numbers
+# --------------------------------------------------- the same numbers
 
 
 def trained(cast: str, layout: Layout, **train: Any) -> list[Tensor]:
@@ -200,7 +200,7 @@ def test_no_copy_outlives_a_step() -> None:
     assert all(copy.value is None and not copy.held for copy in copies)
 
 
-# --------------------------------------------------------------------------- memory
+# --------------------------------------------------- memory
 
 
 def test_estimates_contain_the_copies() -> None:

@@ -15,7 +15,8 @@ import torch
 
 from gridformer.checkpoint import checkpoint, find
 from gridformer.checkpoint import manifest as manifest_module
-from gridformer.checkpoint.checkpoint import check_same_run
+from gridformer.checkpoint.checkpoint import check_same_run, data_start_of
+from gridformer.checkpoint.copies import choose_checkpoint
 from gridformer.checkpoint.manifest import MANIFEST, read_manifest, verify_checkpoint
 from gridformer.config import DataConfig, LayoutConfig, ModelConfig, RunConfig, parse_run
 from gridformer.config.model import RopeScaling
@@ -24,6 +25,9 @@ from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.train.plan import Plan
+from gridformer.train.saves import intact_checkpoint
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from gridformer.utils.errors import CheckpointError
@@ -86,67 +90,36 @@ def shard(folder: Path) -> Path:
     return next(folder.glob("*.safetensors"))
 
 
-def truncate(folder: Path) -> Path:
-    path = shard(folder)
-    os.truncate(path, path.stat().st_size - 7)
-    return path
-
-
-def flip_a_bit(folder: Path) -> Path:
-    path = shard(folder)
+def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-3] ^= 4
     path.write_bytes(content)
-    return path
 
 
-def remove(folder: Path) -> Path:
-    path = shard(folder)
-    path.unlink()
-    return path
-
-
-def add_a_foreign_file(folder: Path) -> Path:
-    path = folder / "shard-00009-model-00001-of-00001.safetensors"
-    shutil.copy(shard(folder), path)
-    return path
-
-
-def cut_the_manifest(folder: Path) -> Path:
-    path = folder / MANIFEST
-    os.truncate(path, path.stat().st_size // 2)
-    return path
-
-
-def another_programs_manifest(folder: Path) -> Path:
-    path = folder / MANIFEST
-    path.write_text(json.dumps({"format": "something-else"}))
-    return path
-
-
-def a_file_outside(folder: Path) -> Path:
-    path = folder / MANIFEST
+def name_a_file_outside(path: Path) -> None:
     content = json.loads(path.read_text())
     del content["checksum"]  # an older version wrote none
     content["files"]["../../other.safetensors"] = {"bytes": 1, "crc32": 1}
     path.write_text(json.dumps(content))
-    return path
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        truncate,
-        flip_a_bit,
-        remove,
-        add_a_foreign_file,
-        cut_the_manifest,
-        another_programs_manifest,
-        a_file_outside,
-    ],
-)
-def test_damage_is_refused_by_name(saved: Path, damage: Callable[[Path], Path]) -> None:
-    culprit = damage(saved)
+OTHER_SHARD = "shard-00009-model-00001-of-00001.safetensors"
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "truncated": ("", lambda path: os.truncate(path, path.stat().st_size - 7)),
+    "a bit": ("", flip_a_bit),
+    "removed": ("", Path.unlink),
+    "a foreign file": (OTHER_SHARD, lambda path: shutil.copy(shard(path.parent), path)),
+    "half a manifest": (MANIFEST, lambda path: os.truncate(path, path.stat().st_size // 2)),
+    "another program's": (MANIFEST, lambda path: path.write_text('{"format": "else"}')),
+    "a file outside": (MANIFEST, name_a_file_outside),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_refused_by_name(saved: Path, damage: str) -> None:
+    name, do = DAMAGES[damage]
+    culprit = saved / name if name else shard(saved)
+    do(culprit)
     model, stepper = a_model(a_run(), seed=2)
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(CheckpointError) as error:
@@ -338,11 +311,69 @@ def test_weights_of_steps_that_have_run_are_compared(saved: Path) -> None:
         check_same_run(read_manifest(saved), before, saved)
 
 
-def test_every_setting_of_a_model_is_one_or_the_other() -> None:
-    named = {key.removeprefix("model.") for key in (*SAME, *OTHER) if key.startswith("model.")}
-    assert named == set(ModelConfig.model_fields)
+@pytest.mark.parametrize(
+    ("section", "config", "alone"),
+    [("model", ModelConfig, set()), ("data", DataConfig, TESTED_ALONE)],
+)
+def test_every_setting_is_one_or_the_other(section: str, config: Any, alone: set[str]) -> None:
+    named = {key.partition(".")[2] for key in (*SAME, *OTHER) if key.startswith(f"{section}.")}
+    assert named | alone == {*config.model_fields}
 
 
-def test_every_setting_of_data_is_one_or_the_other() -> None:
-    named = {key.removeprefix("data.") for key in (*SAME, *OTHER) if key.startswith("data.")}
-    assert named | TESTED_ALONE == set(DataConfig.model_fields)
+# --------------------------------------------------- going back to an older one
+
+
+def a_run_back(seq_len: int, restart: bool = False) -> RunConfig:
+    model = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
+    data = {"path": "unused", "seq_len": seq_len, "restart": restart}
+    return parse_run({"model": model, "data": data, "train": {"global_batch": 2, "fallback": True}})
+
+
+def saved_back(out: Path, run: RunConfig, step: int, data_start: int) -> Path:
+    """Save random weights as a run would that has done so many steps."""
+    model = build_parallel(run.model, LayoutConfig(), Axes(), step, torch.device("cpu"))
+    updates = Stepper(model, run.train, Axes()).updates
+    updates.allocate(step)
+    return save_checkpoint(out, step, 0, run, model, updates, Axes(), data_start=data_start)
+
+
+def planned(out: Path, run: RunConfig) -> Plan:
+    """Plan to resume, as long as only manifests and sizes have been looked at."""
+    found = choose_checkpoint(out, fallback=True)
+    assert found is not None
+    step, start = found.manifest.step, data_start_of(found.manifest, run)
+    return Plan(run, out, found.folder, step, decide_run(run), data_start=start, older=found.older)
+
+
+def flip(folder: Path) -> None:
+    """Flip a bit of the weights."""
+    (path,) = folder.glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_new_order_of_samples_begins_where_the_run_goes_on(tmp_path: Path) -> None:
+    """The data change with `data.restart` after step 5, which is found damaged."""
+    saved_back(tmp_path, a_run_back(4), 3, data_start=0)
+    newest = saved_back(tmp_path, a_run_back(4), 5, data_start=0)
+    run = a_run_back(2, restart=True)
+    plan, verified = intact_checkpoint(planned(tmp_path, run), Axes())
+    assert (plan.resume_step, plan.data_start) == (5, 5)
+    assert verified is not None
+    flip(newest)
+    plan, verified = intact_checkpoint(planned(tmp_path, run), Axes())
+    assert (plan.resume_step, plan.data_start) == (3, 3)
+    assert verified is not None
+    assert verified.step == 3
+
+
+def test_an_older_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
+    """The data have changed after step 3, and nothing says that they may do so once more."""
+    saved_back(tmp_path, a_run_back(4), 3, data_start=0)
+    newest = saved_back(tmp_path, a_run_back(2), 5, data_start=3)
+    plan, _ = intact_checkpoint(planned(tmp_path, a_run_back(2)), Axes())
+    assert (plan.resume_step, plan.data_start) == (5, 3)
+    flip(newest)
+    with pytest.raises(CheckpointError, match=r"step-00000003 belongs to a run with other data"):
+        intact_checkpoint(planned(tmp_path, a_run_back(2)), Axes())

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gridformer.data.samples.order import Rows
 from gridformer.data.samples.sample import Arrays
 from gridformer.train import loader as module
-from gridformer.train.loader import BatchLoader, PinnedBuffer, ToGpu
+from gridformer.train.loader import BatchLoader, ToGpu
 
 CPU = torch.device("cpu")
 ROWS = np.array([1, 4, 5])
@@ -136,7 +136,7 @@ def test_a_failing_run_does_not_wait_for_a_slow_disk(monkeypatch: pytest.MonkeyP
     assert not loader._thread.is_alive(), "it has noticed that nobody wants the batch"
 
 
-# --------------------------------------------------------------------------- to a GPU
+# --------------------------------------------------- to a GPU
 
 
 class Gpu:
@@ -239,14 +239,3 @@ def test_a_buffer_is_filled_again_only_after_its_copy(monkeypatch: pytest.Monkey
     assert len(transfer.buffers) == depth + 1
     assert gpu.waits == n - len(transfer.buffers), "all buffers were used again and again"
     assert threads == {"device": {"batches"}, "stream": {threading.current_thread().name}}
-
-
-def test_a_buffer_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "pinned_like", lambda array: torch.zeros(3, 2, dtype=torch.int64))
-    buffer, addresses = PinnedBuffer(), set()
-    for step in range(3):
-        want = {"tokens": Numbers().batch(step, ROWS)["tokens"]}
-        buffer.fill(want)
-        assert same(buffer.batch, want)
-        addresses.add(buffer.batch["tokens"].data_ptr())
-    assert len(addresses) == 1

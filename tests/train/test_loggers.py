@@ -1,12 +1,19 @@
 """Loggers of services: joined again on resume, no step twice, a run of its own after a rollback.
 
 Small fakes take the place of the packages, so nothing is sent to anybody.
+
+Real runs log to the real packages where they are installed, which `make test` does not do:
+`pip install -e '.[wandb,mlflow]'` adds them. Nothing is sent: Weights & Biases runs offline, and
+MLflow writes to a file.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -257,18 +264,142 @@ def test_mlflow_writes_beside_the_run_directories_without_a_server(
     assert mlflow.uri == "http://127.0.0.1:1"
 
 
-def test_a_missing_package_is_named_before_a_process_starts(
-    token_folder: Path, tmp_path: Path
-) -> None:
+def test_a_missing_package_is_named_before_a_process_starts(token_folder: Path) -> None:
     assert missing_packages(["tensorboard"]) == []
-    file = tmp_path / "run.yaml"
-    file.write_text(
-        "model: {family: gpt2, n_layers: 1, hidden_size: 8, n_heads: 2, max_seq_len: 8}\n"
-        f"data: {{path: {token_folder}}}\n"
-        "train: {loggers: [wandb], device: cpu}\n"
-    )
+    words = ["model.n_layers=1", f"data.path={token_folder}", "train.loggers=[wandb]"]
     with (
         patch.object(importlib.util, "find_spec", return_value=None),
         pytest.raises(ConfigError, match=r"train.loggers=wandb needs wandb: pip install"),
     ):
-        check_run(file)
+        check_run("demo", [*words, "train.device=cpu"])
+
+
+# --------------------------------------------------- the real packages
+
+STEPS = 20
+REPRODUCED = ("loss", "grad_norm", "lr", "tokens", "val_loss")  # equal whenever a step is run
+# The first rank of a run of two processes tells itself to stop after a step, or is killed.
+SCRIPT = """
+import os, sys
+from pathlib import Path
+
+from gridformer.launch.run import train
+from gridformer.train import Callback
+
+
+class EndsAfter(Callback):
+    def __init__(self, step, signum):
+        self.step, self.signum = step, signum
+
+    def on_step(self, metrics):
+        if metrics["step"] == self.step:
+            os.kill(os.getpid(), self.signum)
+
+
+if __name__ == "__main__":
+    file, out, step, signum = sys.argv[1:]
+    train(file, out=Path(out), callbacks=[EndsAfter(int(step), int(signum))])
+"""
+
+
+def installed(package: str) -> Any:
+    extra = f"pip install 'gridformer[{package}]'"
+    return pytest.importorskip(package, reason=f"{package} is not installed: {extra}")
+
+
+@pytest.fixture
+def start(token_folder: Path, tmp_path: Path) -> Any:
+    """Return a function that starts or resumes a run, which ends after a step by a signal."""
+    (tmp_path / "run.py").write_text(SCRIPT)
+    hidden = ("WANDB_", "MLFLOW_")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
+
+    def started(logger: str, step: int = 0, signum: int = 0) -> Path:
+        sections = {
+            "name": "mine",
+            "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
+            "data": {"path": str(token_folder)},
+            "layout": {"scheme": "megatron", "cols": 2},
+            "train": {
+                **{"steps": STEPS, "global_batch": 4, "eval_every": 4, "eval_batches": 1},
+                **{"save_every": 2, "loggers": [logger], "device": "cpu"},
+            },
+        }
+        file, out = tmp_path / "mine.yaml", tmp_path / "runs" / "mine"
+        file.write_text(json.dumps(sections))
+        words = [file, out, step, signum]
+        done = subprocess.run(
+            [sys.executable, tmp_path / "run.py", *map(str, words)],
+            env={**env, "WANDB_MODE": "offline"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert "nothing more is sent" not in done.stdout + done.stderr, done.stdout + done.stderr
+        assert (done.returncode == 0) == (not step), done.stderr
+        return out
+
+    return started
+
+
+def recorded(out: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return the numbers of metrics.jsonl by name: steps and values."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        metrics = json.loads(line)
+        for name, value in metrics.items():
+            if name != "step":
+                found.setdefault(name, []).append((metrics["step"], value))
+    assert [step for step, _ in found["tokens"]] == [*range(STEPS + 1)]
+    return found
+
+
+def mlflow_runs(out: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Return the metrics of each run in the file, and check that it is finished."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{out.parent / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("gridformer")
+    assert experiment is not None
+    found = {}
+    for run in client.search_runs([experiment.experiment_id]):
+        assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
+        assert run.data.params["train.steps"] == str(STEPS)
+        assert run.data.tags["gridformer.layout"] == "megatron 1x2"
+        histories = {
+            name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics
+        }
+        found[run.info.run_id] = {
+            name: sorted((one.step, one.value) for one in history)
+            for name, history in histories.items()
+        }
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
+def test_mlflow_has_one_run_with_every_step_once(start: Any, signum: int) -> None:
+    installed("mlflow")
+    # A checkpoint is complete when the one after it begins.
+    start("mlflow", 7, signum)
+    out = start("mlflow")
+    [metrics] = mlflow_runs(out).values()
+    wanted = recorded(out)
+    # Steps that were sent before the kill keep what was measured then, such as their seconds.
+    names = REPRODUCED if signum == signal.SIGKILL else {*wanted}
+    assert {name: metrics[name] for name in names} == {name: wanted[name] for name in names}
+    for history in metrics.values():
+        assert len(history) == len({step for step, _ in history})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
+def test_wandb_joins_its_run(start: Any, signum: int) -> None:
+    installed("wandb")
+    start("wandb", 7, signum)
+    out = start("wandb")
+    folders = [*(out / "wandb").glob("offline-run-*")]
+    assert len(folders) == 2
+    known = json.loads((out / "loggers.json").read_text())["wandb"]
+    assert {folder.name.rpartition("-")[2] for folder in folders} == {known["id"]}
+    assert known["logged"] == STEPS

@@ -1,14 +1,19 @@
-"""The step's own arithmetic: the rows that a device reads, gradient norms, and divergence."""
+"""The step's own arithmetic: rows, norms, divergence; its time, and its peak of memory."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
+import itertools
 import weakref
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,9 +22,18 @@ from gridformer.mesh import Axes, Axis
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.gradients import counted_square
+from gridformer.train import console, in_flight_steps
+from gridformer.train.in_flight_steps import StartedStep
+from gridformer.train.metrics import read_metrics
+from gridformer.train.plan import Plan
 from gridformer.train.step import Stepper
+from gridformer.utils import tensors
 from gridformer.utils.batch import Batch, next_words
 from gridformer.utils.errors import DivergedError
+from gridformer.utils.tensors import DeviceEvent
+from gridformer.utils.units import GIB
+from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.runs import plan_of, train, train_a_step_ahead
 
 MODEL = ModelConfig(n_layers=1, hidden_size=8, n_heads=2, vocab_size=11, max_seq_len=4)
 CPU = torch.device("cpu")
@@ -131,3 +145,93 @@ def test_no_model_outlives_its_stepper() -> None:
         assert not any(ref() is not None for ref in some_steps())
     finally:
         gc.enable()
+
+
+# --------------------------------------------------- peaks of memory
+
+
+def test_only_gpus_count_what_they_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, asked = torch.device("cuda", 1), []
+
+    def most(device: torch.device) -> int:
+        asked.append(device)
+        return 7
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", most)
+    assert in_flight_steps.peak_bytes(gpu) == 7
+    assert in_flight_steps.peak_bytes(torch.device("cpu")) is None
+    assert asked == [gpu]
+
+
+def as_on_gpus(plan: Plan) -> str:
+    """Train as if each rank's memory grew by a GiB a step, and return what is printed."""
+    steps = itertools.count(1)
+    out = io.StringIO()
+    with (
+        patch.object(
+            in_flight_steps, "peak_bytes", lambda _: (10 * dist.get_rank() + next(steps)) * GIB
+        ),
+        patch.object(console, "_LINE_EVERY_S", -1.0),
+        contextlib.redirect_stdout(out),
+    ):
+        train(plan)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "a step ahead"])
+def test_every_step_tells_the_largest_peak(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path, ahead: bool
+) -> None:
+    plan = plan_of(token_folder, tmp_path, {"dp": 2}, steps=3, eval_batches=1)
+    how = (train_a_step_ahead, as_on_gpus) if ahead else (as_on_gpus,)
+    printed, other = pool.run(2, *how, plan)
+    lines = [line for line in read_metrics(tmp_path) if line["step"]]
+    assert [line["peak_memory_gib"] for line in lines] == [11.0, 12.0, 13.0]
+    for step, peak in ((1, 11), (2, 12), (3, 13)):
+        (line,) = [line for line in printed.splitlines() if f"step     {step}/3" in line]
+        assert f"peak {peak} GiB" in line, line
+    assert "peak" not in other
+
+
+def test_processors_tell_no_peak(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:
+    pool.run(1, train, plan_of(token_folder, tmp_path, {}, steps=1, eval_batches=1))
+    assert not any("peak_memory_gib" in line for line in read_metrics(tmp_path))
+
+
+# --------------------------------------------------- times
+
+
+def test_a_step_that_is_read_late_took_no_longer() -> None:
+    """Every look at the clock is a second later."""
+    step = StartedStep.__new__(StartedStep)
+    with patch.object(tensors.time, "perf_counter", itertools.count().__next__):
+        step.began, step.ended = DeviceEvent(CPU), DeviceEvent(CPU)
+        for _ in range(5):
+            tensors.time.perf_counter()
+        assert step.seconds == 1.0
+
+
+class Event:
+    """A CUDA event of a device that takes 2 s for all that is launched between two of them."""
+
+    made = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        Event.made += 1
+        self.at = 2000.0 * Event.made
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, later: Event) -> float:
+        assert later.waited
+        return later.at - self.at
+
+
+def test_a_gpu_tells_the_time_of_its_steps() -> None:
+    with patch.object(torch.cuda, "Event", Event):
+        began, ended = (DeviceEvent(torch.device("cuda", 0)) for _ in range(2))
+        assert ended.seconds_since(began) == 2.0
