@@ -93,14 +93,12 @@ def test_closest() -> None:
     ("changes", "text"),
     [
         ({}, "single device"),
-        ({"dp": 2}, "dp=2"),
         ({"scheme": "subgraph", "branches": 2, "dp_mode": "zero1"}, "subgraph, 2 branches (zero1)"),
         (
             {"scheme": "megatron", "cols": 4, "sequence_parallel": True, "dp": 2},
             "megatron 1x4, sequence parallel, dp=2",
         ),
         ({"scheme": "optimus", "rows": 2, "cols": 3}, "optimus 2x3"),
-        ({"pp": 2, "dp": 2}, "dp=2, pp=2"),
         (
             {"scheme": "megatron", "cols": 2, "pp": 4, "stages_per_rank": 3},
             "megatron 1x2, pp=4 x 3 stages, interleaved",

@@ -31,6 +31,8 @@ from gridformer.train.metrics import read_metrics
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch, next_words
 from tests.support.marks import full_unless
+from tests.support.multirank.exactness import batch_of
+from tests.support.multirank.exactness import tiny as two_layers
 from tests.support.multirank.pool import WorkerPool
 
 CPU = torch.device("cpu")
@@ -49,15 +51,7 @@ def fresh_compiler() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def tiny(**changes: Any) -> ModelConfig:
-    values = {"n_layers": 3, "hidden_size": 48, "n_heads": 4, "vocab_size": 61, "max_seq_len": 16}
-    return ModelConfig(**{**values, **changes})
-
-
-def batch_of(step: int, config: ModelConfig) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
-    shape = (4, config.max_seq_len + 1)
-    return torch.randint(0, config.vocab_size, shape, generator=generator)
+tiny = partial(two_layers, n_layers=3, max_seq_len=16)
 
 
 def train(
@@ -97,7 +91,7 @@ def train(
     settings = TrainConfig(global_batch=4, dtype=dtype, lr=1e-2, adam_eps=1e-3, **methods)
     layout = layout.model_copy(update={"micro_batches": 2})
     stepper = Stepper(model, settings, axes, layout)
-    batches = [batch_of(step, config) for step in range(n_steps)]
+    batches = [batch_of(step, config, 4) for step in range(n_steps)]
     results = [stepper(i, lambda rows, b=b: rows_of(b[rows])) for i, b in enumerate(batches)]  # type: ignore[misc]
     if not evaluates:
         return results, 0.0, model
