@@ -339,7 +339,7 @@ def saved_back(out: Path, run: RunConfig, step: int, data_start: int) -> Path:
 
 def planned(out: Path, run: RunConfig) -> Plan:
     """Plan to resume, as long as only manifests and sizes have been looked at."""
-    found = choose_checkpoint(out, fallback=True)
+    found = choose_checkpoint(run.train, out)
     assert found is not None
     step, start = found.manifest.step, data_start_of(found.manifest, run)
     return Plan(run, out, found.folder, step, decide_run(run), data_start=start, older=found.older)
