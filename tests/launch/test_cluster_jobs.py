@@ -122,16 +122,13 @@ def test_sbatch_script() -> None:
     assert "train.max_hours=1999.91" in sbatch_script(job(hours=2000.0))
 
 
-def test_the_run_decides_signals_and_hours() -> None:
+def test_the_run_decides_signals_hours_and_whether_a_node_is_shared() -> None:
     own = job(("train.stop_signals=[]", "train.max_hours=3"), hours=24.0)
     script = sbatch_script(own)
     assert "signal" not in directives(script)
     assert "trap" not in script
     assert script.count("train.max_hours") == 1
     assert directives(sbatch_script(job(("train.stop_grace_s=600.5",))))["signal"] == "USR1@661"
-
-
-def test_a_node_used_in_part_is_shared() -> None:
     script = sbatch_script(job((), per_node=8))
     assert "exclusive" not in directives(script)
     assert directives(script)["gpus-per-node"] == "4"
@@ -185,16 +182,13 @@ def test_torchrun_lines(rendezvous: Any, master: str, tmp_path: Path) -> None:
             assert (options.master_addr, options.node_rank) == ("node01", number)
 
 
-def test_an_elastic_run_goes_on_with_fewer_machines() -> None:
+def test_numbers_of_machines_of_torchrun() -> None:
     elastic = job(("layout.dp=4", "train.elastic=true"))
     assert "--nnodes=1:2 " in torchrun_lines(elastic, "c10d")
     assert "--nnodes=2 " in torchrun_lines(elastic, "static")
-
-
-def test_torchrun_on_one_machine() -> None:
-    text = torchrun_lines(job(()), max_restarts=0)
-    shellcheck(text)
-    assert "--standalone" in text
+    one = torchrun_lines(job(()), max_restarts=0)
+    shellcheck(one)
+    assert "--standalone" in one
 
 
 @pytest.mark.parametrize(
@@ -267,18 +261,12 @@ def test_the_pods_of_a_job_set() -> None:
 
 
 def test_the_run_travels_in_the_manifest() -> None:
-    sent = job(("layout.dp=4", "train.lr=0.5", f"data.path={NASTY}"), name="x: 'y'")
+    """Kubernetes must replace no variables in it."""
+    overrides = ("layout.dp=4", "train.lr=0.5", f"data.path={NASTY}")
+    sent = job(overrides, name="x: 'y'", run_dir=Path("runs/$(HOME)"))
     found = objects(manifest(sent, PodSettings("gridformer:1", "shared")))
     assert refused(found) == []
     assert parse_run(yaml.safe_load(found["ConfigMap"]["data"]["run.yaml"])) == sent.run
-    (container,) = pod_of(found)["containers"]
-    assert container["command"][-1] == str(sent.run_dir)
-
-
-def test_kubernetes_replaces_no_variables() -> None:
-    found = objects(
-        manifest(job(run_dir=Path("runs/$(HOME)")), PodSettings("gridformer:1", "shared"))
-    )
     (container,) = pod_of(found)["containers"]
     assert container["command"][-1] == "runs/$$(HOME)"
 
@@ -313,31 +301,24 @@ def instructions() -> list[tuple[str, str]]:
 
 def test_what_is_copied_exists_and_is_sent_to_the_builder() -> None:
     sent = (ROOT / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
-    copied = []
-    for name, rest in instructions():
-        if name == "COPY" and not rest.startswith("--from="):
-            copied += shlex.split(rest)[:-1]
-    assert copied
+    copies = (rest for name, rest in instructions() if name == "COPY" and "--from=" not in rest)
+    copied = {path for rest in copies for path in shlex.split(rest)[:-1]}
     for path in copied:
         assert (ROOT / path).exists(), path
         assert f"!{path}" in sent
-    # What the wheel is made of.
     wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
-    needed = {PROJECT["project"]["readme"], *wheel["force-include"], "src"}
-    assert needed <= set(copied)
+    assert {PROJECT["project"]["readme"], *wheel["force-include"], "src"} <= copied
 
 
 def test_versions_agree() -> None:
-    pinned = re.findall(r"torch==(\S+)", TEXT)
     makefile = re.search(r"^TORCH\s*:=\s*(\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert makefile is not None
-    assert pinned == [makefile[1]]
+    assert re.findall(r"torch==(\S+)", TEXT) == [makefile[1]]
     assert f"--tag gridformer:{__version__}" in TEXT
     least = re.match(r">=3\.(\d+)", PROJECT["project"]["requires-python"])
     assert least is not None
-    pythons = re.findall(r"^FROM python:3\.(\d+)-slim", TEXT, re.MULTILINE)
-    assert len({*pythons}) == 1
-    assert int(pythons[0]) >= int(least[1])
+    (python,) = {*re.findall(r"^FROM python:3\.(\d+)-slim", TEXT, re.MULTILINE)}
+    assert int(python) >= int(least[1])
 
 
 def test_it_runs_as_an_ordinary_user_and_knows_no_secret() -> None:
@@ -347,9 +328,6 @@ def test_it_runs_as_an_ordinary_user_and_knows_no_secret() -> None:
     assert names.index("USER") > max(i for i, name in enumerate(names) if name == "RUN")
     assert "ADD" not in names, "it fetches from the network"
     assert not re.search(r"token|password|secret|key=", TEXT, re.IGNORECASE)
-
-
-def test_exec_forms_are_json() -> None:
     for name, rest in instructions():
         if "[" in rest and name in ("ENTRYPOINT", "CMD", "HEALTHCHECK"):
             assert all(isinstance(word, str) for word in json.loads(rest[rest.index("[") :]))

@@ -45,8 +45,115 @@ def rank(number: int, *lanes: Lane, waits: bool = False, **more: object) -> Rank
     return replace(RankReport(number, "answers", state), **more)  # type: ignore[arg-type]
 
 
-def verdict(*ranks: RankReport, first: int = 0) -> Verdict:
-    return diagnose_hang({seen.rank: seen for seen in ranks}, first)
+def verdict(*ranks: RankReport, first: int = 0, queued: bool = False) -> Verdict:
+    return diagnose_hang({seen.rank: seen for seen in ranks}, first, queued=queued)
+
+
+BOTH, LEAVE, ENTER = (0, 1), SUM, replace(SUM, label="enter")
+SENT, AWAITED = Message("send", "pp", "forward", 32), Message("recv", "pp", "backward", 64)
+# The reports of the ranks, the kind, the culprits, and a part of the reason.
+Hang = tuple[list[RankReport], str, tuple[int, ...], str]
+HANGS: dict[str, Hang] = {
+    "it does nothing": (
+        [rank(0, lane(BOTH, 5), waits=True), rank(1, lane(BOTH, 4))], "stuck", (1,), "",
+    ),
+    # Also if it had arrived: rank 0 waits for 1, which is in another collective with rank 2.
+    **{
+        status: (
+            [
+                rank(0, lane(BOTH, 5), waits=True),
+                rank(1, lane(BOTH, 4), status=status),
+                rank(2, lane((1, 2), 3), waits=True),
+            ],
+            status, (1,), "",
+        )
+        for status in ("stopped", "dead", "silent")
+    },
+    "its machine is gone": (
+        [rank(0, lane(BOTH, 5), waits=True), RankReport(1, "silent")],
+        "silent", (1,), "out of reach",
+    ),
+    "another message with the same number": (
+        [
+            rank(0, lane((0, 1, 2), 5), waits=True),
+            rank(1, lane((0, 1, 2), 5, what=ENTER), waits=True),
+            rank(2, lane((0, 1, 2), 5), waits=True),
+        ],
+        "diverged", (0, 1), 'label "leave", 64 elements on ranks 0 and 2, but',
+    ),
+    "a message of another size": (
+        [
+            rank(0, lane(BOTH, 3, RECEIVE, 1, AWAITED), waits=True),
+            rank(1, lane(BOTH, 3, SEND, 0, SENT), waits=True),
+        ],
+        "diverged", (0, 1), "32 elements on rank 1",
+    ),
+    "labels of the two ends may differ": (
+        [
+            rank(0, lane(BOTH, 3, RECEIVE, 1, AWAITED), waits=True),
+            rank(1, lane(BOTH, 3, SEND, 0, replace(SENT, size=64)), waits=True),
+        ],
+        "late", (), "",
+    ),
+    "a message before the one that is awaited": (
+        [
+            rank(0, replace(lane(BOTH, 5), recent={4: LEAVE, 5: SUM}), waits=True),
+            rank(1, replace(lane(BOTH, 5), recent={4: ENTER, 5: SUM}), waits=True),
+        ],
+        "diverged", (0, 1), "number 4 of ranks 0 and 1",
+    ),
+    "a circle of different collectives": (
+        [
+            rank(0, lane((0, 1), 2), lane((0, 2), 1), waits=True),
+            rank(1, lane((1, 2), 2), lane((0, 1), 1), waits=True),
+            rank(2, lane((0, 2), 2), lane((1, 2), 1), waits=True),
+        ],
+        "diverged", (0, 1, 2), "rank 1 waits for rank 2",
+    ),
+}  # fmt: skip
+# Over NCCL, where nobody waits in a message.
+QUEUED: dict[str, Hang] = {
+    "a message before the one that is awaited": (
+        [rank(0, lane(BOTH, 3, RECEIVE, 1, AWAITED)), rank(1, lane(BOTH, 3, SEND, 0, SENT))],
+        "diverged", (0, 1), "",
+    ),
+    # Rank 3 of a grid is in Python; 1 is behind because of it, and 0 because of 1.
+    "it has started fewer messages": (
+        [
+            rank(0, lane((0, 1), 5), lane((0, 2), 5)),
+            rank(1, lane((0, 1), 4), lane((1, 3), 9)),
+            rank(2, lane((2, 3), 5), lane((0, 2), 5)),
+            rank(3, lane((1, 3), 8), lane((2, 3), 5)),
+        ],
+        "stuck", (3,), "(pid 103) has started 8 of the 9 messages that rank 1 of its group has "
+        "started, so not all_reduce on axis col",
+    ),
+    "a stage has not begun to receive": (
+        [rank(0, lane(BOTH, 3, SEND, 1)), rank(1, lane(BOTH, 2, RECEIVE, 0))], "stuck", (1,), "",
+    ),
+    "slow": ([rank(0, lane(BOTH, 5)), rank(1, lane(BOTH, 4), moved=2)], "slow", (1,), ""),
+    **{
+        status: (
+            [rank(0, lane(BOTH, 5)), rank(1, lane(BOTH, 4), status=status)], status, (1,), "",
+        )
+        for status in ("silent", "stopped")
+    },
+    "GPUs do not finish": (
+        [rank(0, lane(BOTH, 5)), rank(1, lane(BOTH, 5))], "late", (), "a GPU does not finish one",
+    ),
+    "another size": (
+        [rank(0, lane(BOTH, 5)), rank(1, lane(BOTH, 5, what=replace(SUM, size=32)))],
+        "diverged", (0, 1), "64 elements on rank 0, but all_reduce on axis col",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_why_it_hangs(queued: bool) -> None:
+    for name, (ranks, kind, culprits, reason) in (QUEUED if queued else HANGS).items():
+        found = verdict(*ranks, queued=queued)
+        assert (found.kind, found.culprits) == (kind, culprits), name
+        assert reason in found.reason, name
 
 
 def test_who_holds_up_whom_is_followed_to_its_end() -> None:
@@ -60,83 +167,6 @@ def test_who_holds_up_whom_is_followed_to_its_end() -> None:
     assert (found.kind, found.culprits) == ("slow", (3,))
     assert "rank 3 used 90% of a core, and its stack changed 3 times" in found.reason
     assert (found.witness, found.arrived, found.missing) == (1, (1,), (3,))
-
-
-def test_a_rank_that_does_nothing_is_stuck() -> None:
-    found = verdict(rank(0, lane((0, 1), 5), waits=True), rank(1, lane((0, 1), 4)))
-    assert (found.kind, found.culprits) == ("stuck", (1,))
-
-
-@pytest.mark.parametrize("status", ["stopped", "dead", "silent"])
-def test_a_rank_that_cannot_answer_comes_first(status: str) -> None:
-    """Also if it had arrived: rank 0 waits for 1, which is in another collective with rank 2."""
-    found = verdict(
-        rank(0, lane((0, 1), 5), waits=True),
-        rank(1, lane((0, 1), 4), status=status),
-        rank(2, lane((1, 2), 3), waits=True),
-    )
-    assert (found.kind, found.culprits) == (status, (1,))
-
-
-def test_a_rank_of_a_machine_that_is_gone() -> None:
-    found = verdict(rank(0, lane((0, 1), 5), waits=True), RankReport(1, "silent"))
-    assert (found.kind, found.culprits) == ("silent", (1,))
-    assert "out of reach" in found.reason
-
-
-def test_another_message_with_the_same_number() -> None:
-    other = Message("all_reduce", "col", "enter", 64)
-    found = verdict(
-        rank(0, lane((0, 1, 2), 5), waits=True),
-        rank(1, lane((0, 1, 2), 5, what=other), waits=True),
-        rank(2, lane((0, 1, 2), 5), waits=True),
-    )
-    assert (found.kind, found.culprits) == ("diverged", (0, 1))
-    assert 'label "leave", 64 elements on ranks 0 and 2, but' in found.reason
-
-
-def test_a_message_of_another_size() -> None:
-    sent = Message("send", "pp", "forward", 32)
-    awaited = Message("recv", "pp", "backward", 64)  # labels of the two ends may differ
-    found = verdict(
-        rank(0, lane((0, 1), 3, RECEIVE, 1, awaited), waits=True),
-        rank(1, lane((0, 1), 3, SEND, 0, sent), waits=True),
-    )
-    assert found.kind == "diverged"
-    assert "32 elements on rank 1" in found.reason
-    same = replace(sent, size=64)
-    found = verdict(
-        rank(0, lane((0, 1), 3, RECEIVE, 1, awaited), waits=True),
-        rank(1, lane((0, 1), 3, SEND, 0, same), waits=True),
-    )
-    assert found.kind == "late"
-
-
-def test_a_message_before_the_one_that_is_awaited_differs() -> None:
-    """Also over NCCL, where nobody is known to wait for one of two ranks' messages."""
-    ours, theirs = lane((0, 1), 5), lane((0, 1), 5)
-    other = replace(theirs, recent={4: replace(SUM, label="enter"), 5: SUM})
-    found = verdict(
-        rank(0, replace(ours, recent={4: SUM, 5: SUM}), waits=True), rank(1, other, waits=True)
-    )
-    assert (found.kind, found.culprits) == ("diverged", (0, 1))
-    assert "number 4 of ranks 0 and 1" in found.reason
-    sent, awaited = Message("send", "pp", "a", 32), Message("recv", "pp", "b", 64)
-    found = queued(
-        rank(0, lane((0, 1), 3, RECEIVE, 1, awaited)), rank(1, lane((0, 1), 3, SEND, 0, sent))
-    )
-    assert (found.kind, found.culprits) == ("diverged", (0, 1))
-
-
-def test_ranks_that_wait_in_a_circle() -> None:
-    """Ranks 0, 1 and 2 each wait for the next one, in different collectives."""
-    found = verdict(
-        rank(0, lane((0, 1), 2), lane((0, 2), 1), waits=True),
-        rank(1, lane((1, 2), 2), lane((0, 1), 1), waits=True),
-        rank(2, lane((0, 2), 2), lane((1, 2), 1), waits=True),
-    )
-    assert (found.kind, found.culprits) == ("diverged", (0, 1, 2))
-    assert "rank 1 waits for rank 2" in found.reason
 
 
 def test_what_is_told_survives_the_way() -> None:
@@ -190,45 +220,3 @@ def test_many_ranks_in_words() -> None:
     assert ranks_in_words([4]) == "rank 4"
     assert ranks_in_words([0, 1, 5]) == "ranks 0, 1 and 5"
     assert ranks_in_words(range(100)).endswith("11 and 88 more")
-
-
-def queued(*ranks: RankReport, first: int = 0) -> Verdict:
-    """Diagnose a run over NCCL, where nobody waits in a message."""
-    return diagnose_hang({seen.rank: seen for seen in ranks}, first, queued=True)
-
-
-def test_over_nccl_the_rank_that_has_started_fewer_messages_is_found() -> None:
-    """Rank 3 of a grid is in Python; 1 is behind because of it, and 0 because of 1."""
-    found = queued(
-        rank(0, lane((0, 1), 5), lane((0, 2), 5)),
-        rank(1, lane((0, 1), 4), lane((1, 3), 9)),
-        rank(2, lane((2, 3), 5), lane((0, 2), 5)),
-        rank(3, lane((1, 3), 8), lane((2, 3), 5)),
-    )
-    assert (found.kind, found.culprits) == ("stuck", (3,))
-    assert "rank 3 (pid 103) has started 8 of the 9 messages that rank 1" in found.reason
-    assert "so not all_reduce on axis col" in found.reason
-    slow = queued(rank(0, lane((0, 1), 5)), rank(1, lane((0, 1), 4), moved=2))
-    assert (slow.kind, slow.culprits) == ("slow", (1,))
-    silent = queued(rank(0, lane((0, 1), 5)), rank(1, lane((0, 1), 4), status="silent"))
-    assert (silent.kind, silent.culprits) == ("silent", (1,))
-    stopped = queued(rank(0, lane((0, 1), 5)), rank(1, lane((0, 1), 4), status="stopped"))
-    assert (stopped.kind, stopped.culprits) == ("stopped", (1,))
-
-
-def test_over_nccl_a_stage_that_has_not_begun_to_receive_is_found() -> None:
-    found = queued(rank(0, lane((0, 1), 3, SEND, 1)), rank(1, lane((0, 1), 2, RECEIVE, 0)), first=1)
-    assert (found.kind, found.culprits) == ("stuck", (1,))
-
-
-def test_over_nccl_nobody_is_blamed_for_what_gpus_do_not_finish() -> None:
-    found = queued(rank(0, lane((0, 1), 5)), rank(1, lane((0, 1), 5)))
-    assert (found.kind, found.culprits) == ("late", ())
-    assert "a GPU does not finish one" in found.reason
-
-
-def test_over_nccl_different_messages_are_found() -> None:
-    other = replace(SUM, size=32)
-    found = queued(rank(0, lane((0, 1), 5)), rank(1, lane((0, 1), 5, what=other)))
-    assert (found.kind, found.culprits) == ("diverged", (0, 1))
-    assert "64 elements on rank 0, but all_reduce on axis col" in found.reason

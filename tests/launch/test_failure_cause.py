@@ -1,21 +1,28 @@
-"""What an error is called, before its traceback."""
+"""What an error is called, before its traceback, and who killed a rank for which is no memory."""
+
+from __future__ import annotations
 
 import errno
 import json
+import os
+import re
 import resource
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from gridformer.comm.progress import Progress
-from gridformer.launch.failures import Failure, cause_of, out_of_memory
+from gridformer.launch.failures import Failure, cause_of, kill_cause, oom_kills, out_of_memory
 from gridformer.launch.worker_process import _write_failure
 from gridformer.utils.errors import SaveError
 from gridformer.utils.files import FullDiskError
-from tests.support.launch.programs import ROOT, TORCHRUN, Start, finish
+from tests.support.launch.programs import LIMIT_S, ROOT, TORCHRUN, Start, finish
 
 GPU = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of "
@@ -117,3 +124,83 @@ def test_innocent_ranks_show_no_traceback(start: Start) -> None:
 def test_this_needs_no_torch() -> None:
     code = "import sys, gridformer.launch.failures; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def counters(root: Path, version: int, kills: int, of_all: int) -> dict[Path, int]:
+    """Return what is read of the counters of a control group and of the whole machine."""
+    group = "0::/jobs/4711" if version == 2 else "5:cpu:/\n4:memory:/jobs/4711"
+    folder = root / "sys/fs/cgroup" / ("" if version == 2 else "memory") / "jobs/4711"
+    folder.mkdir(parents=True, exist_ok=True)
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "proc/self/cgroup").write_text(group + "\n")
+    text = f"low 0\noom 3\noom_kill {kills}\noom_group_kill 0\n"
+    (folder / ("memory.events" if version == 2 else "memory.oom_control")).write_text(text)
+    limit = folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")
+    limit.write_text(f"{3 << 30}\n")
+    (root / "proc/vmstat").write_text(f"pgfault 12\noom_kill {of_all}\n")
+    return oom_kills(root)
+
+
+@pytest.mark.parametrize(
+    ("version", "kills", "of_all", "said"),
+    [
+        (1, 3, 6, "killer, for its control group, whose limit is 3 GiB"),
+        (2, 3, 6, "killer, for its control group, whose limit is 3 GiB"),
+        (2, 2, 6, "most likely by the kernel's"),
+        (2, 2, 5, "but not by the kernel's out-of-memory killer"),
+    ],
+)
+def test_who_killed(version: int, kills: int, of_all: int, said: str, tmp_path: Path) -> None:
+    before = counters(tmp_path, version, 2, 5)
+    assert said in kill_cause(before, counters(tmp_path, version, kills, of_all))
+    assert kill_cause(oom_kills(tmp_path / "none"), oom_kills(tmp_path / "none")) == ""
+
+
+LIMIT_BYTES = 2 << 30  # far more than three idle processes need
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group with a limit, which takes rights that few users have."""
+    old, new = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    folder = (old if old.is_dir() else new) / f"gridformer-test-{os.getpid()}"
+    name = "memory.limit_in_bytes" if old.is_dir() else "memory.max"
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("no control group can be made here")
+    try:
+        (folder / name).write_text(str(LIMIT_BYTES))
+        with suppress(OSError):
+            (folder / "memory.swap.max").write_text("0")
+    except OSError:
+        folder.rmdir()
+        pytest.skip("no control group can be limited here")
+    yield folder
+    until = time.monotonic() + LIMIT_S
+    while (folder / "cgroup.procs").read_text():  # what the run leaves ends a moment later
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    folder.rmdir()
+
+
+@pytest.mark.full
+def test_the_kernels_killer_is_named(start: Start, group: Path) -> None:
+    code, _, err = finish(start("starting:needing_memory", 3, env={"CONTROL_GROUP": str(group)}))
+    assert code == 1, err
+    said = err.strip().splitlines()[-1]
+    assert re.match(r"rank 1 \(pid \d+\) was killed by signal 9 \(SIGKILL\) ", said), err
+    assert "by the kernel's out-of-memory killer, for its control group" in said
+    assert "whose limit is 2 GiB" in said
+    assert "Traceback" not in err
+
+
+@pytest.mark.full
+def test_memory_that_is_refused_is_named(start: Start) -> None:
+    code, _, err = finish(start("starting:needing_memory", 3, env={"MORE_BYTES": str(512 << 20)}))
+    assert code == 1, err
+    assert err.startswith("rank 1 failed: the memory of this machine, or what this process may "), (
+        err
+    )
+    assert "64 MiB more were asked for; try " in err.splitlines()[0]
+    assert err.count("Traceback") == 1

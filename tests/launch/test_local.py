@@ -22,27 +22,18 @@ from gridformer.utils.signals import StopPolicy
 from tests.support.launch.programs import Start, assert_gone, finish, wait_for
 
 
-def workers(folder: Path) -> local._Workers:
-    """Return the launcher's view of two workers, none of which is started."""
-    return local._Workers(2, Meeting(folder), StopPolicy(grace_s=1.0))
-
-
 def test_a_save_gets_as_long_as_it_takes_and_then_time_to_leave(tmp_path: Path) -> None:
-    two = workers(tmp_path)
+    two = local._Workers(2, Meeting(tmp_path), StopPolicy(grace_s=1.0))
+    assert not two._has_more_time(10.0), "nobody saves"
+    assert not two._has_more_time(11.0)
     two.meeting.saving(1).touch()
-    for now in (10.0, 11.0, 100.0):
+    for now in (20.0, 21.0, 100.0):
         assert two._has_more_time(now)
         assert two._kill_at == now + local._MORE_PATIENCE_S, "it looks again soon"
     two.meeting.saving(1).unlink()
     assert two._has_more_time(101.0)
     assert two._kill_at == 101.0 + local._LEAVES_S
     assert not two._has_more_time(111.0), "only once"
-
-
-def test_workers_that_do_not_save_get_no_more_time(tmp_path: Path) -> None:
-    two = workers(tmp_path)
-    assert not two._has_more_time(10.0)
-    assert not two._has_more_time(11.0)
 
 
 @pytest.mark.parametrize("stopped", ["the ranks", "all"])
@@ -79,32 +70,24 @@ def test_only_a_second_ctrl_c_ends_a_run_at_once() -> None:
     signal.signal(signal.SIGINT, before)
 
 
-class KilledError(BaseException):
-    pass
-
-
 def test_what_stopped_a_run_is_whole_or_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several ranks write it, and on a busy machine each may be killed meanwhile."""
-    meeting = Meeting(tmp_path)
-    write = Path.write_text
+    meeting, write = Meeting(tmp_path), Path.write_text
 
     def killed(path: Path, text: str, encoding: str) -> None:
         write(path, text[:0], encoding)
-        raise KilledError
+        raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", killed)
-        with pytest.raises(KilledError):
-            write_whole(meeting.stopped, "SIGUSR1")
-    assert not meeting.stopped.exists()
-    write_whole(meeting.stopped, "SIGUSR1")
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", killed)
-        with pytest.raises(KilledError):
-            write_whole(meeting.stopped, "SIGUSR1")
-    assert meeting.stopped.read_text(encoding="utf-8") == "SIGUSR1"
+    for before in ("", "SIGUSR1"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_text", killed)
+            with pytest.raises(KeyboardInterrupt):
+                write_whole(meeting.stopped, "SIGUSR1")
+        assert meeting.stopped.exists() == bool(before)
+        write_whole(meeting.stopped, "SIGUSR1")
+        assert meeting.stopped.read_text(encoding="utf-8") == "SIGUSR1"
 
 
 LEAVES_A_BAR = """

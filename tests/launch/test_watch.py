@@ -66,35 +66,23 @@ def test_a_process_in_one_place_hangs(watched: Any) -> None:
     assert looks(watched, sys._getframe()), "generate and evaluate have no steps"
 
 
-@pytest.mark.parametrize("what", ["steps", "messages"])
+@pytest.mark.parametrize("what", ["steps", "messages", "waits on purpose"])
 def test_a_process_that_goes_on_does_not_though_it_is_seen_in_one_place(
     watched: Any, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """The host waits for a busy GPU in the same place in every step."""
+    """The host waits for a busy GPU in the same place in every step, or for space on a disk."""
     hangs, steps = watched._hangs, itertools.count(2)
 
     def going_on(frame: FrameType) -> bool:
         if what == "steps":
             progress.at_step(next(steps))
-        else:
+        elif what == "messages":
             watched._progress.posted("all_reduce", Axis("row"), "", 3, -1, None).end()
+        else:
+            progress.waits_on_purpose()
         return bool(hangs(frame))
 
     monkeypatch.setattr(watched, "_hangs", going_on, raising=False)
-    assert not looks(watched, sys._getframe())
-
-
-def test_a_process_that_waits_on_purpose_does_not(
-    watched: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as for space on a full disk."""
-    hangs = watched._hangs
-
-    def waiting(frame: FrameType) -> bool:
-        progress.waits_on_purpose()
-        return bool(hangs(frame))
-
-    monkeypatch.setattr(watched, "_hangs", waiting, raising=False)
     assert not looks(watched, sys._getframe())
 
 
@@ -173,20 +161,13 @@ def board(monkeypatch: pytest.MonkeyPatch) -> HangBoard:
 
 
 def test_a_failure_is_told_in_the_store(board: HangBoard) -> None:
+    """A run of `launch` needs none, because it ends the other processes itself."""
     assert board.failed() == ""
     board.tell_failed()
     assert board.failed().startswith("rank 3 on ")
     assert not board.is_claimed()
-
-
-def test_a_run_of_launch_needs_none(board: HangBoard) -> None:
-    """`launch` ends the other processes itself."""
-    assert watch.at_failure == [board.tell_failed]
     HangBoard(SimpleNamespace(rank=0, size=2, store_file="store"))  # type: ignore[arg-type]
     assert watch.at_failure == [board.tell_failed]
-
-
-def test_a_large_run_asks_less_often() -> None:
     assert asks_s(8) == 2.0
     assert asks_s(4096) > 10.0
 

@@ -1,4 +1,8 @@
-"""torchrun's --max-restarts and --nnodes MIN:MAX with whole runs."""
+"""Whole runs under torchrun and Slurm's scripts: restarts, lost machines, signals.
+
+The nodes of Slurm are network namespaces where that is allowed. The runs are compared with an
+undisturbed one on this machine, in float64.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,26 +22,42 @@ import yaml
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import read_manifest, verify_checkpoint
+from gridformer.train.heartbeat import health_of
 from gridformer.train.metrics import read_metrics
 from gridformer.utils.errors import CheckpointError
+from tests.support.commands import gridformer_here
 from tests.support.launch.programs import ROOT
+from tests.support.launch.slurm import Slurm, slurm
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 LIMIT_S = 400.0
+STEPS = 30
+REPLICAS = {"scheme": "single", "rows": 1, "cols": 1, "dp": 2}
 
 
-def run_file(folder: Path, data: Path, **train: Any) -> Path:
-    """Write a run on two processes that saves every third step."""
-    settings = {"steps": 6, "global_batch": 4, "eval_every": 0, "save_every": 3, "device": "cpu"}
+def run_file(folder: Path, data: Path, layout: dict[str, Any], **train: Any) -> Path:
+    settings = {"global_batch": 4, "eval_every": 0, "device": "cpu", "dtype": "float64", **train}
     sections: dict[str, Any] = {
         "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
         "data": {"path": str(data)},
-        "layout": {"scheme": "single", "rows": 1, "cols": 1, "dp": 2},
-        "train": {**settings, "dtype": "float64", **train},
+        "layout": layout,
+        "train": settings,
     }
     path = folder / "mine.yaml"
     path.write_text(yaml.safe_dump(sections))
     return path
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(out) if "loss" in line]
+
+
+def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not any(line["step"] >= step for line in read_metrics(out)):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.05)
 
 
 def torchrun(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -46,13 +67,9 @@ def torchrun(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in read_metrics(out) if "loss" in line]
-
-
 def test_a_killed_worker_is_restarted(token_folder: Path, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    path = run_file(tmp_path, token_folder)
+    path = run_file(tmp_path, token_folder, REPLICAS, steps=6, save_every=3)
     two = ("--standalone", "--nproc-per-node", "2")
     done = torchrun(*two, "-m", "gridformer", "train", path, "--out", whole)
     assert done.returncode == 0, done.stderr
@@ -86,14 +103,6 @@ def agent(port: int, *words: str | Path) -> subprocess.Popen[str]:
     )
 
 
-def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not any(line["step"] >= step for line in read_metrics(out)):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "the run does not get on"
-        time.sleep(0.1)
-
-
 def test_a_lost_machine(token_folder: Path, tmp_path: Path) -> None:
     """Four processes on two machines, then two on one."""
     with socket.socket() as free:
@@ -102,7 +111,7 @@ def test_a_lost_machine(token_folder: Path, tmp_path: Path) -> None:
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     changed = ["layout.dp=4", "train.elastic=true", "train.steps=4000"]
     changed.append("train.lr_schedule=constant")
-    path = run_file(tmp_path, token_folder, save_every=1, keep_checkpoints=2)
+    path = run_file(tmp_path, token_folder, REPLICAS, save_every=1, keep_checkpoints=2)
     agents = [agent(port, path, *changed, "--out", moved) for _ in range(2)]
     try:
         wait_for_step(moved, 10, agents[0])
@@ -156,3 +165,92 @@ def kill_all(process: subprocess.Popen[str]) -> None:
     for pid in (process.pid, *map(int, workers)):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def grid(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a grid of four."""
+    folder, layout = tmp_path_factory.mktemp("runs"), {"scheme": "optimus", "rows": 2, "cols": 2}
+    return run_file(folder, token_folder, layout, steps=STEPS, save_every=4, eval_batches=1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(grid: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    out = tmp_path_factory.mktemp("undisturbed") / "run"
+    one = ("layout.scheme=single", "layout.rows=1", "layout.cols=1")
+    done = gridformer_here("train", str(grid), *one, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    return losses(out)
+
+
+@pytest.fixture
+def four_nodes(tmp_path: Path) -> Iterator[Slurm]:
+    with slurm(tmp_path, 4) as found:
+        yield found
+
+
+def script_of(grid: Path, per_node: int, folder: Path, *options: str) -> Path:
+    path = folder / "job.sh"
+    done = gridformer_here(
+        "launch", "slurm", str(grid), "--devices-per-node", str(per_node),
+        "--run-dir", str(folder / "run"), "--out", str(path), *options,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def end(job: subprocess.Popen[str]) -> tuple[int, str]:
+    said, _ = job.communicate(timeout=LIMIT_S)
+    return job.returncode, said
+
+
+def test_a_node_that_dies(
+    grid: Path, undisturbed: list[float], four_nodes: Slurm, tmp_path: Path
+) -> None:
+    """Slurm runs a job again whose node has failed; it goes on from the last checkpoint."""
+    script, out = script_of(grid, 1, tmp_path), tmp_path / "run"
+    job = four_nodes.start(script)
+    wait_for_step(out, 10, job)
+    four_nodes.kill_node(2)
+    code, said = end(job)
+    assert (code, four_nodes.requeued) == (137, False), said
+    assert not health_of(out).ok
+    code, said = end(four_nodes.start(script, attempt=1))
+    assert code == 0, said
+    assert "resuming after step" in said
+    assert losses(out) == pytest.approx(undisturbed, abs=1e-9)
+    assert health_of(out).ok
+
+
+@pytest.mark.parametrize(("per_node", "tasks"), [(1, "device"), (2, "node")])
+def test_a_job_that_is_told_to_stop(
+    per_node: int,
+    tasks: str,
+    grid: Path,
+    undisturbed: list[float],
+    four_nodes: Slurm,
+    tmp_path: Path,
+) -> None:
+    """It saves, exits with 75, puts itself into the queue again, and then loses no step."""
+    script = script_of(grid, per_node, tmp_path, "--tasks", tasks)
+    out = tmp_path / "run"
+    job = four_nodes.start(script)
+    wait_for_step(out, 5, job)
+    four_nodes.signal_step(signal.SIGUSR1)
+    code, said = end(job)
+    assert (code, four_nodes.requeued) == (75, True), said
+    before = len(losses(out))
+    assert before < STEPS
+    code, said = end(four_nodes.start(script, attempt=1))
+    assert code == 0, said
+    assert f"resuming after step {before}" in said
+    assert losses(out) == pytest.approx(undisturbed, abs=1e-9)
+
+
+def test_bad_input_is_not_tried_again(grid: Path, four_nodes: Slurm, tmp_path: Path) -> None:
+    script = script_of(grid, 2, tmp_path, "--tasks", "node")
+    script.write_text(script.read_text().replace("train ", "train train.lr=-1 ", 1))
+    text = script.read_text()
+    assert "train.lr=-1" in text
+    code, said = end(four_nodes.start(script))
+    assert (code, four_nodes.requeued) == (2, False), said
