@@ -83,6 +83,20 @@ def test_a_killed_worker_is_restarted(token_folder: Path, tmp_path: Path) -> Non
     assert verify_checkpoint(folder).step == 6
 
 
+def test_torchrun_shows_a_refusal_once(token_folder: Path, tmp_path: Path) -> None:
+    path = run_file(tmp_path, token_folder, {"scheme": "megatron", "cols": 2}, steps=1)
+    train = ("--standalone", "--nproc-per-node", "2", "-m", "gridformer", "train", path)
+    refused = torchrun(*train, "train.memory_gib=0.0001", "--out", tmp_path / "out")
+    assert refused.returncode == 1
+    assert refused.stderr.count("error: ") == 1, refused.stderr
+    assert "train.memory_gib=0.0001" in refused.stderr
+    _, _, cause = refused.stderr.rpartition("Root Cause (first observed failure)")
+    assert "exitcode  : 2" in cause
+    done = torchrun(*train, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 processes over gloo") == 1
+
+
 def agent(port: int, *words: str | Path) -> subprocess.Popen[str]:
     """Start torchrun as on one of at most two machines, with two processes."""
     conf = "last_call_timeout=5"

@@ -1,30 +1,45 @@
-"""A rank fails while its peers are inside a collective: it reports first, and all processes end.
+"""A rank fails: it reports first, all processes end, and what it says comes before its traceback.
 
-A peer's broken connection must not be taken for the cause, and nothing may delay the report. One of
-the peers waits as over NCCL, where the host is in native code and notices neither a signal nor that
-a peer is gone. What the ranks wait for takes 600 s, far longer than any limit here.
+One of its peers waits as over NCCL, where the host is in native code and notices neither a signal
+nor that a peer is gone. What the ranks wait for takes 600 s, far longer than any limit here.
 """
 
+from __future__ import annotations
+
+import errno
 import json
+import os
+import re
+import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from gridformer.cli.errors import errors_as_sentences
+from gridformer.comm.progress import Progress
 from gridformer.launch import worker_process as working
-from gridformer.launch.failures import Failure
+from gridformer.launch.failures import Failure, cause_of, kill_cause, oom_kills, out_of_memory
+from gridformer.launch.worker_process import _write_failure
 from gridformer.mesh.process_group import abandon_process_groups
 from gridformer.utils import torch_private
-from gridformer.utils.errors import DataError, DivergedError
+from gridformer.utils.errors import DataError, DivergedError, SaveError
+from gridformer.utils.files import FullDiskError
 from gridformer.utils.signals import StopPolicy, StopRequest
 from tests.support.launch.programs import (
+    LIMIT_S,
+    ROOT,
     TORCHRUN,
+    Start,
     assert_gone,
     finish,
     starting,
@@ -187,3 +202,185 @@ def test_exit_code_of_a_run_that_fails_in_the_middle(
         Failure(1, 1, 1, message).report_and_exit()
     assert ended.value.code == code
     assert str(error) in capsys.readouterr().err
+
+
+GPU = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of "
+    "which 12.75 MiB is free."
+)
+
+
+def test_memory() -> None:
+    assert cause_of(torch.OutOfMemoryError(GPU)) == (
+        "the memory of the GPU of 79.10 GiB is used up: 20.00 MiB more were asked for"
+    )
+    host = "the memory of this machine, or what this process may have of it, is used up"
+    assert cause_of(MemoryError()) == host
+    assert cause_of(
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate "
+            "memory: you tried to allocate 4294967296 bytes. Error code 12 (Cannot allocate memory)"
+        )
+    ) == (f"{host}: 4 GiB more were asked for")
+    assert out_of_memory(RuntimeError("shapes differ")) is None
+
+
+def test_torch_says_it_like_this() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert cause_of(raised.value).endswith(f": {1 << 30:,} GiB more were asked for"), cause_of(
+        raised.value
+    )
+
+
+def test_a_full_disk() -> None:
+    text = cause_of(FullDiskError(errno.ENOSPC, Path("runs/a/metrics.jsonl"), 100))
+    assert text.startswith("the disk is full: runs/a/metrics.jsonl could not be written (")
+    assert text.endswith("; free some, or choose --out on another disk")
+    assert cause_of(ValueError("no")) == ""
+    assert cause_of(FileNotFoundError(errno.ENOENT, "no", "a")) == ""
+
+
+def test_a_failed_save_is_told_by_the_rank_that_knows_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others report it too, and may be earlier: the run must not end with their sentence."""
+    found = []
+    for rank, error in ((1, SaveError("another says why", elsewhere=True)), (0, SaveError("why"))):
+        path = tmp_path / f"error-{rank}.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        _write_failure(error)
+        found.append(Failure(rank, 4711, 1, json.loads(path.read_text())["message"]))
+    assert [failure.ends_all for failure in found] == [False, True]
+    assert min(found, key=Failure.order).text() == "gridformer: why"
+    assert found[0].text() == "gridformer: another says why"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("with_a_full_disk", "the disk is full: /dev/full could not be written ("),
+        ("with_too_many_files", "too many open files: raise the limit, such as by `ulimit -n"),
+    ],
+)
+def test_the_rank_that_meets_a_limit_says_so(start: Start, name: str, said: str) -> None:
+    code, _, err = finish(start(f"starting:{name}", 3))
+    assert code == 1
+    (line,) = err.splitlines()
+    assert line.startswith(f"rank 1 failed: {said}")
+
+
+def test_a_report_that_cannot_be_written_is_printed(start: Start, tmp_path: Path) -> None:
+    """As where TMPDIR has become full."""
+    code, _, err = finish(start("starting:with_a_full_folder", 2))
+    assert code == 1
+    assert "Traceback" not in err
+    assert "rank 1 failed: the disk is full: /dev/full could not be written (" in err
+
+
+def test_a_file_that_may_not_be_large_enough_is_named(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(FullDiskError, match="/progress could not be written") as raised:
+            Progress(tmp_path / "progress")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "ulimit -f" in cause_of(raised.value)
+
+
+@pytest.mark.full
+def test_innocent_ranks_show_no_traceback(start: Start) -> None:
+    """As torchrun and srun show what all ranks print."""
+    code, _, err = finish(start("starting:with_a_full_disk", 3, *TORCHRUN, "3"))
+    assert code == 1
+    before, _, cause = err.rpartition("Root Cause (first observed failure)")
+    assert "rank      : 1 (local_rank: 1)" in cause
+    assert before.count("rank 1 failed: the disk is full") <= 1, err
+    assert "FullDiskError" not in before
+    assert "Connection closed by peer" not in before or "ends because its connection" in before
+
+
+def test_this_needs_no_torch() -> None:
+    code = "import sys, gridformer.launch.failures; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def counters(root: Path, version: int, kills: int, of_all: int) -> dict[Path, int]:
+    """Return what is read of the counters of a control group and of the whole machine."""
+    group = "0::/jobs/4711" if version == 2 else "5:cpu:/\n4:memory:/jobs/4711"
+    folder = root / "sys/fs/cgroup" / ("" if version == 2 else "memory") / "jobs/4711"
+    folder.mkdir(parents=True, exist_ok=True)
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "proc/self/cgroup").write_text(group + "\n")
+    text = f"low 0\noom 3\noom_kill {kills}\noom_group_kill 0\n"
+    (folder / ("memory.events" if version == 2 else "memory.oom_control")).write_text(text)
+    limit = folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")
+    limit.write_text(f"{3 << 30}\n")
+    (root / "proc/vmstat").write_text(f"pgfault 12\noom_kill {of_all}\n")
+    return oom_kills(root)
+
+
+@pytest.mark.parametrize(
+    ("version", "kills", "of_all", "said"),
+    [
+        (1, 3, 6, "killer, for its control group, whose limit is 3 GiB"),
+        (2, 3, 6, "killer, for its control group, whose limit is 3 GiB"),
+        (2, 2, 6, "most likely by the kernel's"),
+        (2, 2, 5, "but not by the kernel's out-of-memory killer"),
+    ],
+)
+def test_who_killed(version: int, kills: int, of_all: int, said: str, tmp_path: Path) -> None:
+    before = counters(tmp_path, version, 2, 5)
+    assert said in kill_cause(before, counters(tmp_path, version, kills, of_all))
+    assert kill_cause(oom_kills(tmp_path / "none"), oom_kills(tmp_path / "none")) == ""
+
+
+LIMIT_BYTES = 2 << 30  # far more than three idle processes need
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group with a limit, which takes rights that few users have."""
+    old, new = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    folder = (old if old.is_dir() else new) / f"gridformer-test-{os.getpid()}"
+    name = "memory.limit_in_bytes" if old.is_dir() else "memory.max"
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("no control group can be made here")
+    try:
+        (folder / name).write_text(str(LIMIT_BYTES))
+        with suppress(OSError):
+            (folder / "memory.swap.max").write_text("0")
+    except OSError:
+        folder.rmdir()
+        pytest.skip("no control group can be limited here")
+    yield folder
+    until = time.monotonic() + LIMIT_S
+    while (folder / "cgroup.procs").read_text():  # what the run leaves ends a moment later
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    folder.rmdir()
+
+
+@pytest.mark.full
+def test_the_kernels_killer_is_named(start: Start, group: Path) -> None:
+    code, _, err = finish(start("starting:needing_memory", 3, env={"CONTROL_GROUP": str(group)}))
+    assert code == 1, err
+    said = err.strip().splitlines()[-1]
+    assert re.match(r"rank 1 \(pid \d+\) was killed by signal 9 \(SIGKILL\) ", said), err
+    assert "by the kernel's out-of-memory killer, for its control group" in said
+    assert "whose limit is 2 GiB" in said
+    assert "Traceback" not in err
+
+
+@pytest.mark.full
+def test_memory_that_is_refused_is_named(start: Start) -> None:
+    code, _, err = finish(start("starting:needing_memory", 3, env={"MORE_BYTES": str(512 << 20)}))
+    assert code == 1, err
+    assert err.startswith("rank 1 failed: the memory of this machine, or what this process may "), (
+        err
+    )
+    assert "64 MiB more were asked for; try " in err.splitlines()[0]
+    assert err.count("Traceback") == 1

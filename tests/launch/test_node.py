@@ -14,6 +14,7 @@ import pytest
 from gridformer.launch.node import Node, environments, exit_code, node_of, run_node
 from gridformer.mesh.launch_env import rank_env
 from gridformer.utils.errors import UserError
+from tests.support.launch.programs import still_runs
 
 MEET = {"MASTER_ADDR": "mine-nodes-0-0.mine", "MASTER_PORT": "29500"}
 SRUN = {
@@ -87,10 +88,6 @@ def test_the_others_are_stopped_after_a_failure(monkeypatch: pytest.MonkeyPatch)
     assert run_node([sys.executable, "-c", script], environs) == 2
 
 
-def pids(folder: Path) -> list[int]:
-    return [int(path.name) for path in folder.glob("[0-9]*")]
-
-
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
 def test_signals_reach_all_processes(signum: int, tmp_path: Path) -> None:
     """Nothing is left of a starter that is killed, either."""
@@ -109,20 +106,12 @@ def test_signals_reach_all_processes(signum: int, tmp_path: Path) -> None:
     )
     starter = subprocess.Popen([sys.executable, "-c", program])
     deadline = time.monotonic() + 120
-    while len(pids(tmp_path)) < 2:
+    while len(pids := [path.name for path in tmp_path.glob("[0-9]*")]) < 2:
         assert starter.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
     starter.send_signal(signum)
     assert starter.wait(120) == (-9 if signum == signal.SIGKILL else 75)
-    while any(_exists(pid) for pid in pids(tmp_path)):
+    while any(map(still_runs, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def _exists(pid: int) -> bool:
-    stat = Path("/proc", str(pid), "stat")
-    try:
-        return stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -1,18 +1,28 @@
-"""A local run whose process dies goes on from its newest checkpoint, as if nothing had happened."""
+"""Runs that go on after a failure: in new processes, and with another number of them."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from gridformer.launch.run import launch_with_restarts, worker
+from gridformer.config import RunConfig
+from gridformer.launch import elastic
+from gridformer.launch.elastic import layouts_for, with_processes
+from gridformer.launch.run import launch_with_restarts, resumed, worker
+from gridformer.memory import room
+from gridformer.mesh.rendezvous import of_this_attempt
+from gridformer.parallel.registry import describe_layout
 from gridformer.train.metrics import read_metrics
+from gridformer.utils.errors import ConfigError
 from gridformer.utils.signals import StopPolicy
 from tests.support.launch.dying import DIES_AT, dies_in_a_save, dies_once, fails_at_once
-from tests.support.multirank.runs import STEPS, losses, plan_of, stored, tokens
+from tests.support.multirank.memory import a_run
+from tests.support.multirank.runs import STEPS, assert_same_run, losses, plan_of, stored, tokens
 
 TWO = {"scheme": "single", "dp": 2, "rows": 1, "cols": 1}
 EACH: dict[str, Any] = {"save_every": 1, "device": "cpu"}
@@ -76,3 +86,128 @@ def test_the_same_failure_again_ends_the_run(
     assert f"attempt 2 of 10 resumes from step {DIES_AT}, as rank 0 failed: ValueError" in said
     assert f"two attempts in a row failed with the same error after step {DIES_AT}" in said
     assert "ValueError: the root cause" in said.splitlines()[-1]
+
+
+WIDE = {"hidden_size": 48, "n_heads": 12}
+
+
+def wanted(layout: dict[str, Any], **train: Any) -> RunConfig:
+    return a_run({"rows": 1, "cols": 1, **layout}, WIDE, {"device": "cpu", **train})
+
+
+@pytest.mark.parametrize(
+    ("layout", "n", "becomes"),
+    [
+        ({"scheme": "megatron", "cols": 2, "dp": 2}, 2, "megatron 1x2"),  # a replica less
+        ({"scheme": "optimus", "rows": 2, "cols": 2, "pp": 2}, 4, "optimus 2x2"),
+        ({"scheme": "single", "dp": 4}, 2, "dp=2"),
+        ({"scheme": "single", "dp": 2, "dp_mode": "fsdp"}, 1, "single device"),
+    ],
+)
+def test_what_a_layout_becomes(layout: dict[str, Any], n: int, becomes: str) -> None:
+    run = wanted(layout, global_batch=24)
+    found = next(layouts_for(run, n))
+    assert describe_layout(found.layout) == becomes
+    assert found.layout.n_processes == n
+    assert found.train == run.train, "the global batch and all else stay"
+
+
+def test_some_processes_may_be_left_over(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No layout divides this batch and model over five processes."""
+    run = wanted({"scheme": "single", "dp": 8}, global_batch=8)
+    assert with_processes(run, 8) is run
+    assert capfd.readouterr().err == ""
+    found = with_processes(run, 5)
+    assert found.layout.dp == 4
+    said = capfd.readouterr().err
+    assert said == (
+        "gridformer: ELASTIC: 5 processes instead of 8: layout dp=8, m=1 becomes dp=4, m=2, with 1 "
+        "left over; the global batch stays 8\n"
+    )
+    monkeypatch.setattr(elastic, "_fits", lambda run, room: False)
+    with pytest.raises(ConfigError, match="no layout of at most 5 processes"):
+        with_processes(run, 5)
+
+
+def test_memory_is_shared_by_the_processes_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not by those that the run was meant for."""
+    run = wanted({"scheme": "single", "dp": 64}, global_batch=64)
+    monkeypatch.setattr(room, "free_memory", lambda: 9 << 30)
+    assert with_processes(run, 1).layout.n_processes == 1
+
+
+@pytest.mark.full
+def test_the_planner_chooses_on_a_cluster() -> None:
+    run = wanted({"scheme": "megatron", "cols": 4, "cluster": "dgx-h100"}, global_batch=24)
+    found = next(layouts_for(run, 2))
+    assert found.layout.n_processes == 2
+    assert found.layout.cluster == "dgx-h100"
+    assert found.train.global_batch == 24
+
+
+def test_attempts_do_not_meet() -> None:
+    """Names of an earlier attempt, of other ranks, stay in the store that torchrun keeps."""
+    store = dist.HashStore()
+    names = []
+    for size in (3, 2, 3):
+        found: dict[int, Any] = {}
+
+        def join(rank: int, size: int = size, found: dict[int, Any] = found) -> None:
+            found[rank] = of_this_attempt(store, rank, size)
+
+        threads = [Thread(target=join, args=(rank,)) for rank in reversed(range(size))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120.0)
+        assert sorted(found) == [*range(size)]
+        assert not found[0].check(["said"]), "an earlier attempt has said it"
+        found[size - 1].set("said", str(size))
+        assert [one.get("said") for one in found.values()] == [str(size).encode()] * size
+        names.append(found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"scheme": "megatron", "cols": 2, "dp": 2},
+        {"scheme": "optimus", "rows": 2, "cols": 2},
+        {"scheme": "single", "pp": 4, "micro_batches": 4},
+    ],
+)
+def test_a_run_goes_on_with_fewer_and_again_with_all(
+    token_folder: Path, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    """Its losses are those of a run that kept all four processes."""
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    layout = {"rows": 1, "cols": 1, **layout}
+    # The learning rate must not depend on the number of steps, which changes below.
+    steps = {"device": "cpu", "save_every": 1, "elastic": True, "lr_schedule": "constant"}
+    launch_with_restarts(worker, plan_of(token_folder, whole, layout, **steps), StopPolicy())
+    policy = StopPolicy()
+    for last, n in ((2, 4), (4, 2), (5, 4)):
+        plan = plan_of(token_folder, moved, layout, **steps)
+        train = plan.run.train.model_copy(update={"steps": last})
+        run = with_processes(plan.run, n).model_copy(update={"train": train})
+        other = plan_of(token_folder, moved, run.layout.model_dump(), **steps)
+        run = other.run.model_copy(update={"train": train})
+        object.__setattr__(other, "run", run)
+        assert other.n_processes == n
+        launch_with_restarts(worker, resumed(other), policy)
+    assert_same_run(whole, moved)
+
+
+def test_a_run_counts_gpus_only_if_processes_do_not_share_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = wanted({"dp": 4})
+    run = run.model_copy(update={"train": run.train.model_copy(update={"device": "auto"})})
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert elastic.processes_present(run) == 2
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert elastic.processes_present(run) == 4

@@ -47,10 +47,12 @@ def test_a_second_run_is_refused_and_the_holder_named(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_an_ended_process_is_stale_at_once(tmp_path: Path) -> None:
-    ended = subprocess.Popen(["true"])
+    ended, zombie = subprocess.Popen(["true"]), subprocess.Popen(["true"])
     ended.wait()
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    of_zombie = {"pid": zombie.pid, "began": process_stat(zombie.pid)[1]}
     number_used_again = {"began": 1}
-    for other in ({"pid": ended.pid}, number_used_again):
+    for other in ({"pid": ended.pid}, number_used_again, of_zombie):
         written(tmp_path, **other)
         assert not is_held(tmp_path)
         began = time.monotonic()
@@ -61,13 +63,6 @@ def test_the_lock_of_an_ended_process_is_stale_at_once(tmp_path: Path) -> None:
             assert holder.token != "theirs"
         assert time.monotonic() - began < run_lock.REFRESH_S
         assert left(tmp_path) == []
-
-
-def test_a_zombie_holds_nothing(tmp_path: Path) -> None:
-    zombie = subprocess.Popen(["true"])
-    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
-    written(tmp_path, pid=zombie.pid, began=process_stat(zombie.pid)[1])
-    assert not is_held(tmp_path)
     zombie.wait()
 
 

@@ -26,17 +26,11 @@ def run_file(token_folder: Path, tmp_path: Path) -> Path:
         "data": {"path": str(token_folder), "seq_len": 8},
         "layout": {"scheme": "single"},
         "train": {
-            "steps": 4,
-            "global_batch": 2,
-            "save_every": 2,
-            "eval_every": 0,
-            "eval_batches": 1,
-            "loggers": [],
-            "device": "cpu",
-            "checkpoint_to": f"file://{tmp_path}/far",
+            "steps": 4, "global_batch": 2, "save_every": 2, "eval_every": 0, "eval_batches": 1,
+            "loggers": [], "device": "cpu", "checkpoint_to": f"file://{tmp_path}/far",
             "full_disk_wait_s": 0,
         },
-    }
+    }  # fmt: skip
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(sections))
     return file

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import yaml
 
 from gridformer.config import RunConfig
 from gridformer.launch import plan as planning
@@ -32,7 +29,6 @@ from gridformer.mesh.launch_env import RankEnv
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import ConfigError
-from tests.support.launch.programs import TORCHRUN
 from tests.support.multirank.memory import a_run
 
 SIZE, ON_A_MACHINE = 6, 2
@@ -217,30 +213,3 @@ def test_rank_0_alone_says_that_a_run_is_done(
         monkeypatch.setattr(execution, "rank_env", lambda place=place: place)
         execution.execute(plan)
         assert capsys.readouterr().out.count("has done") == (rank == 0)
-
-
-@pytest.mark.full
-def test_torchrun_shows_a_refusal_once(token_folder: Path, tmp_path: Path) -> None:
-    sections: dict[str, Any] = {
-        "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
-        "data": {"path": str(token_folder)},
-        "layout": {"scheme": "megatron", "cols": 2},
-        "train": {"steps": 1, "global_batch": 4, "eval_every": 0, "device": "cpu"},
-    }
-    file = tmp_path / "mine.yaml"
-    file.write_text(yaml.safe_dump(sections))
-
-    def train(*words: str) -> subprocess.CompletedProcess[str]:
-        start = [sys.executable, *TORCHRUN, "2", "-m", "gridformer", "train", str(file)]
-        start += [*words, "--out", str(tmp_path / "out")]
-        return subprocess.run(start, capture_output=True, text=True, timeout=240)
-
-    refused = train("train.memory_gib=0.0001")
-    assert refused.returncode == 1
-    assert refused.stderr.count("error: ") == 1, refused.stderr
-    assert "train.memory_gib=0.0001" in refused.stderr
-    _, _, cause = refused.stderr.rpartition("Root Cause (first observed failure)")
-    assert "exitcode  : 2" in cause
-    done = train()
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("2 processes over gloo") == 1

@@ -1,7 +1,4 @@
-"""Starts the processes of a run.
-
-Neither this module nor `launch.local` imports torch at the top, because commands import them.
-"""
+"""Starts the processes of a run. Commands import this, so it does not import torch."""
 
 from gridformer.launch.local import launch
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from gridformer.cluster.file import load_cluster
@@ -74,11 +75,9 @@ def _best(run: RunConfig, present: int) -> RunConfig:
     from gridformer.memory.room import room_of
 
     for n in range(present, 0, -1):
-        for tried, other in enumerate(layouts_for(run, n)):
+        for other in islice(layouts_for(run, n), _TRIED):
             if _fits(other, room_of(other)):
                 return other
-            if tried == _TRIED:
-                break
     raise ConfigError(
         f"train.elastic: no layout of at most {present} processes is valid for this run and "
         f"fits into memory: start {run.layout.n_processes} for {describe_layout(run.layout)}"

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Advise = Callable[[], str]  # returns a part of a sentence
-_GENERAL = "try a smaller batch, more micro_batches, or a layout that shards the model further"
 _SEARCH_S, _LIMIT_S = 8.0, 20.0  # of the advice for a run that used up its memory
 _LESS = 0.85  # of the estimate: settings that need no more than this are advised
 _NO_LIMIT = 1 << 60  # version 1 of control groups has this or more instead of "no limit"
@@ -42,7 +41,7 @@ _ASKED_NUMPY = re.compile(r"Unable to allocate ([\d.]+ [KMGT]?i?B)")
 
 def general() -> str:
     """Returns what helps any run that needs too much memory."""
-    return _GENERAL
+    return "try a smaller batch, more micro_batches, or a layout that shards the model further"
 
 
 def memory_advice(plan: Plan) -> str:
@@ -52,7 +51,7 @@ def memory_advice(plan: Plan) -> str:
     """
     with suppress(TimeoutError):
         return answered(partial(_estimate, plan), _LIMIT_S)
-    return _GENERAL
+    return general()
 
 
 def answered(question: Callable[[], T], seconds: float) -> T:
@@ -89,7 +88,7 @@ def _estimate(plan: Plan) -> str:
     patience = Patience(time.monotonic() + _SEARCH_S)
     offers = nearest(run, worst, round(_LESS * worst.needed), patience=patience)
     less = ", or ".join(f"{offer.settings} ({format_bytes(offer.peak)})" for offer in offers)
-    return f"{text}: try {less}" if less else f"{text}: {_GENERAL}"
+    return f"{text}: try {less}" if less else f"{text}: {general()}"
 
 
 @dataclass(frozen=True)

@@ -125,19 +125,17 @@ def fork_server() -> int | None:
 def how_it_ended(pid: int) -> str:
     """Returns how a child of this process has ended, as a verb; an empty text if it runs."""
     until = time.monotonic() + _NOTICED_S
-    while True:
+    while time.monotonic() < until:
         try:
             status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return "has ended"
         if status is not None:
-            break
-        if time.monotonic() > until:
-            return ""
+            by_signal = status.si_code != os.CLD_EXITED
+            code = status.si_status
+            return f"was killed by {signal_text(code)}" if by_signal else f"ended with code {code}"
         time.sleep(0.01)
-    if status.si_code == os.CLD_EXITED:
-        return f"has ended with code {status.si_status}"
-    return f"was killed by {signal_text(status.si_status)}"
+    return ""
 
 
 def end_orphans(pids: Iterable[int], patience_s: float, is_saving: Callable[[], bool]) -> int:
