@@ -125,10 +125,7 @@ class Failure:
 
     @property
     def ends_all(self) -> bool:
-        """Whether no rank can do anything anymore: the run hangs, lost its ranks, cannot save.
-
-        A rank that only knows that another one could not save does not end the others.
-        """
+        """Whether no rank can do anything anymore: the run hangs, lost its ranks, cannot save."""
         return "report" in self.message and not self.caused_by_peer
 
     @property
@@ -140,9 +137,8 @@ class Failure:
     def order(self) -> tuple[int, float]:
         """Sort key that puts the failure that explains the end of the run first.
 
-        Workers that were killed or crashed come before workers that raised an error, and these come
-        before workers whose connection broke. SIGABRT is an exception: NCCL's watchdog ends a
-        worker with it long after a peer has failed.
+        Workers that were killed or crashed come before those that raised an error, and these before
+        those whose connection broke. NCCL's watchdog sends SIGABRT long after a peer has failed.
         """
         killed = self.exitcode < 0 and -self.exitcode != signal.SIGABRT and not self.message
         kind = 0 if killed else 3 if self.told_to_stop else 2 if self.caused_by_peer else 1
@@ -163,10 +159,7 @@ class Failure:
         return f"{who} was killed by {signal_text(-self.exitcode)}{by}"
 
     def text(self, advise: Advise = general) -> str:
-        """Returns all that is known of a failure that is no UserError: lines, the cause last.
-
-        `advise` is asked what helps if memory was used up.
-        """
+        """Returns all that is known of a failure that is no UserError: lines, the cause last."""
         message = self.message
         if "report" in message:
             return str(message["report"])

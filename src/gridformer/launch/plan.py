@@ -60,13 +60,11 @@ def plan_run(
     """Reads a run file and checks its values, layout, devices, data, memory and last checkpoint.
 
     Args:
-        path: Path of a run file, or the name of a shipped one.
-        overrides: `dotted.key=value` texts.
+        path: A run file, or the name of a shipped one, with `dotted.key=value` overrides.
         nproc: Number of processes that the user asked for; None accepts what the layout needs.
         out: Run directory; None means `runs/NAME`.
         tell: Receives progress messages.
-        lock: Takes the run directory before its checkpoints are looked at; None is for a plan that
-            is not executed.
+        lock: Takes the run directory first; None is for a plan that is not executed.
 
     Raises:
         UserError: The run cannot start. A ConfigError lists all problems of values, layout, data

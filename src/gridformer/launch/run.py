@@ -121,10 +121,7 @@ def train(
 
 
 def wait_as_spare(place: RankEnv) -> None:
-    """Waits for the end of a run in which this process, one of too many, does not take part.
-
-    torchrun believes that a process that ends is done, and its machine would leave the run.
-    """
+    """Waits for the end of a run that has one process less; else torchrun takes it for done."""
     stop = install()
     stop.nothing_left_to_save()
     store = store_of(place)
@@ -135,10 +132,7 @@ def wait_as_spare(place: RankEnv) -> None:
 
 
 def _began() -> float:
-    """Returns when this run began (`time.time`): when its first process was started.
-
-    Under torchrun that is torchrun itself, whose workers may be restarted.
-    """
+    """Returns the `time.time` when this process, or the torchrun that restarts it, was started."""
     place = rank_env()
     pid = os.getppid() if place and place.by == "torchrun" else os.getpid()
     try:

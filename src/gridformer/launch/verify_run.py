@@ -66,19 +66,17 @@ def verify_run(
         findings.append(RunFinding(CONFIG, True, "readable"))
     except UserError as error:
         findings.append(RunFinding(CONFIG, False, str(error)))
-    manifests: list[Manifest] = []
+    last: Manifest | None = None
     folders = find.complete(run_dir)
     for number, folder in enumerate(folders, start=1):
         tell(f"verifying checkpoint {number} of {len(folders)}, {_size(folder)}")
         finding, manifest = _checkpoint(folder, finite)
         if held and not folder.exists():
             continue  # the run has removed it meanwhile, because it keeps only some
-        if manifest is not None:
-            manifests.append(manifest)
+        last = manifest or last
         findings.append(finding)
     if not folders:
         findings.append(RunFinding("checkpoints", True, "there are none"))
-    last = manifests[-1] if manifests else None
     if run and run.train.checkpoint_to:
         url = run.train.checkpoint_to
         note = f"at {url}, not looked at: `gridformer verify {url}` verifies them"

@@ -207,22 +207,21 @@ class HangWatch:
         look_s = min(_LOOKS_S, self.timeout_s / 8)
         ask_s, asked = asks_s(self.place.size), time.monotonic()
         while not self._ended.wait(look_s):
-            hangs, now = self._beat(), time.monotonic()
-            if not hangs and now - asked >= ask_s:
-                asked = now
-                with suppress(TimeoutError):
-                    if self._board.is_claimed():
-                        self._tell(False)
-                        return
-                    if who := self._board.failed():
-                        # Over gloo connections break, and it raises an error.
-                        if not self._ended.wait(_LINGERS_S):
-                            text = f"rank {self.place.rank} ends because {who} has failed"
-                            end_from_watch(text, text, caused_by_peer=True)
-                        return
-            if hangs:
-                self._tell(True)
-                return
+            if self._beat():
+                return self._tell(True)
+            if time.monotonic() - asked < ask_s:
+                continue
+            asked = time.monotonic()
+            with suppress(TimeoutError):
+                if self._board.is_claimed():
+                    return self._tell(False)
+                if who := self._board.failed():
+                    # Over gloo connections break, and it raises an error.
+                    if not self._ended.wait(_LINGERS_S):
+                        text = f"rank {self.place.rank} ends because {who} has failed"
+                        end_from_watch(text, text, caused_by_peer=True)
+                    return None
+        return None
 
     def _beat(self) -> bool:
         """Notes where this process is, and returns whether it hangs.
