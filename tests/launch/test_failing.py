@@ -14,7 +14,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -30,8 +29,6 @@ from gridformer.comm.progress import Progress
 from gridformer.launch import worker_process as working
 from gridformer.launch.failures import Failure, cause_of, kill_cause, oom_kills, out_of_memory
 from gridformer.launch.worker_process import _write_failure
-from gridformer.mesh.process_group import abandon_process_groups
-from gridformer.utils import torch_private
 from gridformer.utils.errors import DataError, DivergedError, SaveError
 from gridformer.utils.files import FullDiskError
 from gridformer.utils.signals import StopPolicy, StopRequest
@@ -93,27 +90,6 @@ def test_a_rank_that_fails_reports_to_torchrun(tmp_path: Path) -> None:
     assert "rank      : 1 (local_rank: 1)" in cause, err
     assert cause.count("Traceback") == 1
     assert "ValueError: the root cause" in cause
-
-
-def test_giving_up_nccl_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits neither for a destroy nor for an abort that hangs."""
-    called = []
-    never = threading.Event()
-
-    def abort() -> None:
-        called.append("abort")
-        never.wait(600.0)
-
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: called.append("destroy"))
-    monkeypatch.setattr(torch_private, "abort_groups", abort)
-    abandon_process_groups()
-    assert called == ["abort"]
-    never.set()
-    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    abandon_process_groups()
-    assert called == ["abort"], "gloo's sockets close by themselves"
 
 
 def test_the_report_comes_before_the_groups_are_given_up(

@@ -79,6 +79,14 @@ def test_srun_is_joined(start: Start, tmp_path: Path) -> None:
     assert {(tmp_path / f"sum{r}").read_text()[:5] for r in range(2)} == {"0/2 2", "1/2 2"}
 
 
+def saved(process: subprocess.Popen[str], folder: Path, pids: list[str]) -> tuple[int, str]:
+    """Return the exit code and the errors of a run that ends once all of its ranks have saved."""
+    code, _, err = finish(process)
+    assert all((folder / f"saved{rank}").exists() for rank in range(len(pids))), err
+    assert_gone(pids)
+    return code, err
+
+
 @pytest.mark.parametrize(
     ("n", "signum", "to_group"),
     [
@@ -94,12 +102,10 @@ def test_a_signal_saves_and_stops(
     process = start("steps", n)
     pids = wait_for(tmp_path, [f"pid{r}" for r in range(n)], process)
     (os.killpg if to_group else os.kill)(process.pid, signum)
-    code, _, err = finish(process)
+    code, err = saved(process, tmp_path, pids)
     assert code == 128 + signum
     assert err.count("\n") == 1, err
     assert signum.name in err
-    assert all((tmp_path / f"saved{r}").exists() for r in range(n))
-    assert_gone(pids)
 
 
 @pytest.mark.parametrize("twice", [True, pytest.param(False, marks=pytest.mark.full)])
@@ -131,11 +137,9 @@ def test_a_save_is_not_cut_when_the_grace_ends(start: Start, tmp_path: Path) -> 
     process = start("one_long_save", 2)
     pids = wait_for(tmp_path, ["pid0", "pid1"], process)
     os.kill(process.pid, signal.SIGUSR1)
-    code, _, err = finish(process)
+    code, err = saved(process, tmp_path, pids)
     assert code == 75, err
     assert err == "gridformer: stopped by SIGUSR1; exit code 75: start it again to go on\n"
-    assert all((tmp_path / f"saved{rank}").exists() for rank in range(2))
-    assert_gone(pids)
 
 
 def test_workers_end_when_the_launcher_is_killed(start: Start, tmp_path: Path) -> None:
@@ -327,7 +331,7 @@ def test_a_dead_fork_server_is_named_and_the_ranks_save(start: Start, tmp_path: 
     server = parent_of(pids[0])
     assert server not in (process.pid, os.getpid())
     os.kill(server, signal.SIGKILL)
-    code, _, err = finish(process)
+    code, err = saved(process, tmp_path, pids)
     assert code == 1, err
     (line,) = err.splitlines()
     assert line.startswith(
@@ -335,9 +339,6 @@ def test_a_dead_fork_server_is_named_and_the_ranks_save(start: Start, tmp_path: 
     )
     assert "killed by signal 9 (SIGKILL)" in line
     assert "exited with code 255" not in err, "no rank is blamed"
-    assert (tmp_path / "saved0").exists()
-    assert (tmp_path / "saved1").exists()
-    assert_gone(pids)
 
 
 @pytest.mark.full
@@ -348,12 +349,9 @@ def test_a_signal_to_all_processes_is_not_the_end_of_the_fork_server(
     process = start("steps", 2)
     pids = wait_for(tmp_path, ["pid0", "pid1"], process)
     os.killpg(process.pid, signal.SIGTERM)
-    code, _, err = finish(process)
+    code, err = saved(process, tmp_path, pids)
     assert code == 128 + signal.SIGTERM, err
     assert "fork server" not in err
-    assert (tmp_path / "saved0").exists()
-    assert (tmp_path / "saved1").exists()
-    assert_gone(pids)
 
 
 @pytest.mark.full

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from gridformer.config import RunConfig
 from gridformer.launch import elastic
 from gridformer.launch.elastic import layouts_for, with_processes
 from gridformer.launch.run import launch_with_restarts, resumed, worker
 from gridformer.memory import room
-from gridformer.mesh.rendezvous import of_this_attempt
 from gridformer.parallel.registry import describe_layout
 from gridformer.train.metrics import read_metrics
 from gridformer.utils.errors import ConfigError
@@ -147,28 +144,6 @@ def test_the_planner_chooses_on_a_cluster() -> None:
     assert found.layout.n_processes == 2
     assert found.layout.cluster == "dgx-h100"
     assert found.train.global_batch == 24
-
-
-def test_attempts_do_not_meet() -> None:
-    """Names of an earlier attempt, of other ranks, stay in the store that torchrun keeps."""
-    store = dist.HashStore()
-    names = []
-    for size in (3, 2, 3):
-        found: dict[int, Any] = {}
-
-        def join(rank: int, size: int = size, found: dict[int, Any] = found) -> None:
-            found[rank] = of_this_attempt(store, rank, size)
-
-        threads = [Thread(target=join, args=(rank,)) for rank in reversed(range(size))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120.0)
-        assert sorted(found) == [*range(size)]
-        assert not found[0].check(["said"]), "an earlier attempt has said it"
-        found[size - 1].set("said", str(size))
-        assert [one.get("said") for one in found.values()] == [str(size).encode()] * size
-        names.append(found)
 
 
 @pytest.mark.full

@@ -1,10 +1,18 @@
-"""Which environment variables make a process one of several, and which place they give it."""
+"""Which place a launcher gives a process, how attempts meet, and how a group is given up."""
 
 from __future__ import annotations
 
+import threading
+from threading import Thread
+from typing import Any
+
 import pytest
+import torch.distributed as dist
 
 from gridformer.mesh.launch_env import RankEnv, first_node, rank_env, task_counts
+from gridformer.mesh.process_group import abandon_process_groups
+from gridformer.mesh.rendezvous import of_this_attempt
+from gridformer.utils import torch_private
 from gridformer.utils.errors import UserError
 
 MEET = {"MASTER_ADDR": "node01", "MASTER_PORT": "29500"}
@@ -149,3 +157,46 @@ def test_what_slurm_says_may_be_unreadable() -> None:
     assert [task_counts(text) for text in ("4(x2),3", "8", "?")] == [[4, 4, 3], [8], []]
     with pytest.raises(UserError, match="SLURM_PROCID is 'x'"):
         rank_env({**SRUN, "SLURM_PROCID": "x"})
+
+
+def test_attempts_do_not_meet() -> None:
+    """Names of an earlier attempt, of other ranks, stay in the store that torchrun keeps."""
+    store = dist.HashStore()
+    names = []
+    for size in (3, 2, 3):
+        found: dict[int, Any] = {}
+
+        def join(rank: int, size: int = size, found: dict[int, Any] = found) -> None:
+            found[rank] = of_this_attempt(store, rank, size)
+
+        threads = [Thread(target=join, args=(rank,)) for rank in reversed(range(size))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120.0)
+        assert sorted(found) == [*range(size)]
+        assert not found[0].check(["said"]), "an earlier attempt has said it"
+        found[size - 1].set("said", str(size))
+        assert [one.get("said") for one in found.values()] == [str(size).encode()] * size
+        names.append(found)
+
+
+def test_giving_up_nccl_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits neither for a destroy nor for an abort that hangs."""
+    called = []
+    never = threading.Event()
+
+    def abort() -> None:
+        called.append("abort")
+        never.wait(600.0)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: called.append("destroy"))
+    monkeypatch.setattr(torch_private, "abort_groups", abort)
+    abandon_process_groups()
+    assert called == ["abort"]
+    never.set()
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    abandon_process_groups()
+    assert called == ["abort"], "gloo's sockets close by themselves"
