@@ -7,24 +7,26 @@ with all overrides; data and run directory are on a volume that all pods share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
 from dataclasses import dataclass
-from typing import Any
-
-import yaml
+from string import Template
+from textwrap import indent
 
 from gridformer.launch.job_scripts import PORT, PYTHON, ClusterJob, comments, one_word
 from gridformer.utils.signals import REQUEUE
 
-# Values that are `$name` are filled in, and left out where there is none. The network policy lets
-# nobody but the pods of the run connect to them: their store knows no password.
+# Values are filled in as JSON, which is YAML. The network policy lets nobody but the pods of the run
+# connect to them: their store knows no password.
 _TEMPLATE = """\
 apiVersion: v1
 kind: ConfigMap
 metadata:
   name: $label
   labels: {app.kubernetes.io/name: gridformer, app.kubernetes.io/instance: $label}
-data: {run.yaml: $run}
+data:
+  run.yaml: |
+$run
 ---
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
@@ -67,8 +69,7 @@ spec:
             labels: {app.kubernetes.io/name: gridformer, app.kubernetes.io/instance: $label}
           spec:
             restartPolicy: Never
-            terminationGracePeriodSeconds: $grace_s
-            activeDeadlineSeconds: $limit_s
+            terminationGracePeriodSeconds: $grace_s$limit
             securityContext:
               runAsNonRoot: true
               runAsUser: 1000  # that of docker/Dockerfile
@@ -134,13 +135,11 @@ def manifest(job: ClusterJob, place: PodSettings) -> str:
     limited = {"limits": gpus | memory, "requests": cpu}
     values = {
         "label": job.label,
-        "run": job.run.to_yaml(),
         "pods": {"matchLabels": labels},
         "max_restarts": place.max_restarts,
         "nodes": job.nodes,
         "requeue": REQUEUE,
         "grace_s": job.grace_s,
-        "limit_s": max(1, round(job.hours * 3600)) if job.hours else None,
         "image": one_word("--image", place.image),
         "mount": place.mount,
         "claim": place.claim,
@@ -150,18 +149,11 @@ def manifest(job: ClusterJob, place: PodSettings) -> str:
         "health": health,
         "starting": [*health, "--max-age-s=30"],  # not what the last attempt wrote
     }
-    documents = [_filled(document, values) for document in yaml.safe_load_all(_TEMPLATE)]
-    text = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=100)
+    written = {name: _json(value) for name, value in values.items()}
+    written["run"] = indent(job.run.to_yaml().rstrip(), "    ")
+    seconds = f"\n{' ' * 12}activeDeadlineSeconds: {max(1, round(job.hours * 3600))}"
+    text = Template(_TEMPLATE).substitute(written, limit=seconds if job.hours else "")
     return f"{comments(['Written by `gridformer launch kubernetes`.', *job.notes])}---\n{text}"
-
-
-def _filled(node: Any, values: Mapping[str, Any]) -> Any:
-    if isinstance(node, dict):
-        filled = {key: _filled(value, values) for key, value in node.items()}
-        return {key: value for key, value in filled.items() if value is not None}
-    if isinstance(node, list):
-        return [_filled(value, values) for value in node]
-    return values[node[1:]] if isinstance(node, str) and node.startswith("$") else node
 
 
 def _literal(*words: str) -> list[str]:
@@ -169,13 +161,7 @@ def _literal(*words: str) -> list[str]:
     return [word.replace("$(", "$$(") for word in words]
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as lines."""
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = "|" if "\n" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _text)
+def _json(value: object) -> str:
+    """Returns a value as JSON that YAML reads alike, without control characters or surrogates."""
+    text = json.dumps(value, ensure_ascii=False)
+    return re.sub(r"[\x7f-\x9f\u2028\u2029\ufeff]", lambda one: f"\\u{ord(one[0]):04x}", text)
