@@ -16,8 +16,8 @@ from textwrap import indent
 from gridformer.launch.job_scripts import PORT, PYTHON, ClusterJob, comments, one_word
 from gridformer.utils.signals import REQUEUE
 
-# Values are filled in as JSON, which is YAML. The network policy lets nobody but the pods of the run
-# connect to them: their store knows no password.
+# Values are filled in as JSON, which is YAML. The network policy lets only the pods of the run
+# connect to each other: their store knows no password.
 _TEMPLATE = """\
 apiVersion: v1
 kind: ConfigMap
