@@ -70,7 +70,7 @@ class ChatTemplate:
     text of the conversation up to it does.
 
     Raises:
-        DataError: The template is too large or not a template.
+        DataError: The template is none, is too large, or refuses a conversation.
     """
 
     def __init__(self, template: str, special: Mapping[str, str], origin: str) -> None:
@@ -101,11 +101,7 @@ class ChatTemplate:
         return self._render(messages, prompt=True).text
 
     def render(self, messages: Sequence[Message]) -> Rendered:
-        """Returns the text of a whole conversation, and its answers.
-
-        Raises:
-            DataError: The template refuses the conversation, or does not tell where answers are.
-        """
+        """Returns the text of a whole conversation, and its answers."""
         whole = self._render(messages)
         if self.marks:
             return whole
@@ -282,9 +278,6 @@ def encode(
     """Returns conversations as tokens, as transformers' `apply_chat_template` does.
 
     A token belongs to an answer if one of its characters does.
-
-    Raises:
-        DataError: The template refuses a conversation.
     """
     rendered = [template.render(messages) for messages in conversations]
     encoded = []

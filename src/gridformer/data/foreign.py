@@ -51,19 +51,15 @@ def open_tokens(
     for validation, as many as hold `val_fraction` of the tokens.
 
     Args:
-        tokenizer: The tokenizer.json of foreign files, or its folder. None means the one beside
-            them.
-        val_fraction: The fraction of the tokens of foreign files for validation; 0 means none, and
-            1 all.
+        tokenizer: The tokenizer.json of foreign files, or its folder; None means the one beside.
+        val_fraction: 0 means none, and 1 all.
     """
     path = Path(path)
     if file := _token_file(path):
         return _described(path, file, tokenizer, val_fraction)
     folder = TokenFolder.open(path)
-    if (
-        tokenizer is not None
-        and Tokenizer.load(tokenizer).vocabulary != folder.tokenizer.vocabulary
-    ):
+    given = None if tokenizer is None else Tokenizer.load(tokenizer)
+    if given and given.vocabulary != folder.tokenizer.vocabulary:
         raise DataError(
             f"data.tokenizer={tokenizer} is not the tokenizer with which {path} was written: omit "
             f"data.tokenizer, or prepare the folder again with --tokenizer "
@@ -150,12 +146,7 @@ def _megatron(file: Path) -> tuple[Borders, NDArray[Any]]:
 class _Ends(Borders):
     """A file NAME.ds.index of datatrove: the end of each document in tokens, uint64."""
 
-    path: Path
     ends: NDArray[np.uint64]
-
-    @property
-    def n_documents(self) -> int:
-        return len(self.ends)
 
     def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         before = np.asarray(self.ends[np.maximum(numbers, 1) - 1]).astype(np.int64)
@@ -181,7 +172,7 @@ def _datatrove(file: Path) -> tuple[Borders, NDArray[Any]]:
             f"{file}: has {size} bytes, but {index.name} gives it {n_tokens} tokens of 2 or 4 "
             f"bytes: one of them is damaged"
         )
-    return _Ends(index, ends), np.memmap(file, dtype, "r")
+    return _Ends(index, len(ends), ends), np.memmap(file, dtype, "r")
 
 
 def _described(

@@ -34,20 +34,15 @@ LONGEST_DOCUMENT: Final = 2**31 - 1  # tokens, which the format counts in 32 bit
 _BLOCK = 1 << 20  # documents, or sequences of tokens, that are read at a time
 
 
+@dataclass(frozen=True)
 class Borders:
     """Where the documents of a token file begin, read from a mapped file when it is needed."""
 
     path: Path
-
-    @property
-    def n_documents(self) -> int:
-        raise NotImplementedError
+    n_documents: int
 
     def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the first tokens of documents.
-
-        The document after the last one begins where that ends.
-        """
+        """Returns the first tokens of documents; one after the last begins where that ends."""
         raise NotImplementedError
 
     def starts(self, first: int = 0, end: int | None = None) -> NDArray[np.int64]:
@@ -73,30 +68,18 @@ class Borders:
 
 @dataclass(frozen=True)
 class Indexed(Borders):
-    """An open .idx file, memory-mapped.
+    """An open .idx file, memory-mapped."""
 
-    Attributes:
-        dtype: The dtype of the token file.
-        lengths: The tokens of each sequence [S] int32.
-        pointers: The byte of the token file at which each begins [S] int64.
-        documents: The first sequence of each document that has tokens, and S [D + 1] int64.
-    """
-
-    path: Path
-    dtype: np.dtype[Any]
-    lengths: NDArray[np.int32]
-    pointers: NDArray[np.int64]
-    documents: NDArray[np.int64]
+    dtype: np.dtype[Any]  # of the token file
+    lengths: NDArray[np.int32]  # tokens of each sequence [S]
+    pointers: NDArray[np.int64]  # the byte of the token file at which each begins [S]
+    documents: NDArray[np.int64]  # the first sequence of each document with tokens, and S [D + 1]
 
     @property
     def n_tokens(self) -> int:
         """The tokens of the token file."""
         end = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         return end // self.dtype.itemsize
-
-    @property
-    def n_documents(self) -> int:
-        return len(self.documents) - 1
 
     def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         sequences, n = np.asarray(self.documents[numbers], dtype=np.int64), len(self.pointers)
@@ -153,7 +136,8 @@ class Indexed(Borders):
                 )
         if fewest == 0:
             documents = np.append(documents[:-1][np.diff(documents) > 0], sequences)
-        return cls(path, np.dtype(DTYPES[code]), lengths, pointers, documents)
+        dtype = np.dtype(DTYPES[code])
+        return cls(path, len(documents) - 1, dtype, lengths, pointers, documents)
 
     def check(self) -> None:
         """Reads the whole index: sequences follow one another, and documents have tokens."""

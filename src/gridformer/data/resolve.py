@@ -142,19 +142,19 @@ def _unscored(run: RunConfig, data: RunData) -> list[str]:
 
 def _unequal(run: RunConfig, data: RunData) -> list[str]:
     """Returns which folders have another tokenizer or other labels than the first source."""
-    problems, (one, *others) = [], data.folders.items()
+    problems, ((first_key, first), *others) = [], data.folders.items()
     for key, folder in others:
-        if not folder.tokenizer.same_ids(one[1].tokenizer):
-            path = shlex.quote(str(one[1].path))
+        if not folder.tokenizer.same_ids(first.tokenizer):
+            path = shlex.quote(str(first.path))
             problems.append(
-                f"{key}={folder.path} has another tokenizer than {one[0]}={one[1].path}: write "
+                f"{key}={folder.path} has another tokenizer than {first_key}={first.path}: write "
                 f"it with gridformer prepare SOURCE --tokenizer {path} --out FOLDER"
             )
-        if run.model.n_labels and folder.index.labels != one[1].index.labels:
+        if run.model.n_labels and folder.index.labels != first.index.labels:
+            mine, theirs = (", ".join(one.index.labels) or "none" for one in (folder, first))
             problems.append(
-                f"{key}={folder.path} has the labels {', '.join(folder.index.labels) or 'none'}, "
-                f"but {one[0]}={one[1].path} has {', '.join(one[1].index.labels) or 'none'}: use "
-                "folders with the same labels"
+                f"{key}={folder.path} has the labels {mine}, but {first_key}={first.path} has "
+                f"{theirs}: use folders with the same labels"
             )
     return problems
 
@@ -183,25 +183,23 @@ def _kind_problem(run: RunConfig, folder: TokenFolder) -> str:
     """Returns what a folder contains instead of what the run's task needs, and a remedy."""
     task, kind, family = run.task, folder.kind, run.model.family
     fits = [name for name in FINE_TUNING if _EXAMPLES[name][0] in folder.index.columns]
-    written = "a folder written by `gridformer prepare SOURCE --out FOLDER`"
-    if task in FINE_TUNING and task not in fits:
-        other = f", or use data.task={' or '.join(fits)}" if fits else ""
-        return (
-            f"no examples for data.task={task}: write some with `gridformer prepare FOLDER "
-            f"--format {_EXAMPLES[task][1]}`{other}"
-        )
+    write, written = (
+        "write some with `gridformer prepare",
+        "a folder written by `gridformer prepare",
+    )
+    written += " SOURCE --out FOLDER`"
     if task in FINE_TUNING:
-        return ""
+        other = f", or use data.task={' or '.join(fits)}" if fits else ""
+        examples = f"{write} FOLDER --format {_EXAMPLES[task][1]}`{other}"
+        return "" if task in fits else f"no examples for data.task={task}: {examples}"
     if kind == "examples":
-        tasks = " or ".join(f"data.task={name}" for name in fits)
-        return (
-            f"examples for fine-tuning, but data.task={task} needs text: use {tasks}, or {written}"
-        )
+        use = f"use {' or '.join(f'data.task={name}' for name in fits)}, or {written}"
+        return f"examples for fine-tuning, but data.task={task} needs text: {use}"
     if task == "pairs" and kind != "pairs":
         other = ", or use data.task=spans for text" if family == "t5" else ""
         return (
-            "no pairs, which data.task=pairs needs: write some with `gridformer prepare gettext:de "
-            f"--out FOLDER`, or from your own records with --pair-keys{other}"
+            f"no pairs, which data.task=pairs needs: {write} gettext:de --out FOLDER`, or from "
+            f"your own records with --pair-keys{other}"
         )
     if task != "pairs" and kind == "pairs":
         languages = " to ".join(folder.index.languages or ("one text", "another"))
@@ -209,16 +207,12 @@ def _kind_problem(run: RunConfig, folder: TokenFolder) -> str:
         remedy = "use data.task=pairs" if family == "t5" else remedy
         return f"pairs ({languages}), but data.task={task} needs running text: {remedy}"
     if task == "chat" and kind != "chat":
-        return (
-            "no conversations, which data.task=chat needs: write some with `gridformer prepare "
-            "FILE.jsonl --chat chatml --out FOLDER`"
-        )
+        example = "FILE.jsonl --chat chatml --out FOLDER`"
+        return f"no conversations, which data.task=chat needs: {write} {example}"
     if task != "chat" and kind == "chat":
         remedy = "use data.task=chat" if "chat" in TASKS[family] else "use a gpt2 or llama model"
-        return (
-            f"conversations, but data.task={task} does not tell their answers from the rest: "
-            f"{remedy}"
-        )
+        said = f"but data.task={task} does not tell their answers from the rest: {remedy}"
+        return f"conversations, {said}"
     return ""
 
 
@@ -234,19 +228,17 @@ def _length_problems(run: RunConfig) -> list[str]:
         shortest, why = 5, "[CLS], and a word and a [SEP] for each sentence"
     elif task == "masked":
         shortest, why = 4, "[CLS], two words and [SEP]"
-    elif task in ("pairs", "spans"):
+    elif task == "pairs":
         shortest, why = 2, "a word and the end of text"
-        if task == "spans":
-            shortest, why = SHORTEST_SOURCE, "a word, a sentinel and the end of text"
-        if source_len < shortest:
-            problems.append(
-                f"data.source_len={source_len} does not hold {why}: use {shortest} or more"
-            )
-        if task == "spans" and (problems or not run.data.seq_len):
+    elif task == "spans":
+        shortest, why = SHORTEST_SOURCE, "a word, a sentinel and the end of text"
+    if task in ("pairs", "spans") and source_len < shortest:
+        problems = [f"data.source_len={source_len} does not hold {why}: use {shortest} or more"]
+    if task == "spans":
+        if problems or not run.data.seq_len:
             return problems
-        if task == "spans":
-            shortest, why = target_length(source_len), f"the spans of data.source_len={source_len}"
-            or_0 = ", or 0"
+        shortest, why = target_length(source_len), f"the spans of data.source_len={source_len}"
+        or_0 = ", or 0"
     if seq_len < shortest:
         problems.append(f"data.seq_len={seq_len} does not hold {why}: use {shortest} or more{or_0}")
     return problems

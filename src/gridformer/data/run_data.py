@@ -153,12 +153,9 @@ def fingerprint(data: RunData | TokenFolder) -> Fingerprint:
         for name, split in data.validation.items()
         if name
     }
-    alone = sources.get("")
-    return (
-        alone.model_copy(update={"validation": validation})
-        if alone
-        else Fingerprint(sources=sources, validation=validation)
-    )
+    if "" in sources:
+        return sources[""].model_copy(update={"validation": validation})
+    return Fingerprint(sources=sources, validation=validation)
 
 
 def _of_folder(folder: TokenFolder, splits: Sequence[SplitName]) -> Fingerprint:

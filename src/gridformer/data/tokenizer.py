@@ -29,7 +29,6 @@ class Tokenizer:
     """Converts text to token ids and back.
 
     Attributes:
-        vocab_size: Ids are in [0, vocab_size).
         bos_token: The token with which every document begins, if there is one.
         special_ids: `eos_id` and the ids of all other tokens that the tokenizer declares special.
         origin: A phrase for people that tells where the tokenizer comes from.
@@ -83,11 +82,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
-        """Trains a byte-level BPE like GPT-2's. The order of the texts does not matter.
-
-        Args:
-            vocab_size: The most tokens of the vocabulary; small texts give fewer.
-        """
+        """Trains a byte-level BPE like GPT-2's, of at most vocab_size tokens."""
         if vocab_size < SMALLEST_VOCAB:
             raise UserError(
                 f"vocab_size={vocab_size} cannot hold the 256 bytes and {END_OF_TEXT}: use "
@@ -114,9 +109,6 @@ class Tokenizer:
 
         A tokenizer_config.json beside it says which token ends documents, unless `eos_token` does.
         A token with which documents begin is taken from there only if `save` wrote it.
-
-        Args:
-            bos_token: A token with which documents begin.
         """
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
@@ -200,10 +192,9 @@ class Tokenizer:
         return [int(i) for i in whole[:n]]
 
     def save(self, path: Path) -> None:
-        """Writes a tokenizer.json, which `load` and the library transformers can read.
+        """Writes a tokenizer.json, which `load` and transformers can read.
 
-        If its tokens of documents are not the usual ones, a tokenizer_config.json beside it says
-        which they are.
+        A tokenizer_config.json beside it names tokens of documents that are not the usual ones.
         """
         self._backend.save(str(path))
         usual = next((name for name in EOS_NAMES if self.id_of(name) is not None), None)
@@ -259,13 +250,10 @@ def _from_json(text: str, *more: Any) -> Tokenizer:
 
 @contextmanager
 def _library(told: str) -> Iterator[None]:
-    """Raises DataError where the library fails: it raises bare Exceptions, and panics.
-
-    A panic is no Exception, and its class has no public name.
-    """
+    """Raises DataError where the library fails: it raises bare Exceptions, and panics."""
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # a panic is no Exception, and its class has no public name
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(getattr(error, "reason", error)).split())

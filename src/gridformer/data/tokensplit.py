@@ -1,8 +1,4 @@
-"""One split of a token source, memory-mapped: tokens, where documents begin, and columns.
-
-Columns hold values of every document, or of every token, beside the tokens. A token folder has the
-same ones in both splits, and its index.json describes them.
-"""
+"""One split of a token source, memory-mapped: tokens, where documents begin, and columns."""
 
 from __future__ import annotations
 
@@ -95,12 +91,7 @@ class TokenSplit:
         return self.window(int(self.offsets[number]), int(self.offsets[number + 1]))
 
     def window(self, start: int, end: int) -> NDArray[np.int64]:
-        """Returns tokens `start` to `end` of the split, across documents: [end - start] int64.
-
-        Raises:
-            DataError: An id is outside the vocabulary, which happens only in a damaged file, or
-                with another tokenizer than the one that wrote the file.
-        """
+        """Returns tokens `start` to `end` of the split, across documents: [end - start] int64."""
         ids = self.tokens[start:end].astype(np.int64)
         if ids.size and (wrong := self._outside(ids)) is not None:
             raise DataError(
@@ -113,8 +104,7 @@ class TokenSplit:
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         """Returns `length` tokens from each of `starts` on, [len(starts), length] int64.
 
-        It is faster than as many calls of `window`, and it does not hold Python's lock while it
-        copies.
+        It is faster than as many calls of `window`, and does not hold Python's lock meanwhile.
         """
         every = np.lib.stride_tricks.sliding_window_view(np.asarray(self.tokens), length)
         ids = every[starts].astype(np.int64)

@@ -13,7 +13,7 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.config import RunConfig
 from gridformer.data import Batches, RunData, open_validation
-from gridformer.data.samples.batches import SequentialBatches, open_tests
+from gridformer.data.samples.batches import SequentialBatches
 from gridformer.data.samples.order import Rows
 from gridformer.data.tokenfolder import TokenSplit
 from gridformer.mesh import Axes
@@ -59,14 +59,11 @@ def validation_sets(run: RunConfig, data: RunData) -> list[ValidationSet]:
     Raises:
         DataError: A set contains no sample.
     """
-    kinds: list[tuple[Literal["val", "test"], Mapping[str, Batches], Mapping[str, TokenSplit]]]
-    kinds = [
-        ("val", open_validation(run, data), data.validation),
-        ("test", open_tests(run, data), data.test),
-    ]
+    kinds: list[tuple[Literal["val", "test"], Mapping[str, TokenSplit]]]
+    kinds = [("val", data.validation), ("test", data.test)]
     sets = []
-    for kind, opened, splits in kinds:
-        for name, batches in opened.items():
+    for kind, splits in kinds:
+        for name, batches in open_validation(run, data, splits).items():
             numbers, scorer = range(run.train.eval_batches), None
             if isinstance(batches, SequentialBatches):
                 numbers, split = batches.numbers, splits[name]

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import json
 import os
 import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,7 +39,7 @@ SAVE_EVERY_S = 10.0
 class PreparationState:
     """How far a preparation is."""
 
-    key: str  # the `resume_key` of what is prepared and how
+    key: str  # a hash of what is prepared and how
     origin: str  # of the tokenizer
     documents: list[int]  # of each source that are written
     n_bytes: list[int]  # of text of each source that are tokenized
@@ -84,14 +82,6 @@ class Unfinished:
         self.keeps = self.can_keep = False
 
 
-def resume_key(sources: object, files: Iterable[Path], settings: Mapping[str, object]) -> str:
-    """Returns a hash of what determines a folder; the files count by their sizes and times."""
-    stats = [(str(path), path.stat()) for path in files]
-    listed = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
-    text = json.dumps([sources, listed, settings], default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
 def check_free(out: Path, overwrite: bool) -> None:
     """Checks that `out` may be written: it is absent, empty, or a token folder to overwrite.
 
@@ -120,12 +110,9 @@ def atomic_folder(out: Path, overwrite: bool, key: str | None) -> Iterator[Unfin
     """Yields a hidden folder that replaces `out` when the block ends without an error.
 
     If the block fails after its state was saved, the folder stays, and the next preparation with
-    the same key goes on with it; otherwise it is removed. While another process writes the same
-    folder, the preparation cannot be resumed. A process that is killed leaves the hidden folder
-    behind without an index, so that it cannot be mistaken for a token folder.
-
-    Args:
-        key: What determines the folder, see `resume_key`; None cannot be resumed.
+    the same key goes on with it; otherwise it is removed. Without a key, and while another process
+    writes the same folder, the preparation cannot be resumed. A process that is killed leaves the
+    hidden folder behind without an index, so that it cannot be mistaken for a token folder.
     """
     check_free(out, overwrite)
     target = out.resolve()  # keeps a link, and allows renaming a folder beside its target

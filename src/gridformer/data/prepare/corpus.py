@@ -7,7 +7,7 @@ to an answer, and `first_answer` says of each document where its first such toke
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,6 @@ from gridformer.data.chat import (
     ChatTemplate,
     Message,
     encode,
-    messages_of,
     spells_special,
     write_chat,
 )
@@ -37,7 +36,7 @@ from gridformer.data.prepare.writer import (
     nothing_error,
     prepare_documents,
 )
-from gridformer.data.tokenfolder import Kind, TokenFolder, token_dtype
+from gridformer.data.tokenfolder import TokenFolder, token_dtype
 from gridformer.data.tokenizer import Tokenizer, encodable
 from gridformer.data.tokensplit import Column
 from gridformer.utils.errors import DataError, UserError
@@ -67,17 +66,12 @@ def prepare_corpus(
     """Writes the documents of all sources, in order, to a token folder, and opens it.
 
     The same sources and arguments give the same bytes, with any number of workers and also if the
-    preparation was stopped and begun again: it then goes on where it was, unless it had run for a
-    few seconds only.
+    preparation was stopped and begun again: it then goes on where it was.
 
     Args:
-        sources: The sources, all of one kind (`open_sources` checks that), which becomes the
-            folder's kind.
-        tokenizer: The tokenizer. None trains a byte-level BPE on a sample of the sources; for pairs
-            it covers both languages.
-        vocab_size: The most tokens of a tokenizer that is trained.
-        sample_bytes: About how many bytes of text to train the tokenizer on.
-        val_fraction: The fraction of the documents for validation, between 0 and 1.
+        sources: The sources, all of one kind (`open_sources` checks that), the folder's.
+        tokenizer: None trains a byte-level BPE of at most `vocab_size` tokens on about
+            `sample_bytes` of all sources, for pairs of both languages.
         seed: The seed that decides which documents are for validation.
         ends: Whether the end-of-text token follows every document of running text.
     """
@@ -142,7 +136,7 @@ def prepare_chat(
 
     # A template that cannot be read is refused before anything is.
     with chat:
-        sources = [open_source(spec, RECORDS, _Conversations(), split) for spec in specs]
+        sources = [open_source(spec, RECORDS, Fields(chat=True), split) for spec in specs]
         if unfit := next((one.name for one in sources if one.kind != "chat"), ""):
             raise UserError(f"{unfit}: --chat reads conversations, and this holds none")
         asked = (chat.template, chat.special, chat.origin)
@@ -239,26 +233,6 @@ def _nothing(sources: Sequence[TextSource]) -> DataError:
 
 
 # --------------------------------------------------------------------------- conversations
-
-
-class _Conversations(Fields):
-    """Records that hold conversations."""
-
-    @property
-    def kind(self) -> Kind:
-        return "chat"
-
-    @property
-    def options(self) -> dict[str, str]:
-        return {}
-
-    def columns(self, present: Sequence[str], where: str) -> list[str]:
-        return [*present]
-
-    def items(
-        self, record: Mapping[str, Any], where: str, skipped: Counter[str]
-    ) -> Iterator[Conversation]:
-        yield messages_of(record, where)
 
 
 def _encoded_chats(

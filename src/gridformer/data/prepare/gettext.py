@@ -135,12 +135,21 @@ def _files_of(spec: str) -> tuple[str, tuple[Path, ...]]:
     else:
         if not root.exists():
             raise UserError(f"{spec}: {root} does not exist; name a folder or a .mo or .po file")
-        paths = [root] if root.is_file() else _of_language(root, language)
+        every = [root] if root.is_file() else files_below(root, _SUFFIXES)
+        own = [p for p in every if language in (*p.relative_to(root).parts[:-1], p.stem)]
+        # Or a file, or a folder of this language itself, for instance .../de/LC_MESSAGES.
+        paths = own or (every if root.is_file() or language in root.resolve().parts else [])
         where = str(root)
         remedy = f"name a folder with */{language}/LC_MESSAGES/*.mo, {language}.po, or such a file"
     if not paths:
         raise UserError(f"{spec}: no catalogs for '{language}' in {where}: {remedy}")
-    return language, _without_twins(paths)
+    # One of several links to the same file, and of name.mo and name.po only the latter.
+    real: dict[Path, Path] = {}
+    for path in paths:
+        real.setdefault(path.resolve(), path)
+    kept = {*real.values()}
+    twins = {path for path in kept if path.suffix != ".po" and path.with_suffix(".po") in kept}
+    return language, tuple(path for path in real.values() if path not in twins)
 
 
 def system_folders(language: str) -> list[Path]:
@@ -239,22 +248,6 @@ def license_of(path: Path, catalog: polib.MOFile | polib.POFile) -> str | None:
     known = _LICENSE_OF.get(_VERSION.sub("", path.stem))
     said = _SAME_AS.search(" ".join(getattr(catalog, "header", "").split()))
     return known or (f"that of {said[1]}" if said else None)
-
-
-def _of_language(root: Path, language: str) -> list[Path]:
-    every = files_below(root, _SUFFIXES)
-    own = [p for p in every if language in (*p.relative_to(root).parts[:-1], p.stem)]
-    # A folder of this language itself, for instance .../de/LC_MESSAGES.
-    return own or (every if language in root.resolve().parts else [])
-
-
-def _without_twins(paths: list[Path]) -> tuple[Path, ...]:
-    """Keeps one of several links to the same file, and of name.mo and name.po only the latter."""
-    real: dict[Path, Path] = {}
-    for path in paths:
-        real.setdefault(path.resolve(), path)
-    kept = set(real.values())
-    return tuple(p for p in real.values() if p.suffix == ".po" or p.with_suffix(".po") not in kept)
 
 
 def _django_name(path: Path) -> str:

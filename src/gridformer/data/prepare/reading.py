@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar, cast
 
@@ -244,20 +245,16 @@ def _decoded(chunks: Iterable[bytes], where: str, skipped: Counter[str]) -> Iter
     """Decodes a document chunk by chunk, and counts it once if it is not UTF-8 text."""
     # "utf-8-sig" drops a byte order mark and keeps line ends.
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-
-    def decode(chunk: bytes, final: bool = False) -> str:
-        before = decoder.getstate()
+    for chunk in chain(chunks, [b""]):
+        before, final = decoder.getstate(), not chunk
         try:
-            return decoder.decode(chunk, final)
+            text = decoder.decode(chunk, final)
         except UnicodeDecodeError:
             _count("documents", where, skipped)
             decoder.errors = "replace"
             decoder.setstate(before)
-            return decoder.decode(chunk, final)
-
-    for chunk in chunks:
-        yield decode(chunk)
-    yield decode(b"", final=True)
+            text = decoder.decode(chunk, final)
+        yield text
 
 
 def is_damage(what: str) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gridformer.data.chat import messages_of
 from gridformer.data.prepare.reading import (
     Cursor,
     Source,
@@ -66,11 +67,14 @@ class Fields:
     text: str = "text"
     pair: tuple[str, str] | None = None
     label: str | None = None
+    chat: bool = False  # whether records are conversations, whose keys are given
 
     @property
     def kind(self) -> Kind:
         """The kind of documents that these keys give."""
-        return "pairs" if self.pair else "labeled" if self.label else "text"
+        return (
+            "chat" if self.chat else "pairs" if self.pair else "labeled" if self.label else "text"
+        )
 
     @property
     def languages(self) -> tuple[str, str] | None:
@@ -83,6 +87,8 @@ class Fields:
     @property
     def options(self) -> dict[str, str]:
         """Maps each key that is read to the command-line option that sets it."""
+        if self.chat:
+            return {}
         if self.pair:
             return dict.fromkeys(self.pair, "--pair-keys")
         label = {self.label: "--label-key"} if self.label else {}
@@ -93,10 +99,14 @@ class Fields:
         for key in self.options:
             if key not in present and key.partition(".")[0] not in present:
                 raise self._missing(where, key, present)
-        return sorted({k if k in present else k.partition(".")[0] for k in self.options})
+        wanted = present if self.chat else self.options
+        return sorted({k if k in present else k.partition(".")[0] for k in wanted})
 
     def items(self, record: Mapping[str, Any], where: str, skipped: Counter[str]) -> Iterator[Any]:
-        """Yields the document of a record, or the pair, unless it is incomplete."""
+        """Yields the document, pair or conversation of a record, unless it is incomplete."""
+        if self.chat:
+            yield messages_of(record, where)
+            return
         if self.pair:
             one, other = (self._text(record, key, where).strip() for key in self.pair)
             if one and other:
@@ -155,12 +165,12 @@ def hub_source(spec: str, split: str, fields: Fields) -> Source[Any]:
     """Opens `hf:NAME` or `hf:NAME/CONFIG` for streaming; NAME is a hub name or a local folder."""
     datasets = _library(spec)
     name = spec.removeprefix("hf:").rstrip("/")
-    parts = name.split("/")
+    owner, _, last = name.rpartition("/")
     # `a/b` may be the data set b of the owner a, or else the configuration b of a.
-    tries: list[tuple[str, str | None]] = [(name, None)]
-    if len(parts) > 1 and not Path(name).exists():
-        tries = [(name, None)] if len(parts) == 2 else []
-        tries.append(("/".join(parts[:-1]), parts[-1]))
+    local = Path(name).exists()
+    tries: list[tuple[str, str | None]] = [(name, None)] if local or "/" not in owner else []
+    if owner and not local:
+        tries.append((owner, last))
     problems = []
     for path, config in tries:
         try:

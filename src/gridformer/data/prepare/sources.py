@@ -199,11 +199,7 @@ def open_sources(
 
 
 def open_source(
-    spec: str,
-    suffixes: tuple[str, ...],
-    fields: Fields,
-    split: str = "train",
-    from_folders: bool = False,
+    spec: str, suffixes: tuple[str, ...], fields: Fields, split: str, from_folders: bool = False
 ) -> Source[Any]:
     """Finds out what one SOURCE is, without reading its documents."""
     if spec == PYTHON_STDLIB:
@@ -249,12 +245,9 @@ def open_source(
 def python_stdlib() -> TextSource:
     """Opens the source files of this Python's standard library, as a text without a download."""
     root = Path(sysconfig.get_paths()["stdlib"])
+    every = files_below(root, (".py",), _NOT_STDLIB) if (root / "os.py").is_file() else []
     # _sysconfigdata contains paths of the machine on which Python was built.
-    files = [
-        path
-        for path in (files_below(root, (".py",), _NOT_STDLIB) if (root / "os.py").is_file() else [])
-        if not path.name.startswith("_sysconfigdata")
-    ]
+    files = [path for path in every if not path.name.startswith("_sysconfigdata")]
     if not files:
         raise UserError(
             f"{PYTHON_STDLIB}: this Python comes without the sources of its standard library "

@@ -59,9 +59,8 @@ class SplitWriter:
     Pairs are appended as two documents each, which go to the same split. Call `finish` at the end.
 
     Args:
-        eos_id: The id of the end-of-text token; None ends documents with their last own token.
+        eos_id, bos_id: The tokens with which every document ends and begins, if there are any.
         columns: The columns to write beside the tokens; labeled documents have labels as well.
-        bos_id: The id of a token with which every document begins, if there is one.
         state: What `state` returned in a process that was stopped; None begins with empty files.
     """
 
@@ -185,12 +184,10 @@ class SplitWriter:
         """Closes the files, makes sure that neither split is empty, and sorts the labels.
 
         If all documents are in one split, the document whose length is nearest to what the other
-        split should have moves there. A single document is divided: its end is for validation. At
-        least one document must have been appended.
+        split should have moves there. A single document is divided: its end is for validation.
 
         Returns:
-            The sizes of both splits, and the names of the labels, which the files number in this
-            order. They are sorted as numbers if all of them are numbers.
+            The sizes of both splits, and the names of the labels, in the order of their numbers.
         """
         assert self.documents >= 1
         assert self.is_between

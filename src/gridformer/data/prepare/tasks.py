@@ -84,11 +84,7 @@ FORMATS = tuple(_FILES)
 
 
 def prepare_task(
-    kind: str,
-    path: Path,
-    out: Path,
-    tokenizer: Tokenizer,
-    **options: Unpack[WriteOptions],
+    kind: str, path: Path, out: Path, tokenizer: Tokenizer, **options: Unpack[WriteOptions]
 ) -> TokenFolder:
     """Writes a folder of examples from a data set, whose splits are those of its files."""
     if kind not in FORMATS:
@@ -153,12 +149,7 @@ def _reader(
 def _encoded(tokenizer: Tokenizer, examples: Sequence[Example]) -> EncodedBatch:
     """Returns examples as documents. Those that follow one another often share a text."""
     texts = [*dict.fromkeys(text for one in examples for text in one.texts)]
-    tokens: Sequence[tuple[list[int], list[tuple[int, int]]]]
-    if examples[0].answer is None:
-        tokens = [(ids, []) for ids in tokenizer.encode_batch(texts)]
-    else:
-        tokens = tokenizer.encode_with_offsets(texts)
-    of_text = dict(zip(texts, tokens))
+    of_text = dict(zip(texts, tokenizer.encode_with_offsets(texts)))
     documents = []
     for one in examples:
         parts, offsets = zip(*(of_text[text] for text in one.texts))
@@ -182,10 +173,7 @@ def _tokens_of(answer: tuple[int, int], offsets: Sequence[tuple[int, int]]) -> t
 
 def read_glue(task: GlueTask, path: Path, skipped: Counter[str]) -> Iterator[Example]:
     """Yields the examples of a file of GLUE."""
-    try:
-        text = read_text(path, GIB).removeprefix("\ufeff")
-    except UnreadableError as error:
-        raise DataError(str(error)) from None
+    text = _read(read_text, path, GIB).removeprefix("\ufeff")
     lines = text.split("\n")  # splitlines would also split at other separators of Unicode
     rows = [line.rstrip("\r").split("\t") for line in lines if line.strip()]
     names = [*"0123"]
@@ -232,7 +220,7 @@ def squad_examples(path: Path, skipped: Counter[str]) -> Iterator[Example]:
 
 def read_squad(path: Path, skipped: Counter[str]) -> Iterator[tuple[Question, int]]:
     """Yields the questions of a file of SQuAD, and the character of the answer, or -1."""
-    raw = _json(path, GIB)
+    raw = _read(read_json, path, GIB)
     try:
         for article in raw["data"]:
             for paragraph in article["paragraphs"]:
@@ -272,14 +260,14 @@ def _race_files(folder: Path) -> list[Path]:
 def read_race(folder: Path, skipped: Counter[str], n_texts: int | None = None) -> Iterator[Example]:
     """Yields the questions of all texts of a folder of RACE, ordered by the names of files.
 
-    The texts of an example, of which there may have to be `n_texts`, are a passage, and the
-    question with each of its answers in its blank, or behind it.
+    The texts of an example, `n_texts` if given, are a passage, and the question with each of its
+    answers in its blank, or behind it.
     """
     files = _race_files(folder)
     if not files:
         raise DataError(f"{folder}: has no .txt files of RACE; name a folder such as RACE/train")
     for file in files:
-        raw = _json(file)
+        raw = _read(read_json, file)
         try:
             passage = raw["article"].strip()
             asked = list(zip(raw["questions"], raw["options"], raw["answers"], strict=True))
@@ -301,8 +289,8 @@ def read_race(folder: Path, skipped: Counter[str], n_texts: int | None = None) -
             ) from None
 
 
-def _json(path: Path, *at_most: int) -> Any:
+def _read(read: Callable[..., Any], path: Path, *at_most: int) -> Any:
     try:
-        return read_json(path, *at_most)
+        return read(path, *at_most)
     except UnreadableError as error:
         raise DataError(str(error)) from None

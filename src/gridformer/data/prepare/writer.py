@@ -6,6 +6,8 @@ become Python's lists under one lock; worker processes make these lists at the s
 
 from __future__ import annotations
 
+import hashlib
+import json
 import multiprocessing
 import os
 from collections import Counter, deque
@@ -16,12 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypedDict, cast
 
-from gridformer.data.prepare.atomic_folder import (
-    PreparationState,
-    Unfinished,
-    atomic_folder,
-    resume_key,
-)
+from gridformer.data.prepare.atomic_folder import PreparationState, Unfinished, atomic_folder
 from gridformer.data.prepare.reading import (
     Cursor,
     Item,
@@ -106,7 +103,6 @@ def write_documents(
     tokenizer: Tokenizer,
     kind: Kind,
     name: str,
-    license: str | None = None,
     columns: Mapping[str, Column] | None = None,
     overwrite: bool = False,
 ) -> TokenFolder:
@@ -114,14 +110,12 @@ def write_documents(
 
     Args:
         documents: The documents. They may be read lazily; memory holds a few thousand at a time.
-        tokenizer: The tokenizer of the documents' tokens.
         columns: The columns. Folders whose documents have labels need the column
             `gridformer.data.tokensplit.LABELS` too, unless their kind is labeled.
 
     Raises:
         UserError: `out` cannot be used.
-        DataError: There are no documents, or none of one of the splits that they name; or values
-            do not fit their columns.
+        DataError: There are no documents, or none for a split, or values do not fit their columns.
     """
     spec: FolderSpec[Document] = FolderSpec(
         kind,
@@ -129,8 +123,8 @@ def write_documents(
         lambda document: len(document.ids),
         columns=columns or {},
     )
-    source = Source(name, lambda skipped, cursor: iter(documents), license=license)
-    return _prepare([source], Path(out), spec, tokenizer, None, 1, overwrite, lambda _: None)
+    source = Source(name, lambda skipped, cursor: iter(documents))
+    return prepare_documents([source], out, spec, tokenizer, overwrite=overwrite, resumable=False)
 
 
 def prepare_documents(
@@ -142,11 +136,12 @@ def prepare_documents(
     workers: int | None = 1,
     overwrite: bool = False,
     on_progress: OnProgress = lambda progress: None,
+    resumable: bool = True,
 ) -> TokenFolder:
     """Writes the documents of all sources, in order, to a token folder, and opens it.
 
     The folder's bytes do not depend on the number of workers. After a preparation was stopped, the
-    same call goes on where it was.
+    same call goes on where it was, unless it is not resumable.
 
     Args:
         tokenizer: The tokenizer, or a function that trains it; a call that goes on does not train
@@ -165,28 +160,11 @@ def prepare_documents(
         "spec": (spec.kind, spec.languages, spec.seed, spec.val_fraction, spec.ends, spec.settings),
     }
     described = [(source.name, source.n_bytes, source.revision) for source in sources]
-    key = resume_key(described, [path for one in sources for path in one.files], settings)
-    return _prepare(sources, Path(out), spec, tokenizer, key, workers, overwrite, on_progress)
-
-
-def nothing_error(names: Iterable[str], nothing: str, skipped: Mapping[str, int]) -> DataError:
-    """Returns the error for sources without documents, which says what was left out of them."""
-    told = ", ".join(f"{n} {what}" for what, n in skipped.items() if not is_damage(what))
-    left_out = f" (left out: {told})" if told else ""
-    return DataError(f"{', '.join(names)}: {nothing}{left_out}")
-
-
-def _prepare(
-    sources: Sequence[Source[Item]],
-    out: Path,
-    spec: FolderSpec[Item],
-    tokenizer: Tokenizer | Callable[[], Tokenizer],
-    key: str | None,
-    workers: int | None,
-    overwrite: bool,
-    on_progress: OnProgress,
-) -> TokenFolder:
-    with atomic_folder(out, overwrite, key) as work:
+    stats = [(str(path), path.stat()) for one in sources for path in one.files]
+    files = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    text = json.dumps([described, files, settings], default=str)
+    key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    with atomic_folder(Path(out), overwrite, key if resumable else None) as work:
         before = work.state
         if isinstance(tokenizer, Tokenizer):
             used = tokenizer
@@ -197,7 +175,7 @@ def _prepare(
             used = tokenizer()
         used.save(work.folder / TOKENIZER)  # also for a preparation that goes on
         none = [0] * len(sources)
-        state = before or PreparationState(key or "", used.origin, none, [*none])
+        state = before or PreparationState(key, used.origin, none, [*none])
         dtype = token_dtype(used.vocab_size)
         with SplitWriter(
             work.folder,
@@ -248,6 +226,13 @@ def _prepare(
         (work.folder / INDEX).write_text(text, encoding="utf-8")
         TokenFolder.open(work.folder)
     return TokenFolder.open(out)
+
+
+def nothing_error(names: Iterable[str], nothing: str, skipped: Mapping[str, int]) -> DataError:
+    """Returns the error for sources without documents, which says what was left out of them."""
+    told = ", ".join(f"{n} {what}" for what, n in skipped.items() if not is_damage(what))
+    left_out = f" (left out: {told})" if told else ""
+    return DataError(f"{', '.join(names)}: {nothing}{left_out}")
 
 
 def _append_all(

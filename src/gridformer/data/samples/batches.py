@@ -198,23 +198,16 @@ def open_training(run: RunConfig, data: RunData, start: int = 0) -> Batches:
     return ShuffledBatches(tuple(samples), order, f"{run.task}/train", start)
 
 
-def open_validation(run: RunConfig, data: RunData) -> dict[str, Batches]:
-    """Opens the batches of each validation set by its name, which is empty for data.path alone.
+def open_validation(
+    run: RunConfig, data: RunData, sets: Mapping[str, TokenSplit] | None = None
+) -> dict[str, Batches]:
+    """Opens the batches of sets by name, by default of the validation sets.
 
     Batch i of a set is the same in every evaluation, and has global_batch rows. Fine-tuning
     evaluates all samples of a set, so its batches are `SequentialBatches`.
     """
-    return _open_sets(run, data, data.validation)
-
-
-def open_tests(run: RunConfig, data: RunData) -> dict[str, Batches]:
-    """Opens the batches of each test set by its name, as `open_validation` does."""
-    return _open_sets(run, data, data.test)
-
-
-def _open_sets(run: RunConfig, data: RunData, sets: Mapping[str, TokenSplit]) -> dict[str, Batches]:
     opened: dict[str, Batches] = {}
-    for name, text in sets.items():
+    for name, text in (data.validation if sets is None else sets).items():
         samples = open_samples(run, text, data.first.tokenizer, evaluating=True)
         if run.task in FINE_TUNING:
             opened[name] = SequentialBatches(samples, run.train.global_batch)

@@ -255,22 +255,13 @@ class AnswerExamples(Samples):
         return np.array([low, high], dtype=np.int64) - window.start + window.place
 
     def _context(self, number: int, window: ContextWindow) -> NDArray[np.int64]:
-        """Returns where an answer may end (1), and where it may also begin (2) [seq_len].
-
-        An answer begins in the window that has the most context on both sides of its first token,
-        or in the first of several such windows. The score of a token is the smaller number of
-        tokens on its left and right in the window, plus a hundredth of the window's length, as in
-        the original code.
-        """
+        """Returns where an answer may end (1), and where it may also begin (2) [seq_len]."""
+        # It begins in the first of the windows with the most context around its first token.
         place = np.arange(window.start, window.start + window.length)
-        here = _score(window, place)
-        begins = np.ones(window.length, dtype=bool)
-        firsts = self.firsts[window.document : window.document + 2]
-        for other in range(int(firsts[0]), int(firsts[1])):
-            if other != number:
-                score = _score(self.window(other), place)
-                begins &= here > score if other < number else here >= score
+        begin, end = self.firsts[window.document : window.document + 2].tolist()
+        scores = [_score(self.window(other), place) for other in range(begin, end)]
         allowed = np.zeros(self.seq_len, dtype=np.int64)
+        begins = np.argmax(scores, axis=0) == number - begin
         allowed[window.place : window.place + window.length] = 1 + begins
         return allowed
 
@@ -285,9 +276,9 @@ def read_by(ids: NDArray[np.int64], seq_len: int, special: SpecialIds, two_stack
 
 
 def truncated(n_a: int, n_b: int, room: int) -> tuple[int, int]:
-    """Returns how many tokens of two texts are kept: the longer one gives up one after the other.
+    """Returns how many tokens of two texts are kept, as in Devlin et al. 2019's code.
 
-    If both are equally long, the second one does (Devlin et al. 2019's code).
+    The longer one gives up one after the other, and of two that are equally long the second one.
     """
     excess = max(0, n_a + n_b - room)
     longer = min(excess, abs(n_a - n_b))
@@ -301,6 +292,7 @@ def truncated(n_a: int, n_b: int, room: int) -> tuple[int, int]:
 
 def _score(window: ContextWindow, place: NDArray[np.int64]) -> NDArray[np.float64]:
     """Returns how much context a window has around tokens; -1 where it does not hold them."""
+    # The smaller number of tokens on both sides, and the window's length, as in the original code.
     left, right = place - window.start, window.start + window.length - 1 - place
     score = np.minimum(left, right) + 0.01 * window.length
     return np.where((left >= 0) & (right >= 0), score, -1.0)

@@ -33,18 +33,14 @@ class WindowSamples(Samples):
 
     Sample i is tokens [i*seq_len, (i+1)*seq_len], one more than seq_len, so that inputs and targets
     are the same window shifted by one; neighboring samples share that one token. `n_samples` counts
-    the windows whose last target exists.
-
-    Attributes:
-        documents: Whether samples say which documents are in them. A document that begins before
-            its window has position 0 at the window's first token.
-        reset: Whether positions restart in each document.
+    the windows whose last target exists. A document that begins before its window has position 0
+    at the window's first token.
     """
 
     split: TokenSplit
     seq_len: int
-    documents: bool = False
-    reset: bool = True
+    documents: bool = False  # whether samples say which documents are in them
+    reset: bool = True  # whether positions restart in each document
 
     def __post_init__(self) -> None:
         seq_len, n_tokens = self.seq_len, self.split.n_tokens
@@ -89,10 +85,9 @@ class WindowSamples(Samples):
 
 @dataclass(eq=False)
 class PackedDocuments(Samples):
-    """Samples of whole documents; a document that is longer than a sample is divided.
+    """Samples of whole documents and padding; one that is longer than a sample is divided.
 
-    A document of n tokens takes n - 1 places: each token but the last is read, and each but the
-    first is predicted once in an epoch. The rest of a sample is padding.
+    Each token of a document but the last is read, and each but the first is predicted.
     """
 
     split: TokenSplit
@@ -124,17 +119,13 @@ class ChatSamples(Samples):
 
     A conversation longer than seq_len + 1 tokens is truncated. If nothing of an answer would be
     left, it is left out.
-
-    Attributes:
-        packed: Whether a sample holds several conversations, which do not see one another.
-        reset: Whether positions of packed samples restart in each conversation.
     """
 
     split: TokenSplit
     seq_len: int
     special: SpecialIds
-    packed: bool = False
-    reset: bool = True
+    packed: bool = False  # whether a sample holds several, which do not see one another
+    reset: bool = True  # whether positions of packed samples restart in each conversation
 
     def __post_init__(self) -> None:
         split, seq_len = self.split, self.seq_len
@@ -183,12 +174,9 @@ class PairSamples(Samples):
     """One or several pairs per sample: the model reads the first text and generates the second.
 
     The documents of a folder alternate between source and target. Pairs are left out if the source
-    is longer than source_len, or the target longer than seq_len, end-of-text tokens included.
-
-    Attributes:
-        source_len, seq_len: Places for sources and for targets in a sample.
-        packed: Whether a sample holds several whole pairs. Sources are side by side in the row of
-            the encoder, and targets, in the same order, in that of the decoder.
+    is longer than source_len, or the target longer than seq_len, end-of-text tokens included. Of
+    packed pairs sources are side by side in the row of the encoder, and targets, in the same order,
+    in that of the decoder.
     """
 
     split: TokenSplit
