@@ -206,10 +206,9 @@ def cluster_names() -> list[str]:
 
 
 def cluster_path(name_or_path: str | Path) -> Path | None:
-    """Returns the file of a cluster, or None if there is none.
+    """Returns the file with this path or of a shipped cluster of this name; None if there is none.
 
-    It is given as a path, as the name of a shipped cluster, or as `local` for `local.yaml` in the
-    current folder, which `gridformer calibrate` writes.
+    `local` is `local.yaml` in the current folder, which `gridformer calibrate` writes.
     """
     path, name = Path(name_or_path), str(name_or_path)
     if path.is_file():
@@ -247,11 +246,7 @@ def _read(path: Path, whole: Path, changed_ns: int, size: int) -> Cluster:
 
 
 def parse_cluster(raw: Mapping[str, Any], where: str) -> Cluster:
-    """Validates the contents of a cluster file; problems are reported with the name `where`.
-
-    Raises:
-        ConfigError: Values are missing, unknown or invalid.
-    """
+    """Validates the contents of a cluster file; a ConfigError lists its problems, after `where`."""
     try:
         return Cluster.model_validate(raw)
     except ValidationError as error:

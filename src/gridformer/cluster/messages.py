@@ -25,7 +25,6 @@ class MessageWork(NamedTuple):
     """The work of one message.
 
     Attributes:
-        op: The collective, or `send`.
         bytes: The bytes that one rank passes in; for all_gather and reduce_scatter, those of the
             gathered buffer.
         members: The places of its ranks on the machine: place i is device i % node_size of node
@@ -100,8 +99,7 @@ def message_cpu_s(cluster: Cluster, work: MessageWork) -> float:
 
 def _outermost(spread: Sequence[_Spread]) -> int:
     """Returns the index of the innermost level with a unit that holds all members."""
-    inside = [index for index, level in enumerate(spread) if level.units == 1]
-    return inside[0] if inside else len(spread) - 1
+    return next((i for i, level in enumerate(spread) if level.units == 1), len(spread) - 1)
 
 
 def _spread(cluster: Cluster, members: Sequence[int]) -> tuple[_Spread, ...]:
@@ -118,9 +116,7 @@ def _spread_over(
         units: dict[int, list[int]] = {}
         for place in members:
             units.setdefault(place // below, []).append(place)
-        parts = {
-            (len(some), len({place // shared_by for place in some})) for some in units.values()
-        }
+        parts = {(len(some), len({at // shared_by for at in some})) for some in units.values()}
         n_units = len({place // size for place in members})
         spread.append(_Spread(len(units), n_units, frozenset(parts)))
         below = size
