@@ -15,7 +15,7 @@ from gridformer.memory.layouts import candidates
 from gridformer.plan import advice
 from gridformer.plan.advice import Advice, advise
 from gridformer.plan.prediction import Prediction
-from gridformer.plan.search import PlannedLayout, Result, Search
+from gridformer.plan.search import PlannedLayout, Search
 from gridformer.plan.settings import arrangement, changed, single_changes
 from gridformer.plan.trace_candidates import Tracing
 from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
@@ -141,55 +141,38 @@ def test_estimates_are_corrected_by_traces_of_the_same_arrangement(
     assert advise(asked, grid, [grid, other]).best is None
 
 
-def with_times(first: float, later: float) -> Any:
-    """Return what predicts seconds for the first layout with the same batch, and for all others."""
-    times = itertools.chain([first], itertools.repeat(later))
+@pytest.mark.parametrize("first_s", [200.0, 1.0])
+def test_what_is_advised_for_the_best_is_traced(first_s: float) -> None:
+    """The best takes 100 s. The first layout with the same batch takes `first_s`, others 200 s."""
+    times = itertools.chain([first_s], itertools.repeat(200.0))
 
     def predicted(run: RunConfig, machine: Cluster) -> Prediction:
         batches = run.train.global_batch / 64
-        seconds = next(times) if batches == 1 else later * batches
+        seconds = next(times) if batches == 1 else 200.0 * batches
         return replace(predictor(run, machine), step_s=seconds)
 
-    return predicted
-
-
-def slow_best() -> Result:
-    """Return layouts of which the best takes 100 s, by its estimate and by its trace."""
-    found = found_on_8()
-    best = found.layouts[0]
-    best = replace(
+    best = found_on_8().layouts[0]
+    slow = replace(
         best,
         estimate=replace(best.estimate, step_s=100.0),
         prediction=replace(trace_of(best), step_s=100.0),
     )
-    return replace(found, layouts=[best], refused=[], untraced=[], seconds=0.0)
-
-
-def looked_at(later: float, first: float) -> tuple[Tracing, PlannedLayout]:
-    """Return what has traced the advice for the slow best layout, and that layout."""
-    tracing = Tracing(Search(run_of(), cluster(), 8), 4, with_times(first, later))
-    tracing.result, tracing.traced = slow_best(), slow_best().layouts
+    tracing = Tracing(Search(run_of(), cluster(), 8), 4, predicted)
+    tracing.traced = [slow]
+    tracing.result = replace(found_on_8(), layouts=[slow], refused=[], untraced=[], seconds=0.0)
     tracing._queue.waiting.clear()
-    tracing.run(float("inf"))
-    return tracing, slow_best().layouts[0]
-
-
-def test_what_is_advised_for_the_best_is_traced() -> None:
-    """All that is estimated to help is slower by its trace, so it is not advised."""
-    tracing, best = looked_at(200.0, 200.0)
-    by_estimate = advise(tracing.search, best).best
+    by_estimate = advise(tracing.search, slow).best
     assert by_estimate is not None
+    tracing.run(float("inf"))
+    layouts = tracing.result.layouts
     assert len(tracing.traced) > 1
-    assert tracing.result.layouts[0] == best
-    said = advise(tracing.search, best, tracing.traced).best
-    assert said is None or said.settings != by_estimate.settings
-
-
-def test_what_is_advised_and_is_faster_becomes_the_best() -> None:
-    tracing, best = looked_at(200.0, 1.0)
-    result = tracing.result
-    assert result.layouts[0].step_s == 1.0
-    assert result.layouts[0] in tracing.traced
-    names = [one.name for one in result.layouts]
-    assert len({*names}) == len(names)
-    assert (best in result.layouts) == (names[0] != best.name)
+    if first_s == 1.0:
+        assert layouts[0].step_s == 1.0
+        assert layouts[0] in tracing.traced
+        names = [one.name for one in layouts]
+        assert len({*names}) == len(names)
+        assert (slow in layouts) == (names[0] != slow.name)
+    else:  # all that is estimated to help is slower by its trace, so it is not advised
+        assert layouts[0] == slow
+        said = advise(tracing.search, slow, tracing.traced).best
+        assert said is None or said.settings != by_estimate.settings
