@@ -88,7 +88,8 @@ def traced_step(trace: Path) -> TracedStep:
         raise ValueError(f"{trace} has no row `{_ROW}` for every process")
     waits = (sum(one.end - one.start for one in row) for row in rows)
     began = min(one.start for row in line.work for one in row)
-    return TracedStep(line.step, max(waits), line.end - began)
+    end = max(one.end for row in (*line.work, *line.waits) for one in row)
+    return TracedStep(line.step, max(waits), end - began)
 
 
 def _anonymous(pid: int) -> int:

@@ -1,7 +1,4 @@
-"""Checks whether this machine can train: its packages, its hardware, and whether processes connect.
-
-Each check yields findings: all is well, or a warning or problem with a remedy.
-"""
+"""Checks whether this machine can train: packages, hardware, and whether processes connect."""
 
 from __future__ import annotations
 
@@ -49,13 +46,9 @@ def _judged(well: bool, text: str, remedy: str) -> Finding:
 def examine(n_processes: int, timeout_s: float, folder: Path = Path()) -> Iterator[Finding]:
     """Runs all checks and yields each finding as soon as it is known, causes before effects.
 
-    Args:
-        n_processes: Number of local processes to connect.
-        timeout_s: Seconds after which connecting them counts as hung.
-        folder: Folder in which runs would be written.
+    It connects processes, which hang if it takes `timeout_s`. Runs would be written to `folder`.
     """
     checks: dict[str, Callable[[], Iterator[Finding]]] = {
-        "Python": check_python,
         "packages": check_packages,
         "CPU and memory": check_machine,
         "GPUs": check_gpus,
@@ -64,28 +57,19 @@ def examine(n_processes: int, timeout_s: float, folder: Path = Path()) -> Iterat
         "disk": lambda: check_disk(folder),
         "processes": lambda: check_processes(n_processes, timeout_s),
     }
+    python = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield Finding("ok", python)  # an older one than gridformer needs would not come so far
     for name, check in checks.items():
         try:
             yield from check()
         except Exception as error:  # whatever it is, the other checks are still useful
             text = f"{name}: the check failed ({type(error).__name__}: {error})"
-            yield Finding(
-                "bad", text, "if that does not tell you the cause, report it with this output"
-            )
-
-
-def check_python() -> Iterator[Finding]:
-    """Says which Python this is; an older one than gridformer needs would not come so far."""
-    version = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield Finding("ok", version)
+            remedy = "if that does not tell you the cause, report it with this output"
+            yield Finding("bad", text, remedy)
 
 
 def check_packages(requirements: list[str] | None = None) -> Iterator[Finding]:
-    """Compares installed versions with the requirements.
-
-    Args:
-        requirements: Requirement texts; None means those in the metadata of the gridformer package.
-    """
+    """Compares installed versions with requirements, by default those of the installed package."""
     if requirements is None:
         try:
             requirements = metadata.requires("gridformer") or []
@@ -104,27 +88,24 @@ def check_packages(requirements: list[str] | None = None) -> Iterator[Finding]:
         try:
             version = metadata.version(wanted.name)
         except metadata.PackageNotFoundError:
-            yield Finding("bad", f"{wanted.name} is missing", f"pip install '{spec}'")
-            continue
-        if wanted.specifier.contains(version, prereleases=True):
-            fitting.append(f"{wanted.name} {version}")
+            wrong = f"{wanted.name} is missing"
         else:
-            remedy = f"pip install '{spec}'"
-            yield Finding("bad", f"{wanted.name} {version} does not satisfy {spec}", remedy)
+            if wanted.specifier.contains(version, prereleases=True):
+                fitting.append(f"{wanted.name} {version}")
+                continue
+            wrong = f"{wanted.name} {version} does not satisfy {spec}"
+        yield Finding("bad", wrong, f"pip install '{spec}'")
     yield Finding("ok", ", ".join(fitting))
 
 
 def check_machine() -> Iterator[Finding]:
-    """Counts CPU cores and checks the free memory."""
-    cores = n_cores()
+    """Counts CPU cores and checks the free memory, where the system tells it."""
+    cores, free = n_cores(), free_memory()
     text = f"{cores} CPU core{'s' * (cores != 1)}"
-    free = free_memory()
-    if free is None:
-        yield Finding("ok", text)
-        return
-    text += f", {free / GIB:.1f} GiB of memory free"
+    if free is not None:
+        text += f", {free / GIB:.1f} GiB of memory free"
     remedy = "close other programs: each process needs about 0.4 GiB before any model"
-    yield _judged(free >= 2 * GIB, text, remedy)
+    yield _judged(free is None or free >= 2 * GIB, text, remedy)
 
 
 def check_gpus() -> Iterator[Finding]:
@@ -133,12 +114,10 @@ def check_gpus() -> Iterator[Finding]:
     import torch.distributed as dist
 
     if not torch.cuda.is_available():
+        remedy = f"torch's CUDA {torch.version.cuda} needs a newer driver: see nvidia-smi"
+        if torch.version.cuda is None:
+            remedy = "this build of torch has no CUDA: install one from pytorch.org"
         if shutil.which("nvidia-smi"):
-            remedy = (
-                "this build of torch has no CUDA: install one from pytorch.org"
-                if torch.version.cuda is None
-                else f"torch's CUDA {torch.version.cuda} needs a newer driver: see nvidia-smi"
-            )
             yield Finding("warn", "an NVIDIA driver is installed, but torch finds no GPU", remedy)
         else:
             yield Finding("ok", "no GPU: training uses the CPU, with gloo between processes")
@@ -158,29 +137,28 @@ def check_gpus() -> Iterator[Finding]:
 def check_loopback() -> Iterator[Finding]:
     """Checks that a TCP connection to 127.0.0.1 works."""
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            address = server.getsockname()
-            with socket.create_connection(address, timeout=5.0):
-                pass
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=5.0),
+        ):
+            yield Finding("ok", "the loopback network connects")
     except OSError as error:
         remedy = "allow TCP connections to 127.0.0.1, which a firewall or a sandbox forbids"
         yield Finding("bad", f"the loopback network does not connect ({error})", remedy)
-    else:
-        yield Finding("ok", "the loopback network connects")
 
 
 def check_shared_memory(folder: Path, n_processes: int) -> Iterator[Finding]:
     """Checks that the shared memory mounted at `folder` has 64 MiB free for each process."""
     if not folder.is_dir():  # only Linux has it
         return
-    free = shutil.disk_usage(folder).free
     if not os.access(folder, os.W_OK):
         remedy = f"make {folder} writable: chmod 1777 {folder}"
         yield Finding("bad", f"shared memory ({folder}) cannot be written", remedy)
-    else:
-        remedy = "in a container, use docker run --shm-size=8g (NCCL and data loaders need it)"
-        text = f"shared memory ({folder}): {free / GIB:.2f} GiB free"
-        yield _judged(free >= 64 * 2**20 * n_processes, text, remedy)
+        return
+    free = shutil.disk_usage(folder).free
+    remedy = "in a container, use docker run --shm-size=8g (NCCL and data loaders need it)"
+    text = f"shared memory ({folder}): {free / GIB:.2f} GiB free"
+    yield _judged(free >= 64 * 2**20 * n_processes, text, remedy)
 
 
 def check_disk(folder: Path) -> Iterator[Finding]:
@@ -212,10 +190,7 @@ if __name__ == "__main__":
 def check_processes(n: int, timeout_s: float, program: str = _PROBE) -> Iterator[Finding]:
     """Connects n processes as training does, in a child process that is killed after a timeout.
 
-    Args:
-        n: Number of processes.
-        timeout_s: The timeout in seconds.
-        program: Python code that starts the processes, with the arguments of `probe` as words.
+    The program starts the processes; its words are the arguments of `probe`.
     """
     if n == 1:
         yield Finding("ok", "one process: nothing to connect")
@@ -228,12 +203,11 @@ def check_processes(n: int, timeout_s: float, program: str = _PROBE) -> Iterator
         arguments = [str(n), str(0.7 * timeout_s), str(answer)]
         code, errors = _run([sys.executable, "-c", program, *arguments], timeout_s)
         if code is None:
-            yield Finding(
-                "bad",
-                f"{what}: no answer within {timeout_s:g} s",
+            remedy = (
                 "look for a firewall between local processes, try GLOO_SOCKET_IFNAME=lo (or "
-                "NCCL_P2P_DISABLE=1 on GPUs), or increase --timeout if the machine is busy",
+                "NCCL_P2P_DISABLE=1 on GPUs), or increase --timeout if the machine is busy"
             )
+            yield Finding("bad", f"{what}: no answer within {timeout_s:g} s", remedy)
             return
         if code != 0 or not answer.exists():
             last = errors.strip().splitlines()[-1:] or ["no message"]
@@ -241,11 +215,9 @@ def check_processes(n: int, timeout_s: float, program: str = _PROBE) -> Iterator
             yield Finding("bad", f"{what}: failed ({last[0]})", remedy)
             return
         answers = json.loads(answer.read_text())
-    if answers["wrong"]:
-        remedy = (
-            "do not train here; on GPUs try NCCL_P2P_DISABLE=1, else report it with this output"
-        )
-        yield Finding("bad", f"{what}: wrong sums: {'; '.join(answers['wrong'])}", remedy)
+    if wrong := "; ".join(answers["wrong"]):
+        remedy = "do not train; on GPUs try NCCL_P2P_DISABLE=1, else report it with this output"
+        yield Finding("bad", f"{what}: wrong sums: {wrong}", remedy)
         return
     yield Finding("ok", f"{what}: sums along rows, columns and all are right")
     yield Finding("ok", f"chosen: {answers['why']}")
@@ -262,7 +234,9 @@ def _run(command: list[str], timeout_s: float) -> tuple[int | None, str]:
 
     No process of it is left when this returns or raises.
     """
-    inherited = {k: v for k, v in os.environ.items() if not _is_launcher_variable(k)}
+    # None lets the child conclude that torchrun or srun started it.
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(launched)}
     process = subprocess.Popen(
         command,
         env=inherited,
@@ -283,11 +257,6 @@ def _run(command: list[str], timeout_s: float) -> tuple[int | None, str]:
         raise
 
 
-def _is_launcher_variable(name: str) -> bool:
-    """Whether a variable would make the child conclude that torchrun or srun started it."""
-    return name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith("SLURM_STEP_")
-
-
 def grid(n_processes: int) -> LayoutConfig:
     """Returns the layout of the most square grid of n processes: 2x2 for 4, 2x3 for 6."""
     from gridformer.config import LayoutConfig, divisors
@@ -299,9 +268,8 @@ def grid(n_processes: int) -> LayoutConfig:
 def probe(n_processes: int, timeout_s: float, answer: Path) -> None:
     """The entrypoint of each process: checks sums over the grid and times all-reduces.
 
-    Rank 0 writes the JSON file `answer` with the keys `why` (device and backend in words), `wrong`
-    (sentences, empty if every sum was right), `small_s` and `big_s` (median seconds of an
-    all-reduce of 4 bytes and of 16 MiB).
+    Rank 0 writes the JSON file `answer`: `why` (device and backend in words), `wrong` (sentences),
+    `small_s` and `big_s` (median seconds of an all-reduce of 4 bytes and of 16 MiB).
     """
     import torch
 
@@ -342,6 +310,6 @@ def probe(n_processes: int, timeout_s: float, answer: Path) -> None:
     if n_wrong and not wrong:
         wrong = [f"{n_wrong} sums on other ranks"]
     if world.rank == 0:
-        answers = {"why": world.why, "wrong": wrong, "small_s": small_s, "big_s": big_s}
-        answer.write_text(json.dumps(answers))
+        told = {"why": world.why, "wrong": wrong, "small_s": small_s, "big_s": big_s}
+        answer.write_text(json.dumps(told))
     close_process_groups()

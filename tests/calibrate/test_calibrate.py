@@ -29,7 +29,7 @@ from gridformer.cluster.costs import KernelWork, kernel_s
 from gridformer.cluster.file import load_cluster
 from gridformer.cluster.messages import MessageWork, message_s
 from gridformer.mesh.axes import Axis
-from gridformer.utils.errors import ConfigError
+from gridformer.utils.errors import UserError
 
 
 def test_a_calibrated_machine_is_a_cluster_file_with_times_that_are_positive(
@@ -80,7 +80,7 @@ def test_options_are_refused_before_anything_is_measured(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("gridformer.calibrate.machine.calibrate", None)
     found = CliRunner().invoke(app, ["calibrate", *words])
-    assert isinstance(found.exception, ConfigError)
+    assert isinstance(found.exception, UserError)
     assert said in str(found.exception)
 
 

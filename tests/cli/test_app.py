@@ -107,7 +107,7 @@ def test_a_number_that_is_too_large(value: float, shown: str, remedy: str) -> No
     def command(seed: float) -> None:
         taken.append(seed)
 
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(UserError) as refused:
         command(seed=value)
     assert str(refused.value).startswith(f"--seed: {shown} ")
     assert remedy in str(refused.value)

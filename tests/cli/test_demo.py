@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from gridformer.checkpoint import find
-from gridformer.cli import demo_run as demo
+from gridformer.cli import demo
 from gridformer.config import load_run
 from gridformer.data import TokenFolder
 
@@ -32,12 +32,13 @@ def test_from_nothing_to_a_summary(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # no workers follow that it could help
-    monkeypatch.setattr(demo, "warm_up", lambda *modules: None)
+    monkeypatch.setattr("gridformer.launch.processes.warm_up", lambda *modules: None)
     corpus = tmp_path / "corpus.py"
     corpus.write_text("\n\n".join(f"def read_{i}(self):\n    return {i}" for i in range(300)))
     monkeypatch.setattr(demo, "CORPUS", str(corpus))
     out = tmp_path / "out"
-    demo.run_demo(out, run_file)
+    monkeypatch.setattr(demo, "RUN_FILE", str(run_file))
+    demo.demo(out)
     text = capsys.readouterr().out
     assert TokenFolder.open(tmp_path / "text").vocab_size <= demo.VOCABULARY
     folder = find.latest(out)
@@ -49,7 +50,7 @@ def test_from_nothing_to_a_summary(
         assert word in text
     assert "gridformer generate" in text
     assert "layout.scheme=megatron" in text
-    demo.run_demo(out, run_file)  # on a second call, nothing is prepared or trained again
+    demo.demo(out)  # on a second call, nothing is prepared or trained again
     assert "3 of 3 steps" in capsys.readouterr().out
 
 

@@ -7,25 +7,16 @@ import pytest
 from tests.support.commands import gridformer_here
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--temperature", "0.7"],
-        ["--top-k", "3"],
-        ["--top-p", "0.5"],
-        ["--seed", "1"],
-        ["--beams", "4"],
-    ],
-)
-def test_greedy_refuses_what_it_would_overrule(words: list[str]) -> None:
-    done = gridformer_here("generate", "no-run", "--prompt", "x", "--greedy", *words)
+@pytest.mark.parametrize("words", ["--temperature 0.7", "--top-k 3", "--top-p 0.5", "--beams 4"])
+def test_greedy_refuses_what_it_would_overrule(words: str) -> None:
+    done = gridformer_here("generate", "no-run", "--prompt", "x", "--greedy", *words.split())
     assert done.returncode == 2
-    assert f"{words[0]} {words[1]} has no effect with --greedy" in done.stderr
+    assert f"{words} has no effect with --greedy" in done.stderr
 
 
-@pytest.mark.parametrize("words", [["-t", "0"], ["--beams", "1"], ["--length-penalty", "0.5"]])
-def test_greedy_accepts_what_agrees_with_it(words: list[str]) -> None:
-    done = gridformer_here("generate", "no-run", "--prompt", "x", "--greedy", *words)
+@pytest.mark.parametrize("words", ["-t 0", "--beams 1", "--length-penalty 0.5"])
+def test_greedy_accepts_what_agrees_with_it(words: str) -> None:
+    done = gridformer_here("generate", "no-run", "--prompt", "x", "--greedy", *words.split())
     assert "--greedy" not in done.stderr
     assert "no-run" in done.stderr
 
@@ -35,7 +26,6 @@ def test_greedy_accepts_what_agrees_with_it(words: list[str]) -> None:
     [
         (["def f(x):"], "write --prompt 'def f(x):'"),
         (["two", "words"], "write --prompt 'two words'"),
-        (["x = 5"], "write --prompt 'x = 5'"),
         (["x", "--prompt", "y"], "--prompt 'two words'"),
     ],
 )

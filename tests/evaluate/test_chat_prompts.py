@@ -10,12 +10,14 @@ import torch
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import KEPT
-from gridformer.cli.generate import generate
-from gridformer.config import LayoutConfig, parse_run
+from gridformer.cli.trained import generate
+from gridformer.config import parse_run
 from gridformer.data import TokenFolder
 from gridformer.data.chat import read_chat, write_chat
+from gridformer.evaluate.beams import BeamSearch
 from gridformer.evaluate.continuing import Prompt, Sampling
 from gridformer.evaluate.generate import (
+    Generation,
     check_options,
     continue_prompts,
     continued_ids,
@@ -30,12 +32,9 @@ from gridformer.evaluate.prompts import (
     said_by_user,
     stored_chat,
 )
-from gridformer.mesh import Axes
-from gridformer.parallel import build_parallel
-from gridformer.train.step import Stepper
-from gridformer.utils.errors import ConfigError, DataError
+from gridformer.utils.errors import ConfigError, DataError, UserError
 from tests.support.chats import chat_folder
-from tests.support.checkpoints import save_checkpoint
+from tests.support.checkpoints import save_model
 
 CPU = torch.device("cpu")
 MODEL = {
@@ -58,10 +57,7 @@ def out(folder: TokenFolder, tmp_path: Path) -> Path:
     """Return the run directory of an untrained model, without a template."""
     sections = {"model": {**MODEL, "vocab_size": folder.vocab_size}, "data": {"path": "x"}}
     run = parse_run(sections, ["data.task=chat", "train.dtype=float64"])
-    model = build_parallel(run.model, LayoutConfig(), Axes(), 1, CPU, "float64")
-    updates = Stepper(model, run.train, Axes()).updates
-    updates.allocate(1)
-    save_checkpoint(tmp_path / "run", 1, 8, run, model, updates, Axes())
+    save_model(tmp_path / "run", run)
     (tmp_path / "run" / "tokenizer.json").write_bytes(folder.tokenizer_file.read_bytes())
     return tmp_path / "run"
 
@@ -69,42 +65,39 @@ def out(folder: TokenFolder, tmp_path: Path) -> Path:
 def test_a_prompt_is_what_training_has_before_an_answer(folder: TokenFolder, out: Path) -> None:
     write_chat(out, read_chat(folder.path))
     talk = said_by_user("3 + 3?")
-    found = chat_prompts(find.newest(out), [talk, said_by_system("be kind", talk)])
-    assert found.texts == (
+    texts, stops = chat_prompts(find.newest(out), [talk, said_by_system("be kind", talk)])
+    assert texts == [
         "<|im_start|>user\n3 + 3?<|im_end|>\n<|im_start|>assistant\n",
         "<|im_start|>system\nbe kind<|im_end|>\n"
         "<|im_start|>user\n3 + 3?<|im_end|>\n<|im_start|>assistant\n",
-    )
-    assert found.shown == ("3 + 3?", "3 + 3?")
-    end = folder.tokenizer.id_of("<|im_end|>")
-    assert found.stops == {end, folder.eos_id}
+    ]
+    assert stops == {folder.tokenizer.id_of("<|im_end|>"), folder.eos_id}
 
     for number in range(folder.train.n_documents):
         whole = folder.train.document(number).tolist()
         asked = folder.tokenizer.decode(whole).partition("user\n")[2].partition("<|im_end|>")[0]
-        prompts = chat_prompts(find.newest(out), [said_by_user(asked)])
-        (ids,) = prompt_ids(folder.tokenizer, prompts.texts, prompts.stops)
+        (ids,) = prompt_ids(
+            folder.tokenizer, *chat_prompts(find.newest(out), [said_by_user(asked)])
+        )
         assert ids == whole[: int(folder.train.columns["first_answer"][number])]
         if number == 2:
             break  # each renders in a process of its own
 
 
 def test_answers_end_at_stops(folder: TokenFolder, out: Path) -> None:
-    trained = load_model(out, CPU)
-    sampling, eos = Sampling(temperature=1.5), folder.eos_id
+    trained, eos = load_model(out, CPU), folder.eos_id
+    sampling, search = Sampling(temperature=1.5), BeamSearch(max_tokens=40)
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    only_eos = frozenset({eos})
-    (ids,) = prompt_ids(folder.tokenizer, [text], only_eos)
+    how = Generation(sampling, search, 1, frozenset({eos}))
+    (ids,) = prompt_ids(folder.tokenizer, [text], how.stops)
     work = [Prompt(ids, 40, 0)]
-    (free,) = continued_ids(trained, work, sampling, 1, stops=only_eos)
+    (free,) = continued_ids(trained, work, how)
     stop = free[8]
-    end = free.index(stop)
-    (ended,) = continued_ids(trained, work, sampling, 1, stops=only_eos | {stop})
-    assert ended == free[:end]
-    (one,) = continue_prompts(trained, [text], 40, sampling, 1, stops=only_eos | {stop})
-    assert one == folder.tokenizer.decode(ended)
-    said = "".join(stream(trained, text, 40, sampling, stops=only_eos | {stop}))
-    assert said == one
+    stopping = Generation(sampling, search, 1, frozenset({eos, stop}))
+    (ended,) = continued_ids(trained, work, stopping)
+    assert ended == free[: free.index(stop)]
+    assert continue_prompts(trained, [text], stopping) == [folder.tokenizer.decode(ended)]
+    assert "".join(stream(trained, text, stopping)) == folder.tokenizer.decode(ended)
 
 
 def test_where_the_template_comes_from(folder: TokenFolder, out: Path) -> None:
@@ -132,5 +125,5 @@ def test_what_has_no_chat(folder: TokenFolder, out: Path) -> None:
     bert = parse_run({"model": {**MODEL, "family": "bert"}, "data": {"path": "x"}}).model
     with pytest.raises(ConfigError, match="--chat is for gpt2 and llama, and this model is a bert"):
         check_options(bert, [], chat=True)
-    with pytest.raises(ConfigError, match="--system is a message of a conversation"):
+    with pytest.raises(UserError, match="--system is a message of a conversation"):
         generate(out, system="x", prompt="y")

@@ -17,21 +17,17 @@ from typer.testing import CliRunner
 
 from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.cli.app import app
-from gridformer.config import Family, LayoutConfig, parse_run
+from gridformer.config import Family, ModelConfig, RunConfig, parse_run
 from gridformer.config.data import Task
 from gridformer.data import Tokenizer
 from gridformer.evaluate.beams import BeamSearch, translate
-from gridformer.evaluate.continuing import Sampling
-from gridformer.evaluate.generate import answer, answer_prompts
+from gridformer.evaluate.generate import Generation, answer, answers, check_options
 from gridformer.evaluate.loading import Job, Trained, load_model, plan_job
 from gridformer.evaluate.measures import restored
 from gridformer.evaluate.prompts import read_prompts, read_texts
 from gridformer.evaluate.tasks import Options, as_dict, check_tasks, measure, parse_tasks, show
-from gridformer.mesh import Axes
-from gridformer.parallel import build_parallel
-from gridformer.train.step import Stepper
 from gridformer.utils.errors import ConfigError, DataError, UserError
-from tests.support.checkpoints import save_checkpoint
+from tests.support.checkpoints import built, save_model
 from tests.support.marks import extra
 
 LENGTH = 24
@@ -52,12 +48,13 @@ def run_dir(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     out = tmp_path_factory.mktemp("run")
     train = {"dtype": "float64"}
     run = parse_run({"model": MODEL, "data": {"path": str(token_folder)}, "train": train})
-    model = build_parallel(run.model, LayoutConfig(), Axes(), 3, CPU, "float64")
-    updates = Stepper(model, run.train, Axes()).updates
-    updates.allocate(0)
-    save_checkpoint(out, 0, 0, run, model, updates, Axes())
+    save_model(out, run, 0, seed=3)
     shutil.copy(token_folder / "tokenizer.json", out)
     return out
+
+
+def untrained(run: RunConfig, token_folder: Path) -> Trained:
+    return Trained(run, built(run, 3).eval(), Tokenizer.load(token_folder / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
@@ -268,12 +265,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_layouts_that_do(run_dir: Pat
     assert "or model." not in error
 
 
-def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
-    _, error = command("evaluate", str(tmp_path), "--tasks", "text:x")
-    assert "has no checkpoint: train first" in error
-
-
-def test_a_missing_run_directory_may_be_one_beside_it(run_dir: Path) -> None:
+def test_a_missing_run_directory_is_named_and_may_be_one_beside_it(run_dir: Path) -> None:
     typed = run_dir.with_name(f"{run_dir.name}s")
     _, error = command("evaluate", str(typed), "--tasks", "text:x")
     assert f"{typed} has no checkpoint (did you mean '{run_dir}'?): train first" in error
@@ -328,8 +320,7 @@ def test_accuracy_of_a_classifier(family: Family, token_folder: Path, tmp_path: 
     sections = {"data": {"path": str(token_folder), "seq_len": 16}, "train": {"dtype": "float64"}}
     model = {**MODEL, "family": family, "n_labels": 5, "vocab_size": 305, "init_std": 1.0}
     run = parse_run({"model": model, **sections})
-    built = build_parallel(run.model, LayoutConfig(), Axes(), 3, CPU, "float64").eval()
-    loaded = Trained(run, built, Tokenizer.load(token_folder / "tokenizer.json"))
+    loaded = untrained(run, token_folder)
     texts = [f"file {'and ' * i}line {i}" for i in range(9)]
     special, labels = loaded.special, []
     for text in texts:
@@ -340,7 +331,7 @@ def test_accuracy_of_a_classifier(family: Family, token_folder: Path, tmp_path: 
             ids = [*ids, special.eos][:16]
         at = torch.tensor([0 if family == "bert" else len(ids) - 1])
         with torch.no_grad():
-            logits = built.logits({"tokens": torch.tensor([ids]), "at": at})["labels"]
+            logits = loaded.model.logits({"tokens": torch.tensor([ids]), "at": at})["labels"]
         labels.append(int(logits.argmax()))
     assert len(set(labels)) > 1
     file = tmp_path / "labels.jsonl"
@@ -366,15 +357,14 @@ def test_bleu_is_that_of_the_texts_that_a_model_generates(
     del model["init_std"]
     data = {"path": str(token_folder), "task": "pairs"}
     run = parse_run({"model": model, "data": data, "train": {"dtype": "float64"}})
-    built = build_parallel(run.model, LayoutConfig(), Axes(), 3, CPU, "float64").eval()
-    loaded = Trained(run, built, Tokenizer.load(token_folder / "tokenizer.json"))
+    loaded = untrained(run, token_folder)
     sources, targets = ["line 1", "a file"], ["line 2 of a file", "file"]
     file = tmp_path / "pairs.jsonl"
     pairs = [{"source": s, "target": t} for s, t in zip(sources, targets)]
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     (found,) = measure(loaded, parse_tasks(f"bleu:{file}"), Options()).values()
     how = BeamSearch(max_tokens=256)
-    said = [translate(loaded, loaded.special, [source], how)[0] for source in sources]
+    said = [translate(loaded, [source], how)[0] for source in sources]
     assert found["bleu"] == sacrebleu.corpus_bleu(said, [targets]).score
 
 
@@ -386,16 +376,15 @@ def test_prompts_of_a_file_have_the_texts_that_each_has_alone(
     del model["init_std"]
     data = {"path": str(token_folder), "task": task}
     run = parse_run({"model": model, "data": data, "train": {"dtype": "float64"}})
-    built = build_parallel(run.model, LayoutConfig(), Axes(), 3, CPU, "float64").eval()
-    for parameter in built.parameters():
+    loaded = untrained(run, token_folder)
+    for parameter in loaded.model.parameters():
         parameter.data.mul_(6)  # so that texts depend on prompts
-    loaded = Trained(run, built, Tokenizer.load(token_folder / "tokenizer.json"))
     blank = "___" * (task == "spans")
     prompts = [f"line 1{blank}", f"a file and 2{blank} lines", f"of{blank}"]
-    how = BeamSearch(2, max_tokens=6)
-    alone = ["".join(answer(loaded, prompt, Sampling(), how)) for prompt in prompts]
+    how = Generation(search=BeamSearch(2, max_tokens=6), batch_size=2)
+    alone = ["".join(answer(loaded, prompt, how)) for prompt in prompts]
     assert len({*alone}) == 3, "the test must tell prompts apart"
-    assert answer_prompts(loaded, prompts, how, 2) == alone
+    assert [*answers(loaded, prompts, how)] == alone
 
 
 def test_a_model_is_evaluated_in_another_type(run_dir: Path) -> None:
@@ -436,3 +425,24 @@ def test_the_commands_start_processes(run_dir: Path, text_file: Path, tmp_path: 
     for task, numbers in want["tasks"].items():
         assert found["tasks"][task] == pytest.approx(numbers, rel=1e-9)
     assert found["layout"] == {"scheme": "optimus", "rows": 2, "pp": 2}
+
+
+# --------------------------------------------------------------------------- options
+
+SAMPLING, SEARCH = {"temperature", "top_k", "top_p", "seed"}, {"beams", "length_penalty"}
+USED: dict[Family, set[str]] = {
+    "gpt2": SAMPLING,
+    "bert": set(),
+    "t5": SEARCH,
+    "transformer": SEARCH,
+}
+
+
+@pytest.mark.parametrize("family", USED)
+def test_generate_refuses_exactly_the_options_that_a_model_does_not_use(family: Family) -> None:
+    model = ModelConfig(family=family, n_layers=1, hidden_size=8, n_heads=2)
+    check_options(model, sorted(USED[family]))
+    for name in (SAMPLING | SEARCH) - USED[family]:
+        with pytest.raises(ConfigError, match=f"this model is a {family}: .*leave it out") as e:
+            check_options(model, [name])
+        assert e.value.problems[0].startswith(f"--{name.replace('_', '-')} is for ")

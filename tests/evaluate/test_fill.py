@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from gridformer.config import RunConfig, Task
 from gridformer.data import SpecialIds, Tokenizer
-from gridformer.evaluate.beams import BeamSearch, fill_spans, fill_words, translate
+from gridformer.evaluate.beams import BeamSearch, translate
+from gridformer.evaluate.generate import fill_spans, fill_words
 from gridformer.evaluate.loading import Trained
 from gridformer.models import Activations, Link, Model
 from gridformer.utils.batch import Batch
@@ -30,8 +31,10 @@ SPACE = 16  # ids that the models have after all special ones
 GREEDY, BEAMS = BeamSearch(beams=1, max_tokens=12), BeamSearch(beams=3, max_tokens=12)
 
 
-def trained(model: nn.Module, tokenizer: Tokenizer = TOKENIZER) -> Trained:
-    return Trained(cast(RunConfig, None), cast(Model, model), tokenizer)
+def trained(model: nn.Module, special: SpecialIds, tokenizer: Tokenizer = TOKENIZER) -> Trained:
+    one = Trained(cast(RunConfig, None), cast(Model, model), tokenizer)
+    vars(one)["special"] = special
+    return one
 
 
 def one(text: str) -> int:
@@ -93,7 +96,7 @@ class ScriptedBERT(nn.Module):
 def test_berts_blanks_hold_words_and_each_its_own(text: str, words: list[int]) -> None:
     special = SpecialIds.of("bert", "masked", TOKENIZER)
     model = ScriptedBERT(special, words)
-    found = fill_words(trained(model), special, text)
+    found = fill_words(trained(model, special), text)
     assert found == [TOKENIZER.decode([word]) for word in words]
     want: list[int] = [cast(int, special.cls)]
     for number, part in enumerate(text.split("___")):
@@ -118,7 +121,7 @@ def test_special_tokens_within_the_vocabulary_are_no_words_either() -> None:
             return ranked([3, 4, 5, 6, 7, 2], 8).expand(1, tokens_BS.shape[1], 8).clone()
 
     model = Likes(special, [])
-    assert fill_words(trained(model, tokenizer), special, "fox ___") == ["dogs"]
+    assert fill_words(trained(model, special, tokenizer), "fox ___") == ["dogs"]
 
 
 def test_a_prompt_that_is_too_long_for_bert_is_refused() -> None:
@@ -126,7 +129,7 @@ def test_a_prompt_that_is_too_long_for_bert_is_refused() -> None:
     model = ScriptedBERT(special, [FOX])
     n = 3 + len(TOKENIZER.encode(" fox" * 40))
     with pytest.raises(UserError, match=rf"the prompt takes {n} tokens, and the model reads 32"):
-        fill_words(trained(model), special, "___" + " fox" * 40)
+        fill_words(trained(model, special), "___" + " fox" * 40)
 
 
 # --------------------------------------------------------------------------- T5, Transformer
@@ -175,7 +178,7 @@ def test_t5s_blanks_hold_words_and_each_its_own(how: BeamSearch) -> None:
     bad = [special.pad, special.vocab_size, special.vocab_size + SPACE - 1]
     model = ScriptedDecoder(special, bad, script)
     text = "the quick___ jumps___ the lazy dogs"
-    (found,) = fill_spans(trained(model), special, [text], how)
+    (found,) = fill_spans(trained(model, special), [text], how)
     assert found == [TOKENIZER.decode([FOX, DOGS]), TOKENIZER.decode([OVER])]
     a, b, c = (TOKENIZER.encode(part) for part in text.split("___"))
     assert model.source == [*a, first, *b, second, *c, special.eos]
@@ -188,7 +191,7 @@ def test_a_translation_holds_words_alone(family: str, how: BeamSearch) -> None:
     special = SpecialIds.of("t5" if family == "t5" else "transformer", "pairs", TOKENIZER)
     bad = [special.pad, special.vocab_size, special.vocab_size + SPACE - 1]
     model = ScriptedDecoder(special, bad, [FOX, OVER, DOGS])
-    (said,) = translate(trained(model), special, ["the lazy dogs"], how)
+    (said,) = translate(trained(model, special), ["the lazy dogs"], how)
     assert said == TOKENIZER.decode([FOX, OVER, DOGS])
     assert model.source == [*TOKENIZER.encode("the lazy dogs"), special.eos]
     assert model.first == (special.pad if family == "t5" else special.eos)
@@ -197,5 +200,5 @@ def test_a_translation_holds_words_alone(family: str, how: BeamSearch) -> None:
 def test_a_blank_of_which_nothing_is_said_is_empty() -> None:
     special = t5("spans")
     model = ScriptedDecoder(special, [], [special.sentinels[1], OVER])
-    (found,) = fill_spans(trained(model), special, ["a___b___c"], GREEDY)
+    (found,) = fill_spans(trained(model, special), ["a___b___c"], GREEDY)
     assert found == ["", TOKENIZER.decode([OVER])]

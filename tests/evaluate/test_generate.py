@@ -12,8 +12,9 @@ import tokenizers
 import torch
 from torch import Tensor, nn
 
-from gridformer.config import LayoutConfig, RunConfig, parse_run
+from gridformer.config import RunConfig, parse_run
 from gridformer.data import TokenFolder, Tokenizer
+from gridformer.evaluate.beams import BeamSearch
 from gridformer.evaluate.continuing import (
     Prompt,
     Sampling,
@@ -22,19 +23,17 @@ from gridformer.evaluate.continuing import (
     sample_tokens,
     uniform,
 )
-from gridformer.evaluate.generate import continue_prompts, stream, text_after
+from gridformer.evaluate.generate import Generation, continue_prompts, stream, text_after
 from gridformer.evaluate.loading import Trained, load_model
-from gridformer.mesh import Axes
 from gridformer.models import GPT2, Activations, Model
-from gridformer.parallel import build_parallel
-from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import UserError
-from tests.support.checkpoints import save_checkpoint
+from tests.support.checkpoints import built, save_model
 from tests.support.reference.gpt2 import pair
 from tests.support.reference.shared import tokens_of, transformers
 
 GREEDY = Sampling(temperature=0.0)
+TEN = Generation(GREEDY, BeamSearch(max_tokens=10))
 NO_RUN = cast(RunConfig, None)  # of a model that no run has trained
 
 
@@ -211,7 +210,7 @@ def test_a_stream_ends_with_the_text(token_folder: Path) -> None:
     tokenizer = TokenFolder.open(token_folder).tokenizer
     a, b = tokenizer.encode("line")[0], tokenizer.encode("7")[0]
     model = scripted((a,), (b,), (tokenizer.eos_id,), (a,))
-    said = list(stream(trained(model, tokenizer), "x", 10, GREEDY))
+    said = list(stream(trained(model, tokenizer), "x", TEN))
     assert "".join(said) == tokenizer.decode([a, b])
     assert len(cast(Any, model).asked) == 3
 
@@ -223,7 +222,8 @@ def test_a_character_comes_out_when_it_is_complete(token_folder: Path) -> None:
     assert len(euro) > 1
 
     def pieces(ids: list[int]) -> Iterator[str]:
-        return stream(trained(scripted(*[(i,) for i in ids]), tokenizer), "x", len(ids), GREEDY)
+        how = Generation(GREEDY, BeamSearch(max_tokens=len(ids)))
+        return stream(trained(scripted(*[(i,) for i in ids]), tokenizer), "x", how)
 
     assert list(pieces([x, *euro, x])) == ["x", "€", "x"]
     assert list(pieces([x, euro[0]])) == ["x", "�"]
@@ -242,9 +242,9 @@ def test_the_space_after_the_prompt_is_kept() -> None:
     tokenizer = Tokenizer(backend, "a test")
     assert tokenizer.decode([1, 2]) == "fox runs", "it leaves it out"
     model = scripted((1,), (2,), (tokenizer.eos_id,))
-    assert [*stream(trained(model, tokenizer), "the", 10, GREEDY)] == [" fox", " runs"]
+    assert [*stream(trained(model, tokenizer), "the", TEN)] == [" fox", " runs"]
     model = scripted((1,), (2,), (tokenizer.eos_id,))
-    (found,) = continue_prompts(trained(model, tokenizer), ["the"], 10, GREEDY, 1)
+    (found,) = continue_prompts(trained(model, tokenizer), ["the"], TEN)
     assert found == " fox runs"
     assert text_after(tokenizer, [], [1, 2]) == "fox runs"
 
@@ -279,18 +279,11 @@ def test_a_loaded_model_has_no_dropout(token_folder: Path, tmp_path: Path) -> No
     sections = {"data": {"path": str(token_folder)}, "train": {"dtype": "float64", "seed": 3}}
     run = parse_run({"model": {**model, **rates}, **sections})
     plain = parse_run({"model": model, **sections})
-    cpu = torch.device("cpu")
-    built = [
-        build_parallel(which.model, LayoutConfig(), Axes(), 3, cpu, "float64")
-        for which in (run, plain)
-    ]
-    updates = Stepper(built[0], run.train, Axes()).updates
-    updates.allocate(0)
-    save_checkpoint(tmp_path, 0, 0, run, built[0], updates, Axes())
+    save_model(tmp_path, run, 0, seed=3)
     (tmp_path / "tokenizer.json").write_bytes((token_folder / "tokenizer.json").read_bytes())
-    loaded = load_model(tmp_path, cpu).model
+    loaded = load_model(tmp_path, torch.device("cpu")).model
     tokens = tokens_of(301, 2, 8)
     with torch.no_grad():
-        want = built[1](tokens)
+        want = built(plain, 3)(tokens)
         assert torch.equal(loaded(tokens), want)
-        assert not torch.equal(built[0].train()(tokens), want), "dropout must matter here"
+        assert not torch.equal(built(run, 3).train()(tokens), want), "dropout must matter here"

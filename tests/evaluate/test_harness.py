@@ -12,13 +12,10 @@ import torch
 import yaml
 
 from gridformer.checkpoint.convert.exporting import export_run
-from gridformer.config import LayoutConfig, parse_run
+from gridformer.config import parse_run
 from gridformer.evaluate.loading import load_model
 from gridformer.evaluate.tasks import Options, measure, parse_tasks
-from gridformer.mesh import Axes
-from gridformer.parallel import build_parallel
-from gridformer.train.step import Stepper
-from tests.support.checkpoints import save_checkpoint
+from tests.support.checkpoints import save_model
 
 pytestmark = pytest.mark.full
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: gridformer[lm-eval]")
@@ -48,10 +45,7 @@ def run_dir(
         "init_std": 0.2,
     }
     run = parse_run({"model": model, "data": {"path": str(token_folder)}})
-    built = build_parallel(run.model, LayoutConfig(), Axes(), 3, torch.device("cpu"))
-    updates = Stepper(built, run.train, Axes()).updates
-    updates.allocate(0)
-    save_checkpoint(out, 0, 0, run, built, updates, Axes())
+    save_model(out, run, 0, seed=3)
     tokenizer = tokenizers.Tokenizer.from_file(str(token_folder / "tokenizer.json"))
     if request.param != "plain":
         tokenizer.add_special_tokens(["<s>"])

@@ -14,10 +14,7 @@ from gridformer.config import parse_run
 from gridformer.data.side_texts import write_label_names
 from gridformer.evaluate.examples import predicted
 from gridformer.evaluate.loading import load_model
-from gridformer.mesh import Axes
-from gridformer.parallel import build_parallel
-from gridformer.train.step import Stepper
-from tests.support.checkpoints import save_checkpoint
+from tests.support.checkpoints import save_model
 from tests.support.commands import gridformer_here
 
 CPU = torch.device("cpu")
@@ -44,15 +41,12 @@ def test_the_names_are_found_wherever_the_model_lies(token_folder: Path, tmp_pat
     model = {**MODEL, "n_labels": 3, "token_head": False, "init_std": 0.5}
     data = {"path": str(tmp_path / "gone"), "task": "classify"}
     run = parse_run({"model": model, "data": data})
-    built = build_parallel(run.model, run.layout, Axes(), 3, CPU)
-    updates = Stepper(built, run.train, Axes()).updates
-    updates.allocate(0)
     out = tmp_path / "run"
     out.mkdir()
     shutil.copy(token_folder / "tokenizer.json", out)
-    nameless = save_checkpoint(out, 1, 0, run, built, updates, Axes())
+    nameless = save_model(out, run, 1, seed=3)
     write_label_names(out, NAMES)
-    named = save_checkpoint(out, 2, 0, run, built, updates, Axes())
+    named = save_model(out, run, 2, seed=3)
     far = Path(shutil.copytree(named, tmp_path / "far"))
     export_run(out, tmp_path / "exported")
     right = predicted(load_model(named, CPU), TEXTS, 2)

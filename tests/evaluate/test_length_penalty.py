@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gridformer.config import LayoutConfig, RunConfig, parse_run
+from gridformer.config import RunConfig, parse_run
 from gridformer.data import TokenFolder, resolve
 from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.evaluate import beams
@@ -23,11 +23,8 @@ from gridformer.evaluate.beams import Beams, BeamSearch
 from gridformer.evaluate.bleu import Bleu
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.tasks import Options, check_tasks, parse_tasks
-from gridformer.mesh import Axes
-from gridformer.parallel import build_parallel
-from gridformer.train.step import Stepper
 from gridformer.utils.errors import ConfigError
-from tests.support.checkpoints import save_checkpoint
+from tests.support.checkpoints import built, save_model
 from tests.support.commands import gridformer_here
 from tests.support.data import pairs_source
 from tests.support.marks import extra
@@ -45,11 +42,18 @@ def test_the_penalty_is_the_power_of_the_length() -> None:
     end, word = 1, 2
 
     def best(penalty: float) -> list[int]:
-        search = Beams(0, end, BeamSearch(2, penalty, 8), (), CPU)
-        for row in ([1e-9, 0.5, 0.45, 0.05], [0.3331, 2 / 3, 1e-4, 1e-4]):
-            search.step(torch.tensor([row, row], dtype=torch.float64).log())
-        for _ in range(8):  # what is left over becomes ever less likely
-            search.step(torch.full((2, 4), 0.25, dtype=torch.float64).log())
+        search = Beams(end, BeamSearch(2, penalty, 8))
+
+        def step(*row: float) -> None:
+            both = torch.tensor(search.scores)[:, None] + torch.tensor([row, row]).log()
+            best = both.flatten().topk(4)
+            rows = [divmod(place, 4) for place in best.indices.tolist()]
+            search.step([(value, *at) for value, at in zip(best.values.tolist(), rows)])
+
+        step(1e-9, 0.5, 0.45, 0.05)
+        step(0.3331, 2 / 3, 1e-4, 1e-4)
+        for _ in range(8):  # the beams that are left over become ever less likely
+            step(0.25, 0.25, 0.25, 0.25)
         assert search.ended
         return search.best()
 
@@ -71,11 +75,6 @@ def a_run(folder: TokenFolder, **train: Any) -> RunConfig:
     return resolve(parse_run(sections), folder)
 
 
-def a_model(run: RunConfig, folder: TokenFolder) -> Trained:
-    built = build_parallel(run.model, LayoutConfig(), Axes(), 1, CPU, "float32").eval()
-    return Trained(run, built, folder.tokenizer)
-
-
 @pytest.fixture
 def hand_set(folder: TokenFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the source, say nothing with probability 0.5, and `SAID` with 0.45."""
@@ -85,13 +84,11 @@ def hand_set(folder: TokenFolder, monkeypatch: pytest.MonkeyPatch) -> None:
         speaks = True
 
         def __init__(self, trained: Trained, n: int, sources: Sequence[Sequence[int]]) -> None:
-            self.rows, self.done, self.v = range(n), 0, trained.model.config.vocab_size
+            self.n_rows, self.done, self.v = n, 0, trained.model.config.vocab_size
+            self.rows = range(n)
 
-        def repeat(self, k: int) -> None:
-            self.rows = range(len(self.rows) * k)
-
-        def select(self, order: Tensor) -> None:
-            pass
+        def select(self, order: Tensor, k: int = 1) -> None:
+            self.rows = range(len(order))
 
         def read(self, tokens: Tensor) -> Tensor:
             found = torch.full((len(tokens), self.v), 1e-6, dtype=torch.float64)
@@ -114,8 +111,8 @@ def test_bleu_during_training_searches_as_the_run_says(folder: TokenFolder, tmp_
     assert math.log(0.45) / n > math.log(0.5), "a penalty of 1 prefers the long one"
     for penalty, want in ((0.0, ""), (1.0, SAID)):
         run = a_run(folder, bleu_every=1, bleu_beams=2, bleu_length_penalty=penalty)
-        trained, how = a_model(run, folder), Bleu(run, tmp_path).how
-        found = beams.search_in_batches(trained, trained.special, [[5, 6], [7]], how)
+        trained, how = Trained(run, built(run, 1).eval(), folder.tokenizer), Bleu(run, tmp_path).how
+        found = beams.search_in_batches(trained, [[5, 6], [7]], how)
         assert [folder.tokenizer.decode(ids) for ids in found] == [want, want]
 
 
@@ -125,10 +122,7 @@ def test_the_command_evaluate_has_the_options_of_the_search(
 ) -> None:
     extra("sacrebleu")
     run = a_run(folder)
-    built = a_model(run, folder).model
-    updates = Stepper(built, run.train, Axes()).updates
-    updates.allocate(0)
-    save_checkpoint(tmp_path / "run", 0, 0, run, built, updates, Axes())
+    save_model(tmp_path / "run", run, 0)
     (tmp_path / "run" / "tokenizer.json").write_bytes(folder.tokenizer_file.read_bytes())
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(json.dumps({"source": "the quick brown fox", "target": SAID}) + "\n")

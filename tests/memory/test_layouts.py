@@ -18,7 +18,7 @@ from gridformer.memory import layouts
 from gridformer.memory.layouts import _enumerated, candidates, common_batch, list_layouts, reasons
 from gridformer.parallel.registry import describe_layout
 from gridformer.parallel.validation import check_layout
-from gridformer.utils.errors import ConfigError
+from gridformer.utils.errors import ConfigError, UserError
 
 MODEL: dict[str, Any] = {"n_layers": 2, "hidden_size": 24, "n_heads": 6, "vocab_size": 50}
 
@@ -146,7 +146,7 @@ def test_every_reason_is_one_line_also_for_many_processes(model: str) -> None:
 
 def invoke(*words: str, columns: int = 80) -> list[str]:
     result = CliRunner().invoke(app, ["layouts", *words], env={"COLUMNS": str(columns)})
-    if isinstance(result.exception, ConfigError):
+    if isinstance(result.exception, UserError):
         raise result.exception
     assert result.exit_code == 0, result.output
     return [line.rstrip() for line in result.output.splitlines()]
@@ -168,7 +168,7 @@ def test_command(columns: int) -> None:
     assert re.fullmatch(r"\d+ do not work, counted by their first reason:", lines[at])
     counts = [int(line.split()[0]) for line in lines[at + 1 :]]  # one line a reason
     assert sum(counts) == int(lines[at].split()[0])
-    with pytest.raises(ConfigError, match="--scheme mega is unknown: use single, megatron"):
+    with pytest.raises(UserError, match="--scheme mega is unknown: use single, megatron"):
         invoke("demo-4m", "-p", "2", "--scheme", "mega")
 
 

@@ -99,7 +99,7 @@ def test_bleu_is_that_of_the_saved_model(
     for step in (2, 4):  # each checkpoint's folder is evaluated as a run directory is
         checkpoint = with_bleu.out / "checkpoints" / f"step-{step:08d}"
         model = load_model(checkpoint, torch.device("cpu"))
-        said = translate(model, model.special, texts[::2], BeamSearch(2, max_tokens=64))
+        said = translate(model, texts[::2], BeamSearch(2, max_tokens=64))
         want = sacrebleu.corpus_bleu(said, [texts[1::2]]).score
         assert found[step]["val_bleu"] == pytest.approx(want, abs=1e-9)
         loss = measure_set(model, "val")["loss"]

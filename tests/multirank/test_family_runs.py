@@ -14,9 +14,9 @@ from benchmarks.precision.dtypes import BOUND, HALVES, LAYOUTS, MODEL, TRAIN, la
 from gridformer.config import parse_run
 from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
-from gridformer.evaluate.beams import BeamSearch, spans_of
+from gridformer.evaluate.beams import BeamSearch
 from gridformer.evaluate.continuing import Sampling
-from gridformer.evaluate.generate import answer
+from gridformer.evaluate.generate import Generation, answer, spans_of
 from gridformer.evaluate.loading import Trained, load_model
 from gridformer.launch.plan import plan_run
 from gridformer.parallel.auto.decisions import decide_run
@@ -123,7 +123,7 @@ def test_from_text_to_text(
 
     trained = load_model(out, torch.device("cpu"))
     prompt = PROMPTS.get(name, "one two three")
-    said = "".join(answer(trained, prompt, Sampling(0.0), BeamSearch(2, max_tokens=8)))
+    said = "".join(answer(trained, prompt, Generation(Sampling(0.0), BeamSearch(2, max_tokens=8))))
     # Whether a translation learned in 30 steps is empty depends on a processor's rounding.
     assert said or run["kind"] == "pairs"
     if "___" in prompt:
@@ -136,16 +136,14 @@ def test_from_text_to_text(
 
 def no_blank(trained: Trained) -> None:
     with pytest.raises(UserError, match="the prompt has no blank: write ___"):
-        "".join(answer(trained, "one", Sampling(), BeamSearch()))
+        "".join(answer(trained, "one", Generation()))
 
 
 def test_answers_for_each_blank() -> None:
-    from gridformer.data import SpecialIds
-
-    special = SpecialIds(1, 0, None, None, None, 0, (50, 51, 52), 53, 50, frozenset())
-    assert spans_of([50, 3, 4, 51, 5], special, 2) == [[3, 4], [5]]
-    assert spans_of([7, 51, 5, 52, 9, 50], special, 2) == [[], [5]]
-    assert spans_of([], special, 1) == [[]]
+    sentinels = (50, 51, 52)
+    assert spans_of([50, 3, 4, 51, 5], sentinels, 2) == [[3, 4], [5]]
+    assert spans_of([7, 51, 5, 52, 9, 50], sentinels, 2) == [[], [5]]
+    assert spans_of([], sentinels, 1) == [[]]
 
 
 # --------------------------------------------------- bfloat16 and float16 on real text

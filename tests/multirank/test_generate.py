@@ -10,8 +10,9 @@ import torch
 
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig
 from gridformer.data import SpecialIds, Tokenizer
-from gridformer.evaluate.beams import BeamSearch, beam_search, fill_words
+from gridformer.evaluate.beams import BeamSearch, beam_search
 from gridformer.evaluate.continuing import Prompt, Sampling, continue_texts
+from gridformer.evaluate.generate import fill_words
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.scoring import Score, ScoredWindow, score
 from gridformer.evaluate.team import Team
@@ -251,7 +252,8 @@ def said_by(family: str, layout: dict[str, Any]) -> list[Any]:
             return [greedy, beam_search(trained, sources, 0, 5, BeamSearch(3, 0.5, TARGETS), [7])]
     special = SpecialIds(0, 1, 2, 3, 4, 0, (), v, v - 3, frozenset({0, 1, 2, 3, 4}))
     trained = replace(trained, tokenizer=cast(Tokenizer, Letters()))
-    return [fill_words(trained, special, text) for text in ("ab___cd ef___", "___a", "a___bc")]
+    vars(trained)["special"] = special
+    return [fill_words(trained, text) for text in ("ab___cd ef___", "___a", "a___bc")]
 
 
 class Letters:

@@ -7,12 +7,11 @@ measures no memory, so that metric is added as a run on GPUs writes it.
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import statistics
 from collections import Counter
-from dataclasses import dataclass, field
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -40,69 +39,42 @@ RATES = {"split": 0.01, "copies": 0.002}
 MEMORY = {"split": 1.25, "copies": 1.75}  # GiB
 
 
-@dataclass
+def plain(text: str) -> str:
+    return html.unescape(re.sub("<[^>]*>", "", text))
+
+
 class Part:
     """A section of the page, below one heading."""
 
-    rows: list[list[str]] = field(default_factory=list)
-    text: str = ""
-    titles: list[str] = field(default_factory=list)  # of the parts of its bars
-    blocks: list[str] = field(default_factory=list)  # texts in <pre>
-    figures: set[str | None] = field(default_factory=set)
+    def __init__(self, text: str, figures: dict[str, Any]) -> None:
+        self.text = plain(text)
+        rows = re.findall("<tr>(.*?)</tr>", text, re.DOTALL)
+        self.rows = [
+            [plain(cell) for cell in re.findall("<t[dh][^>]*>(.*?)</t[dh]>", row, re.DOTALL)]
+            for row in rows
+        ]
+        self.blocks = [plain(block) for block in re.findall("<pre>(.*?)</pre>", text, re.DOTALL)]
+        self.figures = [name for name in re.findall('id="([^"]+)"', text) if name in figures]
+        bars = [bar for name in self.figures for bar in figures[name]["data"]]
+        self.titles = [
+            title
+            for bar in bars
+            if bar["type"] == "bar"
+            for value, title in zip(bar["x"], bar["hovertext"])
+            if value
+        ]
 
 
-class Page(HTMLParser):
-    """Reads a page: its sections by heading, and the data of its script."""
+class Page:
+    """A page: its sections by heading, and the data of its figures."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.parts: dict[str, Part] = {"": Part()}
-        self.open: list[str] = []
-        self.heading = ""
-        whole = path.read_text(encoding="utf-8")
-        self.figures: dict[str, Any] = json.loads(
-            whole.partition('id="figures">')[2].partition("</script>")[0]
-        )
-        self.feed(whole)
-
-    @property
-    def part(self) -> Part:
-        return self.parts[self.heading]
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        if tag not in ("meta", "input"):
-            self.open.append(tag)
-        if tag == "h2":
-            self.heading = "?"
-            self.parts["?"] = Part()
-        elif tag == "tr":
-            self.part.rows.append([])
-        elif tag in ("td", "th"):
-            self.part.rows[-1].append("")
-        elif tag == "pre":
-            self.part.blocks.append("")
-        if (name := given.get("id")) in self.figures:
-            self.part.figures.add(name)
-            for bar in self.figures[name]["data"] if name else ():
-                if bar["type"] == "bar":
-                    values = zip(bar["x"], bar["hovertext"])
-                    self.part.titles += [text for value, text in values if value]
-
-    def handle_endtag(self, tag: str) -> None:
-        self.open.pop()
-
-    def handle_data(self, data: str) -> None:
-        if "script" in self.open or "style" in self.open:
-            return
-        if self.open[-1:] == ["h2"]:
-            self.parts[data] = self.parts.pop("?")
-            self.heading = data
-        elif self.open[-1:] in (["td"], ["th"]):
-            self.part.rows[-1][-1] += data
-        elif "pre" in self.open:
-            self.part.blocks[-1] += data
-        self.part.text += data
+        whole = path.read_text(encoding="utf-8").partition("<body>")[2]
+        body, _, rest = whole.partition('<script type="application/json" id="figures">')
+        self.figures: dict[str, Any] = json.loads(rest.partition("</script>")[0])
+        first, *others = re.split("<h2>(.*?)</h2>", body)
+        headings = zip(["", *others[::2]], [first, *others[1::2]])
+        self.parts = {name: Part(text, self.figures) for name, text in headings}
 
     def table(self, heading: str) -> dict[str, list[str]]:
         """Return the rows of the tables of a section by their first cell."""
@@ -196,9 +168,8 @@ def compared(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(params=["alone", "compared"])
 def page(request: pytest.FixtureRequest) -> Page:
-    found = request.getfixturevalue(request.param)
-    assert isinstance(found, Page)
-    return found
+    made: Page = request.getfixturevalue(request.param)
+    return made
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gridformer.config import parse_run
-from gridformer.report.estimates import estimates_of
+from gridformer.report.estimates import Estimates, estimates_of
 from gridformer.report.page import write_report_page
 from gridformer.report.reading import RunReading, Sample
 from gridformer.report.steptrace import read_timeline
@@ -67,7 +67,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("evil")
     run = evil_run(folder)
     path = folder / "out" / "page.html"
-    write_report_page([run, run], [None, None], path)
+    write_report_page([run, run], [Estimates(), Estimates()], path)
     return path.read_text()
 
 

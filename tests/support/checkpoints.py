@@ -31,7 +31,8 @@ def small_run(data: Path | str = "unused", model: Any = None, **train: Any) -> R
 
 def built(run: RunConfig, seed: int) -> Model:
     """Return the model of a run with the initial weights of a seed."""
-    return build_parallel(run.model, LayoutConfig(), Axes(), seed, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    return build_parallel(run.model, LayoutConfig(), Axes(), seed, cpu, run.train.dtype)
 
 
 def save_checkpoint(

@@ -37,6 +37,6 @@ def test_nothing_else_loads_them() -> None:
         "import sys\n"
         "sys.modules |= dict.fromkeys(('datasets', 'plotly', 'polib'))\n"
         "import gridformer.launch.run, gridformer.data.prepare.sources, gridformer.memory.show\n"
-        "import gridformer.evaluate.generate, gridformer.cli.demo_run\n"
+        "import gridformer.evaluate.generate, gridformer.data.prepare.corpus\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -7,40 +7,37 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import typer
-from typer.models import CommandInfo, OptionInfo
+from typer.models import OptionInfo
 
 from gridformer import __version__
 from gridformer.cli.convert import average, export, import_
 from gridformer.cli.demo import demo
 from gridformer.cli.errors import check_arguments, errors_as_sentences
-from gridformer.cli.evaluate import evaluate
-from gridformer.cli.generate import generate
-from gridformer.cli.health import health
 from gridformer.cli.launch import launch
 from gridformer.cli.machine import calibrate, doctor
 from gridformer.cli.plan import layouts, plan
 from gridformer.cli.predict import check, memory, predict
 from gridformer.cli.prepare import prepare
-from gridformer.cli.report import report
+from gridformer.cli.report import health, report, verify
 from gridformer.cli.train import train
-from gridformer.cli.verify import verify
+from gridformer.cli.trained import evaluate, generate
 from gridformer.utils.process import let_threads_sleep, use_expandable_segments
 
 
-def describe(command: CommandInfo) -> None:
-    """Takes the help of a command and of its options from its docstring.
+def add(function: Callable[..., None]) -> None:
+    """Adds a command, whose help and whose options' help are in its docstring.
 
     An entry of `Args:` describes an option `--name` unless the annotation says otherwise.
     Paragraphs become one line each, which a terminal of any width breaks.
     """
-    assert command.callback is not None
-    function = inspect.unwrap(command.callback)
     prose, _, entries = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")
-    command.help = "\n\n".join(map(_one_line, prose.split("\n\n")))
-    hints = get_type_hints(function, include_extras=True)
+    text = "\n\n".join(map(_one_line, prose.split("\n\n")))
+    described = inspect.unwrap(function)
+    hints = get_type_hints(described, include_extras=True)
     for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", entries, re.MULTILINE):
         kind, info = hints[name], typer.Option()
         if get_origin(kind) is Annotated:
@@ -49,7 +46,8 @@ def describe(command: CommandInfo) -> None:
         if isinstance(info, OptionInfo) and info.default is ...:
             info.param_decls = (f"--{name.strip('_').replace('_', '-')}",)
         hints[name] = Annotated[kind, info]
-    function.__annotations__ = hints
+    described.__annotations__ = hints
+    app.command(function.__name__.rstrip("_"), help=text)(check_arguments(function))
 
 
 def _one_line(text: str) -> str:
@@ -73,31 +71,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
-app.command()(prepare)
-app.command()(train)
-app.command()(generate)
-app.command("import")(import_)
-app.command()(export)
-app.command()(average)
-app.command()(evaluate)
-app.command()(report)
-app.command()(layouts)
-app.command()(memory)
-app.command()(check)
-app.command()(predict)
-app.command()(plan)
-app.command()(launch)
-app.command()(calibrate)
-app.command()(doctor)
-app.command()(health)
-app.command()(verify)
-
-
-for command in app.registered_commands:
-    describe(command)
-    assert command.callback is not None
-    command.callback = check_arguments(command.callback)
+for command in (
+    *(demo, prepare, train, generate, import_, export, average, evaluate, report),
+    *(layouts, memory, check, predict, plan, launch, calibrate, doctor, health, verify),
+):
+    add(command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -119,7 +97,7 @@ def _options(
 
 
 def main() -> None:
-    """Runs the command. See `gridformer.cli.errors` for what becomes of errors."""
+    """Runs the command, and prints errors as sentences."""
     # Both work only before torch is imported or initializes CUDA, and no command has done so yet.
     let_threads_sleep()
     use_expandable_segments()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gridformer.cli.shared import RunDirectory, waiting
+from gridformer.utils.files import refuse_existing
+from gridformer.utils.units import format_count
 
 
 class DTypeOption(StrEnum):
@@ -45,10 +48,9 @@ def import_(
             for a t5 that translates. The default is that of its family.
     """
     from gridformer.checkpoint.convert.importing import import_folder
-    from gridformer.utils.units import format_count
 
     with waiting() as tell:
-        done = import_folder(folder, out, dtype.value, lambda doing: tell("", doing), task)
+        done = import_folder(folder, out, dtype.value, partial(tell, ""), task)
     typer.echo(
         f"{out}: a {done.model_type} with {format_count(done.n_parameters)} parameters "
         f"({done.run.model.n_layers} layers, family {done.run.model.family})"
@@ -62,10 +64,7 @@ def import_(
 
 
 def export(
-    run_dir: RunDirectory,
-    out: Path,
-    dtype: _DType = DTypeOption.keep,
-    shard_gib: float = 5.0,
+    run_dir: RunDirectory, out: Path, dtype: _DType = DTypeOption.keep, shard_gib: float = 5.0
 ) -> None:
     """Convert the last checkpoint of a run to a folder that from_pretrained opens.
 
@@ -79,17 +78,10 @@ def export(
     """
     from gridformer.checkpoint.convert.exporting import export_run
     from gridformer.checkpoint.copies import run_with_checkpoints
-    from gridformer.utils.files import refuse_existing
-    from gridformer.utils.units import format_count
 
     refuse_existing(out)
-    with waiting() as tell:
-
-        def doing(what: str) -> None:
-            tell("", what)
-
-        with run_with_checkpoints(run_dir, doing) as folder:
-            done = export_run(folder, out, dtype.value, shard_gib, doing)
+    with waiting() as tell, run_with_checkpoints(run_dir, partial(tell, "")) as folder:
+        done = export_run(folder, out, dtype.value, shard_gib, partial(tell, ""))
     files = f"{done.n_files} files" if done.n_files > 1 else "one file"
     typer.echo(
         f"{out}: a {done.model_type} with {format_count(done.n_parameters)} parameters in "
@@ -99,9 +91,7 @@ def export(
 
 
 def average(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUNDIR")],
-    out: Path,
-    last: int = 5,
+    run_dir: Annotated[Path, typer.Argument(metavar="RUNDIR")], out: Path, last: int = 5
 ) -> None:
     """Average the weights of the last checkpoints of a run.
 
@@ -118,15 +108,13 @@ def average(
     """
     from gridformer.checkpoint.copies import run_with_checkpoints, url_of
     from gridformer.checkpoint.whole import average_run
-    from gridformer.utils.files import refuse_existing
 
     refuse_existing(out)
-    with waiting() as tell:
-
-        def doing(what: str) -> None:
-            tell("", what)
-
-        with run_with_checkpoints(run_dir, doing, max(1, last)) as folder:
-            averaged = average_run(folder, out, last, doing, url_of(run_dir) or str(run_dir))
+    with (
+        waiting() as tell,
+        run_with_checkpoints(run_dir, partial(tell, ""), max(1, last)) as folder,
+    ):
+        name = url_of(run_dir) or str(run_dir)
+        averaged = average_run(folder, out, last, partial(tell, ""), name)
     steps = ", ".join(map(str, averaged))
     typer.echo(f"{out}: the mean of the checkpoints of steps {steps}")

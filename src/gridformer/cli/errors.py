@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import typer
 
-from gridformer.utils.errors import ConfigError, UserError
+from gridformer.utils.errors import ConfigError, UserError, visible
 from gridformer.utils.process import never_fail_to_print
 from gridformer.utils.units import LARGEST_INTEGER, LONGEST_PART, LONGEST_PATH
 
@@ -66,10 +66,10 @@ def _check(name: str, value: object) -> None:
         from gridformer.config.base import shortened_text
 
         if isinstance(value, float) and math.isnan(value):
-            raise ConfigError(f"{name}: nan is not a number")
+            raise UserError(f"{name}: nan is not a number")
         what, most = ("large", "at most ") if value > 0 else ("small", "at least -")
         shown = shortened_text(value)
-        raise ConfigError(f"{name}: {shown} is too {what}: use {most}{LARGEST_INTEGER}")
+        raise UserError(f"{name}: {shown} is too {what}: use {most}{LARGEST_INTEGER}")
     if isinstance(value, Path):
         _check_path(value)
 
@@ -79,14 +79,14 @@ def _check_path(path: Path) -> None:
     shown = _shortened(str(path), 80)
     long = any(len(part.encode("utf-8", "replace")) > LONGEST_PART for part in path.parts)
     if long or len(str(path)) > LONGEST_PATH:
-        raise ConfigError(f"{shown}: is longer than a path can be")
+        raise UserError(f"{shown}: is longer than a path can be")
     if any(unicodedata.category(letter) == "Cc" for letter in str(path)):
-        raise ConfigError(f"{shown}: contains control characters")
+        raise UserError(f"{shown}: contains control characters")
     try:
         path.stat()
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise ConfigError(f"{shown}: is a symbolic link that leads to itself") from None
+            raise UserError(f"{shown}: is a symbolic link that leads to itself") from None
 
 
 @contextlib.contextmanager
@@ -137,7 +137,6 @@ def _where(error: BaseException) -> str:
 
 
 def _bug(error: Exception) -> None:
-    _flush()
     traceback.print_exception(error)
     sentence = (
         "this is a mistake in gridformer, not in what was given to it: please report it with the "
@@ -147,36 +146,22 @@ def _bug(error: Exception) -> None:
 
 
 def _end(problems: list[str], code: int) -> None:
-    _flush()
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):  # standard error may be closed
         typer.echo(text_of(problems), err=True)
     sys.exit(code)
 
 
-def _flush() -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stdout.flush()
-
-
 def text_of(problems: list[str]) -> str:
     """Returns the text that is printed about some problems."""
     title = typer.style("error:", fg=typer.colors.RED, bold=True)
-    shown = [_shortened(_visible(problem), _LONGEST) for problem in problems]
+    shown = [_shortened(visible(problem, "\n"), _LONGEST) for problem in problems]
     if len(shown) == 1:
         return f"{title} {shown[0]}"
     if len(shown) > _MOST_PROBLEMS:
         shown = [*shown[:_MOST_PROBLEMS], f"and {len(problems) - _MOST_PROBLEMS} more"]
     return "\n".join([f"{title} {len(problems)} problems", *(f"  - {p}" for p in shown)])
-
-
-def _visible(text: str) -> str:
-    """Writes control characters as escapes, so that no quoted value can steer the terminal."""
-    return "".join(
-        letter.encode("unicode_escape").decode()
-        if unicodedata.category(letter) in ("Cc", "Cs", "Cf") and letter != "\n"
-        else letter
-        for letter in text
-    )
 
 
 def _shortened(text: str, at_most: int) -> str:

@@ -8,27 +8,10 @@ from typing import Annotated, Final
 
 import typer
 
+from gridformer.utils.errors import ConfigError, UserError
+from gridformer.utils.files import check_output
 
-class JobKind(StrEnum):
-    """What starts the processes."""
-
-    SLURM = "slurm"
-    KUBERNETES = "kubernetes"
-    TORCHRUN = "torchrun"
-
-
-# The options that only some kinds look at.
-_ONLY_FOR: Final = {
-    "tasks": (JobKind.SLURM,),
-    "sbatch": (JobKind.SLURM,),
-    "before": (JobKind.SLURM,),
-    "image": (JobKind.KUBERNETES,),
-    "claim": (JobKind.KUBERNETES,),
-    "memory_gib": (JobKind.KUBERNETES,),
-    "rendezvous": (JobKind.TORCHRUN,),
-    "master": (JobKind.TORCHRUN,),
-    "max_restarts": (JobKind.KUBERNETES, JobKind.TORCHRUN),
-}
+JobKind = StrEnum("JobKind", ["SLURM", "KUBERNETES", "TORCHRUN"])
 
 
 class Tasks(StrEnum):
@@ -43,6 +26,15 @@ class Rendezvous(StrEnum):
 
     C10D = "c10d"
     STATIC = "static"
+
+
+# The kinds that look at an option, where not all do.
+_ONLY_FOR: Final = {
+    **dict.fromkeys(("tasks", "sbatch", "before"), (JobKind.SLURM,)),
+    **dict.fromkeys(("image", "claim", "memory_gib"), (JobKind.KUBERNETES,)),
+    **dict.fromkeys(("rendezvous", "master"), (JobKind.TORCHRUN,)),
+    "max_restarts": (JobKind.KUBERNETES, JobKind.TORCHRUN),
+}
 
 
 def launch(
@@ -109,51 +101,37 @@ def launch(
     from gridformer.config import find_run_file, load_run
     from gridformer.launch.job_scripts import make_job, sbatch_script, torchrun_lines
     from gridformer.parallel.validation import check_layout
-    from gridformer.utils.errors import ConfigError
-    from gridformer.utils.files import check_output
 
     if print_ and out is not None:
-        raise ConfigError("--print and --out exclude each other: use one of them")
-    if unused := _unused(context, kind):
+        raise UserError("--print and --out exclude each other: use one of them")
+    sources = {name: context.get_parameter_source(name) for name in _ONLY_FOR}
+    given = [name for name, one in sources.items() if one and one.name == "COMMANDLINE"]
+    unused = [
+        f"--{name.replace('_', '-')} is for {' and '.join(kinds)} and has no effect with {kind}: "
+        "leave it out"
+        for name, kinds in _ONLY_FOR.items()
+        if kind not in kinds and name in given
+    ]
+    if unused:
         raise ConfigError(*unused)
     loaded = load_run(run, overrides or [])
     check_layout(loaded)
     if out is not None:
         named = cluster_path(cluster or loaded.layout.cluster)
         check_output("--out", out, [find_run_file(run), named or ""])
-    job = make_job(
-        loaded, run, overrides or [], cluster, devices_per_node or 0, run_dir, hours, interface
-    )
+    n = devices_per_node or 0
+    job = make_job(loaded, run, overrides or [], cluster, n, run_dir, hours, interface)
     if kind is JobKind.SLURM:
         text = sbatch_script(job, tasks.value, sbatch or [], before)
     elif kind is JobKind.KUBERNETES:
         from gridformer.launch.kubernetes import PodSettings, manifest
 
-        place = PodSettings(
-            image or f"gridformer:{__version__}",
-            claim,
-            memory_gib=memory_gib,
-            max_restarts=max_restarts,
-        )
-        text = manifest(job, place)
+        image = image or f"gridformer:{__version__}"
+        settings = PodSettings(image, claim, memory_gib=memory_gib, max_restarts=max_restarts)
+        text = manifest(job, settings)
     else:
         text = torchrun_lines(job, rendezvous.value, master, max_restarts)
     if out is None:
         typer.echo(text, nl=False)
     else:
         out.write_text(text, encoding="utf-8")
-
-
-def _unused(context: typer.Context, kind: JobKind) -> list[str]:
-    """Returns a sentence about each option that was given and has no effect with a kind."""
-    return [
-        f"--{name.replace('_', '-')} is for {' and '.join(kinds)} and has no effect with {kind}: "
-        "leave it out"
-        for name, kinds in _ONLY_FOR.items()
-        if kind not in kinds and _is_given(context, name)
-    ]
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"

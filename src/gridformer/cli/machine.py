@@ -8,6 +8,9 @@ from typing import Annotated
 
 import typer
 
+from gridformer.utils.errors import UserError
+from gridformer.utils.files import check_output
+
 
 def calibrate(
     out: Path = Path("local.yaml"),
@@ -17,10 +20,9 @@ def calibrate(
 ) -> None:
     """Measure this machine and write a cluster file for predict and plan.
 
-    This measures products, attention and other kernels, what Python adds to
-    them, and messages between processes. On a CPU, several processes share
-    the cores, so it measures with 1 to 16 of them at the same time. It takes
-    one to two minutes, in which nothing else should run.
+    This measures products, attention and other kernels, what Python adds to them, and messages
+    between processes. On a CPU, several processes share the cores, so it measures with 1 to 16 of
+    them at the same time. It takes one to two minutes, in which nothing else should run.
 
     Try: gridformer calibrate --out local.yaml
 
@@ -30,15 +32,12 @@ def calibrate(
         limit: On a GPU: the seconds that kernels may take in all.
         quick: Measure a few tiny cases, to try the command.
     """
-    from gridformer.utils.errors import ConfigError
-    from gridformer.utils.files import check_output
-
     if not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", processes):
-        raise ConfigError(f"--processes {processes}: use numbers from 1, such as 1,2,4")
+        raise UserError(f"--processes {processes}: use numbers from 1, such as 1,2,4")
     counts = sorted({int(word) for word in processes.split(",")})
     check_output("--out", out)
     if out.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"--out {out}: name a YAML file, such as local.yaml")
+        raise UserError(f"--out {out}: name a YAML file, such as local.yaml")
     from gridformer.calibrate.machine import calibrate as measure
     from gridformer.calibrate.machine import write_cluster
 

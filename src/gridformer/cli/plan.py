@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gridformer.cli.shared import AsJson
-from gridformer.utils.process import last_work
-from gridformer.utils.units import MOST_PROCESSES, MOST_TOKENS
+from gridformer.utils.errors import ConfigError, UserError, require
+from gridformer.utils.files import check_output
+from gridformer.utils.process import last_work, processor_s
+from gridformer.utils.units import ESTIMATED_TOKENS, MOST_PROCESSES, MOST_TOKENS, byte_unit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +27,6 @@ if TYPE_CHECKING:
 
 _LIST_S = 12  # of a processor; only many thousands of processes have that many layouts
 _SOON_S, _LATE_S = 80.0, 120.0  # processor time of a plan, up to 64 devices and above
-_TOP = 10  # layouts that are listed unless --top says otherwise
 
 
 def layouts(
@@ -54,12 +57,10 @@ def layouts(
 
     from gridformer.config import SCHEMES, any_of, find_run_file, load_run, model_names, parse_run
     from gridformer.memory.layouts import candidates, common_batch, list_layouts
-    from gridformer.utils.errors import ConfigError
-    from gridformer.utils.units import ESTIMATED_TOKENS
 
     wrong = [name for name in scheme or () if name not in SCHEMES]
     if wrong:
-        raise ConfigError(f"--scheme {wrong[0]} is unknown: use {any_of(SCHEMES)}")
+        raise UserError(f"--scheme {wrong[0]} is unknown: use {any_of(SCHEMES)}")
     if model in model_names() and not Path(model).is_file():
         run = parse_run({"model": model, "data": {"path": "."}})
     else:
@@ -75,11 +76,8 @@ def layouts(
     listed = list_layouts(section, processes, global_batch, seq_len, schemes, _LIST_S)
     total = sum(1 for _ in candidates(processes, schemes))
     if len(listed) < total:
-        left_out = (
-            f"{len(listed):,} of {total:,} layouts were checked in {_LIST_S} s, "
-            "fewest stages first (see --scheme)"
-        )
-        typer.echo(left_out, err=True)
+        n = f"{len(listed):,} of {total:,} layouts were checked in {_LIST_S} s"
+        typer.echo(f"{n}, fewest stages first (see --scheme)", err=True)
     if settings:
         for one in listed:
             if not one.problems:
@@ -95,7 +93,6 @@ def _print_layouts(what: str, listed: Sequence[Listed], console: Console) -> Non
     from rich.text import Text
 
     from gridformer.memory.layouts import reasons
-    from gridformer.utils.units import byte_unit
 
     fitting = [one for one in listed if not one.problems]
     console.print(Text(f"{what}: {len(fitting)} layouts work"))
@@ -103,16 +100,13 @@ def _print_layouts(what: str, listed: Sequence[Listed], console: Console) -> Non
         unit, unit_name = byte_unit(max(one.modes["replicate"] for one in fitting))
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
         table.add_column("layout")
-        modes = [
-            mode
-            for mode in ("replicate", "zero1", "fsdp")
-            if any(mode in one.modes for one in fitting)
-        ]
+        held = {mode for one in fitting for mode in one.modes}
+        modes = [mode for mode in ("replicate", "zero1", "fsdp") if mode in held]
         for mode in modes:
             table.add_column(unit_name if mode == "replicate" else mode, justify="right")
         for one in fitting:
-            held = [f"{one.modes[m] / unit:,.1f}" if m in one.modes else "-" for m in modes]
-            table.add_row(Text(one.name), *held)
+            sizes = [f"{one.modes[m] / unit:,.1f}" if m in one.modes else "-" for m in modes]
+            table.add_row(Text(one.name), *sizes)
         console.print(table)
         note = (
             f"{unit_name}: an estimate of what the fullest rank holds in such a step, in "
@@ -137,7 +131,7 @@ def plan(
     devices: Annotated[int, typer.Option(min=1)],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE")] = None,
     batch: Annotated[int, typer.Option(min=0)] = 0,
-    top: Annotated[int, typer.Option(min=1)] = _TOP,
+    top: Annotated[int, typer.Option(min=1)] = 10,
     also: Annotated[list[str] | None, typer.Option(metavar="'KEY=VALUE ...'")] = None,
     emit: Path | None = None,
     html: Path | None = None,
@@ -173,10 +167,7 @@ def plan(
         seconds: Begin no trace after this number of seconds of the processor's time, all cores
             together, if a layout was found. With 0 these are 80, or 120 for more than 64 devices.
     """
-    from gridformer.utils.process import processor_s
-
     began = processor_s()  # loading torch is a part of the time
-    import json
 
     from rich.console import Console
 
@@ -185,8 +176,6 @@ def plan(
     from gridformer.plan.search import Search
     from gridformer.plan.show import print_result, ranking_as_json, reasons, write_run
     from gridformer.plan.trace_candidates import Tracing
-    from gridformer.utils.errors import require
-    from gridformer.utils.files import check_output
 
     inputs = [model, cluster_path(cluster) or cluster]
     if html is not None:
@@ -199,16 +188,6 @@ def plan(
     run = _run(model, overrides or [], machine, devices, batch, notes)
     given = [_also(model, overrides or [], run, devices, text) for text in also or []]
     console = Console(highlight=False, stderr=as_json)
-    chosen_by = {"--batch": batch, "--top": top if top != _TOP else 0, "--seconds": seconds}
-    how = shlex.join(
-        [
-            *("gridformer", "plan", model, *(overrides or [])),
-            *("--cluster", cluster, "--devices", str(devices)),
-            *(word for option, n in chosen_by.items() if n for word in (option, str(n))),
-            *(word for text in also or [] for word in ("--also", text)),
-            *("--emit", str(emit)),
-        ]
-    )
     with console.status("estimating layouts") as status:
         all_s = seconds or (_SOON_S if devices <= 64 else _LATE_S)
         asked = Search(run, machine, devices, named=cluster)
@@ -227,7 +206,7 @@ def plan(
             write_plan_page(run, machine, devices, result, advice, html, would_fit)
         if result.layouts and emit is not None:
             # Before the output, whose reader may stop reading.
-            write_run(result.layouts[0], emit, how)
+            write_run(result.layouts[0], emit, shlex.join(["gridformer", *sys.argv[1:]]))
     if as_json:
         typer.echo(json.dumps(ranking_as_json(result, advice, would_fit)))
     elif result.layouts:
@@ -240,10 +219,10 @@ def plan(
             console.print(f"- {sentence}", soft_wrap=True)
     if html is not None and not as_json:
         console.print(f"The report: {html}")
-    if result.layouts and emit is not None and not as_json:
-        console.print(f"The best layout as a run file: {emit}")
     if not result.layouts:
         raise typer.Exit(1)
+    if emit is not None and not as_json:
+        console.print(f"The best layout as a run file: {emit}")
 
 
 def _run(
@@ -253,10 +232,9 @@ def _run(
     from gridformer.config import model_names
     from gridformer.launch.plan import read_run_without_data
     from gridformer.plan.search import default_batch, fastest_dtype
-    from gridformer.utils.errors import ConfigError
 
     if devices > machine.size:
-        raise ConfigError(f"--devices {devices}: {machine.name} has at most {machine.size} devices")
+        raise UserError(f"--devices {devices}: {machine.name} has at most {machine.size} devices")
     names_model = model in model_names() and not Path(model).is_file()
     keys = {override.partition("=")[0] for override in overrides}
     if names_model and "train.dtype" not in keys:
@@ -272,7 +250,6 @@ def _run(
 def _also(model: str, overrides: list[str], run: RunConfig, devices: int, text: str) -> RunConfig:
     """Returns the run with a layout that the user has asked for, checked as `train` checks it."""
     from gridformer.launch.plan import read_run_without_data
-    from gridformer.utils.errors import ConfigError
 
     batch, dtype = run.train.global_batch, run.train.dtype
     given = [*overrides, f"train.dtype={dtype}", f"train.global_batch={batch}"]

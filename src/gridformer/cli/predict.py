@@ -9,7 +9,10 @@ from typing import Annotated
 import typer
 
 from gridformer.cli.shared import AsJson, Overrides, RunFile, Seconds, time_limit, waiting
+from gridformer.utils.errors import UserError, require
+from gridformer.utils.files import check_output
 from gridformer.utils.process import last_work
+from gridformer.utils.units import GIB
 
 _FEWER = "take fewer layers, stages or micro-batches"
 
@@ -24,11 +27,10 @@ def check(
 ) -> None:
     """Check that a run will work on GPUs, before anything is launched.
 
-    This runs the real code of one optimizer step for the ranks of the layout,
-    on tensors that claim to be on GPUs, and replays all messages by NCCL's
-    rules. It finds messages that do not fit together, circular waits, tensors
-    on the wrong device, and values that are read back too often. It needs
-    neither GPUs nor the data. The exit code is 1 if there is a problem.
+    This runs the real code of one optimizer step for the ranks of the layout, on tensors that claim
+    to be on GPUs, and replays all messages by NCCL's rules. It finds messages that do not fit
+    together, circular waits, tensors on the wrong device, and values that are read back too often.
+    It needs neither GPUs nor the data. The exit code is 1 if there is a problem.
 
     [bold]Examples:[/bold]
 
@@ -104,9 +106,6 @@ def memory(
     from gridformer.memory.show import print_breakdowns, write_memory_page
     from gridformer.parallel.auto.decisions import decide_run
     from gridformer.plan.predict import on_device_type
-    from gridformer.utils.errors import require
-    from gridformer.utils.files import check_output
-    from gridformer.utils.units import GIB
 
     if html is not None:
         require("plotly", "--html", "html")
@@ -177,12 +176,10 @@ def predict(
 
     from gridformer.cluster.file import cluster_names, cluster_path, load_cluster
     from gridformer.launch.plan import read_run_without_data
-    from gridformer.utils.errors import ConfigError
-    from gridformer.utils.files import check_output
 
     if not cluster:
         names = ", ".join(cluster_names())
-        raise ConfigError(f"predict needs --cluster: a cluster file, or one of {names}")
+        raise UserError(f"predict needs --cluster: a cluster file, or one of {names}")
     if trace is not None:
         check_output("--trace", trace, [run, cluster_path(cluster) or cluster])
     machine = load_cluster(cluster)

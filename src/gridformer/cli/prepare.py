@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,12 +12,8 @@ from gridformer.utils.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gridformer.data.prepare.writer import PrepareProgress, WriteOptions
+    from gridformer.data.prepare.writer import PrepareProgress
     from gridformer.data.tokenfolder import TokenFolder
-
-# The tokenizer that is trained unless options say otherwise.
-_VOCAB_SIZE: Final = 4096
-_SAMPLE_MB: Final = 16.0
 
 
 def prepare(
@@ -94,45 +90,52 @@ def prepare(
     from rich.console import Console
 
     from gridformer.cli.prepare_output import Bar, summarize
+    from gridformer.config import closest
     from gridformer.data.prepare.atomic_folder import documents_kept
     from gridformer.data.prepare.corpus import prepare_corpus
     from gridformer.data.prepare.sources import open_sources
+    from gridformer.data.prepare.tasks import FORMATS, prepare_task
     from gridformer.data.prepare.writer import WriteOptions
     from gridformer.data.tokenizer import Tokenizer
 
-    if (chat or task_format) and (eos or bos):
-        raise UserError(
-            f"{'--chat' if chat else '--format'} says what begins and ends a document, so omit "
-            "--eos and --bos"
-        )
-    ways = (pair_keys, pair_files, label_key, labels_from_folders, suffix)
-    if chat is not None and any(ways):
-        raise UserError(
-            "--chat reads conversations, so omit --pair-keys, --pair-files, --label-key, "
-            "--labels-from-folders and --suffix"
-        )
     ends = eos != "none"
+    keys = [key.strip() for key in pair_keys.split(",")] if pair_keys is not None else []
     names = (eos if ends else None, bos if bos != "none" else None)
-    if any(names) and tokenizer is None:
-        raise UserError(
-            "--eos and --bos name tokens of a given tokenizer: add --tokenizer, or omit them"
-        )
-
+    others = (pair_keys, pair_files, label_key, labels_from_folders, suffix)
     trained = {"--vocab-size": vocab_size, "--tokenizer-sample-mb": tokenizer_sample_mb}
     unused = [option for option, value in trained.items() if value is not None]
-    if tokenizer is not None and unused:
-        raise UserError(
-            f"--tokenizer names a tokenizer, and {' and '.join(unused)} would train one: leave out "
-            "one or the other"
-        )
-    vocab_size = _VOCAB_SIZE if vocab_size is None else vocab_size
-    sample_bytes = int((_SAMPLE_MB if tokenizer_sample_mb is None else tokenizer_sample_mb) * 1e6)
+    refusals = {
+        f"{'--chat' if chat else '--format'} says what begins and ends a document, so omit --eos "
+        "and --bos": (chat or task_format) and (eos or bos),
+        "--chat reads conversations, so omit --pair-keys, --pair-files, --label-key, "
+        "--labels-from-folders and --suffix": chat is not None and any(others),
+        "--eos and --bos name tokens of a given tokenizer: add --tokenizer, or omit them": (
+            any(names) and tokenizer is None
+        ),
+        f"--tokenizer names a tokenizer, and {' and '.join(unused)} would train one: leave out one "
+        "or the other": tokenizer is not None and unused,
+        f"--pair-keys {pair_keys} must be two different keys, such as --pair-keys en,de": (
+            keys and not (len(keys) == 2 and all(keys) and keys[0] != keys[1])
+        ),
+        f"--format {task_format} is unknown{closest(task_format or '', FORMATS)}": (
+            task_format is not None and task_format not in FORMATS
+        ),
+        f"--format {task_format} reads one folder, not {len(sources)}: name one": (
+            task_format is not None and len(sources) != 1
+        ),
+        f"--format {task_format} needs --tokenizer: name the tokenizer.json of the model that you "
+        "fine-tune, or the folder that holds it": task_format is not None and tokenizer is None,
+    }
+    if problems := [problem for problem, wrong in refusals.items() if wrong]:
+        raise UserError(problems[0])
+    vocab_size = 4096 if vocab_size is None else vocab_size
+    sample_bytes = int((16.0 if tokenizer_sample_mb is None else tokenizer_sample_mb) * 1e6)
 
     def write(show: Callable[[PrepareProgress], None]) -> TokenFolder:
         options = WriteOptions(workers=workers, overwrite=overwrite, on_progress=show)
-        if task_format is not None:
-            return _task_folder(task_format, sources, out, tokenizer, options)
         given = Tokenizer.load(tokenizer, *names) if tokenizer else None
+        if task_format is not None and given is not None:
+            return prepare_task(task_format, Path(sources[0]), out, given, **options)
         common: dict[str, Any] = {
             "tokenizer": given,
             "vocab_size": vocab_size,
@@ -152,7 +155,7 @@ def prepare(
             suffixes=suffix or (),
             text_key=text_key,
             split=split,
-            pair_keys=_two_keys(pair_keys),
+            pair_keys=(keys[0], keys[1]) if keys else None,
             label_key=label_key,
             labels_from_folders=labels_from_folders,
             pair_files=pair_files,
@@ -160,8 +163,9 @@ def prepare(
         return prepare_corpus(opened, out, ends=ends, **common)
 
     try:
-        with Bar(Console(stderr=True)) as bar:
-            folder = write(bar.show)
+        shown = Bar(Console(stderr=True))
+        with shown.bar:
+            folder = write(shown.show)
     except BaseException:
         if kept := documents_kept(out):
             Console(stderr=True).print(
@@ -169,37 +173,3 @@ def prepare(
             )
         raise
     summarize(folder, out, Console())
-
-
-def _task_folder(
-    task_format: str,
-    sources: list[str],
-    out: Path,
-    tokenizer: Path | None,
-    options: WriteOptions,
-) -> TokenFolder:
-    """Writes a folder of examples."""
-    from gridformer.config import closest
-    from gridformer.data.prepare.tasks import FORMATS, prepare_task
-    from gridformer.data.tokenizer import Tokenizer
-
-    if task_format not in FORMATS:
-        raise UserError(f"--format {task_format} is unknown{closest(task_format, FORMATS)}")
-    if len(sources) != 1:
-        raise UserError(f"--format {task_format} reads one folder, not {len(sources)}: name one")
-    if tokenizer is None:
-        raise UserError(
-            f"--format {task_format} needs --tokenizer: name the tokenizer.json of the model that "
-            "you fine-tune, or the folder that holds it"
-        )
-    given = Tokenizer.load(tokenizer)
-    return prepare_task(task_format, Path(sources[0]), out, given, **options)
-
-
-def _two_keys(text: str | None) -> tuple[str, str] | None:
-    if text is None:
-        return None
-    keys = [key.strip() for key in text.split(",")]
-    if len(keys) != 2 or not all(keys) or keys[0] == keys[1]:
-        raise UserError(f"--pair-keys {text} must be two different keys, such as --pair-keys en,de")
-    return keys[0], keys[1]

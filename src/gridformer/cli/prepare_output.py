@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,42 +17,30 @@ class Bar:
     """A progress bar on the terminal that `show` updates from `PrepareProgress` reports."""
 
     def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Shown
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        self._bar = Shown(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[counts]}"),
-            TimeElapsedColumn(),
+        name, counts = TextColumn("{task.description}"), TextColumn("{task.fields[counts]}")
+        self.bar = Progress(
+            *(SpinnerColumn(), name, BarColumn(), counts, TimeElapsedColumn()),
             console=console,
             transient=True,
             disable=not console.is_terminal,  # rich would write an empty line at its end
         )
-        self._task = self._bar.add_task("looking for text", total=None, counts="")
+        self._task = self.bar.add_task("looking for text", total=None, counts="")
         self._told = False
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
     def show(self, now: PrepareProgress) -> None:
         """Shows the progress, and first of all from where a preparation goes on."""
         counts = ""
         if now.kept and not self._told:
-            self._bar.console.print(
+            self.bar.console.print(
                 f"going on after {now.kept:,} documents that are done", highlight=False
             )
             self._told = True
         if now.tokens:
-            counts = (
-                f"{now.bytes / 1e6:,.1f} MB, {now.tokens:,} tokens, {now.documents:,} documents"
-            )
-        self._bar.update(
+            size = f"{now.bytes / 1e6:,.1f} MB"
+            counts = f"{size}, {now.tokens:,} tokens, {now.documents:,} documents"
+        self.bar.update(
             self._task, description=now.phase, completed=now.bytes, total=now.total, counts=counts
         )
 
@@ -60,10 +48,7 @@ class Bar:
 def summarize(folder: TokenFolder, out: Path, console: Console) -> None:
     """Prints what a token folder contains, and a command that trains on it.
 
-    Args:
-        folder: The written folder.
-        out: Its path, as the command names it.
-        console: Where to print.
+    `out` is the path of the folder as the command names it.
     """
     from rich.table import Table
     from rich.text import Text
@@ -126,17 +111,14 @@ def next_command(folder: TokenFolder, out: Path) -> str:
 
 def _usual_lengths(folder: TokenFolder) -> dict[str, int]:
     """Returns lengths, multiples of 8, that hold 90% of the pairs' texts or conversations."""
-    if folder.kind not in ("pairs", "chat"):
-        return {}
     import numpy as np
 
-    if folder.kind == "chat":
-        nine = np.quantile(np.diff(folder.train.offsets), 0.9)
-        return {"data.seq_len": 8 * -(-int(nine) // 8)}
-
-    lengths = np.diff(folder.train.offsets).reshape(-1, 2)
-    nine = np.quantile(lengths, 0.9, axis=0)
-    return {key: 8 * -(-int(n) // 8) for key, n in zip(("data.source_len", "data.seq_len"), nine)}
+    known = {"pairs": ("data.source_len", "data.seq_len"), "chat": ("data.seq_len",)}
+    keys = known.get(folder.kind, ())
+    if not keys:
+        return {}
+    lengths = np.diff(folder.train.offsets).reshape(-1, len(keys))
+    return {key: 8 * -(-int(n) // 8) for key, n in zip(keys, np.quantile(lengths, 0.9, axis=0))}
 
 
 def _shortened(labels: tuple[str, ...], most: int = 12) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -12,18 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Final, get_args
+from typing import Annotated, Final
 
 import typer
 
 from gridformer.cli.errors import BAD_INPUT, text_of
-from gridformer.utils.errors import ConfigError
 from gridformer.utils.process import leave_progress_bar
 from gridformer.utils.signals import end_process
-
-if TYPE_CHECKING:
-    from gridformer.config.train import DType
-    from gridformer.mesh.process_group import DeviceChoice
 
 _SECONDS: Final = 25.0
 LONGEST: Final = 1e7  # seconds that an option may say
@@ -47,25 +41,7 @@ Overrides = Annotated[
     typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the run file."),
 ]
 
-TrainedModel = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RUNDIR|FOLDER",
-        help="A run directory, one of its checkpoints, a URL like train.checkpoint_to, or a folder "
-        "of Hugging Face.",
-    ),
-]
-DTypeName = Annotated[
-    str,
-    typer.Option(
-        "--dtype",
-        help="The type of the computation: float32, bfloat16, float16 or float64. The default is "
-        "that of training. Weights are read as they are and cast.",
-    ),
-]
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
-Device = Annotated[str, typer.Option("--device", help="The device: cpu, cuda or auto.")]
 Seconds = Annotated[
     float | None,
     typer.Option(
@@ -76,66 +52,6 @@ Seconds = Annotated[
         "never.",
     ),
 ]
-
-Beams = Annotated[
-    int | None,
-    typer.Option(
-        "--beams",
-        help="For t5 and transformer: the number of beams, where 1 is greedy search. The "
-        "default is 4.",
-    ),
-]
-LengthPenalty = Annotated[
-    float | None,
-    typer.Option(
-        "--length-penalty",
-        help="For t5 and transformer: values above 0 favor longer texts. The default is 1.",
-    ),
-]
-Timeout = Annotated[
-    float | None,
-    typer.Option(
-        "--timeout",
-        min=1.0,
-        max=LONGEST,
-        help="On several processes: one that waits for another for this number of seconds ends the "
-        "command and names the cause. The default is 600, and 21600 for lm-eval tasks, whose data "
-        "one process may have to prepare.",
-    ),
-]
-
-
-def dtype_option(name: str) -> DType | None:
-    """Returns the value of --dtype, or None if there is none.
-
-    Raises:
-        ConfigError: It is no type of a computation.
-    """
-    from gridformer.config.train import DType
-
-    known: dict[str, DType] = {one: one for one in get_args(DType)}
-    if name and name not in known:
-        raise ConfigError(f"--dtype {name} must be one of {', '.join(known)}")
-    return known.get(name)
-
-
-def device_option(name: str) -> DeviceChoice:
-    """Returns the value of --device.
-
-    Raises:
-        ConfigError: It is no device, or torch finds no GPU.
-    """
-    if name == "auto":
-        return "auto"
-    if name == "cpu":
-        return "cpu"
-    if name != "cuda":
-        raise ConfigError(f"--device {name} is no device: use --device cpu, cuda or auto")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ConfigError(f"--device {name} is not available here: use --device cpu or auto")
-    return "cuda"
 
 
 @contextlib.contextmanager
@@ -172,11 +88,7 @@ def time_limit(seconds: float | None, instead: str) -> Iterator[None]:
     """Ends this process with an error once the block has taken that much of the processor's time.
 
     Time in which other programs have the processor does not count, so a busy machine changes
-    nothing.
-
-    Args:
-        seconds: The limit; 0 means none, and None 25.
-        instead: What takes less time, as a part of a sentence.
+    nothing. `instead` says, as a part of a sentence, what takes less time.
     """
     seconds = _SECONDS if seconds is None else seconds
     if not seconds or threading.current_thread() is not threading.main_thread():
@@ -214,13 +126,11 @@ def time_limit(seconds: float | None, instead: str) -> Iterator[None]:
 def _processor_s() -> dict[int, float]:
     """Returns the seconds of the processor's time of this process and of each of its children."""
     used = {os.getpid(): time.process_time()}
-    children = {child.pid for child in multiprocessing.active_children()}
     with contextlib.suppress(OSError):  # systems without /proc
-        for task in Path("/proc/self/task").iterdir():
-            children |= {int(pid) for pid in (task / "children").read_text().split()}
-    for pid in children:
-        with contextlib.suppress(OSError):
-            after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            user, system = map(int, after_name[11:13])
-            used[pid or 0] = (user + system) / os.sysconf("SC_CLK_TCK")
+        tasks = [(task / "children").read_text() for task in Path("/proc/self/task").iterdir()]
+        for pid in " ".join(tasks).split():
+            with contextlib.suppress(OSError):
+                after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                user, system = map(int, after_name[11:13])
+                used[int(pid)] = (user + system) / os.sysconf("SC_CLK_TCK")
     return used

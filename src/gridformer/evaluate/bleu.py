@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,48 +25,28 @@ SAMPLES_FILE = "samples.jsonl"
 _SHOWN = 5  # pairs of each evaluation that are written to SAMPLES_FILE
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """The pairs of a validation set on which BLEU is measured.
+def pairs_of(
+    split: TokenSplit, run: RunConfig, tokenizer: Tokenizer
+) -> list[tuple[list[int], str, str]]:
+    """Returns the first `train.bleu_pairs` pairs, or all, that fit the lengths of a run.
 
-    Attributes:
-        sources: The tokens of each source, with the end of text.
-        texts: Each source as text.
-        references: Each target as text.
+    Of each the tokens of the source, the source and the target. A pair is two documents in a row,
+    each with the end of text.
     """
-
-    sources: list[list[int]]
-    texts: list[str]
-    references: list[str]
-
-    @classmethod
-    def of(cls, split: TokenSplit, run: RunConfig, tokenizer: Tokenizer) -> Pairs:
-        """Reads the first pairs of a split that fit the lengths of a run.
-
-        Args:
-            split: Pairs, each of them two documents in a row.
-            run: Its source_len and seq_len are the most tokens, with the end of text, and
-                `train.bleu_pairs` is the most pairs; 0 takes all.
-            tokenizer: Turns tokens into text.
-        """
-        found = cls([], [], [])
-        for number in range(0, split.n_documents, 2):
-            if run.train.bleu_pairs and len(found.sources) == run.train.bleu_pairs:
-                break
-            source, target = split.document(number).tolist(), split.document(number + 1).tolist()
-            if len(source) <= run.source_len and len(target) <= run.seq_len:
-                found.sources.append(source)
-                found.texts.append(tokenizer.decode(source[:-1]))
-                found.references.append(tokenizer.decode(target[:-1]))
-        return found
+    pairs: list[tuple[list[int], str, str]] = []
+    for number in range(0, split.n_documents, 2):
+        if run.train.bleu_pairs and len(pairs) == run.train.bleu_pairs:
+            break
+        source, target = split.document(number).tolist(), split.document(number + 1).tolist()
+        if len(source) <= run.source_len and len(target) <= run.seq_len:
+            pairs.append((source, tokenizer.decode(source[:-1]), tokenizer.decode(target[:-1])))
+    return pairs
 
 
 class Bleu:
     """A measure of evaluations during training; see `gridformer.train.evaluation.Measure`.
 
-    Args:
-        run: The run, which trains on pairs.
-        out: Its run directory, where the first translations are written to `samples.jsonl`.
+    The first translations are written to `samples.jsonl` in the run directory `out`.
     """
 
     def __init__(self, run: RunConfig, out: Path) -> None:
@@ -75,14 +54,14 @@ class Bleu:
         data = RunData.open(run.data)
         self.tokenizer = data.first.tokenizer
         self.sets = {
-            name: Pairs.of(split, run, self.tokenizer) for name, split in data.validation.items()
+            name: pairs_of(split, run, self.tokenizer) for name, split in data.validation.items()
         }
         train = run.train
         self.how = BeamSearch(train.bleu_beams, train.bleu_length_penalty, run.seq_len)
         self._trained: Trained | None = None
 
     def due(self, step: int) -> bool:
-        """Returns whether the evaluation after a step measures BLEU. That before training never."""
+        """Returns whether the evaluation after a step, but not before training, measures BLEU."""
         train = self.run.train
         every = train.bleu_every * train.eval_every
         return step == train.steps or (step > 0 and every > 0 and step % every == 0)
@@ -94,20 +73,20 @@ class Bleu:
         import sacrebleu
 
         trained = self._model(stepper)
-        found, shown = {}, []
+        scores, shown = {}, []
         for name, pairs in self.sets.items():
-            ids = search_in_batches(trained, trained.special, pairs.sources, self.how)
+            ids = search_in_batches(trained, [source for source, _, _ in pairs], self.how)
             said = [self.tokenizer.decode(target) for target in ids]
             suffix = f"_{name}" if name else ""
-            score = sacrebleu.corpus_bleu(said, [pairs.references])
-            found[f"val_bleu{suffix}"] = float(score.score)
+            score = sacrebleu.corpus_bleu(said, [[reference for _, _, reference in pairs]])
+            scores[f"val_bleu{suffix}"] = float(score.score)
             several = {"set": name} if name else {}
-            for source, text, reference in [*zip(pairs.texts, said, pairs.references)][:_SHOWN]:
+            for (_, source, reference), text in [*zip(pairs, said)][:_SHOWN]:
                 line = {"step": step, "prompt": source, "text": text, "reference": reference}
                 shown.append({**line, **several})
         if stepper.axes.world.index == 0:
             self._write(step, shown)
-        return found
+        return scores
 
     def _model(self, stepper: Stepper) -> Trained:
         """Returns the model that is being trained as one that generates."""

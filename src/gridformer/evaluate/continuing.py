@@ -1,4 +1,4 @@
-"""Continues texts, many at a time, on any layout."""
+"""Samples the tokens that continue texts, many at a time, on any layout."""
 
 from __future__ import annotations
 
@@ -10,29 +10,51 @@ import torch
 from torch import Tensor
 
 from gridformer import comm
-from gridformer.evaluate.decoding import Decoder, row_parts
+from gridformer.evaluate.decoding import Decoder
 from gridformer.evaluate.loading import Trained
 from gridformer.utils import rng
 from gridformer.utils.errors import ConfigError, UserError
 
-Ended = Callable[[int, int], bool]
+MOST_SEED = 2**62 - 1  # `rng` reads integers up to this one
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings for sampling the next token.
+
+    temperature 0 is greedy. top_k 0 and top_p 1 keep all tokens.
+
+    Raises:
+        ConfigError: `temperature`, `top_k` or `seed` is negative, `top_p` is not in (0, 1], or
+            `seed` is too large.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = {
+            f"--temperature {self.temperature} is negative: use 0 for greedy search": (
+                self.temperature >= 0
+            ),
+            f"--top-k {self.top_k} is negative: use 0 to keep all tokens": self.top_k >= 0,
+            f"--top-p {self.top_p} must be above 0 and at most 1": 0 < self.top_p <= 1,
+            f"--seed {self.seed} must be from 0 to {MOST_SEED}": 0 <= self.seed <= MOST_SEED,
+        }
+        if problems := [problem for problem, well in checks.items() if not well]:
+            raise ConfigError(*problems)
 
 
 @dataclass
 class Speed:
-    """Tokens that were read and generated, and the seconds that it took.
+    """Tokens that were read and generated, and the seconds that it took."""
 
-    Attributes:
-        prompt_tokens: Tokens of prompts that were read in the first pass of each batch.
-        prompt_s: Seconds of these passes.
-        new_tokens: Generated tokens.
-        new_s: Seconds of all other passes.
-    """
-
-    prompt_tokens: int = 0
-    prompt_s: float = 0.0
+    prompt_tokens: int = 0  # of prompts, read in the first pass of each batch
+    prompt_s: float = 0.0  # of these passes
     new_tokens: int = 0
-    new_s: float = 0.0
+    new_s: float = 0.0  # of all other passes
 
     def __str__(self) -> str:
         read, new = f"{self.prompt_tokens} tokens of prompts", f"{self.new_tokens} new tokens"
@@ -45,15 +67,9 @@ class Speed:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue.
+    """A text to continue."""
 
-    Attributes:
-        ids: Its tokens, at least one.
-        max_tokens: The largest number of tokens to add.
-        seed: The seed of its random numbers.
-    """
-
-    ids: Sequence[int]
+    ids: Sequence[int]  # at least one
     max_tokens: int
     seed: int
 
@@ -64,7 +80,7 @@ def continue_texts(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     vocab_size: int,
-    ended: Ended = lambda text, token: False,
+    ended: Callable[[int, int], bool] = lambda text, token: False,
     speed: Speed | None = None,
 ) -> Iterator[list[int | None]]:
     """Yields the next token of each text, until all of them have ended.
@@ -88,10 +104,8 @@ def continue_texts(
     Yields:
         For each prompt its next token; None if there was none in this pass.
     """
-    parts = row_parts(trained)
-    n_rows = -(-len(prompts) // parts) * parts
-    decoder, device = Decoder(trained, n_rows), trained.device
-    window = trained.model.config.max_seq_len
+    decoder, device, speed = Decoder(trained, len(prompts)), trained.device, speed or Speed()
+    n_rows, window = decoder.n_rows, trained.model.config.max_seq_len
     known = [list(prompt.ids)[-window:] for prompt in prompts]
     left = [prompt.max_tokens for prompt in prompts]
     seeds = [*(prompt.seed for prompt in prompts), *[0] * (n_rows - len(prompts))]
@@ -105,7 +119,8 @@ def continue_texts(
             known = [text[-(window // 2 or 1) :] for text in known]
             n, read = len(known[running[0]]), 0
             decoder.reset()
-        rows = [_filled(text, n) for text in known]
+        # A text that has ended is filled up with its last token.
+        rows = [[*text[:n], *[text[-1]] * (n - len(text))] for text in known]
         rows += [rows[running[0]]] * (n_rows - len(rows))
         logits = decoder.read(torch.tensor([row[read:n] for row in rows]))
         read = n
@@ -114,70 +129,28 @@ def continue_texts(
             places = [torch.tensor(x[decoder.rows], device=device) for x in (seeds, counts)]
             drawn = uniform(*places)
             chosen[decoder.rows] = sample_tokens(logits[:, :vocab_size], sampling, drawn)
-        words = comm.all_reduce(chosen, decoder.axes.world, label="generate").tolist()
-        if any(words[i] < 0 for i in running):
+        tokens = comm.all_reduce(chosen, decoder.axes.world, label="generate").tolist()
+        if any(tokens[i] < 0 for i in running):
             raise UserError(
                 "the model computes NaN or infinite values: use another --dtype, such as float32, "
                 "or another checkpoint"
             )
-        found: list[int | None] = [None] * len(prompts)
+        new: list[int | None] = [None] * len(prompts)
         for i in running:
             if len(known[i]) > n:
                 continue  # more of its prompt is to be read
-            found[i] = words[i]
-            known[i].append(words[i])
+            new[i] = tokens[i]
+            known[i].append(tokens[i])
             counts[i] += 1
-            left[i] = 0 if ended(i, words[i]) else left[i] - 1
-        if speed is not None:
-            seconds, n_new = time.perf_counter() - began, sum(w is not None for w in found)
-            speed.new_tokens += n_new
-            if first:
-                speed.prompt_tokens += n * len(prompts)
-                speed.prompt_s += seconds
-            else:
-                speed.new_s += seconds
+            left[i] = 0 if ended(i, tokens[i]) else left[i] - 1
+        speed.new_tokens += sum(token is not None for token in new)
+        if first:
+            speed.prompt_tokens += n * len(prompts)
+            speed.prompt_s += time.perf_counter() - began
+        else:
+            speed.new_s += time.perf_counter() - began
         first = False
-        yield found
-
-
-def _filled(text: list[int], n: int) -> list[int]:
-    """Returns the first n tokens of a text; one that has ended is filled up with its last one."""
-    return [*text[:n], *[text[-1]] * (n - len(text))]
-
-
-MOST_SEED = 2**62 - 1  # `rng` reads integers up to this one
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Settings for sampling the next token.
-
-    temperature 0 is greedy. top_k 0 and top_p 1 keep all tokens.
-
-    Raises:
-        ConfigError: `temperature`, `top_k` or `seed` is negative, `top_p` is not in (0, 1], or
-            `seed` is too large.
-    """
-
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.temperature < 0:
-            problems.append(
-                f"--temperature {self.temperature} is negative: use 0 for greedy search"
-            )
-        if self.top_k < 0:
-            problems.append(f"--top-k {self.top_k} is negative: use 0 to keep all tokens")
-        if not 0 < self.top_p <= 1:
-            problems.append(f"--top-p {self.top_p} must be above 0 and at most 1")
-        if not 0 <= self.seed <= MOST_SEED:
-            problems.append(f"--seed {self.seed} must be from 0 to {MOST_SEED}")
-        if problems:
-            raise ConfigError(*problems)
+        yield new
 
 
 def uniform(seeds_B: Tensor, places_B: Tensor) -> Tensor:
@@ -210,17 +183,16 @@ def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> T
         infinite.
     """
     largest_B1 = logits_BV.amax(-1, keepdim=True)
-    chosen_B = _sampled(logits_BV, largest_B1, sampling, uniform_B)
+    if sampling.temperature == 0.0:
+        chosen_B = logits_BV.argmax(-1)
+    else:
+        # The largest becomes 0, so that no temperature makes it infinite.
+        shifted_BV = (logits_BV.double() - largest_B1.double()) / sampling.temperature
+        chosen_B = _sampled(shifted_BV, sampling, uniform_B)
     return torch.where(largest_B1.squeeze(-1).isfinite(), chosen_B, -1)
 
 
-def _sampled(
-    logits_BV: Tensor, largest_B1: Tensor, sampling: Sampling, uniform_B: Tensor
-) -> Tensor:
-    if sampling.temperature == 0.0:
-        return logits_BV.argmax(-1)
-    # The largest becomes 0, so that no temperature makes it infinite.
-    logits_BV = (logits_BV.double() - largest_B1.double()) / sampling.temperature
+def _sampled(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> Tensor:
     if 0 < sampling.top_k < logits_BV.shape[1]:
         smallest = logits_BV.topk(sampling.top_k).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < smallest, -torch.inf)

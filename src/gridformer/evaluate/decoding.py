@@ -27,30 +27,31 @@ from gridformer.utils.batch import Batch
 
 
 class Decoder:
-    """Reads the same number of further tokens of each text, and returns what may follow them.
+    """Reads the same number of further tokens of each text, and returns the logits after them.
 
     All processes of the layout create and call it together, inside `Trained.in_use`.
 
     Args:
         trained: A model on its layout that predicts next tokens.
-        n_rows: The number of texts, a multiple of `row_parts`.
+        n_texts: The number of texts.
         sources: For encoder-decoders, the source of each text.
 
     Attributes:
-        rows: The texts whose logits this process computes.
-        speaks: Whether this process is the one that tells the others what follows its texts.
+        n_rows: The number of rows; those after the last text fill up the batch.
+        rows: The rows whose logits this process computes.
+        speaks: Whether this process tells the others what it computes for its rows.
     """
 
     def __init__(
-        self, trained: Trained, n_rows: int, sources: Sequence[Sequence[int]] | None = None
+        self, trained: Trained, n_texts: int, sources: Sequence[Sequence[int]] | None = None
     ) -> None:
-        self.trained, self.model = trained, trained.model
-        self.axes, self.n_rows = trained.axes, n_rows
-        self.rows = RowSplit(n_rows, 1, self.axes).rows(0)
-        boundary = spec_of(trained.layout).boundary(trained.layout)
-        # Where positions are sharded over devices, a pass has a multiple of this number of them.
-        self.multiple = self.axes[boundary.axis].size if boundary.lies == "s" else 1
+        self.trained, self.model, self.axes = trained, trained.model, trained.axes
+        n_parts = RowSplit.n_parts(1, self.axes)
+        self.n_rows = -(-n_texts // n_parts) * n_parts
+        self.rows = RowSplit(self.n_rows, 1, self.axes).rows(0)
+        self.multiple = trained.position_multiple
         # In D&SP a branch attends for the texts of all branches.
+        boundary = spec_of(trained.layout).boundary(trained.layout)
         self.attends_for = self.axes.batch.size if boundary.lies == "b" else 1
         last = self.axes.pp.index == self.axes.pp.size - 1
         self.speaks = last and self.axes.same_batch.index == 0
@@ -67,17 +68,12 @@ class Decoder:
             (self.rows.stop - self.rows.start, 0), dtype=torch.int64, device=self.trained.device
         )
 
-    def repeat(self, k: int) -> None:
-        """Makes k texts of each text, one after the other, with the same source."""
-        every = torch.arange(self.n_rows).repeat_interleave(k)
-        self.select(every, k)
-
     def select(self, order: Tensor, k: int = 1) -> None:
-        """Replaces each text by one of the texts of this process, as a beam search needs.
+        """Replaces each row by one of the rows of this process, as a beam search needs.
 
         Args:
-            order: The number of the text that takes each place, int64 [k n_rows].
-            k: How many texts take the place of one.
+            order: The row that takes each place, int64 [k n_rows].
+            k: How many rows take the place of one.
         """
         order = order.to(self.trained.device)
         self.n_rows *= k
@@ -95,19 +91,20 @@ class Decoder:
     def _sources(self, sources: Sequence[Sequence[int]]) -> Batch:
         longest = max(map(len, sources))
         length = -(-longest // self.multiple) * self.multiple
+        sources = [*sources, *[sources[0]] * (self.n_rows - len(sources))]
         sizes = torch.tensor([len(ids) for ids in sources])
         rows = torch.tensor([[*ids, *[0] * (length - len(ids))] for ids in sources])
         batch = {"source": rows, "source_valid": torch.arange(length) < sizes[:, None]}
         return {key: value[self.rows].to(self.trained.device) for key, value in batch.items()}
 
     def read(self, tokens_BS: Tensor) -> Tensor | None:
-        """Reads further tokens of all texts.
+        """Reads further tokens of all rows.
 
         Args:
             tokens_BS: The tokens [n_rows, s], the same on every process.
 
         Returns:
-            Logits [rows, v] after the last token of each of this process's texts; None where other
+            Logits [rows, v] after the last token of each of this process's rows; None where other
             processes compute them.
         """
         mine = tokens_BS[self.rows].to(self.trained.device)
@@ -131,13 +128,17 @@ class Decoder:
         for cache in self.caches:
             cache.keep(start - again)
         tokens = F.pad(self.tokens_BS[:, start - again : stop], (0, missing - again))
-        hidden = self._hidden({"tokens": tokens, **(self.source or {})}, start - again)
+        hidden_BSH = self._hidden({"tokens": tokens, **(self.source or {})}, start - again)
         self.encoded = True
         for cache in self.caches:
             cache.keep(stop)
-        if hidden is None:
+        if hidden_BSH is None:
             return None
-        return self._logits(hidden, stop - start + again - 1)
+        # Where positions are sharded, every device passes one of its positions to the head, which
+        # gathers them.
+        owner, local = divmod(stop - start + again - 1, hidden_BSH.shape[1])
+        logits = whole_logits(self.model, hidden_BSH[:, local : local + 1])
+        return None if logits is None else logits[:, owner]
 
     def _hidden(self, batch: Batch, start: int) -> Tensor | None:
         """Returns the last hidden states, or None if another stage computes them."""
@@ -176,10 +177,8 @@ class Decoder:
 
     def _send(self, stage: int, leaving: Activations) -> list[Pending]:
         executor, to = self.trained.executor, (stage + 1) % self.axes.pp.size
-        parts = [
-            executor.stage_io.slice(getattr(leaving, name)) for name in self._passed(stage + 1)
-        ]
-        return [executor.channel.send(part, to, LABEL) for part in parts]
+        made = [getattr(leaving, name) for name in self._passed(stage + 1)]
+        return [executor.channel.send(executor.stage_io.slice(x), to, LABEL) for x in made]
 
     def _receive(self, stage: int, batch: Batch) -> Activations:
         executor, source = self.trained.executor, (stage - 1) % self.axes.pp.size
@@ -190,16 +189,6 @@ class Decoder:
                 received = executor.channel.receive(buffer, source, LABEL).wait()
                 executor.stage_io.fill(x, received)
         return Activations(**entering)
-
-    def _logits(self, hidden_BSH: Tensor, place: int) -> Tensor | None:
-        """Returns logits [b, v] at one position from hidden states [b, s, h], or a part of them.
-
-        Where positions are sharded, every device passes one of its positions to the head, which
-        gathers them.
-        """
-        owner, local = divmod(place, hidden_BSH.shape[1])
-        logits = whole_logits(self.model, hidden_BSH[:, local : local + 1])
-        return None if logits is None else logits[:, owner]
 
 
 def whole_logits(model: Model, hidden_BSH: Tensor) -> Tensor | None:
@@ -219,8 +208,3 @@ def whole_logits(model: Model, hidden_BSH: Tensor) -> Tensor | None:
         logits = comm.all_gather(logits[..., : loss.width], loss.axis, -1, "logits")
     logits = logits[..., : model.config.vocab_size]
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def row_parts(trained: Trained) -> int:
-    """Returns over how many processes the rows of a batch are divided."""
-    return RowSplit.n_parts(1, trained.axes)

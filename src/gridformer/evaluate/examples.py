@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gridformer.config import FINE_TUNING, RunConfig, closest
+from gridformer.config import RunConfig, closest
 from gridformer.config.data import ValidationConfig
-from gridformer.data import Batches, RunData, TokenFolder, Tokenizer, resolve
+from gridformer.data import Batches, RunData, TokenFolder, resolve
 from gridformer.data.resolve import check_set
 from gridformer.data.samples.batches import SequentialBatches, alike, open_samples
 from gridformer.data.samples.examples import Reading, read_by
@@ -36,11 +36,7 @@ _OF_TOKENS = ("tokens", "valid", "segments", "context", "source", "source_valid"
 
 
 def check_examples(path: str, run: RunConfig) -> None:
-    """Checks that a folder has examples for the task of a run.
-
-    Raises:
-        ConfigError, DataError: It does not.
-    """
+    """Checks that a folder has examples for the task of a run, and raises what is wrong."""
     folder = TokenFolder.open(Path(path))
     data = run.data.model_copy(
         update={"path": Path(path), "sources": (), "validation": (), "test": ()}
@@ -48,32 +44,21 @@ def check_examples(path: str, run: RunConfig) -> None:
     resolve(run.model_copy(update={"data": data}), folder)
 
 
-def example_problem(run: RunConfig) -> str:
-    """Returns why a model cannot be scored on examples, or an empty text."""
-    if run.task in FINE_TUNING:
-        return ""
-    return f"needs a model that was fine-tuned, not one that learned data.task={run.task}"
-
-
-def warn_of_alike(trained: Trained, batches: Batches) -> None:
+def _warn_of_alike(trained: Trained, batches: Batches) -> None:
     """Prints, once, how many questions have choices that truncation makes equal."""
     for warning in alike(batches) if not trained.axes.world.index else []:
         print(f"{warning}.", file=sys.stderr)
 
 
 def score_examples(trained: Trained, path: str, batch_size: int) -> dict[str, float]:
-    """Returns the scores that evaluations during training report.
+    """Returns the scores, on the examples of a folder, that evaluations during training report.
 
-    All processes call it together and get the same scores.
-
-    Args:
-        trained: The model.
-        path: The folder.
-        batch_size: About how many examples go through the model together.
+    About `batch_size` examples go through the model together. All processes call it together and
+    get the same scores.
     """
     folder = TokenFolder.open(Path(path))
     samples = open_samples(trained.run, folder.val, trained.tokenizer, evaluating=True)
-    warn_of_alike(trained, SequentialBatches(samples, 1))
+    _warn_of_alike(trained, SequentialBatches(samples, 1))
     scorer = scorer_of(trained.run, folder, folder.val, samples)
     assert scorer is not None, "the run is one of fine-tuning"
     draw = np.random.default_rng(0)  # samples without random choices do not use it
@@ -91,17 +76,14 @@ def score_examples(trained: Trained, path: str, batch_size: int) -> dict[str, fl
         return scorer.answers(trained.model, hidden, batch)
 
     order = range(scorer.n_samples)
-    found = in_batches(trained, order, batch_size, batch_of, answers, scorer.n_columns)
-    return scorer.scores(found) | {"documents": folder.val.n_documents}
+    said = in_batches(trained, order, batch_size, batch_of, answers, scorer.n_columns)
+    return scorer.scores(said) | {"documents": folder.val.n_documents}
 
 
 def read_labeled(path: Path, run: RunConfig, known: Sequence[str] = ()) -> list[tuple[str, int]]:
     """Returns the texts of a file of JSON lines with the keys text and label, and label numbers.
 
-    Args:
-        path: The file. Its labels are numbers or names.
-        run: The run that trained the model.
-        known: The names of labels 0, 1, ...; if there are none, those that the run's data has.
+    Labels are numbers or names: those in `known`, or else those that the data of the run has.
 
     Raises:
         DataError: The file cannot be read, or a label is none of the model's.
@@ -117,25 +99,20 @@ def read_labeled(path: Path, run: RunConfig, known: Sequence[str] = ()) -> list[
                 f"{run.data.first_path}, whose names of labels it has learned, is here: write "
                 f"numbers from 0 to {n_labels - 1}"
             ) from None
-    found = []
+    labeled = []
     for number, (text, label) in enumerate(records, 1):
         value = names.index(label) if label in names else label
         if not isinstance(value, int) or not 0 <= value < n_labels:
-            known = f"one of {', '.join(names)}" if names else f"a number from 0 to {n_labels - 1}"
-            raise DataError(f"{path}: record {number} has the label {label!r}: write {known}")
-        found.append((str(text), value))
-    return found
+            one = f"one of {', '.join(names)}" if names else f"a number from 0 to {n_labels - 1}"
+            raise DataError(f"{path}: record {number} has the label {label!r}: write {one}")
+        labeled.append((str(text), value))
+    return labeled
 
 
 def predicted(trained: Trained, texts: Sequence[str], batch_size: int) -> list[int]:
     """Returns the most likely label of each text, the same on every process.
 
-    Texts are cut to the length of training.
-
-    Args:
-        trained: A model with a classifier.
-        texts: The texts.
-        batch_size: About how many texts go through the model together.
+    Texts are cut to the length of training; about `batch_size` go through the model together.
     """
     length, special, model = trained.run.seq_len, trained.special, trained.run.model
     tokens = trained.tokenizer.encode_batch(texts)
@@ -153,15 +130,15 @@ def predicted(trained: Trained, texts: Sequence[str], batch_size: int) -> list[i
     def batch_of(numbers: Sequence[int], multiple: int) -> Batch:
         n = -(-max(len(read[i]) for i in numbers) // multiple) * multiple
         rows = [read_by(np.array(read[i]), n, special, model.two_stacks) for i in numbers]
-        found = {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}
-        return found | {"at": torch.tensor([at[i] for i in numbers])}
+        batch = {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}
+        return batch | {"at": torch.tensor([at[i] for i in numbers])}
 
     def columns(hidden: Tensor, batch: Batch) -> Tensor | None:
         logits = trained.model.branch_logits(hidden, batch)["labels"]
         return None if logits.is_meta else logits.argmax(-1, keepdim=True)
 
-    found = in_batches(trained, order, batch_size, batch_of, columns, 1)
-    return [int(label) for label in found[:, 0].tolist()]
+    labels = in_batches(trained, order, batch_size, batch_of, columns, 1)
+    return [int(label) for label in labels[:, 0].tolist()]
 
 
 _ONLY = "val"  # what the validation split of data.path is called, which has no name
@@ -172,18 +149,13 @@ def named_sets(run: RunConfig) -> dict[str, ValidationConfig]:
 
     A test set that is called like a validation set is `test/NAME`.
     """
-    found = {one.name or _ONLY: one for one in run.data.validation_sets}
+    sets = {one.name or _ONLY: one for one in run.data.validation_sets}
     for one in run.data.test_sets:
-        found[f"test/{one.name}" if one.name in found else one.name] = one
-    return found
+        sets[f"test/{one.name}" if one.name in sets else one.name] = one
+    return sets
 
 
-def find_set(run: RunConfig, name: str) -> ValidationConfig:
-    """Returns the set of a name.
-
-    Raises:
-        ConfigError: The run has none of this name.
-    """
+def _find_set(run: RunConfig, name: str) -> ValidationConfig:
     sets = named_sets(run)
     if name not in sets:
         raise ConfigError(f"--set {name}: the run has no such set{closest(name, sets)}")
@@ -194,33 +166,13 @@ def check_named_set(name: str, run: RunConfig) -> None:
     """Checks whether a model can be evaluated on a set, on the layout of `run`.
 
     Raises:
-        ConfigError: The set is unknown or does not fit the run, or its batches do not fit the
-            layout.
+        ConfigError: The set is unknown, or does not fit the run or the layout.
         DataError: Its folder is missing or damaged.
     """
-    one = find_set(run, name)
-    check_set(run, f"--set {name}", RunData.open_set(run.data, one))
+    check_set(run, f"--set {name}", RunData.open_set(run.data, _find_set(run, name)))
     problems = [str(problem) for problem in with_fixes(run, violations_of_layout)]
     if problems:
-        raise ConfigError(*(f"--set {name}: {text}{_fewer(run)}" for text in problems))
-
-
-def same_as_trained(trained: Trained, tokenizer: Tokenizer, name: str) -> None:
-    """Refuses a set whose tokens are not those of a model.
-
-    Args:
-        trained: The model.
-        tokenizer: That of the set.
-        name: The name of the set.
-
-    Raises:
-        ConfigError: The set has another tokenizer than the model.
-    """
-    if not trained.tokenizer.same_ids(tokenizer):
-        raise ConfigError(
-            f"--set {name}: its folder has another tokenizer than the model: prepare it again "
-            "with --tokenizer and the run directory"
-        )
+        raise ConfigError(*[f"--set {name}: {text}{_fewer(run)}" for text in problems])
 
 
 def measure_set(trained: Trained, name: str) -> dict[str, float]:
@@ -229,15 +181,18 @@ def measure_set(trained: Trained, name: str) -> dict[str, float]:
     All processes call it together and get the same numbers. It reads train.eval_batches batches,
     the ones that evaluations during training read; of sets with right answers it reads everything.
 
-    Args:
-        trained: The model.
-        name: The name of the set.
+    Raises:
+        ConfigError: The set is unknown, or has another tokenizer than the model.
     """
     run, model, device = trained.run, trained.model, trained.device
-    data = RunData.open_set(run.data, find_set(run, name))
-    same_as_trained(trained, data.first.tokenizer, name)
+    data = RunData.open_set(run.data, _find_set(run, name))
+    if not trained.tokenizer.same_ids(data.first.tokenizer):
+        raise ConfigError(
+            f"--set {name}: its folder has another tokenizer than the model: prepare it again "
+            "with --tokenizer and the run directory"
+        )
     (one,) = validation_sets(run, data)
-    warn_of_alike(trained, one.batches)
+    _warn_of_alike(trained, one.batches)
     model.loss_chunk_tokens = run.train.loss_chunk_tokens
     split = RowSplit(run.train.global_batch, trained.layout.micro_batches, trained.axes)
     answers = None
@@ -245,21 +200,21 @@ def measure_set(trained: Trained, name: str) -> dict[str, float]:
         answers = Answers(one.scorer, model, trained.axes, device)
     with BatchLoader(one.batches, split.all_rows, one.numbers, device) as ahead:
         reads = [partial(ahead.read, number) for number in one.numbers]
-        found = passes_of(trained).mean_losses(split, device, reads, answers)
-    numbers = {"loss": found.loss}
-    if len(found.losses) > 1:
-        numbers |= {f"loss_{part}": loss for part, loss in found.losses.items()}
+        means = passes_of(trained).mean_losses(split, device, reads, answers)
+    numbers = {"loss": means.loss}
+    if len(means.losses) > 1:
+        numbers |= {f"loss_{part}": loss for part, loss in means.losses.items()}
     if answers is not None:
         numbers |= answers.scores()
-    elif "tokens" in found.losses:
-        numbers["perplexity"] = perplexity(found.losses["tokens"])
+    elif "tokens" in means.losses:
+        numbers["perplexity"] = perplexity(means.losses["tokens"])
     return numbers | {"batches": len(one.numbers)}
 
 
 def _fewer(run: RunConfig) -> str:
     """Returns the end of an error: fewer replicas with which the batches of a run fit."""
     for dp in range(run.layout.dp - 1, 0, -1):
-        fewer = run.model_copy(update={"layout": run.layout.model_copy(update={"dp": dp})})
-        if not violations(fewer):
+        layout = run.layout.model_copy(update={"dp": dp})
+        if not violations(run.model_copy(update={"layout": layout})):
             return f"; use layout.dp={dp}"
     return ""

@@ -11,13 +11,16 @@ Importing this module needs the package lm-eval.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.tasks import TaskManager
 
 from gridformer.evaluate.continuing import Sampling
 from gridformer.evaluate.loading import load_model
@@ -27,23 +30,15 @@ from gridformer.evaluate.team import Team
 
 @register_model("gridformer")
 class GridformerLM(TemplateLM):
-    """A model that predicts next tokens, as the harness uses it. On rank 0 only.
-
-    Args:
-        run_dir: A run directory, which is loaded on one process.
-        batch_size: Windows or texts that go through the model together.
-        device: `cpu` or `cuda`; None means cuda if there is a GPU.
-        team: The processes of a layout, instead of `run_dir`.
-        max_length: The most tokens that the model reads at once; 0 means `max_seq_len`.
-    """
+    """A model that predicts next tokens, as the harness uses it. On rank 0 only."""
 
     def __init__(
         self,
-        run_dir: str = "",
+        run_dir: str = "",  # loaded on one process
         batch_size: int | str | None = None,
-        device: str | None = None,
-        team: Team | None = None,
-        max_length: int = 0,
+        device: str | None = None,  # None means cuda if there is a GPU
+        team: Team | None = None,  # the processes of a layout, instead of `run_dir`
+        max_length: int = 0,  # 0 means `max_seq_len`
         **_: Any,
     ) -> None:
         super().__init__()
@@ -56,7 +51,6 @@ class GridformerLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """How many tokens the model reads at once."""
         return self._length or self.team.trained.model.config.max_seq_len
 
     @property
@@ -93,15 +87,15 @@ class GridformerLM(TemplateLM):
         return [sum(next(scores).log_likelihood for _ in text) for text in texts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        found: dict[int, str] = {}
-        groups: dict[str, list[int]] = {}
+        texts: dict[int, str] = {}
+        groups: defaultdict[str, list[int]] = defaultdict(list)
         asked = [request.args for request in requests]
         for number, (_, settings) in enumerate(asked):
-            groups.setdefault(repr(settings), []).append(number)
+            groups[repr(settings)].append(number)
         for numbers in groups.values():
-            said = self._continued([asked[i][0] for i in numbers], dict(asked[numbers[0]][1]))
-            found |= dict(zip(numbers, said))
-        return [found[number] for number in range(len(asked))]
+            continued = self._continued([asked[i][0] for i in numbers], dict(asked[numbers[0]][1]))
+            texts |= dict(zip(numbers, continued))
+        return [texts[number] for number in range(len(asked))]
 
     def _continued(self, contexts: Sequence[str], settings: dict[str, Any]) -> list[str]:
         until = settings.get("until") or []
@@ -109,11 +103,8 @@ class GridformerLM(TemplateLM):
         max_tokens = int(settings.get("max_gen_toks", 256))
         how = Sampling(temperature=0.0)
         if settings.get("do_sample", False):
-            how = Sampling(
-                float(settings.get("temperature", 1.0)),
-                int(settings.get("top_k", 0)),
-                float(settings.get("top_p", 1.0)),
-            )
+            temperature, top_p = (float(settings.get(k, 1.0)) for k in ("temperature", "top_p"))
+            how = Sampling(temperature, int(settings.get("top_k", 0)), top_p)
         room = max(1, self.max_length - max_tokens)
         prompts = [self.tok_encode(context)[-room:] for context in contexts]
         texts = []
@@ -126,16 +117,10 @@ class GridformerLM(TemplateLM):
 
 
 def measured(team: Team, task: str, limit: int, length: int = 0) -> dict[str, float]:
-    """Returns the measures of a task of the harness. On rank 0 only.
+    """Returns the measures of a task of the harness, or of its YAML file. On rank 0 only.
 
-    Args:
-        team: The processes, of which the others follow.
-        task: The name of a task, or the path of its YAML file.
-        limit: Only this number of documents is measured, the first ones; 0 means all.
-        length: The most tokens that the model reads at once; 0 means `max_seq_len`.
+    The first `limit` documents are measured; 0 means all. The model reads `length` tokens at once.
     """
-    from lm_eval import simple_evaluate
-
     results = simple_evaluate(
         model=GridformerLM(team=team, max_length=length),
         tasks=[task],
@@ -145,21 +130,19 @@ def measured(team: Team, task: str, limit: int, length: int = 0) -> dict[str, fl
         task_manager=manager_of(task),
     )
     assert results is not None
-    found: dict[str, float] = {}
+    measures: dict[str, float] = {}
     several = len(results["results"]) > 1
     for name, numbers in results["results"].items():
         for key, value in numbers.items():
             measure, _, kind = key.partition(",")
             if isinstance(value, int | float) and not measure.endswith("_stderr") and kind:
                 measure += f" ({kind})" if kind != "none" else ""
-                found[f"{name}: {measure}" if several else measure] = value
-    return found
+                measures[f"{name}: {measure}" if several else measure] = value
+    return measures
 
 
-def manager_of(task: str) -> Any:
+def manager_of(task: str) -> TaskManager:
     """Returns the harness's manager of tasks, which reads its own tasks only if they are needed."""
-    from lm_eval.tasks import TaskManager
-
     return TaskManager(include_defaults=not task.endswith(".yaml"))
 
 

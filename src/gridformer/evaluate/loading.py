@@ -48,27 +48,17 @@ from gridformer.utils.files import private_prefix
 
 @dataclass(frozen=True)
 class Trained:
-    """This process's part of a trained model, with its config and tokenizer.
+    """This process's part of a trained model, with its config and tokenizer."""
 
-    Attributes:
-        run: The config of the run that trained it.
-        model: The model; on a layout of several processes, this one's part of it.
-        tokenizer: The tokenizer.
-        layout: The layout on which the model is used.
-        axes: The axes of that layout.
-        label_names: What the labels 0, 1, ... of a classifier are called, as far as it is stored.
-        ends: The tokens that end generated text besides the tokenizer's end of text.
-    """
-
-    run: RunConfig
+    run: RunConfig  # that trained it
     model: Model
     tokenizer: Tokenizer
-    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)  # on which the model is used
     axes: Axes = field(default_factory=Axes)
-    label_names: tuple[str, ...] = ()
-    ends: frozenset[int] = frozenset()
+    label_names: tuple[str, ...] = ()  # of the labels 0, 1, ... of a classifier, if stored
+    ends: frozenset[int] = frozenset()  # tokens that end generated text besides the end of text
 
-    @property
+    @cached_property
     def special(self) -> SpecialIds:
         """The ids of the model's special tokens."""
         return special_ids(self.run, self.tokenizer)
@@ -85,6 +75,12 @@ class Trained:
         """Runs pipeline stages. All processes must read it first at the same time."""
         return Executor(self.model, self.layout, self.axes, GradientSums([], []))
 
+    @property
+    def position_multiple(self) -> int:
+        """What divides the positions of a pass: over how many devices they are sharded."""
+        boundary = spec_of(self.layout).boundary(self.layout)
+        return self.axes[boundary.axis].size if boundary.lies == "s" else 1
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Lets the model run inside this context, in which its weights are gathered once."""
@@ -93,38 +89,23 @@ class Trained:
             yield
 
 
-def load_for_inference(run_dir: Path, contents: bool = True) -> tuple[RunConfig, Path, Tokenizer]:
-    """Finds and verifies the newest checkpoint of a run directory, and loads its tokenizer.
+def load_for_inference(run_dir: Path) -> tuple[RunConfig, Path, Tokenizer]:
+    """Returns the config, the folder and the tokenizer of the newest checkpoint of a run directory.
+
+    Its files are there and have their sizes; `checkpoint.load` verifies the contents.
 
     Args:
         run_dir: Run directory, or one of its checkpoints.
-        contents: Whether to verify checksums besides sizes; `load_model` does that again.
-
-    Returns:
-        The resolved config of the run, the folder of the checkpoint, and the tokenizer.
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged.
-        DataError: There is no tokenizer, or that of another model.
+        DataError: There is no tokenizer, or one of another model.
     """
     while True:
         folder = find.newest(run_dir)
         with suppress(RemovedError), advice_for_readers(folder):  # there is a newer one by then
-            manifest = verify_checkpoint(folder, contents=contents)
+            manifest = verify_checkpoint(folder, contents=False)
             return RunConfig.model_validate(manifest.run), folder, load_tokenizer(folder, manifest)
-
-
-def checkpoint_label_names(run: RunConfig, folder: Path) -> tuple[str, ...]:
-    """Returns what the labels of a classifier are called; none if there is none that says it.
-
-    Args:
-        run: The config of the run that trained it.
-        folder: Its checkpoint.
-
-    Raises:
-        DataError: The file that says it is damaged.
-    """
-    return read_label_names(root_of(folder)) if run.model.n_labels else ()
 
 
 def load_model(
@@ -141,121 +122,82 @@ def load_model(
         device: Device for the model.
         layout: The layout; None is one process.
         axes: Its axes.
-        dtype: Type of the computation; None is that of training.
+        dtype: Type of the computation; None is the type of training.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged.
-        DataError: There is no tokenizer, or that of another model.
+        CheckpointError, DataError: See `load_for_inference`.
     """
     layout, axes = layout or LayoutConfig(), axes or Axes(device_type=device.type)
-    # `checkpoint.load` verifies the contents.
-    run, folder, tokenizer = load_for_inference(run_dir, contents=False)
+    run, folder, tokenizer = load_for_inference(run_dir)
     dtype = dtype or run.train.dtype
     model = build_parallel(run.model, layout, axes, run.train.seed, device, dtype, filled=False)
     with advice_for_readers(folder):
         checkpoint.load(folder, model, None, axes)
     model.uses_kernels(run.train.kernels == "fused")
-    names, ends = checkpoint_label_names(run, folder), ids_of_ends(root_of(folder))
+    root = root_of(folder)
+    names, ends = read_label_names(root), ids_of_ends(root)
     return Trained(run, model.eval(), tokenizer, layout, axes, names, ends)
 
 
 @contextmanager
-def run_directory(path: Path, tell: Callable[[str, str], None]) -> Iterator[Path]:
-    """Yields a run directory with the model of a folder, which may be one of Hugging Face.
+def run_directory(path: Path, tell: Callable[[str], None]) -> Iterator[Path]:
+    """Yields a run directory with the model of a path: that itself, or a temporary one in TMPDIR.
 
-    Such a folder is converted into a temporary one (in TMPDIR), which takes as much room. A
-    checkpoint that is only at `train.checkpoint_to` is copied there and takes as much room, too.
-
-    Args:
-        path: Run directory, one of its checkpoints, a URL of checkpoints, or a folder with
-            config.json and safetensors.
-        tell: Receives progress messages; see `gridformer.cli.shared.waiting`.
+    A folder of Hugging Face is converted, and a checkpoint at a URL copied; both take room. `tell`
+    receives progress messages.
 
     Raises:
         UserError: The folder cannot be imported or has no tokenizer, or the URL cannot be read.
     """
-    if not is_hugging_face(path):
-        with run_with_checkpoints(path, lambda doing: tell("", doing)) as found:
-            yield found
+    ours = (path / MANIFEST).is_file() or (path / "checkpoints").is_dir()
+    if ours or not (path / "config.json").is_file():
+        with run_with_checkpoints(path, tell) as folder:
+            yield folder
         return
     from gridformer.checkpoint.convert.importing import import_folder
 
     check_has_tokenizer(path)  # before the conversion, which may take minutes
-    with tempfile.TemporaryDirectory(prefix=private_prefix()) as folder:
-        out = Path(folder) / "imported"
-        import_folder(path, out, tell=lambda doing: tell("", doing))
+    with tempfile.TemporaryDirectory(prefix=private_prefix()) as temporary:
+        out = Path(temporary) / "imported"
+        import_folder(path, out, tell=tell)
         yield out
 
 
-def is_hugging_face(path: Path) -> bool:
-    """Returns whether a path looks like a folder of Hugging Face rather than a run directory."""
-    ours = (path / MANIFEST).is_file() or (path / "checkpoints").is_dir()
-    return (path / "config.json").is_file() and not ours
-
-
-class Watched(Protocol):
-    """The watch of a process, which ends it with a report if the job hangs."""
-
-    model: Any  # in which a report says where the process is
-
-    def end(self) -> None:
-        """Ends the watch."""
-
-
 class Watching(Protocol):
-    """Starts the watch of each process; it is picklable. torch's timeouts come `margin_s` later."""
+    """What `gridformer.launch.watch.UseWatch` is: it ends a job that hangs, and says why."""
 
-    margin_s: float
+    margin_s: float  # by which torch's timeouts come later
 
-    def start(self, world: World, timeout_s: float) -> Watched | None:
-        """Starts it in this process."""
+    def start(self, world: World, timeout_s: float) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Job:
-    """A trained model and the layout on which it is used.
+    """A trained model and the layout on which it is used."""
 
-    Attributes:
-        folder: The checkpoint.
-        run: The config of the run that trained it, with the layout of the job and the type of its
-            computation.
-        device: `cpu`, `cuda` or `auto`.
-        name: What the results call the model; empty means the checkpoint.
-        timeout_s: Seconds after which a collective that still waits ends the job.
-        watch: Names what a job waits for that hangs; None leaves that to torch's timeouts.
-    """
-
-    folder: Path
-    run: RunConfig
+    folder: Path  # the checkpoint
+    run: RunConfig  # that trained it, with the layout of the job and the type of its computation
     device: DeviceChoice
-    name: str = ""
-    timeout_s: float = 600.0
-    watch: Watching | None = None
-
-    @property
-    def n_processes(self) -> int:
-        return self.run.layout.n_processes
+    name: str = ""  # of the model in results; empty means the checkpoint
+    timeout_s: float = 600.0  # after which a collective that still waits ends the job
+    watch: Watching | None = None  # None leaves jobs that hang to torch's timeouts
 
     @contextmanager
     def open(self) -> Iterator[tuple[Trained, int]]:
-        """Joins the processes of the job and loads this one's part of the model.
+        """Joins the processes of the job; yields this one's part of the model, and its rank.
 
         The process group is destroyed only on success; see `gridformer.launch.run.worker`.
-
-        Yields:
-            The model, and the rank of this process.
         """
         from gridformer.train.numerics import set_numerics
         from gridformer.utils import signals
 
         signals.install().nothing_left_to_save()  # Ctrl-C ends it at once
         set_numerics(self.run.train)
-        margin_s = self.watch.margin_s if self.watch else 0.0
-        world = init_process_groups(self.device, self.n_processes, self.timeout_s, margin_s)
+        layout, margin_s = self.run.layout, self.watch.margin_s if self.watch else 0.0
+        world = init_process_groups(self.device, layout.n_processes, self.timeout_s, margin_s)
         watched = self.watch.start(world, self.timeout_s) if self.watch else None
-        axes = build_axes(self.run.layout, world.device.type)
-        dtype = self.run.train.dtype
-        trained = load_model(self.folder, world.device, self.run.layout, axes, dtype)
+        axes = build_axes(layout, world.device.type)
+        trained = load_model(self.folder, world.device, layout, axes, self.run.train.dtype)
         if watched:
             watched.model = trained.model
         yield trained, world.rank
@@ -280,34 +222,31 @@ def plan_job(
         device: Where to compute.
         length: How many tokens the model will read at once, so that a layout which shards them
             must divide that number; 0 means as many as it can, and None that any number will do.
-        dtype: Type of the computation; None is that of training.
+        dtype: Type of the computation; None is the type of training.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged.
-        DataError: There is no tokenizer, or that of another model.
+        CheckpointError, DataError: See `load_for_inference`.
         ConfigError: The layout does not fit the model or this machine. It lists all problems.
     """
-    run, folder, _ = load_for_inference(run_dir, contents=False)
-    wrong = [text for text in overrides if not text.startswith("layout.")]
+    run, folder, _ = load_for_inference(run_dir)
+    wrong = [
+        f"argument {text}: a trained model keeps its settings; write those of the layout, such as "
+        "layout.scheme=optimus layout.rows=2 layout.cols=2"
+        for text in overrides
+        if not text.startswith("layout.")
+    ]
     if wrong:
-        raise ConfigError(
-            *(
-                f"argument {text}: a trained model keeps its settings; write those of the layout, "
-                "such as layout.scheme=optimus layout.rows=2 layout.cols=2"
-                for text in wrong
-            )
-        )
+        raise ConfigError(*wrong)
     values = run.model_dump(mode="json")
     chosen = parse_run({**values, "layout": {}}, overrides).layout
     train = run.train.model_copy(update={"dtype": dtype or run.train.dtype})
     run = run.model_copy(update={"layout": chosen, "train": train})
     if run.model.family == "bert":
         length = length or 0  # padding takes part in its texts
-    check = partial(_violations, length=length)
-    found = [str(problem) for problem in with_fixes(run, check)]
-    found += check_devices(device, chosen.n_processes)
-    if found:
-        raise ConfigError(*found)
+    problems = [str(problem) for problem in with_fixes(run, partial(_violations, length=length))]
+    problems += check_devices(device, chosen.n_processes)
+    if problems:
+        raise ConfigError(*problems)
     return Job(folder, run, device)
 
 
@@ -335,7 +274,5 @@ def violations_of_layout(run: RunConfig) -> list[Violation]:
 
         return Fix(changes, fix.at_most)
 
-    return [
-        Violation(one.rule, one.text, [of_layout(fix) for fix in one.fixes])
-        for one in violations(run)
-    ]
+    broken = violations(run)
+    return [Violation(one.rule, one.text, [*map(of_layout, one.fixes)]) for one in broken]

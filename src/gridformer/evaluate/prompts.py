@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gridformer.checkpoint.manifest import KEPT, read_manifest
 from gridformer.checkpoint.side_files import load_tokenizer, root_of
@@ -25,6 +24,7 @@ from gridformer.utils import files
 from gridformer.utils.errors import DataError, UserError
 from gridformer.utils.units import GIB
 
+Item = TypeVar("Item")
 JSON_LINES = (".jsonl", ".ndjson")
 _MOST_BYTES = 4 * GIB  # of a text that is measured, which is read whole
 
@@ -41,58 +41,54 @@ def read_input_text(path: Path) -> str:
         raise DataError(str(error)) from None
 
 
-def _lines(text: str) -> list[str]:
-    """Returns the lines of a text. Unicode has other ends of lines, which JSON may contain."""
-    return [line.removesuffix("\r") for line in text.split("\n")]
+def _lines(path: Path) -> list[str]:
+    """Returns the lines of a file. Unicode has other ends of lines, which JSON may contain."""
+    return [line.removesuffix("\r") for line in read_input_text(path).split("\n")]
 
 
-def read_records(path: Path) -> list[Any]:
-    """Returns the values of a file of JSON lines; empty lines are left out.
-
-    Raises:
-        DataError: The file cannot be read, or a line is not JSON; the message names the line.
-    """
-    found = []
-    for number, line in enumerate(_lines(read_input_text(path)), 1):
+def _records(path: Path) -> list[Any]:
+    """Returns the values of a file of JSON lines; empty lines are left out."""
+    records = []
+    for number, line in enumerate(_lines(path), 1):
         if line.strip():
             try:
-                found.append(files.parse_json(line))
+                records.append(files.parse_json(line))
             except ValueError as error:
                 raise DataError(f"{path}:{number}: is not JSON ({error})") from None
-    return found
+    return records
 
 
 def read_fields(path: Path, *keys: str) -> list[tuple[Any, ...]]:
     """Returns the values of some keys of each object in a file of JSON lines.
 
     Raises:
-        DataError: An object lacks a key, or the file has none; the message names the record.
+        DataError: The file cannot be read or has no records, a line is not JSON, or an object lacks
+            a key.
     """
-    found = []
-    for number, record in enumerate(read_records(path), 1):
+    records = _records(path)
+    for number, record in enumerate(records, 1):
         if not isinstance(record, dict) or any(key not in record for key in keys):
             raise DataError(
                 f"{path}: record {number} must be an object with the keys {', '.join(keys)}"
             )
-        found.append(tuple(record[key] for key in keys))
-    if not found:
+    if not records:
         raise DataError(f"{path}: has no records: write one JSON object a line")
-    return found
+    return [tuple(record[key] for key in keys) for record in records]
 
 
 def read_texts(path: Path, *keys: str) -> list[tuple[str, ...]]:
     """Returns the texts under some keys of each object in a file of JSON lines.
 
     Raises:
-        DataError: See `read_fields`; or the value of a key is not a text.
+        DataError: As for `read_fields`, or the value of a key is not a text.
     """
-    found = read_fields(path, *keys)
-    for number, values in enumerate(found, 1):
+    records = read_fields(path, *keys)
+    for number, values in enumerate(records, 1):
         for key, value in zip(keys, values):
             if not isinstance(value, str):
                 kind = type(value).__name__
                 raise DataError(f"{path}: record {number}: {key} must be a text and is {kind}")
-    return found
+    return records
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -103,22 +99,14 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         DataError: The file cannot be read, has no prompts, or a prompt is not text.
     """
-    if path.suffix in JSON_LINES:
-        values = [
-            record.get("prompt") if isinstance(record, dict) else record
-            for record in read_records(path)
-        ]
-        texts = [value for value in values if isinstance(value, str)]
-        if len(texts) < len(values):
-            number = next(i for i, value in enumerate(values, 1) if not isinstance(value, str))
-            raise DataError(
-                f"{path}: record {number} must be a text, or an object with a text under prompt"
-            )
-    else:
-        texts = [line for line in _lines(read_input_text(path)) if line.strip()]
-    if not texts:
-        raise DataError(f"{path}: has no prompts: write one per line")
-    return texts
+
+    def prompt(record: Any, where: str) -> str:
+        text = record.get("prompt") if isinstance(record, dict) else record
+        if not isinstance(text, str):
+            raise DataError(f"{where} must be a text, or an object with a text under prompt")
+        return text
+
+    return _each(path, prompt, str)
 
 
 def read_conversations(path: Path) -> list[list[Message]]:
@@ -127,20 +115,29 @@ def read_conversations(path: Path) -> list[list[Message]]:
     Raises:
         DataError: The file cannot be read, or has no conversations.
     """
-    if path.suffix not in JSON_LINES:
-        return [said_by_user(text) for text in read_prompts(path)]
-    found = []
-    for number, record in enumerate(read_records(path), 1):
-        where = f"{path}: record {number}"
+
+    def talk(record: Any, where: str) -> list[Message]:
         if isinstance(record, dict) and "messages" in record:
-            found.append(messages_of(record, where))
-        elif isinstance(record, dict) and isinstance(record.get("prompt"), str):
-            found.append(said_by_user(record["prompt"]))
-        else:
-            raise DataError(f"{where} must be an object with a text under prompt, or messages")
-    if not found:
+            return messages_of(record, where)
+        if isinstance(record, dict) and isinstance(record.get("prompt"), str):
+            return said_by_user(record["prompt"])
+        raise DataError(f"{where} must be an object with a text under prompt, or messages")
+
+    return _each(path, talk, said_by_user)
+
+
+def _each(
+    path: Path, of_record: Callable[[Any, str], Item], of_line: Callable[[str], Item]
+) -> list[Item]:
+    """Reads each record of a file of JSON lines, or each line of another file."""
+    if path.suffix in JSON_LINES:
+        records = enumerate(_records(path), 1)
+        prompts = [of_record(record, f"{path}: record {number}") for number, record in records]
+    else:
+        prompts = [of_line(line) for line in _lines(path) if line.strip()]
+    if not prompts:
         raise DataError(f"{path}: has no prompts: write one per line")
-    return found
+    return prompts
 
 
 def said_by_user(text: str) -> list[Message]:
@@ -153,27 +150,13 @@ def said_by_system(text: str, messages: list[Message]) -> list[Message]:
     return [{"role": SYSTEM, "content": text}, *messages]
 
 
-@dataclass(frozen=True)
-class ChatPrompts:
-    """Conversations that a model is to go on.
+def chat_prompts(
+    folder: Path, conversations: Sequence[Sequence[Message]]
+) -> tuple[list[str], frozenset[int]]:
+    """Renders conversations with the template of the checkpoint `folder`.
 
-    Attributes:
-        texts: The text of each, in which special tokens are spelled out.
-        shown: What the user wrote last in each.
-        stops: The ids of tokens that end an answer.
-    """
-
-    texts: tuple[str, ...]
-    shown: tuple[str, ...]
-    stops: frozenset[int]
-
-
-def chat_prompts(folder: Path, conversations: Sequence[Sequence[Message]]) -> ChatPrompts:
-    """Renders conversations with the template of a checkpoint.
-
-    Args:
-        folder: The checkpoint.
-        conversations: The messages of each so far.
+    Returns:
+        The text of each, in which special tokens are spelled out; ids of tokens that end an answer.
 
     Raises:
         DataError: There is no template, or it refuses a conversation.
@@ -181,9 +164,7 @@ def chat_prompts(folder: Path, conversations: Sequence[Sequence[Message]]) -> Ch
     tokenizer = load_tokenizer(folder, read_manifest(folder))
     with stored_chat(folder) as template:
         texts = [template.prompt(messages) for messages in conversations]
-        stops = frozenset({tokenizer.eos_id, *stop_ids(template, tokenizer)})
-    shown = [messages[-1]["content"] for messages in conversations]
-    return ChatPrompts(tuple(texts), tuple(shown), stops)
+        return texts, frozenset({tokenizer.eos_id, *stop_ids(template, tokenizer)})
 
 
 def stored_chat(folder: Path) -> ChatTemplate:

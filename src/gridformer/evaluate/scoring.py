@@ -19,7 +19,6 @@ from gridformer.evaluate.loading import Trained
 from gridformer.models import Model
 from gridformer.models.blocks import places_per_chunk
 from gridformer.parallel.data.gradients import GradientSums
-from gridformer.parallel.registry import spec_of
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 from gridformer.train.forward_backward import Passes, RowSplit, WholeModel
 from gridformer.utils.batch import IGNORE, Batch
@@ -30,37 +29,24 @@ LABEL = "scores"
 
 @dataclass(frozen=True)
 class ScoredWindow:
-    """Tokens that a model reads at once, and how many at the end it is asked to predict.
+    """Tokens that a model reads at once, and how many at the end it is asked to predict."""
 
-    Attributes:
-        tokens: One token more than the model reads: the last one is only predicted.
-        n_targets: The number of tokens that are predicted, the last ones.
-    """
-
-    tokens: Sequence[int]
+    tokens: Sequence[int]  # one more than the model reads: the last one is only predicted
     n_targets: int
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a model says of the targets of a window.
+    """The likelihood of the targets of a window."""
 
-    Attributes:
-        log_likelihood: The sum of the natural logarithms of their probabilities.
-        greedy: Whether each of them is the most likely token.
-    """
-
-    log_likelihood: float
-    greedy: bool
+    log_likelihood: float  # the sum of the natural logarithms of their probabilities
+    greedy: bool  # whether each of them is the most likely token
 
 
 def score(trained: Trained, windows: Sequence[ScoredWindow], batch_size: int) -> list[Score]:
-    """Scores windows. All processes call it together and get the same results.
+    """Scores windows, about `batch_size` at a time.
 
-    Args:
-        trained: A model that predicts next tokens.
-        windows: The windows.
-        batch_size: About how many windows go through the model together.
+    All processes call it together and get the same results.
     """
     order = sorted(range(len(windows)), key=lambda i: -len(windows[i].tokens))
 
@@ -79,8 +65,8 @@ def score(trained: Trained, windows: Sequence[ScoredWindow], batch_size: int) ->
     def columns(hidden: Tensor, batch: Batch) -> Tensor | None:
         return likelihoods(trained.model, hidden, batch["targets"])
 
-    found = in_batches(trained, order, batch_size, batch_of, columns, 2)
-    return [Score(likelihood, misses == 0) for likelihood, misses in found.tolist()]
+    scores = in_batches(trained, order, batch_size, batch_of, columns, 2)
+    return [Score(likelihood, misses == 0) for likelihood, misses in scores.tolist()]
 
 
 def in_batches(
@@ -107,19 +93,17 @@ def in_batches(
         The numbers [items, n_columns] in float64, the same on every process.
     """
     axes, layout, device = trained.axes, trained.layout, trained.device
-    boundary = spec_of(layout).boundary(layout)
-    multiple = axes[boundary.axis].size if boundary.lies == "s" else 1
     parts = RowSplit.n_parts(layout.micro_batches, axes)
     n_rows = max(1, batch_size // parts) * parts
     split = RowSplit(n_rows, layout.micro_batches, axes)
     speaks = axes.same_batch.index == 0
     # A row more, for rows that fill up the last batch.
-    found = torch.zeros(len(order) + 1, n_columns, dtype=torch.float64, device=device)
+    results = torch.zeros(len(order) + 1, n_columns, dtype=torch.float64, device=device)
 
     def finish(hidden: Tensor, batch: Batch) -> None:
         values = columns(hidden, batch)
         if values is not None and speaks:
-            found[batch["item"]] = values.double()
+            results[batch["item"]] = values.double()
 
     passes = passes_of(trained)
     with torch.no_grad(), trained.in_use():
@@ -128,10 +112,10 @@ def in_batches(
             item = torch.full((n_rows,), len(order))
             item[: len(numbers)] = torch.tensor(numbers)
             numbers += [numbers[0]] * (n_rows - len(numbers))
-            batch = {**batch_of(numbers, multiple), "item": item}
+            batch = {**batch_of(numbers, trained.position_multiple), "item": item}
             mine = {key: value[split.all_rows].to(device) for key, value in batch.items()}
             passes.executor.evaluate(split.micro_batches(mine), finish)
-    return comm.all_reduce(found[:-1].contiguous(), axes.world, label=LABEL).cpu()
+    return comm.all_reduce(results[:-1].contiguous(), axes.world, label=LABEL).cpu()
 
 
 def passes_of(trained: Trained) -> Passes:
@@ -149,7 +133,7 @@ def likelihoods(model: Model, hidden_BSH: Tensor, targets_BS: Tensor) -> Tensor 
     Args:
         model: This process's part of a model.
         hidden_BSH: The last hidden states, sharded as they are between sections.
-        targets_BS: Targets [b, s], IGNORE where there is none.
+        targets_BS: Targets, IGNORE where there is none.
 
     Returns:
         [b, 2] in float64; None if another process computes them.
@@ -165,9 +149,9 @@ def likelihoods(model: Model, hidden_BSH: Tensor, targets_BS: Tensor) -> Tensor 
         wanted = targets[..., chunk].reshape(b, -1)
         logits = model.token_logits(hidden_BSH[:, chunk])
         counts = wanted != IGNORE
-        found, top, log_sum = _at_targets(model, logits, wanted.masked_fill(~counts, 0))
-        likelihood = (found - log_sum).double().masked_fill(~counts, 0.0)
-        total += torch.stack((likelihood.sum(1), ((found < top) & counts).sum(1)), 1)
+        at, top, log_sum = _at_targets(model, logits, wanted.masked_fill(~counts, 0))
+        likelihood = (at - log_sum).double().masked_fill(~counts, 0.0)
+        total += torch.stack((likelihood.sum(1), ((at < top) & counts).sum(1)), 1)
     return total
 
 
@@ -181,18 +165,18 @@ def _at_targets(model: Model, logits: Tensor, wanted_BS: Tensor) -> tuple[Tensor
     loss = model.loss
     if not isinstance(loss, VocabParallelCrossEntropy):
         x = x[..., : model.config.vocab_size]
-        found = x.gather(-1, wanted_BS.unsqueeze(-1)).squeeze(-1)
-        return found, x.amax(-1), x.logsumexp(-1)
+        at = x.gather(-1, wanted_BS.unsqueeze(-1)).squeeze(-1)
+        return at, x.amax(-1), x.logsumexp(-1)
     x = x[..., : loss.width]
     first, width = loss.axis.index * x.shape[-1], x.shape[-1]
     n_words = min(max(0, loss.vocab_size - first), width)  # the rest is padding
     x = x.masked_fill(torch.arange(width, device=x.device) >= n_words, -torch.inf)
     top = comm.all_reduce(x.amax(-1), loss.axis, "max", LABEL)
     here = (wanted_BS >= first) & (wanted_BS < first + width)
-    found = x.gather(-1, torch.where(here, wanted_BS - first, 0).unsqueeze(-1)).squeeze(-1)
-    found = comm.all_reduce(found.masked_fill(~here, 0.0), loss.axis, label=LABEL)
+    at = x.gather(-1, torch.where(here, wanted_BS - first, 0).unsqueeze(-1)).squeeze(-1)
+    at = comm.all_reduce(at.masked_fill(~here, 0.0), loss.axis, label=LABEL)
     exp_sum = comm.all_reduce((x - top.unsqueeze(-1)).exp().sum(-1), loss.axis, label=LABEL)
-    return found, top, exp_sum.log() + top
+    return at, top, exp_sum.log() + top
 
 
 # Names of a begin-of-text token, for tokenizers that do not put it before texts themselves.
@@ -207,8 +191,8 @@ def prefix_id(tokenizer: Tokenizer) -> int:
     """
     if tokenizer.begin_ids:
         return tokenizer.begin_ids[-1]
-    found = (tokenizer.id_of(name) for name in _BEGINS)
-    return next((i for i in found if i is not None), tokenizer.eos_id)
+    begins = (tokenizer.id_of(name) for name in _BEGINS)
+    return next((i for i in begins if i is not None), tokenizer.eos_id)
 
 
 def sliding(ids: Sequence[int], prefix: int, length: int, stride: int) -> Iterator[ScoredWindow]:
@@ -220,7 +204,7 @@ def sliding(ids: Sequence[int], prefix: int, length: int, stride: int) -> Iterat
 
     Args:
         ids: The text.
-        prefix: See `prefix_id`.
+        prefix: The token of `prefix_id`.
         length: How many tokens the model reads at once.
         stride: From 1 to `length`; small strides give each token a longer context and take longer.
     """
@@ -236,12 +220,7 @@ def continuation(tokenizer: Tokenizer, context: str, text: str, length: int) -> 
 
     As in lm-evaluation-harness, both are tokenized together, spaces at the end of the context
     belong to the text, and a context that is too long loses its first tokens.
-
-    Args:
-        tokenizer: The tokenizer.
-        context: The text before; it may be empty.
-        text: The text that is predicted.
-        length: How many tokens the model reads at once.
+    The model reads `length` tokens at once.
     """
     bare = context.rstrip()
     text = context[len(bare) :] + text
@@ -254,9 +233,6 @@ def continuation(tokenizer: Tokenizer, context: str, text: str, length: int) -> 
 def after(context: Sequence[int], ids: Sequence[int], length: int) -> ScoredWindow:
     """Returns the window that predicts tokens after those of a context of at least one token.
 
-    Args:
-        context: The tokens before.
-        ids: The tokens to predict; of more than `length` only the last ones are predicted.
-        length: How many tokens the model reads at once.
+    The model reads `length` tokens at once; of more than these only the last ones are predicted.
     """
     return ScoredWindow([*context, *ids][-(length + 1) :], min(len(ids), length))

@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from gridformer.config import ModelConfig, RunConfig, any_of, closest
+from gridformer.config import FINE_TUNING, ModelConfig, RunConfig, any_of, closest
 from gridformer.evaluate import measures
 from gridformer.evaluate.examples import (
     check_examples,
     check_named_set,
-    example_problem,
+    measure_set,
     read_labeled,
+    score_examples,
 )
 from gridformer.evaluate.generate import continues
 from gridformer.evaluate.loading import Job, Trained
@@ -28,7 +29,21 @@ from gridformer.utils.errors import ConfigError, DataError, UserError, require
 
 
 @dataclass(frozen=True)
-class TaskArgument:
+class Task:
+    """A kind of task."""
+
+    what: str  # what follows the name, for messages
+    # Returns why a model cannot do it, or an empty text.
+    problem: Callable[[RunConfig], str]
+    # Reads what it needs, given the run and the names of the model's labels, or raises a UserError.
+    check: Callable[[str, RunConfig, Sequence[str]], object]
+    # Measures a model. All processes call it together.
+    measure: Callable[[Trained, str, Options], Numbers]
+    # The options `stride`, `limit`, `length` and `search` that change what it measures.
+    uses: tuple[str, ...] = ()
+
+
+class TaskArgument(NamedTuple):
     """One task on the command line: `kind:what`."""
 
     kind: str
@@ -37,27 +52,9 @@ class TaskArgument:
     def __str__(self) -> str:
         return f"{self.kind}:{self.what}"
 
-
-@dataclass(frozen=True)
-class Task:
-    """A kind of task.
-
-    Attributes:
-        what: What follows the name, for messages.
-        problem: Returns why a model cannot do it, or an empty text.
-        check: Reads what it needs, given the run and the names of the model's labels; raises a
-            UserError if that does not work.
-        measure: Measures a model. All processes call it together.
-        searches: Whether it translates with `Options.search`.
-        uses: Those of the options `stride`, `limit` and `length` that change what it measures.
-    """
-
-    what: str
-    problem: Callable[[RunConfig], str]
-    check: Callable[[str, RunConfig, Sequence[str]], object]
-    measure: Callable[[Trained, str, Options], Numbers]
-    searches: bool = False
-    uses: tuple[str, ...] = ()
+    @property
+    def task(self) -> Task:
+        return TASKS[self.kind]
 
 
 def _check_lm_eval(task: str, *_: object) -> None:
@@ -90,6 +87,12 @@ def _predicts(run: RunConfig) -> str:
     if not run.model.token_head:
         return f"needs a model that predicts tokens, and this one learned data.task={run.task}"
     return f"needs a model that predicts next tokens, and this one is a {run.model.family}"
+
+
+def _was_fine_tuned(run: RunConfig) -> str:
+    if run.task in FINE_TUNING:
+        return ""
+    return f"needs a model that was fine-tuned, not one that learned data.task={run.task}"
 
 
 def _classifies(run: RunConfig) -> str:
@@ -131,15 +134,15 @@ TASKS: dict[str, Task] = {
         "NAME",
         lambda run: "",
         lambda name, run, _: check_named_set(name, run),
-        measures.named_set,
+        lambda trained, name, _: measure_set(trained, name),
     ),
     "examples": Task(
         "FOLDER",
-        example_problem,
+        _was_fine_tuned,
         lambda folder, run, _: check_examples(folder, run),
-        measures.examples,
+        lambda trained, folder, options: score_examples(trained, folder, options.batch_size),
     ),
-    "bleu": Task("FILE", _translates, _check_bleu, measures.bleu, searches=True, uses=("limit",)),
+    "bleu": Task("FILE", _translates, _check_bleu, measures.bleu, uses=("limit", "search")),
     "lm-eval": Task("TASK", _predicts, _check_lm_eval, measures.lm_eval, uses=("limit", "length")),
 }
 
@@ -148,9 +151,9 @@ def parse_tasks(words: str) -> list[TaskArgument]:
     """Returns the tasks of `--tasks`, which are separated by commas.
 
     Raises:
-        ConfigError: A task is unknown or incomplete. It lists all such tasks.
+        ConfigError: Tasks are unknown or incomplete.
     """
-    found, problems = [], []
+    tasks, problems = [], []
     for word in words.split(","):
         kind, _, what = word.strip().partition(":")
         if kind not in TASKS:
@@ -158,10 +161,10 @@ def parse_tasks(words: str) -> list[TaskArgument]:
         elif not what:
             problems.append(f"--tasks {word}: write {kind}:{TASKS[kind].what}")
         else:
-            found.append(TaskArgument(kind, what))
+            tasks.append(TaskArgument(kind, what))
     if problems:
         raise ConfigError(*problems)
-    return found
+    return tasks
 
 
 def check_tasks(
@@ -177,8 +180,8 @@ def check_tasks(
         run: The run that trained the model.
         asked: The tasks.
         options: The settings.
-        label_names: What the labels of a classifier are called, if that is stored with the model.
-        given: Names of fields of `BeamSearch` that the user has set.
+        label_names: The names of the labels of a classifier, if they are stored with the model.
+        given: The fields of `BeamSearch` that the user has set.
 
     Raises:
         ConfigError: A model cannot do a task, or no task uses a setting. It lists all problems.
@@ -186,12 +189,18 @@ def check_tasks(
     """
     problems = []
     for one in asked:
-        if problem := TASKS[one.kind].problem(run):
+        if problem := one.task.problem(run):
             able = [kind for kind, task in TASKS.items() if not task.problem(run)]
             instead = f"; this model can do {any_of(able)}" if able else ""
             problems.append(f"--tasks {one}: {one.kind} {problem}{instead}")
-    problems += _search_problems(run.model, asked, given)
-    problems += _useless(asked, options)
+    problems += _unused_search(run.model, asked, given)
+    for name in ("stride", "limit", "length"):
+        value = getattr(options, name)
+        if value and not any(name in one.task.uses for one in asked):
+            problems.append(
+                f"--{name} {value} is for {_kinds_that_use(name)}, and has no effect on "
+                f"{', '.join(map(str, asked))}: leave it out"
+            )
     length, longest = options.length_for(run.model), run.model.max_seq_len
     if length > longest:
         problems.append(f"--length {length}: the model reads {longest} tokens at once; use less")
@@ -203,118 +212,71 @@ def check_tasks(
     if problems:
         raise ConfigError(*problems)
     for one in asked:
-        TASKS[one.kind].check(one.what, run, label_names)
+        one.task.check(one.what, run, label_names)
 
 
-def _search_problems(
+def _kinds_that_use(option: str) -> str:
+    return any_of(f"{kind}:{task.what}" for kind, task in TASKS.items() if option in task.uses)
+
+
+def _unused_search(
     model: ModelConfig, asked: Sequence[TaskArgument], given: Sequence[str]
 ) -> list[str]:
-    """Returns why settings of a search are of no use."""
+    """Returns sentences about settings of a search that none of the tasks uses."""
     if not model.two_stacks:
         why = f"is for t5 and transformer, which use beam search; this model is a {model.family}"
-    elif not any(TASKS[one.kind].searches for one in asked):
-        kinds = any_of(f"{kind}:{task.what}" for kind, task in TASKS.items() if task.searches)
-        why = f"is for {kinds}, which translates, and none of the tasks does"
+    elif not any("search" in one.task.uses for one in asked):
+        why = f"is for {_kinds_that_use('search')}, which translates, and none of the tasks does"
     else:
         return []
     return [f"--{name.replace('_', '-')} {why}: leave it out" for name in given]
 
 
-def _useless(asked: Sequence[TaskArgument], options: Options) -> list[str]:
-    """Returns which options are set that none of the tasks uses."""
-    problems = []
-    for name in ("stride", "limit", "length"):
-        value = getattr(options, name)
-        kinds = [f"{kind}:{task.what}" for kind, task in TASKS.items() if name in task.uses]
-        if value and not any(name in TASKS[one.kind].uses for one in asked):
-            problems.append(
-                f"--{name} {value} is for {any_of(kinds)}, and has no effect on "
-                f"{', '.join(map(str, asked))}: leave it out"
-            )
-    return problems
-
-
-def timeout_of(asked: Sequence[TaskArgument]) -> float:
-    """Returns the seconds that a process may wait for others.
-
-    For lm-evaluation-harness, rank 0 may download and prepare data for a long time.
-    """
-    return 6 * 3600.0 if any(one.kind == "lm-eval" for one in asked) else 600.0
-
-
 def measure(
     trained: Trained, asked: Sequence[TaskArgument], options: Options
 ) -> dict[str, Numbers]:
-    """Measures a model on tasks. All processes call it together and get the same numbers.
+    """Returns the numbers of each task by its name on the command line.
 
-    Args:
-        trained: The model.
-        asked: The tasks.
-        options: Settings of the tasks.
-
-    Returns:
-        The numbers of each task, by the name that it has on the command line.
+    All processes call it together and get the same numbers, but of lm-eval only rank 0.
     """
-    return {str(one): TASKS[one.kind].measure(trained, one.what, options) for one in asked}
-
-
-_MANY = 1e9  # from here on, numbers are shown as powers of ten
+    return {str(one): one.task.measure(trained, one.what, options) for one in asked}
 
 
 def evaluate_worker(
     job: Job, asked: Sequence[TaskArgument], options: Options, as_json: bool
 ) -> None:
-    """The entrypoint of every process of `gridformer evaluate`; rank 0 prints the results.
-
-    Args:
-        job: The model and its layout.
-        asked: The tasks.
-        options: Settings of the tasks.
-        as_json: Whether to print one JSON object, and no table.
-    """
+    """The entrypoint of every process of `gridformer evaluate`; rank 0 prints the results."""
     with job.open() as (trained, rank):
         began = time.perf_counter()
-        found = measure(trained, asked, options)
+        results = measure(trained, asked, options)
         seconds = time.perf_counter() - began
         if rank == 0 and as_json:
-            print(json.dumps(as_dict(job, found, seconds), indent=2))
+            print(json.dumps(as_dict(job, results, seconds), indent=2))
         elif rank == 0:
-            show(job, found, seconds)
+            show(job, results, seconds)
 
 
-def as_dict(job: Job, found: Mapping[str, Numbers], seconds: float) -> dict[str, Any]:
-    """Returns the results for --json, which has no numbers that are not finite: they are null.
-
-    Args:
-        job: The model and its layout.
-        found: The numbers of each task by name, as `measure` returns them.
-        seconds: How long the tasks took.
-    """
+def as_dict(job: Job, results: Mapping[str, Numbers], seconds: float) -> dict[str, Any]:
+    """Returns the results of `measure` for --json, where numbers that are not finite are null."""
     return {
         "model": job.name or str(job.folder),
         "layout": job.run.layout.model_dump(mode="json", exclude_defaults=True),
         "tasks": {
             task: {name: value if math.isfinite(value) else None for name, value in one.items()}
-            for task, one in found.items()
+            for task, one in results.items()
         },
         "seconds": seconds,
     }
 
 
-def show(job: Job, found: Mapping[str, Numbers], seconds: float) -> None:
-    """Prints the results as a table.
-
-    Args:
-        job: The model and its layout.
-        found: The numbers of each task by name, as `measure` returns them.
-        seconds: How long the tasks took.
-    """
+def show(job: Job, results: Mapping[str, Numbers], seconds: float) -> None:
+    """Prints the results of `measure` as a table."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table("task", "measure", box=None, pad_edge=False)
     table.add_column("value", justify="right")
-    for task, numbers in found.items():
+    for task, numbers in results.items():
         for place, (name, value) in enumerate(numbers.items()):
             table.add_row("" if place else task, name, _shown(value))
     console = Console(highlight=False)
@@ -328,4 +290,4 @@ def show(job: Job, found: Mapping[str, Numbers], seconds: float) -> None:
 def _shown(value: float) -> str:
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.4f}" if abs(value) < _MANY else f"{value:.4e}"
+    return f"{value:.4f}" if abs(value) < 1e9 else f"{value:.4e}"

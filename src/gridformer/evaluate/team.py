@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
 
 from gridformer import comm
 from gridformer.evaluate.continuing import Prompt, Sampling
-from gridformer.evaluate.generate import continued_ids
+from gridformer.evaluate.generate import Generation, continued_ids
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.scoring import Score, ScoredWindow, score
 
@@ -23,11 +24,8 @@ LABEL = "request"
 class Team:
     """All processes of a layout. Rank 0 calls `score`, `continue_ids` and finally `release`.
 
-    The others call `follow`, which returns after `release`.
-
-    Args:
-        trained: The model.
-        batch_size: About how many windows or texts go through the model together.
+    The others call `follow`, which returns after `release`. About `batch_size` windows or texts go
+    through the model together.
     """
 
     def __init__(self, trained: Trained, batch_size: int) -> None:
@@ -35,28 +33,16 @@ class Team:
 
     def score(self, windows: Sequence[ScoredWindow]) -> list[Score]:
         """Returns `gridformer.evaluate.scoring.score`."""
-        found: list[Score] = self._ask("score", [[list(w.tokens), w.n_targets] for w in windows])
-        return found
+        scores: list[Score] = self._ask("score", [astuple(window) for window in windows])
+        return scores
 
     def continue_ids(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int,
-        until: Sequence[str],
-        sampling: Sampling,
+        self, prompts: list[list[int]], max_tokens: int, until: list[str], sampling: Sampling
     ) -> list[list[int]]:
-        """Returns `gridformer.evaluate.generate.continued_ids`, prompt i with seed `seed` + i.
-
-        Args:
-            prompts: The tokens of each prompt.
-            max_tokens: The most tokens to sample for each.
-            until: A continuation also ends when it contains one of these texts.
-            sampling: Settings.
-        """
-        settings = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed]
-        request = [[list(ids) for ids in prompts], max_tokens, list(until), settings]
-        found: list[list[int]] = self._ask("continue", request)
-        return found
+        """Returns `gridformer.evaluate.generate.continued_ids`, prompt i with seed `seed` + i."""
+        request = [prompts, max_tokens, until, astuple(sampling)]
+        continued: list[list[int]] = self._ask("continue", request)
+        return continued
 
     def release(self) -> None:
         """Lets the other processes go on."""
@@ -79,10 +65,11 @@ class Team:
             windows = [ScoredWindow(tokens, n) for tokens, n in values]
             return score(self.trained, windows, self.batch_size)
         if what == "continue":
-            prompts, max_tokens, until, settings = values
-            how = Sampling(*settings)
-            work = [Prompt(ids, max_tokens, how.seed + i) for i, ids in enumerate(prompts)]
-            return continued_ids(self.trained, work, how, self.batch_size, until=until)
+            prompts, max_tokens, until, sampling = values
+            how = Generation(Sampling(*sampling), batch_size=self.batch_size)
+            seed = how.sampling.seed
+            work = [Prompt(ids, max_tokens, seed + i) for i, ids in enumerate(prompts)]
+            return continued_ids(self.trained, work, how, until)
         return None
 
     def _told(self, text: str) -> str:

@@ -12,40 +12,26 @@ from gridformer.memory.ranks import largest_ranks
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.record.rank import trace_rank
 from gridformer.record.step import KINDS
-from gridformer.report.steptrace import PurposeTraffic
+from gridformer.report.steptrace import PurposeTraffic, traffic_of
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """What was found by running the code of a step on tensors without memory.
+    """Memory and messages by the code of a step, which ran on tensors without memory, if any."""
 
-    Attributes:
-        rank: The fullest rank.
-        stands_for: What it represents, such as a stage; empty if all ranks are alike.
-        memory: Its bytes at the peak by kind, the largest last in a stack as `gridformer memory`
-            lists them.
-        peak: The sum of them.
-        moment: What the rank does at the peak.
-        traffic: The messages of the rank in a step, the most bytes first.
-        problem: Why there are no estimates; empty if there are.
-    """
-
-    rank: int = 0
-    stands_for: str = ""
-    memory: dict[str, int] = field(default_factory=dict)
-    peak: int = 0
-    moment: str = ""
-    traffic: list[PurposeTraffic] = field(default_factory=list)
-    problem: str = ""
+    rank: int = 0  # the fullest rank
+    stands_for: str = ""  # what it represents, such as a stage; empty if all ranks are alike
+    memory: dict[str, int] = field(default_factory=dict)  # bytes at the peak by kind
+    peak: int = 0  # the sum of them
+    moment: str = ""  # what the rank does at the peak
+    traffic: list[PurposeTraffic] = field(default_factory=list)  # in a step, the most bytes first
+    problem: str = ""  # why there are no estimates
 
 
 def estimates_of(run: RunConfig) -> Estimates:
     """Estimates memory and messages of the fullest rank of a run.
 
     It registers a device type in this process, which must not belong to a process group.
-
-    Args:
-        run: The checked run.
 
     Raises:
         UserError: The run is impossible.
@@ -57,12 +43,7 @@ def estimates_of(run: RunConfig) -> Estimates:
     )
     with comm.record_messages() as recorder:
         trace_rank(run, fullest.rank, decisions)
-    counts: dict[tuple[str, str, str], list[float]] = {}
-    for record in recorder.records:
-        if record.size > 1:
-            found = counts.setdefault((record.axis, record.op, record.label), [0, 0.0])
-            found[0] += 1
-            found[1] += record.bytes
+    messages = [(x.axis, x.op, x.label, x.bytes) for x in recorder.records if x.size > 1]
     by_kind = {kind: fullest.by_kind[kind] for kind in KINDS if fullest.by_kind.get(kind)}
     return Estimates(
         fullest.rank,
@@ -70,8 +51,5 @@ def estimates_of(run: RunConfig) -> Estimates:
         by_kind,
         fullest.peak,
         fullest.moment,
-        [
-            PurposeTraffic(*key, count, n_bytes)
-            for key, (count, n_bytes) in sorted(counts.items(), key=lambda item: -item[1][1])
-        ],
+        traffic_of(messages),
     )

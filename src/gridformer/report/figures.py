@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 MOST_POINTS = 1200  # of a curve; a screen is not wider
-_SMOOTHING = (0.6, 0.0, 0.9, 0.99)  # weights of what came before; the first one is shown at first
+_SMOOTHING = 0.6  # the weight of the values before
 _RUNS = ("#3b82c4", "#e07b39", "#3fa45b", "#b65aa0", "#c9a227", "#6f6fd8", "#d0504a", "#2aa5a0")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _MARKS = {"start": ("triangle-up", "#4a90d9"), "trouble": ("x", "#d62728")}
@@ -46,23 +46,14 @@ _AXES = {
 
 
 class Chart(NamedTuple):
-    """A chart, and the metrics in it.
-
-    Attributes:
-        title: The title.
-        unit: The unit of its values.
-        keys: The names of the metrics.
-        factor: By what the values of metrics.jsonl are multiplied.
-        smooth: Whether its curves can be smoothed.
-        zero: Whether the vertical axis begins at 0.
-    """
+    """A chart, and the metrics in it."""
 
     title: str
     unit: str
-    keys: tuple[str, ...]
-    factor: float = 1.0
-    smooth: bool = False
-    zero: bool = False
+    keys: tuple[str, ...]  # the names of the metrics
+    factor: float = 1.0  # by which the values of metrics.jsonl are multiplied
+    smooth: bool = False  # whether its curves can be smoothed
+    zero: bool = False  # whether the vertical axis begins at 0
 
 
 _OPERATIONS = "model_tflops", "hardware_tflops"
@@ -123,11 +114,7 @@ def words(key: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-class _Curve(NamedTuple):
-    """A trace of the figure: its values along each horizontal axis, and by each smoothing."""
-
-    x: Mapping[str, list[float]]
-    y: Mapping[float, list[float]]
+Places = dict[str, list[float]]  # of the points of a trace along each horizontal axis
 
 
 def curves(runs: Sequence[RunReading]) -> go.Figure:
@@ -147,7 +134,7 @@ def curves(runs: Sequence[RunReading]) -> go.Figure:
         horizontal_spacing=0.09,
     )
     figure(380 + 235 * (n_rows - 1), made, hovermode="closest")
-    traces: list[_Curve] = []
+    traces: list[Places] = []
     for number, chart in enumerate(charts):
         at = {"row": 1 + (number + 1) // 2, "col": 1 + (number + 1) % 2 if number else 1}
         for i, run in enumerate(runs):
@@ -172,7 +159,7 @@ def curves(runs: Sequence[RunReading]) -> go.Figure:
 
 def _add_curve(
     made: go.Figure, chart: Chart, k: int, run: RunReading, number: int | None, at: dict[str, int]
-) -> list[_Curve]:
+) -> list[Places]:
     """Draws a metric of a run: with several runs in the color of the run, whose number it has."""
     key, metric = chart.keys[k], words(chart.keys[k]) if len(chart.keys) > 1 else chart.title
     steps, values = run.series(key)
@@ -195,23 +182,22 @@ def _add_curve(
     }
     sparse = key.startswith(("val_", "test_")) or len(steps) < 0.5 * len(run.metrics)
     smooth = chart.smooth and not sparse and len(raw) > 2
-    smoothed = {by: _smoothed(raw, by) for by in _SMOOTHING} if smooth else {}
     if smooth:
         made.add_scatter(
             y=raw, mode="lines", opacity=0.3, hoverinfo="skip", showlegend=False, **style
         )
     dots = (sparse and len(raw) < 200) or len(raw) == 1
     made.add_scatter(
-        y=smoothed[_SMOOTHING[0]] if smooth else raw,
+        y=_smoothed(raw) if smooth else raw,
         mode="lines+markers" if dots else "lines",
         showlegend=number is not None or len(chart.keys) > 1,
         hovertemplate=f"%{{y:.5g}} {html.escape(metric)}<extra>%{{fullData.name}}</extra>",
         **style,
     )
-    return [*[_Curve(x, {})] * smooth, _Curve(x, smoothed)]
+    return [x] * (1 + smooth)
 
 
-def _add_marks(made: go.Figure, run: RunReading) -> list[_Curve]:
+def _add_marks(made: go.Figure, run: RunReading) -> list[Places]:
     """Marks on the curve of the loss where a run was resumed and what went wrong."""
     steps, values = run.series("loss")
     marks = [mark for mark in marks_of(run) if mark.kind in _MARKS and mark.step]
@@ -235,51 +221,28 @@ def _add_marks(made: go.Figure, run: RunReading) -> list[_Curve]:
         row=1,
         col=1,
     )
-    return [_Curve(x, {})]
+    return [x]
 
 
-def _menus(traces: Sequence[_Curve], n_charts: int) -> list[dict[str, Any]]:
-    """Returns the menus above the curves: the horizontal axis, the vertical one, smoothing."""
-    smooth = [i for i, trace in enumerate(traces) if trace.y]
-    verticals = [f"yaxis{i if i > 1 else ''}" for i in range(1, n_charts + 1)]
-    menus: list[list[tuple[str, str, list[Any]]]] = [
-        [
-            (f"over {name}", "update", [{"x": [one.x[name] for one in traces]}, _WHOLE])
-            for name in ("steps", "tokens", "hours")
-        ],
-        [
-            (kind, "relayout", [{f"{axis}.type": kind for axis in verticals}])
-            for kind in ("linear", "log")
-        ],
-        [
-            (
-                f"smoothed by {by}" if by else "not smoothed",
-                "restyle",
-                [{"y": [traces[i].y[by] for i in smooth]}, smooth],
-            )
-            for by in _SMOOTHING
-            if smooth
-        ],
+def _menus(traces: Sequence[Places], n_charts: int) -> list[dict[str, Any]]:
+    """Returns the menus above the curves: the horizontal axis, and the vertical one."""
+    verticals = [f"yaxis{i if i > 1 else ''}.type" for i in range(1, n_charts + 1)]
+    whole = {"xaxis.autorange": True}
+    places = {name: [x[name] for x in traces] for name in ("steps", "tokens", "hours")}
+    over = [
+        {"label": f"over {name}", "method": "update", "args": [{"x": xs}, whole]}
+        for name, xs in places.items()
     ]
-    return [
-        {
-            "buttons": [{"label": a, "method": b, "args": c} for a, b, c in buttons],
-            "x": 0.16 * i,
-            "y": 1.0,
-            "yanchor": "bottom",
-            "xanchor": "left",
-            "pad": {"b": 48},
-            "bgcolor": "rgba(128,128,128,0.1)",
-        }
-        for i, buttons in enumerate(menus)
-        if buttons
+    kinds = [
+        {"label": kind, "method": "relayout", "args": [dict.fromkeys(verticals, kind)]}
+        for kind in ("linear", "log")
     ]
+    corner = {"y": 1.0, "yanchor": "bottom", "xanchor": "left", "pad": {"b": 48}}
+    style = {**corner, "bgcolor": "rgba(128,128,128,0.1)"}
+    return [{"buttons": over, "x": 0.0, **style}, {"buttons": kinds, "x": 0.16, **style}]
 
 
-_WHOLE = {"xaxis.autorange": True}
-
-
-def _places(run: RunReading, steps: Sequence[float]) -> dict[str, list[float]]:
+def _places(run: RunReading, steps: Sequence[float]) -> Places:
     """Returns steps, and the tokens and hours after each of them, by lines between known ones."""
     lines = run.metrics
     known = [line["step"] for line in lines]
@@ -296,25 +259,21 @@ def _number(line: dict[str, Any], key: str) -> float:
     return float(value) if isinstance(value, int | float) and 0 <= value < 1e300 else 0.0
 
 
-def _smoothed(values: Sequence[float], weight: float) -> list[float]:
+def _smoothed(values: Sequence[float]) -> list[float]:
     """Returns the exponentially weighted means of a curve, without a bias to its beginning."""
     total, norm, means = 0.0, 0.0, []
     for value in values:
-        total = weight * total + (1 - weight) * value
-        norm = weight * norm + (1 - weight)
+        total = _SMOOTHING * total + (1 - _SMOOTHING) * value
+        norm = _SMOOTHING * norm + (1 - _SMOOTHING)
         means.append(_short(total / norm))
     return means
 
 
 def decimated(values: Sequence[float], most: int) -> list[int]:
-    """Returns the places of a limited number of values that show the same curve.
+    """Returns the places of at most `most` values that show the same curve.
 
     Of each of equal parts it takes the smallest and the largest value, so no spike is lost, and it
     takes the first and the last of all.
-
-    Args:
-        values: The values of a curve.
-        most: The most values that are kept.
     """
     n = len(values)
     if n <= most:
@@ -340,11 +299,7 @@ def time_colors(rows: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str, st
     kinds = sorted({kind for _, parts in rows for kind in parts} - {*KINDS})
     waits = [kind for kind in kinds if kind.startswith("waits for")]
     shades = {kind: _WAITS[i % len(_WAITS)] for i, kind in enumerate(waits)}
-    return {
-        **KINDS,
-        **shades,
-        **dict.fromkeys((k for k in kinds if k not in shades), KINDS["other"]),
-    }
+    return KINDS | shades | {kind: KINDS["other"] for kind in kinds if kind not in shades}
 
 
 def axis_colors(axes: Sequence[str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ Runs are not trusted: every text that comes from one is escaped.
 from __future__ import annotations
 
 import html
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from gridformer import __version__
 from gridformer.memory.show import MEMORY_COLORS
 from gridformer.report import figures
 from gridformer.report.estimates import Estimates
-from gridformer.report.reading import Mark, RunReading, Sample, marks_of, settings_table
+from gridformer.report.reading import RunReading, Sample, marks_of, settings_table
 from gridformer.report.steptrace import PurposeTraffic, StepTimeline, read_timeline
 from gridformer.report.summary import summary
 from gridformer.utils.page import document, figure_place, stacked_bars
@@ -23,8 +24,6 @@ from gridformer.utils.units import byte_unit, format_bytes, three_digits
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_MOST_MARKS = 60  # rows of a run in the table of what has happened; starts and troubles stay
-_MOST_TRAFFIC = 12
 _STYLE = """
 .scroll { overflow-x: auto; }
 .runs td, .runs th { text-align: left; vertical-align: top; }
@@ -42,29 +41,23 @@ footer { margin: 40px 0 20px; color: var(--soft); font-size: 13px; }
 
 
 def write_report_page(
-    runs: Sequence[RunReading], estimates: Sequence[Estimates | None], path: Path
+    runs: Sequence[RunReading], estimates: Sequence[Estimates], path: Path
 ) -> None:
-    """Writes the report.
-
-    Args:
-        runs: The runs, at least one.
-        estimates: For each run what its code shows; None if that was not asked for.
-        path: The file, whose folder is created if needed.
-    """
+    """Writes the report of one or several runs with their estimates to a file."""
     traced = [_last_timeline(run) for run in runs]
     title = f"{runs[0].label}: report" if len(runs) == 1 else f"Comparison of {len(runs)} runs"
     drawn: dict[str, go.Figure] = {}
     sections = [
         f"<h1>{_text(title)}</h1>",
         _summary(runs),
-        _differences(runs),
+        _settings(runs, differing=True),
         _curves(runs, drawn),
         _history(runs),
         _timelines(runs, traced, drawn),
         _communication(runs, traced, estimates, drawn),
         _memory(runs, estimates, drawn),
         _samples(runs),
-        _all_settings(runs),
+        _settings(runs, differing=False),
         f"<footer>Written by gridformer {_text(__version__)} from run directories.</footer>",
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +105,7 @@ def _labels(runs: Sequence[RunReading]) -> list[str]:
 
 
 def _summary(runs: Sequence[RunReading]) -> str:
-    rows = [[row.name, *row.values] for row in summary(runs)]
+    rows = [[name, *values] for name, values in summary(runs)]
     problems = "".join(
         f'<p class="note bad">{_text(run.label)}: its settings cannot be read: '
         f"{_text(run.problem)}</p>"
@@ -122,19 +115,13 @@ def _summary(runs: Sequence[RunReading]) -> str:
     return _rows(_labels(runs), rows, "runs") + problems
 
 
-def _differences(runs: Sequence[RunReading]) -> str:
-    if len(runs) == 1:
-        return ""
-    rows = [[key, *values] for key, values in settings_table(runs, differing=True)]
-    what = _rows(_labels(runs), rows, "runs") if rows else '<p class="note">None.</p>'
-    return f"<h2>Settings that differ</h2>{what}"
-
-
-def _all_settings(runs: Sequence[RunReading]) -> str:
-    rows = [[key, *values] for key, values in settings_table(runs, differing=False)]
-    if not rows:
-        return ""
-    return f"<details><summary>All settings</summary>{_rows(_labels(runs), rows, 'runs')}</details>"
+def _settings(runs: Sequence[RunReading], differing: bool) -> str:
+    rows = [[key, *values] for key, values in settings_table(runs, differing)]
+    table = _rows(_labels(runs), rows, "runs") if rows else ""
+    if not differing:
+        return f"<details><summary>All settings</summary>{table}</details>" if rows else ""
+    table = table or '<p class="note">None.</p>'
+    return f"<h2>Settings that differ</h2>{table}" if len(runs) > 1 else ""
 
 
 def _curves(runs: Sequence[RunReading], drawn: dict[str, go.Figure]) -> str:
@@ -152,35 +139,22 @@ def _curves(runs: Sequence[RunReading], drawn: dict[str, go.Figure]) -> str:
 
 def _history(runs: Sequence[RunReading]) -> str:
     several = len(runs) > 1
-    rows: list[list[object]] = []
-    left_out = 0
-    for run in runs:
-        marks = marks_of(run)
-        kept = _important(marks)
-        left_out += len(marks) - len(kept)
-        for mark in kept:
-            name = [run.label] if several else []
-            rows.append([*name, mark.step, mark.text, mark.time])
+    rows: list[list[object]] = [
+        [*([run.label] if several else []), mark.step, mark.text, mark.time]
+        for run in runs
+        for mark in marks_of(run)
+    ]
     if not rows:
         return ""
     timed = any(row[-1] for row in rows)
     head = [*([""] if several else []), "step", "what", *(["time (UTC)"] if timed else [])]
     rows = [row[: len(head)] for row in rows]
-    more = f'<p class="note">{left_out} more saves are not listed.</p>' if left_out else ""
     table = _rows(head, rows, "many", numbers=(int(several),))
     opened = " open" if len(rows) <= 12 else ""
     return (
         f"<h2>What has happened</h2><details{opened}><summary>{len(rows)} entries</summary>{table}"
-        f"{more}</details>"
+        "</details>"
     )
-
-
-def _important(marks: Sequence[Mark]) -> list[Mark]:
-    """Returns all marks without most saves, if there are many."""
-    if len(marks) <= _MOST_MARKS:
-        return [*marks]
-    last = max((i for i, mark in enumerate(marks) if mark.kind == "save"), default=-1)
-    return [mark for i, mark in enumerate(marks) if mark.kind != "save" or i == last][-_MOST_MARKS:]
 
 
 # --------------------------------------------------------------------------- one step
@@ -191,7 +165,7 @@ def _timelines(
     timelines: Sequence[StepTimeline | None],
     drawn: dict[str, go.Figure],
 ) -> str:
-    found = []
+    sections = []
     for number, (run, line) in enumerate(zip(runs, timelines)):
         if line is None:
             continue
@@ -201,7 +175,7 @@ def _timelines(
             else ""
         )
         rows = [(name, _in_order(seconds)) for name, seconds in zip(line.names, line.seconds)]
-        found.append(
+        sections.append(
             f"<h3>{_text(run.label)}: step {line.step}{shown}</h3>"
             + _place(drawn, f"timeline-{number}", figures.timeline(line))
             + _place(
@@ -210,13 +184,13 @@ def _timelines(
                 stacked_bars(rows, figures.time_colors(rows), "seconds", _milliseconds),
             )
         )
-    if not found:
+    if not sections:
         return ""
     return (
         "<h2>Timeline of a step</h2>"
         '<p class="note">As it was measured (<code>train.trace_step</code>). The thin line below a '
         "process shows messages under way; where the process waits for one, it is orange. The bars "
-        "add up what each process spent its time on.</p>" + "".join(found)
+        "add up what each process spent its time on.</p>" + "".join(sections)
     )
 
 
@@ -233,29 +207,29 @@ def _in_order(seconds: Mapping[str, float]) -> dict[str, float]:
 def _communication(
     runs: Sequence[RunReading],
     timelines: Sequence[StepTimeline | None],
-    estimates: Sequence[Estimates | None],
+    estimates: Sequence[Estimates],
     drawn: dict[str, go.Figure],
 ) -> str:
     """Shows the messages of a step: those that were measured, or else those of the run's code."""
-    found: list[tuple[str, list[PurposeTraffic]]] = []
+    shown: list[tuple[str, list[PurposeTraffic]]] = []
     for run, line, estimated in zip(runs, timelines, estimates):
         if line is not None and line.traffic:
-            found.append((f"{run.label}, measured", line.traffic))
-        elif estimated is not None and estimated.traffic:
-            found.append((f"{run.label}, rank {estimated.rank} by its code", estimated.traffic))
-    if not found:
+            shown.append((f"{run.label}, measured", line.traffic))
+        elif estimated.traffic:
+            shown.append((f"{run.label}, rank {estimated.rank} by its code", estimated.traffic))
+    if not shown:
         return ""
     rows = []
-    for name, traffic in found:
-        by_axis: dict[str, float] = {}
+    for name, traffic in shown:
+        by_axis: defaultdict[str, float] = defaultdict(float)
         for one in traffic:
-            by_axis[one.axis] = by_axis.get(one.axis, 0.0) + one.bytes
+            by_axis[one.axis] += one.bytes
         rows.append((name, dict(sorted(by_axis.items(), key=lambda item: -item[1]))))
     colors = figures.axis_colors([axis for _, parts in rows for axis in parts])
     tables = "".join(
         f"<details><summary>{_text(name)}: {_of_all(traffic)}</summary>{_traffic(traffic)}"
         "</details>"
-        for name, traffic in found
+        for name, traffic in shown
     )
     return (
         "<h2>Where communication goes</h2>"
@@ -274,54 +248,44 @@ def _of_all(traffic: Sequence[PurposeTraffic]) -> str:
 def _traffic(traffic: Sequence[PurposeTraffic]) -> str:
     rows = [
         [one.axis, one.op, one.label, three_digits(one.messages), format_bytes(one.bytes)]
-        for one in traffic[:_MOST_TRAFFIC]
+        for one in traffic
     ]
-    if len(traffic) > _MOST_TRAFFIC:
-        rest = traffic[_MOST_TRAFFIC:]
-        count, n_bytes = sum(one.messages for one in rest), sum(one.bytes for one in rest)
-        rows.append(["", "others", "", three_digits(count), format_bytes(n_bytes)])
     head = ("axis", "collective", "purpose", "messages", "bytes")
     return _rows(head, rows, "many", numbers=(3, 4))
 
 
 def _memory(
     runs: Sequence[RunReading],
-    estimates: Sequence[Estimates | None],
+    estimates: Sequence[Estimates],
     drawn: dict[str, go.Figure],
 ) -> str:
     rows, notes = [], []
-    for run, found in zip(runs, estimates):
-        if found is None:
-            continue
-        if found.problem:
-            notes.append(f"{run.label}: {found.problem}")
-            continue
-        which = f"rank {found.rank}" + (f", {found.stands_for}" if found.stands_for else "")
-        rows.append((f"{run.label} ({which})", {k: float(v) for k, v in found.memory.items()}))
-        notes.append(f"{run.label}: the peak is in {found.moment}.")
-    if not rows and not notes:
+    for run, one in zip(runs, estimates):
+        if one.problem or one.memory:
+            notes.append(f"{run.label}: {one.problem or f'the peak is in {one.moment}.'}")
+        if one.memory:
+            which = f"rank {one.rank}" + (f", {one.stands_for}" if one.stands_for else "")
+            rows.append((f"{run.label} ({which})", one.memory))
+    if not notes:
         return ""
+    unit, name = byte_unit(max((sum(parts.values()) for _, parts in rows), default=0.0))
+    scaled = [(row, {kind: value / unit for kind, value in parts.items()}) for row, parts in rows]
+    bars = stacked_bars(scaled, MEMORY_COLORS, name, lambda value: f"{three_digits(value)} {name}")
     return (
         "<h2>Memory</h2>"
         '<p class="note">What the tensors of the fullest process hold at the peak of a step, as '
         "<code>gridformer memory</code> estimates it from the run's code. "
         + " ".join(_text(note) for note in notes)
         + "</p>"
-        + (_place(drawn, "memory", _memory_bars(rows)) if rows else "")
+        + (_place(drawn, "memory", bars) if rows else "")
     )
-
-
-def _memory_bars(rows: Sequence[tuple[str, Mapping[str, float]]]) -> go.Figure:
-    unit, name = byte_unit(max(sum(parts.values()) for _, parts in rows))
-    scaled = [(row, {kind: value / unit for kind, value in parts.items()}) for row, parts in rows]
-    return stacked_bars(scaled, MEMORY_COLORS, name, lambda value: f"{three_digits(value)} {name}")
 
 
 # --------------------------------------------------------------------------- samples
 
 
 def _samples(runs: Sequence[RunReading]) -> str:
-    found = []
+    sections = []
     for run in runs:
         if not run.samples:
             continue
@@ -333,8 +297,8 @@ def _samples(runs: Sequence[RunReading]) -> str:
             if earlier
             else ""
         )
-        found.append(name + last + more)
-    return f"<h2>Generated text</h2>{''.join(found)}" if found else ""
+        sections.append(name + last + more)
+    return f"<h2>Generated text</h2>{''.join(sections)}" if sections else ""
 
 
 def _sample(one: Sample) -> str:

@@ -37,50 +37,29 @@ MarkKind = Literal["start", "save", "trouble", "end"]
 
 @dataclass(frozen=True)
 class Sample:
-    """Text that a model has generated.
+    """Text that a model has generated."""
 
-    Attributes:
-        step: The step of the model; None if it is not known.
-        prompt: What it was given.
-        text: What it has generated.
-        reference: What it should have generated; empty if there is nothing.
-    """
-
-    step: int | None
+    step: int | None  # of the model; None if it is not known
     prompt: str
     text: str
-    reference: str = ""
+    reference: str = ""  # what it should have generated, if that is known
 
 
 @dataclass(frozen=True)
 class RunReading:
-    """What a run directory tells.
+    """The content of a run directory."""
 
-    Attributes:
-        label: The folder as it was named on the command line, or a part of that.
-        folder: The folder.
-        config: The run's config; None if it cannot be read.
-        problem: Why there is no config; empty if there is one.
-        settings: All settings by dotted key, such as `train.lr`.
-        metrics: Its lines of metrics.jsonl, by step.
-        events: Its lines of events.jsonl, oldest first.
-        state: What the heartbeat says, such as `done`; empty if there is none.
-        checkpoints: The steps of its complete checkpoints.
-        traces: The files with timelines of steps.
-        samples: Text that it has generated, oldest first.
-    """
-
-    label: str
+    label: str  # the folder as it was named on the command line, or a part of that
     folder: Path
-    config: RunConfig | None
-    problem: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    state: str = ""
-    checkpoints: list[int] = field(default_factory=list)
-    traces: list[Path] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
+    config: RunConfig | None  # None if it cannot be read
+    problem: str = ""  # why there is no config
+    settings: dict[str, Any] = field(default_factory=dict)  # by dotted key, such as `train.lr`
+    metrics: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl, by step
+    events: list[dict[str, Any]] = field(default_factory=list)  # of events.jsonl, oldest first
+    state: str = ""  # of the heartbeat, such as `done`
+    checkpoints: list[int] = field(default_factory=list)  # the steps of complete ones
+    traces: list[Path] = field(default_factory=list)  # files with timelines of steps
+    samples: list[Sample] = field(default_factory=list)  # oldest first
 
     @property
     def last_step(self) -> int:
@@ -89,21 +68,18 @@ class RunReading:
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Returns the steps at which a metric is known, and its values there."""
-        found = [(m["step"], m[key]) for m in self.metrics if _is_number(m.get(key))]
-        return [step for step, _ in found], [float(value) for _, value in found]
+        lines = [line for line in self.metrics if _is_number(line.get(key))]
+        return [line["step"] for line in lines], [float(line[key]) for line in lines]
 
     @property
     def names(self) -> list[str]:
         """The names of all metrics that are numbers, in the order of their appearance."""
-        found = {key: None for line in self.metrics for key in line if _is_number(line[key])}
-        return [key for key in found if key != "step"]
+        numbers = {key: None for line in self.metrics for key in line if _is_number(line[key])}
+        return [key for key in numbers if key != "step"]
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunReading]:
     """Reads some run directories.
-
-    Args:
-        folders: The run directories, as they were named by the user.
 
     Raises:
         UserError: A folder is no run directory.
@@ -118,9 +94,9 @@ def short_labels(folders: Sequence[Path]) -> list[str]:
     """Returns a short label for each folder: as many of its last parts as make them all differ."""
     parts = [folder.parts or (str(folder),) for folder in folders]
     for n in range(1, max(map(len, parts)) + 1):
-        found = ["/".join(part[-n:]) for part in parts]
-        if len({*found}) == len(found):
-            return found
+        labels = ["/".join(part[-n:]) for part in parts]
+        if len({*labels}) == len(labels):
+            return labels
     return [f"{number}. {'/'.join(part)}" for number, part in enumerate(parts, start=1)]
 
 
@@ -143,7 +119,10 @@ def _read(folder: Path, label: str) -> RunReading:
     except (UserError, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
     settings = flat(config.model_dump(mode="json")) if config else {}
-    by_step = {line["step"]: line for line in readable_lines(folder / METRICS) if _has_step(line)}
+    metrics = [line for line in readable_lines(folder / METRICS) if _is_step(line.get("step"))]
+    by_step = {line["step"]: line for line in metrics}
+    beats = [line.get("state") for line in readable_lines(folder / HEARTBEAT)]
+    events = readable_lines(folder / EVENTS_FILE)
     return RunReading(
         label,
         folder,
@@ -151,12 +130,8 @@ def _read(folder: Path, label: str) -> RunReading:
         problem,
         settings,
         [by_step[step] for step in sorted(by_step)],
-        [
-            line
-            for line in readable_lines(folder / EVENTS_FILE)
-            if isinstance(line.get("event"), str)
-        ],
-        _state(folder / HEARTBEAT),
+        [line for line in events if isinstance(line.get("event"), str)],
+        next((state[:20] for state in beats if isinstance(state, str)), ""),
         [int(path.name.split("-")[1]) for path in find.complete(folder)],
         sorted(folder.glob("trace-step-*.json"), key=lambda path: (len(path.name), path.name)),
         [_sample(line) for line in readable_lines(folder / SAMPLES)][-_MOST_SAMPLES:],
@@ -171,45 +146,34 @@ def readable_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     for line in content.split(b"\n"):
         try:
-            found = json.loads(line)
+            values = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, dict):
-            yield found
+        if isinstance(values, dict):
+            yield values
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns nested settings by dotted key."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            settings |= flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            settings[f"{prefix}{key}"] = value
+    return settings
 
 
-def _has_step(line: dict[str, Any]) -> bool:
-    step = line.get("step")
+def _is_step(step: object) -> bool:
     return isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
-
-
-def _is_finite(value: float) -> bool:
     try:
-        return math.isfinite(value)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and math.isfinite(value)  # type: ignore[arg-type]
     except OverflowError:  # an integer that is larger than any float
         return False
-
-
-def _state(path: Path) -> str:
-    for line in readable_lines(path):
-        if isinstance(line.get("state"), str):
-            return str(line["state"])[:20]
-    return ""
 
 
 def _sample(line: dict[str, Any]) -> Sample:
@@ -222,108 +186,66 @@ def _sample(line: dict[str, Any]) -> Sample:
 
 
 class Mark(NamedTuple):
-    """Something that happened to a run.
-
-    Attributes:
-        step: After how many steps.
-        kind: What kind of thing it was.
-        text: A sentence about it.
-        time: When it was, in UTC; empty if that is not known.
-    """
+    """Something that happened to a run after some steps."""
 
     step: int
     kind: MarkKind
-    text: str
-    time: str = ""
+    text: str  # a sentence
+    time: str = ""  # in UTC; empty if it is not known
 
 
 def marks_of(run: RunReading) -> list[Mark]:
     """Returns what has happened to a run, in the order in which it happened."""
     told = [mark for event in run.events if (mark := _mark(event)) is not None]
     saved = {mark.step for mark in told if mark.kind == "save"}
-    found = [
+    marks = [
         Mark(step, "save", f"Checkpoint of step {step}.")
         for step in run.checkpoints
         if step not in saved
     ]
-    if not run.events:
-        found += _from_metrics(run)
-        return sorted(found, key=lambda mark: mark.step)
-    return [*found, *told]
-
-
-def starts(run: RunReading) -> int:
-    """Returns how often a run was started; 0 if that is not known."""
-    return sum(event["event"] == "start" for event in run.events)
+    return [*marks, *told]
 
 
 def _mark(event: dict[str, Any]) -> Mark | None:
-    step, kind = event.get("step"), event["event"]
-    if not isinstance(step, int) or not 0 <= step < 2**53:
+    step, why = event.get("step"), event.get("why", "")
+    if not _is_step(step):
         return None
-    made = _SENTENCES.get(kind)
-    if made is None:
-        return None
-    mark, text = made(event, step)
-    return Mark(step, mark, text[:_LONGEST_MARK], _time(event.get("time")))
+    kind: MarkKind = "trouble"
+    match event["event"]:
+        case "start":
+            kind, text = "start", _start(event)
+        case "saved":
+            kind, text = "save", _saved(event)
+        case "not_saved":
+            text = f"No checkpoint of step {step} was saved: {why}."
+        case "diverged":
+            text = f"{why or f'Step {step} was not finite'}."
+        case "failed":
+            text = f"The run failed after step {step}: {why}."
+        case "end":
+            how = "Stopped after" if event.get("stopped") else "Done with"
+            kind, text = "end", f"{how} step {step}."
+        case _:
+            return None
+    return Mark(event["step"], kind, text[:_LONGEST_MARK], _time(event.get("time")))
 
 
-def _start(event: dict[str, Any], step: int) -> tuple[MarkKind, str]:
+def _start(event: dict[str, Any]) -> str:
+    how = "Resumed after" if event["step"] else "Started at"
     where = f" on {event['layout']}" if event.get("layout") else ""
     n, device = event.get("devices"), event.get("device")
     many = f" ({n} x {device})" if n and device else ""
-    return "start", f"{'Resumed after' if step else 'Started at'} step {step}{where}{many}."
+    return f"{how} step {event['step']}{where}{many}."
 
 
-def _saved(event: dict[str, Any], step: int) -> tuple[MarkKind, str]:
-    text = f"Checkpoint of step {step}"
+def _saved(event: dict[str, Any]) -> str:
+    text = f"Checkpoint of step {event['step']}"
     n_bytes, seconds, stalled = (_number(event.get(k)) for k in ("bytes", "seconds", "stalled_s"))
     if n_bytes is not None and seconds is not None:
         text += f": {format_bytes(n_bytes)} in {three_digits(seconds)} s"
     if stalled is not None:
         text += f"; training waited for {three_digits(stalled)} s"
-    return "save", f"{text}."
-
-
-def _not_saved(event: dict[str, Any], step: int) -> tuple[MarkKind, str]:
-    return "trouble", f"No checkpoint of step {step} was saved: {event.get('why', '')}."
-
-
-def _diverged(event: dict[str, Any], step: int) -> tuple[MarkKind, str]:
-    return "trouble", f"{event.get('why') or f'Step {step} was not finite'}."
-
-
-def _failed(event: dict[str, Any], step: int) -> tuple[MarkKind, str]:
-    return "trouble", f"The run failed after step {step}: {event.get('why', '')}."
-
-
-def _end(event: dict[str, Any], step: int) -> tuple[MarkKind, str]:
-    how = "Stopped after" if event.get("stopped") else "Done with"
-    return "end", f"{how} step {step}."
-
-
-_SENTENCES = {
-    "start": _start,
-    "saved": _saved,
-    "not_saved": _not_saved,
-    "diverged": _diverged,
-    "failed": _failed,
-    "end": _end,
-}
-
-
-def _from_metrics(run: RunReading) -> list[Mark]:
-    found, rollbacks = [], 0.0
-    for line in run.metrics:
-        step = line["step"]
-        if isinstance(line.get("left_out"), str):
-            found.append(Mark(step, "trouble", f"Step {step} was left out: {line['left_out']}."))
-        now = _number(line.get("rollbacks")) or 0.0
-        if now > rollbacks:
-            text = f"The run went back to the checkpoint of step {step - 1}."
-            found.append(Mark(step - 1, "trouble", text))
-            rollbacks = now
-    return found
+    return f"{text}."
 
 
 def _number(value: object) -> float | None:
@@ -341,12 +263,7 @@ def _time(value: object) -> str:
 
 
 def settings_table(runs: Sequence[RunReading], differing: bool) -> list[tuple[str, list[str]]]:
-    """Returns settings as rows: the key, and the value of each run.
-
-    Args:
-        runs: The runs.
-        differing: Whether only settings are wanted in which runs differ.
-    """
+    """Returns rows of settings, or of those that differ: a key, and the value of each run."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = []
     for key in keys:

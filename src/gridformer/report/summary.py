@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
-import unicodedata
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import fmean, median
 
 from rich.console import Console
 from rich.table import Table
@@ -14,8 +13,9 @@ from rich.text import Text
 from gridformer.models import count_parameters
 from gridformer.parallel.registry import describe_layout
 from gridformer.report.figures import words
-from gridformer.report.reading import RunReading, marks_of, settings_table, starts
+from gridformer.report.reading import RunReading, marks_of, settings_table
 from gridformer.train.metrics import token_perplexity
+from gridformer.utils.errors import visible
 from gridformer.utils.units import format_count, three_digits
 
 NOTHING = "-"
@@ -23,59 +23,58 @@ _MOST_MARKS = 5  # of a run on a terminal
 _RECENT = 20  # steps over which the last training loss is a mean
 
 
-class SummaryRow(NamedTuple):
-    """A number of all runs.
+def summary(runs: Sequence[RunReading]) -> list[tuple[str, list[str]]]:
+    """Returns the rows of the summary: a name, and the value of each run.
 
-    Attributes:
-        name: What it is.
-        values: Its value in each run, as text.
+    Rows that no run has a value for are left out.
     """
+    rows: dict[str, Callable[[RunReading], str]] = {
+        "model": _model,
+        "layout": lambda run: describe_layout(run.config.layout) if run.config else "",
+        "processes": lambda run: str(run.config.layout.n_processes) if run.config else "",
+        "steps": _steps,
+        "state": lambda run: run.state,
+        "starts": _starts,
+        "training loss": _recent,
+        **{_name(key): partial(_last, key=key) for key in _evaluated(runs)},
+        "lowest validation loss": _lowest,
+        "tokens": _of("tokens", _count),
+        "tokens/s, median": _of("tokens_per_s", lambda values: three_digits(median(values))),
+        "MFU, median": _of("mfu", lambda values: f"{median(values):.1%}"),
+        "peak of memory": _of("peak_memory_gib", lambda values: f"{max(values):.3g} GiB"),
+        "rollbacks": _of("rollbacks", _count),
+        "steps skipped for overflow": _of("skipped", _count),
+        "steps left out": lambda run: str(sum("left_out" in line for line in run.metrics) or ""),
+    }
+    table = [(name, [value(run) or NOTHING for run in runs]) for name, value in rows.items()]
+    return [(name, values) for name, values in table if any(v != NOTHING for v in values)]
 
-    name: str
-    values: list[str]
+
+def _of(key: str, shown: Callable[[list[float]], str]) -> Callable[[RunReading], str]:
+    """Returns what shows the values of a metric of a run, if it has some."""
+    return lambda run: shown(values) if (values := run.series(key)[1]) else ""
 
 
-def summary(runs: Sequence[RunReading]) -> list[SummaryRow]:
-    """Returns the rows of the summary. Those that no run has a value for are left out."""
-    rows = [
-        SummaryRow("model", [_model(run) for run in runs]),
-        SummaryRow(
-            "layout",
-            [describe_layout(run.config.layout) if run.config else NOTHING for run in runs],
-        ),
-        SummaryRow("processes", [_processes(run) for run in runs]),
-        SummaryRow("steps", [_steps(run) for run in runs]),
-        SummaryRow("state", [run.state or NOTHING for run in runs]),
-        SummaryRow("starts", [str(n) if (n := starts(run)) > 1 else NOTHING for run in runs]),
-        SummaryRow("training loss", [_recent(run, "loss") for run in runs]),
-        *(SummaryRow(_name(key), [_last(run, key) for run in runs]) for key in _evaluated(runs)),
-        SummaryRow("lowest validation loss", [_lowest(run) for run in runs]),
-        SummaryRow("tokens", [_count(run, "tokens") for run in runs]),
-        SummaryRow("tokens/s, median", [_median(run, "tokens_per_s") for run in runs]),
-        SummaryRow("MFU, median", [_percent(run, "mfu") for run in runs]),
-        SummaryRow("peak of memory", [_most(run, "peak_memory_gib", " GiB") for run in runs]),
-        SummaryRow("rollbacks", [_count(run, "rollbacks") for run in runs]),
-        SummaryRow("steps skipped for overflow", [_count(run, "skipped") for run in runs]),
-        SummaryRow("steps left out", [_left_out(run) for run in runs]),
-    ]
-    return [row for row in rows if any(value != NOTHING for value in row.values)]
+def _count(values: list[float]) -> str:
+    return format_count(values[-1]) if values[-1] else ""
 
 
 def _model(run: RunReading) -> str:
     if run.config is None:
-        return NOTHING
+        return ""
     model = run.config.model
     name = model.family if model.name == "custom" else model.name
     return f"{name} ({format_count(count_parameters(model))} parameters)"
 
 
-def _processes(run: RunReading) -> str:
-    return str(run.config.layout.n_processes) if run.config else NOTHING
+def _starts(run: RunReading) -> str:
+    n = sum(event["event"] == "start" for event in run.events)
+    return str(n) if n > 1 else ""
 
 
 def _steps(run: RunReading) -> str:
     of = f" of {run.config.train.steps:,}" if run.config else ""
-    return f"{run.last_step:,}{of}" if run.metrics else NOTHING
+    return f"{run.last_step:,}{of}" if run.metrics else ""
 
 
 def _evaluated(runs: Sequence[RunReading]) -> list[str]:
@@ -94,72 +93,39 @@ def _name(key: str) -> str:
 def _last(run: RunReading, key: str) -> str:
     _, values = run.series(key)
     if not values:
-        return NOTHING
+        return ""
     text = f"{values[-1]:.4g}"
     if key != "val_loss" or run.config is None:
         return text
-    _, words = run.series("val_loss_tokens")
-    last = {key: values[-1]} | ({"val_loss_tokens": words[-1]} if words else {})
-    found = token_perplexity(run.config, last)
-    return text if found is None else f"{text} (perplexity {found:,.4g})"
+    _, tokens = run.series("val_loss_tokens")
+    last = {key: values[-1]} | ({"val_loss_tokens": tokens[-1]} if tokens else {})
+    perplexity = token_perplexity(run.config, last)
+    return text if perplexity is None else f"{text} (perplexity {perplexity:,.4g})"
 
 
 def _lowest(run: RunReading) -> str:
     steps, values = run.series("val_loss")
     if not values:
-        return NOTHING
+        return ""
     lowest = min(range(len(values)), key=values.__getitem__)
     return f"{values[lowest]:.4g} at step {steps[lowest]:,}"
 
 
-def _recent(run: RunReading, key: str) -> str:
-    _, values = run.series(key)
-    if not values:
-        return NOTHING
-    n = min(_RECENT, len(values))
-    return f"{statistics.fmean(values[-n:]):.4g} (mean of the last {n} steps)"
-
-
-def _median(run: RunReading, key: str) -> str:
-    _, values = run.series(key)
-    return three_digits(statistics.median(values)) if values else NOTHING
-
-
-def _percent(run: RunReading, key: str) -> str:
-    _, values = run.series(key)
-    return f"{statistics.median(values):.1%}" if values else NOTHING
-
-
-def _most(run: RunReading, key: str, unit: str) -> str:
-    _, values = run.series(key)
-    return f"{max(values):.3g}{unit}" if values else NOTHING
-
-
-def _count(run: RunReading, key: str) -> str:
-    _, values = run.series(key)
-    return format_count(values[-1]) if values and values[-1] else NOTHING
-
-
-def _left_out(run: RunReading) -> str:
-    n = sum("left_out" in line for line in run.metrics)
-    return str(n) if n else NOTHING
+def _recent(run: RunReading) -> str:
+    recent = run.series("loss")[1][-_RECENT:]
+    return f"{fmean(recent):.4g} (mean of the last {len(recent)} steps)" if recent else ""
 
 
 def print_summary(runs: Sequence[RunReading], console: Console) -> None:
-    """Prints a few numbers of each run, what went wrong, and the settings that differ.
-
-    Args:
-        runs: The runs.
-        console: Where to print.
-    """
-    _print(console, runs, [(row.name, row.values) for row in summary(runs)])
+    """Prints a few numbers of each run, what went wrong, and the settings that differ."""
+    _print(console, runs, summary(runs))
     for run in runs:
         if run.problem:
-            said = _visible(f"{run.label}: its settings cannot be read: {run.problem}")
+            said = _text(f"{run.label}: its settings cannot be read: {run.problem}")
             console.print(said, soft_wrap=True)
         troubles = [mark for mark in marks_of(run) if mark.kind == "trouble"]
         for mark in troubles[-_MOST_MARKS:]:
-            console.print(_visible(f"{run.label}, step {mark.step}: {mark.text}"), soft_wrap=True)
+            console.print(_text(f"{run.label}, step {mark.step}: {mark.text}"), soft_wrap=True)
     if len(runs) > 1:
         rows = settings_table(runs, differing=True)
         console.print(Text("settings that differ" if rows else "no settings differ", style="bold"))
@@ -174,19 +140,12 @@ def _print(
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
     table.add_column("", style="bold")
     for run in runs:
-        table.add_column(_visible(run.label), overflow="fold")
+        table.add_column(_text(run.label), overflow="fold")
     for name, values in rows:
-        table.add_row(_visible(name), *map(_visible, values))
+        table.add_row(_text(name), *map(_text, values))
     console.print(table)
 
 
-def _visible(text: str) -> Text:
-    """Returns a text with control characters as escapes, so that it cannot steer a terminal."""
-    return Text(
-        "".join(
-            letter.encode("unicode_escape").decode()
-            if unicodedata.category(letter) in ("Cc", "Cf", "Cs")
-            else letter
-            for letter in text
-        )
-    )
+def _text(text: str) -> Text:
+    """Returns a text as it is, without markup of rich."""
+    return Text(visible(text))

@@ -1,6 +1,7 @@
 """Errors that a user can fix. The command line prints only their text, without a traceback."""
 
 import importlib.util
+import unicodedata
 
 
 class UserError(Exception):
@@ -58,6 +59,16 @@ class SaveError(Exception):
     def __init__(self, message: str, elsewhere: bool = False) -> None:
         super().__init__(message)
         self.elsewhere = elsewhere  # another rank says why, and this one does not know it
+
+
+def visible(text: str, kept: str = "") -> str:
+    """Writes control characters as escapes, so that no quoted value can steer the terminal."""
+    return "".join(
+        letter.encode("unicode_escape").decode()
+        if unicodedata.category(letter) in ("Cc", "Cs", "Cf") and letter not in kept
+        else letter
+        for letter in text
+    )
 
 
 def installed(package: str) -> bool:

@@ -248,7 +248,7 @@ def test_a_t5_comes_back_with_what_it_has_learned(tmp_path: Path) -> None:
     assert import_folder(tmp_path / "back", tmp_path / "other", task="spans").run.task == "spans"
     opened_by_them(tmp_path / "back")
     trained = load_model(tmp_path / "again", torch.device("cpu"))
-    (text,) = translate(trained, trained.special, ["ab"], BeamSearch(max_tokens=4))
+    (text,) = translate(trained, ["ab"], BeamSearch(max_tokens=4))
     assert isinstance(text, str)
 
 

@@ -19,10 +19,11 @@ from gridformer.data import SpecialIds, Tokenizer, special_ids
 from gridformer.data.chat import read_chat, write_chat
 from gridformer.data.samples.examples import Reading
 from gridformer.data.tokenizer import SETTINGS
-from gridformer.evaluate.continuing import Sampling
+from gridformer.evaluate.beams import BeamSearch
+from gridformer.evaluate.continuing import Prompt, Sampling
 from gridformer.evaluate.examples import predicted
-from gridformer.evaluate.generate import sampled_ids, stream
-from gridformer.evaluate.loading import Trained, load_model
+from gridformer.evaluate.generate import Generation, continued_ids, stream
+from gridformer.evaluate.loading import load_model
 from gridformer.evaluate.scoring import prefix_id
 from tests.support.chats import chat_folder
 from tests.support.reference.shared import transformers
@@ -83,10 +84,6 @@ def run_of(family: str, task: str) -> RunConfig:
     return parse_run({"model": model, "data": {"path": "x"}}, [f"data.task={task}"])
 
 
-def continued(trained: Trained, ids: Sequence[int], most: int = 12) -> list[int]:
-    return [*sampled_ids(trained, ids, most, Sampling(temperature=0.0))]
-
-
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """Return a folder whose texts end with a token of no usual name, or a usual one, and its model.
@@ -112,17 +109,16 @@ def test_an_import_ends_texts_where_transformers_does(
     assert trained.tokenizer.eos_token == "<|im_end|>"
     # as prepare --tokenizer reads it
     assert Tokenizer.load(tmp_path / "run").eos_token == "<|im_end|>"
-    last = set()
+    last, how = set(), Generation(Sampling(temperature=0.0), BeamSearch(max_tokens=12))
     for text in map(chr, range(ord("a"), ord("m"))):
         ids = trained.tokenizer.encode(text)
         given = torch.tensor([ids])
-        want = model.generate(given, attention_mask=given >= 0, max_new_tokens=12, do_sample=False)
-        found = continued(trained, ids)
-        assert found == want[0, len(ids) :].tolist()
-        shown = "".join(stream(trained, text, 12, Sampling(temperature=0.0)))
-        if found[-1] in (2, 3):
-            last.add(found[-1])
-            assert shown == trained.tokenizer.decode(found[:-1])
+        out = model.generate(given, attention_mask=given >= 0, max_new_tokens=12, do_sample=False)
+        want = out[0, len(ids) :].tolist()
+        if want[-1] in (2, 3):
+            last.add(want.pop())
+            assert "".join(stream(trained, text, how)) == trained.tokenizer.decode(want)
+        assert continued_ids(trained, [Prompt(ids, 12, 0)], how) == [want]
     assert last == {2, 3}
 
 
