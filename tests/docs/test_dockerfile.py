@@ -1,0 +1,58 @@
+"""The Dockerfile: what it copies, its versions, and the user that its image runs as."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+from gridformer import __version__
+from gridformer.launch.kubernetes import _TEMPLATE
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Return the instructions and their arguments, with joined lines and without comments."""
+    lines = "\n".join(line for line in TEXT.splitlines() if not line.startswith("#"))
+    joined = re.sub(r"\\\n\s*", "", lines)
+    pairs = [line.partition(" ") for line in joined.splitlines() if line]
+    return [(name, rest) for name, _, rest in pairs]
+
+
+def test_what_is_copied_exists_and_is_sent_to_the_builder() -> None:
+    sent = (ROOT / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
+    copies = (rest for name, rest in instructions() if name == "COPY" and "--from=" not in rest)
+    copied = {path for rest in copies for path in shlex.split(rest)[:-1]}
+    for path in copied:
+        assert (ROOT / path).exists(), path
+        assert f"!{path}" in sent
+    wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert {PROJECT["project"]["readme"], *wheel["force-include"], "src"} <= copied
+
+
+def test_versions_agree() -> None:
+    makefile = re.search(r"^TORCH\s*:=\s*(\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert makefile is not None
+    assert re.findall(r"torch==(\S+)", TEXT) == [makefile[1]]
+    assert f"--tag gridformer:{__version__}" in TEXT
+    least = re.match(r">=3\.(\d+)", PROJECT["project"]["requires-python"])
+    assert least is not None
+    (python,) = {*re.findall(r"^FROM python:3\.(\d+)-slim", TEXT, re.MULTILINE)}
+    assert int(python) >= int(least[1])
+
+
+def test_it_runs_as_an_ordinary_user_and_knows_no_secret() -> None:
+    names = [name for name, _ in instructions()]
+    (user,) = (rest for name, rest in instructions() if name == "USER")
+    assert f"runAsUser: {user} " in _TEMPLATE
+    assert names.index("USER") > max(i for i, name in enumerate(names) if name == "RUN")
+    assert "ADD" not in names, "it fetches from the network"
+    assert not re.search(r"token|password|secret|key=", TEXT, re.IGNORECASE)
+    for name, rest in instructions():
+        if "[" in rest and name in ("ENTRYPOINT", "CMD", "HEALTHCHECK"):
+            assert all(isinstance(word, str) for word in json.loads(rest[rest.index("[") :]))
