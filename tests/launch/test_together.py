@@ -1,6 +1,6 @@
 """Ranks that torchrun or srun started plan together: rank 0 does the work, once, and all know it.
 
-The ranks are threads that meet in one store, except in the last test.
+The ranks are threads that meet in one store.
 """
 
 from __future__ import annotations
