@@ -34,15 +34,10 @@ from tests.support.launch.programs import (
 )
 
 SRUN = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "2",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_TASKS": "7",
-    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "2", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "4,3",
     "SLURM_STEP_NODELIST": "gpu[08-09]",
-}
+}  # fmt: skip
 
 
 def test_workers_form_a_group(start: Start, tmp_path: Path) -> None:

@@ -18,14 +18,10 @@ from tests.support.launch.programs import still_runs
 
 MEET = {"MASTER_ADDR": "mine-nodes-0-0.mine", "MASTER_PORT": "29500"}
 SRUN = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
     "SLURM_STEP_NODELIST": "node[01-02]",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

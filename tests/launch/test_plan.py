@@ -157,33 +157,27 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def refusals(layout: dict[str, Any], told: list[str] | None = None) -> list[str]:
-    """Return why a run is refused, and add what is told besides."""
-    run = a_run(layout, {"n_layers": 2}, {})
-    said: list[str] = []
-    problems = preflight_problems(run, lambda text, _: said.append(text), decide_run(run))
-    if told is not None:
-        told += [text for text in said if text]
-    return problems
+def refusals(layout: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return why a run is refused, and what is told besides."""
+    run, told = a_run(layout, {"n_layers": 2}, {}), list[str]()
+    problems = preflight_problems(run, lambda text, _: told.append(text), decide_run(run))
+    return problems, [text for text in told if text]
 
 
-def test_what_cannot_work_is_refused_and_an_error_is_told(asked: list[dict[str, Any]]) -> None:
-    told: list[str] = []
-    (circle,) = refusals({"scheme": "megatron", "cols": 2}, told)
-    (error,) = told
+def test_what_cannot_work_is_refused_and_an_error_is_told(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process and processors are not checked."""
+    assert refusals({}) == ([], [])
+    assert asked == []
+    (circle,), (error,) = refusals({"scheme": "megatron", "cols": 2})
     assert circle.startswith("ranks wait for each other in a circle (ranks 0-1, axis pp, at par")
     assert circle.endswith("rank 0 waits; use another layout")
     assert error.startswith("the step raises an error (ranks 0-1, axis pp, at par")
     assert asked == [{"most": 0, "limit_s": 5.0}], "few ranks, for a few seconds"
-
-
-def test_one_process_and_processors_are_not_checked(
-    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert refusals({}) == []
     monkeypatch.setattr(room, "on_gpu", lambda run: False)
-    assert refusals({"scheme": "megatron", "cols": 2}) == []
-    assert asked == []
+    assert refusals({"scheme": "megatron", "cols": 2}) == ([], [])
+    assert len(asked) == 1
 
 
 def planned() -> list[str]:

@@ -45,7 +45,7 @@ def test_a_local_run_cannot_be_reached_from_outside(start: Start, tmp_path: Path
     listening = list(listening_at(sockets))
     assert len(listening) >= 2, "gloo listens in each worker"
     for address, port in listening:
-        assert_loopback(address, port)
+        assert ip_address(address).is_loopback, f"{address}:{port} can be reached from outside"
     # gloo chooses loopback by itself only if the machine's own name means 127.0.0.1.
     for name in ("gloo0", "gloo1", "nccl0", "nccl1"):
         assert (tmp_path / name).read_text() == "lo", name
@@ -71,10 +71,6 @@ def test_a_local_run_cannot_be_reached_from_outside(start: Start, tmp_path: Path
     assert "SIGTERM" in err
     assert all((tmp_path / f"saved{rank}").exists() for rank in range(2))
     assert_gone(pids)
-
-
-def assert_loopback(address: str, port: int) -> None:
-    assert ip_address(address).is_loopback, f"{address}:{port} can be reached from outside"
 
 
 def is_private(folder: Path) -> bool:

@@ -159,26 +159,16 @@ def test_a_holder_refreshes_its_lock(tmp_path: Path, quick: None) -> None:
     assert left(tmp_path) == []
 
 
-LOSES = """
+TAKES = """
 import sys, time
 from pathlib import Path
-from typing import Any
 from gridformer.launch import run_lock
 run_lock.REFRESH_S = 0.05
-with run_lock.RunLock() as lock:
-    lock.take(Path(sys.argv[1]))
-    print("taken", flush=True)
-    time.sleep(60)
+run_lock.RunLock().take(Path(sys.argv[1]))
+print("taken", flush=True)
 """
-ENDS = """
-import sys
-from pathlib import Path
-from typing import Any
-from gridformer.launch.run_lock import RunLock
-from gridformer.utils.signals import end_process
-RunLock().take(Path(sys.argv[1]))
-end_process(3)
-"""
+LOSES = f"{TAKES}time.sleep(60)"
+ENDS = f"{TAKES}run_lock.end_process(3)"
 
 
 @pytest.mark.full

@@ -248,15 +248,12 @@ def test_the_module_of_a_message_is_named() -> None:
     assert PLACES[3].startswith("the backward pass near 0.norm.")
 
 
-def test_a_call_between_two_lines_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python then knows none, and the watch, which asks once a second, must not end of it."""
-    calls = [(sys._getframe(), None)]
-    monkeypatch.setattr(traceback, "walk_stack", lambda frame: calls)
-    (line,) = stack_of(sys._getframe())
-    assert line.endswith("line ?, in test_a_call_between_two_lines_has_no_number\n")
-
-
-def test_the_stack_ends_with_the_innermost_call() -> None:
+def test_the_stack_ends_with_the_innermost_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two lines Python knows no number, and the watch must not end of it."""
     call = stack_of(sys._getframe())[-1]
     source = "    call = stack_of(sys._getframe())[-1]\n"
     assert call.endswith("in test_the_stack_ends_with_the_innermost_call\n" + source)
+    calls = [(sys._getframe(), None)]
+    monkeypatch.setattr(traceback, "walk_stack", lambda frame: calls)
+    (line,) = stack_of(sys._getframe())
+    assert line.endswith("line ?, in test_the_stack_ends_with_the_innermost_call\n")
