@@ -78,9 +78,7 @@ def milliseconds(tile: Tile, device: str, repeats: int) -> tuple[float, float]:
         out, lse = flash.launch_attention(*inputs, *settings)
 
         def backward() -> object:
-            return flash.launch_attention_backward(
-                grad, *inputs, None, out, lse, *settings, wants_bias=False
-            )
+            return flash.launch_attention_backward(grad, *inputs, None, out, lse, *settings, False)
 
         backward()
         passes = (lambda: flash.launch_attention(*inputs, *settings)), backward

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gridformer.models.blocks.dropout import drop_elements
-from gridformer.models.kernels import dropout, library, products
+from gridformer.models.kernels import library, products
 from tests.support.kernels import ATTENTION, LARGE, MASKS, counter_of, run_attention
 
 if not (torch.cuda.is_available() and library.available(torch.device("cuda", 0), torch.bfloat16)):
@@ -21,7 +21,7 @@ def test_masks_have_the_bits_of_the_reference(name: str, dtype: torch.dtype) -> 
     shape, first, block, p = MASKS[name]
     x = torch.randn(shape, dtype=dtype, device="cuda")
     where = counter_of(first, "cuda"), block[0] * shape[1], block[1] * shape[2], p
-    assert torch.equal(dropout.masked(x, *where), drop_elements(x, *where))
+    assert torch.equal(torch.ops.gridformer.masked(x, *where), drop_elements(x, *where))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

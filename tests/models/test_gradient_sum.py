@@ -120,7 +120,7 @@ def test_a_weight_may_be_read_in_either_order(by_columns: bool, turned: bool) ->
         assert gradient is not None
         gradient.add_product(a, b)
         gradient.add(a @ b)
-        found = gradient.result()
+        found = gradient.value
     assert found.shape == weight.shape
     found = found.t() if turned else found
     assert found.stride() == parameter.stride(), "autograd would copy it otherwise"

@@ -38,10 +38,7 @@ def in_few_layers(config: ModelConfig) -> list[tuple[int, ModelConfig]]:
 
     Totals of a model, such as its number of parameters, are sums over its layers, which are equal
     except perhaps for the first and the last one: two and three layers tell what each further adds.
-
-    Returns:
-        Pairs of a factor and a model. The factor says how many times the model counts; one factor
-        is negative.
+    One of the factors is negative.
     """
     deep = [name for name in ("n_layers", "n_decoder_layers") if getattr(config, name) > 2]
     base = config.model_copy(update=dict.fromkeys(deep, 2))

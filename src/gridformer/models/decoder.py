@@ -54,12 +54,7 @@ class DecoderOnly(OneStack):
     def forward(
         self, tokens_BS: Tensor, caches: Sequence[KVCache] | None = None, start: int = 0
     ) -> Tensor:
-        """Computes logits [b, s, v].
-
-        Args:
-            caches: For generation, one cache per layer, which the tokens continue.
-            start: The position of the first token.
-        """
+        """Computes logits [b, s, v]; in generation the tokens continue one cache per layer."""
         return self.token_logits(self.hidden({"tokens": tokens_BS}, caches, start))
 
     def added_to_scores(
@@ -71,9 +66,8 @@ class DecoderOnly(OneStack):
         tokens_BS = batch["tokens"]
         s, valid, bounds, near = tokens_BS.shape[1], None, None, None
         if self.window:
-            keys = s + (
-                min(start, self.window - 1) if caches else 0
-            )  # of past tokens, and new ones
+            past = min(start, self.window - 1) if caches else 0
+            keys = past + s
             near = Window(self.window, keys, tokens_BS.device)
         if "documents" in batch:  # padding has a number of its own
             bounds = document_bounds(self.rows(batch["documents"]))

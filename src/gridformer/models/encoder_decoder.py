@@ -197,11 +197,9 @@ class EncoderDecoder(Model):
         caches: Sequence[KVCache] | None = None,
         start: int = 0,
     ) -> Tensor:
-        """Runs the decoder and computes logits [b, s, v].
+        """Runs the decoder and computes logits [b, s, v]; for the arguments see `run`.
 
-        Args:
-            source_valid_BT: False where a source token is padding [b, S]; None means there is none.
-            caches: For generation, one cache per decoder layer, which the tokens continue.
+        `source_valid_BT` is False where a source token is padding [b, S].
         """
         batch = {"tokens": tokens_BS}
         if source_valid_BT is not None:

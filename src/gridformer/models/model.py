@@ -165,6 +165,8 @@ class Model(nn.Module):
         Args:
             entering: The activations of the previous stage, which are taken out of it.
             links: Names of the links to run, which must be consecutive; None runs all of them.
+            caches: For generation, one cache per layer, which the tokens continue.
+            start: The position of the first token, the number of tokens in the caches.
         """
         raise NotImplementedError
 
@@ -209,11 +211,7 @@ class Model(nn.Module):
     def hidden(
         self, batch: Batch, caches: Sequence[KVCache] | None = None, start: int = 0
     ) -> Tensor:
-        """Returns the last hidden states of a model that is run as a whole.
-
-        Args:
-            start: The position of the first token, the number of tokens in the caches.
-        """
+        """Returns the last hidden states of a model that is run as a whole; see `run`."""
         hidden = self.run(batch, caches=caches, start=start).hidden
         assert hidden is not None
         return hidden

@@ -73,13 +73,14 @@ def test_attention_compiles(
 
 def compile_attention(name: str, dtype: torch.dtype, head_dim: int, architecture: int) -> int:
     from gridformer.models.kernels import flash, flash_backward
+    from gridformer.models.kernels.attention import Settings
 
     kernel = getattr(flash if name == "forward" else flash_backward, name)
     q = torch.empty(1, 1, 1, head_dim, dtype=dtype, device="meta")
     tiles = flash.tile_sizes(q, forward=name == "forward")
     options = {option: tiles.pop(option) for option in ("num_warps", "num_stages")}
-    one = torch.ones(1)
-    constants = flash._constants(True, 100, head_dim**-0.5, 0.1, one, one, one) | tiles
+    one, settings = torch.ones(1), Settings(True, head_dim**-0.5, 0, 0.1, 100)
+    constants = flash._constants(settings, one, one, one, None) | tiles
     types: dict[str, Any] = {}
     for argument in kernel.arg_names:
         if argument.endswith("strides"):

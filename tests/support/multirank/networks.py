@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from examples.resnext_digits import ResNeXt
 from torch import Tensor, nn
 
-from gridformer.models.branches import Branches, ResNeXt
+from gridformer.models.branches import Branches
 from gridformer.parallel.branches import parallelize_branches
 
 

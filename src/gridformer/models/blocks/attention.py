@@ -136,8 +136,7 @@ class Attention(_Heads):
     ) -> Tensor:
         """Attends from x [b, s, h] to itself, and to the tokens in `cache`, which it extends.
 
-        Args:
-            mask: The result of `added_to_scores`, called with this module's `causal`.
+        `mask` is the result of `added_to_scores`, called with this module's `causal`.
         """
         q, k, v = _heads(self.qkv(x_BSH), 3, self.head_dim)
         if cache is not None:
@@ -170,12 +169,9 @@ class CrossAttention(_Heads):
         mask: ScoreBias | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Attends from x to the encoder's output.
+        """Attends from x to the encoder's output, which is read only once with a cache.
 
-        Args:
-            memory_BTH: The encoder's output [b, S, h]. With a cache it is read in the first call
-                only.
-            mask: The result of `added_to_scores` for the source's padding.
+        `mask` is the result of `added_to_scores` for the source's padding.
         """
         (q,) = _heads(self.q(x_BSH), 1, self.head_dim)
         if cache is not None and cache.source is not None:
@@ -273,8 +269,7 @@ class GroupedAttention(Attention):
     ) -> Tensor:
         """Attends from x [b, s, h] to itself, and to the tokens in `cache`, which it extends.
 
-        Args:
-            mask: The result of `added_to_scores` for causal attention with this module's window.
+        `mask` is the result of `added_to_scores` for causal attention with this module's window.
         """
         # The product may return more sequences, or longer ones, than this device has of x.
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x_BSH))

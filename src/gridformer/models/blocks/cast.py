@@ -181,7 +181,6 @@ def cast(weight: Tensor, dtype: torch.dtype, padded: bool = False) -> Tensor:
     Args:
         weight: A parameter, the transpose of one (`transposed`), or the placeholder of several
             (`stand_for`).
-        dtype: The type of the product.
         padded: Whether the result may have the additional rows of the copy, or columns if `weight`
             is a transpose. They are zero.
     """

@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gridformer.models.kernels import dropout as kernel
 from gridformer.models.kernels import library
 from gridformer.models.kernels.library import LIBRARY, define
 from gridformer.utils import rng
@@ -166,12 +165,11 @@ class _Masked(torch.autograd.Function):
 
 
 def _masked(x: Tensor, counter: Tensor, token: int, column: int, p: float, fused: bool) -> Tensor:
-    if fused:
-        return kernel.masked(x, counter, token, column, p)
-    if torch.compiler.is_compiling():
-        out: Tensor = torch.ops.gridformer.masked_unfused(x, counter, token, column, p)
-        return out
-    return drop_elements(x, counter, token, column, p)
+    if not fused and not torch.compiler.is_compiling():
+        return drop_elements(x, counter, token, column, p)
+    ops = torch.ops.gridformer
+    out: Tensor = (ops.masked if fused else ops.masked_unfused)(x, counter, token, column, p)
+    return out
 
 
 def drop_elements(x_BSH: Tensor, counter: Tensor, token: int, column: int, p: float) -> Tensor:
@@ -218,15 +216,25 @@ def indices(start: int, n: int, like: Tensor) -> Tensor:
     return torch.arange(start, start + n, device=like.device)
 
 
-# Compiled code calls the two functions as operators, which the compiler does not trace: it then
-# gives the same bits as uncompiled code, and does not keep 64-bit random integers for the backward
-# pass.
+# A GPU's kernel `masked` computes the bits of `drop_elements`, the mask in registers. Compiled code
+# calls the two functions as operators, which the compiler does not trace: it then gives the same
+# bits as uncompiled code, and does not keep 64-bit random integers for the backward pass.
+define("masked(Tensor x, Tensor counter, int token, int column, float p) -> Tensor")
 define("masked_unfused(Tensor x, Tensor counter, int token, int column, float p) -> Tensor")
 define("keep_scores(Tensor counter, int[] shape, int first_head, float p) -> Tensor")
 torch.library.impl(LIBRARY, "masked_unfused", "CompositeExplicitAutograd")(drop_elements)
 torch.library.impl(LIBRARY, "keep_scores", "CompositeExplicitAutograd")(_keep_scores)
 
 
+@torch.library.impl(LIBRARY, "masked", "CUDA")
+def _(x: Tensor, counter: Tensor, token: int, column: int, p: float) -> Tensor:
+    from gridformer.models.kernels import masking
+
+    with torch.cuda.device(x.device):
+        return masking.launch_masking(x, counter, token, column, p)
+
+
+@torch.library.register_fake("gridformer::masked", lib=LIBRARY)
 @torch.library.register_fake("gridformer::masked_unfused", lib=LIBRARY)
 def _(x: Tensor, counter: Tensor, token: int, column: int, p: float) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)

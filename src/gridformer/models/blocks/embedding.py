@@ -92,8 +92,7 @@ class SegmentEmbedding(nn.Module):
 class TiedHead(nn.Module):
     """Computes logits [b, s, v] = x Tᵀ from the embedding's table T [v, h].
 
-    Args:
-        biases: Size of the bias that is added, v in BERT; 0 for none.
+    `biases` is the size of the bias that is added, v in BERT; 0 for none.
     """
 
     cast_parameters: tuple[str, ...] = ("bias",)
@@ -110,12 +109,9 @@ class TiedHead(nn.Module):
     def forward(
         self, x_BSH: Tensor, table_VH: Tensor, prepared: bool = False, padded: bool = False
     ) -> Tensor:
-        """Computes logits [b, s, v] from x [b, s, h].
+        """Computes logits [b, s, v] from x [b, s, h] and the embedding's table, `prepared` or not.
 
-        Args:
-            table_VH: The embedding's table [v, h], or what `prepare` returned.
-            prepared: Whether `prepare` returned the table.
-            padded: Whether the logits may have additional columns, which a loss leaves out.
+        If `padded`, they may have additional columns, which a loss leaves out.
         """
         return linear(x_BSH, table_VH.t(), self.bias, padded)
 

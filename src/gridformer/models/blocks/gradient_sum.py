@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,13 @@ class GradientSum:
     autograd then returns none for it.
 
     Args:
+        shape: The shape of the sum in memory.
         begin: A sum to which gradients are added, contiguous; None if there is none yet.
         elements: How many elements the memory of the sum has, if more than the sum.
+        turned: Whether the sum lies in the order of the transpose of the gradients.
+
+    Attributes:
+        begun: Whether something was added.
     """
 
     def __init__(
@@ -37,23 +43,28 @@ class GradientSum:
         dtype: torch.dtype,
         begin: Tensor | None = None,
         elements: int = 0,
+        turned: bool = False,
     ) -> None:
         self.shape, self.dtype = torch.Size(shape), torch.promote_types(dtype, torch.float32)
-        self._sum = begin
+        self._sum, self._turned = begin, turned
         self._elements = elements if elements > self.shape.numel() else 0
+        self.begun = False
 
     @property
     def value(self) -> Tensor:
-        """The sum, to which something was added."""
+        """The sum, to which something was added, in the shape of the gradients."""
         assert self._sum is not None, "no gradient was added"
-        if self.shape and len(self._sum) > self.shape[0]:
-            return self._sum[: self.shape[0]]
-        return self._sum
+        more = self.shape and len(self._sum) > self.shape[0]
+        value = self._sum[: self.shape[0]] if more else self._sum
+        return value.t() if self._turned else value
 
     def add(self, gradient: Tensor) -> None:
+        self.begun = True
         if self._sum is not None:
             self.value.add_(gradient)
-        elif self._elements and gradient.dtype != self.dtype:
+            return
+        gradient = gradient.t() if self._turned else gradient
+        if self._elements and gradient.dtype != self.dtype:
             self._sum = self._memory(gradient).copy_(gradient)
         else:  # the sum begins with the first gradient, not with zeros
             self._sum = gradient.to(self.dtype)
@@ -64,6 +75,9 @@ class GradientSum:
         `a` may have additional rows, the same number in every call. They pad a dimension to a size
         for which a device has fast kernels.
         """
+        self.begun = True
+        if self._turned:
+            a, b = b.t(), a.t()
         if self._sum is not None:
             products.add_product(self._sum, a, b)
         elif self._elements:
@@ -100,50 +114,18 @@ def sum_behind(weight: Tensor) -> GradientSum | None:
     return total if of.numel() == weight.numel() else None
 
 
+@dataclass
 class GradientSlot:
-    """What products know about the gradient of one weight.
+    """What products know about the gradient of a weight: the elements that its memory has.
 
-    Its memory has so many `elements`. Products add to the gradient of earlier backward passes if
-    `continued` is set.
+    Products add to the gradient of earlier backward passes if `continued` is set.
     """
 
-    def __init__(self, elements: int) -> None:
-        self.elements, self.continued = elements, False
+    elements: int
+    continued: bool = False
 
 
 _SLOT = TensorAttribute[GradientSlot]("gradient_slot")
-
-
-class MainGrad:
-    """The gradient of a weight [m, n] in one backward pass, added to that of earlier ones.
-
-    It takes the gradient from the parameter. Autograd stores what `result` returns as the new one
-    without a copy, since nothing else refers to it.
-
-    Args:
-        turned: Whether the sum lies in the order of the weight's transpose.
-    """
-
-    def __init__(self, total: GradientSum, turned: bool) -> None:
-        self.total, self._turned = total, turned
-        self.begun = False  # whether something was added in this pass
-
-    def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Adds the gradient a @ b, given its factors [m, k] and [k, n]."""
-        self.begun = True
-        if self._turned:
-            self.total.add_product(b.t(), a.t())
-        else:
-            self.total.add_product(a, b)
-
-    def add(self, gradient: Tensor) -> None:
-        """Adds a gradient [m, n]."""
-        self.begun = True
-        self.total.add(gradient.t() if self._turned else gradient)
-
-    def result(self) -> Tensor:
-        """Returns the sum [m, n]."""
-        return self.total.value.t() if self._turned else self.total.value
 
 
 def gradient_slot(parameter: Tensor) -> GradientSlot | None:
@@ -160,12 +142,13 @@ def attach_gradient_slots(model: nn.Module) -> None:
                 _SLOT.set(parameter, GradientSlot(parameter.numel()))
 
 
-def continued(weight: Tensor) -> MainGrad | None:
+def continued(weight: Tensor) -> GradientSum | None:
     """Takes the gradient that earlier backward passes have left, for a product that adds to it.
 
-    Returns:
-        The gradient of a parameter or its transpose; None if autograd is to add it, for instance
-        because `GradientSlot.continued` is false or a chunk of a loss wants its own.
+    It is that of a parameter or its transpose, and the product returns its `value`: autograd stores
+    that as the new one without a copy, since nothing else refers to it. The result is None if
+    autograd is to add the gradient, for instance because `GradientSlot.continued` is false or a
+    chunk of a loss wants its own.
     """
     parameter = parameter_behind(weight)
     if parameter is None:
@@ -181,5 +164,5 @@ def continued(weight: Tensor) -> MainGrad | None:
             return None
         parameter.grad = None
     shape = parameter.shape[::-1] if by_columns else parameter.shape
-    total = GradientSum(shape, parameter.dtype, begin, slot.elements)
-    return MainGrad(total, (weight is parameter) == by_columns)
+    turned = (weight is parameter) == by_columns
+    return GradientSum(shape, parameter.dtype, begin, slot.elements, turned)

@@ -42,9 +42,7 @@ class Spread:
 class Style:
     """How the layers of one family differ from those of others.
 
-    Attributes:
-        spread: Standard deviations of the initialization.
-        scaled: Whether attention scores are divided by sqrt(d).
+    Attention scores are divided by sqrt(d) if `scaled`.
     """
 
     spread: Spread

@@ -84,9 +84,7 @@ def linear(x: Tensor, weight_IO: Tensor, bias_O: Tensor | None, padded: bool = F
     in that precision, so whether they are kept is a setting.
 
     Args:
-        x: Input [..., in].
         weight_IO: A parameter, the transpose of one, or the placeholder of several.
-        bias_O: Bias [out], or None.
         padded: Whether the result may have the additional columns of the cast copy.
     """
     if weight_IO.dtype == x.dtype and not stands_for_parameters(weight_IO):
@@ -145,10 +143,8 @@ class _CastLinear(torch.autograd.Function):
             rows = x.flatten(0, -2)
             if more is not None:
                 more.add_product(rows.t(), grad)
-                grad_weight = more.result()
-            elif (
-                weight_IO.stride(0) == 1
-            ):  # stored by columns, as the table that the head transposes
+                grad_weight = more.value
+            elif weight_IO.stride(0) == 1:  # stored by columns, as the table of the tied head
                 if total is not None and total.shape == (n_out, rows.shape[1]):
                     total.add_product(grad.t(), rows)
                 else:
@@ -260,10 +256,7 @@ class MergedParts(nn.Module):
 class MergedLinear(MergedParts):
     """Several products with one input, carried out as one: x [.., in] to one output [.., n] a part.
 
-    Args:
-        parts: The sizes of the parts by name, in the order of the outputs.
-        role: The role of the product in its model. It opens its section.
-        bias: Whether the parts have biases.
+    Outputs are in the order of the parts. The product opens its section.
     """
 
     def __init__(
@@ -316,4 +309,4 @@ def _added(parameter: Tensor, part: Tensor) -> Tensor:
     if total is None:
         return part.to(parameter.dtype)
     total.add(part)
-    return total.result()
+    return total.value

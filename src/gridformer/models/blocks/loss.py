@@ -107,8 +107,7 @@ def by_label(logits: Tensor, labels: Tensor) -> Tensor:
 def places_per_chunk(hidden_BSH: Tensor, targets_BS: Tensor, chunk_tokens: int) -> int:
     """Returns how many positions of each sequence one chunk of `chunked_loss` has on this device.
 
-    Args:
-        chunk_tokens: About how many tokens' logits may exist at a time; 0 means all of them.
+    About `chunk_tokens` tokens' logits may exist at a time; 0 means all of them.
     """
     n_chunks = -(-targets_BS.numel() // chunk_tokens) if chunk_tokens else 1
     return -(-hidden_BSH.shape[1] // n_chunks)
@@ -214,8 +213,4 @@ class _WideColumns(torch.autograd.Function):
 
 
 def _wide(logits: Tensor) -> Tensor:
-    return logits.to(_at_least_float32(logits.dtype))
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -16,8 +16,7 @@ NormKind = Literal["layer", "rms"]
 class LayerNorm(nn.Module):
     """Computes (x - mean) / std * weight + bias over h for x [b, s, h].
 
-    Args:
-        reader: The name of the product that alone reads the result, or None if others read it too.
+    `reader` is the name of the product that alone reads the result, or None if others read it too.
     """
 
     def __init__(self, h: int, eps: float, reader: str | None = None) -> None:

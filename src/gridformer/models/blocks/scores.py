@@ -71,11 +71,9 @@ class RelativeBias(nn.Module):
     """A learned bias of scores per head and bucket of distances (Raffel et al. 2020, section 2.1).
 
     Half of the buckets hold one distance each; the others hold logarithmically wider ranges up to
-    `furthest`.
+    `furthest`, from which on all keys share the last bucket.
 
-    Args:
-        furthest: The distance from which on all keys share the last bucket.
-        both_ways: Whether queries also see later keys; each direction then has half of the buckets.
+    With `both_ways`, queries also see later keys, and each direction has half of the buckets.
     """
 
     def __init__(self, buckets: int, furthest: int, n: int, both_ways: bool, std: float) -> None:
@@ -150,8 +148,7 @@ class DocumentMask:
 def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask, scale: float) -> Tensor:
     """Computes attention from q [b, n, s, d] to k and v [b, m, S, d], where m divides n.
 
-    Returns:
-        [b, n, s, d], in memory [b, s, n, d].
+    The result [b, n, s, d] lies in memory as [b, s, n, d].
     """
     out: Tensor = _InParts.apply(q, k, v, mask, scale)
     return out
@@ -332,8 +329,7 @@ def added_to_scores(
 def same_document(bounds: Tensor, keys: int, causal: bool) -> Tensor:
     """Returns a mask [b, 1, s, S]: True where a key is in the document of the query.
 
-    Args:
-        causal: Whether another mask hides all later keys, so that this one need not.
+    If attention is `causal`, another mask hides all later keys, and this one need not.
     """
     key = torch.arange(keys, dtype=bounds.dtype, device=bounds.device)
     first, after = bounds.unsqueeze(-1).unbind(1)
@@ -344,9 +340,7 @@ def same_document(bounds: Tensor, keys: int, causal: bool) -> Tensor:
 def past(queries: int, seen: int, device: torch.device, size: int | None = None) -> Tensor:
     """Returns a mask that is True where a key is not after the query's position.
 
-    Args:
-        size: How many keys a query sees at most, of which its own position is the last; None means
-            all that are not after it.
+    `size` limits the keys that a query sees, of which its own position is the last.
     """
     mask = torch.ones(queries, seen, dtype=torch.bool, device=device).tril(seen - queries)
     return mask if size is None else mask.triu(seen - queries - size + 1)

@@ -70,7 +70,7 @@ def attention(
         documents: Where the document of each query, which it does not leave, begins and ends among
             the keys, int32 [b, 2, s], and where that of each key begins and ends among the queries,
             int32 [b, 2, S]. Both ascend. Tiles outside are left out.
-        counter: What the dropout mask depends on, if there is one; see `dropout.masked`.
+        counter: What the dropout mask depends on (gridformer.models.blocks.dropout), if it exists.
 
     Returns:
         [b, n, s, d], in memory [b, s, n, d]. A query that sees no key gets zeros.
@@ -157,13 +157,8 @@ def _(
     v: Tensor,
     valid: Tensor | None,
     bias: Tensor | None,
-    documents: Tensor | None,
-    counter: Tensor | None,
-    key_documents: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *settings: Any,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wants_bias = settings[-1]
+    wants_bias = rest[-1]
     of_bias = torch.empty_like(bias) if wants_bias and bias is not None else q.new_empty(0)
     return empty_heads(q), empty_heads(k), empty_heads(v), of_bias

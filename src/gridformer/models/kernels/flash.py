@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gridformer.models.kernels.attention import empty_heads, empty_lse
+from gridformer.models.kernels.attention import Settings, empty_heads, empty_lse
 from gridformer.models.kernels.flash_backward import (
     backward_bias,
     backward_keys,
@@ -71,7 +71,7 @@ def forward(
         bias: [n, s, S], contiguous.
         documents: Where each query's document begins and ends among the keys, int32 [b, 2, s],
             contiguous.
-        counter: What dropout masks depend on, if `THRESHOLD`; see `dropout.masked`.
+        counter: What dropout masks depend on, if `THRESHOLD`.
         lse: For backward, the logarithm of each query's sum of exponentials [b, n, s].
         q_strides, k_strides, v_strides, out_strides, sizes: See `tiles`.
         VALID, BIAS, DOCUMENTS: Whether there are these.
@@ -129,18 +129,7 @@ def forward(
 
 
 def launch_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    valid: Tensor | None,
-    bias: Tensor | None,
-    documents: Tensor | None,
-    counter: Tensor | None,
-    causal: bool,
-    scale: float,
-    first_head: int,
-    p: float,
-    window: int,
+    q: Tensor, k: Tensor, v: Tensor, *masks_and_settings: Any
 ) -> tuple[Tensor, Tensor]:
     """Computes attention on a GPU; see `attention.attention` for the tensors.
 
@@ -148,6 +137,7 @@ def launch_attention(
         The result [b, n, s, d], in memory [b, s, n, d], and for the backward pass one number per
         query [b, n, s]: the logarithm of the sum of its scores' exponentials.
     """
+    masks, settings = masks_and_settings[:4], Settings(*masks_and_settings[4:])
     q, k, v = map(_with_whole_rows, (q, k, v))
     out, lse = empty_heads(q), empty_lse(q)
     tiles = tile_sizes(q, forward=True)
@@ -157,43 +147,29 @@ def launch_attention(
             q,
             k,
             v,
-            *_masks(q, valid, bias, documents, counter),
+            *_masks(q, *masks),
             out,
             lse,
             *(x.stride()[:3] for x in (q, k, v, out)),
             _sizes(q, k),
-            first_head,
-            **_constants(causal, window, scale, p, valid, bias, documents),
+            settings.first_head,
+            **_constants(settings, *masks),
             **tiles,
         )
     return out, lse
 
 
 def launch_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    valid: Tensor | None,
-    bias: Tensor | None,
-    documents: Tensor | None,
-    counter: Tensor | None,
-    key_documents: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    first_head: int,
-    p: float,
-    window: int,
-    wants_bias: bool,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes the gradients of `launch_attention`, whose tensors and settings it takes.
+    """Computes the gradients of `launch_attention`; for the arguments see the operator's schema.
 
     Returns:
         The gradients of q, k, v and the bias, each of its tensor's shape. That of the bias has no
         elements if it is not wanted or there is no bias.
     """
+    valid, bias, documents, counter, key_documents, out, lse, *flat, wants_bias = rest
+    masks, settings = (valid, bias, documents, counter), Settings(*flat)
     q, k, v, grad = map(_with_whole_rows, (q, k, v, grad))
     grad_q, grad_k, grad_v = empty_heads(q), empty_heads(k), empty_heads(v)
     grad_bias = q.new_empty(0)
@@ -202,34 +178,31 @@ def launch_attention_backward(
     if not lse.numel():
         return grad_q, grad_k.zero_(), grad_v.zero_(), grad_bias.zero_()
     delta = torch.empty_like(lse)
-    tiles, masks = tile_sizes(q, forward=False), _masks(q, valid, bias, documents, counter)
-    sizes = _sizes(q, k)
+    tiles, sizes = tile_sizes(q, forward=False), _sizes(q, k)
     heads, of_keys = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
     n_rows, n_columns = triton.cdiv(sizes[2], tiles["R"]), triton.cdiv(sizes[3], tiles["C"])
-    rest = (sizes, first_head)
-    constants = {**_constants(causal, window, scale, p, valid, bias, documents), **tiles}
+    constants = {**_constants(settings, *masks), **tiles}
+    inputs = (q, k, v, *_masks(q, *masks))
 
-    def strides(*tensors: Tensor) -> tuple[Any, ...]:
-        return tuple(x.stride()[:3] for x in tensors)
+    def after(*tensors: Tensor) -> tuple[Any, ...]:
+        """Returns the arguments that follow the tensors: strides, sizes and the first head."""
+        return *(x.stride()[:3] for x in tensors), sizes, settings.first_head
 
     backward_queries[(heads * n_rows,)](
-        *(q, k, v, *masks, out, grad, lse, delta, grad_q),
-        *strides(q, k, v, out, grad, grad_q),
-        *rest,
+        *(*inputs, out, grad, lse, delta, grad_q),
+        *after(q, k, v, out, grad, grad_q),
         **constants,
     )
     places = q if key_documents is None else key_documents.contiguous()
     backward_keys[(of_keys * n_columns,)](
-        *(q, k, v, *masks, places, grad, lse, delta, grad_k, grad_v),
-        *strides(q, k, v, grad, grad_k, grad_v),
-        *rest,
+        *(*inputs, places, grad, lse, delta, grad_k, grad_v),
+        *after(q, k, v, grad, grad_k, grad_v),
         **constants,
     )
     if grad_bias.numel():
         backward_bias[(q.shape[1] * n_rows * n_columns,)](
-            *(q, k, v, *masks, grad, lse, delta, grad_bias),
-            *strides(q, k, v, grad),
-            *rest,
+            *(*inputs, grad, lse, delta, grad_bias),
+            *after(q, k, v, grad),
             **constants,
         )
     return grad_q, grad_k, grad_v, grad_bias
@@ -252,25 +225,18 @@ def tile_sizes(q: Tensor, forward: bool) -> dict[str, int]:
     return {"D": width, "R": rows, "C": 64, "num_warps": 8, "num_stages": 2}
 
 
-def _constants(
-    causal: bool,
-    window: int,
-    scale: float,
-    p: float,
-    valid: Tensor | None,
-    bias: Tensor | None,
-    documents: Tensor | None,
-) -> dict[str, Any]:
+def _constants(settings: Settings, *masks: Tensor | None) -> dict[str, Any]:
+    valid, bias, documents, _ = masks
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
-        "SCALE": scale,
-        "CAUSAL": causal,
-        "WINDOW": window,
+        "SCALE": settings.scale,
+        "CAUSAL": settings.causal,
+        "WINDOW": settings.window,
         "VALID": valid is not None,
         "BIAS": bias is not None,
         "DOCUMENTS": documents is not None,
-        "THRESHOLD": threshold(p),
-        "GAIN": 1.0 / (1.0 - p),
+        "THRESHOLD": threshold(settings.p),
+        "GAIN": 1.0 / (1.0 - settings.p),
         "PRECISION": "tf32" if tf32 else "ieee",
     }
 
@@ -279,14 +245,9 @@ def _with_whole_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _masks(
-    q: Tensor,
-    valid: Tensor | None,
-    bias: Tensor | None,
-    documents: Tensor | None,
-    counter: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _masks(q: Tensor, *masks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the masks as the kernels read them; q takes the place of a missing one."""
+    valid, bias, documents, counter = masks
     mask = q if valid is None else valid.contiguous().view(torch.uint8)
     added = q if bias is None else bias.contiguous()
     bounds = q if documents is None else documents.contiguous()

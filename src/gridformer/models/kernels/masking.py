@@ -48,7 +48,7 @@ def _masked(
 def launch_masking(
     x_BSH: Tensor, counter: Tensor, first_token: int, first_column: int, p: float
 ) -> Tensor:
-    """Drops elements on a GPU; see `dropout.masked`."""
+    """Drops elements of x on a GPU as `gridformer.models.blocks.dropout.drop_elements` does."""
     x_BSH = x_BSH.contiguous()
     out = torch.empty_like(x_BSH)
     h = x_BSH.shape[-1]

@@ -21,7 +21,7 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.comm import Pending
 from gridformer.mesh import Axes
-from gridformer.models.blocks.gradient_sum import MainGrad, continued
+from gridformer.models.blocks.gradient_sum import GradientSum, continued
 from gridformer.parallel.tensor.summa.gathered import (
     LABEL,
     Gathered,
@@ -349,7 +349,7 @@ def _bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
     return grad.flatten(0, -2).sum(0)[: len(bias)].to(bias.dtype)
 
 
-def _continued(schedule: Schedule, weight: Tensor, dtype: torch.dtype) -> MainGrad | None:
+def _continued(schedule: Schedule, weight: Tensor, dtype: torch.dtype) -> GradientSum | None:
     """Returns the gradient to which a product adds; None if that is left to autograd.
 
     Autograd adds a gradient that was summed over devices just as well, unless it must be cast.
@@ -358,7 +358,7 @@ def _continued(schedule: Schedule, weight: Tensor, dtype: torch.dtype) -> MainGr
 
 
 def _weight_gradient(
-    gradient: Pending | None, into: MainGrad | None, weight: Tensor
+    gradient: Pending | None, into: GradientSum | None, weight: Tensor
 ) -> Tensor | None:
     """Waits for a weight's gradient, and adds it to that of earlier micro-batches.
 
@@ -368,10 +368,10 @@ def _weight_gradient(
         return None
     if into is not None and into.begun:
         gradient.wait()
-        return into.result()
+        return into.value
     term, n_columns = gradient.wait(), weight.shape[1]
     term = term if term.shape[1] == n_columns else term[:, :n_columns]
     if into is None:
         return term.to(weight.dtype)
     into.add(term)
-    return into.result()
+    return into.value

@@ -30,7 +30,7 @@ from gridformer import comm
 from gridformer.comm import Pending
 from gridformer.mesh import Axes, Axis
 from gridformer.models.blocks.cast import cast
-from gridformer.models.blocks.gradient_sum import MainGrad
+from gridformer.models.blocks.gradient_sum import GradientSum
 from gridformer.models.blocks.linear import as_rows
 from gridformer.parallel.scheme import BoundarySpec
 
@@ -229,13 +229,13 @@ def transposed_times(a: Any, b: Any) -> Tensor:
     return a.flatten(0, -2).t() @ b.flatten(0, -2)
 
 
-def _add_transposed_times(into: MainGrad, a: Any, b: Any) -> Tensor:
+def _add_transposed_times(into: GradientSum, a: Any, b: Any) -> Tensor:
     """Adds the transpose of a [.., M] times b [.., N] to a gradient [M, N], and returns that."""
     if isinstance(a, OneHot) or isinstance(b, OneHot):
         into.add(transposed_times(a, b))
     else:
         into.add_product(a.flatten(0, -2).t(), b.flatten(0, -2))
-    return into.result()
+    return into.value
 
 
 # --------------------------------------------------------------------------- products
@@ -301,7 +301,7 @@ class Gathered:
             total.start(chunk, times(self._cut(a.local, chunk), column))
         return total
 
-    def atb(self, a: Operand, b: Operand, into: MainGrad | None = None) -> Pending:
+    def atb(self, a: Operand, b: Operand, into: GradientSum | None = None) -> Pending:
         """Computes C = Aᵀ B. a [.., M/c], b [.., N/c], result [M/r, N/c].
 
         The leading dimensions of `a` and `b` are equal and are summed over. On a grid of one row, C
@@ -316,7 +316,7 @@ class Gathered:
         return self._sum_terms(terms, a.local.dtype, into)
 
     def ab_and_atb(
-        self, a: Operand, b: Operand, c: Operand, into: MainGrad | None = None
+        self, a: Operand, b: Operand, c: Operand, into: GradientSum | None = None
     ) -> tuple[Tensor, Pending]:
         """Computes A B [.., N/c] and Aᵀ C [K/r, M/c] and gathers A only once.
 
@@ -396,7 +396,7 @@ class Gathered:
 
     # ------------------------------------------------------------------ gradients of weights
 
-    def _sum_down(self, whole: Any, local: Any, into: MainGrad | None) -> Pending:
+    def _sum_down(self, whole: Any, local: Any, into: GradientSum | None) -> Pending:
         """Computes Aᵀ B of a gathered A, summed down the column; this device keeps its rows.
 
         The blocks of other devices are multiplied first, and travel until its own is multiplied.
@@ -414,7 +414,7 @@ class Gathered:
             return _OwnLast(total, own, local)
         return total.add(transposed_times(own, local))
 
-    def _accumulate(self, terms: Tensor | None, a: Any, b: Any, into: MainGrad | None) -> Tensor:
+    def _accumulate(self, terms: Tensor | None, a: Any, b: Any, into: GradientSum | None) -> Tensor:
         """Adds Aᵀ B of a chunk in float32 at least, as a single product accumulates its terms."""
         if into is not None and self.row.size == 1:
             return _add_transposed_times(into, a, b)
@@ -426,7 +426,7 @@ class Gathered:
         terms += transposed_times(a, b)
         return terms
 
-    def _sum_terms(self, terms: Any, dtype: torch.dtype, into: MainGrad | None) -> Pending:
+    def _sum_terms(self, terms: Any, dtype: torch.dtype, into: GradientSum | None) -> Pending:
         n, at = self.row.size, self.row.index
         if n == 1:
             return Pending(terms if into is not None else terms.to(dtype))

@@ -31,7 +31,7 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.comm import Pending
 from gridformer.mesh import Axes, Axis
-from gridformer.models.blocks.gradient_sum import MainGrad
+from gridformer.models.blocks.gradient_sum import GradientSum
 from gridformer.parallel.tensor.summa.gathered import (
     LABEL,
     OneHot,
@@ -129,7 +129,7 @@ class Broadcast:
         sums.finish()
         return Pending(c)
 
-    def atb(self, a: Operand, b: Operand, into: MainGrad | None = None) -> Pending:
+    def atb(self, a: Operand, b: Operand, into: GradientSum | None = None) -> Pending:
         """Optimus, Algorithm 3: for each panel l, reduce A_ilᵀ B_ij over i to C_lj on its owner."""
         one_hot = isinstance(a.local, OneHot) or isinstance(b.local, OneHot)
         like = b.local if isinstance(a.local, OneHot) else a.local
@@ -147,7 +147,7 @@ class Broadcast:
         return Pending(c)
 
     def ab_and_atb(
-        self, a: Operand, b: Operand, c: Operand, into: MainGrad | None = None
+        self, a: Operand, b: Operand, c: Operand, into: GradientSum | None = None
     ) -> tuple[Tensor, Pending]:
         """Computes A B and Aᵀ C. The panels of A travel twice."""
         atc = self.atb(a, c, into)
