@@ -48,13 +48,7 @@ class Axis:
 
 
 class MeshRanks(NamedTuple):
-    """The rank at each place of a mesh, as Python integers.
-
-    Attributes:
-        names: The names of the axes.
-        shape: Their sizes.
-        ranks: The ranks, the last axis innermost.
-    """
+    """The rank at each place of a mesh, the last axis innermost, with names and sizes of axes."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -66,12 +60,8 @@ class MeshRanks(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The names of the axes that `Axes.split` creates.
-
-    Attributes:
-        block: The blocks; the index is that of this device's block. It has no group.
-        copy: The ranks of a block, which hold equal parts.
-        row_copy: The same together with `row`.
+    """The names of the axes that `Axes.split` creates: of blocks, which has no group; of the ranks
+    of a block, which hold equal parts; and of these together with `row`.
     """
 
     block: str
@@ -84,12 +74,9 @@ class Axes:
     """The axes of a layout, among them `world`, the axis of all ranks.
 
     Attributes:
-        pp: Pipeline ranks.
-        dp: Data-parallel replicas.
         row: The rows of one replica's grid. The devices that differ only in this index form a
             *column*, so a broadcast "along row i" of the papers is a collective over the axis
             `col`.
-        col: The columns of one replica's grid.
         grid: Both `row` and `col`.
         branch: The sub-grids of sub-graph parallelism; the index is that of the sub-grid.
         dp_branch: dp and branch together.
@@ -97,8 +84,6 @@ class Axes:
             of the axes above, or has size 1.
         same_batch: The axis along which devices receive the same samples. It is one of the axes
             above, or has size 1.
-        world: All ranks.
-        device_type: "cpu" or "cuda".
         pp_lines: The ranks along pp, one line for each place in the other axes.
         places: The rank at each place of the mesh; None for one process.
 
@@ -131,10 +116,7 @@ class Axes:
         """Splits an axis into blocks of adjacent ranks that hold equal parts of parameters.
 
         All processes must call this in the same order. Another call with the same arguments creates
-        nothing.
-
-        Args:
-            label: The prefix of the names of the axes.
+        nothing. `label` is the prefix of the names of the axes.
         """
         label = f"{label}{n_blocks}"
         split = Split(label, f"{label}_copy", f"row_{label}_copy")
@@ -167,22 +149,10 @@ class Axes:
             lines[block].append(rank)
         return _axis_of(new, [sorted(line) for line in lines.values()], self.world.index)
 
-    def new_group(self, stages: Sequence[int], purpose: str = "pp") -> ProcessGroup | None:
-        """Creates groups of the ranks that have these indices along pp, one group for each pp line.
-
-        All processes must call this in the same order.
-
-        Returns:
-            The group that contains this process, or None if there is none.
-        """
-        return self.new_groups([stages], purpose)
-
     def new_groups(self, sets: Iterable[Sequence[int]], purpose: str) -> ProcessGroup | None:
-        """Like `new_group`, for several disjoint sets of indices along pp at once.
+        """Creates groups of the ranks with certain indices along pp, one group for each pp line.
 
-        Args:
-            sets: The sets of indices along pp.
-            purpose: A name for the groups in torch's reports.
+        All processes must call this in the same order, with the same disjoint sets of indices.
 
         Returns:
             The group that contains this process, or None if there is none.
@@ -192,13 +162,10 @@ class Axes:
         return make_groups(_lines_among(self.pp_lines, tuple(map(tuple, sets))), purpose)
 
     def make_holders(self, sets: Iterable[tuple[int, ...]]) -> None:
-        """Creates the groups that `holders` returns for these sets of indices along pp.
-
-        All processes must call this with the same sets.
-        """
+        """Creates the groups that `holders` returns for these sets, the same on all processes."""
         for stages in sets:
             if stages not in self._holders and len(stages) < self.pp.size:
-                group = self.new_group(stages)
+                group = self.new_groups([stages], "pp")
                 place = stages.index(self.pp.index) if group else 0
                 self._holders[stages] = Axis("pp", len(stages), place, group)
 
@@ -214,9 +181,7 @@ class Axes:
     def of(ranks: Tensor, names: Sequence[str], device_type: str) -> Axes:
         """Creates the axes of a mesh of all processes. Every process must call this.
 
-        Args:
-            ranks: The rank at each place of the mesh, int64, one dimension per axis. Ranks ascend
-                along every dimension.
+        `ranks`, int64, has one dimension per axis and ascends along each.
         """
         import torch.distributed as dist
 

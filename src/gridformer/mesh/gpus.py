@@ -171,8 +171,7 @@ def _cannot_share() -> str | None:
 def nccl_version() -> tuple[int, int, int] | None:
     """Returns the version of the NCCL library that is loaded, or None if it cannot be asked.
 
-    `torch.cuda.nccl.version()` tells which NCCL torch was built with. Another one may be loaded in
-    its place, such as by LD_PRELOAD.
+    It may be another than torch was built with, such as by LD_PRELOAD.
     """
     import torch  # loads NCCL
 

@@ -48,9 +48,7 @@ def objects_group() -> ProcessGroup | None:
     NCCL sends only what is on a GPU. Objects would be copied there and back, with the host waiting
     for the GPU each time, and a thousand ranks' objects would take memory on the GPU of one. Over
     NCCL this is therefore a gloo group; the first call creates it, which all processes must make.
-
-    Returns:
-        The group. None is the default group, or means that there is none.
+    None is the default group, or means that there is none.
     """
     if not dist.is_initialized() or not over_nccl(None):
         return None
@@ -69,44 +67,30 @@ def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
     All processes must call this with the same lines. The groups have the timeout of the default
     group.
 
-    Args:
-        lines: Disjoint lists of global ranks, each in ascending order because torch sorts the
-            members of a group.
+    Lines are disjoint lists of global ranks in ascending order, because torch sorts the members of
+    a group. A process makes at most its own group: with thousands of ranks there are thousands.
 
     Returns:
         The group, or None if no line contains this process.
     """
     for listener in listeners:
         listener(lines, purpose)
-    here = dist.get_rank()  # checks its own line only: there may be thousands
-    assert all([*line] == sorted(line) for line in lines if here in line), "torch would sort them"
+    here, number = dist.get_rank(), _next_number()
+    mine = next((line for line in lines if here in line), None)
+    assert mine is None or [*mine] == sorted(mine), "torch would sort them"
+    name = named_group(f"{purpose} {number} {mine[0]}") if mine else nullcontext()
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         # NCCL is connected already by init_process_groups; all groups are split off it at once.
-        number, mine = _next_number(), next((line for line in lines if here in line), None)
-        with named_group(f"{purpose} {number} {mine[0]}") if mine else nullcontext():
+        with name:
             split: ProcessGroup | None = dist.split_group(
                 split_ranks=[[*line] for line in lines], timeout=world_timeout(), group_desc=purpose
             )
         return split
-    return _create_each(lines, purpose)
-
-
-def _create_each(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | None:
-    """Creates the groups of `make_groups`, each by its own members.
-
-    A process makes at most one group, however many lines there are: with thousands of ranks there
-    are thousands of lines.
-
-    Returns:
-        The group of this process, or None if it is in none.
-    """
-    here, number = dist.get_rank(), _next_number()
-    line = next((line for line in lines if here in line), None)
-    if line is None:
+    if mine is None:
         return None
-    with one_gloo_device(), named_group(f"{purpose} {number} {line[0]}"):
+    with one_gloo_device(), name:
         group: ProcessGroup = dist.new_group(
-            [*line], timeout=world_timeout(), group_desc=purpose, use_local_synchronization=True
+            [*mine], timeout=world_timeout(), group_desc=purpose, use_local_synchronization=True
         )
     return group
 

@@ -10,9 +10,7 @@ node if e is the whole axis; otherwise the first device of each receives from an
 
 The stages of a pipeline are no ring, but a node in its middle receives as much: activations into
 its first stage and gradients into its last. Figure 8 of Xu et al. 2021 (Optimus) is the case of a
-square grid with 4 devices per node: 2x2 blocks, not 1x4 strips. On 8x8 with equal traffic, 4 + 1
-shares enter a strip and 2 + 2 enter a block. On 4x4 the bytes are equal, and the number of devices
-that share the link decides. Racks hold blocks of nodes, which are found in the same way afterward.
+square grid with 4 devices per node: 2x2 blocks, not 1x4 strips. Racks hold blocks of nodes.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from gridformer.config import LayoutConfig, divisors
@@ -47,12 +45,7 @@ class NodeBlock:
     dp: int = 1
     row: int = 1
     col: int = 1
-    rack: NodeBlock | None = None
-
-    @classmethod
-    def of(cls, extents: Iterable[int]) -> NodeBlock:
-        """Returns the block with these extents, in the order of MESH_AXES."""
-        return cls(**dict(zip(MESH_AXES, extents)))  # type: ignore[arg-type]
+    rack: NodeBlock | None = field(default=None, kw_only=True)
 
     @property
     def extents(self) -> Sizes:
@@ -110,21 +103,19 @@ def sizes_of(layout: LayoutConfig) -> Sizes:
 def blocks(sizes: Sizes, devices_per_node: int) -> list[NodeBlock]:
     """Returns every block that fills a node, or the whole mesh if it fits into one node.
 
-    The list is empty if devices_per_node does not divide the number of devices, which
-    gridformer.parallel.validation refuses.
+    There is none if devices_per_node does not divide the number of devices.
     """
-    assert devices_per_node >= 1, "0 means that the nodes are unknown and ranks are in plain order"
     if math.prod(sizes) <= devices_per_node:
-        return [NodeBlock.of(sizes)]
+        return [NodeBlock(*sizes)]
     choices = [divisors(math.gcd(size, devices_per_node)) for size in sizes]
-    every = [NodeBlock.of(extents) for extents in itertools.product(*choices)]
+    every = [NodeBlock(*extents) for extents in itertools.product(*choices)]
     return [block for block in every if block.n_devices == devices_per_node]
 
 
 def plain_block(sizes: Sizes, devices_per_node: int) -> NodeBlock | None:
     """Returns the block of each node in plain order (`col` innermost), or None if there is none."""
     if math.prod(sizes) <= devices_per_node:
-        return NodeBlock.of(sizes)
+        return NodeBlock(*sizes)
     left, extents = devices_per_node, []
     for size in reversed(sizes):
         if left % size and size % left:
@@ -132,7 +123,7 @@ def plain_block(sizes: Sizes, devices_per_node: int) -> NodeBlock | None:
         extent = min(size, left)
         extents.append(extent)
         left //= extent
-    return NodeBlock.of(reversed(extents))
+    return NodeBlock(*reversed(extents))
 
 
 def search_blocks(
@@ -146,8 +137,7 @@ def search_blocks(
 
     Args:
         traffic: For each axis, the bytes that one device receives over it in one optimizer step
-            with ring algorithms. An axis that is absent moves nothing. Messages over all devices
-            ("world") enter every node equally and are left out.
+            with ring algorithms, without messages over all devices, which enter nodes equally.
     """
     shapes = blocks(sizes, devices_per_node)
     assert shapes, f"devices_per_node={devices_per_node} does not divide the mesh {sizes}"
@@ -169,14 +159,8 @@ def search_racks(sizes: Sizes, best: Candidate, nodes_per_rack: int) -> list[Can
     """Ranks the blocks of nodes that fill a rack, by the bytes that enter a rack.
 
     Nodes form a mesh as devices do, and what a node lets in over an axis passes from node to node
-    along that axis. So the same search serves racks, with nodes in the place of devices.
-
-    Args:
-        nodes_per_rack: Number of nodes per rack, at least 1. It must divide the number of nodes if
-            that is larger.
-
-    Returns:
-        The candidates, the best first; extents are in nodes. Empty if nodes hold no block.
+    along that axis. So the same search serves racks, with extents in nodes. `nodes_per_rack` must
+    divide the number of nodes if that is larger. There are no candidates if nodes hold no block.
     """
     if best.block is None:
         return []
@@ -207,36 +191,30 @@ def _receivers(sizes: Sizes, block: NodeBlock) -> list[int]:
 
 def _plain_receivers(sizes: Sizes, devices_per_node: int) -> list[list[int]]:
     """Like _receivers for each node in plain order, counted device by device."""
-    n = math.prod(sizes)
-    nodes = [[0] * len(sizes) for _ in range(-(-n // devices_per_node))]
-    for rank in range(n):
-        stride = 1
-        for axis in reversed(range(len(sizes))):
-            first = rank // stride % sizes[axis] == 0  # the ring closes: its last member sends
-            source = rank + stride * (sizes[axis] - 1) if first else rank - stride
-            nodes[rank // devices_per_node][axis] += (
-                source // devices_per_node != rank // devices_per_node
-            )
-            stride *= sizes[axis]
-    return nodes
+    import numpy as np
+
+    node = np.arange(math.prod(sizes)).reshape(sizes) // devices_per_node
+    # A device receives from the one before it; the ring closes, so the first from the last.
+    entered = [node[np.roll(node, 1, axis) != node] for axis in range(len(sizes))]
+    counts = [np.bincount(nodes, minlength=int(node.max()) + 1) for nodes in entered]
+    each: list[list[int]] = np.stack(counts, 1).tolist()
+    return each
 
 
 def rank_grid(sizes: Sizes, block: NodeBlock | None) -> Tensor:
     """Returns the rank at each coordinate of the mesh: int64 [pp, dp, row, col].
 
     The ranks of one node are consecutive, and so are the nodes of one rack. `col` is innermost
-    within a block, among the blocks of a rack and among racks, and the first device is rank 0.
-
-    Ranks ascend along every axis. The order of ranks within a process group (torch sorts its
-    members) is therefore the order of coordinates, and a ring in this order visits the members on
-    one node one after the other.
+    within a block, among the blocks of a rack and among racks. Ranks ascend along every axis, so a
+    ring in the order of ranks visits the members on one node one after the other.
     """
     import torch
 
     if block is None:
         return torch.arange(math.prod(sizes)).view(sizes)
     assert all(size % e == 0 for size, e in zip(sizes, block.extents)), (sizes, block)
-    nodes = rank_grid(nodes_of(sizes, block), block.rack).view(*nodes_of(sizes, block), 1, 1, 1, 1)
+    in_nodes = nodes_of(sizes, block)
+    nodes = rank_grid(in_nodes, block.rack).view(*in_nodes, 1, 1, 1, 1)
     # From [node along each axis, place in the node along each axis] to (node, place) per axis.
     places = torch.arange(block.n_devices).view(block.extents)
     both = (nodes * block.n_devices + places).permute(0, 4, 1, 5, 2, 6, 3, 7)
@@ -274,8 +252,7 @@ def split_messages(
 
     Returns:
         For each level the number of messages within its units that leave those of the level
-        below, and last the number of messages between units of the largest level. With
-        `units=[k]` these are the messages within nodes, and those between nodes.
+        below, and last the number of messages between units of the largest level.
     """
     within = [0] * len(units)
     for group in sub_grids(1, n // g, g, order)[0].tolist():
@@ -291,10 +268,7 @@ def split_messages(
 def explain(
     candidates: Sequence[Candidate], sizes: Sizes, devices_per_node: int, few: int = 3
 ) -> str:
-    """Returns a table of the best `few` candidates and the plain order, and a sentence below it.
-
-    The chosen block, which is the first, has a `>`. Axes of size 1 move nothing and are left out.
-    """
+    """Returns a table of the best `few` candidates and the plain order, and a sentence below it."""
     plain, best = plain_block(sizes, devices_per_node), candidates[0]
     axes = [axis for axis, size in zip(MESH_AXES, sizes) if size > 1]
     table = [["", "a node holds", *axes, "total", "ratio", "sharing"]]
@@ -310,10 +284,9 @@ def explain(
         table.append([mark, _words(one, sizes, plain), *mib, *sums])
     widths = [max(map(len, column)) for column in zip(*table)]
     text = [f"MiB that enter a node of {devices_per_node} devices in one step, by axis:"]
-    for line in table:
-        left = [cell.ljust(width) for cell, width in zip(line[:2], widths)]
-        right = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:])]
-        text.append(f"{left[0]} {left[1]}  {'  '.join(right)}")
+    for mark, holds, *numbers in table:
+        right = [cell.rjust(width) for cell, width in zip(numbers, widths[2:])]
+        text.append(f"{mark:{widths[0]}} {holds:{widths[1]}}  {'  '.join(right)}")
     return "\n".join([*text, _reason(candidates, sizes, devices_per_node, plain)])
 
 
@@ -355,7 +328,7 @@ def explain_racks(
     extents = tuple(a * b for a, b in zip(best.block.extents, node.extents))
     if extents == sizes:
         return f"One rack holds all {math.prod(sizes)} devices, so nothing enters it."
-    holds = NodeBlock.of(extents).describe(sizes)
+    holds = NodeBlock(*extents).describe(sizes)
     others = [candidate for candidate in candidates if candidate.total > best.total]
     worst = f"; at worst it would be {_mib(others[-1].total)}" if others else ""
     return (

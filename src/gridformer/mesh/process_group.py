@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
-from gridformer.mesh.gpus import CPU, GPU, device_or_problem, identity, own_gpu, too_few_gpus
+from gridformer.mesh.gpus import (
+    CPU,
+    GPU,
+    device_or_problem,
+    identity,
+    n_visible_gpus,
+    own_gpu,
+    too_few_gpus,
+)
 from gridformer.mesh.launch_env import rank_env
 from gridformer.mesh.rendezvous import share_result, store_of, wait_until_heard
 from gridformer.utils.errors import UserError
@@ -22,6 +30,7 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 _PRODUCT = "rows x cols x branches x dp x pp"
 _HEARD_S = 60.0  # how long rank 0, which may serve the store, waits for the others before it ends
 _ABORT_S = 2.0  # an abort that takes longer is considered hung
+_MOST_HERE = 256  # processes that one machine starts, however few cores it has
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,7 @@ class World:
     """This process's place among all processes of the run.
 
     `backend` is "nccl", "gloo", or "none" for a run of one process, which has no process group.
-    `why` is a phrase to print that says how device and backend were chosen.
+    `why` is a phrase that says how device and backend were chosen.
     """
 
     rank: int
@@ -40,17 +49,10 @@ class World:
     why: str
 
 
-_MOST_HERE = 256  # processes that one machine starts, however few cores it has
-
-
 def check_devices(
     device: DeviceChoice, n_processes: int, nproc: int | None = None, elastic: bool = False
 ) -> list[str]:
-    """Checks whether `n_processes` processes can start from this process.
-
-    Args:
-        elastic: Whether there may be more processes than the run needs.
-    """
+    """Checks whether `n_processes` can start from this process; with `elastic` it may be more."""
     problems = []
     place = rank_env()
     if nproc is not None and nproc != n_processes:
@@ -70,7 +72,7 @@ def check_devices(
             f"{n_cores()} cores starts at most {most}: start them on several machines with "
             "torchrun or srun, or change the layout"
         )
-    if not problems and (device == "cuda" or (device == "auto" and place and _has_gpus())):
+    if not problems and (device == "cuda" or (device == "auto" and place and n_visible_gpus())):
         problems += too_few_gpus(place, place.local_size if place else n_processes)
     return problems
 
@@ -133,10 +135,7 @@ def init_process_groups(
 
 
 def close_process_groups() -> None:
-    """Destroys the process group, if there is one, at the end of a successful run.
-
-    Never call this while an exception propagates: see `abandon_process_groups`.
-    """
+    """Destroys the process group, if there is one; after a failure `abandon_process_groups`."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -190,12 +189,6 @@ def _take(gpu: int | None) -> torch.device:
         return torch.device("cpu")
     torch.cuda.set_device(gpu)
     return torch.device("cuda", gpu)
-
-
-def _has_gpus() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _why(gpu: int | None, device: DeviceChoice, n_local: int = 1) -> str:

@@ -102,8 +102,7 @@ def of_this_attempt(store: dist.Store, rank: int, size: int) -> dist.Store:
 def collect(env: RankEnv, name: str, text: str) -> list[str]:
     """Sends a text to rank 0, under a name that nothing else uses; all ranks call it once.
 
-    Returns:
-        The texts of all ranks on rank 0, an empty list on the others.
+    Returns the texts of all ranks on rank 0, an empty list on the others.
     """
     store_of(env).set(f"{name}/{env.rank}", text)
     return [] if env.rank else gather(env, name, range(env.size))
@@ -141,16 +140,12 @@ def share_result(env: RankEnv, name: str, text: str, judge: Callable[[Sequence[s
     texts = collect(env, name, text)
     if env.rank:
         return receive(env, name)
-    result = judge(texts)
-    share(env, name, result)
+    share(env, name, result := judge(texts))
     return result
 
 
 def wait_until_heard(env: RankEnv, name: str, timeout_s: float) -> None:
-    """Waits on rank 0, at most so long, until all others have received the text of that name.
-
-    Rank 0 may serve the store, which ends with it.
-    """
+    """Waits on rank 0, which may serve the store, until all others have received a text."""
     with suppress(RuntimeError):  # torch's error for a timeout
         store_of(env).wait([f"{name}/heard by all"], timedelta(seconds=timeout_s))
 
