@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from gridformer.config import ModelConfig
 from gridformer.data.samples.batches import SequentialBatches
 from gridformer.data.samples.examples import ChoiceExamples, Reading
 from gridformer.mesh import Axes
@@ -22,106 +20,10 @@ from gridformer.utils.batch import Batch
 from tests.support.data import split_of
 from tests.support.marks import full_unless
 from tests.support.reference import heads
-from tests.support.reference.bert import S, V, config_of
 from tests.support.reference.shared import (
     assert_close,
-    entries_of,
-    lengths_mask,
-    plain,
-    randomize,
-    to_ours,
-    tokens_of,
     transformers,
 )
-
-HEADS: dict[str, dict[str, Any]] = {
-    "BertForSequenceClassification": {"n_labels": 3},
-    "BertForMultipleChoice": {"n_labels": 1},
-    "BertForQuestionAnswering": {"span_head": True},
-}
-# Parameters whose gradients are rounding noise around zero, as are those of the keys' biases:
-# softmax does not see what is added to all keys, choices or tokens.
-NOISE = {
-    "BertForSequenceClassification": (),
-    "BertForMultipleChoice": ("classifier.labels.bias",),
-    "BertForQuestionAnswering": ("span.ends.bias", "layers.2.norm2.bias"),
-}
-
-
-def both(name: str) -> tuple[Model, Any, ModelConfig]:
-    """Return our model with the weights of theirs."""
-    config = config_of(sentence_pair=False, token_head=False, **HEADS[name])
-    theirs = getattr(transformers, name)(
-        transformers.BertConfig(
-            vocab_size=V,
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.n_layers,
-            num_attention_heads=config.n_heads,
-            intermediate_size=config.ffn_size,
-            max_position_embeddings=S,
-            layer_norm_eps=config.norm_eps,
-            num_labels=2 if config.span_head else config.n_labels,
-            pad_token_id=None,
-            attn_implementation="eager",
-        )
-    )
-    theirs = randomize(theirs, torch.float64)
-    ours = plain(config, torch.float64, to_ours(entries_of(config), theirs.state_dict()))
-    return ours, theirs, config
-
-
-def of_name(name: str, b: int) -> tuple[Batch, dict[str, Tensor]]:
-    """Return our batch, and the labels as theirs takes them."""
-    rows = b * 3 if name == "BertForMultipleChoice" else b
-    lengths = [24, 17, 5, 20, 11, 24, 9, 13, 2, 24, 8, 3][:rows]
-    batch = {
-        "tokens": tokens_of(V, rows, S),
-        "segments": (~lengths_mask([n // 2 for n in lengths], S)).long(),
-        "valid": lengths_mask(lengths, S),
-    }
-    if name == "BertForQuestionAnswering":
-        answer = torch.tensor([[3, 5], [0, 0], [2, 2], [7, 19]])[:b]
-        theirs = {"start_positions": answer[:, 0], "end_positions": answer[:, 1]}
-        return batch | {"answer": answer}, theirs
-    labels = torch.tensor([2, 0, 1, 2])[:b]
-    return batch | {"at": torch.zeros(rows, dtype=torch.int64), "labels": labels}, {
-        "labels": labels
-    }
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_logits_loss_and_gradients_are_those_of_hugging_face(name: str) -> None:
-    ours, theirs, config = both(name)
-    batch, labels = of_name(name, 4)
-    inputs = {
-        "input_ids": batch["tokens"],
-        "attention_mask": batch["valid"].long(),
-        "token_type_ids": batch["segments"],
-    }
-    if name == "BertForMultipleChoice":
-        inputs = {key: value.view(4, 3, S) for key, value in inputs.items()}
-    want = theirs(**inputs, **labels)
-    want.loss.backward()
-    logits = ours.logits(batch)
-    if name == "BertForQuestionAnswering":
-        assert_close(
-            logits["answer"].detach(),
-            torch.stack((want.start_logits, want.end_logits), 1).detach(),
-        )
-    else:
-        assert_close(logits["labels"].detach().view(4, -1), want.logits.detach())
-    losses, counts = ours.losses(batch), ours.counts(batch)
-    assert losses.keys() == counts.keys()
-    assert len(losses) == 1, "only the loss of the task"
-    (loss,), (count,) = losses.values(), counts.values()
-    (loss / count).backward()
-    assert_close((loss / count).detach(), want.loss.detach())
-    expected = to_ours(entries_of(config), {n: p.grad for n, p in theirs.named_parameters()})
-    assert expected.keys() == {n for n, _ in ours.named_parameters()}
-    for parameter_name, parameter in ours.named_parameters():
-        assert parameter.grad is not None, parameter_name
-        if parameter_name not in NOISE[name] and not parameter_name.endswith("qkv.bias"):
-            assert_close(parameter.grad, expected[parameter_name])
 
 
 def assert_same_gradients(kind: str, ours: Model, theirs: Any, zero: tuple[str, ...]) -> None:
@@ -143,7 +45,11 @@ OF_CLASSES: tuple[tuple[heads.Head, int], ...] = (
     ("ForQuestionAnswering", 2),
 )
 KINDS_HEADS = [(kind, head, n) for kind in heads.CLASSES for head, n in OF_CLASSES]
+KINDS_HEADS.append(("bert", "ForMultipleChoice", 1))
 QUICK_HEADS = {
+    ("bert", "ForMultipleChoice", 1),
+    ("bert", "ForSequenceClassification", 3),
+    ("bert", "ForQuestionAnswering", 2),
     ("gpt2", "ForSequenceClassification", 1),
     ("llama", "ForSequenceClassification", 3),
     ("qwen2", "ForQuestionAnswering", 2),
@@ -162,12 +68,13 @@ def test_every_class_gives_the_same_logits_loss_and_gradients(
     """With one label their loss is the mean squared difference, and ours has numbers as labels."""
     ours, theirs = heads.pair(kind, head, n_labels)
     draw = torch.Generator().manual_seed(3)
-    rows = [torch.randint(2, 211, (n,), generator=draw) for n in LENGTHS]
+    n_each = 3 if head == "ForMultipleChoice" else 1
+    rows = [torch.randint(2, 211, (n,), generator=draw) for n in n_each * LENGTHS]
     for row in rows:
         row[-1] = heads.END
     batch = heads.batch_of(ours, rows, 24)
     labels = {"labels": torch.tensor([2, 0, 1, 2])}
-    if n_labels == 1:
+    if n_labels == n_each == 1:
         labels = {"labels": torch.tensor([0.5, -1.25, 4.0, 2.0], dtype=torch.float64)}
     if head == "ForQuestionAnswering":
         del batch["at"]
@@ -176,20 +83,26 @@ def test_every_class_gives_the_same_logits_loss_and_gradients(
         batch["answer"] = answer
     else:
         batch |= labels
-    want = theirs(**heads.inputs_of(batch), **labels)
+    inputs = heads.inputs_of(batch)
+    if n_each > 1:
+        inputs = {key: value.view(4, n_each, -1) for key, value in inputs.items()}
+    want = theirs(**inputs, **labels)
     want.loss.backward()
     (logits,) = ours.logits(batch).values()
     if head == "ForQuestionAnswering":
         assert_close(logits.detach(), torch.stack((want.start_logits, want.end_logits), 1).detach())
     else:
-        assert_close(logits.detach(), want.logits.detach())
+        assert_close(logits.detach().view_as(want.logits), want.logits.detach())
     (loss,), (count,) = ours.losses(batch).values(), ours.counts(batch).values()
     (loss / count).backward()
     assert_close((loss / count).detach(), want.loss.detach())
-    # Softmax does not see what is added to all tokens of a span; the bias of the last norm is.
-    last_norm = {"bert": "layers.1.norm2.bias", "gpt2": "norm.bias"}.get(kind)
-    zero = ("span.ends.bias", *([last_norm] if last_norm else []))
-    assert_same_gradients(kind, ours, theirs, zero if head == "ForQuestionAnswering" else ())
+    # Softmax does not see what is added to all tokens of a span (or the bias of the last norm), or
+    # to all choices.
+    zero = {
+        "ForQuestionAnswering": ("span.ends.bias", "layers.1.norm2.bias", "norm.bias"),
+        "ForMultipleChoice": ("classifier.labels.bias",),
+    }
+    assert_same_gradients(kind, ours, theirs, zero.get(head, ()))
 
 
 # Tokens of the passage and of three choices of each question. In one sequence nothing is padding.
@@ -277,10 +190,12 @@ def test_micro_batches_of_choices_are_sequences() -> None:
 
 
 def test_labels_that_are_ignored_count_nothing() -> None:
-    ours, _, _ = both("BertForMultipleChoice")
-    batch, _ = of_name("BertForMultipleChoice", 4)
+    ours, _ = heads.pair("gpt2", "ForSequenceClassification", 1)
+    (micro,) = RowSplit(4, 1, Axes()).micro_batches(questions(two_stacks=False)[0])
+    ignored = torch.tensor([True, False, False, True])
+    labels, some = micro.batch["labels"], {}
     with torch.no_grad():
-        whole = ours.losses(batch)["labels"]
-        part = ours.losses({**batch, "labels": torch.tensor([2, IGNORE, 1, IGNORE])})["labels"]
-        rest = ours.losses({**batch, "labels": torch.tensor([IGNORE, 0, IGNORE, 2])})["labels"]
-    assert_close(part + rest, whole)
+        for name, hidden in (("all", ignored & ~ignored), ("some", ignored), ("rest", ~ignored)):
+            micro.batch["labels"] = labels.masked_fill(hidden, IGNORE)
+            some[name] = ours.losses(micro.batch)["labels"]
+    assert_close(some["some"] + some["rest"], some["all"])

@@ -1,8 +1,8 @@
 """No rank mixes devices when its tensors are on a GPU; see tests/support/fake_gpu.py.
 
-The cases are all cells of the exactness matrix, and a selection of other schemes, pipelines,
-replica modes and memory-saving methods. D&SP-cSub is checked on both kinds of sub-grids, whose
-messages must also come in one order.
+The cases are a selection of all schemes, pipelines, replica modes, memory-saving methods and models
+in which each two of them meet. D&SP-cSub is checked on both kinds of sub-grids, whose messages must
+also come in one order.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gridformer import comm
@@ -38,10 +39,7 @@ from tests.support.fake_gpu import (
     step_of,
 )
 from tests.support.marks import full_unless
-from tests.support.multirank.matrix import CELLS, MODELS, Cell, of_one_task, refusal
-from tests.support.multirank.matrix import PIPELINES as MATRIX_PIPELINES
-from tests.support.multirank.matrix import REPLICAS as MATRIX_REPLICAS
-from tests.support.multirank.matrix import SCHEMES as MATRIX_SCHEMES
+from tests.support.multirank.matrix import MODELS, of_one_task
 from tests.support.multirank.memory import a_run
 from tests.support.multirank.networks import NETWORKS, batch
 from tests.support.pairs import pairwise
@@ -54,6 +52,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "single": {},
     "Megatron": {"scheme": "megatron", "cols": 2},
     "Megatron, sequence parallel": {"scheme": "megatron", "cols": 2, "sequence_parallel": True},
+    "Megatron 2-D": {"scheme": "megatron_2d", "rows": 2, "cols": 2},
     "Optimus": OPTIMUS,
     "Optimus, panels": {**OPTIMUS, "schedule": "pipelined"},
     "Optimus, input stays": {**OPTIMUS, "stationary": "input", "schedule": "broadcast"},
@@ -115,12 +114,13 @@ CASES = [
     )
 ]
 QUICK = {
-    Case("cSub", 0, 0, "plain", "GPT-2"),
+    Case("cSub", 1, 1, "plain", "BERT"),
     Case("cSub, common", 0, 0, "full, in_backward", "T5"),
     Case("cSub, outside and common", 1, 0, "in_backward, offload", "GPT-2"),
     Case("cSub, outside", 0, 3, "float16", "GPT-2"),
     Case("D&SP, outside", 1, 2, "in_backward, offload", "GPT-2"),
     Case("Megatron", 2, 0, "full, in_backward", "GPT-2"),
+    Case("Megatron 2-D", 1, 2, "plain", "Transformer"),
     Case("Megatron, sequence parallel", 0, 3, "full, in_backward", "GPT-2"),
     Case("Optimus", 0, 0, "plain", "BERT"),
     Case("Optimus, panels", 1, 0, "float16", "GPT-2"),
@@ -132,7 +132,7 @@ PAIRED = {
         [*SCHEMES], [*MODELS], [*METHODS], range(len(REPLICAS)), range(len(PIPELINES))
     )
 }
-# Of the 6,480 cases those in which every pair of values occurs, and as many others.
+# Of all cases those in which every pair of values occurs, and as many others.
 CHOSEN = sorted(QUICK | PAIRED | set(random.Random(0).sample(CASES, 120)))
 
 
@@ -198,43 +198,6 @@ def assert_on_one_device(run: RunConfig, steps: list[Step]) -> None:
         assert step.over(*common) == steps[0].over(*common)
 
 
-# --------------------------------------------------------------------------- the matrix
-
-# Cells of which others test less: a pipeline of four stages, and a scheme that is not above.
-QUICK_CELLS = {
-    Cell("Transformer", "Megatron 2-D", 4, "zero1", False),
-    Cell("BERT", "D&SP-cSub", 4, "replicate", False),
-}
-
-
-def of_cell(cell: Cell) -> tuple[RunConfig, list[int]]:
-    """Return the run of a cell, and ranks of one stage that must send the same messages.
-
-    Without dropout, cells take turns with methods, so that each method meets every
-    scheme, model, pipeline and replica mode; and cells of the same layout take turns with stages.
-    """
-    model = [*MODELS].index(cell.model)
-    scheme, replicas = [*MATRIX_SCHEMES].index(cell.scheme), MATRIX_REPLICAS.index(cell.replicas)
-    turn = model + scheme + MATRIX_PIPELINES.index(cell.pp) + replicas
-    method = "plain" if cell.dropout else [*METHODS][turn % len(METHODS)]
-    run = a_run(cell.layout, cell.config, {**METHODS[method], "global_batch": 32}, cell.task)
-    if is_refused(run):
-        run = a_run(cell.layout, cell.config, {**METHODS["plain"], "global_batch": 32}, cell.task)
-    stage = mesh_ranks(run.layout)[(2 * model + cell.dropout) % cell.pp]
-    ranks = stage[-1].flatten().tolist()
-    return run, ranks if run.layout.common == "first" else ranks[-1:]
-
-
-@pytest.mark.parametrize(
-    "cell",
-    full_unless(QUICK_CELLS.__contains__, [cell for cell in CELLS if not refusal(cell)]),
-    ids=lambda cell: cell.title,
-)
-def test_a_step_of_every_cell_mixes_no_devices(gpu: InProcess, cell: Cell) -> None:
-    run, ranks = of_cell(cell)
-    assert_on_one_device(run, [gpu(step_of, run, rank, False) for rank in ranks])
-
-
 def network_step(name: str, rank: int, how: dict[str, Any]) -> Step:
     """Return a training step of one of two ranks that share a network's branches."""
     watch = Watch()
@@ -277,30 +240,31 @@ def mix(device: str) -> None:
         _ = torch.ones((), device=device) / y
 
 
+def without_waiting(x: Tensor) -> None:
+    x.to("cpu", non_blocking=True)
+    torch.empty(2).copy_(x, non_blocking=True)
+    torch.ones(2).to(fake_gpu(), non_blocking=True)
+    x.copy_(torch.empty(2), non_blocking=True)
+
+
+HOST_WAITS: dict[str, Callable[[Tensor], object]] = {
+    "tolist": lambda x: x.tolist(),
+    "float": lambda x: float(x[0]),
+    "cpu": lambda x: x.cpu(),
+    "copy_": lambda x: torch.empty(2).copy_(x),
+    "copy_ to the device": lambda x: x.copy_(torch.empty(2)),
+    "to the device": lambda x: torch.ones(2).to(fake_gpu()),
+    "tensor": lambda x: torch.tensor([1.0, 2.0], device=fake_gpu()),
+    "without waiting": without_waiting,
+}
+
+
 def read(how: str) -> list[str]:
     """Read from or write to the fake GPU in one way, and return where the host waits for it."""
     watch = Watch()
     with fake_tensors(watch), watch:
         x = torch.ones(2, device=fake_gpu())
-        if how == "tolist":
-            x.tolist()
-        elif how == "float":
-            float(x[0])
-        elif how == "cpu":
-            x.cpu()
-        elif how == "copy_":
-            torch.empty(2).copy_(x)
-        elif how == "copy_ to the device":
-            x.copy_(torch.empty(2))
-        elif how == "to the device":
-            torch.ones(2).to(fake_gpu())
-        elif how == "tensor":
-            torch.tensor([1.0, 2.0], device=fake_gpu())
-        else:
-            x.to("cpu", non_blocking=True)
-            torch.empty(2).copy_(x, non_blocking=True)
-            torch.ones(2).to(fake_gpu(), non_blocking=True)
-            x.copy_(torch.empty(2), non_blocking=True)
+        HOST_WAITS[how](x)
     return watch.places
 
 
@@ -319,10 +283,7 @@ def test_what_a_gpu_refuses_is_refused(gpu: InProcess) -> None:
     gpu(send, f"{NAME}:0")
 
 
-WAYS = ("tolist", "float", "cpu", "copy_", "copy_ to the device", "to the device", "tensor")
-
-
-@pytest.mark.parametrize("how", [*WAYS, "without waiting"])
+@pytest.mark.parametrize("how", HOST_WAITS)
 def test_what_the_host_waits_for_is_listed(gpu: InProcess, how: str) -> None:
     assert len(gpu(read, how)) == (how != "without waiting")
 

@@ -25,11 +25,8 @@ def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None =
     """Builds the axes of this process; every process of the layout must call it.
 
     Ranks are numbered with `col` innermost and `pp` outermost (Narayanan et al. 2021): first within
-    a node's block if there is one, then over the blocks. For sub-graph parallelism `layout.order`
-    says how.
-
-    Args:
-        block: The block of the mesh that each node holds, or None.
+    a node's block of the mesh if there is one, then over the blocks. For sub-graph parallelism
+    `layout.order` says how.
     """
     if layout.n_processes == 1:
         return Axes(device_type=device_type)
@@ -55,16 +52,13 @@ def split_heads(model: ModelConfig, layout: LayoutConfig, axes: Axes) -> None:
     Every process of the layout must call it before models are built, even a process without such
     heads.
     """
-    over = spec_of(layout).boundary(layout).axis
-    replicated(axes, model.kv_heads, over)
+    replicated(axes, model.kv_heads, spec_of(layout).boundary(layout).axis)
 
 
 def replicated(axes: Axes, pieces: int, over: str) -> Split | None:
-    """Returns the axes of pieces that several columns hold, or None if the pieces divide.
+    """Returns the axes of pieces, such as heads of keys, that several ranks of an axis hold.
 
-    Args:
-        pieces: The number of pieces that are never split, such as heads of keys.
-        over: The axis over which they are sharded, `col` or `branch`.
+    It is None if the pieces, which are never split, divide over the axis.
     """
     size = axes[over].size
     n_blocks = blocks_of(pieces, size)

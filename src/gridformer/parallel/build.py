@@ -43,14 +43,9 @@ _CHUNK = 1 << 20  # elements filled at a time, so that the float64 workspace sta
 def parallelize(
     model: Model, layout: LayoutConfig, axes: Axes, choices: Choices | None = None
 ) -> Model:
-    """Shards a plain model as `layout` says, in place. Parameter names never change.
+    """Shards a plain model, on the meta device, as `layout` says, in place.
 
-    Args:
-        model: A plain model of gridformer.models on the meta device.
-
-    Returns:
-        The same model with parallel modules. Its parameters are not allocated: `initialize` does
-        that.
+    Parameter names never change. The parameters are not allocated: `initialize` does that.
 
     Raises:
         TypeError: `model` is another kind of network. The message says how to shard that.
@@ -85,11 +80,9 @@ def build_parallel(
 
     Args:
         layout: The validated layout. With a pipeline, only the rank's own stages are built.
-        axes: The axes of this process, see `gridformer.parallel.axes.build_axes`.
         seed: Seed of the initial values, which depend on it and the parameter's name alone.
         dtype: `float32`, `float64`, `bfloat16` or `float16`. With the last two only activations
             have that dtype; parameters stay float32.
-        choices: See `parallelize`.
         filled: Whether parameters get their initial values. Otherwise they are 0, for callers that
             overwrite them.
     """

@@ -54,12 +54,7 @@ Check = Callable[[RunConfig], list[Violation]]
 
 
 def with_fixes(run: RunConfig, check: Check) -> list[Refusal]:
-    """Returns every violation of a run with changes that repair it.
-
-    Args:
-        run: The run.
-        check: Returns the violations of any run.
-    """
+    """Returns every violation of a run, as `check` finds them, with changes that repair it."""
     violations = check(run)
     rules = {violation.rule for violation in violations}
     search = _Search(run, check)

@@ -5,12 +5,8 @@ See Shoeybi et al. 2019 and Korthikanti et al. 2022.
 A section (attention, feed-forward) opens with weights sharded by columns and closes with weights
 sharded by rows, so everything in between is local. It is a grid of one row: its products are those
 of Optimus' `gather` schedule with weights that need no gathering. The two forms differ only in how
-activations lie between sections, which is the boundary of a section
-(gridformer.parallel.tensor.summa.gathered). In the backward pass, the sum over devices at the start
-of a section overlaps with the product that computes the gradient of the weight.
-
-In the sequence-parallel form, norms, dropout, the output of the embedding and the input of the head
-are sharded over s.
+activations lie between sections: in the sequence-parallel form, norms, dropout, the output of the
+embedding and the input of the head are sharded over s.
 """
 
 from __future__ import annotations

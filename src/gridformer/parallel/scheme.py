@@ -72,7 +72,6 @@ class SchemeSpec:
     """Everything that distinguishes one scheme. The methods here do what most schemes need.
 
     Attributes:
-        name: Name in run files.
         axes: Keys of the layout that count its devices.
         keys: Other keys of the layout that apply to this scheme.
         mesh: Names of its mesh axes after pp and dp, outermost first.
@@ -161,22 +160,16 @@ class SchemeSpec:
     def replica_elements(self, choices: Choices, layout: LayoutConfig, again: float) -> float:
         """Returns the elements of gradients and sharded parameters received from replicas per step.
 
-        They are counted for one device with ring collectives.
-
-        Args:
-            again: How often the parameters of a layer travel; all others travel twice.
+        The parameters of a layer travel `again` times, all others twice, with ring collectives.
         """
         outside = choices.head_parameters
         held = ((choices.parameters - outside) * again + outside * 2) / math.prod(self.grid(layout))
         return (layout.dp - 1) / layout.dp * held
 
     def boundary_bytes(self, choices: Choices, layout: LayoutConfig, products: float) -> float:
-        """Returns the bytes that a device receives over the boundary's axis in a step.
+        """Returns the bytes that a device receives at most over the boundary's axis in a step.
 
-        Where devices differ, it is the device that receives most.
-
-        Args:
-            products: Bytes that the products receive over that axis.
+        `products` are those of the products.
         """
         return products
 

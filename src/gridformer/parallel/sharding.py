@@ -73,11 +73,7 @@ class ParamShard:
         return local
 
     def block_of(self, whole: Tensor, shape: torch.Size) -> Tensor:
-        """Returns a copy of this device's block of a global tensor.
-
-        Args:
-            shape: The shape of the block; what lies beyond `whole` is filled with zeros.
-        """
+        """Returns a copy of this device's block of a global tensor, with zeros beyond it."""
         local = whole.new_zeros(shape)
         part = self.valid(local)
         for dim, offset in enumerate(self.offset):

@@ -117,11 +117,7 @@ def _replicas(run: RunConfig) -> Iterator[Violation]:
 
 
 def _nodes(run: RunConfig) -> Iterator[Violation]:
-    """The number of devices per node must divide the number of processes, unless it is larger.
-
-    A node can then hold a block of the mesh: give each axis in turn its greatest common divisor
-    with the remaining factor of the number.
-    """
+    """The number of devices per node must divide the number of processes, unless it is larger."""
     layout = run.layout
     n, k = layout.n_processes, layout.devices_per_node
     if k == 0 or k >= n or n % k == 0:

@@ -25,7 +25,6 @@ class Choice:
     """How one product is carried out.
 
     Attributes:
-        product: The product.
         stays: Which activation is not sent, the output or the input.
         schedule: How the other operands travel (gridformer.parallel.tensor.summa).
         n_chunks: Number of chunks in which activations are gathered or summed.
@@ -96,10 +95,6 @@ class Choices:
     """The choices for all products of a model on a grid, and the reasons for them.
 
     Attributes:
-        rows: Rows of the grid.
-        cols: Columns of the grid.
-        work: Tokens, micro-batches and sizes.
-        products: The choice of each product, by name.
         between: How activations lie between sections: sharded (`cut`), `replicated` on every device
             as in plain Megatron, or only on the `first` device of a row as in D&SP-cSub.
         parameters: Elements of the model's matrices, with heads that several devices hold.
@@ -109,7 +104,6 @@ class Choices:
         cast_once: Whether a weight is cast to the type of the computation once a step and the copy
             is kept for all products of the step, or cast for each product.
         reshard: When layers free the parameters that they gather, with fsdp.
-        reasons: Sentences that explain the choices.
         timed: The seconds of each product, by name, if the layout has a cluster.
     """
 

@@ -33,15 +33,13 @@ class Decisions:
     """The decisions for a run.
 
     Attributes:
-        choices: How each product is carried out.
         traffic: Bytes that one device receives over each axis in one step, with ring collectives:
             for products (`col`, `row`), for gradients and sharded parameters (`dp`) and between
             stages (`pp`). Where devices differ, it is that of the device that receives most, with
             pipeline stages taken as equal.
-        candidates: The blocks of the grid that a node may hold, best first. Empty if the run does
+        candidates: The blocks of the grid that a node may hold, best first; none if the run does
             not give the number of devices per node.
-        racks: The blocks of nodes that a rack may hold, best first. Empty if the run does not give
-            the number of nodes per rack.
+        racks: The blocks of nodes that a rack may hold, in the same way.
     """
 
     choices: Choices

@@ -145,20 +145,15 @@ def _chunked(choices: Choices, layout: LayoutConfig) -> Choices:
     limit = max(CHUNK_BYTES, choices.held_bytes * CHUNK_SHARE)
 
     def cut(choice: Choice) -> Choice:
-        if not _saves_memory(choices, choice):
+        # What chunks cost: a weight gradient accumulated in float32.
+        terms = choice.product.n_in * choice.n_out / choices.cols * 4 * (choices.rows > 1)
+        if choices.activation_bytes(choice) <= max(SMALL_BYTES, terms):
             return choice
         n_chunks = math.ceil(choices.activation_bytes(choice) / limit)
         most = min(MOST_CHUNKS, max_chunks(choices, layout, choice.product))
         return replace(choice, n_chunks=max(1, min(n_chunks, most)))
 
     return _each(choices, cut)
-
-
-def _saves_memory(choices: Choices, choice: Choice) -> bool:
-    """Whether chunks save more than they cost: a weight gradient accumulated in float32."""
-    product = choice.product
-    terms = product.n_in * choice.n_out / choices.cols * 4 * (choices.rows > 1)
-    return choices.activation_bytes(choice) > max(SMALL_BYTES, terms)
 
 
 def _at_once(choices: Choices) -> Choices:

@@ -28,11 +28,9 @@ class Work:
         state_bytes: Bytes per parameter for its value, gradient and optimizer state.
         source: Source tokens of the micro-batch, for models with an encoder and a decoder.
         sequences: Sequences of the micro-batch.
-        recompute: `train.recompute` of the run.
+        recompute, cast, memory_gib: Those of `train` in the run.
         loss_chunk_tokens: Tokens whose logits exist at a time on a row of the grid; 0 for all.
-        cast: `train.cast` of the run.
         dtype: The type of products, which may be tf32; empty for float32.
-        memory_gib: `train.memory_gib` of the run.
     """
 
     tokens: int
@@ -60,14 +58,10 @@ class Product:
 
     Attributes:
         name: Name of the product, shared by the layers of a stack.
-        n_in: Rows of W.
-        n_out: Columns of W.
         count: Number of such products in the model.
         normed: Whether x is the output of a norm that nothing else reads.
         rms: Whether that is an RMSNorm, which consists of many kernels.
-        bias: Whether a bias is added.
         closes: Whether the product closes its section (`gridformer.models.blocks.Role`).
-        section: The section that it belongs to.
         reads: Which tokens its input has.
         ends_block: Whether nothing in its block reads y. Recomputing the block then skips it.
         parts: The columns of each weight that W consists of, and the pieces of it that are never

@@ -96,8 +96,16 @@ def parallelize_branches(
             raise ValueError(f"common={[*source.ranks]}: the ranks must be in 0 to {n - 1}")
     plan = _Plan(g)
     plan.walk(model, everywhere, source, "", nested=False)
-    _check_patterns(g, plan.sections)
-    _check_equal(model, world)
+    names = [planned.row.section for planned in plan.sections]
+    for pattern in g if isinstance(g, Mapping) else ():  # would silently leave all undivided
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"'{pattern}' in g matches no branch section{closest(pattern, names)}")
+    if wrong := differing([*model.named_parameters()], world):
+        few = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        raise RuntimeError(
+            f"the processes' weights differ: {few}; call torch.manual_seed with the same seed on "
+            "every process before the network is built"
+        )
     return _carry_out(plan, model, source, rank, world)
 
 
@@ -183,7 +191,8 @@ class _Holder(nn.Module):
 
 def _carry_out(plan: _Plan, model: nn.Module, source: Grid, rank: int, world: Axis) -> Placed:
     """Creates the groups, replaces the sections, and frees what belongs to other processes."""
-    device, batch = _device(model), SharedBatchSize()
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    batch = SharedBatchSize()
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for ranks in plan.groups():  # torch requires every process to create all of them
         groups[ranks] = make_groups([ranks], "sub-grid") if len(ranks) < world.size else None
@@ -229,14 +238,6 @@ def _to_meta(model: nn.Module) -> None:
         setattr(owner, name, meta)
 
 
-def _check_patterns(g: int | Mapping[str, int], sections: Sequence[_Planned]) -> None:
-    """Refuses patterns that match no section: a misspelled one would silently stay undivided."""
-    names = [planned.row.section for planned in sections]
-    for pattern in g if isinstance(g, Mapping) else ():
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"'{pattern}' in g matches no branch section{closest(pattern, names)}")
-
-
 def _wanted(g: int | Mapping[str, int], name: str, nested: bool) -> int:
     """Returns the number of sub-grids that `g` asks for in a section."""
     if isinstance(g, int):
@@ -280,29 +281,11 @@ def _outside(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield from _outside(child)
 
 
-def _check_equal(model: nn.Module, world: Axis) -> None:
-    """Raises RuntimeError if the processes' weights differ: training would be meaningless."""
-    wrong = differing([*model.named_parameters()], world)
-    if wrong:
-        few = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        raise RuntimeError(
-            f"the processes' weights differ: {few}; call torch.manual_seed with the same seed on "
-            "every process before the network is built"
-        )
-
-
-def _device(model: nn.Module) -> torch.device:
-    parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
-
-
 def whole(n: int, g: int, order: Order) -> Grid:
     """Returns all n processes in an order that `divide` cuts into the g sub-grids wanted.
 
-    The orders are those of SUPER (Jain et al. 2021). Process x of sub-grid y has rank
-
-    - x*g + y with `topology`: neighboring ranks exchange tensors where sections begin and end;
-    - y*n/g + x with `contiguous`: neighboring ranks form a sub-grid.
+    With `topology` neighboring ranks exchange tensors where sections begin and end, and with
+    `contiguous` they form a sub-grid; see `gridformer.mesh.node_placement.sub_grids`.
     """
     if order == "contiguous":
         return Grid(tuple(range(n)))

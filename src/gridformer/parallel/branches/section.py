@@ -73,12 +73,7 @@ class Columns:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def add(self, x: Tensor, part: Tensor, grid: int) -> None:
-        """Adds `part`, the columns of a sub-grid, to x, which has all columns, in place.
-
-        Args:
-            x: [.., total, ..], all columns along `dim`.
-            part: [.., width(grid), ..], in the order of the sub-grid's spans.
-        """
+        """Adds `part`, the columns of a sub-grid, to x, which has all columns, in place."""
         done = 0
         for start, stop in self.spans[grid]:
             n = stop - start
@@ -299,11 +294,7 @@ class Section:
 
 
 def split_or_slice(x: Tensor, section: Section, columns: Columns | None, n_samples: int) -> Tensor:
-    """Differentiable `Section.spread`: forward split (or slice), backward sum (or concat).
-
-    Args:
-        x: This process's samples [b, ...]; a meta tensor on processes outside the source.
-    """
+    """Differentiable `Section.spread`: forward split (or slice), backward sum (or concat)."""
     there = partial(section.spread, columns=columns, n_samples=n_samples)
     back = partial(section.collect, columns=columns, n_samples=n_samples)
     out: Tensor = _End.apply(x, None, there, back)
@@ -315,9 +306,6 @@ def sum_or_concat(z: Tensor, section: Section, columns: Columns | None, n_sample
 
     The result always requires a gradient if gradients are enabled. So all processes take part in
     the backward pass, even if the branches of a sub-grid have no parameters.
-
-    Args:
-        z: This process's samples inside its sub-grid [b', ...].
     """
     there = partial(section.collect, columns=columns, n_samples=n_samples)
     back = partial(section.spread, columns=columns, n_samples=n_samples)

@@ -27,11 +27,7 @@ def by_layer(model: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def in_buckets(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
-    """Applies a collective to flat buckets of tensors of one dtype, and copies the result back.
-
-    Args:
-        collective: Gets a flat bucket [n], which it may overwrite, and returns as many elements.
-    """
+    """Applies a collective to each flat bucket [n], which it may overwrite, and copies it back."""
     for bucket in buckets(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         flat = collective(flat)

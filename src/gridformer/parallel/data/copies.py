@@ -36,21 +36,21 @@ def share_parts(units: Iterable[Sequence[nn.Parameter]], axes: Axes) -> None:
             if replica_part(parameter) is not None and stored(parameter) is parameter:
                 whole[number, replica_axis(parameter)].append(parameter)
     in_flight: deque[tuple[FlatBucket, comm.Pending]] = deque()
+
+    def arrive() -> None:
+        flat_bucket, pending = in_flight.popleft()
+        flat_bucket.part(pending.wait(), [parameter.data for parameter in flat_bucket.parameters])
+
     for (_, name), sharded in whole.items():
         for members in buckets(sharded):
             if len(in_flight) == _IN_FLIGHT:
-                _arrive(*in_flight.popleft())
+                arrive()
             flat_bucket = FlatBucket(members, axes[name])
             mine = flat_bucket.join_parts().unsqueeze(0)
             pending = comm.start_all_gather(mine, flat_bucket.axis, 0, "parameters")
             in_flight.append((flat_bucket, pending))
     while in_flight:
-        _arrive(*in_flight.popleft())
-
-
-def _arrive(flat_bucket: FlatBucket, pending: comm.Pending) -> None:
-    """Waits for a message and copies it into its parameters."""
-    flat_bucket.part(pending.wait(), [parameter.data for parameter in flat_bucket.parameters])
+        arrive()
 
 
 @torch.no_grad()

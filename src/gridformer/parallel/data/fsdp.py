@@ -44,7 +44,6 @@ class FSDPUnit:
     Attributes:
         after: The unit that the forward pass needs next; it is prefetched.
         before: The unit that the backward pass needs next; it is prefetched.
-        whole: Whether the parameters are materialized.
         reshards: Whether a layer frees them after its passes (`reshard: layer`), or they stay until
             the step ends.
     """
@@ -165,12 +164,7 @@ class _Message:
 
 
 class Gathering:
-    """The units of a model: one for each layer, and one for all other parameters.
-
-    Attributes:
-        layers: The units of the layers, in the model's order.
-        rest: The unit of all other parameters.
-    """
+    """The units of a model: one for each layer, in the model's order, and one for the `rest`."""
 
     def __init__(self, model: Model, axes: Axes, reshards: bool = True) -> None:
         layers = [module for module in model.modules() if isinstance(module, Layer)]

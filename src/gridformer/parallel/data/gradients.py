@@ -130,14 +130,12 @@ class GradientSums:
     on every rank, each as soon as all its gradients are complete.
 
     Args:
-        summed: Axes, and for each the parameters whose gradients are summed over it.
         order: All parameters in the model's order, which is the same on every rank of an axis.
         units: Sets of parameters that share no bucket with others. Without them, a bucket holds at
             most a quarter of the gradients, so that most of them travel early.
         layer_bytes: The bytes of the gradients of the largest layer; see `last_backward`.
 
-    Attributes:
-        around_last: Returns a context manager that is entered around each last backward pass.
+    `around_last` returns a context manager that is entered around each last backward pass.
     """
 
     def __init__(
@@ -203,7 +201,7 @@ class GradientSums:
     def last_backward(self, complete: Collection[nn.Parameter] | None = None) -> Iterator[None]:
         """Wraps the backward pass that completes gradients, and lets their sums start in it.
 
-        Every parameter must be completed in one such context before `finish`.
+        Every parameter must be completed in one such context before `finish`; None completes all.
 
         Reduce-scatters wait for earlier ones if this pass makes the first gradients, so that few
         full gradients exist at a time: over NCCL those of a layer, because with fewer the pass
@@ -212,9 +210,6 @@ class GradientSums:
         pipeline each stage would wait before it sends its last gradient to the stage before it, one
         stage after the other. Over gloo a message takes more memory than the gradients in it, so
         two at a time are in flight there.
-
-        Args:
-            complete: The parameters whose gradients it completes; None for all.
         """
         self._armed = self._bucket_of if complete is None else complete
         first = all(parameter.grad is None for parameter in self._armed)
@@ -368,10 +363,7 @@ def _rows_of(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> Tensor | None:
-    """Multiplies gradients by `factor`, in place, or leaves it to the optimizer.
-
-    Args:
-        factor: A scalar on the device of the gradients, which the host need not know.
+    """Multiplies gradients by a scalar on their device, in place, or leaves it to the optimizer.
 
     Returns:
         The `grad_scale` for torch's fused AdamW, which divides the gradients by it while it reads

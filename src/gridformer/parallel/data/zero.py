@@ -80,14 +80,8 @@ class FlatBucket:
     """The layout of a message that carries several parameters: [replicas, share].
 
     A replica's share consists of its parts of all parameters, one after the other. The shares are
-    equally long: where the last replicas have fewer rows, zeros take their place.
-
-    Args:
-        parameters: Parameters with a `replica_part`, all of one dtype.
-        axis: The axis of their replicas.
-
-    Attributes:
-        share: The number of elements in a share.
+    equally long, `share` elements: where the last replicas have fewer rows, zeros take their place.
+    All parameters have a `replica_part` and one dtype.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis) -> None:

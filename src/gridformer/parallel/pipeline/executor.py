@@ -158,10 +158,7 @@ class Executor:
     def forward(
         self, action: Action, batch: Batch, entering: Activations, finish: Finish
     ) -> tuple[Activations, list[Any]]:
-        """Runs the forward pass of an action.
-
-        Args:
-            entering: The activations of the previous stage, which are taken out of it.
+        """Runs the forward pass of an action; activations are taken out of `entering`.
 
         Returns:
             The activations that leave the stage, and the roots of its backward pass: the loss, or

@@ -30,9 +30,6 @@ _given: dict[tuple[ModelConfig, int], tuple[range, ...]] = {}  # see `with_stage
 def stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, ...]:
     """Returns the range of links of each stage; the same on every rank.
 
-    Args:
-        work: Tokens, source tokens and sequences of a micro-batch.
-
     Raises:
         ValueError: The model has fewer links than stages.
     """

@@ -5,16 +5,11 @@ it, sum its gradients (gridformer.parallel.data.gradients) and apply the same up
 reads the batch and so knows the shapes of what is sent: `Activations.hidden`, and in a decoder
 `memory` as long as a later layer reads it. Gradients return the same way.
 
-    scheme               tensor on one device      sent by one device
-    single               [b, s, h]                 all of it
-    megatron             the same on c devices     1/c of it, all-gathered over col on arrival
-                                                   (Narayanan et al. 2021, section 4.1); all of it
-                                                   with `scatter_gather: false`
-    sequence parallel    [b, s/c, h]               all of it
-    megatron_2d          [b/r, s/c, h]             all of it
-    optimus              [b/r, s, h/c]             all of it
-    D&SP                 [b/g, s, h]               all of it
-    D&SP-cSub            on the first sub-grid     all of it; the other sub-grids send nothing
+A device sends all that it has of a tensor, except in two schemes:
+
+    megatron     1/c of what c devices have, all-gathered over col on arrival (Narayanan et al.
+                 2021, section 4.1); all of it with `scatter_gather: false`
+    D&SP-cSub    only the first sub-grid has and sends it
 """
 
 from __future__ import annotations
@@ -159,11 +154,9 @@ class StageIO:
         self._reads = [inputs_of(links, stage.start) for stage in model.stages]
 
     def entering(self, stage: int, batch: Batch) -> dict[str, Tensor]:
-        """Allocates the inputs of a stage, uninitialized, by their names in `Activations`.
+        """Allocates the inputs [b, s / parts, width] of a stage by their names in `Activations`.
 
-        Returns:
-            Tensors [b, s / parts, width]; on the meta device on processes that hold none of the
-            activations.
+        They are on the meta device on processes that hold none of the activations.
         """
         device = torch.device("meta") if self.absent else batch["tokens"].device
         shapes = {name: batch[key].shape for name, key in self._reads[stage].items()}

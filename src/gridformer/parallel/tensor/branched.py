@@ -136,14 +136,12 @@ class NoEmbedding(nn.Module):
         return torch.empty(*tokens_BS.shape, self.h, device="meta", requires_grad=True)
 
 
-class NoPositions(nn.Module):
+class NoPositions(NoEmbedding):
     """Stands for position embeddings that another sub-grid computes: a meta tensor [s, h]."""
 
-    def __init__(self, h: int) -> None:
-        super().__init__()
-        self.h = h
-
-    def forward(self, s: int, start: int = 0, *_: Tensor | None) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, s: int, start: int = 0, *_: Tensor | None
+    ) -> Tensor:
         return torch.empty(s, self.h, device="meta")
 
 

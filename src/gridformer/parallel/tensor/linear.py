@@ -71,15 +71,22 @@ class Schedules:
 
     def gathered_weight(self, choice: Choice) -> summa.GatheredWeight | None:
         """Returns what a product gathers of its weight ahead; None if no weight is gathered."""
-        if choice.schedule != "gather" or self.axes.row.size == 1:
-            return None
-        return summa.GatheredWeight(self.axes.row, choice.keep_weight)
+        gathers = choice.schedule == "gather" and self.axes.row.size > 1
+        return summa.GatheredWeight(self.axes.row, choice.keep_weight) if gathers else None
 
-    def chain(self, weight: summa.GatheredWeight) -> None:
-        """Links the weight of a product to that of the previous product.
+    def chain(
+        self,
+        weight: summa.GatheredWeight | None,
+        block: Callable[[], Tensor],
+        ends_block: bool = False,
+    ) -> None:
+        """Links the weight of a product to that of the previous product, which prefetches it.
 
-        Modules are built in forward order, so a product can prefetch its neighbors' weights.
+        Modules are built in forward order. `block` returns the local block of the weight.
         """
+        if weight is None:
+            return
+        weight.block, weight.ends_block = block, ends_block
         if self._last is not None:
             self._last.after, weight.before = weight, self._last
         self._last = weight
@@ -140,10 +147,7 @@ class GridLinear(nn.Module):
         )
         if plain.bias is not None:
             shard_parameter(self, "bias", bias, schedules.axes)
-        if self.gathered_weight is not None:
-            self.gathered_weight.block = self._block
-            self.gathered_weight.ends_block = self.ends_block
-            schedules.chain(self.gathered_weight)
+        schedules.chain(self.gathered_weight, self._block, self.ends_block)
 
     def _block(self) -> Tensor:
         weight = materialized(self.weight)  # its layer may not have been reached yet
@@ -179,9 +183,7 @@ class GridMergedLinear(blocks.MergedParts):
             if part.bias is not None:
                 shard_parameter(part, "bias", biases, axes)
             self.add_module(name, part)
-        if self.gathered_weight is not None:
-            self.gathered_weight.block = self._block
-            schedules.chain(self.gathered_weight)
+        schedules.chain(self.gathered_weight, self._block)
 
     def _block(self) -> Tensor:
         weights = [materialized(part.weight) for part in self.parts()]
@@ -238,7 +240,6 @@ class GridTokenEmbedding(nn.Module):
     """
 
     cast_parameters = ("weight",)  # for the head
-    cast_multiple = 1
 
     def __init__(
         self,

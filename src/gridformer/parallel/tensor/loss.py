@@ -27,9 +27,7 @@ class VocabParallelCrossEntropy(nn.Module):
     smoothing, the logits weighted by the smoothed target). Backward sends nothing.
 
     Args:
-        axis: Axis that shards the vocabulary.
         vocab_size: True size of the vocabulary.
-        smoothing: Label smoothing in training, from 0 to 1.
         width: V/size, if the logits may have additional columns, which are left out.
     """
 

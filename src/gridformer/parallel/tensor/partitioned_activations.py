@@ -36,9 +36,7 @@ class PartitionedActivations:
 class PartitionedFromFirst:
     """Only the first device of an axis has x: it scatters equal parts and gathers them (cSub).
 
-    Args:
-        axis: The devices that each keep a part.
-        device: Device of the parts; on all ranks but the first, x itself is on the meta device.
+    Parts are on `device`; on all ranks but the first, x itself is on the meta device.
     """
 
     axis: Axis

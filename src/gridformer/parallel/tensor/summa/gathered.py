@@ -8,12 +8,7 @@ activation is gathered along its row, and how a sum of activations is reduce-sca
     C = A Bᵀ   reduce-scatter A_ij B_jᵀ      all-gather B_j
     C = Aᵀ B   gather A_i                    reduce-scatter A_iᵀ B_ij
 
-    between sections          gather (enter)   reduce_scatter   scheme
-    replicated                -                all-reduce       Megatron
-    s sharded over columns    all-gather s     reduce-scatter   Megatron, sequence parallel, and 2-D
-    h sharded over columns    all-gather h     reduce-scatter   Optimus, `gather` schedule
-    b sharded over branches   all-gather b     reduce-scatter   SUPER, D&SP
-    on the first branch       broadcast        reduce           SUPER, D&SP-cSub
+`gridformer.parallel` lists the boundary of each scheme.
 """
 
 from __future__ import annotations
