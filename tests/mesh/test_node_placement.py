@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,24 +12,22 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gridformer.config import LayoutConfig, RunConfig, divisors
+from gridformer.config import divisors
 from gridformer.mesh.node_placement import (
     MESH_AXES,
     Candidate,
     NodeBlock,
     Sizes,
     blocks,
+    explain,
     explain_racks,
     nodes_of,
     plain_block,
     rank_grid,
     search_blocks,
     search_racks,
-    sizes_of,
 )
-from gridformer.parallel.fixes import Refusal
-from gridformer.parallel.validation import problems
-from tests.support.meshes import Traffic, cases, grid
+from tests.support.meshes import MIB, Traffic, cases, grid
 
 
 def lines(ranks: Tensor, axis: int) -> list[list[int]]:
@@ -115,49 +112,6 @@ def test_the_best_lets_in_the_fewest_bytes(case: tuple[Sizes, Traffic, int]) -> 
     assert torch.equal(rank_grid(sizes, as_found.block), in_order)
 
 
-def partitions(devices: tuple[int, ...], k: int) -> Iterator[list[set[int]]]:
-    """Yield every way to put devices on nodes of k each."""
-    if not devices:
-        yield []
-        return
-    for others in itertools.combinations(devices[1:], k - 1):
-        node = {devices[0], *others}
-        for rest in partitions(tuple(d for d in devices if d not in node), k):
-            yield [node, *rest]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "k"),
-    [
-        (grid(2, 2), 2),
-        (grid(2, 3), 2),
-        (grid(3, 2), 3),
-        (grid(2, 4), 2),
-        (grid(2, 4), 4),
-        (grid(3, 3), 3),
-        ((1, 2, 2, 2), 2),
-        ((2, 1, 2, 2), 4),
-    ],
-)
-def test_no_other_way_to_fill_nodes_is_better(sizes: Sizes, k: int) -> None:
-    """Other placements, whose rings visit a node's members in sequence, are no better."""
-    ranks = rank_grid(sizes, None)
-    groups = [[set(line) for line in lines(ranks, axis)] for axis in range(4)]
-    amounts = (0, 1, 2, 3, 5)
-    fewest = dict.fromkeys(itertools.product(amounts, repeat=2), math.inf)
-    # Two axes carry the two amounts; a third, dp or pp, carries as much as the rows.
-    for nodes in partitions(tuple(range(math.prod(sizes))), k):
-        entered = [
-            [sum(1 for line in lines_ if line & node and not line <= node) for lines_ in groups]
-            for node in nodes
-        ]
-        for a, b in fewest:
-            most = max(a * (pp + dp + row) + b * col for pp, dp, row, col in entered)
-            fewest[a, b] = min(fewest[a, b], most)
-    for (a, b), total in fewest.items():
-        assert search_blocks(sizes, {"pp": a, "dp": a, "row": a, "col": b}, k)[0].total == total
-
-
 # --------------------------------------------------------------------------- racks
 
 
@@ -207,18 +161,6 @@ def test_racks_are_squares_of_squares() -> None:
     ]
     assert rank_grid(sizes, block)[0, 0, 0, :8].tolist() == [0, 1, 4, 5, 16, 17, 20, 21]
     assert "A rack of 4 nodes holds 4x4 of the grid" in explain_racks(found, block, sizes, 4)
-
-
-def test_numbers_of_nodes_that_do_not_divide_are_refused() -> None:
-    def said(k: int, racks: int) -> list[str]:
-        layout = plan(4, 4, 1, k).model_copy(update={"nodes_per_rack": racks})
-        return [str(one) for one in of_nodes(layout, "nodes_per_rack")]
-
-    assert said(4, 2) == said(4, 4) == said(4, 9) == said(2, 0) == []
-    (only,) = said(4, 3)
-    assert "does not divide the number of nodes, 4" in only
-    (only,) = said(0, 2)
-    assert "needs layout.devices_per_node" in only
 
 
 # --------------------------------------------------------------------------- known answers
@@ -283,27 +225,6 @@ def test_plain_order_is_kept_where_it_beats_every_block() -> None:
     assert torch.equal(rank_grid(grid(4, 5), None), torch.arange(20).view(1, 1, 4, 5))
 
 
-def test_fewer_devices_than_a_node_holds() -> None:
-    (only,) = search_blocks((1, 1, 2, 3), {"row": 5, "col": 5}, 8)
-    assert only.block == NodeBlock(row=2, col=3)
-    assert only.total == 0
-
-
-def test_plain_block() -> None:
-    assert plain_block(grid(4, 4), 4) == NodeBlock(col=4)
-    assert plain_block(grid(4, 4), 8) == NodeBlock(row=2, col=4)
-    assert plain_block(grid(4, 8), 4) == NodeBlock(col=4)
-    assert plain_block((2, 2, 2, 2), 8) == NodeBlock(dp=2, row=2, col=2)
-    assert plain_block(grid(2, 3), 2) is None
-    assert plain_block(grid(3, 4), 6) is None
-    assert plain_block(grid(2, 3), 9) == NodeBlock(row=2, col=3)
-
-
-def test_rank_grid() -> None:
-    ranks = rank_grid((1, 2, 2, 2), NodeBlock(dp=2, col=2))[0].tolist()
-    assert ranks == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-
-
 def test_description_of_a_block() -> None:
     assert NodeBlock(row=2, col=4).describe((1, 2, 4, 4)) == "2x4 of the grid"
     assert NodeBlock(dp=2, col=2).describe((1, 2, 4, 4)) == "dp 2 x 1x2"
@@ -311,52 +232,81 @@ def test_description_of_a_block() -> None:
     assert NodeBlock().describe((1, 8, 1, 1)) == "1 device"
 
 
-def test_axes_are_those_of_the_mesh() -> None:
-    layout = LayoutConfig(scheme="optimus", rows=2, cols=3, dp=4, pp=5)
-    assert dict(zip(MESH_AXES, sizes_of(layout))) == {"pp": 5, "dp": 4, "row": 2, "col": 3}
+# --------------------------------------------------------------------------- explanations
 
 
-# --------------------------------------------------------------------------- problems
+def test_explanation_of_a_bunched_grid() -> None:
+    sizes, traffic = grid(8, 8), {"row": 8 * MIB, "col": 8 * MIB}
+    assert explain(search_blocks(sizes, traffic, 4), sizes, 4).splitlines() == [
+        "MiB that enter a node of 4 devices in one step, by axis:",
+        "  a node holds                     row  col  total  ratio  sharing",
+        "> 2x2 of the grid                   16   16     32   1.00        2",
+        "  1x4 of the grid (rows in order)   32    8     40   1.25        4",
+        "  4x1 of the grid                    8   32     40   1.25        4",
+        "A node holds 2x2 of the grid: 32 MiB enter it in a step; with rows in order it would "
+        "be 40.",
+    ]
 
 
-def plan(n_rows: int, n_cols: int, dp: int, devices_per_node: int) -> LayoutConfig:
-    return LayoutConfig(
-        scheme="optimus", rows=n_rows, cols=n_cols, dp=dp, devices_per_node=devices_per_node
-    )
+def test_plain_order_is_always_in_the_table() -> None:
+    sizes, traffic = (1, 4, 8, 8), {"dp": 40 * MIB, "row": 8 * MIB, "col": 8 * MIB}
+    candidates = search_blocks(sizes, traffic, 8)
+    rows = explain(candidates, sizes, 8, few=2).splitlines()[2:-1]
+    assert [" ".join(row.split()) for row in rows] == [
+        "> dp 4 x 1x2 0 64 32 96 1.00 8",
+        "dp 4 x 2x1 0 32 64 96 1.00 8",
+        "1x8 of the grid (rows in order) 320 64 0 384 4.00 8",
+    ]
+    assert len(explain(candidates, sizes, 8, few=99).splitlines()) == len(candidates) + 3
 
 
-def of_nodes(layout: LayoutConfig, rule: str = "devices_per_node") -> list[Refusal]:
-    """Return the problems of a layout's nodes, or racks, only."""
-    run = {"model": {"n_layers": 1, "hidden_size": 8, "n_heads": 2}, "data": {"path": "x"}}
-    found = problems(RunConfig.model_validate({**run, "layout": layout}))
-    return [problem for problem in found if problem.rule == rule]
-
-
-def test_node_sizes_that_do_not_divide_are_refused() -> None:
-    (only,) = of_nodes(plan(2, 2, 1, 3))
-    assert str(only) == (
-        "layout.devices_per_node=3 does not divide rows x cols x dp x pp=4: use "
-        "layout.devices_per_node=1, 2 or 4"
-    )
-    (only,) = of_nodes(plan(6, 8, 2, 7))
-    assert str(only).endswith("use layout.devices_per_node=4, 6 or 8")
-
-
-@settings(max_examples=200)
-@given(
-    n_rows=st.integers(1, 9),
-    n_cols=st.integers(1, 9),
-    dp=st.integers(1, 4),
-    devices_per_node=st.integers(0, 40),
+@pytest.mark.parametrize(
+    ("sizes", "k", "traffic", "text"),
+    [
+        (grid(2, 2), 8, {"row": MIB}, "One node holds all 4 devices, so nothing enters it."),
+        (
+            grid(4, 4),
+            4,
+            {"row": MIB, "col": MIB},
+            "A node holds 2x2 of the grid: 4 MiB enter it in a step, as with rows in order, but "
+            "2 of its devices share the network link, not 4.",
+        ),
+        (
+            (1, 2, 1, 4),
+            4,
+            {"dp": MIB // 2, "col": 200 * MIB},
+            "A node holds 1x4 of the grid (rows in order): 2 MiB enter it in a step; with "
+            "dp 2 x 1x2, the next best, it would be 400.",
+        ),
+        (
+            (1, 8, 1, 1),
+            4,
+            {"dp": MIB},
+            "A node holds dp 4 (rows in order): 1 MiB enter it in a step; no other block fills a "
+            "node.",
+        ),
+        (
+            grid(4, 5),
+            4,
+            {"row": MIB, "col": 12 * MIB},
+            "A node holds rows in order, wherever a row ends: 28 MiB enter it in a step; "
+            "with 4x1 of the grid, the next best, it would be 48.",
+        ),
+    ],
 )
-def test_a_layout_without_problems_has_a_block(
-    n_rows: int, n_cols: int, dp: int, devices_per_node: int
-) -> None:
-    layout = plan(n_rows, n_cols, dp, devices_per_node)
-    found = of_nodes(layout)
-    if not found:
-        assert devices_per_node == 0 or blocks(sizes_of(layout), devices_per_node)
-        return
-    assert not blocks(sizes_of(layout), devices_per_node)
-    for offer in found[0].changes:
-        assert offer.keys() == {"layout.devices_per_node"}
+def test_reason(sizes: Sizes, k: int, traffic: Traffic, text: str) -> None:
+    assert explain(search_blocks(sizes, traffic, k), sizes, k).endswith("\n" + text)
+
+
+@settings(max_examples=100)
+@given(case=cases())
+def test_everything_can_be_explained(case: tuple[Sizes, Traffic, int]) -> None:
+    """The first row is chosen, the plain order is there, and the text is not too wide."""
+    sizes, traffic, k = case
+    candidates = search_blocks(sizes, traffic, k)
+    text = explain(candidates, sizes, k).splitlines()
+    (plain,) = (i for i, one in enumerate(candidates) if one.block == plain_block(sizes, k))
+    assert len(text) == min(len(candidates), 3) + (plain >= 3) + 3
+    assert [row.startswith(">") for row in text[2:-1]] == [True] + [False] * (len(text) - 4)
+    assert sum("rows in order" in row for row in text[2:-1]) == 1
+    assert max(map(len, text)) <= 150

@@ -47,11 +47,6 @@ def separately(product: MergedLinear, x: Tensor) -> list[Tensor]:
     return [*(part.detach() for part in out), *grads]
 
 
-def test_names_of_parameters() -> None:
-    want = [f"{part}.{kind}" for part in WIDTHS for kind in ("weight", "bias")]
-    assert [name for name, _ in made(torch.float32, bias=True).named_parameters()] == want
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_equals_separate_products(dtype: torch.dtype, bias: bool) -> None:
@@ -105,10 +100,3 @@ def test_backward_keeps_no_second_copy_of_the_weights(dtype: torch.dtype) -> Non
         product(x)
     mine = {p.untyped_storage().data_ptr() for p in (x, *product.parameters())}
     assert sum(size for where, size in kept.items() if where not in mine) <= 8
-
-
-def test_a_freed_parameter_is_not_read() -> None:
-    product = made(torch.float32)
-    product.parts()[1].weight.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="not gathered"):
-        product(torch.randn(1, 8).bfloat16())

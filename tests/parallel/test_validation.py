@@ -14,7 +14,6 @@ import yaml
 
 import gridformer
 from gridformer.config import SCHEMES, LayoutConfig, RunConfig
-from gridformer.parallel.axes import build_axes
 from gridformer.parallel.registry import SPECS
 from gridformer.parallel.validation import check_layout, problems
 from gridformer.utils.errors import ConfigError
@@ -117,6 +116,16 @@ dp_mode=fsdp
 scheme=subgraph branches=2 common=first dp_mode=zero1
     layout.dp_mode=zero1 shards state over replicas, but layout.dp=1 has only one: use
     layout.dp_mode=replicate
+scheme=optimus rows=6 cols=12 dp=2 devices_per_node=7 model.ffn_size=48
+    layout.devices_per_node=7 does not divide rows x cols x dp x pp=144: use
+    layout.devices_per_node=6, 8 or 9
+scheme=optimus rows=4 cols=4 devices_per_node=4 nodes_per_rack=3
+    layout.nodes_per_rack=3 does not divide the number of nodes, 4: use layout.nodes_per_rack=
+cluster=dgx-h10
+    layout.cluster=dgx-h10 is not a shipped cluster, and there is no such file: use
+    layout.cluster=dgx-h100
+nodes_per_rack=2
+    layout.nodes_per_rack=2 needs layout.devices_per_node, which is 0: use layout.nodes_per_rack=0
 scheme=subgraph branches=2 dp=3 devices_per_node=4
     layout.devices_per_node=4 does not divide branches x dp x pp=6: use layout.devices_per_node=
 """
@@ -220,12 +229,6 @@ def test_a_pooler_is_sharded_over_columns() -> None:
     grid = {"layout.scheme": "megatron_2d", "layout.rows": 2}
     assert rules(pooled(**grid)) == set()
     assert rules(pooled(**grid, **bert)) == {"cols cuts model.hidden_size"}
-
-
-def test_axes_of_one_process() -> None:
-    """No process group is initialized."""
-    axes = build_axes(LayoutConfig(), "cpu")
-    assert [axes[name].size for name in ("pp", "dp", "row", "col", "world")] == [1] * 5
 
 
 def test_schemes_are_read_without_torch() -> None:

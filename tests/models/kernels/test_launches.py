@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.memory.estimate import estimate_rank
 from gridformer.mesh import Axes
+from gridformer.models import Model
 from gridformer.models.kernels import library
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data import buckets
@@ -63,22 +64,22 @@ def flash(q: Tensor, k: Tensor, v: Tensor, mask: None, is_causal: bool, scale: f
     return out
 
 
+def small(**values: Any) -> ModelConfig:
+    return ModelConfig(**values, n_heads=2, hidden_size=64, max_seq_len=16, vocab_size=50)
+
+
+def on_gpu(config: ModelConfig) -> Model:
+    how = fake_gpu(), "bfloat16"
+    return build_parallel(config, LayoutConfig(), Axes(), 1, *how, filled=False)
+
+
 def launches(
     family: str, rate: float, fused: bool = True, padded: bool = False, n_layers: int = 1
 ) -> Counter[str]:
     """Return the kernels of a forward and a backward pass through a model's layers."""
-    values: dict[str, Any] = {
-        "family": family,
-        "n_layers": n_layers,
-        "n_heads": 2,
-        "hidden_size": 64,
-    }
-    values |= {"max_seq_len": 16, "vocab_size": 50}
-    config = ModelConfig(**values, dropout=rate, attention_dropout=rate)
+    config = small(family=family, n_layers=n_layers, dropout=rate, attention_dropout=rate)
     with fake_tensors(), fake_gpu(), Launches() as seen:
-        model = build_parallel(
-            config, LayoutConfig(), Axes(), 1, fake_gpu(), "bfloat16", filled=False
-        )
+        model = on_gpu(config)
         model.uses_kernels(fused)
         tokens = torch.zeros(4, 16, dtype=torch.int64)
         batch = {"tokens": tokens, "source": tokens}
@@ -171,11 +172,8 @@ def test_triton_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def of_the_loss(chunk_tokens: int) -> Counter[str]:
     """Return the kernels of the head and the loss of a small model in bfloat16."""
-    config = ModelConfig(n_layers=1, n_heads=2, hidden_size=64, max_seq_len=16, vocab_size=50)
     with fake_tensors(), fake_gpu(), Launches() as seen:
-        model = build_parallel(
-            config, LayoutConfig(), Axes(), 1, fake_gpu(), "bfloat16", filled=False
-        )
+        model = on_gpu(small(n_layers=1))
         model.loss_chunk_tokens = chunk_tokens
         hidden = torch.zeros(4, 16, 64, dtype=torch.bfloat16, requires_grad=True)
         targets = torch.zeros(4, 16, dtype=torch.int64)

@@ -90,18 +90,6 @@ def test_operands_are_kept_only_if_they_fit() -> None:
     assert not any(choice.keep_input for choice in little.products.values())
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("dgx-h10", "use layout.cluster=dgx-h100"),
-        ("nowhere/machine.yaml", "is not a shipped cluster, and there is no such file"),
-    ],
-)
-def test_an_unknown_cluster_is_refused_with_the_nearest(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        run_of({**GRID, "cluster": name})
-
-
 def test_a_file_with_problems_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("device: {}\n", encoding="utf-8")

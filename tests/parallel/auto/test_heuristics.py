@@ -73,20 +73,17 @@ HOW = st.fixed_dictionaries(
         "keep_gathered": st.sampled_from(["auto", "none", "inputs", "weights", "all"]),
     }
 )
+SIZES = st.integers(1, 6)
+KEEPS = st.sampled_from(["auto", "none", "inputs", "weights", "all"])
 ONE_ROW = st.builds(
-    lambda cols, sequence, keep: LayoutConfig(
-        scheme="megatron", cols=cols, sequence_parallel=sequence, keep_gathered=keep
-    ),
-    cols=st.integers(1, 6),
-    sequence=st.booleans(),
-    keep=st.sampled_from(["auto", "none", "inputs", "weights", "all"]),
+    LayoutConfig,
+    scheme=st.just("megatron"),
+    cols=SIZES,
+    sequence_parallel=st.booleans(),
+    keep_gathered=KEEPS,
 )
 BOTH_WAYS = st.builds(
-    lambda grid, keep: LayoutConfig(
-        scheme="megatron_2d", rows=grid[0], cols=grid[1], keep_gathered=keep
-    ),
-    grid=GRIDS,
-    keep=st.sampled_from(["auto", "none", "inputs", "weights", "all"]),
+    LayoutConfig, scheme=st.just("megatron_2d"), rows=SIZES, cols=SIZES, keep_gathered=KEEPS
 )
 LAYOUTS = st.builds(lambda grid, how: optimus(*grid, **how), GRIDS, HOW) | ONE_ROW | BOTH_WAYS
 

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from gridformer.config import Family, LayoutConfig, ModelConfig
 from gridformer.mesh import Axes, Axis
-from gridformer.models import build_model
+from gridformer.models import build_model, count_parameters, in_few_layers
+from gridformer.models.model import only_layers
 from gridformer.parallel import build_parallel
-from gridformer.parallel.auto.products import Work
-from gridformer.parallel.pipeline.partition import link_costs, partition, stages_of
+from gridformer.parallel.auto.products import Work, products_of
+from gridformer.parallel.auto.products import _built as products_of_all_layers
+from gridformer.parallel.pipeline.partition import link_costs, model_outline, partition, stages_of
 from gridformer.parallel.sharding import shard_of
 
 FAMILIES: tuple[Family, ...] = ("gpt2", "bert", "t5", "transformer")
@@ -111,3 +113,49 @@ def test_ranks_hold_their_stages_and_nothing_else(family: Family, pp: int, k: in
     biases = {"encoder.bias.weight", "decoder.bias.weight"} if family == "t5" else set()
     assert {"tokens.weight"} <= shared.keys() <= {"tokens.weight"} | biases
     assert shared["tokens.weight"][0] == 0
+
+
+# --------------------------------------------------------------------------- few layers
+
+
+def deep(family: Family, n_layers: int, **changes: object) -> ModelConfig:
+    more = {"n_decoder_layers": n_layers} if family in ("t5", "transformer") else {}
+    return model_of(family, n_layers=n_layers, **more, **changes)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "transformer", "llama"])
+def test_an_outline_has_the_links_and_costs_of_the_whole_model(family: Family) -> None:
+    config = deep(family, 3)
+    work = Work(tokens=64, source=32 * (family in ("t5", "transformer")), sequences=4)
+    with torch.device("meta"):
+        whole = build_model(config)
+    outline = model_outline(config)
+    assert outline.links() == whole.links()
+    assert link_costs(outline, work) == link_costs(whole, work)
+    built = {name for name, _ in outline.named_parameters()}
+    assert built < {name for name, _ in whole.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("family", "norm"),
+    [
+        *[(family, "pre") for family in ("gpt2", "bert", "t5", "transformer", "llama")],
+        *[(family, "post") for family in ("bert", "transformer")],
+    ],
+)
+def test_few_layers_tell_what_a_deep_model_has(family: Family, norm: str) -> None:
+    config = deep(family, 5, norm_position=norm)
+    if config.two_stacks:
+        config = config.model_copy(update={"n_decoder_layers": 4})
+    with torch.device("meta"):
+        whole = build_model(config)
+    assert count_parameters(config) == sum(p.numel() for p in whole.parameters())
+    assert products_of(config) == products_of_all_layers(config)
+    assert sum(times for times, _ in in_few_layers(config)) == 1
+
+
+def test_only_named_layers_are_built_under_their_names() -> None:
+    with torch.device("meta"), only_layers({"layers.2"}):
+        model = build_model(model_of("gpt2"))
+    layers = {name.split(".")[1] for name, _ in model.named_parameters() if "layers." in name}
+    assert layers == {"2"}
