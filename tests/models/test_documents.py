@@ -14,7 +14,6 @@ from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.models.blocks import scores
-from gridformer.models.blocks.scores import document_bounds
 from gridformer.parallel import build_parallel
 from gridformer.utils.batch import IGNORE, Batch
 from tests.support.reference import gpt2, llama
@@ -144,12 +143,3 @@ def test_some_queries_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         )
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
-
-
-def test_bounds() -> None:
-    documents = torch.tensor([[0, 0, 1, 4, 4], [3, 3, 3, 3, 3]])
-    first = [[0, 0, 2, 3, 3], [0] * 5]
-    after = [[2, 2, 3, 5, 5], [5] * 5]
-    want = torch.stack([torch.tensor(first), torch.tensor(after)], 1)
-    for found in document_bounds(documents):  # keys are at the positions of queries
-        assert torch.equal(found, want.int())

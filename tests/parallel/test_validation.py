@@ -25,8 +25,6 @@ from tests.support.fixes import changed, rules, run_of
 WRONG = """
 scheme=megatron cols=8
     model.n_heads=12 does not divide over layout.cols=8: use layout.cols=1
-scheme=megatron cols=12 model.ffn_size=50
-    model.ffn_size=50 does not divide over layout.cols=12: use layout.cols=1
 scheme=optimus rows=5 train.global_batch=25 model.ffn_size=200
     model.hidden_size=48 does not divide over layout.rows=5: use layout.rows=1
 scheme=optimus rows=4 model.ffn_size=50
@@ -81,9 +79,6 @@ scheme=subgraph branches=8
 scheme=subgraph branches=12 model.ffn_size=50
     model.ffn_size=50 does not divide over layout.branches=12: use layout.branches=1 or 2, or
     model.ffn_size=48 or 60
-scheme=subgraph branches=4 train.global_batch=10
-    train.global_batch=10 does not divide over layout.branches (4): use train.global_batch=8 or
-    12
 scheme=subgraph branches=3 dp=2 micro_batches=2 train.global_batch=16
     train.global_batch=16 does not divide over layout.dp (2) x layout.branches (3) x
     layout.micro_batches (2): use train.global_batch=12 or 24
@@ -97,19 +92,9 @@ branches=2
     or layout.scheme=subgraph
 scheme=megatron common=first
     layout.common=first belongs to scheme=subgraph, not megatron: use layout.common=all
-scheme=optimus attention=outside
-    layout.attention=outside belongs to scheme=subgraph, not optimus: use
-    layout.attention=inside
-scheme=megatron feed_forward=common
-    layout.feed_forward=common belongs to scheme=subgraph, not megatron: use
-    layout.feed_forward=branched
-order=contiguous
-    layout.order=contiguous belongs to scheme=subgraph, not single: use layout.order=topology
 scheme=subgraph branches=2 keep_gathered=weights
     layout.keep_gathered=weights does not apply to subgraph, 2 branches: use
     layout.keep_gathered=auto, inputs or none
-scheme=subgraph branches=2 schedule=gather
-    layout.schedule=gather belongs to scheme=optimus, not subgraph: use layout.schedule=auto
 dp_mode=fsdp
     layout.dp_mode=fsdp shards state over replicas, but layout.dp=1 has only one: use
     layout.dp_mode=replicate

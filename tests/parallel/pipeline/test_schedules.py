@@ -124,12 +124,3 @@ def test_every_order_ends_and_its_messages_match(
                     peer_plan = plans[mine.stage % pp]
                     made = next(a for a, (b, _) in peer_plan.sends.items() if b == message)
                     assert peer_plan.actions.index(mine) <= peer_plan.actions.index(made)
-
-
-def test_1f1b_keeps_at_most_pp_micro_batches() -> None:
-    """GPipe keeps the activations of all micro-batches, 1F1B those of pp at most."""
-    for order, most in (("gpipe", 12), ("1f1b", 4)):
-        for rank, actions in enumerate(actions_of(order, 4, 1, 12)):
-            under_way = [1 if action.kind == "forward" else -1 for action in actions]
-            found = max(itertools.accumulate(under_way))
-            assert found == (most if order == "gpipe" else most - rank)
