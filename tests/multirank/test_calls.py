@@ -22,7 +22,7 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.registry import SPECS
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
-from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
+from tests.support.multirank.exactness import CPU, axes_of, batch_of, built, tiny
 from tests.support.multirank.layouts import Layout
 from tests.support.multirank.pool import WorkerPool
 from tests.support.reading_order import SOURCE, reading_order
@@ -51,10 +51,8 @@ def counted() -> Iterator[Calls]:
 
 def calls_of(layout: Layout) -> tuple[Calls, Calls]:
     """Return the calls of norm and MLP of a GPT-2 layer, forward and backward, on the second x."""
-    torch.set_num_threads(1)
-    plan, config = LayoutConfig(**layout), tiny(max_seq_len=12)
-    axes = axes_of(plan)
-    model = build_parallel(config, plan, axes, 1, CPU)
+    config = tiny(max_seq_len=12)
+    model, _, plan = built(layout, config)
     layer: Any = model.get_submodule("layers.0")
     x = torch.randn(4 // plan.rows, 12, 48 // (plan.cols if plan.scheme == "optimus" else 1))
     for _ in range(2):

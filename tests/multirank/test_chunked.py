@@ -36,6 +36,7 @@ from tests.support.multirank.exactness import (
     axes_of,
     batch_of,
     batches_of,
+    built,
     compare,
     tiny,
 )
@@ -274,10 +275,8 @@ def loss(layout: Layout, tokens: int) -> tuple[int, int, Counter[tuple[str, str]
     Returns the largest tensor it makes and its peak increase, both in bytes, and the elements moved
     by axis and collective.
     """
-    torch.set_num_threads(1)
-    plan = LayoutConfig(**layout)
-    axes = axes_of(plan)
-    model = build_parallel(WIDE, plan, axes, 1, CPU).train()
+    model, axes, _ = built(layout, WIDE)
+    model.train()
     model.loss_chunk_tokens = tokens
     rows = slice(
         axes.row.index * ROWS // axes.row.size, (axes.row.index + 1) * ROWS // axes.row.size

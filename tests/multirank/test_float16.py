@@ -32,7 +32,7 @@ from gridformer.train.step import Stepper
 from gridformer.train.trainer import Trainer
 from gridformer.utils.batch import next_words
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import CPU, TRAIN, axes_of, batch_of, compare, tiny
+from tests.support.multirank.exactness import CPU, TRAIN, axes_of, batch_of, built, compare, tiny
 from tests.support.multirank.layouts import Layout
 from tests.support.multirank.matrix import MODELS
 from tests.support.multirank.pool import WorkerPool
@@ -109,10 +109,8 @@ class Skipping:
 
 
 def skip_a_step(layout: Layout, rank: int) -> Skipping:
-    torch.set_num_threads(1)
-    plan, config = LayoutConfig(**layout), tiny(max_seq_len=8)
-    axes = axes_of(plan)
-    model = build_parallel(config, plan, axes, 1, CPU, "float16")
+    config = tiny(max_seq_len=8)
+    model, axes, plan = built(layout, config, "float16")
     stepper = Stepper(model, TrainConfig(global_batch=8, dtype="float16"), axes, plan)
     found = Skipping([], [], [], [], set(), {})
 

@@ -16,7 +16,6 @@ from gridformer import comm
 from gridformer.comm import Pending, record_messages
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.mesh import Axes, Axis
-from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data import buckets as bucketing
 from gridformer.parallel.data import gradients as reductions
@@ -25,7 +24,15 @@ from gridformer.parallel.data.gradients import GradientSums, reduce_gradients
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import CPU, axes_of, batch_of, batches_of, gradients, tiny
+from tests.support.multirank.exactness import (
+    CPU,
+    axes_of,
+    batch_of,
+    batches_of,
+    built,
+    gradients,
+    tiny,
+)
 from tests.support.multirank.layouts import Layout
 from tests.support.multirank.matrix import MODELS
 from tests.support.multirank.nccl_path import on_nccl
@@ -43,13 +50,6 @@ def short(layout: Layout) -> str:
     return "-".join(map(str, layout.values()))
 
 
-def built(layout: Layout) -> tuple[Model, Axes]:
-    torch.set_num_threads(1)
-    plan = LayoutConfig(**layout)
-    axes = axes_of(plan)
-    return build_parallel(CONFIG, plan, axes, 1, CPU, "float64"), axes
-
-
 def sample_part(axes: Axes, micro: int = 0) -> Tensor:
     """Return this rank's samples of a micro-batch."""
     batch = batch_of(micro, CONFIG, B).chunk(axes.dp.size)[axes.dp.index]
@@ -65,7 +65,7 @@ def sent_when(layout: Layout, micro_batches: int) -> tuple[list[int], list[int],
     The first list has an entry for each micro-batch, the second one for each pass that sends; the
     last number is that of the whole step.
     """
-    model, axes = built(layout)
+    model, axes, _ = built(layout, CONFIG, "float64")
     early: list[int] = []
     late: list[int] = []
 
@@ -109,7 +109,7 @@ def waits_in(layout: Layout, micro_batches: int) -> tuple[int, int, list[float]]
     The list says for each sum that starts how much of a layer's gradients those in flight then
     hold, but for the earliest one.
     """
-    model, axes = built(layout)
+    model, axes, _ = built(layout, CONFIG, "float64")
     layer = sum(p.numel() * p.element_size() for p in model.get_submodule("layers.0").parameters())
     with patch.object(bucketing, "BUCKET_BYTES", 4000):
         sums = GradientSums.of(model, axes)
@@ -163,7 +163,7 @@ def test_a_pass_waits_for_sums_only_if_it_makes_the_first_gradients(pool: Worker
 
 def both_ways(layout: Layout, bucket_bytes: int) -> dict[str, float]:
     """Return the largest differences from gradients that are summed after the backward pass."""
-    model, axes = built(layout)
+    model, axes, _ = built(layout, CONFIG, "float64")
     with patch.object(bucketing, "BUCKET_BYTES", bucket_bytes):
         sums = GradientSums.of(model, axes)
         found = []

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.memory.estimate import estimate_rank
-from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import Work
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.summa import gathered_weights_scope
 from gridformer.parallel.validation import check_layout
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
+from tests.support.multirank.exactness import batch_of, built, tiny
 from tests.support.multirank.matrix import CELLS, QUICK, Cell
 from tests.support.multirank.memory import a_run, agrees_of, measured, refused_below
 from tests.support.multirank.pool import WorkerPool
@@ -128,10 +127,7 @@ def kept(layout: dict[str, Any], n_layers: int) -> Kept:
 
     Activations are recognized by their size.
     """
-    torch.set_num_threads(1)
-    plan = LayoutConfig(**layout)
-    axes = axes_of(plan)
-    model = build_parallel(tiny(n_layers=n_layers), plan, axes, 1, CPU)
+    model, axes, _ = built(layout, tiny(n_layers=n_layers))
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     held: dict[int, Tensor] = {}
 

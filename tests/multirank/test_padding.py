@@ -33,6 +33,7 @@ from tests.support.multirank.exactness import (
     axes_of,
     batch_of,
     batches_of,
+    built,
     tiny,
 )
 from tests.support.multirank.layouts import Layout, name_of
@@ -337,9 +338,8 @@ def test_every_query_reads_its_head_of_keys() -> None:
 
 def what_a_rank_owns(layout: Layout, model: dict[str, Any]) -> tuple[dict[str, int], int]:
     """Return the elements that this rank owns, by name, and those of all that it holds."""
-    config, plan = tiny(**model), LayoutConfig(**layout)
-    axes = axes_of(plan)
-    cut = build_parallel(config, plan, axes, 1, CPU)
+    config = tiny(**model)
+    cut, axes, plan = built(layout, config)
     stepper = Stepper(cut, TrainConfig(global_batch=B), axes, plan)
     stepper(0, lambda rows: {k: x[rows] for k, x in batches_of(0, config, B).items()})
     return {name: p.numel() for name, p in owned(cut)}, sum(p.numel() for p in cut.parameters())

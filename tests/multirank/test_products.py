@@ -15,13 +15,11 @@ from torch import Tensor, nn
 
 from gridformer import comm
 from gridformer.comm import Pending, collectives, record_messages
-from gridformer.config import LayoutConfig
 from gridformer.mesh import Axes
-from gridformer.parallel import build_parallel
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.summa import gathered, gathered_weights_scope, panels
 from tests.support.multirank.cutting import cut, grid_axes
-from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
+from tests.support.multirank.exactness import batch_of, built, tiny
 from tests.support.multirank.pool import WorkerPool
 
 ROW, COL = "row", "col"
@@ -296,9 +294,7 @@ def test_a_kept_weight(pool: WorkerPool, grid: tuple[int, int], check: Any) -> N
 
 def opened_cells(layout: dict[str, Any]) -> tuple[int, bool]:
     """Return how many weights are gathered in the scope of a step, and any after an error."""
-    plan = LayoutConfig(**layout)
-    axes = axes_of(plan)
-    model = build_parallel(tiny(n_layers=2), plan, axes, 1, CPU)
+    model, axes, _ = built(layout, tiny(n_layers=2))
     part = batch_of(0, model.config, 4).chunk(axes.row.size)[axes.row.index]
     weights = [vars(module).get("gathered_weight") for module in model.modules()]
     cells = {id(cell): cell for cell in weights if cell is not None}

@@ -17,7 +17,6 @@ from gridformer.comm import record_messages
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.models import Model, build_model
 from gridformer.models.blocks import Linear, RecomputeMode, StyledLayer
-from gridformer.parallel import build_parallel
 from gridformer.parallel.data.fsdp import FSDPUnit, Gathering
 from gridformer.parallel.pipeline.stages import StageIO
 from gridformer.parallel.tensor.summa import gathered_weights_scope
@@ -25,7 +24,7 @@ from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch
 from tests.support.marks import full_unless
 from tests.support.memory_log import MemoryLog
-from tests.support.multirank.exactness import CPU, axes_of, batches_of, tiny
+from tests.support.multirank.exactness import CPU, batches_of, built, tiny
 from tests.support.multirank.layouts import Layout
 from tests.support.multirank.matrix import MODELS
 from tests.support.multirank.pool import WorkerPool
@@ -62,13 +61,10 @@ def config_of(family: str, **changes: Any) -> ModelConfig:
 
 
 def start(
-    layout: Layout, config: ModelConfig, recompute: RecomputeMode, dtype: str = "float32"
+    layout: Layout, config: ModelConfig, recompute: RecomputeMode, dtype: Any = "float32"
 ) -> tuple[Model, Batch, LayoutConfig]:
     """Return this rank's part of a model, and of a batch of B sequences."""
-    torch.set_num_threads(1)
-    plan = LayoutConfig(**layout)
-    axes = axes_of(plan)
-    model = build_parallel(config, plan, axes, 1, CPU, dtype)
+    model, axes, plan = built(layout, config, dtype)
     model.recomputes(recompute)
     each = B // axes.batch.size
     rows = slice(axes.batch.index * each, (axes.batch.index + 1) * each)
@@ -262,10 +258,8 @@ def entered(layout: Layout) -> tuple[int, int]:
 
     The second result is all that it had received until then.
     """
-    torch.set_num_threads(1)
-    config, plan = config_of("GPT-2"), LayoutConfig(**layout)
-    axes = axes_of(plan)
-    model = build_parallel(config, plan, axes, 1, CPU)
+    config = config_of("GPT-2")
+    model, axes, plan = built(layout, config)
     stepper = Stepper(model, TrainConfig(global_batch=B, recompute="full"), axes, plan)
     batch = batches_of(0, config, B)
     seen: list[tuple[int, int]] = []
@@ -359,10 +353,8 @@ def gathered(
     Returns the elements that travel to this rank, those by the formula in
     gridformer.parallel.data.fsdp, and the gathered layers, with whether they were in flight before.
     """
-    torch.set_num_threads(1)
-    config, plan = config_of(family), LayoutConfig(**layout)
-    axes = axes_of(plan)
-    model = build_parallel(config, plan, axes, 1, CPU)
+    config = config_of(family)
+    model, axes, plan = built(layout, config)
     stepper = Stepper(model, TrainConfig(global_batch=16, recompute=recompute), axes, plan)
     gathering = model.gathering
     assert isinstance(gathering, Gathering)

@@ -18,7 +18,6 @@ from gridformer.comm import Recorder, record_messages
 from gridformer.config import LayoutConfig, RunConfig, TrainConfig
 from gridformer.data.samples.order import Rows
 from gridformer.models import build_model
-from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.cost import Traffic
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.auto.heuristics import decide
@@ -26,7 +25,7 @@ from gridformer.parallel.auto.products import Work
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch, next_words
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
+from tests.support.multirank.exactness import axes_of, batch_of, built, tiny
 from tests.support.multirank.layouts import KINDS, Layout, in_branches, n_of, short, subgraph
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.volumes import B, passes
@@ -165,10 +164,7 @@ def test_layer_traffic_equals_the_prediction(pool: WorkerPool, n: int) -> None:
 
 def one_step(layout: Layout, micro_batches: int) -> tuple[int, Recorder, Recorder]:
     """Return this rank's branch, and one step's traffic without gradients and of gradients."""
-    torch.set_num_threads(1)
-    plan = LayoutConfig(**layout)
-    axes = axes_of(plan)
-    model = build_parallel(CONFIG, plan, axes, 1, CPU)
+    model, axes, plan = built(layout, CONFIG)
     settings = TrainConfig(global_batch=2 * B)
     plan = plan.model_copy(update={"micro_batches": micro_batches})
     batch = batch_of(0, CONFIG, 2 * B)
@@ -311,9 +307,7 @@ def test_ranks_lie_in_the_order_asked_for(pool: WorkerPool, order: str, common: 
 
 def held(layout: Layout, model: dict[str, Any]) -> tuple[bool, dict[str, int]]:
     """Return whether this rank is in the first sub-grid, and its elements by parameter."""
-    plan = LayoutConfig(**layout)
-    axes = axes_of(plan)
-    cut = build_parallel(tiny(**model), plan, axes, 1, CPU)
+    cut, axes, _ = built(layout, tiny(**model))
     assert not any(p.is_meta for p in cut.parameters())
     return axes.branch.index == 0, {name: p.numel() for name, p in cut.named_parameters()}
 

@@ -11,22 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.models.blocks import Layer
-from gridformer.parallel import build_parallel
 from gridformer.parallel.data.zero import replica_part
 from gridformer.record.tracker import Entry
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from tests.support.memory_log import MemoryLog
 from tests.support.multirank.exactness import (
-    CPU,
     IN_BACKWARD,
-    axes_of,
     batch_of,
+    built,
     tiny,
 )
 from tests.support.multirank.layouts import Layout
@@ -71,10 +68,8 @@ class ZeroShard:
 
 
 def held(layout: Layout, train: dict[str, Any]) -> ZeroShard:
-    torch.set_num_threads(1)
-    plan, config = LayoutConfig(**layout), tiny(n_layers=N_LAYERS, max_seq_len=4)
-    axes = axes_of(plan)
-    model = build_parallel(config, plan, axes, 1, CPU)
+    config = tiny(n_layers=N_LAYERS, max_seq_len=4)
+    model, axes, plan = built(layout, config)
     layers = [module for module in model.modules() if isinstance(module, Layer)]
     matrices = [[p for p in layer.parameters() if p.dim() > 1] for layer in layers]
     tracker = MemoryLog()

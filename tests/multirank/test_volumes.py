@@ -123,7 +123,8 @@ def test_optimus_layer(
     """Forward moves (c-1)/(rc) of 4, 7 or 9 bsh, and (r-1)/(rc) of 12h².
 
     Backward moves at most twice that: one gather of a layer's gradients serves both products that
-    need it.
+    need it. Each product takes two messages, or a loop over panels whose steps send at most one
+    message per axis; each norm takes one. The original sends 28 per layer.
     """
     rows, cols = grid
     layout = optimus(grid, schedule=schedule, stationary=stationary)
@@ -137,56 +138,22 @@ def test_optimus_layer(
     # gathered operands are gathered again, and their gradients scattered
     elif stationary != "input":
         back = {"auto": 2 + 1 + 2 + 1, "output": 2 * 7}[stationary]
+    panels = 1 if schedule == "gather" else rows + cols - math.gcd(rows, cols)
+    spread, add = ("all_gather", "reduce_scatter") if panels == 1 else ("broadcast", "reduce")
+    col, row, summed = panels * (cols > 1), panels * (rows > 1), INPUT_STAYS[stationary]
+    # dA = dC Bᵀ and dB = Aᵀ dC; if the input stays, dA = dC B and dB = dCᵀ A. Then a panel of dC
+    # travels for each of them, and gathered once for both.
+    twice = summed * col if schedule != "gather" else 0
+    ahead = Counter({spread: 4 * row + (4 - summed) * col, add: summed * col})
+    behind = Counter({spread: 4 * row + 4 * col + twice, add: 4 * row + (4 - summed) * col})
     for forward, backward in pool.run(rows * cols, one_layer, layout):
         assert forward.by_axis == along(grid, width * unit + gathered, weights)
         assert backward.by_axis == along(grid, back * unit + reduced, 2 * weights)
         assert forward.moved.get("norm", 0) == gathered
         assert backward.moved.get("norm", 0) == reduced
-        assert forward.moved.keys() <= {"product", "norm"}
-
-
-@pytest.mark.parametrize(
-    ("grid", "schedule", "stationary"),
-    full_unless(is_quick, [*product(GRIDS, ("broadcast", "pipelined"), WIDTHS)], unpack=True),
-)
-def test_messages_panel_by_panel(
-    pool: WorkerPool, grid: tuple[int, int], schedule: str, stationary: str
-) -> None:
-    """Each product is a loop over panels, and each step sends at most one message per axis."""
-    rows, cols = grid
-    panels = rows + cols - math.gcd(rows, cols)
-    norm = {"norm": Counter(all_gather=2)} if cols > 1 else {}
-    norm_back = {"norm": Counter(all_reduce=2)} if cols > 1 else {}
-    col, row = panels * (cols > 1), panels * (rows > 1)
-    summed = INPUT_STAYS[stationary]
-    layout = optimus(grid, schedule=schedule, stationary=stationary)
-    for forward, backward in pool.run(rows * cols, one_layer, layout):
-        kinds = Counter(broadcast=4 * row + (4 - summed) * col, reduce=summed * col)
-        assert forward.count == {"product": +kinds, **norm}
-        # dA = dC Bᵀ and dB = Aᵀ dC; if the input stays, dA = dC B and dB = dCᵀ A.
-        kinds = Counter(
-            broadcast=4 * row + 4 * col + summed * col,
-            reduce=4 * row + (4 - summed) * col,
-        )
-        assert backward.count == {"product": +kinds, **norm_back}
-
-
-@pytest.mark.parametrize("stationary", ["auto", "output", "input"])
-@pytest.mark.parametrize("grid", full_unless(SOME_GRIDS.__contains__, GRIDS), ids=str)
-def test_messages_of_gather(pool: WorkerPool, grid: tuple[int, int], stationary: str) -> None:
-    """Each product takes two messages and each norm one; the original sends 28 per layer."""
-    (rows, cols), norms = grid, 2
-    col, row = int(cols > 1), int(rows > 1)
-    summed = INPUT_STAYS[stationary]
-    for forward, backward in pool.run(rows * cols, one_layer, optimus(grid, stationary=stationary)):
-        product = Counter(all_gather=4 * row + (4 - summed) * col, reduce_scatter=summed * col)
-        norm = {"norm": Counter(all_gather=norms)} if norms * col else {}
-        assert forward.count == {"product": +product, **norm}
-        total = sum(sum(count.values()) for count in forward.count.values())
-        assert total == 4 * row + (4 + norms) * col <= 10
-        product = Counter(all_gather=4 * row + 4 * col, reduce_scatter=4 * row + (4 - summed) * col)
-        norm = {"norm": Counter(all_reduce=norms)} if norms * col else {}
-        assert backward.count == {"product": +product, **norm}
+        norms = [{"norm": Counter({op: 2})} if col else {} for op in ("all_gather", "all_reduce")]
+        assert forward.count == {"product": +ahead, **norms[0]}
+        assert backward.count == {"product": +behind, **norms[1]}
 
 
 # --------------------------------------------------------------------------- predicted volumes

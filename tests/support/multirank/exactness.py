@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gridformer.config import LayoutConfig, ModelConfig, Task, TrainConfig
+from gridformer.config.train import DType
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
@@ -150,6 +151,16 @@ def axes_of(layout: LayoutConfig) -> Axes:
         group_cache()[key] = build_axes(layout, device().type)
     axes: Axes = group_cache()[key]
     return axes
+
+
+def built(
+    layout: Layout, config: ModelConfig, dtype: DType = "float32"
+) -> tuple[Model, Axes, LayoutConfig]:
+    """Return this worker's part of a model on a layout, whose work then takes one thread."""
+    torch.set_num_threads(1)
+    plan = LayoutConfig(**layout)
+    axes = axes_of(plan)
+    return build_parallel(config, plan, axes, 1, CPU, dtype), axes, plan
 
 
 def device() -> torch.device:
