@@ -63,7 +63,7 @@ def cases(
     return [Case(name, one, dict(model), settings, one in quick) for one in layouts]
 
 
-# --------------------------------------------------------------------------- grids
+# --------------------------------------------------- grids
 
 MEGATRON: Layout = {"scheme": "megatron", "cols": 2}
 LINE: Layout = {"scheme": "megatron", "cols": 4, "sequence_parallel": True}
@@ -148,7 +148,7 @@ def grids() -> Iterator[Case]:
     yield from cases("own heads", FOUR_COLUMNS, FOUR_COLUMNS[:2], OWN_HEADS)
 
 
-# --------------------------------------------------------------------------- families
+# --------------------------------------------------- families
 
 MODELS: dict[str, Settings] = {
     "bert": {"family": "bert"},
@@ -215,7 +215,7 @@ def families() -> Iterator[Case]:
     yield from cases("labels", labels, labels, {**EVERYTHING, "n_labels": 3})
 
 
-# --------------------------------------------------------------------------- replicas
+# --------------------------------------------------- replicas
 
 NOT_KEPT: Layout = {**OPTIMUS, "schedule": "gather", "keep_gathered": "none"}
 REPLICATED: list[Layout] = [
@@ -271,7 +271,7 @@ def replicas() -> Iterator[Case]:
         yield from cases(family, layouts, quick, model, global_batch=36)
 
 
-# --------------------------------------------------------------------------- pipelines
+# --------------------------------------------------- pipelines
 
 
 def pipe(pp: int, m: int, k: int = 1, **layout: Any) -> Layout:
@@ -336,7 +336,7 @@ def pipelines() -> Iterator[Case]:
         yield Case(f"piped {name}", layout, PIPED_MODELS[name], {"dtype": "float64"}, quick)
 
 
-# --------------------------------------------------------------------------- methods
+# --------------------------------------------------- methods
 
 METHODS: dict[str, Settings] = {
     "full": {"recompute": "full", "loss_chunk_tokens": 21},

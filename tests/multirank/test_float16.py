@@ -90,7 +90,7 @@ def overflowing(model: Model, rank: int) -> Iterator[None]:
         handle.remove()
 
 
-# --------------------------------------------------------------------------- skipped steps
+# --------------------------------------------------- skipped steps
 
 
 @dataclass
@@ -153,7 +153,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: WorkerPool, name: s
         assert 2 in found.itemsizes.get("product", {2}), "activations"
 
 
-# --------------------------------------------------------------------------- rows summed together
+# --------------------------------------------------- rows summed together
 
 N_EQUAL = 8  # sequences, all equal: a sum over them is eight times one of them
 
@@ -188,7 +188,7 @@ def test_overflow_depends_on_what_is_summed_in_float16(pool: WorkerPool) -> None
         assert pool.run(2, largest_scale, layout) == [wanted] * 2
 
 
-# --------------------------------------------------------------------------- against one device
+# --------------------------------------------------- against one device
 
 
 FAMILY_CASES = [(name, model) for name in LAYOUTS for model in MODELS]
@@ -210,7 +210,7 @@ def test_stays_close_to_one_device(pool: WorkerPool, case: tuple[str, str]) -> N
         assert worst["norm"] < 1e-2
 
 
-# --------------------------------------------------------------------------- complete runs
+# --------------------------------------------------- complete runs
 
 
 def train_with_overflow(plan: Plan, at: int) -> str:

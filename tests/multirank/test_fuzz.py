@@ -77,7 +77,7 @@ def test_a_fresh_case_equals_one_device(
     check_seed(pool, seed, case, tmp_path)
 
 
-# --------------------------------------------------------------------------- coverage
+# --------------------------------------------------- coverage
 
 
 def test_quick_cases_show_something_of_everything(quick: list[tuple[int, Case]]) -> None:
@@ -150,7 +150,7 @@ def test_what_is_drawn_and_what_is_not_are_settings() -> None:
         assert name in drawing.SECTIONS[section].model_fields, key
 
 
-# --------------------------------------------------------------------------- sensitivity
+# --------------------------------------------------- sensitivity
 
 TINY = {"n_layers": 1, "hidden_size": 4, "n_heads": 2, "vocab_size": 7, "max_seq_len": 3}
 SMALL = Case(

@@ -209,7 +209,7 @@ def test_ranks_follow_what_the_first_one_asks(pool: WorkerPool) -> None:
     assert [one.log_likelihood for one in found[0]] == pytest.approx(likelihoods, rel=1e-9)
 
 
-# --------------------------------------------------------------------------- other families
+# --------------------------------------------------- other families
 
 TARGETS = 7
 SEEN: dict[str, dict[str, Any]] = {

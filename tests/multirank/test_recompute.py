@@ -78,7 +78,7 @@ def loss_of(model: Model, batch: Batch) -> Tensor:
     return sum(losses[1:], losses[0])
 
 
-# --------------------------------------------------------------------------- products
+# --------------------------------------------------- products
 
 
 class Multiplications(TorchDispatchMode):
@@ -179,7 +179,7 @@ def test_all_products_but_the_last_are_recomputed(
         assert mine[2] == sum(1 + layer.crossed for layer in layers_of(config))
 
 
-# --------------------------------------------------------------------------- memory
+# --------------------------------------------------- memory
 
 
 def kept(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> int:
@@ -299,7 +299,7 @@ def test_a_pipeline_keeps_no_more_than_it_needs(pool: WorkerPool) -> None:
     assert found[2:] == [(whole // 2, whole // 2)] * 2
 
 
-# --------------------------------------------------------------------------- messages
+# --------------------------------------------------- messages
 
 
 def sent(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> Counter[str]:
@@ -341,7 +341,7 @@ def test_recomputation_sends_again(pool: WorkerPool, family: str) -> None:
     assert more(OPTIMUS["gather"])["row"] == n_layers * weights // 4
 
 
-# --------------------------------------------------------------------------- sharded parameters
+# --------------------------------------------------- sharded parameters
 # (fsdp)
 
 

@@ -61,7 +61,7 @@ def along(axis_sizes: tuple[int, int], col: Fraction, row: Fraction) -> dict[str
     return {k: v for k, v, n in (("col", col, cols), ("row", row, rows)) if n > 1}
 
 
-# --------------------------------------------------------------------------- one layer
+# --------------------------------------------------- one layer
 
 
 @pytest.mark.parametrize("keep", ["none", "inputs"])
@@ -156,7 +156,7 @@ def test_optimus_layer(
         assert backward.count == {"product": +behind, **norms[1]}
 
 
-# --------------------------------------------------------------------------- predicted volumes
+# --------------------------------------------------- predicted volumes
 
 
 SAID: list[dict[str, Any]] = [
@@ -208,7 +208,7 @@ def test_layer_traffic_equals_the_prediction(pool: WorkerPool, kind: tuple[int, 
                 raise AssertionError(f"{short(layout)}: {error}") from error
 
 
-# --------------------------------------------------------------------------- head and embedding
+# --------------------------------------------------- head and embedding
 
 
 def both_ends(layout: dict[str, Any]) -> tuple[Volume, Volume]:

@@ -378,11 +378,19 @@ def mlflow_runs(out: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
-def test_mlflow_has_one_run_with_every_step_once(start: Any, signum: int) -> None:
-    installed("mlflow")
-    # A checkpoint is complete when the one after it begins.
-    start("mlflow", 7, signum)
-    out = start("mlflow")
+@pytest.mark.parametrize("logger", ["wandb", "mlflow"])
+def test_one_run_has_every_step_once(start: Any, logger: str, signum: int) -> None:
+    """A checkpoint is complete when the one after it begins."""
+    installed(logger)
+    start(logger, 7, signum)
+    out = start(logger)
+    if logger == "wandb":
+        folders = [*(out / "wandb").glob("offline-run-*")]
+        assert len(folders) == 2
+        known = json.loads((out / "loggers.json").read_text())["wandb"]
+        assert {folder.name.rpartition("-")[2] for folder in folders} == {known["id"]}
+        assert known["logged"] == STEPS
+        return
     [metrics] = mlflow_runs(out).values()
     wanted = recorded(out)
     # Steps that were sent before the kill keep what was measured then, such as their seconds.
@@ -390,16 +398,3 @@ def test_mlflow_has_one_run_with_every_step_once(start: Any, signum: int) -> Non
     assert {name: metrics[name] for name in names} == {name: wanted[name] for name in names}
     for history in metrics.values():
         assert len(history) == len({step for step, _ in history})
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
-def test_wandb_joins_its_run(start: Any, signum: int) -> None:
-    installed("wandb")
-    start("wandb", 7, signum)
-    out = start("wandb")
-    folders = [*(out / "wandb").glob("offline-run-*")]
-    assert len(folders) == 2
-    known = json.loads((out / "loggers.json").read_text())["wandb"]
-    assert {folder.name.rpartition("-")[2] for folder in folders} == {known["id"]}
-    assert known["logged"] == STEPS

@@ -56,6 +56,7 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
         backend: The backend of torch.compile; `aot_eager` needs no C++ compiler and is not faster.
     """
     from torch import bfloat16, compile
+    from torch.compiler import disable
 
     if any(isinstance(module, Elsewhere) for module in model.modules()):
         # The first sub-grid has the common layers, which stand here as meta tensors: the compiler
@@ -72,9 +73,12 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
         if type(module).__module__.startswith(parallel.__name__ + "."):
             _leave_out_all(type(module))
         kind = type(module)
-        if kind in (Linear, MergedLinear) and _reads_gathered_copies(module):
-            module.__class__ = _uncompiled(kind)
-    _leave_out_documents()
+        if kind in (Linear, MergedLinear):
+            weight = next(module.parameters())
+            if copy_of(weight) is not None and info_of(weight).resharded:
+                module.__class__ = _uncompiled(kind)
+    if scores.attention_in_parts is _in_parts:  # whose parts would each be compiled
+        scores.attention_in_parts = disable(_in_parts)
     for part in parts:
         compiled = compile(part.forward, backend=backend, dynamic=False)
         part.forward = _with_counters(part, compiled)  # type: ignore[method-assign]
@@ -154,19 +158,6 @@ def _leave_out_all(kind: type[nn.Module]) -> None:
     if kind not in _left_out:
         kind.forward = disable(kind.forward)
         _left_out.add(kind)
-
-
-def _leave_out_documents() -> None:
-    """Excludes attention within documents, whose parts would each be compiled."""
-    from torch.compiler import disable
-
-    if scores.attention_in_parts is _in_parts:
-        scores.attention_in_parts = disable(_in_parts)
-
-
-def _reads_gathered_copies(product: nn.Module) -> bool:
-    weight = next(product.parameters())
-    return copy_of(weight) is not None and info_of(weight).resharded
 
 
 @cache

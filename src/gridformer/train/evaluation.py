@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,15 +29,10 @@ from gridformer.utils.batch import Batch
 LABEL = "scores"
 
 
-class Measure(Protocol):
-    """Numbers that take more than a forward pass, such as BLEU of generated texts."""
-
-    def __call__(self, stepper: Stepper, step: int) -> Mapping[str, float]:
-        """Returns numbers by their keys in metrics.jsonl, such as `val_bleu`.
-
-        All ranks call it together and get the same numbers, after `step` steps of training. The
-        model of the stepper is in no particular mode.
-        """
+# Measures numbers that take more than a forward pass, such as BLEU of generated texts, after some
+# steps of training, by their keys in metrics.jsonl. All ranks call it together and get the same
+# numbers. The model of the stepper is in no particular mode.
+Measure = Callable[[Stepper, int], Mapping[str, float]]
 
 
 @dataclass(frozen=True)

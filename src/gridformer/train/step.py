@@ -77,6 +77,8 @@ class Stepper:
         self.kept = GatheredWeightsScope(model)
         held = self.parameters[0].device if self.parameters else None
         self.device = held or torch.device(axes.device_type)
+        # 1 on one of the ranks that hold the same rows: a sum then counts a row once.
+        self._first = int(axes.same_batch.index == 0)
         self._last: StartedStep | None = None
         self._failed: Tensor | None = None  # 1 if any step so far was not finite, otherwise 0
 
@@ -115,7 +117,7 @@ class Stepper:
         with self._timed("add up gradients"):
             reduce_gradients(self.parameters, self.axes, self.sums, self.updates.done)
 
-        mine = [loss * self._first() for loss in losses.values()]
+        mine = [loss * self._first for loss in losses.values()]
         sums = torch.stack([*mine, *self.updates.squares()])
         totals = comm.all_reduce(sums, self.axes.world, label="metrics")
         numbers = torch.cat([totals, torch.stack([*counts.values()]), tokens_and_flags])
@@ -194,15 +196,8 @@ class Stepper:
         """Counts targets of each loss, and [tokens read, flags raised], over the global batch."""
         counts = Model.counts(batch)
         mine = [*counts.values(), Model.n_tokens(batch)]
-        mine = [count * self._first() * self._reads_first() for count in mine]
+        # All ranks of a pipeline read the same rows.
+        mine = [count * self._first * int(self.axes.pp.index == 0) for count in mine]
         mine.append(torch.full_like(mine[0], flag))
         totals = comm.all_reduce(torch.stack(mine), self.axes.world, label="metrics")
         return dict(zip(counts, totals.unbind())), totals[-2:]
-
-    def _first(self) -> int:
-        """Returns 1 on one of the ranks that hold the same rows: a sum then counts a row once."""
-        return int(self.axes.same_batch.index == 0)
-
-    def _reads_first(self) -> int:
-        """Returns 1 on one rank of a pipeline, all of which read the same rows, otherwise 0."""
-        return int(self.axes.pp.index == 0)

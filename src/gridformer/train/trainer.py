@@ -167,7 +167,13 @@ class Trainer:
                 if saved < step or not self.saves.saver.all_saved():
                     self._save(step, last=True)
                     saved = step
-                self._end(step)
+                if self.evaluated == train.steps:
+                    self.journal.state("done", step)
+                    self.stop.done()
+                else:
+                    self.journal.state("stopped", step)
+                    self.stopping.adopt_cause()
+                    self.stop.saved()
             self.journal.end(step, saved, self.evaluated == train.steps)
 
     def _stop_protocol(self) -> StopProtocol:
@@ -178,16 +184,6 @@ class Trainer:
         n_bytes = sum(3 * p.numel() * p.element_size() for p in self.model.parameters())
         save_s, world = n_bytes / _SAVED_PER_S, self.world
         return StopProtocol(self.stop, world.rank, world.size, store, ends_at, save_s)
-
-    def _end(self, step: int) -> None:
-        """Says how the run has ended. Its work is saved."""
-        if self.evaluated == self.run.train.steps:
-            self.journal.state("done", step)
-            self.stop.done()
-        else:
-            self.journal.state("stopped", step)
-            self.stopping.adopt_cause()
-            self.stop.saved()
 
     def _start(self, step: int) -> None:
         """Launches a step, or runs it if its timeline is written."""
