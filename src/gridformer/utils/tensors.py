@@ -42,17 +42,16 @@ class TensorAttribute(Generic[T]):
 def free_storage(x: Tensor) -> None:
     """Frees a tensor's memory. The tensor, and views that autograd has saved, are valid again when
     the storage has been allocated (`allocate_storage`) and filled."""
-    _resize(x, 0)
+    storage = x.untyped_storage()
+    storage.resize_(0)
+    for listener in storage_listeners:
+        listener(storage)
 
 
 def allocate_storage(x: Tensor) -> None:
     """Allocates uninitialized memory for a tensor whose storage was freed."""
-    _resize(x, x.numel() * x.element_size())
-
-
-def _resize(x: Tensor, n_bytes: int) -> None:
     storage = x.untyped_storage()
-    storage.resize_(n_bytes)
+    storage.resize_(x.numel() * x.element_size())
     for listener in storage_listeners:
         listener(storage)
 
