@@ -122,27 +122,21 @@ def test_a_damaged_header_is_named(saved: tuple[Path, BlockIndex], damage: bytes
         next(positions_in(path))
 
 
-def test_one_of_the_replicas_writes_a_block() -> None:
+def test_one_rank_writes_a_block() -> None:
+    """One of the replicas, which have about as much to write; or the first stage that has it."""
     shards: Mapping[str, tuple[Tensor, ParamShard]] = {
         f"t{i}": (torch.zeros(i + 1), ParamShard((i + 1,), (0,))) for i in range(9)
     }
     written = [written_here(shards, Axes(dp=Axis("dp", 3, index))) for index in range(3)]
-    assert sorted(name for found in written for name in found) == sorted(shards)
-    loads = [sum(one.tensor.numel() for one in found.values()) for found in written]
+    assert sorted(name for blocks in written for name in blocks) == sorted(shards)
+    loads = [sum(one.tensor.numel() for one in blocks.values()) for blocks in written]
     assert max(loads) - min(loads) <= 9
-
-
-def test_the_first_of_the_stages_that_share_a_block_writes_it() -> None:
     shards = {"tied": (torch.zeros(4), ParamShard((4,), (0,), stages=(1, 3)))}
-    written = [bool(written_here(shards, Axes(pp=Axis("pp", 4, index)))) for index in range(4)]
-    assert written == [False, True, False, False]
-
-
-def test_parts_of_replicas_are_all_written_and_padding_is_not() -> None:
-    mine = {"part": (torch.zeros(3), ParamShard((9,), (6,), replicas=None))}
-    assert written_here(mine, Axes(dp=Axis("dp", 3, 2)))
-    beyond = {"part": (torch.zeros(3), ParamShard((6,), (6,), replicas=None))}
-    assert not written_here(beyond, Axes(dp=Axis("dp", 3, 2)))
+    stages = [bool(written_here(shards, Axes(pp=Axis("pp", 4, index)))) for index in range(4)]
+    assert stages == [False, True, False, False]
+    for size, writes in ((9, True), (6, False)):  # parts of replicas; the last of 6 is padding
+        part = {"part": (torch.zeros(3), ParamShard((size,), (6,), replicas=None))}
+        assert bool(written_here(part, Axes(dp=Axis("dp", 3, 2)))) == writes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])

@@ -10,7 +10,7 @@ import pytest
 
 from gridformer.checkpoint.copies import clash, run_with_checkpoints, url_of
 from gridformer.checkpoint.store import RemoteStore
-from tests.support.checkpoints import save_model, small_run
+from tests.support.checkpoints import flip_a_bit, save_model, small_run
 from tests.support.commands import gridformer_here
 
 MODEL = {"hidden_size": 16, "max_seq_len": 24, "vocab_size": 301}
@@ -104,9 +104,7 @@ def test_copies_are_verified(far: tuple[Path, str], tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(far[1].removeprefix("file://"), damaged)
     shard = damaged / "step-00000002" / "shard-00001.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(bytes(content))
+    flip_a_bit(shard)
     done = gridformer_here("verify", f"file://{damaged}", "--json")
     assert done.returncode == 1
     found = json.loads(done.stdout)

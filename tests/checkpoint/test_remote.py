@@ -83,19 +83,34 @@ def test_a_copy_without_a_manifest_is_none(tmp_path: Path) -> None:
     assert remote.complete() == ["step-00000001", "step-00000002"]
 
 
-def test_a_place_that_cannot_be_reached_costs_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def there() -> list[str]:
+    """Return the names of all folders at the URL, whether or not they are complete."""
+    remote = RemoteStore(URL)
+    listed = remote.files.ls(remote.root, detail=True)
+    return sorted(Path(one["name"]).name for one in listed if one["type"] == "directory")
+
+
+@pytest.mark.parametrize("file", ["shard-00001.safetensors", MANIFEST])
+def test_a_copy_that_fails_costs_no_checkpoint_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    def broken(self: RemoteStore, folder: Path) -> None:
-        raise PermissionError("no credentials")
+    """On a disk that was full once, half a copy would take what becomes free for ever."""
+    save(tmp_path, 1, a_run())
+    put = RemoteStore._put
+
+    def fails(self: RemoteStore, here: Path, name: str, there: str) -> None:
+        put(self, here, name, there)
+        if name == file:
+            raise PermissionError("no credentials")
 
     with monkeypatch.context() as patch:
-        patch.setattr(RemoteStore, "upload", broken)
-        outcome = save(tmp_path, 1, a_run())
+        patch.setattr(RemoteStore, "_put", fails)
+        outcome = save(tmp_path, 2, a_run())
     assert outcome.not_copied == "PermissionError: no credentials"
-    assert verify_checkpoint(tmp_path / "checkpoints" / "step-00000001").step == 1
-    assert not save(tmp_path, 2, a_run()).not_copied
-    assert RemoteStore(URL).complete() == ["step-00000002"]
+    assert verify_checkpoint(tmp_path / "checkpoints" / "step-00000002").step == 2
+    assert there() == ["step-00000001"]
+    assert not save(tmp_path, 3, a_run()).not_copied
+    assert there() == ["step-00000001", "step-00000003"]
 
 
 def test_a_damaged_copy_and_that_of_another_run_are_refused(tmp_path: Path) -> None:
@@ -116,28 +131,23 @@ def test_a_damaged_copy_and_that_of_another_run_are_refused(tmp_path: Path) -> N
     assert not [path for path in (tmp_path / "there").rglob("*") if path.is_file()]
 
 
-def test_what_a_run_gives_up_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in (1, 2):
-        save(tmp_path, step, a_run())
-    assert give_up(URL, ["step-00000002", "step-00000009"]) == ""
-    assert RemoteStore(URL).complete() == ["step-00000001"]
-    assert give_up("", ["step-00000001"]) == ""
+def test_a_rollback_gives_up_the_copies_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = a_run(on_divergence="rollback", keep_checkpoints=9, rollback_checkpoints=2)
+    for step in (1, 2, 3):
+        save(tmp_path, step, run)
+    decision = Recovery(run.train, tmp_path, Axes())._back("why", "advice", 3)
+    assert decision[1:] == (2, tmp_path / "checkpoints" / "step-00000002")
+    assert there() == ["step-00000001", "step-00000002"]
+    assert fetch_newest(URL, tmp_path) is None, "the run resumes from where it went back to"
+    assert give_up(URL, ["step-00000009"]) == give_up("", ["step-00000001"]) == ""
 
     def broken(self: RemoteStore, name: str) -> None:
         raise PermissionError("no credentials")
 
     monkeypatch.setattr(RemoteStore, "remove", broken)
     assert "step-00000001 could not be removed" in give_up(URL, ["step-00000001"])
-
-
-def test_a_rollback_gives_up_the_copies_too(tmp_path: Path) -> None:
-    run = a_run(on_divergence="rollback", keep_checkpoints=9, rollback_checkpoints=2)
-    for step in (1, 2, 3):
-        save(tmp_path, step, run)
-    decision = Recovery(run.train, tmp_path, Axes())._back("why", "advice", 3)
-    assert decision[1:] == (2, tmp_path / "checkpoints" / "step-00000002")
-    assert RemoteStore(URL).complete() == ["step-00000001", "step-00000002"]
-    assert fetch_newest(URL, tmp_path) is None, "the run resumes from where it went back to"
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
@@ -151,36 +161,6 @@ def test_a_checkpoint_is_never_replaced_by_a_copy_of_itself(tmp_path: Path) -> N
     outcome = save(tmp_path, 1, a_run(checkpoint_to=f"file://{tmp_path}/checkpoints"))
     assert "is the checkpoint itself" in outcome.not_copied
     assert verify_checkpoint(tmp_path / "checkpoints" / "step-00000001").step == 1
-
-
-@pytest.fixture
-def fails_at(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Files of the names in this set cannot be copied."""
-    names: set[str] = set()
-    put = RemoteStore._put
-
-    def fails(self: RemoteStore, here: Path, name: str, there: str) -> None:
-        put(self, here, name, there)
-        if name in names:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(RemoteStore, "_put", fails)
-    return names
-
-
-def there() -> list[str]:
-    """Return the names of all folders at the URL, whether or not they are complete."""
-    remote = RemoteStore(URL)
-    found = remote.files.ls(remote.root, detail=True)
-    return sorted(Path(one["name"]).name for one in found if one["type"] == "directory")
-
-
-def test_nothing_is_left_of_a_copy_that_fails(tmp_path: Path, fails_at: set[str]) -> None:
-    """On a disk that was full once, half a copy would take what becomes free for ever."""
-    save(tmp_path, 1, a_run())
-    fails_at.add(MANIFEST)
-    assert "No space left on device" in save(tmp_path, 2, a_run()).not_copied
-    assert there() == ["step-00000001"]
 
 
 def test_what_a_killed_copy_has_left_is_removed_by_the_next(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from gridformer.data.side_texts import write_label_names
 from gridformer.evaluate.loading import load_model
 from gridformer.utils.errors import CheckpointError, DataError
 from gridformer.utils.files import regular_bytes
-from tests.support.checkpoints import save_model, small_run
+from tests.support.checkpoints import flip_a_bit, save_model, small_run
 from tests.support.data import sentences
 
 CPU = torch.device("cpu")
@@ -151,12 +151,6 @@ def test_a_tokenizer_of_another_model_is_refused(
         load_tokenizer(folder, manifest)
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-2] ^= 1
-    path.write_bytes(content)
-
-
 def linked(path: Path) -> None:
     path.rename(path.with_name("real"))
     path.symlink_to(path.with_name("real"))
@@ -165,7 +159,7 @@ def linked(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda folder: flip(folder / "tokenizer.json"), "its checksum is wrong"),
+        (lambda folder: flip_a_bit(folder / "tokenizer.json"), "its checksum is wrong"),
         (lambda folder: os.truncate(folder / KEPT / "merges.txt", 1), "it has 1 bytes, but 4"),
         (lambda folder: (folder / "labels.json").unlink(), "labels.json is missing"),
         (lambda folder: linked(folder / "labels.json"), "is a symbolic link"),

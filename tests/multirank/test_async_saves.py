@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
 from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint import save as saving
@@ -26,7 +22,15 @@ from gridformer.train.trainer import Trainer
 from tests.support.marks import full_unless
 from tests.support.multirank.layouts import n_of
 from tests.support.multirank.pool import RankFailed, WorkerPool
-from tests.support.multirank.runs import STEPS, losses, plan_of, title, train
+from tests.support.multirank.runs import (
+    STEPS,
+    assert_same_bits,
+    losses,
+    plan_of,
+    start_from,
+    title,
+    train,
+)
 
 IN_BACKWARD = {"update": "in_backward", "clip_by": "layer"}
 OFFLOAD = {"offload": "optimizer"}
@@ -91,24 +95,6 @@ def train_with_slow_files(plan: Plan) -> int:
     return beside
 
 
-def blocks_of(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
-    """Return every block of a checkpoint by name and offset."""
-    blocks = {}
-    for path in verify_checkpoint(folder).files:
-        with safe_open(folder / path, framework="pt") as file:
-            offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
-            for name in file.keys():  # noqa: SIM118 - it is no dictionary
-                blocks[name, str(offsets[name])] = file.get_tensor(name)
-    return blocks
-
-
-def assert_equal_bits(one: Path, other: Path) -> None:
-    want, got = blocks_of(one), blocks_of(other)
-    assert want.keys() == got.keys()
-    for key in want:
-        assert torch.equal(want[key], got[key]), (one.name, key)
-
-
 @pytest.mark.parametrize("case", full_unless(lambda case: case in CASES[:3], CASES), ids=name_of)
 def test_a_checkpoint_written_later_holds_the_values_of_its_step(
     pool: WorkerPool, token_folder: Path, tmp_path: Path, case: Case
@@ -122,15 +108,12 @@ def test_a_checkpoint_written_later_holds_the_values_of_its_step(
     assert set(late) == {STEPS - 1}, "the last save is waited for, the others are not"
     assert losses(beside) == losses(waited)
     for step in range(1, STEPS + 1):
-        folder = f"checkpoints/step-{step:08d}"
-        assert_equal_bits(waited / folder, beside / folder)
-    folder = "checkpoints/step-00000002"
-    shutil.copytree(beside / folder, resumed / folder)
-    shutil.copy(beside / "metrics.jsonl", resumed)
+        assert_same_bits(waited, beside, step)
+        verify_checkpoint(beside / f"checkpoints/step-{step:08d}")
+    start_from(beside, resumed, 2)
     pool.run(n, train, plan_of(token_folder, resumed, layout, **how))
     assert losses(resumed) == losses(waited)
-    folder = f"checkpoints/step-{STEPS:08d}"
-    assert_equal_bits(waited / folder, resumed / folder)
+    assert_same_bits(waited, resumed)
 
 
 def test_metrics_say_how_long_a_save_took_and_how_long_training_waited(
@@ -144,11 +127,11 @@ def test_metrics_say_how_long_a_save_took_and_how_long_training_waited(
     assert lines[3]["save_stall_s"] < took
 
 
-def fail_beside(plan: Plan, failing: int, when: Callable[[int], bool]) -> None:
-    """Train on one rank; one rank raises in the step after a save, whose files come late."""
+def fail_beside(plan: Plan, failing: int) -> None:
+    """Train on one rank; one raises in the fourth step, after a save whose files come late."""
 
     def step_of(trainer: Trainer, number: int) -> Any:
-        if when(number) and dist.get_rank() == failing:
+        if number == 3 and dist.get_rank() == failing:
             raised.set()
             raise ValueError("planted")
         return run_step(trainer, number)
@@ -164,10 +147,6 @@ def fail_beside(plan: Plan, failing: int, when: Callable[[int], bool]) -> None:
         train(plan)
 
 
-def at_the_fourth(number: int) -> bool:
-    return number == 3
-
-
 @pytest.mark.parametrize("failing", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_an_error_on_one_rank_waits_for_the_save_under_way(
     pool: WorkerPool, token_folder: Path, tmp_path: Path, failing: int
@@ -175,7 +154,7 @@ def test_an_error_on_one_rank_waits_for_the_save_under_way(
     """Its peers are in a collective meanwhile, so they must not be needed for the save."""
     plan = plan_of(token_folder, tmp_path, {"scheme": "single", "dp": 2}, save_every=3)
     with pytest.raises(RankFailed, match="planted"):
-        pool.run(2, fail_beside, plan, failing, at_the_fourth)
+        pool.run(2, fail_beside, plan, failing)
     (folder,) = (tmp_path / "checkpoints").iterdir()
     assert verify_checkpoint(folder).step == 3
 
@@ -198,6 +177,7 @@ def test_a_run_goes_on_elsewhere_from_copies_at_a_url(
     assert plan.resume_step == 4
     pool.run(4, train, plan)
     assert losses(there) == losses(whole)
-    folder = f"checkpoints/step-{STEPS:08d}"
-    assert_equal_bits(whole / folder, there / folder)
-    assert_equal_bits(whole / folder, tmp_path / "far" / f"step-{STEPS:08d}")
+    assert_same_bits(whole, there)
+    name = f"step-{STEPS:08d}"
+    shutil.copytree(tmp_path / "far" / name, tmp_path / "copy" / "checkpoints" / name)
+    assert_same_bits(whole, tmp_path / "copy")

@@ -20,6 +20,7 @@ from gridformer.config import TrainConfig
 from gridformer.train import saves
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import CheckpointError
+from tests.support.checkpoints import flip_a_bit
 from tests.support.multirank.pool import RankFailed, WorkerPool
 from tests.support.multirank.runs import STEPS, assert_same_run, plan_of, train
 
@@ -28,26 +29,16 @@ GRID = {"scheme": "megatron", "cols": 2}
 
 def flip(folder: Path) -> None:
     """Flip a bit in the file that the last rank wrote."""
-    path = sorted(folder.glob("*.safetensors"))[-1]
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 4
-    path.write_bytes(content)
+    flip_a_bit(sorted(folder.glob("*.safetensors"))[-1])
 
 
-def resumed(data: Path, out: Path, fallback: bool, **train: Any) -> Plan:
-    found = choose_checkpoint(TrainConfig(fallback=fallback), out)
-    assert found is not None
-    nothing = out.with_name("no such run")
-    settings = {"fallback": fallback, "save_every": 1, "keep_checkpoints": 9, **train}
-    plan = plan_of(data, nothing, GRID, **settings)
-    return replace(
-        plan,
-        out=out,
-        resume=found.folder,
-        resume_step=found.manifest.step,
-        older=found.older,
-        damaged=found.damaged,
-    )
+def resumed(data: Path, out: Path, **train: Any) -> Plan:
+    """Plan to resume with train.fallback, as long as only manifests and sizes are looked at."""
+    settings = {"fallback": True, "save_every": 1, "keep_checkpoints": 9, **train}
+    plan = replace(plan_of(data, out.with_name("no such run"), GRID, **settings), out=out)
+    chosen = choose_checkpoint(TrainConfig(fallback=True), out)
+    assert chosen is not None
+    return plan.resuming(chosen.folder, chosen.manifest, chosen.older, chosen.damaged)
 
 
 def test_ranks_agree_on_the_newest_intact_checkpoint(
@@ -63,7 +54,7 @@ def test_ranks_agree_on_the_newest_intact_checkpoint(
     flip(before)
     with pytest.raises(CheckpointError, match=r"is missing: train\.fallback=true resumes"):
         choose_checkpoint(TrainConfig(), out)
-    plan = resumed(token_folder, out, fallback=True)
+    plan = resumed(token_folder, out)
     assert (plan.resume, plan.resume_step) == (before, STEPS - 1)
     pool.run(2, train, plan)
     assert_same_run(whole, out)
@@ -105,7 +96,7 @@ def test_an_intact_copy_is_used_before_an_older_checkpoint(
     shutil.rmtree(folders[-1])
     flip(folders[-2])
     flip(folders[-3])
-    plan = resumed(token_folder, out, fallback=True, checkpoint_to=url)
+    plan = resumed(token_folder, out, checkpoint_to=url)
     assert plan.resume == folders[-2]
     pool.run(2, train_and_watch, plan)
     assert_same_run(whole, out)
@@ -121,7 +112,7 @@ def test_if_all_are_damaged_nothing_is_trained(
     pool.run(2, train, plan_of(token_folder, tmp_path, GRID, steps=2, save_every=1))
     for folder in (tmp_path / "checkpoints").iterdir():
         flip(folder)
-    plan = resumed(token_folder, tmp_path, fallback=True)
+    plan = resumed(token_folder, tmp_path)
     with pytest.raises(RankFailed, match=r"all 2 checkpoints of .* are damaged"):
         pool.run(2, train, plan)
     for folder in (tmp_path / "checkpoints").iterdir():

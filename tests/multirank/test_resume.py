@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import errno
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 from unittest.mock import patch
 
+import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from gridformer.checkpoint import checkpoint, find
 from gridformer.checkpoint import save as saving
-from gridformer.checkpoint.checkpoint import check_same_run
+from gridformer.checkpoint.checkpoint import check_same_run, data_start_of
 from gridformer.checkpoint.manifest import Manifest, read_manifest, verify_checkpoint
+from gridformer.data import TokenFolder, open_batches
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import CheckpointError
+from tests.support.checkpoints import flip_a_bit
 from tests.support.marks import full_unless
 from tests.support.multirank.layouts import GRIDS, n_of
 from tests.support.multirank.pool import RankFailed, WorkerPool
 from tests.support.multirank.runs import (
     MIDDLE,
     STEPS,
+    assert_same_bits,
     assert_same_run,
     losses,
     plan_of,
@@ -62,13 +66,14 @@ def train_and_fail(plan: Plan) -> None:
         train(plan)
 
 
+WIDE: dict[str, Any] = {"scheme": "optimus", "rows": 2, "cols": 3}
 SOME: list[dict[str, Any]] = [
     {"scheme": "single", "dp": 2},
     {"scheme": "megatron", "cols": 2, "dp": 2},
     {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
     {"scheme": "optimus", "rows": 2, "cols": 2},
     {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "pipelined", "stationary": "input"},
-    {"scheme": "optimus", "rows": 2, "cols": 3},
+    WIDE,
 ]
 SUPER: dict[str, Any] = {"scheme": "subgraph", "branches": 2, "dp": 2}
 FIRST: dict[str, Any] = {"scheme": "subgraph", "branches": 4, "common": "first"}
@@ -82,13 +87,7 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "broadcast", "stationary": "input"},
     ),
     (
-        {
-            "scheme": "optimus",
-            "rows": 2,
-            "cols": 3,
-            "schedule": "pipelined",
-            "stationary": "output",
-        },
+        {**WIDE, "schedule": "pipelined", "stationary": "output"},
         {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
     ),
     # From D&SP through a grid and cSub to one device, and layouts where some processes hold
@@ -113,14 +112,8 @@ SHAPES: list[dict[str, Any]] = [
     {"scheme": "subgraph", "branches": 2},
     {**SUPER, "common": "first"},
 ]
-MODES = ("replicate", "zero1", "fsdp")
-ALL = [
-    {**shape, "dp_mode": mode}
-    for shape in SHAPES
-    for mode in MODES
-    if mode == "replicate" or shape.get("dp", 1) > 1 or "branches" in shape
-]
-CUT = [layout for layout in ALL if layout["dp_mode"] != "replicate"]
+CUT = [{**shape, "dp_mode": mode} for shape in SHAPES for mode in ("zero1", "fsdp")]
+ALL = [{**shape, "dp_mode": "replicate"} for shape in SHAPES] + CUT
 THREE, INTERLEAVED = SHAPES[1], {"pp": 2, "stages_per_rank": 2, "micro_batches": 4}
 SOME += [*CUT, INTERLEAVED]
 QUICK = [FIRST, {**THREE, "dp_mode": "fsdp"}, INTERLEAVED]
@@ -142,13 +135,10 @@ def test_same_layout_is_bit_exact(
     assert plan.resume_step == MIDDLE
     pool.run(n_of(layout), train, plan)
     assert losses(resumed) == losses(whole)
-    want, got = stored(whole), stored(resumed)
-    assert want.keys() == got.keys()
-    for key in want:
-        assert torch.equal(want[key], got[key]), key
+    assert_same_bits(whole, resumed)
     if layout is INTERLEAVED:  # the table lies on both stages
         for table in ("model.tokens.weight", "exp_avg.tokens.weight"):
-            assert [name for name, _ in want].count(table) == 1
+            assert [name for name, _ in stored(whole)].count(table) == 1
 
 
 ONE: dict[str, Any] = {}
@@ -249,12 +239,6 @@ def test_each_step_is_saved_once(
     assert pool.run(1, train_and_count, plan) == [steps]
 
 
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 4
-    path.write_bytes(content)
-
-
 def test_ranks_share_the_checking_of_all_files(
     pool: WorkerPool, token_folder: Path, tmp_path: Path
 ) -> None:
@@ -274,12 +258,6 @@ def test_ranks_share_the_checking_of_all_files(
     pool.run(2, train, plan)
 
 
-def test_old_checkpoints_are_removed(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:
-    pool.run(1, train, plan_of(token_folder, tmp_path, {}, save_every=1, keep_checkpoints=2))
-    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert left == [f"step-{STEPS - 1:08d}", f"step-{STEPS:08d}"]
-
-
 def test_another_models_checkpoint_is_refused(
     pool: WorkerPool, token_folder: Path, tmp_path: Path
 ) -> None:
@@ -294,3 +272,59 @@ def test_another_models_checkpoint_is_refused(
         check_same_run(manifest, other, plan.resume)
     with pytest.raises(RankFailed, match="is of another model"):
         pool.run(1, train, Plan(other, tmp_path, plan.resume, MIDDLE, decide_run(other)))
+
+
+# ------------------------------------------------------------------ other data
+
+CHANGED, LATER = 2, 4  # the steps after which the data change, and at which the grid is left
+
+
+def changed_plan(data: Path, out: Path, layout: dict[str, Any], restart: bool = True) -> Plan:
+    """Plan what is left of a run with half the batch and shorter samples, as `train` does."""
+    plan = plan_of(data, out, layout, global_batch=12, save_every=1, keep_checkpoints=9)
+    values = plan.run.data.model_copy(update={"seq_len": 8, "restart": restart})
+    run = plan.run.model_copy(update={"data": values})
+    assert plan.resume is not None
+    manifest = read_manifest(plan.resume)
+    check_same_run(manifest, run, plan.resume)
+    return replace(plan, run=run, data_start=data_start_of(manifest, run))
+
+
+def test_what_resumes_with_other_data_is_exact(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    """One device, a grid, and a grid that one device takes over have the same losses."""
+    first = tmp_path / "first"
+    pool.run(1, train, plan_of(token_folder, first, {}, steps=CHANGED))
+    alone, grid, moved = (tmp_path / name for name in ("alone", "grid", "moved"))
+    for out in (alone, grid):
+        start_from(first, out, CHANGED)
+    plan = changed_plan(token_folder, alone, {})
+    assert plan.data_start == CHANGED
+    pool.run(1, train, plan)
+    pool.run(n_of(GRID), train, changed_plan(token_folder, grid, GRID))
+    start_from(grid, moved, LATER)
+    plan = changed_plan(token_folder, moved, {})
+    assert (plan.resume_step, plan.data_start) == (LATER, CHANGED), "it began anew only once"
+    pool.run(1, train, plan)
+    want = losses(alone)
+    assert list(want) == list(range(1, STEPS + 1))
+    for out in (grid, moved):
+        for step, got in losses(out).items():
+            assert got == pytest.approx(want[step], rel=1e-9), (out, step)
+    assert changed_plan(token_folder, alone, {}, restart=False).data_start == CHANGED
+
+    plan = plan_of(token_folder, first, {}, global_batch=12)
+    assert plan.resume is not None
+    manifest = read_manifest(plan.resume)
+    with pytest.raises(CheckpointError, match=r"global_batch is 12, there 24.*data\.restart=true"):
+        check_same_run(manifest, plan.run, plan.resume)
+
+
+def test_the_first_batch_is_that_of_a_new_run(token_folder: Path, tmp_path: Path) -> None:
+    run = plan_of(token_folder, tmp_path, {}).run
+    new = open_batches(run, TokenFolder.open(run.data.path), "train")
+    later = replace(new, start=7)
+    for step in range(3):
+        for key, value in new.batch(step).items():
+            assert np.array_equal(later.batch(step + 7)[key], value)

@@ -23,6 +23,13 @@ from gridformer.train.step import Stepper
 MODEL = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
 
 
+def flip_a_bit(path: Path) -> None:
+    """Flip a bit near the end of a file; called once more, it restores the file."""
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+
+
 def small_run(data: Path | str = "unused", model: Any = None, **train: Any) -> RunConfig:
     """Return the config of a small run; `model` changes keys of MODEL."""
     return parse_run({"model": {**MODEL, **(model or {})}, "data": {"path": str(data)},

@@ -157,24 +157,21 @@ def classifier(folder: Path, names: Sequence[str], eos: str, pad: str) -> Path:
 
 
 @pytest.mark.parametrize("case", CLASSIFIERS)
-def test_an_exported_classifier_pads_like_the_imported_one(case: str, tmp_path: Path) -> None:
+def test_a_classifier_pads_by_one_token(case: str, tmp_path: Path) -> None:
+    """As the imported one, or if it is tuned here: by the end of text only without another padding.
+
+    That is where such a classifier reads its class, so that it does not pad.
+    """
     theirs = classifier(tmp_path / "theirs", *CLASSIFIERS[case])
-    import_folder(theirs, tmp_path / "run")
+    run = import_folder(theirs, tmp_path / "run").run
     export_run(tmp_path / "run", tmp_path / "back")
     (ids_there, there), (ids_here, here) = map(padded_logits, (theirs, tmp_path / "back"))
     assert torch.equal(ids_here, ids_there)
     assert torch.equal(here, there)
-
-
-@pytest.mark.parametrize("case", CLASSIFIERS)
-def test_a_classifier_that_was_tuned_here_pads_by_one_token(case: str, tmp_path: Path) -> None:
-    """It is classified by the end of text if there is another padding, so that does not pad."""
-    theirs = classifier(tmp_path / "theirs", *CLASSIFIERS[case])
-    run = import_folder(theirs, tmp_path / "run").run
     (tmp_path / "out").mkdir()
-    found = write_tokenizer(tmp_path / "out", tmp_path / "run", run)
+    written = write_tokenizer(tmp_path / "out", tmp_path / "run", run)
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert found["pad_token_id"] == loaded.pad_token_id
+    assert written["pad_token_id"] == loaded.pad_token_id
     assert loaded.pad_token == ("<pad>" if case == "end of text" else CLASSIFIERS[case][-1])
 
 
@@ -247,39 +244,30 @@ def test_transformers_puts_special_tokens_where_the_model_has_read_them(
     assert back.encode_batch(TEXTS) == texts
 
 
-@pytest.mark.parametrize("task", ["pairs", "spans"])
-def test_sources_of_an_exported_t5_end(task: str, tmp_path: Path) -> None:
-    own = Tokenizer(bytes_with("<|endoftext|>"), "ours")
-    loaded, special = exported("t5", task, tmp_path / "run", own)
-    assert loaded(TEXTS[0]).input_ids == [*own.encode(TEXTS[0]), special.eos]
+END = "<|endoftext|>"
+# Special tokens, the one that begins documents (`prepare --bos`), and what is put around a text.
+AROUND: dict[str, tuple[str, str, tuple[str, ...], str | None, list[int], list[int]]] = {
+    "sources of a t5 end": ("t5", "pairs", (END,), None, [], [0]),
+    "also those with spans": ("t5", "spans", (END,), None, [], [0]),
+    "texts begin as documents did": ("llama", "causal", (END, "<start>"), "<start>", [1], []),
+    "or not at all": ("llama", "causal", (END, "<start>"), None, [], []),
+    "a name that is no type": ("llama", "causal", (END, "<a:b>"), "<a:b>", [], []),
+    "a name like a text's": ("llama", "causal", (END, "$s"), "$s", [], []),
+    "a tokenizer with its own way": ("bert", "classify", ("[CLS]", "[SEP]", "[X]"), None, [2], []),
+}
 
 
-def test_texts_of_a_run_begin_as_its_documents_did(tmp_path: Path) -> None:
-    """That of `prepare --bos`; without it nothing is put before a text."""
-    names = ("<|endoftext|>", "<start>")
-    own = Tokenizer(bytes_with(*names), "ours", None, "<start>")
-    loaded, _ = exported("llama", "causal", tmp_path / "run", own)
-    assert loaded(TEXTS[0]).input_ids == [1, *own.encode(TEXTS[0])]
-    plain = Tokenizer(bytes_with(*names), "ours")
-    loaded, _ = exported("llama", "causal", tmp_path / "plain", plain)
-    assert loaded(TEXTS[0]).input_ids == plain.encode(TEXTS[0])
-
-
-def test_a_tokenizer_that_puts_special_tokens_keeps_its_own_way(tmp_path: Path) -> None:
-    backend = bytes_with("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[X]")
-    backend.post_processor = processors.TemplateProcessing(
-        single="[X] $A", pair="[X] $A $B", special_tokens=[("[X]", 4)]
-    )
-    own = Tokenizer(backend, "ours")
-    loaded, _ = exported("bert", "classify", tmp_path / "run", own)
-    assert loaded(TEXTS[0]).input_ids == [4, *own.encode(TEXTS[0])]
-
-
-@pytest.mark.parametrize("name", ["<a:b>", "$s"])
-def test_a_name_that_cannot_be_put_around_texts(name: str, tmp_path: Path) -> None:
-    own = Tokenizer(bytes_with("<|endoftext|>", name), "ours", None, name)
-    loaded, _ = exported("llama", "causal", tmp_path / "run", own)
-    assert loaded(TEXTS[0]).input_ids == own.encode(TEXTS[0])
+@pytest.mark.parametrize("case", AROUND)
+def test_what_is_put_around_a_text(case: str, tmp_path: Path) -> None:
+    family, task, names, bos, before, after = AROUND[case]
+    backend = bytes_with(*names)
+    if "[X]" in names:
+        backend.post_processor = processors.TemplateProcessing(
+            single="[X] $A", pair="[X] $A $B", special_tokens=[("[X]", 2)]
+        )
+    own = Tokenizer(backend, "ours", None, bos)
+    loaded, _ = exported(family, task, tmp_path / "run", own)
+    assert loaded(TEXTS[0]).input_ids == [*before, *own.encode(TEXTS[0]), *after]
 
 
 def test_an_imported_classifier_reads_the_begin_of_text(tmp_path: Path) -> None:

@@ -116,22 +116,30 @@ def assert_same_run(whole: Path, moved: Path) -> None:
     assert evals[1] == pytest.approx(evals[0], rel=1e-9)
 
 
-def start_from(finished: Path, out: Path) -> None:
-    """Create a run directory as it was after MIDDLE steps."""
-    name = f"step-{MIDDLE:08d}"
+def start_from(finished: Path, out: Path, step: int = MIDDLE) -> None:
+    """Create a run directory as it was after some steps."""
+    name = f"step-{step:08d}"
     shutil.copytree(finished / "checkpoints" / name, out / "checkpoints" / name)
     shutil.copy(finished / "metrics.jsonl", out)
 
 
-def stored(out: Path) -> dict[tuple[str, str], torch.Tensor]:
-    """Return every block of the last checkpoint, parameters and moments, by name and offset."""
+def stored(out: Path, step: int = STEPS) -> dict[tuple[str, str], torch.Tensor]:
+    """Return every block of a checkpoint, parameters and moments, by name and offset."""
     blocks = {}
-    for path in (out / f"checkpoints/step-{STEPS:08d}").glob("*.safetensors"):
+    for path in (out / f"checkpoints/step-{step:08d}").glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
             for name in file.keys():  # noqa: SIM118 - it is no dictionary
                 blocks[name, str(offsets[name])] = file.get_tensor(name)
     return blocks
+
+
+def assert_same_bits(one: Path, other: Path, step: int = STEPS) -> None:
+    """Check that two runs have stored the same blocks at a step, bit by bit."""
+    want, got = stored(one, step), stored(other, step)
+    assert want.keys() == got.keys()
+    for key in want:
+        assert torch.equal(want[key], got[key]), (step, key)
 
 
 SIZE = {"n_layers": 2, "hidden_size": 24, "n_heads": 4, "max_seq_len": 64, "dropout": 0.1}
