@@ -7,9 +7,9 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -51,14 +51,9 @@ def saved(out: Path, step: int, kept: Kept, timeout_s: float = 60.0, ranks: int 
     manifest = manifest_of(step, 0, small_run())
     saves = [Save(LocalStore(out), manifest, i, N_RANKS, kept, timeout_s) for i in range(N_RANKS)]
     if saves[0].begin():
-        threads = [
-            threading.Thread(target=saves[i].run, args=(blocks_of(i, float(step)),))
-            for i in range(ranks)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(ranks) as pool:
+            for i in range(ranks):
+                pool.submit(saves[i].run, blocks_of(i, float(step)))
     for one in saves:
         one.wait_for_the_end()
     return saves[0].outcome
@@ -146,42 +141,31 @@ def test_the_oldest_checkpoint_makes_room_if_told_so(
     assert names(tmp_path) == ["0006"], "the last complete one is never removed"
 
 
-def last_save(out: Path, **how: Any) -> Saver:
-    """Save the last checkpoint of a run of one process."""
-    saver = Saver(out, small_run(**how.pop("train", {})), Axes(), **how)
-    saver.save(manifest_of(1, 0, small_run()), filled(0.0), last=True)
-    return saver
-
-
-def test_the_last_save_waits_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ends", ["space", "time", "stop", "error", "peer"])
+def test_the_last_save_waits_for_space_as_long_as_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
     """There is no next save, so the work would be lost."""
     monkeypatch.setattr(saver_module, "_RETRY_S", 0.02)
     told: list[str] = []
-    full_disk(monkeypatch, lambda name: len(told) < 3)
-    (outcome,) = last_save(tmp_path, no_space=told.append).news()
-    assert not outcome.failure
-    assert verify_checkpoint(tmp_path / "checkpoints" / "step-00000001").step == 1
-    assert len(told) == 3
-    assert all("no space left on device" in why for why in told)
-
-
-@pytest.mark.parametrize("why", ["time", "stop", "error", "peer"])
-def test_the_last_save_waits_no_longer_than_it_may(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
-    monkeypatch.setattr(saver_module, "_RETRY_S", 0.02)
-    told: list[str] = []
-    full_disk(monkeypatch, lambda name: True, errno.EIO if why == "error" else errno.ENOSPC)
-    how: dict[str, dict[str, Any]] = {
-        "time": {"train": {"full_disk_wait_s": 0.1}},
+    error = errno.EIO if ends == "error" else errno.ENOSPC
+    full_disk(monkeypatch, lambda name: ends != "space" or len(told) < 3, error)
+    how: dict[str, Any] = {
         "stop": {"seconds_left": lambda: 0.1 - len(told)},
-        "error": {},
         "peer": {"hopeless": lambda: len(told) == 1},
     }
-    with pytest.raises(SaveError, match="step 1 could not be saved: "):
-        last_save(tmp_path, no_space=told.append, **how[why])
-    assert len(told) in {"time": range(1, 6), "error": [0]}.get(why, [1])
-    assert names(tmp_path) == []
+    run = small_run(full_disk_wait_s=0.1) if ends == "time" else small_run()
+    saver = Saver(tmp_path, run, Axes(), no_space=told.append, **how.get(ends, {}))
+    if ends == "space":
+        saver.save(manifest_of(1, 0, run), filled(0.0), last=True)
+        assert not saver.news()[0].failure
+        assert verify_checkpoint(tmp_path / "checkpoints" / "step-00000001").step == 1
+    else:
+        with pytest.raises(SaveError, match="step 1 could not be saved: "):
+            saver.save(manifest_of(1, 0, run), filled(0.0), last=True)
+        assert names(tmp_path) == []
+    assert len(told) in {"space": [3], "time": range(1, 6), "error": [0]}.get(ends, [1])
+    assert all("no space left on device" in why for why in told)
 
 
 def test_another_error_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,22 +206,18 @@ def test_a_rank_that_was_killed_in_a_save_is_not_waited_for(
     """Otherwise the others would be waited for, as they save, and the run could not go on."""
     monkeypatch.setattr(saving, "_LOST_S", 0.2)
     manifest, kept = manifest_of(1, 0, small_run()), Kept(1)
-    saves = [Save(LocalStore(tmp_path), manifest, i, 2, kept, 600.0) for i in range(2)]
-    assert saves[0].begin()
-    for one in saves:
-        one.hopeless = lambda: True  # the launcher says so
-    waits = [
-        threading.Thread(target=saves[0].run, args=(blocks_of(0),)),  # for rank 1's note
-        threading.Thread(target=saves[1].wait_for_the_end),  # of a save that rank 0 never ends
-    ]
-    waits[0].start()
-    waits[0].join(60)
-    assert "1 of 2 ranks have not written their files (ranks 1)" in saves[0].outcome.failure
-    assert saves[1].has_ended()
-    assert saves[0].begin()
-    waits[1].start()
-    waits[1].join(60)
-    assert not any(one.is_alive() for one in waits)
+    first, other = (
+        Save(LocalStore(tmp_path), manifest, i, 2, kept, 600.0, hopeless=lambda: True)
+        for i in range(2)
+    )
+    began = time.monotonic()
+    assert first.begin()
+    first.run(blocks_of(0))  # waits for a note
+    assert "1 of 2 ranks have not written their files (ranks 1)" in first.outcome.failure
+    assert other.has_ended()
+    assert first.begin()
+    other.wait_for_the_end()  # of a save that the first rank never ends
+    assert time.monotonic() - began < 300.0
 
 
 def test_a_draft_that_was_given_up_is_not_made_again(tmp_path: Path) -> None:

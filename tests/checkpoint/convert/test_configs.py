@@ -102,9 +102,7 @@ def test_absent_keys_have_the_defaults_of_their_class() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"num_decoder_layers": None}, {"num_decoder_layers": 2}])
-def test_a_t5_without_a_number_of_decoder_layers_has_as_many_as_its_encoder(
-    given: dict[str, Any],
-) -> None:
+def test_a_t5_has_as_many_layers_in_its_decoder_if_nothing_says_it(given: dict[str, Any]) -> None:
     keys = ConfigKeys({**T5, **given})
     found = KINDS["t5"].read_config(keys, frozenset())["n_decoder_layers"]
     assert (found, keys.problems) == (given.get("num_decoder_layers") or 3, [])
@@ -154,8 +152,9 @@ def test_types_of_layers_that_contradict_the_window_of_a_mistral(window: int | N
 
 
 GPT2 = {"n_layer": 2, "n_embd": 48, "n_head": 4, "vocab_size": 211, "n_positions": 32}
-YARN = {"rope_type": "yarn", "factor": 2.0}
-KINDS_OF_LAYERS = "gridformer has only the same attention in all layers"
+LINEAR, HALF = {"layer_types": ["linear_attention"] * 3}, {"partial_rotary_factor": 0.5}
+YARN = {"rope_type": "yarn", "factor": 2.0, "mscale": 1, "mscale_all_dim": 1}
+SLIDING = {"use_sliding_window": True}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"activation_function": "relu"}, "relu: gridformer has only gelu_new or"),
     ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings=false: gridformer has only true"),
@@ -168,46 +167,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"attention_bias": True}, "attention_bias=true: gridformer has only false"),
     ("llama", {"mlp_bias": True}, "mlp_bias=true: gridformer has only false"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu: gridformer has only silu"),
-    (
-        "llama",
-        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-        "rope_type=dynamic: gridformer has only default, linear, llama3 or yarn",
-    ),
-    (
-        "llama",
-        {"rope_scaling": {**YARN, "mscale": 1, "mscale_all_dim": 1}},
-        "mscale=1: gridformer has only attention_factor",
-    ),
-    (
-        "llama",
-        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-        "partial_rotary_factor=0.5: gridformer has only 1.0",
-    ),
-    (
-        "llama",
-        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-        "rope_parameters={'full_attention': {'rope_type': 'default'}}: gridformer has the same "
-        "in all layers",
-    ),
-    (
-        "qwen2",
-        {"use_sliding_window": True, "max_window_layers": 2},
-        f"layers of several kinds (full_attention, sliding_attention): {KINDS_OF_LAYERS}",
-    ),
-    (
-        "mistral",
-        {"layer_types": ["linear_attention"] * 3},
-        f"layers of several kinds (linear_attention): {KINDS_OF_LAYERS}",
-    ),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic"}}, "dynamic: gridformer has only default,"),
+    ("llama", {"rope_scaling": YARN}, "mscale=1: gridformer has only attention_factor"),
+    ("llama", {"rope_parameters": HALF}, "partial_rotary_factor=0.5: gridformer has only 1.0"),
+    ("llama", {"rope_parameters": {"full": {}}}, "={'full': {}}: gridformer has the same in all"),
+    ("qwen2", {**SLIDING, "max_window_layers": 2}, "kinds (full_attention, sliding_attention): "),
+    ("mistral", LINEAR, "kinds (linear_attention): gridformer has only the same attention in all"),
     ("qwen2", {"num_attention_heads": {}}, "num_attention_heads={} is not a number"),
     ("qwen2", {"head_dim": [[]]}, "head_dim=[[]] is not a number"),
-    (
-        "qwen2",
-        {"use_sliding_window": True, "max_window_layers": "x"},
-        "max_window_layers=x is not a number",
-    ),
+    ("qwen2", {**SLIDING, "max_window_layers": "x"}, "max_window_layers=x is not a number"),
     ("qwen2", {"layer_types": 1e308}, "layer_types=1e+308 is not a list"),
-    ("qwen2", {"layer_types": [{}], "use_sliding_window": True}, "layers of several kinds ({})"),
+    ("qwen2", {"layer_types": [{}], **SLIDING}, "layers of several kinds ({})"),
     ("qwen2", {"rope_parameters": {"rope_type": []}}, "rope_type=[]: gridformer has only default"),
     ("qwen2", {"architectures": 5, "id2label": 5}, "id2label=5 is not a mapping"),
 ]

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.checkpoint import check_same_run
@@ -59,25 +58,20 @@ def changed(folder: Path, change: Change, name: str = "config.json") -> None:
     (folder / name).write_text(json.dumps(values))
 
 
-def with_tensors(folder: Path, change: Callable[[str, dict[str, Tensor]], Any]) -> None:
-    """Change the tensors of a file, given the name of the first one."""
-    tensors = load_file(shard(folder))
-    change(min(tensors), tensors)
-    save_file(tensors, shard(folder))
-
-
-def to_sink(name: str, tensors: dict[str, Any]) -> None:
-    tensors["transformer.h.0.attn.sink"] = tensors.pop(name)
-
-
 def renamed(folder: Path) -> None:
-    name = min(load_file(shard(folder)))
-    with_tensors(folder, to_sink)
-    changed(folder, lambda index: to_sink(name, index["weight_map"]), INDEX)
+    tensors = load_file(shard(folder))
+    name, other = min(tensors), "transformer.h.0.attn.sink"
+    tensors[other] = tensors.pop(name)
+    save_file(tensors, shard(folder))
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][other] = index["weight_map"].pop(name)
+    (folder / INDEX).write_text(json.dumps(index))
 
 
-def to_int8(name: str, tensors: dict[str, Tensor]) -> None:
-    tensors[name] = tensors[name].to(torch.int8)
+def to_int8(folder: Path) -> None:
+    tensors = load_file(shard(folder))
+    name = min(tensors)
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, shard(folder))
 
 
 def outside(index: dict[str, Any]) -> None:
@@ -109,10 +103,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         lambda folder: changed(folder, outside, INDEX),
         ["names a file outside its folder"],
     ),
-    "quantized tensors": (
-        lambda folder: with_tensors(folder, to_int8),
-        ["{first} has the type I8"],
-    ),
+    "quantized tensors": (to_int8, ["{first} has the type I8"]),
     "another kind": (
         of_config(model_type="mamba"),
         ["model_type=mamba is not supported: gridformer has gpt2"],
