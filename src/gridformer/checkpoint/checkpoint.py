@@ -113,17 +113,20 @@ def load(
     from gridformer.checkpoint.safetensors_file import read_blocks
 
     manifest = verified or verify_checkpoint(folder, part=axes.world.index, n_parts=axes.world.size)
-    shards: dict[str, tuple[Tensor, ParamShard]] = {
-        f"{PARAMETER}{name}": (stored(parameter), shard_of(stored(parameter)))
-        for name, parameter in model.named_parameters()
-    }
+    wanted = {f"{PARAMETER}{name}": block for name, block in stored_blocks(model).items()}
     if optimizer is not None:
         optimizer.allocate(manifest.step - manifest.skipped)
-        shards |= _moments(model, optimizer)
+        moments = _moments(model, optimizer).items()
+        wanted |= {name: TensorBlock.of(*shard) for name, shard in moments}
     with torch.no_grad():
-        wanted = {name: TensorBlock.of(*shard) for name, shard in shards.items()}
         read_blocks(wanted, folder, manifest.index)
     return manifest
+
+
+def stored_blocks(model: nn.Module) -> dict[str, TensorBlock]:
+    """Returns the blocks of all parameters that this rank holds, by name."""
+    held = {name: stored(parameter) for name, parameter in model.named_parameters()}
+    return {name: TensorBlock.of(local, shard_of(local)) for name, local in held.items()}
 
 
 def shards_of(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, ParamShard]]:

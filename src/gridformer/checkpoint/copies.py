@@ -222,10 +222,9 @@ def clash(url: str, run_dir: Path) -> str:
     if folder is None:
         return ""
     there, out, own = folder.resolve(), run_dir.resolve(), (run_dir / "checkpoints").resolve()
-    clashes = there in (out, own) or own in there.parents
-    if there in own.parents:  # a copy is made in a folder of such a name, which is emptied before
-        clashes = clashes or bool(STEP_FOLDER.fullmatch(own.relative_to(there).parts[0]))
-    if not clashes:
+    # A copy is made in a folder of such a name, which is emptied before.
+    emptied = there in own.parents and STEP_FOLDER.fullmatch(own.relative_to(there).parts[0])
+    if not (there in (out, own) or own in there.parents or emptied):
         return ""
     return (
         f"train.checkpoint_to={url} is where the run itself writes, as its directory is {run_dir}, "

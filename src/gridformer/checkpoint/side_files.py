@@ -99,12 +99,20 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
     root = root_of(folder)
     check_has_tokenizer(root)
     tokenizer = Tokenizer.load(root / TOKENIZER)
-    if problem := _of_another_model(tokenizer, manifest):
-        raise DataError(
-            f"{root / TOKENIZER} is that of another model than {folder}, {problem}: replace it by "
-            "the one of the model"
-        )
-    return tokenizer
+    n, trained_with = tokenizer.vocab_size, manifest.data.vocabulary if manifest.data else None
+    # Imported models may lack rows for special tokens that were added later and never occur.
+    ordinary = {*tokenizer.vocabulary.values()} - tokenizer.special_ids
+    largest, rows = max(ordinary, default=0), manifest.model.vocab_size
+    if trained_with not in (None, n):
+        why = f"it has {n} tokens, and that of training had {trained_with}"
+    elif largest >= rows:
+        why = f"it has the token {largest}, and the model only {rows}"
+    else:
+        return tokenizer
+    raise DataError(
+        f"{root / TOKENIZER} is that of another model than {folder}, as {why}: replace it by the "
+        "one of the model"
+    )
 
 
 def ids_of_ends(root: Path) -> frozenset[int]:
@@ -128,14 +136,3 @@ def check_has_tokenizer(root: Path) -> None:
             f"{root} has no {TOKENIZER}, which generation and evaluation need: copy the one of the "
             "model there"
         )
-
-
-def _of_another_model(tokenizer: Tokenizer, manifest: Manifest) -> str:
-    """Returns by what a tokenizer is not that of a model, as the end of a sentence."""
-    trained_with = manifest.data.vocabulary if manifest.data else None
-    if trained_with not in (None, tokenizer.vocab_size):
-        return f"as it has {tokenizer.vocab_size} tokens, and that of training had {trained_with}"
-    # Imported models may lack rows for special tokens that were added later and never occur.
-    ordinary = {*tokenizer.vocabulary.values()} - tokenizer.special_ids
-    largest, rows = max(ordinary, default=0), manifest.model.vocab_size
-    return f"as it has the token {largest}, and the model only {rows}" if largest >= rows else ""

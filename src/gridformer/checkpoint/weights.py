@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from gridformer.checkpoint import find
-from gridformer.checkpoint.blocks import PARAMETER, TensorBlock
+from gridformer.checkpoint.blocks import PARAMETER
+from gridformer.checkpoint.checkpoint import stored_blocks
 from gridformer.checkpoint.manifest import KEPT, advice_for_readers, verify_checkpoint
 from gridformer.checkpoint.safetensors_file import read_blocks
 from gridformer.checkpoint.side_files import root_of
@@ -23,8 +24,6 @@ from gridformer.config import ModelConfig, RunConfig
 from gridformer.data import Tokenizer
 from gridformer.mesh import Axes
 from gridformer.models import Model
-from gridformer.parallel.data.zero import stored
-from gridformer.parallel.sharding import shard_of
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.units import format_value
 
@@ -124,13 +123,13 @@ def load_initial_weights(start: InitialWeights, model: Model, axes: Axes) -> Non
     with advice_for_readers(folder):
         manifest = verify_checkpoint(folder, part=axes.world.index, n_parts=axes.world.size)
     wanted = {}
-    for name, parameter in model.named_parameters():
-        if name in start.fresh:
-            continue
-        block = TensorBlock.of(stored(parameter), shard_of(stored(parameter)))
-        if name in start.rows:
-            block = _with_rows(block, start.rows[name][0])
-        wanted[f"{PARAMETER}{start.renamed.get(name, name)}"] = block
+    for name, block in stored_blocks(model).items():
+        if name in start.rows:  # only a part lies in the table there
+            n_rows = start.rows[name][0]
+            tensor = block.tensor[: max(0, n_rows - block.offset[0])]
+            block = replace(block, tensor=tensor, size=(n_rows, *block.size[1:]))
+        if name not in start.fresh:
+            wanted[f"{PARAMETER}{start.renamed.get(name, name)}"] = block
     with torch.no_grad(), advice_for_readers(folder):
         read_blocks(wanted, folder, manifest.index)
 
@@ -146,12 +145,6 @@ def keep_files(start: InitialWeights, out: Path) -> None:
         return
     if Tokenizer.load(there / name).vocabulary == Tokenizer.load(out / name).vocabulary:
         shutil.copytree(there, out / KEPT)
-
-
-def _with_rows(block: TensorBlock, n_rows: int) -> TensorBlock:
-    """Returns the part of a block that lies in a table with that number of rows."""
-    here = max(0, min(block.tensor.shape[0], n_rows - block.offset[0]))
-    return replace(block, tensor=block.tensor[:here], size=(n_rows, *block.size[1:]))
 
 
 def _differences(there: ModelConfig, here: ModelConfig) -> list[str]:

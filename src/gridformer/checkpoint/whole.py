@@ -120,12 +120,8 @@ def write_in_files(
 ) -> dict[str, tuple[list[str], FileEntry]]:
     """Writes tensors, in their order, into files of at most `most` bytes each, or of one tensor.
 
-    Args:
-        name_of: Returns the name of a file, given its number and how many there are.
-        metadata: Returns what its header says besides, given the names of its tensors.
-
-    Returns:
-        By the names of files, the names of their tensors, their sizes and checksums.
+    `name_of` returns the name of a file, given its number and how many there are, and `metadata`
+    what its header says besides, given its tensors. The result has those tensors by file.
     """
     groups: list[list[str]] = [[]]
     used = 0

@@ -197,4 +197,4 @@ def test_a_model_that_no_kind_has_says_why() -> None:
     both = model.model_copy(update={"qkv_bias": True, "qk_norm": True, "window": 3})
     told = [KINDS[name].write_config(both) for name in LLAMAS]
     assert all(isinstance(one, list) and one for one in told)
-    assert "window=3: a llama has none" in told[0]
+    assert "window=3: a llama has window=0" in told[0]

@@ -9,15 +9,6 @@ from typing import Any
 
 from gridformer.checkpoint.convert.table import ConfigKeys, Key, Kind, rows
 from gridformer.config import ModelConfig, any_of
-from gridformer.utils.units import format_value
-
-
-def _head_dim(model: ModelConfig) -> list[str]:
-    if model.head_width * model.n_heads == model.hidden_size:
-        return []
-    width = model.hidden_size // model.n_heads
-    return [f"head_dim={model.head_dim}: in transformers it is hidden_size / n_heads, {width}"]
-
 
 _GPT2_ROWS = rows(
     """
@@ -63,16 +54,10 @@ GPT2 = Kind(
         "tie_word_embeddings": (True,),
     },
     prefix="transformer.",
-    unlike=_head_dim,
+    heads="fill",
     skipped=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
     repeats={"lm_head.weight": "transformer.wte.weight"},
 )
-
-
-def _unlike_bert(model: ModelConfig) -> list[str]:
-    position = model.norm_position
-    post = [f"norm_position={position}: transformers' BERT has only post"] * (position != "post")
-    return post + _head_dim(model)
 
 
 _BERT_ROWS = rows(
@@ -133,7 +118,8 @@ BERT = Kind(
         "sentence_pair": _NEXT_SENTENCE in names
         and not {"classifier.weight", "qa_outputs.weight"} & names
     },
-    unlike=_unlike_bert,
+    always={"norm_position": "post"},
+    heads="fill",
     skipped=(r"bert\.embeddings\.(position_ids|token_type_ids)",),
     repeats={
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
@@ -308,7 +294,12 @@ def _llama(name: str, traits: _Traits) -> Kind:
         fixed={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
         prefix="model.",
         read=partial(_read_llama, traits),
-        unlike=partial(_unlike_llama, name, traits),
+        always={
+            "qkv_bias": traits.qkv_bias,
+            "qk_norm": traits.qk_norm,
+            **({"window": 0} if traits.window == "none" else {}),
+        },
+        heads="divide" if name == "llama" else "any",
         renamed=lambda model, tensor: (
             tensor.replace("model.", traits.answering) if model.span_head else tensor
         ),
@@ -395,25 +386,9 @@ def _write_scaling(model: ModelConfig) -> dict[str, Any] | None:
     """Returns `rope_scaling`, which old and new versions of transformers read."""
     if (scaling := model.rope_scaling) is None:
         return None
-    values = {key: getattr(scaling, key) for keys in _SCALINGS[scaling.kind] for key in keys}
-    values = {key: value for key, value in values.items() if value is not None}
+    keys = [key for keys in _SCALINGS[scaling.kind] for key in keys]
+    values = {key: value for key in keys if (value := getattr(scaling, key)) is not None}
     return {"rope_type": scaling.kind, **values}
-
-
-def _unlike_llama(kind: str, traits: _Traits, model: ModelConfig) -> list[str]:
-    problems = [
-        f"{key}={format_value(getattr(model, key))}: a {kind} has {key}={format_value(here)}"
-        for key, here in (("qkv_bias", traits.qkv_bias), ("qk_norm", traits.qk_norm))
-        if getattr(model, key) != here
-    ]
-    if model.window and traits.window == "none":
-        problems.append(f"window={model.window}: a {kind} has none")
-    if kind == "llama" and model.hidden_size % model.n_heads:
-        problems.append(
-            f"hidden_size={model.hidden_size}: for a llama transformers wants a multiple of "
-            f"n_heads={model.n_heads}"
-        )
-    return problems
 
 
 _LLAMAS = (

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gridformer.config import FINE_TUNING, TASKS, Family, ModelConfig, Task, any_of
+from gridformer.utils.units import format_value
 
 Shape = tuple[int, ...]
 
@@ -326,8 +327,9 @@ class Kind:
     read: Callable[[ConfigKeys, Mapping[str, Any], frozenset[str]], dict[str, Any]] = (
         lambda keys, read, names: {}
     )
-    # Returns what a model of ours has that this kind has not, one phrase each.
-    unlike: Callable[[ModelConfig], list[str]] = lambda model: []
+    always: Mapping[str, Any] = field(default_factory=dict)  # keys of all its ModelConfigs
+    # How wide heads may be: they fill hidden_size, or it is a multiple of their number at least.
+    heads: Literal["any", "divide", "fill"] = "any"
     skipped: tuple[str, ...] = ()  # regular expressions of tensors that are not parameters
     # Tensors that repeat one of the table where the table does not have them, and which; and what
     # to do about one that differs from it.
@@ -368,6 +370,22 @@ class Kind:
         (labels,) = (row for row in self.rows if row.ours.startswith("classifier.labels"))
         heads = read_heads(keys, names, labels.named(labels.theirs)[0])
         return read | self.read(keys, read, names) | heads
+
+    def unlike(self, model: ModelConfig) -> list[str]:
+        """Returns what a model of ours has that this kind has not, one phrase each."""
+        problems = [
+            f"{key}={format_value(getattr(model, key))}: a {self.model_type} has "
+            f"{key}={format_value(value)}"
+            for key, value in self.always.items()
+            if getattr(model, key) != value
+        ]
+        h, n = model.hidden_size, model.n_heads
+        if self.heads == "fill" and model.head_width * n != h:
+            wanted = f"in transformers it is hidden_size / n_heads, {h // n}"
+            problems.append(f"head_dim={model.head_dim}: {wanted}")
+        if self.heads == "divide" and h % n:
+            problems.append(f"hidden_size={h}: transformers wants a multiple of n_heads={n}")
+        return problems
 
     def write_config(self, model: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
         """Returns their config.json of a model that has learned a task, without `model_type`.
