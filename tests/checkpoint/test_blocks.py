@@ -61,23 +61,17 @@ def saved(tmp_path: Path) -> tuple[Path, BlockIndex]:
     return tmp_path, joined_index(parts)
 
 
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the names of files that are opened from now on."""
-    found: list[str] = []
-    real = safetensors_file.opened_file
-
-    def noted(path: Path) -> Any:
-        found.append(path.name)
-        return real(path)
-
-    monkeypatch.setattr(safetensors_file, "opened_file", noted)
-    return found
-
-
 def test_a_load_opens_the_files_that_it_needs(
     saved: tuple[Path, BlockIndex], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = opened(monkeypatch)
+    names: list[str] = []
+    opened_file = safetensors_file.opened_file
+
+    def noted(path: Path) -> Any:
+        names.append(path.name)
+        return opened_file(path)
+
+    monkeypatch.setattr(safetensors_file, "opened_file", noted)
     local = torch.zeros(2, 4).t()  # stored transposed; rows 1 to 4, columns 2 and 3
     read_blocks({"a": TensorBlock.of(local, ParamShard(SIZE, (1, 2)))}, *saved)
     assert torch.equal(local, whole()[1:5, 2:4])

@@ -96,17 +96,22 @@ def test_averages_and_imports_have_them_too(
     shutil.rmtree(tmp_path / "back")
     export_run(alone, tmp_path / "again")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        found, want = (tmp_path / one / name for one in ("again", "theirs"))
-        assert json.loads(found.read_text()) == json.loads(want.read_text())
+        got, want = (tmp_path / one / name for one in ("again", "theirs"))
+        assert json.loads(got.read_text()) == json.loads(want.read_text())
+
+
+def with_side_files(folder: Path, side_files: dict[str, Any]) -> None:
+    """Let the manifest of a checkpoint name these side files."""
+    content = json.loads((folder / MANIFEST).read_text())
+    del content["checksum"]
+    (folder / MANIFEST).write_text(json.dumps({**content, "side_files": side_files}))
 
 
 def earlier(folder: Path) -> None:
     """Turn a checkpoint into one of an earlier version, which has no side files."""
     for name in read_manifest(folder).side_files:
         (folder / name).unlink()
-    content = json.loads((folder / MANIFEST).read_text())
-    del content["side_files"], content["checksum"]
-    (folder / MANIFEST).write_text(json.dumps(content))
+    with_side_files(folder, {})
 
 
 def test_only_a_run_directory_helps_checkpoints_of_earlier_versions(
@@ -177,10 +182,7 @@ def test_damage_is_found(run_dir: Path, token_folder: Path, damage: Any, told: s
 @pytest.mark.parametrize("name", ["../tokenizer.json", "/etc/passwd", "a/b", f"{KEPT}/../x", ""])
 def test_no_file_outside_a_checkpoint_is_read(run_dir: Path, token_folder: Path, name: str) -> None:
     folder = save(run_dir, token_folder)
-    content = json.loads((folder / MANIFEST).read_text())
-    del content["checksum"]
-    content["side_files"][name] = {"bytes": 1, "crc32": 1}
-    (folder / MANIFEST).write_text(json.dumps(content))
+    with_side_files(folder, {name: {"bytes": 1, "crc32": 1}})
     with pytest.raises(CheckpointError, match="is not the name of a small file in its folder"):
         verify_checkpoint(folder)
 

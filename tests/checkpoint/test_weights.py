@@ -40,15 +40,12 @@ def begun(
 
 
 def test_all_weights_are_taken(tmp_path: Path) -> None:
+    assert weights.start_of(small_run()) is None
     source = saved(tmp_path)
     start, made, _ = begun(tmp_path, {"dropout": 0.5})
     assert (start.rows, start.fresh) == ({}, ())
     for (name, got), want in zip(made.named_parameters(), source.parameters()):
         assert torch.equal(got, want), name
-
-
-def test_runs_begin_with_random_weights_by_default() -> None:
-    assert weights.start_of(small_run()) is None
 
 
 @pytest.mark.parametrize(("there", "here"), [(11, 14), (14, 11)])
@@ -149,11 +146,11 @@ def test_the_mean_of_the_last_checkpoints(
     assert average_run(run_dir, tmp_path / "mean", len(steps)) == steps
     for name in ("tokenizer.json", "labels.json"):
         assert (tmp_path / "mean" / name).read_text(encoding="utf-8") == "kept"
-    found = built(RUN, 4)
-    manifest = checkpoint.load(find.newest(tmp_path / "mean"), found, None, Axes())
+    loaded = built(RUN, 4)
+    manifest = checkpoint.load(find.newest(tmp_path / "mean"), loaded, None, Axes())
     assert (manifest.step, manifest.tokens, manifest.weights_only) == (3, 24, True)
     averaged = [built(RUN, step) for step in steps]
-    for mean, *some in zip(*(m.parameters() for m in (found, *averaged))):
+    for mean, *some in zip(*(m.parameters() for m in (loaded, *averaged))):
         assert torch.equal(mean, (sum(one.double() for one in some) / len(some)).float())
     assert not read_manifest(find.newest(run_dir)).weights_only
 
@@ -167,10 +164,10 @@ def test_a_run_removes_a_checkpoint_while_it_is_read(
     gone = f"{folders[2]} is no longer there: a run that goes on keeps only its newest checkpoints"
 
     def then_removed(folder: Path, contents: bool = True) -> Manifest:
-        found = verify(folder, contents)
+        manifest = verify(folder, contents)
         if folder == folders[2]:
             shutil.rmtree(folder)
-        return found
+        return manifest
 
     shutil.copytree(run_dir, tmp_path / "copy")
     monkeypatch.setattr(loading, "verify_checkpoint", then_removed)

@@ -66,11 +66,11 @@ def train_with_slow_files(plan: Plan) -> int:
 
     def step_of(trainer: Trainer, number: int) -> Any:
         nonlocal steps
-        found = run_step(trainer, number)
+        result = run_step(trainer, number)
         with done:
             steps += 1
             done.notify_all()
-        return found
+        return result
 
     def late(file: BinaryIO, blocks: Any) -> tuple[int, int]:
         nonlocal beside

@@ -101,8 +101,8 @@ def test_an_intact_copy_is_used_before_an_older_checkpoint(
     pool.run(2, train_and_watch, plan)
     assert_same_run(whole, out)
     names = [folder.name for folder in folders]
-    found = sorted(path.name for path in (out / "checkpoints").iterdir())
-    assert found == [f"damaged-{names[-2]}", *names], "the one before it is not looked at"
+    left = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert left == [f"damaged-{names[-2]}", *names], "the one before it is not looked at"
     assert RemoteStore(url).complete() == names
 
 

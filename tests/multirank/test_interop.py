@@ -23,17 +23,10 @@ from tests.support.multirank.layouts import Layout, n_of
 from tests.support.multirank.pool import WorkerPool
 
 CPU = torch.device("cpu")
-MODEL = ModelConfig(n_layers=2, hidden_size=24, n_heads=12, vocab_size=104, max_seq_len=12)
+SIZES: dict[str, Any] = {"n_layers": 2, "hidden_size": 24, "n_heads": 12, "max_seq_len": 12}
+MODEL = ModelConfig(**SIZES, vocab_size=104)
 # No layout below divides these words and heads of keys evenly.
-UNEVEN = ModelConfig(
-    family="llama",
-    n_layers=2,
-    hidden_size=24,
-    n_heads=12,
-    n_kv_heads=3,
-    vocab_size=101,
-    max_seq_len=12,
-)
+UNEVEN = ModelConfig(**SIZES, family="llama", n_kv_heads=3, vocab_size=101)
 GRID: Layout = {"scheme": "optimus", "rows": 2, "cols": 2}
 SHARDED: Layout = {"scheme": "megatron", "cols": 2, "dp": 2, "dp_mode": "fsdp"}
 LAYOUTS: list[Layout] = [

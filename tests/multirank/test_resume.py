@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gridformer.checkpoint import checkpoint, find
 from gridformer.checkpoint import save as saving
 from gridformer.checkpoint.checkpoint import check_same_run, data_start_of
-from gridformer.checkpoint.manifest import Manifest, read_manifest, verify_checkpoint
+from gridformer.checkpoint.manifest import read_manifest, verify_checkpoint
 from gridformer.data import TokenFolder, open_batches
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.plan import Plan
@@ -196,10 +196,10 @@ def test_a_last_save_that_fails_leaves_the_checkpoint_before(
     pool.run(4, train, plan_of(token_folder, whole, layout))
     with pytest.raises(RankFailed, match=r"SaveError: the checkpoint of step 5 could not be saved"):
         pool.run(4, train_and_fail, plan_of(token_folder, crashed, layout))
-    found = find.latest(crashed)
-    assert found is not None
-    assert found.name == f"step-{MIDDLE:08d}"
-    verify_checkpoint(found)
+    newest = find.latest(crashed)
+    assert newest is not None
+    assert newest.name == f"step-{MIDDLE:08d}"
+    verify_checkpoint(newest)
     pool.run(4, train, plan_of(token_folder, crashed, layout))
     assert losses(crashed) == losses(whole)
     left = sorted(path.name for path in (crashed / "checkpoints").iterdir())
@@ -218,16 +218,9 @@ def test_tokens_are_counted_on(pool: WorkerPool, token_folder: Path, tmp_path: P
 
 def train_and_count(plan: Plan) -> list[int]:
     """Return the steps that this rank saved."""
-    saved = []
-
-    def counting(step: int, *rest: Any) -> Manifest:
-        saved.append(step)
-        return manifest_of(step, *rest)
-
-    manifest_of = checkpoint.manifest_of
-    with patch.object(checkpoint, "manifest_of", counting):
+    with patch.object(checkpoint, "manifest_of", wraps=checkpoint.manifest_of) as made:
         train(plan)
-    return saved
+    return [call.args[0] for call in made.call_args_list]
 
 
 @pytest.mark.parametrize(("every", "steps"), [(2, [2, 4, 5]), (5, [5])])

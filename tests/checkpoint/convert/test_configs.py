@@ -104,9 +104,9 @@ def test_absent_keys_have_the_defaults_of_their_class() -> None:
 @pytest.mark.parametrize("given", [{}, {"num_decoder_layers": None}, {"num_decoder_layers": 2}])
 def test_a_t5_has_as_many_layers_in_its_decoder_if_nothing_says_it(given: dict[str, Any]) -> None:
     keys = ConfigKeys({**T5, **given})
-    found = KINDS["t5"].read_config(keys, frozenset())["n_decoder_layers"]
-    assert (found, keys.problems) == (given.get("num_decoder_layers") or 3, [])
-    assert found == transformers.T5Config(**T5, **given).num_decoder_layers
+    n_layers = KINDS["t5"].read_config(keys, frozenset())["n_decoder_layers"]
+    assert (n_layers, keys.problems) == (given.get("num_decoder_layers") or 3, [])
+    assert n_layers == transformers.T5Config(**T5, **given).num_decoder_layers
 
 
 def test_old_and_new_files_of_rotary_positions() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,14 @@ Change = Callable[[dict[str, Any]], Any]
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of two layers in several files."""
-    folder = save(their_model("gpt2"), tmp_path_factory.mktemp("hf"), sharded=True)
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return save(their_model("gpt2"), tmp_path_factory.mktemp("hf"), sharded=True)
 
 
 @pytest.fixture
-def folder(original: dict[str, bytes], tmp_path: Path) -> Path:
-    there = tmp_path / "theirs"
-    there.mkdir()
-    for name, content in original.items():
-        (there / name).write_bytes(content)
-    return there
+def folder(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "theirs"))
 
 
 def refusal(folder: Path) -> str:

@@ -42,15 +42,8 @@ QUICK = ("gpt2", "bert", "llama", "qwen2")  # all forms, and heads that are tied
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
-
-
-def stored(run_dir: Path) -> dict[str, bytes]:
-    folder = find.newest(run_dir)
-    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    return {name: tensor for file in files for name, tensor in file.items()}
 
 
 def same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
@@ -61,20 +54,14 @@ def same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 # Kinds are told apart by what they have; a Mistral without a window remains one.
-OTHERS: list[tuple[str, dict[str, Any]]] = [
+LLAMA3 = RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=8)
+YARN = RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=16)
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((kind, {}) for kind in KINDS),
     ("qwen3", {"tied_head": True, "head_dim": 16, "window": 7}),
-    (
-        "llama",
-        {"n_kv_heads": 4, "rope_theta": 5e5, "rope_scaling": RopeScaling(
-            kind="llama3", factor=8.0, original_max_position_embeddings=8)},
-    ),
-    (
-        "mistral",
-        {"window": 0, "rope_scaling": RopeScaling(
-            kind="yarn", factor=4.0, original_max_position_embeddings=16)},
-    ),
-]  # fmt: skip
-CASES = [*((kind, {}) for kind in KINDS), *OTHERS]
+    ("llama", {"n_kv_heads": 4, "rope_theta": 5e5, "rope_scaling": LLAMA3}),
+    ("mistral", {"window": 0, "rope_scaling": YARN}),
+]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +90,7 @@ def test_there_and_back(kind: str, changes: dict[str, Any], tmp_path: Path) -> N
     assert_close(their_logits(again, model), their_logits(theirs, model))
 
     import_folder(back, tmp_path / "second")
-    assert stored(tmp_path / "second") == stored(tmp_path / "run")
+    same_bits(*(tensors(find.newest(tmp_path / name)) for name in ("second", "run")))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,36 +109,25 @@ def test_tables_are_complete(kind: str) -> None:
     same_bits(to_ours(entries, theirs), weights)
 
 
-@pytest.mark.parametrize(
-    ("stored_as", "dtype", "want"),
-    [
-        (torch.bfloat16, "keep", torch.bfloat16),
-        (torch.float16, "float32", torch.float32),
-        (torch.float32, "bfloat16", torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_types_are_kept_or_converted(
-    stored_as: torch.dtype, dtype: Any, want: torch.dtype, tmp_path: Path
-) -> None:
-    theirs = their_model("gpt2").to(stored_as)
-    save(theirs, tmp_path / "theirs")
-    import_folder(tmp_path / "theirs", tmp_path / "run", dtype)
+TYPES = [("bfloat16", "keep"), ("float16", "float32"), ("float32", "bfloat16")]
+
+
+@pytest.mark.parametrize(("stored", "dtype"), TYPES)
+def test_types_are_kept_or_converted(stored: str, dtype: Any, tmp_path: Path) -> None:
+    want = getattr(torch, stored if dtype == "keep" else dtype)
+    folder = save(their_model("gpt2").to(getattr(torch, stored)), tmp_path / "theirs")
+    import_folder(folder, tmp_path / "run", dtype)
     export_run(tmp_path / "run", tmp_path / "back")
-    same_bits(
-        tensors(tmp_path / "back"),
-        {name: value.to(want) for name, value in tensors(tmp_path / "theirs").items()},
-    )
-    again = opened_by_them(tmp_path / "back")
-    assert again.dtype == want
+    converted = {name: value.to(want) for name, value in tensors(folder).items()}
+    same_bits(tensors(tmp_path / "back"), converted)
+    assert opened_by_them(tmp_path / "back").dtype == want
 
 
 def test_names_of_a_bare_model_and_harmless_buffers_are_understood(tmp_path: Path) -> None:
     """The published GPT-2 files have no `transformer.` before names, and hold masks."""
     theirs = their_model("gpt2")
     folder = save(theirs, tmp_path / "theirs")
-    found = load_file(folder / "model.safetensors")
-    bare = {name.removeprefix("transformer."): value for name, value in found.items()}
+    bare = {name.removeprefix("transformer."): value for name, value in tensors(folder).items()}
     bare |= {f"h.{i}.attn.bias": torch.ones(1, 1, 32, 32).tril() for i in range(3)}
     save_file(bare, folder / "model.safetensors")
     import_folder(folder, tmp_path / "run")

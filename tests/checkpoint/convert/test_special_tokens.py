@@ -14,8 +14,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from gridformer.checkpoint.convert.exporting import export_run, write_tokenizer
 from gridformer.checkpoint.convert.importing import import_folder
+from gridformer.checkpoint.manifest import KEPT
 from gridformer.config import RunConfig, parse_run
-from gridformer.data import SpecialIds, Tokenizer, special_ids
+from gridformer.data import Tokenizer, special_ids
 from gridformer.data.chat import read_chat, write_chat
 from gridformer.data.samples.examples import Reading
 from gridformer.data.tokenizer import SETTINGS
@@ -28,7 +29,7 @@ from gridformer.evaluate.scoring import prefix_id
 from tests.support.chats import chat_folder
 from tests.support.reference.shared import transformers
 
-CPU = torch.device("cpu")
+CPU, END = torch.device("cpu"), "<|endoftext|>"
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -41,17 +42,17 @@ TEXTS = ("hello world", "the cat sat on the mat", "a", "world the hello mat cat"
 
 def bytes_with(*special: str) -> Any:
     """Return a byte-level tokenizer whose first tokens are special ones."""
-    found = tokenizers.Tokenizer(models.BPE())
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = decoders.ByteLevel()
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=270,
         special_tokens=list(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    found.train_from_iterator(TEXTS, trainer)
-    return found
+    backend.train_from_iterator(TEXTS, trainer)
+    return backend
 
 
 def model_of(name: str, tokenizer: Any, **settings: Any) -> Any:
@@ -84,27 +85,15 @@ def run_of(family: str, task: str) -> RunConfig:
     return parse_run({"model": model, "data": {"path": "x"}}, [f"data.task={task}"])
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Return a folder whose texts end with a token of no usual name, or a usual one, and its model.
-
-    Both ends are likely.
-    """
-    tokenizer = bytes_with("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|other|>")
+def test_an_import_ends_texts_where_transformers_does(tmp_path: Path) -> None:
+    """tokenizer_config.json names the end of text, and generation_config.json further ends."""
+    tokenizer = bytes_with(END, "<|im_start|>", "<|im_end|>", "<|other|>")
     model = model_of("Qwen2ForCausalLM", tokenizer, eos_token_id=2, num_key_value_heads=2)
     with torch.no_grad():
-        model.lm_head.weight[1:4] *= 3
+        model.lm_head.weight[1:4] *= 3  # so that both ends are likely
     model.generation_config.eos_token_id = [2, 3]
-    folder = tmp_path_factory.mktemp("ended")
-    return save(folder, model, tokenizer, eos_token={"content": "<|im_end|>"}), model
-
-
-def test_an_import_ends_texts_where_transformers_does(
-    ended: tuple[Path, Any], tmp_path: Path
-) -> None:
-    """tokenizer_config.json names the end of text, and generation_config.json further ends."""
-    folder, model = ended
-    import_folder(folder, tmp_path / "run")
+    save(tmp_path / "theirs", model, tokenizer, eos_token={"content": "<|im_end|>"})
+    import_folder(tmp_path / "theirs", tmp_path / "run")
     trained = load_model(tmp_path / "run", CPU)
     assert trained.tokenizer.eos_token == "<|im_end|>"
     # as prepare --tokenizer reads it
@@ -127,9 +116,9 @@ def test_an_end_of_text_that_only_the_settings_name(tmp_path: Path) -> None:
     model = model_of("LlamaForCausalLM", tokenizer, bos_token_id=0, eos_token_id=1)
     save(tmp_path / "theirs", model, tokenizer, bos_token="<|begin|>", eos_token="<|end|>")
     import_folder(tmp_path / "theirs", tmp_path / "run")
-    found = load_model(tmp_path / "run", CPU).tokenizer
+    read = load_model(tmp_path / "run", CPU).tokenizer
     # Their begin-of-text token is for prompts, so it does not begin documents of a corpus.
-    assert (found.eos_id, found.bos_id) == (1, None)
+    assert (read.eos_id, read.bos_id) == (1, None)
 
 
 def padded_logits(folder: Path) -> tuple[Any, torch.Tensor]:
@@ -180,32 +169,29 @@ def test_an_exported_chat_model_stops_after_its_answer(kept: bool, tmp_path: Pat
     """The ends that an import lists remain, and so do its other settings of generation."""
     folder = chat_folder(tmp_path, 30)
     root, out = tmp_path / "run", tmp_path / "out"
-    (root / "hugging_face").mkdir(parents=True)
+    (root / KEPT).mkdir(parents=True)
     out.mkdir()
     (root / "tokenizer.json").write_bytes(folder.tokenizer_file.read_bytes())
     write_chat(root, read_chat(folder.path))
     if kept:
-        (root / "hugging_face" / "config.json").write_text('{"eos_token_id": 7}')
+        (root / KEPT / "config.json").write_text('{"eos_token_id": 7}')
         values = {"eos_token_id": [7, 9], "max_new_tokens": 5}
-        (root / "hugging_face" / "generation_config.json").write_text(json.dumps(values))
+        (root / KEPT / "generation_config.json").write_text(json.dumps(values))
     ids = write_tokenizer(out, root, run_of("llama", "chat"))
-    found = transformers.GenerationConfig.from_pretrained(out)
+    read = transformers.GenerationConfig.from_pretrained(out)
     ends = [folder.eos_id, folder.tokenizer.id_of("<|im_end|>")]
-    assert found.eos_token_id == ([7, 9, *ends] if kept else ends)
-    assert found.max_new_tokens == (5 if kept else None)
-    assert found.pad_token_id == ids.get("pad_token_id")
+    assert read.eos_token_id == ([7, 9, *ends] if kept else ends)
+    assert read.max_new_tokens == (5 if kept else None)
+    assert read.pad_token_id == ids.get("pad_token_id")
     assert (out / "chat_template.jinja").read_text() == read_chat(root).template
 
 
-def exported(family: str, task: str, root: Path, tokenizer: Tokenizer) -> tuple[Any, SpecialIds]:
-    """Write the tokenizer of a run, and return it in transformers and its special ids here."""
-    root.mkdir()
+def exported(run: RunConfig, root: Path, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
+    """Write the tokenizer of a run, and return it in transformers and what config.json says."""
+    (root / "out").mkdir(parents=True)
     tokenizer.save(root / "tokenizer.json")
-    (root / "out").mkdir()
-    run = run_of(family, task)
-    write_tokenizer(root / "out", root, run)
-    loaded = transformers.AutoTokenizer.from_pretrained(root / "out")
-    return loaded, special_ids(run, Tokenizer.load(root / "tokenizer.json"))
+    ids = write_tokenizer(root / "out", root, run)
+    return transformers.AutoTokenizer.from_pretrained(root / "out"), ids
 
 
 def of_gpt2(tokenizer: Any) -> Any:
@@ -215,11 +201,11 @@ def of_gpt2(tokenizer: Any) -> Any:
 
 
 READ = [
-    ("bert", "classify", ("<|endoftext|>",)),
+    ("bert", "classify", (END,)),
     ("bert", "masked", ("[CLS]", "[SEP]", "[PAD]", "[MASK]")),
-    ("t5", "classify", ("<|endoftext|>",)),
-    ("gpt2", "classify", ("<|endoftext|>",)),
-    ("llama", "classify", ("<|endoftext|>", "<pad>")),
+    ("t5", "classify", (END,)),
+    ("gpt2", "classify", (END,)),
+    ("llama", "classify", (END, "<pad>")),
 ]
 
 
@@ -229,7 +215,9 @@ def test_transformers_puts_special_tokens_where_the_model_has_read_them(
     family: str, task: str, names: tuple[str, ...], change: Any, tmp_path: Path
 ) -> None:
     own = Tokenizer(change(bytes_with(*names)), "ours")
-    loaded, special = exported(family, task, tmp_path / "run", own)
+    run, root = run_of(family, task), tmp_path / "run"
+    loaded, _ = exported(run, root, own)
+    special = special_ids(run, Tokenizer.load(root / "tokenizer.json"))
     reading = Reading(64, special, family == "t5")
     texts = own.encode_batch(TEXTS)
     for text, a in zip(TEXTS, texts):
@@ -240,11 +228,9 @@ def test_transformers_puts_special_tokens_where_the_model_has_read_them(
         if family == "bert":
             assert both.token_type_ids == [int(i >= n_first) for i in range(len(ids))]
     # Texts that are read here get special tokens from the model, and not from the tokenizer too.
-    back = Tokenizer.load(tmp_path / "run" / "out")
-    assert back.encode_batch(TEXTS) == texts
+    assert Tokenizer.load(root / "out").encode_batch(TEXTS) == texts
 
 
-END = "<|endoftext|>"
 # Special tokens, the one that begins documents (`prepare --bos`), and what is put around a text.
 AROUND: dict[str, tuple[str, str, tuple[str, ...], str | None, list[int], list[int]]] = {
     "sources of a t5 end": ("t5", "pairs", (END,), None, [], [0]),
@@ -266,7 +252,7 @@ def test_what_is_put_around_a_text(case: str, tmp_path: Path) -> None:
             single="[X] $A", pair="[X] $A $B", special_tokens=[("[X]", 2)]
         )
     own = Tokenizer(backend, "ours", None, bos)
-    loaded, _ = exported(family, task, tmp_path / "run", own)
+    loaded, _ = exported(run_of(family, task), tmp_path / "run", own)
     assert loaded(TEXTS[0]).input_ids == [*before, *own.encode(TEXTS[0]), *after]
 
 
@@ -297,20 +283,16 @@ def test_an_imported_classifier_reads_the_begin_of_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", [False, True])
 def test_the_begin_of_documents_comes_back(kept: bool, tmp_path: Path) -> None:
     """An import of the export begins texts as the run did, and so does transformers."""
-    root = tmp_path / "run"
+    root, backend = tmp_path / "run", bytes_with(END, "<start>")
     if kept:  # of an import with which the run began
-        (root / "hugging_face").mkdir(parents=True)
-        bytes_with("<|endoftext|>", "<start>").save(str(root / "hugging_face" / "tokenizer.json"))
-        (root / "hugging_face" / "config.json").write_text('{"bos_token_id": 0}')
-        settings = json.dumps({"bos_token": "<|endoftext|>", "model_max_length": 64})
-        (root / "hugging_face" / SETTINGS).write_text(settings)
-    root.mkdir(exist_ok=True)
-    own = Tokenizer(bytes_with("<|endoftext|>", "<start>"), "ours", None, "<start>")
-    own.save(root / "tokenizer.json")
-    (tmp_path / "out").mkdir()
-    ids = write_tokenizer(tmp_path / "out", root, run_of("llama", "causal"))
-    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+        (root / KEPT).mkdir(parents=True)
+        backend.save(str(root / KEPT / "tokenizer.json"))
+        (root / KEPT / "config.json").write_text('{"bos_token_id": 0}')
+        settings = json.dumps({"bos_token": END, "model_max_length": 64})
+        (root / KEPT / SETTINGS).write_text(settings)
+    run = run_of("llama", "causal")
+    loaded, ids = exported(run, root, Tokenizer(backend, "ours", None, "<start>"))
     assert ids["bos_token_id"] == loaded.bos_token_id == 1
-    assert loaded.model_max_length == (64 if kept else run_of("llama", "causal").model.max_seq_len)
-    back = Tokenizer.load(tmp_path / "out")
+    assert loaded.model_max_length == (64 if kept else run.model.max_seq_len)
+    back = Tokenizer.load(root / "out")
     assert (back.begin_ids, prefix_id(back), back.eos_id) == ([1], 1, 0)
