@@ -232,10 +232,7 @@ class Snapshot:
             self._unpin()
 
     def reserve(self, n_bytes: int, pinned: bool) -> None:
-        """Takes memory for copies, whose bytes `bytes_of` tells.
-
-        Pinning it for a GPU takes seconds, in which nothing else runs on the GPU.
-        """
+        """Takes memory for copies. Pinning it takes seconds, in which nothing runs on the GPU."""
         if self._memory.numel() >= n_bytes and self._pinned >= pinned:
             return
         self._unpin()

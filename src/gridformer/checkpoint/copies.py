@@ -339,7 +339,6 @@ def run_with_checkpoints(
 
     Args:
         run_dir: A run directory, one of its checkpoints, or a URL like `train.checkpoint_to`.
-        tell: Receives progress messages.
         newest: How many of the newest checkpoints are copied if they are elsewhere.
 
     Raises:

@@ -39,13 +39,10 @@ def newest(run_dir: Path) -> Path:
         return run_dir
     if (folder := latest(run_dir)) is not None:
         return folder
-    if (
-        STEP_FOLDER.fullmatch(run_dir.name)
-        and not exists(run_dir)
-        and latest(run_dir.parent.parent)
-    ):
+    there = exists(run_dir)
+    if not there and STEP_FOLDER.fullmatch(run_dir.name) and latest(run_dir.parent.parent):
         raise removed_error(run_dir)
-    meant = "" if exists(run_dir) else meant_beside(run_dir, latest)
+    meant = "" if there else meant_beside(run_dir, latest)
     said = f" (did you mean '{meant}'?)" if meant else ""
     typed = shlex.quote(str(run_dir))
     train = f"gridformer train configs/runs/demo.yaml --out {typed}"

@@ -182,9 +182,15 @@ class Save:
 
         A copy to `copy_to` may take very much longer than the save itself.
         """
+        for _ in self._polling(3 * self.timeout_s, 2):
+            pass
+
+    def _polling(self, timeout_s: float, times: int = 1) -> Iterator[None]:
+        """Yields as `polling`, at most until the save has ended or a rank is gone."""
         began = time.monotonic()
-        for _ in polling(3 * self.timeout_s, self.draft):
-            if self.has_ended() or self._is_lost(began, 2):
+        for _ in polling(timeout_s, self.draft):
+            yield
+            if self.has_ended() or self._is_lost(began, times):
                 return
 
     def _is_lost(self, since: float, times: int = 1) -> bool:
@@ -217,26 +223,20 @@ class Save:
 
     def _tell(self, note: _Note) -> _Note:
         """Leaves a note, as soon as there is room for it, and returns it; maybe one of trouble."""
-        began = time.monotonic()
-        for _ in polling(self.timeout_s):
+        for _ in self._polling(self.timeout_s):
             try:
                 self.draft.tell(note.name, note.content())
                 break
             except OSError as error:
                 note = note if note.error else self._troubled(error, {})
-            if self.has_ended() or self._is_lost(began):
-                break
         return note
 
     def _may_retry(self, trouble: _Note) -> bool:
         """Waits for the first rank's answer to trouble, and returns whether to try again."""
-        began = time.monotonic()
-        for _ in polling(3 * self.timeout_s):
+        for _ in self._polling(3 * self.timeout_s, 2):
             with contextlib.suppress(OSError):
                 if trouble.name not in self.draft.told():
                     return True
-            if self.has_ended() or self._is_lost(began, 2):
-                break
         return False
 
     # ------------------------------------------------------------------ the first rank

@@ -106,7 +106,6 @@ class Saver:
         """Saves a checkpoint. All ranks call it together, between two steps.
 
         Args:
-            manifest: The manifest without files and index.
             wait: Whether to wait until the checkpoint is complete. Otherwise this waits for the
                 save before this one and for copies in host memory.
             last: Whether the run ends after it. It is then waited for, also for space on a disk.

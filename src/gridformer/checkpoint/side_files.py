@@ -116,10 +116,7 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
 
 
 def ids_of_ends(root: Path) -> frozenset[int]:
-    """Returns the tokens that end generated text by the generation_config.json of an import.
-
-    There may be several, such as the ends of a turn and of a text.
-    """
+    """Returns the tokens that end generated text, or a turn, by an import's generation_config."""
     try:
         content = read_json(root / KEPT / GENERATION)
     except UnreadableError:

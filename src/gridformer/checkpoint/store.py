@@ -60,8 +60,7 @@ class Kept:
     @staticmethod
     def of(train: TrainConfig) -> Kept:
         """Returns which checkpoints of a run stay."""
-        room = train.full_disk == "remove_oldest"
-        return Kept(train.keep_checkpoints, train.keep_every, room)
+        return Kept(train.keep_checkpoints, train.keep_every, train.full_disk == "remove_oldest")
 
     def removable(self, names: list[str], newest: int) -> list[str]:
         """Returns which checkpoints, oldest first, may go if that number of the newest stays."""
@@ -263,9 +262,8 @@ class RemoteStore:
     ) -> None:
         """Copies a checkpoint to a local folder, which appears when it is complete and verified.
 
-        Args:
-            check: Raises a CheckpointError if a checkpoint with this manifest must not be copied.
-            verified: Called when the copy is known to be intact, before it appears.
+        `check` raises a CheckpointError if one with such a manifest must not be copied, and
+        `verified` is called before an intact copy appears.
 
         Raises:
             CheckpointError: What is there is damaged, or must not be copied.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -152,7 +151,10 @@ def _differences(there: ModelConfig, here: ModelConfig) -> list[str]:
     if there.family != here.family:
         return [f"it is a {there.family}, and model.family is {here.family}"]
     free = _FREE | (_OF_LENGTH if there.max_seq_len != here.max_seq_len else set())
-    theirs, ours = _values(there), _values(here)
+    theirs, ours = (  # with the numbers that a 0 stands for
+        one.model_dump(mode="json") | {"head_dim": one.head_width, "n_kv_heads": one.kv_heads}
+        for one in (there, here)
+    )
     problems = []
     for key, value in ours.items():
         if key in free or theirs[key] == value:
@@ -163,12 +165,3 @@ def _differences(there: ModelConfig, here: ModelConfig) -> list[str]:
             f"model.{key}={format_value(theirs[key])}{also}"
         )
     return problems
-
-
-def _values(config: ModelConfig) -> dict[str, Any]:
-    """Returns the values of a model's keys, with the numbers that a 0 stands for."""
-    values = config.model_dump(mode="json")
-    values["head_dim"] = config.head_width
-    if "n_kv_heads" in values:
-        values["n_kv_heads"] = values["n_kv_heads"] or config.n_heads
-    return values

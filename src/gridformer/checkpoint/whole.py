@@ -199,7 +199,6 @@ def average_run(
 
     Args:
         last: How many checkpoints are averaged, at least 2.
-        tell: Receives progress messages.
         name: What errors call the run; empty means the run directory.
 
     Returns:

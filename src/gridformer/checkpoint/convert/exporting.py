@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.convert.importing import (
@@ -139,14 +138,10 @@ def _kind_of(model: ModelConfig, task: Task, kept: Path) -> tuple[Kind, dict[str
 
 def _streamed(entry: TableEntry, part: int, stored: StoredParameters, dtype: DType) -> Streamed:
     """Returns one of their tensors."""
-
-    def make() -> Tensor:
-        return entry.form.theirs(stored.whole(entry.ours))[part]
-
-    shape = entry.form.shape_of_theirs(stored.shapes[entry.ours])
-    return Streamed(
-        shape, stored.dtype(entry.ours) if dtype == "keep" else getattr(torch, dtype), make
-    )
+    name, form = entry.ours, entry.form
+    written = stored.dtype(name) if dtype == "keep" else getattr(torch, dtype)
+    shape = form.shape_of_theirs(stored.shapes[name])
+    return Streamed(shape, written, lambda: form.theirs(stored.whole(name))[part])
 
 
 def write_weight_files(
@@ -187,9 +182,8 @@ def write_tokenizer(
     tokenizer of its data. Special tokens that the run has and the tokenizer does not, such as
     [MASK] or sentinels, are added to it: their ids follow the tokenizer's own.
 
-    Args:
-        root: The run directory, or the checkpoint that has copies of its files.
-        imported: Whether the weights are those of an import, unchanged.
+    `root` is the run directory, or a checkpoint with copies of its files; `imported` says that the
+    weights are those of an import, unchanged.
     """
     kept, own, ids = root / KEPT, root / TOKENIZER, {}
     copy_files(kept, folder, [name for name in KEPT_FILES if name != CONFIG])
