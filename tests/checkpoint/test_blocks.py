@@ -39,14 +39,10 @@ def whole() -> Tensor:
     return torch.arange(48.0).view(SIZE)
 
 
-def shard(row: int, col: int, **more: Any) -> ParamShard:
-    """Return the shard of one of 2 x 4 devices."""
-    return ParamShard(SIZE, (3 * row, 2 * col), **more)
-
-
 def block(row: int, col: int) -> TensorBlock:
-    place = shard(row, col)
-    return TensorBlock.of(place.block_of(whole(), torch.Size((3, 2))), place)
+    """Return the block of one of 2 x 4 devices."""
+    shard = ParamShard(SIZE, (3 * row, 2 * col))
+    return TensorBlock.of(shard.block_of(whole(), torch.Size((3, 2))), shard)
 
 
 @pytest.fixture
@@ -162,16 +158,11 @@ def test_memory_that_was_reserved_is_not_pinned_again(monkeypatch: pytest.Monkey
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda _: 0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    blocks = {
-        "x": TensorBlock(torch.arange(6.0), (6,), (0,)),
-        "y": TensorBlock(torch.ones(3), (3,), (0,)),
-    }
+    values = {"x": torch.arange(6.0), "y": torch.ones(3)}
+    blocks = {name: TensorBlock(x, tuple(x.shape), (0,)) for name, x in values.items()}
     snapshot = Snapshot()
     snapshot.reserve(bytes_of(blocks), pinned=True)
     copies = snapshot.take(blocks)
     snapshot.reserve(bytes_of(blocks), pinned=True)
     assert pinned == [bytes_of(blocks)]
-    assert {name: copy.tensor.tolist() for name, copy in copies.items()} == {
-        "x": [0, 1, 2, 3, 4, 5],
-        "y": [1, 1, 1],
-    }
+    assert all(torch.equal(copies[name].tensor, x) for name, x in values.items())

@@ -72,20 +72,6 @@ def test_a_run_goes_on_elsewhere_from_the_newest_copy(tmp_path: Path, url: str) 
     assert [path.name for path in (there / "checkpoints").iterdir() if path.name[0] == "."] == []
 
 
-def test_a_copy_without_a_manifest_is_none(tmp_path: Path) -> None:
-    """The manifest is copied last, and removed first."""
-    save(tmp_path / "here", 1, a_run())
-    save(tmp_path / "here", 2, a_run())
-    remote = RemoteStore(URL)
-    remote.files.rm_file(f"{remote.root}/step-00000002/{MANIFEST}")
-    assert remote.complete() == ["step-00000001"]
-    fetched = fetch_newest(URL, tmp_path / "there")
-    assert fetched is not None
-    assert verify_checkpoint(fetched).step == 1
-    assert not save(tmp_path / "here", 2, a_run()).not_copied
-    assert remote.complete() == ["step-00000001", "step-00000002"]
-
-
 def there() -> list[str]:
     """Return the names of all folders at the URL, whether or not they are complete."""
     remote = RemoteStore(URL)
@@ -125,11 +111,8 @@ def test_a_damaged_copy_and_that_of_another_run_are_refused(tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"checkpoint_to=memory.*step 1 is of another run"):
         fetch_newest(URL, tmp_path / "there", check)
     remote = RemoteStore(URL)
-    path = f"{remote.root}/step-00000001/shard-00001.safetensors"
-    content = bytearray(remote.files.cat_file(path))
-    content[-1] ^= 1
-    remote.files.pipe_file(path, bytes(content))
-    with pytest.raises(UserError, match=r"shard-00001\.safetensors is damaged"):
+    remote.files.pipe_file(f"{remote.root}/step-00000001/shard-00001.safetensors", b"half")
+    with pytest.raises(UserError, match=r"shard-00001\.safetensors is truncated or was changed"):
         fetch_newest(URL, tmp_path / "there")
     assert not [path for path in (tmp_path / "there").rglob("*") if path.is_file()]
 
@@ -165,12 +148,16 @@ def test_a_checkpoint_is_never_replaced_by_a_copy_of_itself(tmp_path: Path) -> N
     assert verify_checkpoint(tmp_path / "checkpoints" / "step-00000001").step == 1
 
 
-def test_what_a_killed_copy_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    save(tmp_path, 1, a_run())
+def test_a_copy_without_a_manifest_is_none_and_the_next_removes_it(tmp_path: Path) -> None:
+    """As what a killed process leaves: the manifest is copied last, and removed first."""
+    save(tmp_path / "here", 1, a_run())
     remote = RemoteStore(URL)
     for name in ("step-00000002/shard-00001.safetensors", "mine/shard-00001.safetensors"):
         remote.files.pipe_file(f"{remote.root}/{name}", b"half")
-    save(tmp_path, 3, a_run())
+    fetched = fetch_newest(URL, tmp_path / "there")
+    assert fetched is not None
+    assert verify_checkpoint(fetched).step == 1
+    save(tmp_path / "here", 3, a_run())
     assert there() == ["mine", "step-00000001", "step-00000003"], "other folders are left alone"
 
 
@@ -193,8 +180,7 @@ def far(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 
 def without_checkpoints(run_dir: Path, copy: Path) -> Path:
-    shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("checkpoints"))
-    return copy
+    return Path(shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("checkpoints")))
 
 
 def test_a_url_survives_the_command_line(tmp_path: Path) -> None:
@@ -228,8 +214,7 @@ def test_commands_find_the_copies(far: tuple[Path, str], tmp_path: Path, named: 
 
 
 def test_own_checkpoints_are_used_without_asking(far: tuple[Path, str], tmp_path: Path) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(far[0], copy)
+    copy = Path(shutil.copytree(far[0], tmp_path / "run"))
     config = copy / "config.yaml"
     config.write_text(config.read_text().replace(far[1], "nonsense://bucket"))
     shutil.rmtree(copy / "checkpoints" / "step-00000003")
@@ -260,10 +245,8 @@ def test_copies_are_verified(far: tuple[Path, str], tmp_path: Path) -> None:
         [f"step-{step:08d}", "ok"] for step in STEPS
     ]
     assert f"verify {far[1]}` verifies them" in gridformer_here("verify", far[0]).stdout
-    damaged = tmp_path / "damaged"
-    shutil.copytree(far[1].removeprefix("file://"), damaged)
-    shard = damaged / "step-00000002" / "shard-00001.safetensors"
-    flip_a_bit(shard)
+    damaged = Path(shutil.copytree(far[1].removeprefix("file://"), tmp_path / "damaged"))
+    flip_a_bit(damaged / "step-00000002" / "shard-00001.safetensors")
     done = gridformer_here("verify", f"file://{damaged}", "--json")
     assert done.returncode == 1
     findings = json.loads(done.stdout)["findings"]

@@ -49,6 +49,12 @@ def run_dir(token_folder: Path, tmp_path: Path) -> Path:
     return out
 
 
+@pytest.fixture
+def folder(run_dir: Path, token_folder: Path) -> Path:
+    """Return its first checkpoint."""
+    return save(run_dir, token_folder)
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     """Return the contents of all files in a folder but shards and manifest."""
     return {
@@ -64,9 +70,8 @@ def expected(run_dir: Path) -> dict[str, bytes]:
 
 
 def test_a_checkpoint_is_used_far_from_its_run(
-    run_dir: Path, token_folder: Path, tmp_path: Path
+    folder: Path, run_dir: Path, token_folder: Path, tmp_path: Path
 ) -> None:
-    folder = save(run_dir, token_folder)
     assert files_of(folder) == expected(run_dir)
     assert {*read_manifest(folder).side_files} == {*files_of(folder)}
     far = tmp_path / "elsewhere" / "checkpoints" / folder.name
@@ -115,9 +120,8 @@ def earlier(folder: Path) -> None:
 
 
 def test_only_a_run_directory_helps_checkpoints_of_earlier_versions(
-    run_dir: Path, token_folder: Path, tmp_path: Path
+    folder: Path, run_dir: Path, token_folder: Path, tmp_path: Path
 ) -> None:
-    folder = save(run_dir, token_folder)
     earlier(folder)
     assert root_of(folder) == run_dir
     assert load_model(folder, CPU).tokenizer.vocab_size == 301
@@ -136,9 +140,8 @@ def test_only_a_run_directory_helps_checkpoints_of_earlier_versions(
 
 @pytest.mark.parametrize("size", [270, 310])
 def test_a_tokenizer_of_another_model_is_refused(
-    run_dir: Path, token_folder: Path, tmp_path: Path, size: int
+    folder: Path, run_dir: Path, tmp_path: Path, size: int
 ) -> None:
-    folder = save(run_dir, token_folder)
     earlier(folder)
     shutil.rmtree(run_dir / KEPT)  # with which the tokenizer of an import would be exported
     file = run_dir / "tokenizer.json"
@@ -171,8 +174,7 @@ def linked(path: Path) -> None:
         (lambda folder: linked(folder / KEPT), "is a symbolic link"),
     ],
 )
-def test_damage_is_found(run_dir: Path, token_folder: Path, damage: Any, told: str) -> None:
-    folder = save(run_dir, token_folder)
+def test_damage_is_found(folder: Path, damage: Any, told: str) -> None:
     assert verify_checkpoint(folder, part=1, n_parts=2) == verify_checkpoint(folder)
     damage(folder)
     with pytest.raises(CheckpointError, match=told):
@@ -180,8 +182,7 @@ def test_damage_is_found(run_dir: Path, token_folder: Path, damage: Any, told: s
 
 
 @pytest.mark.parametrize("name", ["../tokenizer.json", "/etc/passwd", "a/b", f"{KEPT}/../x", ""])
-def test_no_file_outside_a_checkpoint_is_read(run_dir: Path, token_folder: Path, name: str) -> None:
-    folder = save(run_dir, token_folder)
+def test_no_file_outside_a_checkpoint_is_read(folder: Path, name: str) -> None:
     with_side_files(folder, {name: {"bytes": 1, "crc32": 1}})
     with pytest.raises(CheckpointError, match="is not the name of a small file in its folder"):
         verify_checkpoint(folder)

@@ -97,8 +97,7 @@ def test_absent_keys_have_the_defaults_of_their_class() -> None:
     assert (llama.window, llama.rope_theta, llama.norm_eps) == (0, 10000.0, 1e-6)
     qwen3, _ = read("qwen3", num_key_value_heads=2)
     assert (qwen3.kv_heads, qwen3.head_width, qwen3.window) == (2, 128, 0)
-    mistral, _ = read("mistral", num_key_value_heads=2)
-    assert mistral.window == 4096
+    assert read("mistral", num_key_value_heads=2)[0].window == 4096
 
 
 @pytest.mark.parametrize("given", [{}, {"num_decoder_layers": None}, {"num_decoder_layers": 2}])

@@ -22,8 +22,6 @@ from gridformer.checkpoint.manifest import read_manifest
 from gridformer.utils.errors import UserError
 from tests.support.reference.folders import save, their_model
 
-Change = Callable[[dict[str, Any]], Any]
-
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,7 +46,9 @@ def shard(folder: Path) -> Path:
     return min(folder.glob("*.safetensors"))
 
 
-def changed(folder: Path, change: Change, name: str = "config.json") -> None:
+def changed(
+    folder: Path, change: Callable[[dict[str, Any]], Any], name: str = "config.json"
+) -> None:
     values = json.loads((folder / name).read_text())
     change(values)
     (folder / name).write_text(json.dumps(values))
@@ -59,9 +59,8 @@ def renamed(folder: Path) -> None:
     name, other = min(tensors), "transformer.h.0.attn.sink"
     tensors[other] = tensors.pop(name)
     save_file(tensors, shard(folder))
-    index = json.loads((folder / INDEX).read_text())
-    index["weight_map"][other] = index["weight_map"].pop(name)
-    (folder / INDEX).write_text(json.dumps(index))
+    changed(folder, lambda index: index["weight_map"].update({other: shard(folder).name}), INDEX)
+    changed(folder, lambda index: index["weight_map"].pop(name), INDEX)
 
 
 def to_int8(folder: Path) -> None:

@@ -136,9 +136,7 @@ def test_names_of_a_bare_model_and_harmless_buffers_are_understood(tmp_path: Pat
 
 
 def test_bert_without_the_pair_branch(tmp_path: Path) -> None:
-    config = their_model("bert").config
-    theirs = transformers.BertForMaskedLM(config).eval()
-    save(theirs, tmp_path / "theirs")
+    save(transformers.BertForMaskedLM(their_model("bert").config), tmp_path / "theirs")
     done = import_folder(tmp_path / "theirs", tmp_path / "run")
     assert not done.run.model.sentence_pair
     assert export_run(tmp_path / "run", tmp_path / "back").architecture == "BertForMaskedLM"
