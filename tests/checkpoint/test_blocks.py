@@ -75,7 +75,7 @@ def test_a_load_opens_the_files_that_it_needs(
 
 
 def test_an_index_names_tensors_once(saved: tuple[Path, BlockIndex]) -> None:
-    _, index = saved
+    index = saved[1]
     assert index.names == [["a", "b"]]
     assert index.files["6.safetensors"] == [(0, (3, 4), (3, 2))]
     assert BlockIndex.model_validate_json(index.model_dump_json()) == index

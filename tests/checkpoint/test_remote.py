@@ -162,7 +162,6 @@ def test_a_copy_without_a_manifest_is_none_and_the_next_removes_it(tmp_path: Pat
 
 
 MODEL = {"hidden_size": 16, "max_seq_len": 24, "vocab_size": 301}
-STEPS = (1, 2, 3)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +173,7 @@ def far(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     out.mkdir()
     (out / "config.yaml").write_text(run.to_yaml())
     shutil.copy(token_folder / "tokenizer.json", out)
-    for step in STEPS:
+    for step in (1, 2, 3):
         RemoteStore(url).upload(save_model(out, run, step, step))
     return out, url
 
@@ -242,7 +241,7 @@ def test_copies_are_verified(far: tuple[Path, str], tmp_path: Path) -> None:
     done = gridformer_here("verify", far[1], "--finite")
     assert done.returncode == 0, done.stderr
     assert [line.split()[:2] for line in done.stdout.splitlines()] == [
-        [f"step-{step:08d}", "ok"] for step in STEPS
+        [f"step-{step:08d}", "ok"] for step in (1, 2, 3)
     ]
     assert f"verify {far[1]}` verifies them" in gridformer_here("verify", far[0]).stdout
     damaged = Path(shutil.copytree(far[1].removeprefix("file://"), tmp_path / "damaged"))

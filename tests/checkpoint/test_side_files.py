@@ -51,7 +51,6 @@ def run_dir(token_folder: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(run_dir: Path, token_folder: Path) -> Path:
-    """Return its first checkpoint."""
     return save(run_dir, token_folder)
 
 

@@ -46,9 +46,7 @@ def shard(folder: Path) -> Path:
     return min(folder.glob("*.safetensors"))
 
 
-def changed(
-    folder: Path, change: Callable[[dict[str, Any]], Any], name: str = "config.json"
-) -> None:
+def changed(folder: Path, change: Callable[[Any], Any], name: str = "config.json") -> None:
     values = json.loads((folder / name).read_text())
     change(values)
     (folder / name).write_text(json.dumps(values))
