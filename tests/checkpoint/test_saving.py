@@ -32,10 +32,6 @@ from gridformer.checkpoint.store import Kept, LocalStore
 from gridformer.comm import progress
 from gridformer.mesh import Axes
 from gridformer.utils.errors import SaveError
-<<<<<<< HEAD
-from gridformer.utils.files import private_prefix, remove_private_leftovers
-=======
->>>>>>> ee2bc5fe (Tests of checkpoints share damaging, comparing and resuming; cases of texts, copies and writers are tables)
 from tests.support.checkpoints import filled, save_filled, small_run
 
 N_RANKS = 3

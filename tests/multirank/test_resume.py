@@ -17,11 +17,12 @@ from gridformer.checkpoint import checkpoint, find
 from gridformer.checkpoint import save as saving
 from gridformer.checkpoint.checkpoint import check_same_run, data_start_of
 from gridformer.checkpoint.manifest import read_manifest, verify_checkpoint
-from gridformer.data import TokenFolder, open_batches
+from gridformer.data import TokenFolder
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import CheckpointError
 from tests.support.checkpoints import flip_a_bit
+from tests.support.data import open_batches
 from tests.support.marks import full_unless
 from tests.support.multirank.layouts import GRIDS, n_of
 from tests.support.multirank.pool import RankFailed, WorkerPool
