@@ -12,8 +12,7 @@ import torch
 from benchmarks.memory.cases import SCALINGS, schemes
 from benchmarks.memory.measure import measure_rank
 from gridformer.config import LayoutConfig, RunConfig
-from gridformer.memory.breakdown import MemoryBreakdown
-from gridformer.memory.estimate import estimate_rank
+from gridformer.memory.estimate import MemoryBreakdown, estimate_rank
 from gridformer.memory.ranks import largest_ranks
 from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.parallel.registry import spec_of

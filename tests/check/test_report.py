@@ -8,9 +8,9 @@ tests/launch/test_privacy.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gridformer import comm
 from gridformer.check import Problem, Report, report_of
 from gridformer.comm import Pending, collectives
-from gridformer.mesh import Axes, Axis, groups
+from gridformer.mesh import Axes, Axis
 from gridformer.models.blocks import Recompute
 from gridformer.parallel.data import gradients
 from gridformer.parallel.data.buckets import in_buckets
@@ -87,36 +87,6 @@ def strides_kept() -> AbstractContextManager[object]:
     return patch.object(comm.SumOfBlocks, "add", add)
 
 
-def test_strides_that_a_result_keeps_are_found(gpu: InProcess) -> None:
-    problem = only(gpu(checked, OPTIMUS, None, None, strides_kept))
-    assert (problem.kind, problem.ranks) == ("error", (0, 1, 2, 3))
-    assert problem.place.file == "parallel/tensor/summa/gathered.py"
-    assert "view size is not compatible" in problem.text
-
-
-@pytest.mark.parametrize(
-    "layout",
-    full_unless(
-        lambda layout: layout["pp"] == 4 and "stages_per_rank" not in layout,
-        [
-            {"pp": 4, "micro_batches": 5},
-            {"pp": 5, "micro_batches": 8},
-            {"pp": 3, "stages_per_rank": 2, "micro_batches": 4},
-        ],
-    ),
-    ids=lambda layout: "-".join(map(str, layout.values())),
-)
-def test_a_pipeline_in_one_group_waits_in_a_circle(gpu: InProcess, layout: dict[str, Any]) -> None:
-    model = {"n_layers": 6 if "stages_per_rank" in layout else layout["pp"]}
-    train = {"global_batch": layout["micro_batches"]}
-    problem = only(gpu(checked, layout, model, train, one_group_for_all_messages))
-    assert (problem.kind, problem.axis) == ("deadlock", "pp")
-    assert problem.place.file == "parallel/pipeline/executor.py"
-    assert "before it in the same group comes" in problem.text
-    assert "layout.pipeline=gpipe" in problem.remedy
-    assert gpu(checked, layout, model, train).ok
-
-
 def counts_left_on_the_device() -> AbstractContextManager[object]:
     """Losses that another device computes are divided by counts of this one."""
 
@@ -125,12 +95,6 @@ def counts_left_on_the_device() -> AbstractContextManager[object]:
         return sum(parts, torch.zeros((), device=parts[0].device)) * scale
 
     return patch.object(forward_backward, "weighted", weighted)
-
-
-def test_counts_on_another_device_are_found(gpu: InProcess) -> None:
-    problem = only(gpu(checked, CSUB, None, None, counts_left_on_the_device))
-    assert (problem.kind, problem.ranks) == ("device", (1,)), "only other sub-grids mix devices"
-    assert "cuda" in problem.text
 
 
 def hooks_inside_of_what_is_recomputed() -> AbstractContextManager[object]:
@@ -142,16 +106,6 @@ def hooks_inside_of_what_is_recomputed() -> AbstractContextManager[object]:
         block.register_forward_hook(after_forward)
 
     return patch.object(Recompute, "before_backward", before_backward)
-
-
-def test_the_deadlock_of_updates_in_backward_is_found(gpu: InProcess) -> None:
-    layout = {**CSUB, "feed_forward": "common"}
-    train = {**IN_BACKWARD, "recompute": "full"}
-    problem = only(gpu(checked, layout, None, train, hooks_inside_of_what_is_recomputed))
-    assert problem.ranks == (0, 1)
-    assert problem.kind in ("deadlock", "order")
-    assert "train/optimizer.py" in f"{problem.place} {problem.text}"
-    assert gpu(checked, layout, None, train).ok
 
 
 @contextmanager
@@ -176,13 +130,6 @@ def one_rank_leaves_out_a_sum() -> AbstractContextManager[object]:
     return starting("start_all_reduce", _on_rank_1(lambda _, x, *rest, **more: Pending(x)))
 
 
-def test_a_rank_that_misses_a_collective_is_found(gpu: InProcess) -> None:
-    """The next message of the group does not fit, and the numbers of messages say why."""
-    problem = only(gpu(checked, MEGATRON, {"n_layers": 1}, None, one_rank_leaves_out_a_sum))
-    assert (problem.kind, problem.axis, problem.ranks) == ("size", "col", (0, 1))
-    assert "rank 1 starts one message less" in problem.text
-
-
 def _wider(real: Callable[..., Pending], x: Tensor, *rest: Any, **more: Any) -> Pending:
     real(x.double(), *rest, **more)
     return Pending(x)
@@ -201,14 +148,6 @@ def another_size() -> AbstractContextManager[object]:
     return starting("start_all_reduce", _on_rank_1(_longer))
 
 
-@pytest.mark.parametrize("fault", [another_type, another_size])
-def test_messages_of_different_sizes_and_types_are_found(gpu: InProcess, fault: Fault) -> None:
-    problem = only(gpu(checked, MEGATRON, {"n_layers": 1}, None, fault))
-    assert (problem.kind, problem.axis, problem.ranks) == ("size", "col", (0, 1))
-    assert "rank 1: all_reduce of" in problem.text
-    assert problem.place.module.startswith("layers.0"), "it names the module"
-
-
 def a_value_read_early() -> AbstractContextManager[object]:
     real = step.Stepper._count
 
@@ -218,15 +157,6 @@ def a_value_read_early() -> AbstractContextManager[object]:
         return counts, tokens
 
     return patch.object(step.Stepper, "_count", counted)
-
-
-def test_values_read_early_are_found(gpu: InProcess) -> None:
-    report: Report = gpu(checked, {}, None, None, a_value_read_early)
-    problem = only(report)
-    assert problem.kind == "read-back"
-    assert not problem.stops
-    assert sum(report.reads.values()) == 1
-    assert not gpu(checked, {}).reads
 
 
 def sent_with_gaps() -> AbstractContextManager[object]:
@@ -271,36 +201,6 @@ def one_rank_leaves_out_groups() -> AbstractContextManager[object]:
     return patch.object(executor, "shared_sets", sets)
 
 
-def test_groups_that_a_rank_does_not_create_are_found(gpu: InProcess) -> None:
-    layout = {"pp": 3, "micro_batches": 2}
-    problem = only(gpu(checked, layout, {"n_layers": 3}, None, one_rank_leaves_out_groups))
-    assert (problem.kind, problem.ranks) == ("groups", (0, 1))
-    assert problem.text == "rank 0 creates 1 group for pp, but rank 1 creates no more groups"
-
-
-def a_call_for_each_line() -> AbstractContextManager[object]:
-    """Every group is created by a call of its own, in which all ranks take part."""
-    real = groups.make_groups
-
-    def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> Any:
-        made = [real([line], purpose) for line in lines]
-        return next((group for group in made if group is not None), None)
-
-    return patch.object(groups, "make_groups", make_groups)
-
-
-def test_calls_that_grow_with_ranks_are_found(gpu: InProcess) -> None:
-    layout = {"pp": 3, "cols": 2, "scheme": "megatron", "micro_batches": 2}
-    model = {"n_layers": 3}
-    report: Report = gpu(checked, layout, model, None, a_call_for_each_line)
-    assert {problem.kind for problem in report.problems} == {"calls"}
-    assert not any(problem.stops for problem in report.problems)
-    said = {problem.axis: problem.text for problem in report.problems}
-    assert {"pp", "col", "pp up", "pp down"} <= {*said}
-    assert said["col"].startswith("3 calls create the 3 groups for col, one for each")
-    assert gpu(checked, layout, model).ok
-
-
 def over_stages_first() -> AbstractContextManager[object]:
     """Gradients of what stages share are summed over the stages before they are over replicas."""
     real = gradients.reduce_gradients
@@ -317,15 +217,6 @@ def over_stages_first() -> AbstractContextManager[object]:
     return patch.object(step, "reduce_gradients", reduce)
 
 
-@pytest.mark.parametrize("mode", full_unless("replicate".__eq__, ["replicate", "zero1", "fsdp"]))
-def test_sums_over_stages_before_replicas_are_found(gpu: InProcess, mode: str) -> None:
-    layout = {"pp": 2, "dp": 2, "dp_mode": mode, "micro_batches": 2}
-    problem = only(gpu(checked, layout, None, None, over_stages_first))
-    assert (problem.kind, problem.axis, problem.ranks) == ("drift", "pp", (0, 1, 2, 3))
-    assert "only then over dp at parallel/data/gradients.py" in problem.text
-    assert gpu(checked, layout).ok
-
-
 def one_rank_keeps_its_part() -> AbstractContextManager[object]:
     """A rank does not send the part of the parameters that it has updated."""
     real = step.share_parts
@@ -337,26 +228,11 @@ def one_rank_keeps_its_part() -> AbstractContextManager[object]:
     return patch.object(step, "share_parts", share)
 
 
-def test_a_collective_that_is_never_answered_is_found(gpu: InProcess) -> None:
-    layout = {"dp": 2, "dp_mode": "zero1"}
-    problem = only(gpu(checked, layout, {"n_layers": 1}, None, one_rank_keeps_its_part))
-    assert (problem.kind, problem.axis, problem.ranks) == ("unmatched", "dp", (0, 1))
-    assert "rank 1 comes to the end of the step without it" in problem.text
-    assert "dp_mode" in problem.remedy
-
-
 def one_rank_broadcasts() -> AbstractContextManager[object]:
     def broadcast(_: Any, x: Tensor, axis: Axis, *rest: Any, **more: Any) -> Pending:
         return collectives.start_broadcast(x, axis, 0, later=more.get("later", True))
 
     return starting("start_all_reduce", _on_rank_1(broadcast))
-
-
-def test_different_collectives_are_found(gpu: InProcess) -> None:
-    problem = only(gpu(checked, MEGATRON, {"n_layers": 1}, None, one_rank_broadcasts))
-    assert (problem.kind, problem.axis, problem.ranks) == ("order", "col", (0, 1))
-    assert "rank 1: broadcast of" in problem.text
-    assert "rank 0: all_reduce of" in problem.text
 
 
 def one_element_too_few() -> AbstractContextManager[object]:
@@ -395,7 +271,81 @@ def an_operation_that_needs_values() -> AbstractContextManager[object]:
     return patch.object(step.Stepper, "_count", counted)
 
 
-def test_what_only_a_trace_cannot_do_is_told_apart(gpu: InProcess) -> None:
-    problem = only(gpu(checked, {}, None, None, an_operation_that_needs_values))
-    assert problem.kind == "untraced"
-    assert not problem.stops
+class Found(NamedTuple):
+    """A fault, the run into which it is put, and what a check says of it."""
+
+    fault: Fault
+    layout: dict[str, Any]
+    kind: str
+    ranks: tuple[int, ...]
+    axis: str
+    said: tuple[str, ...]  # at its place, in its text or as its remedy
+    n_layers: int = 1
+    train: dict[str, Any] | None = None
+
+
+COMMON = {**CSUB, "feed_forward": "common"}
+DRIFT: dict[str, Any] = {"pp": 2, "dp": 2, "micro_batches": 2}
+LONGER = ("rank 1: all_reduce of", "module layers.0")
+CIRCLE = ("pipeline/executor.py", "before it in the same group comes", "layout.pipeline=gpipe")
+OVER_DP = ("only then over dp at parallel/data/gradients.py",)
+VIEW = ("parallel/tensor/summa/gathered.py", "view size is not compatible")
+NO_GROUP = ("rank 0 creates 1 group for pp, but rank 1 creates no more groups",)
+FOUND: dict[str, Found] = {
+    "strides kept": Found(strides_kept, OPTIMUS, "error", (0, 1, 2, 3), "", VIEW),
+    # Only other sub-grids mix devices.
+    "counts": Found(counts_left_on_the_device, CSUB, "device", (1,), "", ("cuda",)),
+    # The next message of the group does not fit, and the numbers of messages say why.
+    "a sum left out": Found(
+        *(one_rank_leaves_out_a_sum, MEGATRON, "size", (0, 1), "col"),
+        ("rank 1 starts one message less",),
+    ),
+    "another type": Found(another_type, MEGATRON, "size", (0, 1), "col", LONGER),
+    "another size": Found(another_size, MEGATRON, "size", (0, 1), "col", LONGER),
+    "another collective": Found(
+        *(one_rank_broadcasts, MEGATRON, "order", (0, 1), "col"),
+        ("rank 1: broadcast of", "rank 0: all_reduce of"),
+    ),
+    "an answer left out": Found(
+        *(one_rank_keeps_its_part, {"dp": 2, "dp_mode": "zero1"}, "unmatched", (0, 1), "dp"),
+        ("rank 1 comes to the end of the step without it", "dp_mode"),
+    ),
+    "groups left out": Found(
+        *(one_rank_leaves_out_groups, {"pp": 3, "micro_batches": 2}, "groups", (0, 1), ""),
+        *(NO_GROUP, 3),
+    ),
+    "an early read": Found(a_value_read_early, {}, "read-back", (0,), "", ()),
+    "a trace alone": Found(an_operation_that_needs_values, {}, "untraced", (0,), "", ()),
+    "updates in backward": Found(
+        *(hooks_inside_of_what_is_recomputed, COMMON, "", (0, 1), "", ("train/optimizer.py",)),
+        *(2, {**IN_BACKWARD, "recompute": "full"}),
+    ),
+} | {
+    f"drift, {mode}": Found(
+        over_stages_first, {**DRIFT, "dp_mode": mode}, "drift", (0, 1, 2, 3), "pp", OVER_DP, 2
+    )
+    for mode in ("replicate", "zero1", "fsdp")
+}
+for pp, k, m in ((4, 1, 5), (5, 1, 8), (3, 2, 4)):
+    layout = {"pp": pp, "stages_per_rank": k, "micro_batches": m}
+    FOUND[f"one group, {pp} ranks"] = Found(
+        *(one_group_for_all_messages, layout, "deadlock", (), "pp", CIRCLE),
+        *(pp * k, {"global_batch": m}),
+    )
+FULL = ("drift, zero1", "drift, fsdp", "one group, 5 ranks", "one group, 3 ranks")
+
+
+@pytest.mark.parametrize("name", full_unless(lambda name: name not in FULL, FOUND))
+def test_a_fault_is_found_and_nothing_without_it(gpu: InProcess, name: str) -> None:
+    fault, layout, kind, ranks, axis, said, n_layers, train = FOUND[name]
+    model = {"n_layers": n_layers}
+    report: Report = gpu(checked, layout, model, train, fault)
+    problem = only(report)
+    assert problem.kind in ((kind,) if kind else ("deadlock", "order"))
+    assert ranks in ((), problem.ranks)
+    assert axis in ("", problem.axis)
+    for words in said:
+        assert words in f"{problem.place} {problem.text} {problem.remedy}"
+    assert problem.stops == (kind not in ("read-back", "untraced"))
+    assert sum(report.reads.values()) == (kind == "read-back")
+    assert gpu(checked, layout, model, train).ok

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from gridformer import comm
-from gridformer.check import Report, check_step
-from gridformer.check.report import among, sample_ranks
+from gridformer.check import Report, check_step, simulate
+from gridformer.check.report import sample_ranks
 from gridformer.comm import Pending, collectives
 from gridformer.mesh import Axis
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.pipeline import stages_of
 from gridformer.record import Part, Place, Start, Wait
-from gridformer.record.events import SingleEvent
 from gridformer.record.itineraries import alike_stages
 from tests.support.fake_gpu import InProcess
 from tests.support.large import gpt_175b
@@ -49,20 +48,20 @@ def test_up_to_64_ranks_are_traced_one_by_one() -> None:
 
 
 def test_ranks_that_are_not_traced_are_left_out() -> None:
-    call = Start(0, "all_reduce", "g", (0, 1, 2, 3), HERE, size=4)
+    ranks, sizes = (0, 1, 2, 3), ((0, 1, 2, 3), (0, 5, 6, 7))
     parts = tuple(Part(what, peer, 2, "float32") for what in ("send", "recv") for peer in (1, 3))
-    sizes = (0, 1, 2, 3), (0, 5, 6, 7)
-    swap = Start(2, "all_to_all", "g", (0, 1, 2, 3), HERE, pieces=sizes)
-    alone = Start(3, "all_reduce", "all", (0, 3), HERE)
-    ring = Start(1, "p2p", "g", (0, 1, 2, 3), HERE, parts=parts)
-    events: list[SingleEvent] = [call, ring, swap, alone, Wait(3, HERE)]
-    found = among({0: events, 3: []})[0]
-    assert [event.ranks for event in found if isinstance(event, Start)] == [(0, 3)] * 4
-    assert isinstance(found[1], Start)
-    assert [part.peer for part in found[1].parts] == [3, 3]
-    assert isinstance(found[2], Start)
-    assert found[2].pieces == ((0, 3), (0, 7))
-    assert found[3:] == [alone, Wait(3, HERE)]
+    calls = [
+        Start(0, "all_reduce", "g", ranks, HERE, size=4),
+        Start(1, "p2p", "g", ranks, HERE, parts=parts),
+        Start(2, "all_to_all", "g", ranks, HERE, pieces=sizes),
+    ]
+    back = tuple(Part(what, 0, 2, "float32") for what in ("recv", "send"))
+    for received, wrong in ((3, 0), (4, 1)):
+        pieces = (7, 0, 0, 0), (received, 0, 0, 0)
+        theirs = [calls[0], calls[1]._replace(parts=back), calls[2]._replace(pieces=pieces)]
+        outcome = simulate({0: [*calls, Wait(2, HERE)], 3: theirs})
+        assert outcome.ended == {0, 3}
+        assert [one.different for one in outcome.mismatches] == [(3,)] * wrong
 
 
 def checked(layout: dict[str, Any], wrong: int = -1) -> Report:

@@ -11,10 +11,9 @@ import torch
 import yaml
 
 from gridformer.config import ModelConfig, model_names, shipped_model
-from gridformer.memory.bounds import beyond_saving
 from gridformer.memory.budget import cheapest_first, valid_change
 from gridformer.memory.quick import states_of, total_states
-from gridformer.memory.room import Room
+from gridformer.memory.room import Room, beyond_saving
 from gridformer.models import count_parameters
 from gridformer.utils.units import GIB
 from tests.support.multirank.memory import a_run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -13,155 +13,120 @@ from gridformer.memory.ranks import largest_ranks
 from tests.support.marks import full_unless
 from tests.support.multirank.memory import a_run
 
-LAYOUTS: list[dict[str, Any]] = [
-    {},
-    {"dp": 2, "dp_mode": "zero1"},
-    {"dp": 2, "dp_mode": "fsdp"},
-    {"scheme": "megatron", "cols": 4},
-    {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
-    {"scheme": "optimus", "rows": 2, "cols": 2},
-    {"scheme": "subgraph", "branches": 4},
-    {"scheme": "subgraph", "branches": 4, "common": "first"},
-    {"pp": 2, "micro_batches": 2},
+Settings = dict[str, Any]
+MODEL: Settings = {"hidden_size": 128, "n_layers": 4, "n_heads": 8}
+MEGATRON: Settings = {"scheme": "megatron", "cols": 4}
+SEQUENCE: Settings = {**MEGATRON, "sequence_parallel": True}
+GRID: Settings = {"scheme": "optimus", "rows": 2, "cols": 2}
+BRANCHES: Settings = {"scheme": "subgraph", "branches": 4}
+ZERO1: Settings = {"dp": 2, "dp_mode": "zero1"}
+FSDP: Settings = {"dp": 2, "dp_mode": "fsdp"}
+STEP: Settings = {"dp": 4, "dp_mode": "fsdp", "reshard": "step"}
+FULL: Settings = {"recompute": "full"}
+
+
+class Case(NamedTuple):
+    """A run, how far its quick estimate may be off, and whether `make test` has it."""
+
+    model: Settings | str
+    layout: Settings
+    train: Settings
+    low: float
+    high: float
+    quick: bool = False
+
+    @property
+    def title(self) -> str:
+        parts = [*self.layout.values(), *self.train.values()]
+        return "-".join(map(str, [self.model if isinstance(self.model, str) else "", *parts]))
+
+    @property
+    def run(self) -> RunConfig:
+        if isinstance(self.model, dict):
+            return a_run(self.layout, self.model, self.train)
+        # Eight layers of each stack of a model, four sequences to a replica.
+        sizes = ["model.n_layers=8"] + ["data.seq_len=2048"] * ("llama" in self.model)
+        sizes += ["model.n_decoder_layers=8"] * self.model.startswith("t")
+        batch = 4 * self.layout.get("dp", 1) * self.layout.get("micro_batches", 1)
+        train = {"global_batch": batch, "dtype": "bfloat16", "device": "cuda", **self.train}
+        sections = {"model": self.model, "data": {"path": "."}, "layout": self.layout}
+        return parse_run({**sections, "train": train}, sizes)
+
+
+LAYOUTS = [{}, ZERO1, FSDP, MEGATRON, SEQUENCE, GRID, BRANCHES, {**BRANCHES, "common": "first"}]
+LAYOUTS += [{"pp": 2, "micro_batches": 2}]
+CASES = [
+    Case(MODEL, layout, train, 0.6, 1.6, (len(layout) != 2 and not train) or layout == GRID)
+    for layout in LAYOUTS
+    for train in ({}, FULL)
 ]
-MODEL = {"hidden_size": 128, "n_layers": 4, "n_heads": 8}
-CASES = [(layout, recompute) for layout in LAYOUTS for recompute in ("none", "full")]
-
-
-def quick(case: tuple[dict[str, Any], str]) -> bool:
-    layout, recompute = case
-    return (len(layout) != 2 and recompute == "none") or case == (LAYOUTS[5], "full")
-
-
-@pytest.mark.parametrize(
-    ("layout", "recompute"),
-    full_unless(quick, CASES, unpack=True),
-    ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else x,
-)
-def test_quick_estimates_are_close(layout: dict[str, Any], recompute: str) -> None:
-    run = a_run(layout, MODEL, {"recompute": recompute})
-    peak = max(estimate_rank(run, rank).peak for rank in largest_ranks(run))
-    assert states_of(run) < peak
-    assert 0.6 < quick_estimate(run) / peak < 1.6
-
-
-@pytest.mark.parametrize("recompute", full_unless(lambda how: how == "full", ["none", "full"]))
-def test_long_sequences_count(recompute: str) -> None:
-    """A backward pass of grouped heads and gated networks has tensors as wide as they are."""
-    model = {"family": "llama", "n_kv_heads": 2, "ffn_size": 512, "tied_head": False}
-    train = {"recompute": recompute, "dtype": "bfloat16", "device": "cuda", "global_batch": 4}
-    run = a_run({"scheme": "megatron", "cols": 2}, {**MODEL, **model, "max_seq_len": 4096}, train)
-    assert 0.9 < quick_estimate(run) / estimate_rank(run, 0).peak < 1.25
-
-
-UNFUSED = [
-    ({}, "none"),
-    ({}, "selective"),
-    ({}, "full"),
-    ({"scheme": "megatron_2d", "rows": 2, "cols": 2}, "none"),
-    ({"pp": 2, "micro_batches": 4}, "none"),
+# A backward pass of grouped heads and gated networks has tensors as wide as they are.
+GROUPED = {**MODEL, "family": "llama", "n_kv_heads": 2, "ffn_size": 512, "tied_head": False}
+BF16 = {"dtype": "bfloat16", "device": "cuda", "global_batch": 4}
+CASES += [
+    Case({**GROUPED, "max_seq_len": 4096}, {**MEGATRON, "cols": 2}, {**BF16, **how}, 0.9, 1.25, q)
+    for how, q in (({}, False), (FULL, True))
 ]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("layout", "recompute"), full_unless(lambda case: case[1] == "none", UNFUSED, unpack=True)
-)
-def test_scores_that_no_kernel_fuses_count(
-    layout: dict[str, Any], recompute: str, dtype: str
-) -> None:
-    """As on clusters of the time before fused attention, whose files say `fused_attention`."""
-    train = {"recompute": recompute, "dtype": dtype, "device": "cuda", "kernels": "torch"}
-    # The head counts as a layer, which of few layers is a large part.
-    n_layers = 16 if "pp" in layout else 4
-    model = {**MODEL, "n_layers": n_layers, "max_seq_len": 1024, "attention_dropout": 0.1}
-    run = a_run(layout, model, {**train, "global_batch": 8})
-    peak = max(estimate_rank(run, rank).peak for rank in largest_ranks(run))
-    assert 0.85 < quick_estimate(run) / peak < 1.15
-
-
-SEQUENCE = {"scheme": "megatron", "cols": 4, "sequence_parallel": True}
-LONG: list[tuple[dict[str, Any], str]] = [
-    (layout, recompute)
+# As on clusters of the time before fused attention, whose files say `fused_attention`. The head
+# counts as a layer, which of few layers is a large part.
+UNFUSED = {**MODEL, "max_seq_len": 1024, "attention_dropout": 0.1}
+TORCH = {"device": "cuda", "kernels": "torch", "global_batch": 8}
+CASES += [
+    Case(
+        {**UNFUSED, "n_layers": 16 if "pp" in layout else 4},
+        *(layout, {**TORCH, "dtype": dtype, "recompute": recompute}, 0.85, 1.15),
+        recompute == "none",
+    )
+    for layout, recompute in (
+        *(({}, "none"), ({}, "selective"), ({}, "full")),
+        ({"scheme": "megatron_2d", "rows": 2, "cols": 2}, "none"),
+        ({"pp": 2, "micro_batches": 4}, "none"),
+    )
+    for dtype in ("float32", "bfloat16")
+]
+# Long sequences make gathered activations large, and a table what FSDP gathers. What branches hold
+# while they are recomputed is counted high.
+LONG = {"family": "llama", "n_layers": 4, "hidden_size": 256, "n_heads": 8, "n_kv_heads": 4}
+LONG |= {"ffn_size": 896, "tied_head": False, "max_seq_len": 8192, "vocab_size": 4096}
+CASES += [
+    Case(
+        *(LONG, layout, {**BF16, "global_batch": 8, "loss_chunk_tokens": 2048, **how}, 0.85),
+        1.2 if "branches" in layout and how else 1.15,
+        bool(how) and "branches" not in layout and "pp" not in layout,
+    )
     for layout in (
-        {"dp": 4, "dp_mode": "fsdp"},
-        {"scheme": "megatron", "cols": 4},
-        SEQUENCE,
-        {**SEQUENCE, "dp": 2, "dp_mode": "fsdp"},
+        *({"dp": 4, "dp_mode": "fsdp"}, MEGATRON, SEQUENCE, {**SEQUENCE, **FSDP}),
         {**SEQUENCE, "pp": 2, "stages_per_rank": 2, "micro_batches": 4},
         {"scheme": "megatron_2d", "rows": 2, "cols": 4},
         {"scheme": "megatron_2d", "rows": 4, "cols": 2},
-        {"scheme": "optimus", "rows": 2, "cols": 4},
-        {"scheme": "optimus", "rows": 4, "cols": 4},
-        {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "pipelined"},
-        {"scheme": "subgraph", "branches": 4},
+        *({**GRID, "cols": 4}, {**GRID, "rows": 4, "cols": 4}),
+        *({**GRID, "schedule": "pipelined"}, BRANCHES),
     )
-    for recompute in ("none", "full")
+    for how in ({}, FULL)
 ]
-
-
-def short(case: tuple[dict[str, Any], str]) -> bool:
-    layout, recompute = case
-    return recompute == "full" and "branches" not in layout and "pp" not in layout
-
-
-@pytest.mark.parametrize(
-    ("layout", "recompute"), full_unless(short, LONG, unpack=True), ids=lambda x: str(x)
-)
-def test_what_is_gathered_counts(layout: dict[str, Any], recompute: str) -> None:
-    """Long sequences make gathered activations large, and a table what FSDP gathers."""
-    model = {"family": "llama", "n_layers": 4, "hidden_size": 256, "n_heads": 8, "n_kv_heads": 4}
-    model |= {"ffn_size": 896, "tied_head": False, "max_seq_len": 8192, "vocab_size": 4096}
-    train = {"global_batch": 8, "dtype": "bfloat16", "device": "cuda", "loss_chunk_tokens": 2048}
-    run = a_run(layout, model, {**train, "recompute": recompute})
-    peak = max(estimate_rank(run, rank, timeline=False).peak for rank in largest_ranks(run))
-    # What branches hold while they are recomputed is counted high.
-    most = 1.2 if "branches" in layout and recompute == "full" else 1.15
-    assert 0.85 < quick_estimate(run) / peak < most
-
-
 # What one layer keeps, and what there is of the table, differ between families, and what FSDP
-# gathers counts where states are small: the model, the layout, and what else there is.
-STEP = {"dp": 4, "dp_mode": "fsdp", "reshard": "step"}
-FOUR = {"scheme": "megatron", "cols": 4}
-GRID = {"scheme": "optimus", "rows": 2, "cols": 2}
-BRANCHES = {"scheme": "subgraph", "branches": 4}
-OFF: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("t5-large", FOUR, {}),
-    ("t5-large", {**FOUR, **STEP}, {}),
-    ("t5-large", {}, {"dtype": "float32", "device": "cpu"}),  # keeps scores
-    ("t5-large", {"pp": 2, "micro_batches": 4}, {"recompute": "full"}),
-    ("transformer-big", STEP, {}),
-    ("transformer-big", {**GRID, "dp": 4, "dp_mode": "fsdp"}, {"recompute": "full"}),
-    ("bert-large", {**GRID, **STEP}, {}),
-    ("llama-3.2-1b", GRID, {"recompute": "full"}),
-    ("llama-3.2-1b", {**BRANCHES, **STEP}, {"recompute": "full"}),
-    ("llama-3.1-8b", STEP, {"recompute": "full"}),
-    ("llama-3.1-8b", {"dp": 4, "dp_mode": "zero1"}, {"recompute": "full"}),
-    ("llama-3.1-8b", {"pp": 2, "micro_batches": 2}, {"offload": "optimizer"}),
+# gathers counts where states are small.
+CASES += [
+    Case(model, layout, train, 0.85, 1.2, model != "llama-3.1-8b")
+    for model, layout, train in (
+        *(("t5-large", MEGATRON, {}), ("t5-large", {**MEGATRON, **STEP}, {})),
+        ("t5-large", {}, {"dtype": "float32", "device": "cpu"}),  # keeps scores
+        ("t5-large", {"pp": 2, "micro_batches": 4}, FULL),
+        ("transformer-big", STEP, {}),
+        ("transformer-big", {**GRID, "dp": 4, "dp_mode": "fsdp"}, FULL),
+        ("bert-large", {**GRID, **STEP}, {}),
+        *(("llama-3.2-1b", GRID, FULL), ("llama-3.2-1b", {**BRANCHES, **STEP}, FULL)),
+        *(("llama-3.1-8b", STEP, FULL), ("llama-3.1-8b", {**ZERO1, "dp": 4}, FULL)),
+        ("llama-3.1-8b", {"pp": 2, "micro_batches": 2}, {"offload": "optimizer"}),
+    )
 ]
 
 
-def run_of(model: str, layout: dict[str, Any], train: dict[str, Any]) -> RunConfig:
-    """Return a run of eight layers of each stack of a model, four sequences to a replica."""
-    sizes = ["model.n_layers=8", "data.seq_len=2048"] if "llama" in model else ["model.n_layers=8"]
-    if model.startswith("t"):
-        sizes.append("model.n_decoder_layers=8")
-    batch = 4 * layout.get("dp", 1) * layout.get("micro_batches", 1)
-    train = {"global_batch": batch, "dtype": "bfloat16", "device": "cuda", **train}
-    sections = {"model": model, "data": {"path": "."}, "layout": layout, "train": train}
-    return parse_run(sections, sizes)
-
-
 @pytest.mark.parametrize(
-    ("model", "layout", "train"),
-    full_unless(lambda case: case[0] != "llama-3.1-8b", OFF, unpack=True),
-    ids=lambda x: str(x),
+    "case", full_unless(lambda case: case.quick, CASES), ids=lambda case: case.title
 )
-def test_families_and_modes_of_replicas_count(
-    model: str, layout: dict[str, Any], train: dict[str, Any]
-) -> None:
-    run = run_of(model, layout, train)
+def test_quick_estimates_are_close(case: Case) -> None:
+    run = case.run
     peak = max(estimate_rank(run, rank, timeline=False).peak for rank in largest_ranks(run))
     assert states_of(run) < peak
-    assert 0.85 < quick_estimate(run) / peak < 1.2
+    assert case.low < quick_estimate(run) / peak < case.high

@@ -13,18 +13,17 @@ from numpy.typing import NDArray
 
 from gridformer.cluster.file import load_cluster
 from gridformer.config import LayoutConfig, RunConfig
-from gridformer.memory.breakdown import Changes, changes_of
+from gridformer.memory.estimate import Changes, changes_of
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check_layout
 from gridformer.plan.predict import Recorded, different_ranks, price
 from gridformer.record import Start, Trace, layers, rank
-from gridformer.record.device import Backend
 from gridformer.record.events import Held
-from gridformer.record.itineraries import itinerary_of, keys_of, shortened
+from gridformer.record.itineraries import shortened
 from gridformer.record.layers import NotPeriodicError
-from gridformer.record.rank import RankRecord, RecordOptions, record_ranks
-from gridformer.record.step import StepPart, StepRecord, record_step
+from gridformer.record.rank import RankRecord, record_ranks
+from gridformer.record.step import RecordOptions, StepPart, StepRecord, record_step
 from tests.support.marks import full_unless
 from tests.support.multirank.matrix import CELLS, QUICK, Cell
 from tests.support.multirank.memory import a_run
@@ -81,6 +80,62 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "cSub*": ({**BRANCHES, "common": "first", "pp": 2, "micro_batches": 4}, {"device": "cuda"}, {}),
     "encoder and decoder in a pipeline": ({**MEGATRON, "pp": 4}, {}, {"family": "t5"}),
     "saves meanwhile": ({"pp": 2, "micro_batches": 4}, {"async_save": True, "save_every": 1}, {}),
+    "in backward, sequence parallel": (
+        {**MEGATRON, "sequence_parallel": True, "pp": 4, "micro_batches": 8},
+        {**BY_LAYER, **FULL, "device": "cuda"},
+        {"n_layers": 8},
+    ),
+    # The second micro-batch stands for all in the middle.
+    "chunks of the loss*": ({"micro_batches": 7}, {"loss_chunk_tokens": 2}, {}),
+    "broadcast, several micro-batches": (
+        {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "broadcast", "micro_batches": 5},
+        {"loss_chunk_tokens": 2},
+        {"family": "bert"},
+    ),
+    "fsdp, several micro-batches*": (
+        {"dp": 2, "dp_mode": "fsdp", "micro_batches": 4},
+        {"dtype": "bfloat16", "device": "cuda"},
+        {"family": "llama", "n_layers": 2},
+    ),
+    # A single micro-batch is the first and the last one, and the stages of a rank are equal.
+    "one micro-batch": (
+        {**MEGATRON, "pp": 4, "micro_batches": 1, "stages_per_rank": 3, "dp": 2},
+        {"dtype": "bfloat16", "device": "cuda"},
+        {},
+    ),
+    "one micro-batch, fsdp": (
+        {"pp": 4, "micro_batches": 1, "stages_per_rank": 3, "dp": 2, "dp_mode": "fsdp"},
+        {"dtype": "bfloat16", **FULL},
+        {},
+    ),
+    "one micro-batch, zero1": (
+        {"pp": 4, "micro_batches": 4, "stages_per_rank": 3, "dp": 2, "dp_mode": "zero1"},
+        {"device": "cuda"},
+        {},
+    ),
+    "both neighbors are one rank*": (
+        {"pp": 2, "micro_batches": 6, "stages_per_rank": 3},
+        {"device": "cuda"},
+        {"n_layers": 12},
+    ),
+    # Counters of dropout are copied before the first pass of a micro-batch.
+    "dropout, interleaved*": (
+        {"pp": 4, "micro_batches": 12, "stages_per_rank": 2},
+        {"device": "cuda"},
+        {"n_layers": 16, "dropout": 0.1},
+    ),
+    # The last pass of each kind has begun to gather the first weights of the next one.
+    "gathered in advance*": (
+        {**OPTIMUS, "micro_batches": 12, "dp": 2, "dp_mode": "zero1"},
+        {"device": "cuda"},
+        {"family": "bert", "n_layers": 4},
+    ),
+    # The first pass of a stage adds to gradients of a parameter that T5's decoder shares.
+    "shared parameters*": (
+        {"pp": 4, "micro_batches": 8, "stages_per_rank": 3},
+        {"device": "cuda"},
+        {"family": "t5", "n_layers": 6, "n_decoder_layers": 18},
+    ),
 }
 
 
@@ -97,13 +152,14 @@ def run_of(layout: dict[str, Any], train: dict[str, Any], model: dict[str, Any])
     return run
 
 
-def both(run: RunConfig) -> Iterator[tuple[RankRecord, RankRecord]]:
+def both(
+    run: RunConfig, how: RecordOptions | None = None
+) -> Iterator[tuple[RankRecord, RankRecord]]:
     """Yield the record of each kind of rank: composed, and of the complete step."""
     decisions = decide_run(run)
-    backend: Backend = "nccl" if on_gpu(run) else "gloo"
-    lines = different_ranks(run, decisions)
-    for few in record_ranks(run, lines, decisions, RecordOptions(backend, True, True)):
-        step = record_step(run, few.trace.rank, decisions, backend)
+    how = how or RecordOptions("nccl" if on_gpu(run) else "gloo", True, True)
+    for few in record_ranks(run, different_ranks(run, decisions), decisions, how):
+        step = record_step(run, few.trace.rank, decisions, how._replace(extent="complete"))
         yield few, RankRecord(step.trace, step, [tuple(range(len(step.parts)))])
 
 
@@ -115,6 +171,10 @@ def same(few: RankRecord, whole: RankRecord) -> None:
     for mine, theirs in zip(*parts):
         if mine.kind:
             assert changes(mine).tolist() == changes(theirs).tolist(), mine.kind
+    same_events(few, whole)
+
+
+def same_events(few: RankRecord, whole: RankRecord) -> None:
     events = comparable(few.trace), comparable(whole.trace)
     for number, (a, b) in enumerate(zip(*events)):
         assert a == b, f"event {number}"
@@ -153,11 +213,19 @@ def test_methods_are_those_of_the_complete_step(
     monkeypatch.setattr(rank, "record_step", noted)
     run = run_of(*METHODS[method])
     pairs = [*both(run)]
+    assert len(recorded) <= 4 * len(different_ranks(run, decide_run(run))), "few ranks"
     for few, whole in pairs:
         same(few, whole)
         assert max(recorded) < run.model.n_layers * len(whole.step.parts), "few layers and passes"
     few_s, whole_s = (seconds(run, [pair[i].trace for pair in pairs]) for i in (0, 1))
     assert few_s == pytest.approx(whole_s, abs=1e-6 * whole_s["step"])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_messages_alone_and_evaluations(training: bool) -> None:
+    run = run_of({**MEGATRON, "pp": 4, "micro_batches": 8}, {"device": "cuda"}, {"n_layers": 8})
+    for few, whole in both(run, RecordOptions("nccl", not training, training=training)):
+        same_events(few, whole)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +259,7 @@ def with_layers(part: list[tuple[list[int], list[int]]], n: int) -> NDArray[np.i
 
 def extended(shorter: NDArray[np.int64], longer: NDArray[np.int64], more: int) -> list[int]:
     one, other = (
-        StepRecord(Trace(0), [StepPart("", -1, -1, tuple(Held(int(n), "", "") for n in some))])
+        StepRecord(Trace(0), [StepPart("", tuple(Held(int(n), "", "") for n in some))])
         for some in (shorter, longer)
     )
     [part] = layers.with_layers(one, other, more).parts
@@ -253,10 +321,10 @@ def test_a_shorter_schedule_has_every_kind_of_pass(
     short = shortened(layout, [index])
     (schedule,) = short.schedules
     assert schedule is not None
-    whole = keys_of(itinerary_of(layout, pp, index, m), pp, range(k))
-    assert schedule == whole
-    ours = {key for group in short.keys for key in group}
-    assert {key for group in whole for key in group} <= ours
+    assert len([key for group in schedule for key in group if key[0] == "forward"]) == m * (
+        k if order == "interleaved" else 1
+    )
+    assert {k for group in schedule for k in group} <= {k for group in short.keys for k in group}
 
 
 def test_deep_pipelines_need_three_micro_batches() -> None:
@@ -269,12 +337,9 @@ def test_groups_of_some_stages_are_those_of_each_rank() -> None:
     """The stages of T5's decoder share a parameter, but each stage is in another place there."""
     model = {"family": "t5", "n_layers": 3, "n_decoder_layers": 5, "max_seq_len": 8}
     run = a_run({"pp": 6, "micro_batches": 6}, model, {"global_batch": 6})
-    decisions = decide_run(run)
-    lines = different_ranks(run, decisions)
-    for one in record_ranks(run, lines, decisions, RecordOptions("gloo", kernels=True)):
-        whole = record_step(run, one.trace.rank, decisions, "gloo", storages=False)
+    for pair in both(run, RecordOptions("gloo", kernels=True)):
         mine, theirs = (
-            {e.ranks for e in trace.unfolded() if isinstance(e, Start) and e.op != "p2p"}
-            for trace in (one.trace, whole.trace)
+            {e.ranks for e in one.trace.unfolded() if isinstance(e, Start) and e.op != "p2p"}
+            for one in pair
         )
-        assert mine == theirs, one.trace.rank
+        assert mine == theirs

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gridformer.config import parse_run
 from gridformer.plan.predict import record_run
 from gridformer.record.events import Kernel
-from gridformer.record.kernels import LaunchedWork, launched_work
+from gridformer.record.kernels import launched_work
 
 T, V, H = 6, 1000, 8
 LOGITS = torch.zeros(T, V)
@@ -28,7 +28,7 @@ class Launches(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[LaunchedWork] = []
+        self.found: list[Kernel] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -50,7 +50,7 @@ def test_tensors_can_be_labeled() -> None:
         ("parameters", "", 40),
         ("", "somewhere", 40),
     ]
-    assert [(change.n_bytes, change.place) for change in tracker.log[1:]] == [(40, "somewhere")]
+    assert [(change.n_bytes, change.doing) for change in tracker.log[1:]] == [(40, "somewhere")]
     del v
 
 

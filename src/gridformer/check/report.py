@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
@@ -12,23 +13,30 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from gridformer.check.messages import message_problems
-from gridformer.check.problems import KINDS, Problem, each_once, rank_ranges
+from gridformer.check.problems import (
+    KINDS,
+    REPORT,
+    Problem,
+    each_once,
+    message_problems,
+    rank_ranges,
+)
 from gridformer.check.simulate import simulate
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.data.gradients import LABEL
 from gridformer.parallel.registry import describe_layout
-from gridformer.record import Place, Read, Trace, Trouble
+from gridformer.record import Place, Trace, Trouble
 from gridformer.record.events import SingleEvent, Start
 from gridformer.record.itineraries import alike_stages
-from gridformer.record.rank import Extent, RecordOptions, record_ranks
+from gridformer.record.rank import record_ranks
+from gridformer.record.step import Extent, RecordOptions
 
 MOST = 64  # with more passes of all ranks in a step, equal ranks are traced once
 _TROUBLES = {
-    "device": "this is an error of gridformer and not of the run file: please report it",
-    "contiguity": "this is an error of gridformer and not of the run file: please report it",
+    "device": REPORT,
+    "contiguity": REPORT,
     "size": "use sizes that the axis divides, and please report this",
     "error": "please report this, with the run file",
     "untraced": "the run may work; please report this, with the run file",
@@ -42,7 +50,6 @@ class Report:
     """The result of a check.
 
     Attributes:
-        problems: The problems that were found.
         traced: The ranks that were traced.
         n_ranks: The number of ranks of the run.
         n_messages: The number of messages that the traced ranks start.
@@ -104,11 +111,9 @@ def check_step(
 
 
 def report_of(run: RunConfig, traces: Sequence[Trace]) -> Report:
-    """Returns the report for the traces of ranks that represent all ranks of a run.
+    """Returns the report for traces of one step of ranks that represent all ranks of a run.
 
-    Args:
-        run: The run.
-        traces: Traces of one step. Their messages are compared if all of them are complete.
+    Their messages are compared if all of them are complete.
     """
     problems = [*_own(run, traces)]
     # The members of a group have the same schedule, so that such parts fit again.
@@ -116,15 +121,12 @@ def report_of(run: RunConfig, traces: Sequence[Trace]) -> Report:
     # What a rank does after an error is not known, so nothing can be said about ranks that wait for
     # it.
     if all(trace.complete for trace in traces):
-        problems += [*_groups(traces), *_calls(run, traces), *_drift(programs)]
-        problems += message_problems(simulate(among(programs)))
+        problems += [*_groups(traces), *_drift(programs), *message_problems(simulate(programs))]
     starts = sum(isinstance(event, Start) for events in programs.values() for event in events)
     fullest = max((trace.reads for trace in traces), key=len, default=[])
-    reads: dict[Place, int] = {}
-    for read in fullest:
-        reads[read.place] = reads.get(read.place, 0) + 1
+    reads = Counter(read.place for read in fullest)
     ranks = [trace.rank for trace in traces]
-    return Report(each_once(problems), ranks, run.layout.n_processes, starts, reads)
+    return Report(each_once(problems), ranks, run.layout.n_processes, starts, dict(reads))
 
 
 def _own(run: RunConfig, traces: Sequence[Trace]) -> Iterator[Problem]:
@@ -134,25 +136,19 @@ def _own(run: RunConfig, traces: Sequence[Trace]) -> Iterator[Problem]:
     for trace in traces:
         for trouble in dict.fromkeys(trace.troubles):
             troubles.setdefault(trouble, []).append(trace.rank)
-        for place in dict.fromkeys(read.place for read in _unwanted(run, trace.reads)):
+        # Offloading copies optimizer states to the host.
+        unwanted = [r for r in trace.reads if not r.copies or run.train.offload == "none"]
+        for place in dict.fromkeys(read.place for read in unwanted):
             reads.setdefault(place, []).append(trace.rank)
-    for found, ranks in troubles.items():
-        text, help_ = found.text, _TROUBLES[found.kind]
-        yield Problem(found.kind, tuple(ranks), found.place, text, help_, found.axis)
+    for trouble, ranks in troubles.items():
+        kind, text = trouble.kind, trouble.text
+        yield Problem(kind, tuple(ranks), trouble.place, text, _TROUBLES[kind], trouble.axis)
     for place, ranks in reads.items():
         text = (
             "a value is read back from the device, for which the host waits until all kernels are "
             "done. A step should not do this: its result is copied to the host without waiting"
         )
         yield Problem("read-back", tuple(ranks), place, text, _TROUBLES["error"])
-
-
-def _unwanted(run: RunConfig, reads: Sequence[Read]) -> list[Read]:
-    """Returns the read-backs that a step should not have.
-
-    Offloading copies optimizer states to the host.
-    """
-    return [read for read in reads if not read.copies or run.train.offload == "none"]
 
 
 def _groups(traces: Sequence[Trace]) -> Iterator[Problem]:
@@ -169,28 +165,8 @@ def _groups(traces: Sequence[Trace]) -> Iterator[Problem]:
         ]
         alike = " of other ranks" if one and other and one[:2] == other[:2] else ""
         text = f"{said[0]}, but {said[1]}{alike}"
-        yield Problem("groups", (first.rank, trace.rank), _CREATED, text, _TROUBLES["device"])
+        yield Problem("groups", (first.rank, trace.rank), _CREATED, text, REPORT)
         return
-
-
-def _calls(run: RunConfig, traces: Sequence[Trace]) -> Iterator[Problem]:
-    """Returns a problem for each purpose whose groups are created one by one.
-
-    A call creates the groups of all places in the other axes. Where there is but one such place,
-    several calls for the pipeline's axis have different stages.
-    """
-    if run.layout.n_processes == run.layout.pp:
-        return
-    first = traces[0]
-    for groups in first.groups:
-        if groups.n == groups.calls > 1:
-            text = (
-                f"{groups.calls} calls create the {groups.n} groups for {groups.purpose}, one for "
-                "each. Over NCCL a call is a collective of all ranks, so a start takes longer the "
-                "more ranks there are"
-            )
-            ranks = tuple(trace.rank for trace in traces)
-            yield Problem("calls", ranks, _CREATED, text, _TROUBLES["error"], groups.purpose)
 
 
 def _drift(programs: Mapping[int, Sequence[SingleEvent]]) -> Iterator[Problem]:
@@ -199,7 +175,7 @@ def _drift(programs: Mapping[int, Sequence[SingleEvent]]) -> Iterator[Problem]:
     Every stage then sums equal terms over its replicas, but the ring of each may begin at another
     rank and so round in another order.
     """
-    found: dict[tuple[Place, Place, str], list[int]] = {}
+    early_sums: dict[tuple[Place, Place, str], list[int]] = {}
     for rank, events in programs.items():
         early = None
         for event in events:
@@ -208,15 +184,15 @@ def _drift(programs: Mapping[int, Sequence[SingleEvent]]) -> Iterator[Problem]:
             if event.axis == "pp":
                 early = early or event
             elif early:
-                found.setdefault((early.place, event.place, event.axis), []).append(rank)
+                early_sums.setdefault((early.place, event.place, event.axis), []).append(rank)
                 break
-    for (stages, replicas, axis), ranks in found.items():
+    for (stages, replicas, axis), ranks in early_sums.items():
         text = (
             f"gradients are summed over the stages that share a parameter at {stages}, and only "
             f"then over {axis} at {replicas}. The stages may round the second sum differently, so "
             "their copies of the parameter drift apart"
         )
-        yield Problem("drift", tuple(ranks), stages, text, _TROUBLES["device"], "pp")
+        yield Problem("drift", tuple(ranks), stages, text, REPORT, "pp")
 
 
 # ----------------------------------------------------------------- ranks that stand for all
@@ -233,68 +209,32 @@ def sample_ranks(run: RunConfig, decisions: Decisions, most: float = MOST) -> li
         run: The run.
         decisions: The result of `decide_run`.
         most: If all ranks together have at most this many passes, all ranks are returned, each in a
-            list of its own. Without a pipeline, all micro-batches count as one pass.
-
-    Returns:
-        Lists of ranks that differ only in their place along pp and whose stages have equal layers.
+            list of its own. Without a pipeline, all micro-batches count as one pass. Otherwise
+            those in one list differ only in their place along pp, and have equal layers.
     """
     layout = run.layout
     passes = layout.micro_batches * layout.stages_per_rank if layout.pp > 1 else 1
     if layout.n_processes * passes <= most:
         return [[rank] for rank in range(layout.n_processes)]
     mesh = mesh_ranks(layout, decisions.block)
-    found = [
+    lines = [
         [int(mesh[place].flatten()[0]) for place in places]
         for places in alike_stages(run, decisions)
     ]
-    others = set()
-    for stage in (mesh[0], mesh[-1]):
-        for dim, size in enumerate(stage.shape):
-            place = [0] * stage.dim()
-            place[dim] = size - 1
-            others.add(int(stage[tuple(place)]))
-    first = {rank for line in found for rank in line}
-    return [*found, *([rank] for rank in sorted(others - first))]
-
-
-def among(programs: Mapping[int, Sequence[SingleEvent]]) -> dict[int, list[SingleEvent]]:
-    """Returns the programs as if there were no other ranks than theirs.
-
-    Groups lose the ranks that were not traced, which do what those do that represent them. Messages
-    to and from such ranks are left out.
-    """
-    known = set(programs)
-    return {rank: [_among(event, known) for event in events] for rank, events in programs.items()}
-
-
-def _among(event: SingleEvent, known: set[int]) -> SingleEvent:
-    if not isinstance(event, Start):
-        return event
-    at = [i for i, rank in enumerate(event.ranks) if rank in known]
-    if len(at) == len(event.ranks):
-        return event
-    pieces = event.pieces
-    if pieces is not None:
-        sent, received = (tuple(sizes[i] for i in at) for sizes in pieces)
-        pieces = sent, received
-    return event._replace(
-        ranks=tuple(event.ranks[i] for i in at),
-        parts=tuple(part for part in event.parts if part.peer in known),
-        pieces=pieces,
-    )
+    others = {
+        int(stage.movedim(dim, 0).flatten(1)[-1, 0])
+        for stage in (mesh[0], mesh[-1])
+        for dim in range(stage.dim())
+    }
+    others -= {rank for line in lines for rank in line}
+    return [*lines, *([rank] for rank in sorted(others))]
 
 
 # --------------------------------------------------------------------------- as text
 
 
 def print_report(run: RunConfig, report: Report, console: Console) -> None:
-    """Prints what a check has found.
-
-    Args:
-        run: The run.
-        report: Its report.
-        console: Where to print.
-    """
+    """Prints what a check of a run has found."""
 
     def line(text: str, style: str = "") -> None:
         console.print(Text(text, style=style), soft_wrap=True)

@@ -13,6 +13,7 @@ until it is.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,6 @@ class Mismatch:
     """A message whose ends do not fit together.
 
     Attributes:
-        calls: The message on each of its ranks.
         different: The ranks that differ from the majority; for two ranks, the second.
         order: Whether the ranks call different collectives, so that the group cannot go on.
     """
@@ -42,7 +42,6 @@ class Stop:
     """A rank that does not finish, or a message of a rank that is never carried out.
 
     Attributes:
-        rank: The rank.
         waiting: Where it waits; None if it has finished.
         call: The message that it waits for.
         blocking: The message that is next in the same group on this rank, which may be another one.
@@ -67,15 +66,12 @@ class Outcome:
         mismatches: Messages whose ends do not fit together.
         stops: One for each rank that does not finish, and for each message left over.
         ended: The ranks that have finished.
-        apart: For each group, the first calls that were matched although they come from different
-            places in the code, which may be where one rank missed a call.
-        counts: For each group, how many collectives each rank starts in a step.
+        counts: For each group, how many collectives each of its ranks starts in a step.
     """
 
     mismatches: list[Mismatch] = field(default_factory=list)
     stops: list[Stop] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)
-    apart: dict[str, Calls] = field(default_factory=dict)
     counts: dict[str, Counter[int]] = field(default_factory=dict)
 
 
@@ -89,17 +85,16 @@ class _Queue:
 
 @dataclass
 class _Group:
-    ranks: tuple[int, ...]
     queues: dict[int, _Queue]
     n_ready: int = 0  # members with a message
     broken: bool = False
 
 
 def simulate(programs: Mapping[int, Sequence[SingleEvent]]) -> Outcome:
-    """Replays the programs of ranks.
+    """Replays the events of each rank, in order, as if there were no other ranks than these.
 
-    Args:
-        programs: For each rank its events, in order. The ranks of every message must be among them.
+    Groups lose the ranks that were not traced, which do what those do that represent them. Messages
+    to and from such ranks are left out.
     """
     return _Replay(programs).go()
 
@@ -137,14 +132,17 @@ class _Replay:
     def _start(self, rank: int, call: Start) -> None:
         group = self.groups.get(call.group)
         if group is None:
-            group = _Group(call.ranks, {member: _Queue() for member in call.ranks})
-            self.groups[call.group] = group
+            queues = {member: _Queue() for member in call.ranks if member in self.programs}
+            group = self.groups[call.group] = _Group(queues)
         queue = group.queues[rank]
         queue.calls.append(call)
         if len(queue.calls) == 1:
-            queue.left = list(call.parts)
+            queue.left = self._parts(call)
             group.n_ready += 1
             self._carry_out(group, rank)
+
+    def _parts(self, call: Start) -> list[Part]:
+        return [part for part in call.parts if part.peer in self.programs]
 
     def _carry_out(self, group: _Group, rank: int) -> None:
         """Carries out whatever a new first message of a rank makes possible."""
@@ -156,7 +154,7 @@ class _Replay:
                 continue
             if queue.calls[0].op == "p2p":
                 fresh.extend(self._match_parts(group, rank))
-            elif group.n_ready == len(group.ranks):
+            elif group.n_ready == len(group.queues):
                 fresh.extend(self._match_all(group))
 
     def _match_all(self, group: _Group) -> list[int]:
@@ -172,9 +170,6 @@ class _Replay:
             return []
         if different:
             self.outcome.mismatches.append(Mismatch(calls, different))
-        name = next(iter(calls.values())).group
-        if name not in self.outcome.apart and len({_said_at(c) for c in calls.values()}) > 1:
-            self.outcome.apart[name] = calls
         for rank in calls:
             self._finish(group, rank)
         return list(calls)
@@ -182,7 +177,7 @@ class _Replay:
     def _match_parts(self, group: _Group, rank: int) -> list[int]:
         """Carries out messages between this rank and others. Returns whose next is new."""
         queue = group.queues[rank]
-        call, found = queue.calls[0], []
+        call, fresh = queue.calls[0], []
         for part in list(queue.left):
             there = group.queues.get(part.peer)
             if there is None or not there.calls:
@@ -198,17 +193,17 @@ class _Replay:
             there.left.remove(match)
             if not there.left:
                 self._finish(group, part.peer)
-                found.append(part.peer)
+                fresh.append(part.peer)
         if not queue.left:
             self._finish(group, rank)
-            found.append(rank)
-        return found
+            fresh.append(rank)
+        return fresh
 
     def _finish(self, group: _Group, rank: int) -> None:
         """Removes the first message of a rank, which has been carried out."""
         queue = group.queues[rank]
         self.done[rank].add(queue.calls.popleft().number)
-        queue.left = list(queue.calls[0].parts) if queue.calls else []
+        queue.left = self._parts(queue.calls[0]) if queue.calls else []
         group.n_ready -= not queue.calls
         self.awake.append(rank)
 
@@ -229,9 +224,13 @@ class _Replay:
                     # end.
                     if place is None and (rank not in self.outcome.ended or call != queue.calls[0]):
                         continue
-                    first = queue.calls[0]
-                    missing = self._missing(group, rank)
-                    answers = self._answers(group, rank, missing)
+                    first, missing = queue.calls[0], self._missing(group, rank)
+                    answers = {
+                        other: (answer, calls[0])
+                        for other in set(missing) & set(group.queues)
+                        for calls in [group.queues[other].calls]
+                        if (answer := next((c for c in calls if _answers(c, first, rank)), None))
+                    }
                     self.outcome.stops.append(Stop(rank, place, call, first, missing, answers))
 
     def _missing(self, group: _Group, rank: int) -> tuple[int, ...]:
@@ -243,17 +242,6 @@ class _Replay:
         heads = {r: q.calls[0].op if q.calls else "" for r, q in group.queues.items()}
         return tuple(r for r, head in heads.items() if head != op)
 
-    def _answers(
-        self, group: _Group, rank: int, missing: Sequence[int]
-    ) -> dict[int, tuple[Start, Start]]:
-        call, found = group.queues[rank].calls[0], {}
-        for other in set(missing) & set(group.queues):
-            calls = group.queues[other].calls
-            answer = next((c for c in calls if _answers(c, call, rank)), None)
-            if answer is not None:
-                found[other] = answer, calls[0]
-        return found
-
 
 def _answers(one: Start, call: Start, rank: int) -> bool:
     """Returns whether `one`, on another rank, belongs to `call` on this rank."""
@@ -264,12 +252,13 @@ def _answers(one: Start, call: Start, rank: int) -> bool:
 
 
 def _counts(programs: Mapping[int, Sequence[SingleEvent]]) -> dict[str, Counter[int]]:
-    found: dict[str, Counter[int]] = {}
+    counts: dict[str, Counter[int]] = {}
     for rank, events in programs.items():
         for event in events:
             if isinstance(event, Start) and event.op != "p2p":
-                found.setdefault(event.group, Counter())[rank] += 1
-    return found
+                here = {member: 0 for member in event.ranks if member in programs}
+                counts.setdefault(event.group, Counter(here))[rank] += 1
+    return counts
 
 
 def _different(calls: Calls) -> tuple[int, ...]:
@@ -284,17 +273,12 @@ def _different(calls: Calls) -> tuple[int, ...]:
 def _pieces_apart(calls: Calls) -> tuple[int, ...]:
     """Returns the ranks that do not send in an all-to-all what another one receives."""
     ranks = next(iter(calls.values())).ranks
-    pieces = [calls[rank].pieces for rank in ranks]
-    found = set()
-    for i, from_i in enumerate(pieces):
-        for j, from_j in enumerate(pieces):
-            assert from_i is not None
-            assert from_j is not None
-            same = calls[ranks[i]].dtype == calls[ranks[j]].dtype
-            if i != j and not (same and from_i[0][j] == from_j[1][i]):
-                found.add(ranks[j])
-    return tuple(sorted(found))
-
-
-def _said_at(call: Start) -> tuple[str, int, str]:
-    return call.place.file, call.place.line, call.label
+    different = set()
+    for (i, one), (j, other) in itertools.permutations(enumerate(ranks), 2):
+        if one in calls and other in calls:
+            sends, receives = calls[one].pieces, calls[other].pieces
+            assert sends is not None
+            assert receives is not None
+            if calls[one].dtype != calls[other].dtype or sends[0][j] != receives[1][i]:
+                different.add(other)
+    return tuple(sorted(different))

@@ -148,10 +148,10 @@ def _micro_batches(run: RunConfig, layout: LayoutConfig) -> list[int]:
 
 
 def _fits(run: RunConfig, room: Room | None) -> bool:
-    from gridformer.memory.bounds import upper_bound
     from gridformer.memory.estimate import estimate_ranks
     from gridformer.memory.quick import states_of
     from gridformer.memory.ranks import largest_ranks
+    from gridformer.memory.room import upper_bound
     from gridformer.parallel.auto.decisions import decide_run
 
     if room is None or upper_bound(run) <= room.n_bytes:

@@ -156,8 +156,7 @@ def plan_checked(
 
     `room` is the budget of each process; None means the budget on this machine.
     """
-    from gridformer.memory.bounds import beyond_saving
-    from gridformer.memory.room import room_of
+    from gridformer.memory.room import beyond_saving, room_of
 
     # A run that is far too large for its budget is refused before torch is loaded.
     budget = room or room_of(run)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,12 +12,19 @@ from functools import partial
 from typing import Any
 
 from gridformer.config import RunConfig
-from gridformer.memory.bounds import enough_devices, upper_bound
-from gridformer.memory.breakdown import MemoryBreakdown
-from gridformer.memory.estimate import estimate_ranks
+from gridformer.memory.estimate import MemoryBreakdown, estimate_ranks
 from gridformer.memory.quick import quick_estimate, states_of, total_states
 from gridformer.memory.ranks import largest_ranks
-from gridformer.memory.room import Room, Tell, gpus_of, on_gpu, room_of, silent
+from gridformer.memory.room import (
+    Room,
+    Tell,
+    enough_devices,
+    gpus_of,
+    on_gpu,
+    room_of,
+    silent,
+    upper_bound,
+)
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import replica_work
@@ -36,17 +45,14 @@ def fit_problems(
 ) -> list[str]:
     """Returns why a checked run does not fit into its budget, with settings that do.
 
-    Memory is only estimated if cheap bounds do not already give the answer.
+    Memory is only estimated if cheap bounds do not already give the answer. There is at most one
+    problem; none if the run fits or the budget is not known.
 
     Args:
         run: The checked run.
-        tell: Called at once with what was found and what begins now, since finding settings that
-            fit may take a while.
+        tell: Called at once with what was found and what begins now.
         decisions: The result of `decide_run(run)`; None calls it.
         room: The budget of each process; None means that of the processes on this machine.
-
-    Returns:
-        At most one problem; none if the run fits or the budget is not known.
     """
     if room is None:
         room = room_of(run)
@@ -81,7 +87,7 @@ def refusal(
         worst: The breakdown of the fullest rank; None if the budget is too small for parameters,
             gradients and optimizer alone.
         room: The budget.
-        tell: Called at once with what was found, because the search for settings takes a while.
+        tell: Called at once with what was found and what begins now.
         took: Seconds that the estimate took. The search stops when another such estimate would
             exceed its time.
     """
@@ -102,10 +108,9 @@ def refusal(
     said = f"It does not fit: {short}; but {room.why}."
     looking = partial(tell, said, f"looking for settings that do, {SEARCH_S:g} s at most")
     patience = Patience(time.monotonic() + SEARCH_S, took, looking)
-    found = nearest(run, worst, room.n_bytes, patience=patience)
-    if found:
-        offers = (f"{offer.settings} ({format_bytes(offer.peak)})" for offer in found)
-        return text + "use " + ", or ".join(offers)
+    if offers := nearest(run, worst, room.n_bytes, patience=patience):
+        words = (f"{offer.settings} ({format_bytes(offer.peak)})" for offer in offers)
+        return text + "use " + ", or ".join(words)
     if patience.is_over:
         text += f"no setting that was tried within {SEARCH_S:g} s fits; "
         if likely := _likely(run, worst, room.n_bytes):
@@ -197,49 +202,40 @@ def nearest(
             return None
         decisions = decide_run(other)
         if worst is not None:
-            found = estimate_ranks(other, [worst.rank], decisions)[0].needed
-            if found > n_bytes or run.layout.pp == 1:
-                return found
+            needed = estimate_ranks(other, [worst.rank], decisions)[0].needed
+            if needed > n_bytes or run.layout.pp == 1:
+                return needed
         # With the changes another stage may be the fullest.
         ranks = [*largest_ranks(other, decisions)]
         return max(breakdown.needed for breakdown in estimate_ranks(other, ranks, decisions))
 
-    found: list[Offer] = []
+    offers: list[Offer] = []
     saves: list[Changes] = []
     for change in cheapest_first(run):
-        if any(offer.changes.keys() == change.keys() for offer in found):
+        if any(offer.changes.keys() == change.keys() for offer in offers):
             continue  # a milder value of the same setting is enough
         size = peak(change)
         if size is not None and size <= n_bytes:
-            found.append(Offer(change, round(size)))
-            if len(found) == at_most:
-                return found
+            offers.append(Offer(change, round(size)))
+            if len(offers) == at_most:
+                return offers
         elif size is not None and size < most:
             saves.append(change)
-    if found:
-        return found
-    together: Changes = {}
-    for change in saves:
-        together |= change
-        size = peak(together)
+    if offers:
+        return offers
+    sums = [*itertools.accumulate(saves, operator.or_, initial=Changes())]
+    for changes in [*sums[1:], *(sums[-1] | batch for batch in smaller_batches(run))]:
+        size = peak(changes)
         if size is not None and size <= n_bytes:
-            return [Offer(together, round(size))]
-    for batch in smaller_batches(run):
-        size = peak(together | batch)
-        if size is not None and size <= n_bytes:
-            return [Offer(together | batch, round(size))]
+            return [Offer(changes, round(size))]
     return []
 
 
 def _likely(run: RunConfig, worst: MemoryBreakdown | None, n_bytes: int) -> Offer | None:
     """Returns the first setting with which the run should fit by formula, or several together."""
     scale = worst.needed / quick_estimate(run) if worst else 1.0
-    ways, together = [*cheapest_first(run)], Changes()
-    sums = []
-    for change in ways:
-        together = together | change
-        sums.append(together)
-    for changes in [*ways, *sums]:
+    ways = [*cheapest_first(run)]
+    for changes in [*ways, *itertools.accumulate(ways, operator.or_)]:
         other = valid_change(run, changes)
         if other is not None and (size := quick_estimate(other) * scale) <= n_bytes:
             return Offer(changes, round(size))
@@ -290,11 +286,6 @@ def smaller_batches(run: RunConfig) -> Iterator[Changes]:
 
 
 def valid_change(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
-    """Returns the run with other values, or None if they make it invalid.
-
-    Args:
-        run: The run.
-        changes: Values by dotted key, such as `layout.pp`.
-    """
+    """Returns the run with other values by dotted key, or None if they make it invalid."""
     other = with_changes(run, changes)
     return None if other is None or violations(other) else other

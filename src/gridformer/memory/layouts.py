@@ -23,7 +23,6 @@ class Listed:
     """A layout and whether it works.
 
     Attributes:
-        layout: The layout.
         global_batch: The global batch that it was checked with.
         problems: Why it does not work, without offers; empty if it does.
         modes: The values of `layout.dp_mode` that work, in the order of that key, each with the
@@ -88,7 +87,7 @@ def list_layouts(
     Raises:
         ConfigError: The model, the batch or the length is not valid.
     """
-    found = []
+    listed = []
     whole = parse_run({"model": model, "data": {"path": ".", "seq_len": seq_len}})
     end = time.process_time() + seconds
     batch = global_batch or common_batch(processes, schemes)
@@ -103,8 +102,8 @@ def list_layouts(
             other = run.model_copy(update={"layout": layout.model_copy(update={"dp_mode": mode})})
             if not _problems(other):
                 modes[mode] = _held(other)
-        found.append(Listed(layout, batch, tuple(problems), modes))
-    return found
+        listed.append(Listed(layout, batch, tuple(problems), modes))
+    return listed
 
 
 def common_batch(processes: int, schemes: Sequence[Scheme] = ()) -> int:
@@ -116,9 +115,7 @@ def common_batch(processes: int, schemes: Sequence[Scheme] = ()) -> int:
 def candidates(processes: int, schemes: Sequence[Scheme] = ()) -> Iterator[LayoutConfig]:
     """Yields all arrangements of pipeline stages, replicas and grid, without checking any model.
 
-    Args:
-        processes: The number of processes.
-        schemes: The schemes of the layouts; empty means all.
+    `schemes` are those of the layouts; empty means all.
     """
     for pp in divisors(processes):
         for dp in divisors(processes // pp):
@@ -133,13 +130,11 @@ def candidates(processes: int, schemes: Sequence[Scheme] = ()) -> Iterator[Layou
 
 @dataclass(frozen=True)
 class Reason:
-    """A reason for which layouts do not work.
+    """A reason for which layouts do not work, and how many.
 
     Attributes:
         where: The sizes to which it applies, such as `cols=2, 4, 8`, or `cols=8 to 128` if these
             are many and no listed layout has another size between them.
-        why: The reason.
-        n_layouts: How many layouts it rules out.
     """
 
     where: str
@@ -162,14 +157,14 @@ def reasons(listed: Sequence[Listed]) -> list[Reason]:
         counts[what] += 1
         for name, size in where.items():
             sizes.setdefault(what, {}).setdefault(name, set()).add(size)
-    found = []
+    every = []
     for what, count in counts.most_common():
         parts = (
-            f"{name}={_enumerated(sorted(found_sizes), possible)}"
-            for name, found_sizes in sorted(sizes.get(what, {}).items())
+            f"{name}={_enumerated(sorted(mine), possible)}"
+            for name, mine in sorted(sizes.get(what, {}).items())
         )
-        found.append(Reason("; ".join(parts), what, count))
-    return found
+        every.append(Reason("; ".join(parts), what, count))
+    return every
 
 
 def _enumerated(sizes: Sequence[int], possible: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
@@ -19,31 +20,22 @@ def largest_ranks(run: RunConfig, decisions: Decisions | None = None) -> dict[in
     first replica has as many rows as any other. In D&SP-cSub the first sub-grid, which alone has
     the common layers, is represented apart from the others. Among pipeline stages with the same
     layers the first has the most micro-batches in flight.
-
-    Args:
-        run: The checked run.
-        decisions: The result of `decide_run(run)`; None calls it.
     """
     layout, decisions = run.layout, decisions or decide_run(run)
     ranks = mesh_ranks(layout, decisions.block)
-    found: dict[int, str] = {}
+    largest: dict[int, str] = {}
     for pp, stages in _stages(run, decisions).items():
         here = ranks[pp]
         if spec_of(layout).boundary(layout).lies == "first":
-            found[int(here[0, 0])] = _join(stages, "first sub-grid")
+            largest[int(here[0, 0])] = _join(stages, "first sub-grid")
             if here.shape[1] > 1:
-                found[int(here[0, 1])] = _join(stages, "other sub-grids")
+                largest[int(here[0, 1])] = _join(stages, "other sub-grids")
         else:
             alike = f"all {here.numel()} alike" if here.numel() > 1 else ""
             if decisions.choices.copied_parameters:  # whose moments only their owner has
                 alike = f"fullest of {here.numel()}"
-            found[int(here.flatten()[0])] = _join(stages, alike)
-    return found
-
-
-def _names(run: RunConfig) -> list[str]:
-    """Returns the names of a model's links without numbers."""
-    return [name.rstrip("0123456789. ") for name in link_names(run.model)]
+            largest[int(here.flatten()[0])] = _join(stages, alike)
+    return largest
 
 
 def _stages(run: RunConfig, decisions: Decisions) -> dict[int, str]:
@@ -51,19 +43,20 @@ def _stages(run: RunConfig, decisions: Decisions) -> dict[int, str]:
     layout = run.layout
     if layout.pp == 1:
         return {0: ""}
-    stages, names = stages_of(run.model, layout.n_stages, decisions.choices.work), _names(run)
+    names = [name.rstrip("0123456789. ") for name in link_names(run.model)]
+    stages = stages_of(run.model, layout.n_stages, decisions.choices.work)
     alike: dict[frozenset[tuple[str, int]], list[int]] = {}
     for pp in range(layout.pp):
         held = Counter(names[i] for stage in stages[pp :: layout.pp] for i in stage)
         alike.setdefault(frozenset(held.items()), []).append(pp)
-    found = {}
+    names_of = {}
     for first, *others in alike.values():
-        like = f" (as {_listed([i + 1 for i in others])})" if others else ""
-        found[first] = f"stage {first + 1} of {layout.pp}{like}"
-    return found
+        like = f" (as {ranges([i + 1 for i in others])})" if others else ""
+        names_of[first] = f"stage {first + 1} of {layout.pp}{like}"
+    return names_of
 
 
-def _listed(numbers: list[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """Formats sorted numbers as ranges, such as `3-5, 8`."""
     parts: list[list[int]] = []
     for number in numbers:
@@ -79,15 +72,12 @@ def _join(*parts: str) -> str:
 
 
 def chosen_ranks(run: RunConfig, wanted: str, decisions: Decisions | None = None) -> dict[int, str]:
-    """Parses the option --ranks.
+    """Returns the ranks of the option --ranks, and what each represents; see `largest_ranks`.
 
     Args:
         run: The checked run.
         wanted: Numbers such as `0,5,7`, `all`, or an empty string for the fullest ranks.
         decisions: The result of `decide_run(run)`; None calls it.
-
-    Returns:
-        The ranks, and what each represents (see `largest_ranks`).
 
     Raises:
         ConfigError: `wanted` contains something that is not the number of a rank.

@@ -1,12 +1,12 @@
-"""The memory that each process of a run may take: a GPU's, or a share of what is free here.
+"""The memory that each process of a run may take, and bounds of what it takes, by its config alone.
 
-An estimate fits if it leaves a margin: `train`, `memory`, `predict` and `plan` share it.
-
-Nothing here loads torch unless it may find GPUs.
+It is a GPU's memory, or a share of what is free here. An estimate fits if it leaves a margin:
+`train`, `memory`, `predict` and `plan` share it. Nothing here loads torch unless it may find GPUs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +14,8 @@ from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
 from gridformer.mesh.gpus import gpus_here, n_visible_gpus, processes_on_a_gpu
 from gridformer.mesh.launch_env import rank_env
+from gridformer.parallel.auto.products import parameter_bytes, state_bytes
+from gridformer.parallel.registry import spec_of
 from gridformer.utils.process import free_memory
 from gridformer.utils.units import GIB, format_bytes
 
@@ -33,35 +35,20 @@ def silent(found: str, doing: str) -> None:
 
 @dataclass(frozen=True)
 class Room:
-    """The budget of one process.
-
-    Attributes:
-        n_bytes: The bytes that the tensors of one process may take by estimate.
-        why: Where that number comes from, as part of a sentence.
-    """
+    """The bytes that the tensors of one process may take by estimate, and why, in a clause."""
 
     n_bytes: int
     why: str
 
 
 def room_of_budget(gib: float, name: str) -> Room:
-    """Returns the room that a budget of a process leaves.
-
-    Args:
-        gib: The budget in GiB.
-        name: What it is called where it was set, such as `train.memory_gib=16`.
-    """
+    """Returns the room that a budget leaves, set by a name such as `train.memory_gib=16`."""
     n_bytes = round(gib * GIB * USABLE)
     return Room(n_bytes, f"{name} leaves {format_bytes(n_bytes)} with 5% to spare")
 
 
 def room_on(run: RunConfig, cluster: Cluster) -> float:
-    """Returns the largest estimate that fits on a device of a cluster, in GiB.
-
-    Args:
-        run: The run, whose `train.memory_gib` may lower it.
-        cluster: The cluster.
-    """
+    """Returns the largest estimate that fits on a device of a cluster, in GiB."""
     own = run.train.memory_gib
     return USABLE * (min(own, cluster.limit_gib) if own else cluster.limit_gib)
 
@@ -105,3 +92,62 @@ def on_gpu(run: RunConfig) -> bool:
     if run.train.device == "auto":
         return n_visible_gpus() > 0
     return run.train.device == "cuda"
+
+
+# --------------------------------------------------------------------------- bounds
+
+
+def beyond_saving(run: RunConfig, room: Room) -> list[str]:
+    """Returns why a run cannot fit with any settings that save memory, if its sizes alone show it.
+
+    This is one problem if the shards of matrices and of their moments alone exceed the budget, with
+    FSDP and without gradients; otherwise `gridformer.memory.budget.fit_problems` looks closer.
+    """
+    layout, elements = run.layout, run.model.matrix_elements
+    devices = layout.pp * math.prod(spec_of(layout).grid(layout))
+    moments = 2 if run.train.device == "cpu" else 0  # which a GPU may leave to its host
+    least = elements / devices / layout.dp * (1 + moments) * parameter_bytes(run)
+    if least <= room.n_bytes:
+        return []
+    each = state_bytes(run, layout.dp)
+    alone = format_bytes(round(elements / devices * each))
+    return [
+        f"a rank would hold {alone} of parameters, gradients and optimizer alone; but {room.why}: "
+        f"{enough_devices(elements * each, room)}"
+    ]
+
+
+def enough_devices(n_bytes: float, room: Room) -> str:
+    """Returns the remedy for a run whose states take so many bytes on all devices of a replica."""
+    devices = math.ceil(n_bytes / max(1, room.n_bytes))
+    return (
+        f"no setting that saves memory is enough; use a layout of {devices:,} or more devices of "
+        "this size"
+    )
+
+
+def upper_bound(run: RunConfig) -> int:
+    """Returns an upper bound of the bytes that any rank of the run holds at a time.
+
+    It assumes that nothing is sharded over the grid, and several times as many activations as any
+    block keeps.
+    """
+    from gridformer.models import count_parameters
+
+    model, layout, train = run.model, run.layout, run.train
+    parameters = count_parameters(model)
+    size = 8 if train.dtype == "float64" else 4
+    sequences = train.global_batch // (layout.dp * layout.micro_batches)
+    under_way = layout.micro_batches if layout.pp > 1 else 1
+    s, source = run.seq_len, run.source_len
+    wide = 40 * model.hidden_size + 20 * model.n_heads * model.head_width
+    wide += (12 + 12 * model.gated) * model.ffn_size
+    scores = 16 * model.n_heads * (s * s + s * source + source * source)
+    stacks = 2 if model.two_stacks else 1
+    a_layer = sequences * (wide * (s + source) + scores) * stacks
+    logits = 12 * sequences * s * model.vocab_size
+    # The integers from which dropout masks are made: 8 bytes each, many per element.
+    masks = 16 * 8 * sequences * ((s + source) * max(model.hidden_size, model.ffn_size) + scores)
+    activations = (a_layer * (model.n_layers + 1) * under_way + logits) * size
+    states = 10 + 3 * train.saves_meanwhile
+    return states * parameters * size + activations + masks

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gridformer.config import RunConfig
-from gridformer.memory.breakdown import MemoryBreakdown
+from gridformer.memory.estimate import MemoryBreakdown
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import replica_work
@@ -40,14 +40,7 @@ def print_breakdowns(
     stand_for: Mapping[int, str],
     console: Console,
 ) -> None:
-    """Prints what each rank holds at its peak, one column per rank.
-
-    Args:
-        run: The run.
-        breakdowns: The breakdowns of some ranks.
-        stand_for: For each rank, what it represents; see `largest_ranks`.
-        console: Where to print.
-    """
+    """Prints what each rank holds at its peak, one column per rank, named by `largest_ranks`."""
     console.print(Text(_title(run)))
     unit, name = byte_unit(max(breakdown.peak for breakdown in breakdowns))
     for start in range(0, len(breakdowns), _COLUMNS):
@@ -83,14 +76,7 @@ def print_breakdowns(
 def write_memory_page(
     run: RunConfig, breakdowns: Sequence[MemoryBreakdown], stand_for: Mapping[int, str], path: Path
 ) -> None:
-    """Writes a self-contained HTML page that plots each rank's memory by kind over a step.
-
-    Args:
-        run: The run.
-        breakdowns: The breakdowns of some ranks.
-        stand_for: For each rank, what it represents; see `largest_ranks`.
-        path: The HTML file, whose folder is created if needed.
-    """
+    """Writes a self-contained HTML page that plots each rank's memory by kind over a step."""
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 

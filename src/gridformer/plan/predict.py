@@ -11,8 +11,7 @@ from typing import Literal
 
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
-from gridformer.memory.breakdown import breakdown_of
-from gridformer.memory.estimate import estimate_ranks
+from gridformer.memory.estimate import breakdown_of, estimate_ranks
 from gridformer.memory.ranks import largest_ranks
 from gridformer.memory.room import room_on
 from gridformer.parallel.auto.decisions import Decisions, decide_run
@@ -25,7 +24,8 @@ from gridformer.plan.replay_cpu import replay_cpu
 from gridformer.record.device import Backend
 from gridformer.record.events import Trace
 from gridformer.record.itineraries import alike_stages
-from gridformer.record.rank import Extent, RankRecord, RecordOptions, record_ranks
+from gridformer.record.rank import RankRecord, record_ranks
+from gridformer.record.step import Extent, RecordOptions
 from gridformer.train.flops import TERA, StepFlops
 from gridformer.utils.units import GIB
 

@@ -13,7 +13,7 @@ from gridformer.plan.advice import advise
 from gridformer.plan.predict import predict
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.search import MemoryKind, PlannedLayout, Search
-from gridformer.record.fast_fake import fast_fakes
+from gridformer.record.fake import fast_fakes
 from gridformer.utils.process import as_far_as, can_copy, n_cores, processor_s
 
 OF_EACH = 5  # layouts of each kind are traced, if as many fit

@@ -10,6 +10,7 @@ A registered device type stays registered in its process, so use a process of it
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -23,29 +24,15 @@ _library = torch.library.Library("aten", "IMPL")  # its registrations last as lo
 Backend = Literal["nccl", "gloo"]
 
 
-class _Backend:
-    """The functions that torch calls in a device module."""
-
-    @staticmethod
-    def is_available() -> bool:
-        """False except for fake tensors, so that torch makes no other tensors there."""
-        return False
-
-    @staticmethod
-    def is_initialized() -> bool:
-        return True
-
-    @staticmethod
-    def current_device() -> int:
-        return 0
-
-    @staticmethod
-    def device_count() -> int:
-        return 1
-
-    @staticmethod
-    def get_amp_supported_dtype() -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
+# The functions that torch calls in a device module. It is not available except for fake tensors, so
+# that torch makes no other tensors there.
+_MODULE = SimpleNamespace(
+    is_available=lambda: False,
+    is_initialized=lambda: True,
+    current_device=lambda: 0,
+    device_count=lambda: 1,
+    get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+)
 
 
 def _never_run(*_: Any) -> None:
@@ -69,8 +56,8 @@ def _attend(
     if mask is None and not dropout_p and q.dtype != torch.float64:
         return attention.attention(q, k, v, None, None, attention.Settings(is_causal, scale))
     unfused = torch.ops.aten.scaled_dot_product_attention.default.decompose
-    found: Tensor = unfused(q, k, v, mask, dropout_p, is_causal, scale=scale, **more)
-    return found
+    out: Tensor = unfused(q, k, v, mask, dropout_p, is_causal, scale=scale, **more)
+    return out
 
 
 @cache
@@ -78,7 +65,7 @@ def fake_gpu() -> torch.device:
     """Returns the device, which is registered once per process."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    _setup_privateuseone_for_python_backend(NAME, _Backend)
+    _setup_privateuseone_for_python_backend(NAME, _MODULE)
     # Without a kernel of their own torch computes these by several operators, unlike on a GPU.
     # Fake tensors have shapes by the operator's rules, so the kernels are never run.
     for name in _ONE_KERNEL:

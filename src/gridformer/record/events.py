@@ -4,15 +4,14 @@ On a GPU a wait does not stop the host but the stream of the computation, and ev
 launched after it. For the order of messages the two are the same: a message that is started after
 a wait begins only when that wait is over.
 
-Events are named tuples, because there are hundreds of thousands of them in deep pipelines, and
-these are made and sent between processes in less time than instances of other classes.
+Events are named tuples, because there are hundreds of thousands of them in deep pipelines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gridformer.utils.errors import UserError
 
@@ -22,8 +21,6 @@ class Place(NamedTuple):
 
     Attributes:
         file: The file, such as `parallel/tensor/linear.py`.
-        line: The line.
-        function: The name of the function.
         module: The module of the model that runs, such as `layers.3.attention`; it may be empty.
         backward: Whether it happens in a backward pass. The line may then be that of the operation
             whose backward pass it is.
@@ -42,14 +39,7 @@ class Place(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One direction of a point-to-point message.
-
-    Attributes:
-        what: `send` or `recv`.
-        peer: The global rank at the other end.
-        size: The number of elements.
-        dtype: Their type, such as `float32`.
-    """
+    """One direction of a point-to-point message with the global rank at the other end."""
 
     what: Literal["send", "recv"]
     peer: int
@@ -65,8 +55,6 @@ class Start(NamedTuple):
         op: The collective, such as `all_reduce`, or `p2p`.
         group: The name of the group, which is the same on all its members.
         ranks: The global ranks of the group.
-        place: Where it happens.
-        axis: The name of the axis.
         label: The purpose of the message.
         size: For a collective, the number of elements of the tensor that this rank passes in; 0 for
             p2p.
@@ -100,12 +88,7 @@ class Start(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A rank waits for a message that it has started.
-
-    Attributes:
-        number: The number of the `Start`.
-        place: Where it happens.
-    """
+    """A rank waits for the message that it has started with a number."""
 
     number: int
     place: Place
@@ -117,7 +100,6 @@ class Awaited(NamedTuple):
     Attributes:
         like: `Start.like` of the message.
         nth: How many like it have been started before it and are still waited for.
-        place: Where it happens.
     """
 
     like: Hashable
@@ -130,21 +112,19 @@ class Held(NamedTuple):
 
     Attributes:
         n_bytes: By how many bytes the memory in use grows.
-        kind: What is held; see `gridformer.record.step.KINDS`.
+        kind: One of `gridformer.record.step.KINDS`; until the step is over, the tracker's entry.
         doing: What runs.
     """
 
     n_bytes: int
-    kind: str
+    kind: Any
     doing: str
 
 
 class Read(NamedTuple):
     """The host reads something back from the device, for which it waits until all kernels are done.
 
-    Attributes:
-        place: Where it happens.
-        copies: Whether a tensor is copied to the host's memory; otherwise a value is read.
+    It copies a tensor to the host's memory, or reads a value.
     """
 
     place: Place
@@ -158,7 +138,6 @@ class Trouble:
     Attributes:
         kind: `device`, `contiguity`, `size`, `error`, or `untraced` if only a trace has the error.
         text: What is wrong.
-        place: Where it happens.
         axis: The name of the axis of the message; empty if there is none.
     """
 
@@ -173,25 +152,16 @@ class Groups(NamedTuple):
 
     Attributes:
         purpose: What they are for, such as the name of their axis.
-        n: How many they are.
         content: A number that differs if their ranks do.
-        calls: How many calls create them, each of which is a collective of all ranks over NCCL.
     """
 
     purpose: str
     n: int
     content: int
-    calls: int
 
 
 class Member(NamedTuple):
-    """A group of this rank.
-
-    Attributes:
-        name: The name of the group, which is the same on all its members.
-        purpose: What it is for, such as the name of its axis.
-        ranks: Its global ranks.
-    """
+    """A group of this rank: its name on all its members, its purpose, and its global ranks."""
 
     name: str
     purpose: str
@@ -214,7 +184,6 @@ class Kernel(NamedTuple):
         place: The module and the direction; the file is empty.
         order: For a product, `n` or `t` for each factor: whether its rows lie in memory one after
             the other or its columns do.
-        launches: The number of launches.
         update: Whether it belongs to the update after the backward passes.
     """
 
@@ -224,7 +193,7 @@ class Kernel(NamedTuple):
     dtype: str
     flop: int
     bytes: int
-    place: Place
+    place: Place = Place("", 0, "")
     order: str = ""
     launches: int = 1
     update: bool = False
@@ -279,7 +248,6 @@ class Trace:
     """The record of one rank in an optimizer step.
 
     Attributes:
-        rank: The global rank.
         groups: The groups that are created, in order, including those of other ranks.
         own: The groups of this rank, in order.
         events: Messages and waits, in order. Where kernels are recorded, also these and the values
@@ -315,9 +283,4 @@ class Trace:
             once: Whether a part that waits for all that it starts, and for nothing else, is left
                 out when it occurs again.
         """
-        seen: set[int] | None = set() if once else None
-        for event in self.events:
-            if isinstance(event, Passed):
-                yield from event.unfolded(seen)
-            else:
-                yield event
+        return Passed(tuple(self.events), 0).unfolded(set() if once else None)

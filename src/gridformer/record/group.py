@@ -8,10 +8,10 @@ that torch numbers them with are the same on all ranks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from gridformer.comm.recorder import Record, Recorder
 from gridformer.mesh import groups
 from gridformer.record.device import NAME, Backend, traced_device
 from gridformer.record.events import (
-    Event,
     Groups,
     Kernel,
     Member,
@@ -32,7 +31,6 @@ from gridformer.record.events import (
     Trouble,
     Wait,
 )
-from gridformer.record.kernels import LaunchedWork
 from gridformer.record.place import Places
 
 
@@ -44,9 +42,6 @@ class Log:
         places: Names the places.
         kernels: Whether kernels are recorded.
         backend: The backend that is imitated.
-
-    Attributes:
-        updating: Whether what is launched now updates parameters.
     """
 
     def __init__(
@@ -59,49 +54,43 @@ class Log:
         self.trace, self.places, self.kernels = trace, places, kernels
         self.nccl, self.device = backend == "nccl", traced_device(backend)
         self.backend = f"{backend}_trace"
-        self.updating = False
         self.recorder = Recorder()  # `gridformer.comm` tells it the axis and purpose of messages
         self.n_groups = 0
+        self._updating = False
         self._number = 0
         # The last messages to and from single ranks: what `gridformer.comm` noted, their event, and
         # their handle.
         self._posted: tuple[Record, Start, _Work] | None = None
-        # One object for each kernel makes records small. The objects with these ids are kept with
-        # it.
-        self._kernels: dict[tuple[int, int, bool], tuple[Kernel, LaunchedWork, Place]] = {}
+        # One object for each kernel and place makes records small. Both are kept with it, by id.
+        self._kernels: dict[tuple[int, int, bool], tuple[Kernel, Kernel, Place]] = {}
 
-    def launch(self, work: LaunchedWork) -> None:
-        """Records that a kernel is launched."""
+    def launch(self, work: Kernel) -> None:
+        """Records that a kernel is launched here."""
         place = self.places.of_kernel()
-        key = id(work), id(place), self.updating
+        key = id(work), id(place), self._updating
         known = self._kernels.get(key)
         if known is None:
-            op, kind, shape, dtype, flop, n_bytes, order = work
-            kernel = Kernel(op, kind, shape, dtype, flop, n_bytes, place, order, 1, self.updating)
+            kernel = work._replace(place=place, update=self._updating)
             known = self._kernels[key] = kernel, work, place
         self.trace.events.append(known[0])
 
     @contextmanager
     def update(self) -> Iterator[None]:
         """Marks what is launched inside the context as updating parameters."""
-        self.updating = True
+        self._updating = True
         yield
-        self.updating = False
+        self._updating = False
 
     def created(self, lines: Sequence[Sequence[int]], purpose: str) -> None:
-        """Records that groups are created, of which this rank is a member of one at most.
+        """Records that groups of these ranks are created, at most one of them with this rank.
 
         All ranks create groups in the same order, so their numbers name them.
-
-        Args:
-            lines: The ranks of each.
-            purpose: What they are for.
         """
         groups = self.trace.groups
         same = groups and groups[-1].purpose == purpose
-        before = groups.pop() if same else Groups(purpose, 0, 0, 0)
+        before = groups.pop() if same else Groups(purpose, 0, 0)
         content = hash((before.content, tuple(map(tuple, lines))))
-        groups.append(Groups(purpose, before.n + len(lines), content, before.calls + 1))
+        groups.append(Groups(purpose, before.n + len(lines), content))
         mine = next((i for i, line in enumerate(lines) if self.trace.rank in line), None)
         if mine is not None:
             name = f"{self.n_groups + mine + 1}"
@@ -109,99 +98,70 @@ class Log:
         self.n_groups += len(lines)
 
     def start(self, group: _Group, op: str, tensors: Sequence[Tensor], **more: Any) -> _Work:
-        """Records that a collective is started.
+        """Records that a collective is started; returns the handle to wait for.
 
         Args:
             group: The group of the collective.
             op: Its name, such as `all_reduce`.
             tensors: The tensors that this rank passes in, first the one whose elements are counted.
             more: The other attributes of `Start` that this collective has, such as `how`.
-
-        Returns:
-            The handle to wait for.
         """
         place, (axis, label) = self.places.here(), self._purpose(group)
         for x in tensors:
-            self.refuse(x, op, axis)
-        number = self.next_number()
-        one = tensors[0] if tensors else None
-        self.trace.events.append(
-            Start(
-                number,
-                op,
-                group.group_name,
-                group.members,
-                place,
-                axis,
-                label,
-                one.numel() if one is not None else 0,
-                _dtype(one) if one is not None else "",
-                **more,
-            )
-        )
-        return _Work(self, number)
+            self._refuse(x, op, axis)
+        self._number += 1
+        if tensors:
+            more |= {"size": tensors[0].numel(), "dtype": _dtype(tensors[0])}
+        of = group.group_name, group.members
+        self.trace.events.append(Start(self._number, op, *of, place, axis, label, **more))
+        return _Work(self, self._number)
 
     def post(self, group: _Group, part: Part, x: Tensor) -> _Work:
         """Records that a message to or from one rank is started.
 
         Those that `gridformer.comm` posts together are one, as NCCL returns one handle for them.
-
-        Args:
-            group: The group of the message.
-            part: Its direction, and the rank at the other end.
-            x: The tensor that is sent or filled.
-
-        Returns:
-            The handle to wait for.
         """
         axis, label = self._purpose(group)
-        self.refuse(x, part.what, axis)
+        self._refuse(x, part.what, axis)
         last, events, posted = self._noted(), self.trace.events, self._posted
         if posted is not None and posted[0] is last and posted[1] is events[-1]:
             _, start, work = posted
             start = events[-1] = start._replace(parts=(*start.parts, part))
         else:
-            number, place = self.next_number(), self.places.here()
-            name, members = group.group_name, group.members
-            start = Start(number, "p2p", name, members, place, axis, label, parts=(part,))
+            of = group.group_name, group.members, self.places.here()
+            self._number += 1
+            start = Start(self._number, "p2p", *of, axis, label, parts=(part,))
             events.append(start)
-            work = _Work(self, number)
+            work = _Work(self, self._number)
         self._posted = (last, start, work) if last else None
         return work
 
-    def next_number(self) -> int:
-        """Returns a number for a new message."""
-        self._number += 1
-        return self._number
+    def repeats(self, times: int) -> Callable[[], None]:
+        """Returns a function that repeats what is recorded from now until it is called."""
+        events = self.trace.events
+        begins = len(events)
 
-    def repeat(self, events: Sequence[Event], numbers: dict[int, int]) -> None:
-        """Adds copies of events to the trace, with new numbers for the messages that they start.
+        def again() -> None:
+            turn = events[begins:]
+            for _ in range(times):
+                numbers: dict[int, int] = {}  # a wait may be for a message of earlier events
+                for event in turn:
+                    if isinstance(event, Start):
+                        self._number += 1
+                        numbers[event.number] = self._number
+                        event = event.numbered(self._number)
+                    elif isinstance(event, Wait):
+                        event = Wait(numbers.get(event.number, event.number), event.place)
+                    events.append(event)
 
-        Args:
-            events: The events.
-            numbers: The new numbers of messages, by those in `events`, which is filled here; a wait
-                may be for a message of earlier events.
-        """
-        for event in events:
-            if isinstance(event, Start):
-                numbers[event.number] = number = self.next_number()
-                event = event.numbered(number)
-            elif isinstance(event, Wait):
-                event = Wait(numbers.get(event.number, event.number), event.place)
-            self.trace.events.append(event)
+        return again
 
     def wait(self, number: int) -> None:
         """Records that this rank waits for the message with a number."""
         self.trace.events.append(Wait(number, self.places.here()))
 
-    def refuse(self, x: Tensor, op: str, axis: str) -> None:
-        """Notes what NCCL refuses about a tensor.
-
-        Args:
-            x: The tensor that is handed to a message.
-            op: The name of the message, such as `all_reduce`.
-            axis: The name of its axis.
-        """
+    def _refuse(self, x: Tensor, op: str, axis: str) -> None:
+        """Notes what NCCL refuses about a tensor that is handed to a message."""
         if not self.nccl:
             return
         shape = f"a tensor of shape {list(x.shape)}"
@@ -213,14 +173,7 @@ class Log:
             self._trouble("contiguity", text, axis)
 
     def size(self, op: str, group: _Group, whole: Tensor, part: Tensor) -> None:
-        """Notes if a tensor is not as large as the parts of a group's members, or of another type.
-
-        Args:
-            op: The name of the collective.
-            group: Its group.
-            whole: The tensor that has the parts of all members.
-            part: The tensor of one member.
-        """
+        """Notes if a tensor of all members' parts has another size or type than that of one has."""
         if whole.numel() != group.size() * part.numel() or whole.dtype != part.dtype:
             axis, _ = self._purpose(group)
             text = (
@@ -321,14 +274,13 @@ class _Group(dist.ProcessGroup):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> _Work:
-        (x,) = tensors
-        part = Part("send", self.members[peer], x.numel(), _dtype(x))
-        return self.log.post(self, part, x)
+        return self._post("send", tensors[0], peer)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> _Work:
-        (x,) = tensors
-        part = Part("recv", self.members[peer], x.numel(), _dtype(x))
-        return self.log.post(self, part, x)
+        return self._post("recv", tensors[0], peer)
+
+    def _post(self, what: Literal["send", "recv"], x: Tensor, peer: int) -> _Work:
+        return self.log.post(self, Part(what, self.members[peer], x.numel(), _dtype(x)), x)
 
     def barrier(self, opts: Any = None) -> _Work:
         return self.log.start(self, "barrier", [])
@@ -339,12 +291,7 @@ _playing: Log | None = None  # torch calls the creator of groups without our arg
 
 @contextmanager
 def recording(log: Log, n_processes: int) -> Iterator[None]:
-    """Makes this process one rank of a group of devices, whose messages the log records.
-
-    Args:
-        log: The log of the rank.
-        n_processes: The number of ranks.
-    """
+    """Makes this process one rank of a group of devices, whose messages the log records."""
     global _playing
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

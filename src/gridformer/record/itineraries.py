@@ -1,26 +1,25 @@
-"""The order of the parts of a rank's step in a pipeline, from a shorter schedule with all of them.
+"""The order of the parts of a rank's step in a pipeline, from a step with few micro-batches.
 
 What a part records follows from its key: a pass from its stage, and from whether it is the first or
-the last one there; a message from the stage and from the messages that wait beside it. A pipeline
-with fewer ranks and fewer micro-batches has parts with all these keys. So a rank runs such a
+the last one there; a message from the stage and from the messages that wait beside it. A rank's
+schedule with few of its micro-batches has parts with all these keys. So a rank runs such a
 schedule, and each part of its own schedule is the one with its key there.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.pipeline.partition import model_outline, stages_of
-from gridformer.parallel.pipeline.schedules import Action, Itinerary, actions_of, forwards, rounds
+from gridformer.parallel.pipeline.schedules import Action, Itinerary, actions_of, forwards
 from gridformer.parallel.pipeline.stages import inputs_of
-from gridformer.record.step import MESSAGES, StepPart
+from gridformer.record.step import MESSAGES, PASSES, StepPart
 
-_MOST_RANKS, _MOST_ROUNDS = 8, 3
-_TRIES = 8  # schedules that are compared by how many others they stand for
+_MOST = 12  # micro-batches of a short schedule
 # The kind of a part, and what else decides what it records. Parts that occur together, such as a
 # pass with what it receives and sends, are one tuple of keys.
 PartKey = tuple[Hashable, ...]
@@ -28,13 +27,9 @@ PartKeys = list[tuple[PartKey, ...]]
 
 
 class ShortSchedule(NamedTuple):
-    """A shorter schedule of a rank, and longer ones that consist of parts of it.
+    """A shorter schedule of a rank, the keys of its parts, and those of longer schedules.
 
-    Attributes:
-        itinerary: The shorter schedule.
-        keys: The keys of its parts.
-        schedules: For each of the longer ones the keys of its parts; None for one with keys that
-            the shorter schedule does not have.
+    A longer schedule that has other keys is None.
     """
 
     itinerary: Itinerary
@@ -57,66 +52,52 @@ def shortened(
         alike: For each stage of a rank the first one that does the same;
             without it no stage of a rank is like another one.
     """
-    m, index = layout.micro_batches, indices[0]
-    alike = alike or range(layout.stages_per_rank)
-    wholes = [itinerary_of(layout, layout.pp, index, m, training) for index in indices]
-    schedules = [keys_of(whole, layout.pp, alike) for whole in wholes]
-    wanted = [_set_of(keys) for keys in schedules]
-    short, best, most, tries = wholes[0], schedules[0], 0, _TRIES
-    for pp, here, few in _candidates(layout, index):
-        other = itinerary_of(layout, pp, here, few, training)
+    pp, k, m = layout.pp, layout.stages_per_rank, layout.micro_batches
+    alike = alike or range(k)
+    orders = actions_of(layout.pipeline_order, pp, k, m)
+    orders = orders if training else forwards(orders)
+    wholes = [Itinerary.of(orders, index, k * pp) for index in indices]
+    schedules = [keys_of(whole, pp, alike) for whole in wholes]
+    wanted = [{key for group in {*keys} for key in group} for keys in schedules]
+    short, best, there, most = wholes[0], schedules[0], wanted[0], 0
+    for other in _with_few_micro_batches(wholes[0], m):
         keys = keys_of(other, pp, alike)
-        there = _set_of(keys)
-        if not wanted[0] <= there:
-            continue
-        covered = sum(one <= there for one in wanted)
+        kinds = {key for group in keys for key in group}
+        covered = sum(one <= kinds for one in wanted) if wanted[0] <= kinds else 0
         if covered > most:
-            short, best, most = _moved(other, pp, here, layout.pp, index), keys, covered
-        tries -= 1
-        if covered == len(wanted) or not tries:
+            short, best, there, most = other, keys, kinds, covered
+        if covered == len(wanted):
             break
-    there = _set_of(best)
     return ShortSchedule(
         short, best, [keys if one <= there else None for keys, one in zip(schedules, wanted)]
     )
 
 
-def _set_of(keys: PartKeys) -> set[PartKey]:
-    return {key for group in {*keys} for key in group}
+def _with_few_micro_batches(whole: Itinerary, m: int) -> Iterator[Itinerary]:
+    """Yields a schedule with the first of m micro-batches, or with the first and the last."""
 
+    def kept(actions: Sequence[Action]) -> tuple[Action, ...]:
+        return tuple(action for action in actions if action.micro in micros)
 
-def itinerary_of(
-    layout: LayoutConfig, pp: int, index: int, m: int, training: bool = True
-) -> Itinerary:
-    """Returns the schedule of a rank in a pipeline of so many ranks and micro-batches."""
-    k = layout.stages_per_rank
-    orders = actions_of(layout.pipeline_order, pp, k, m)
-    return Itinerary.of(orders if training else forwards(orders), index, k * pp)
-
-
-def _candidates(layout: LayoutConfig, index: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (ranks, index of the rank, micro-batches) of shorter pipelines, the shortest first."""
-    k, found = layout.stages_per_rank, []
-    # The two neighbors of a rank in a ring of two are the same rank.
-    least = min(layout.pp, 3) if k > 1 else 2
-    for pp in range(least, min(layout.pp, _MOST_RANKS) + 1):
-        middle = range(1, pp - 1)
-        places = [0] if index == 0 else [pp - 1] if index == layout.pp - 1 else [*middle]
-        for m in range(1, min(layout.micro_batches, (_MOST_ROUNDS + 1) * pp) + 1):
-            if k == 1 or m % rounds(pp, m) == 0:
-                found += [(m, pp, here) for here in places]
-    for m, pp, here in sorted(found):
-        if (m, pp) != (layout.micro_batches, layout.pp):
-            yield pp, here, m
+    for n in range(1, min(m, _MOST + 1)):
+        for last in sorted({0, n // 2}):
+            micros = {*range(n - last), *range(m - last, m)}
+            sends = {a: message for a, message in whole.sends.items() if a.micro in micros}
+            taken: dict[Action, tuple[Action, ...]] = {}
+            for coming in whole.arrivals.values():
+                read: tuple[Action, ...] = ()
+                for message in coming:
+                    read += kept(whole.taken[message])
+                    if message.micro in micros:
+                        taken[message], read = read, ()
+            arrivals = {peer: kept(coming) for peer, coming in whole.arrivals.items()}
+            yield Itinerary(kept(whole.actions), sends, arrivals, taken)
 
 
 def stages_held(run: RunConfig, decisions: Decisions) -> list[list[Hashable]]:
-    """Returns what each rank of a pipeline holds, equal for stages that do the same.
+    """Returns for each place along pp what its stages hold, equal for stages that do the same.
 
     They have equal layers and equal inputs, and so have the stages after them.
-
-    Returns:
-        For each place along pp a list with an entry for each stage there.
     """
     layout = run.layout
     stages = stages_of(run.model, layout.n_stages, decisions.choices.work)
@@ -137,20 +118,14 @@ def alike_stages(run: RunConfig, decisions: Decisions) -> list[list[int]]:
     """Returns the places along pp, in one list for all places whose stages do the same."""
     if run.layout.pp == 1:
         return [[0]]
-    found: dict[Hashable, list[int]] = {}
+    places: dict[Hashable, list[int]] = {}
     for place, held in enumerate(stages_held(run, decisions)):
-        found.setdefault(tuple(held), []).append(place)
-    return [*found.values()]
+        places.setdefault(tuple(held), []).append(place)
+    return [*places.values()]
 
 
 def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> PartKeys:
-    """Returns the keys of the parts of a rank's step, in order.
-
-    Args:
-        itinerary: The schedule of the rank.
-        pp: The ranks of its pipeline.
-        alike: See `shortened`.
-    """
+    """Returns the keys of the parts of a rank's step in a pipeline of `pp` ranks, in order."""
     queues = {peer: deque(coming) for peer, coming in itinerary.arrivals.items()}
     sender = {action: peer for peer, coming in itinerary.arrivals.items() for action in coming}
     last = {a.stage: a for a in itinerary.actions if a.kind == "backward"}
@@ -160,7 +135,7 @@ def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> PartKeys:
     seen: set[tuple[str, int]] = set()
     micros: set[int] = set()
     ended = 0
-    found: PartKeys = []
+    keys: PartKeys = []
 
     def like(stage: int) -> int:
         return alike[stage // pp]
@@ -179,7 +154,7 @@ def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> PartKeys:
             yield f"{message.kind} sent", like(stage), nth
 
     for peer in queues:
-        found += [(key,) for key in post(peer, not found)]  # the first one has what comes before it
+        keys += [(key,) for key in post(peer, not keys)]  # the first one has what comes before it
     for action in itinerary.actions:
         kind, stage, micro = action
         group: list[PartKey] = []
@@ -205,48 +180,21 @@ def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> PartKeys:
             group.append(("send", kind, like(stage)))
         seen.add((kind, stage))
         micros.add(micro)
-        found.append(tuple(group))
-    return found + [(key,) for message in [*sent_by] for key in end(message)]
-
-
-def _moved(itinerary: Itinerary, pp: int, index: int, new_pp: int, new_index: int) -> Itinerary:
-    """Returns a rank's schedule as that of a rank in a pipeline with more ranks."""
-
-    def rank(peer: int) -> int:
-        step = peer - index if pp == 2 else 1 if peer == (index + 1) % pp else -1
-        return (new_index + step) % new_pp
-
-    def moved(one: Action) -> Action:
-        # It is a pass of this rank, or one that reads what this rank sends.
-        there = 0 if one.stage % pp == index else 1 if one.kind == "forward" else -1
-        mine = (one.stage - there) // pp * new_pp + new_index
-        return one._replace(stage=mine + there)
-
-    def all_moved(some: Iterable[Action]) -> tuple[Action, ...]:
-        return tuple(moved(one) for one in some)
-
-    return Itinerary(
-        all_moved(itinerary.actions),
-        {moved(a): (moved(b), rank(peer)) for a, (b, peer) in itinerary.sends.items()},
-        {rank(peer): all_moved(some) for peer, some in itinerary.arrivals.items()},
-        {moved(a): all_moved(some) for a, some in itinerary.taken.items()},
-    )
+        keys.append(tuple(group))
+    return keys + [(key,) for message in [*sent_by] for key in end(message)]
 
 
 def in_order(
     parts: Sequence[StepPart], short: PartKeys, schedule: PartKeys
 ) -> list[tuple[int, ...]]:
-    """Puts the parts of a short step in the order of a rank's own schedule.
+    """Returns the numbers of the parts of a short step in the order of a rank's own schedule.
 
     Args:
         parts: The parts of the short step.
         short: The keys of its passes and messages.
         schedule: Those of the rank's own schedule.
-
-    Returns:
-        The numbers of the parts; those that occur together are one tuple.
     """
-    places = [i for i, part in enumerate(parts) if part.kind in ("forward", "backward", *MESSAGES)]
+    places = [i for i, part in enumerate(parts) if part.kind in (*PASSES, *MESSAGES)]
     kinds = {parts[i].kind for i in places}  # a rank without activations exchanges no messages
     numbers: dict[PartKey, int] = {}
     mine = (key for group in short for key in group if key[0] in kinds)

@@ -10,22 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-
-class LaunchedWork(NamedTuple):
-    """The work that an operator launches; see `gridformer.record.events.Kernel`."""
-
-    op: str
-    kind: Literal["product", "attention", "memory", "copy"]
-    shape: tuple[int, ...]
-    dtype: str
-    flop: int
-    bytes: int
-    order: str = ""
-
+from gridformer.record.events import Kernel
 
 # Where the factors begin.
 _PRODUCTS = {
@@ -53,13 +42,11 @@ _SCATTERS = {"index_add_", "scatter_add_", "scatter_"}
 
 def launched_work(
     func: Any, args: Any, kwargs: dict[str, Any], out: Any, device: str
-) -> LaunchedWork | None:
-    """Returns the work that an operator launches on a type of device; None if there is none.
+) -> Kernel | None:
+    """Returns what an operator launches on a type of device; None if nothing.
 
     Args:
-        func: The operator, as a dispatch mode sees it.
-        args: Its arguments.
-        kwargs: Its arguments by name.
+        func: The operator, as a dispatch mode sees it, which was called with `args` and `kwargs`.
         out: Its result.
         device: The type of the device.
     """
@@ -71,7 +58,7 @@ def launched_work(
     named = [value for key, value in kwargs.items() if key != "out"]
     given = [*_tensors(args), *_tensors(named)]
     if name in _COPIES and (copied := _between(given, results, device)) is not None:
-        return LaunchedWork(name, "copy", (), _dtype(copied), 0, _extent(copied))
+        return Kernel(name, "copy", (), _dtype(copied), 0, _extent(copied))
     if not any(x.device.type == device for x in (results or given)):
         return None
     changed = [*_changed(func, args), *_tensors((kwargs.get("out"),))]
@@ -94,7 +81,7 @@ def launched_work(
     elif name == "nll_loss_forward":  # reads the logarithms of targets
         read = [*read[1:], given[1].numel() * given[0].element_size()]
     n_bytes = sum(read) + sum(map(_extent, made)) + sum(map(_extent, changed))
-    return LaunchedWork(name, "memory", (), _dtype((made or changed or given)[0]), 0, n_bytes)
+    return Kernel(name, "memory", (), _dtype((made or changed or given)[0]), 0, n_bytes)
 
 
 def _between(given: list[Tensor], results: list[Tensor], device: str) -> Tensor | None:
@@ -105,7 +92,7 @@ def _between(given: list[Tensor], results: list[Tensor], device: str) -> Tensor 
     return given[-1] if there == {"cpu", device} else None
 
 
-def _product(name: str, factors: Any, out: Tensor, given: list[Tensor]) -> LaunchedWork:
+def _product(name: str, factors: Any, out: Tensor, given: list[Tensor]) -> Kernel:
     a, b = factors[0], factors[1]
     *batch, m, k = a.shape
     n = b.shape[-1]
@@ -113,12 +100,12 @@ def _product(name: str, factors: Any, out: Tensor, given: list[Tensor]) -> Launc
     order = "".join("n" if x.stride(-1) == 1 or x.shape[-1] == 1 else "t" for x in (a, b))
     n_bytes = sum(_extent(x) for x in given) + _extent(out)
     flop = 2 * many * m * n * k
-    return LaunchedWork(name, "product", (many, m, n, k), _dtype(a), flop, n_bytes, order)
+    return Kernel(name, "product", (many, m, n, k), _dtype(a), flop, n_bytes, order=order)
 
 
 def _attention(
     func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor], given: list[Tensor]
-) -> LaunchedWork:
+) -> Kernel:
     """The backward pass counts for two products of each in the forward pass."""
     by_name = dict(zip((x.name for x in func._schema.arguments), args)) | kwargs
     name = func.overloadpacket.__name__
@@ -133,7 +120,7 @@ def _attention(
     shape = (b, heads, queries, keys, width, _hides(by_name))
     if func.namespace == "gridformer" and _is_plain(by_name):  # as in `gridformer.record.device`
         name = "sdpa_backward" if backward else "sdpa"
-    return LaunchedWork(name, "attention", shape, _dtype(q), flop, n_bytes)
+    return Kernel(name, "attention", shape, _dtype(q), flop, n_bytes)
 
 
 def _hides(given: dict[str, Any]) -> int:
@@ -150,16 +137,16 @@ def _is_plain(given: dict[str, Any]) -> bool:
 
 def _changed(func: Any, args: Any) -> list[Tensor]:
     """Returns the tensors that an operator writes into."""
-    found: list[Tensor] = []
+    changed: list[Tensor] = []
     if not func._schema.is_mutable:
-        return found
+        return changed
     for argument, value in zip(func._schema.arguments, args):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _tensors((value,))
+            changed += _tensors((value,))
     if func.overloadpacket.__name__ == "_fused_adamw_":  # names gradients, which it only reads
         gradients = {id(x) for x in args[1]}
-        found = [x for x in found if id(x) not in gradients]
-    return found
+        changed = [x for x in changed if id(x) not in gradients]
+    return changed
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:

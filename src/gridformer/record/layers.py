@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from gridformer.config import ModelConfig, RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.pipeline.partition import link_names, stages_of, with_stages
 from gridformer.record.events import Held, Kernel, Place
-from gridformer.record.step import StepPart, StepRecord
+from gridformer.record.step import StepRecord
 
 _WORTH = 4  # two short steps take less time than one if so many layers are left out
 
@@ -38,13 +38,8 @@ class NotPeriodicError(Exception):
 def removable(run: RunConfig, decisions: Decisions, kept: int, worth: int | None = None) -> int:
     """Returns how many layers of each stage may be left out; 0 if the whole model is to be run.
 
-    Without a pipeline, this is the number for each stack of layers.
-
-    Args:
-        run: The run.
-        decisions: The result of `decide_run`.
-        kept: How many layers the shortest stage of the shorter model keeps.
-        worth: If no more than these could be left out, the whole model is run.
+    Without a pipeline, this is the number for each stack of layers. The shortest stage of the
+    shorter model keeps `kept` layers. If less than `worth` could be left out, all are run.
     """
     worth = _WORTH if worth is None else worth
     model = run.model
@@ -61,11 +56,6 @@ def without_layers(run: RunConfig, decisions: Decisions, n: int) -> Iterator[Run
     """Yields the run with n layers fewer in each stage, whose stages are cut so inside the context.
 
     A stage with layers of an encoder and of a decoder loses some of those that it has more of.
-
-    Args:
-        run: The run.
-        decisions: The result of `decide_run(run)`.
-        n: At most what `removable` returns.
     """
     model, layout = run.model, run.layout
     if not n:
@@ -114,15 +104,16 @@ def with_layers(shorter: StepRecord, longer: StepRecord, more: int) -> StepRecor
     Raises:
         NotPeriodicError: It does not follow from these two.
     """
-    kinds = [[part[:3] for part in one.parts] for one in (shorter, longer)]
-    if [kind[0] for kind in kinds[0]] != [kind[0] for kind in kinds[1]]:
+    if [part.kind for part in shorter.parts] != [part.kind for part in longer.parts]:
         raise NotPeriodicError("the parts of the step depend on the number of layers")
     numbers = _Numbers()
-    parts = [_extended(a, b, more, numbers) for a, b in zip(shorter.parts, longer.parts)]
     between = {kind: n + more * (n - shorter.between[kind]) for kind, n in longer.between.items()}
     return replace(
         longer,
-        parts=parts,
+        parts=[
+            part._replace(events=tuple(_extended(before.events, part.events, more, numbers)))
+            for before, part in zip(shorter.parts, longer.parts)
+        ],
         between=between,
         host=longer.host + more * (longer.host - shorter.host),
         saved=longer.saved + more * (longer.saved - shorter.saved),
@@ -130,20 +121,72 @@ def with_layers(shorter: StepRecord, longer: StepRecord, more: int) -> StepRecor
     )
 
 
-def _extended(shorter: StepPart, longer: StepPart, more: int, numbers: _Numbers) -> StepPart:
-    """Returns a part of a step with more layers; see `with_layers`."""
+def _extended(
+    shorter: tuple[Any, ...], longer: tuple[Any, ...], more: int, numbers: _Numbers
+) -> list[Any]:
+    """Returns the events of a part of a step with more layers; see `with_layers`."""
+    places = _insertions(
+        *(numbers.of(shorter), numbers.of(longer)),
+        lambda i, j: _may_grow(shorter[i], longer[j]),
+    )
+    if places is None:
+        raise NotPeriodicError("a step with more layers does not repeat what the last one did")
     events: list[Any] = []
+    begin = behind = 0
+    for at, inserted in places:
+        events += longer[begin:at]
+        if inserted:  # each further layer inserts it once more
+            events += longer[at : at + inserted] * (1 + more)
+            begin, behind = at + inserted, behind + inserted
+        else:
+            events.append(_grown(shorter[at - behind], longer[at], more))
+            begin = at + 1
+    return [*events, *longer[begin:]]
 
-    def may_grow(i: int, j: int) -> bool:
-        return _may_grow(shorter.events[i], longer.events[j])
 
-    ids = numbers.of(shorter.events), numbers.of(longer.events)
-    for begin, end, repeated, grows in segments(*ids, may_grow):
-        some = [*longer.events[begin:end]]
-        for place, before in grows:
-            some[place - begin] = _grown(shorter.events[before], longer.events[place], more)
-        events += some * (more if repeated else 1)
-    return longer._replace(events=tuple(events))
+def _insertions(
+    shorter: Ids, longer: Ids, may_grow: Callable[[int, int], bool]
+) -> list[tuple[int, int]] | None:
+    """Finds what a layer inserts into a record.
+
+    Args:
+        shorter: The numbers of the events with fewer layers, which are equal for equal events.
+        longer: Those with a layer more.
+        may_grow: Whether an event of the longer one is that of the shorter one, but for its size.
+
+    Returns:
+        Places in the longer record, in order, and how many events are inserted there, which are
+        those that stand before the place; 0 where a single event has another size. None if the
+        longer record is not the shorter one with insertions.
+    """
+    failed: set[tuple[int, int]] = set()
+
+    def search(i: int, j: int) -> list[tuple[int, int]] | None:
+        """Compares from the places i and j on."""
+        same = min(len(shorter) - i, len(longer) - j)
+        differ = np.flatnonzero(shorter[i : i + same] != longer[j : j + same])
+        step = int(differ[0]) if len(differ) else same
+        i, j = i + step, j + step
+        excess = (len(longer) - j) - (len(shorter) - i)
+        if i == len(shorter) and not excess:
+            return []
+        if excess < 0 or (i, j) in failed:
+            return None
+        for n in range(min(excess, j), 0, -1):
+            if longer[j - 1] != longer[j + n - 1] or longer[j - n] != longer[j]:
+                continue
+            if np.array_equal(longer[j - n : j], longer[j : j + n]):
+                rest = search(i, j + n)
+                if rest is not None:
+                    return [(j, n), *rest]
+        if i < len(shorter) and j < len(longer) and may_grow(i, j):
+            rest = search(i + 1, j + 1)
+            if rest is not None:
+                return [(j, 0), *rest]
+        failed.add((i, j))
+        return None
+
+    return search(0, 0)
 
 
 def _may_grow(shorter: Any, longer: Any) -> bool:
@@ -180,24 +223,22 @@ class _Numbers:
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
         self._names: dict[str, str] = {}
-        self._kernels: dict[int, tuple[int, Kernel]] = {}
+        self._kernels: dict[int, tuple[int, Kernel]] = {}  # one object stands for many kernels
 
     def of(self, events: Sequence[Any]) -> Ids:
         """Returns the numbers of events."""
-        return np.array([self._kernel(event) for event in events], dtype=np.int64)
-
-    def _kernel(self, event: Any) -> int:
-        if not isinstance(event, Kernel):
-            return self._number(event)
-        if id(event) not in self._kernels:  # one object stands for many kernels
-            self._kernels[id(event)] = self._number(event), event
-        return self._kernels[id(event)][0]
+        return np.array([self._number(event) for event in events], dtype=np.int64)
 
     def _number(self, event: Any) -> int:
+        if (known := self._kernels.get(id(event))) is not None:
+            return known[0]
         key = (type(event), *(self._plain(x) for x in event))
         if isinstance(event, Held):
             key = key[:-1]  # it says what runs, with the number of the layer
-        return self._numbers.setdefault(key, len(self._numbers))
+        number = self._numbers.setdefault(key, len(self._numbers))
+        if isinstance(event, Kernel):
+            self._kernels[id(event)] = number, event
+        return number
 
     def _plain(self, x: Any) -> Hashable:
         """Returns a place without the number of its layer and its line."""
@@ -206,85 +247,3 @@ class _Numbers:
         if x.module not in self._names:
             self._names[x.module] = "".join(c for c in x.module if not c.isdigit())
         return self._names[x.module], x.backward
-
-
-# --------------------------------------------------------------------------- segments
-
-
-class LayerSegment(NamedTuple):
-    """Events of the longer record that stand together.
-
-    Attributes:
-        begin: The first of them.
-        end: The first behind them.
-        repeated: Whether they stand for one more layer, so that each further layer has them, too.
-        grows: Events whose size grows with each layer, each with its place in the shorter record.
-    """
-
-    begin: int
-    end: int
-    repeated: bool
-    grows: tuple[tuple[int, int], ...] = ()
-
-
-def segments(shorter: Ids, longer: Ids, may_grow: Callable[[int, int], bool]) -> list[LayerSegment]:
-    """Divides a record into segments that each further layer repeats and others.
-
-    Args:
-        shorter: The numbers of the events with fewer layers, which are equal for equal events.
-        longer: Those with a layer more.
-        may_grow: Whether an event of the longer one is that of the shorter one, but for its size.
-
-    Returns:
-        The segments of the longer one, in order. A repeated one comes after its first appearance.
-
-    Raises:
-        NotPeriodicError: The longer one is not the shorter one with insertions.
-    """
-    failed: set[tuple[int, int]] = set()
-
-    def search(i: int, j: int) -> list[tuple[int, int]] | None:
-        """Compares from the places i and j on.
-
-        Returns:
-            Places in the longer record, in order, and how many events are inserted there; 0 where
-            a single event has another size. None if there is no such list.
-        """
-        same = min(len(shorter) - i, len(longer) - j)
-        differ = np.flatnonzero(shorter[i : i + same] != longer[j : j + same])
-        step = int(differ[0]) if len(differ) else same
-        i, j = i + step, j + step
-        excess = (len(longer) - j) - (len(shorter) - i)
-        if i == len(shorter) and not excess:
-            return []
-        if excess < 0 or (i, j) in failed:
-            return None
-        for n in range(min(excess, j), 0, -1):
-            if longer[j - 1] != longer[j + n - 1] or longer[j - n] != longer[j]:
-                continue
-            if np.array_equal(longer[j - n : j], longer[j : j + n]):
-                rest = search(i, j + n)
-                if rest is not None:
-                    return [(j, n), *rest]
-        if i < len(shorter) and j < len(longer) and may_grow(i, j):
-            rest = search(i + 1, j + 1)
-            if rest is not None:
-                return [(j, 0), *rest]
-        failed.add((i, j))
-        return None
-
-    places = search(0, 0)
-    if places is None:
-        raise NotPeriodicError("a step with more layers does not repeat what the last one did")
-    found: list[LayerSegment] = []
-    grows: list[tuple[int, int]] = []
-    begin = behind = 0
-    for at, inserted in places:
-        if inserted:
-            end = at + inserted
-            found += [LayerSegment(begin, end, False, tuple(grows)), LayerSegment(at, end, True)]
-            begin, behind, grows = end, behind + inserted, []
-        else:
-            grows.append((at, at - behind))
-    found.append(LayerSegment(begin, len(longer), False, tuple(grows)))
-    return found

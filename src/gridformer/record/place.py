@@ -1,8 +1,7 @@
 """Finds the line of gridformer's code, and the module, that caused an event.
 
-The line is the innermost one outside `gridformer.comm`. In a backward pass it may be torch that
-calls `gridformer.comm`. Then it is the line of the forward pass whose backward pass this is, which
-is noted on the node of the autograd graph when the node is made.
+The line is the innermost one outside `gridformer.comm`. If torch calls that in a backward pass, it
+is the line of the forward pass, which is noted on the node of the autograd graph.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -76,12 +75,15 @@ class Places:
         """
         node = _running_node()
         if node is None:
-            return self._of_module(self._running[-1] if self._running else "", False)
+            return self._of_module(self._module(), False)
         if self._running:  # a block that is recomputed
             return self._of_module(self._running[-1], True)
         if node._sequence_nr() < _NO_NUMBER:
             self._last = self._maker(node)
         return self._of_module(self._last, True)
+
+    def _module(self) -> str:
+        return self._running[-1] if self._running else ""
 
     def _maker(self, node: Any) -> str:
         """Returns the module that was running when a node was made."""
@@ -96,29 +98,22 @@ class Places:
 
     def of_error(self, error: BaseException) -> Place:
         """Returns the innermost line of gridformer from which an error came."""
-        found = _NOWHERE
-        trace: TracebackType | None = error.__traceback__
-        for frame in extract_tb(trace):
+        place = _NOWHERE
+        for frame in extract_tb(error.__traceback__):
             file = frame.filename
             if file.startswith(_ROOT) and not file.startswith(_DOORS[1]):
-                found = Place(file[len(_ROOT) :], frame.lineno or 0, frame.name)
-        return found._replace(module=self._running[-1] if self._running else "")
+                place = Place(file[len(_ROOT) :], frame.lineno or 0, frame.name)
+        return place._replace(module=self._module())
 
     def _place(self, file: str, frame: FrameType) -> Place:
         function = frame.f_code.co_qualname.split(".<locals>")[0]
-        module = self._running[-1] if self._running else ""
-        node = _running_node()
+        module, node = self._module(), _running_node()
         if not module and isinstance(node, BackwardCFunction):
             module = self._maker(node)
         return self._one(Place(file, frame.f_lineno, function, module, node is not None))
 
     def _one(self, place: Place) -> Place:
         return self._known.setdefault(place, place)
-
-    def _note(self) -> None:
-        """Notes which module makes the nodes from now on."""
-        self._nodes.append(torch._C._autograd._get_sequence_nr())
-        self._ran.append(self._running[-1] if self._running else "")
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -128,14 +123,17 @@ class Places:
             if out.grad_fn is not None:
                 setattr(out.grad_fn, _NOTE, self.here())
 
+        def note() -> None:  # which module makes the nodes from now on
+            self._nodes.append(torch._C._autograd._get_sequence_nr())
+            self._ran.append(self._module())
+
         def enter(module: nn.Module, _: Any) -> None:
-            name = self._names.get(module, "")
-            self._running.append(name or (self._running[-1] if self._running else ""))
-            self._note()
+            self._running.append(self._names.get(module, "") or self._module())
+            note()
 
         def leave(*_: Any) -> None:
             self._running.pop()
-            self._note()
+            note()
 
         handles = [
             modules.register_module_forward_pre_hook(enter),

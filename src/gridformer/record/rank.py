@@ -1,6 +1,6 @@
 """Records ranks: what they do and hold in a step, composed from the records of short ones.
 
-A short step has few layers (gridformer.record.layers), and in a pipeline few passes
+A short step has few layers (gridformer.record.layers) and few micro-batches
 (gridformer.record.itineraries). Ranks of a pipeline whose stages have equal layers differ only in
 the order of their passes and in their groups. So one of them is recorded, and its passes are put in
 the order of each.
@@ -8,31 +8,23 @@ the order of each.
 
 from __future__ import annotations
 
-import copy
-import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
-from gridformer.parallel.axes import build_axes, mesh_ranks, split_heads
-from gridformer.parallel.data.gradients import GradientSums
-from gridformer.parallel.pipeline import Executor, stages_of
-from gridformer.parallel.pipeline.partition import model_outline
+from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.pipeline.schedules import Itinerary
 from gridformer.record.device import Backend
 from gridformer.record.events import (
     Awaited,
     Event,
     Held,
-    Member,
     Passed,
     SingleEvent,
     Start,
@@ -41,35 +33,11 @@ from gridformer.record.events import (
 )
 from gridformer.record.itineraries import ShortSchedule, in_order, shortened, stages_held
 from gridformer.record.layers import NotPeriodicError, removable, with_layers, without_layers
-from gridformer.record.step import StepPart, StepRecord, on_devices, record_step
+from gridformer.record.step import PASSES, RecordOptions, StepPart, StepRecord, record_step
 from gridformer.utils.process import is_copy, no_garbage_collection, on_all_cores
 
-_PASSES = ("forward", "backward")
 _FEW = 3  # micro-batches without a pipeline, of which the second stands for all in the middle
 _KEPT = (2, 3, 5, 8)  # layers of the shortest stage of the shorter step, until layers repeat
-Extent = Literal["composed", "few layers", "all layers", "complete"]
-
-
-class RecordOptions(NamedTuple):
-    """What of a step is recorded.
-
-    Attributes:
-        backend: `nccl` records what a GPU does, `gloo` what a CPU does.
-        kernels: Whether kernels and read-backs are recorded, too.
-        storages: Whether memory is recorded.
-        training: Whether it is an optimizer step; otherwise an evaluation of one global batch.
-        extent: `composed` is the whole step, of which few layers and passes run. With `few layers`
-            it has only the layers that run, and with `all layers` all of them run, so that events
-            have their names. `complete` runs every pass, too.
-        until: The time (`time.monotonic`) after which no step is begun.
-    """
-
-    backend: Backend = "nccl"
-    kernels: bool = False
-    storages: bool = False
-    training: bool = True
-    extent: Extent = "composed"
-    until: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -97,21 +65,17 @@ def trace_rank(
 ) -> Trace:
     """Traces one complete step of one rank, as it would run on GPUs over NCCL.
 
-    It registers a device type in this process, which must not belong to a process group.
+    It registers a device type in this process, which must not belong to a process group. An error
+    of the code is the last trouble of the trace, which ends with it.
 
     Args:
         run: The checked run.
         rank: The rank.
         decisions: The result of `decide_run(run)`; None calls it.
-        kernels: Whether kernels and read-backs are among the events, too.
-        backend: `gloo` traces the step as it would run on CPUs over gloo.
-        training: Whether it is an optimizer step; otherwise an evaluation of one global batch.
-
-    Returns:
-        The trace. An error of the code is its last trouble, and the trace ends with it.
+        kernels, backend, training: See `RecordOptions`.
     """
-    decisions = decisions or decide_run(run)
-    return record_step(run, rank, decisions, backend, training, kernels, storages=False).trace
+    how = RecordOptions(backend, kernels, False, training, "complete")
+    return record_step(run, rank, decisions or decide_run(run), how).trace
 
 
 def record_ranks(
@@ -138,7 +102,7 @@ def record_ranks(
         The records, in the order of ranks. That of a step that fails has no parts, and its trace
         ends with the error; that of a step for which there was no time has no trouble, either.
     """
-    found: list[RankRecord] = []
+    records: list[RankRecord] = []
     left = [_Line(run, line, decisions, how) for line in lines]
     while left:
         work = [partial(line.recorded, n) for line in left for n in line.left_out(_KEPT[0])]
@@ -146,20 +110,20 @@ def record_ranks(
         rest = []
         for line in left:
             mine = line.composed({n: next(taken) for n in line.left_out(_KEPT[0])})
-            found += mine
+            records += mine
             known = {one.trace.rank for one in mine}
             if others := [rank for rank in line.ranks if rank not in known]:
                 rest.append(replace(line, ranks=others))
         left, beside = rest, False  # a copy of a process that has computed gradients computes none
-    return sorted(found, key=lambda one: one.trace.rank)
+    return sorted(records, key=lambda one: one.trace.rank)
 
 
 def _done(work: Sequence[Callable[[], StepRecord]]) -> list[StepRecord]:
     with no_garbage_collection():
-        found = [piece() for piece in work]
-    if is_copy() and not all(one.parts for one in found):
+        records = [piece() for piece in work]
+    if is_copy() and not all(one.parts for one in records):
         raise RuntimeError("what fails in a copy of a process is done again in the process")
-    return found
+    return records
 
 
 @dataclass(frozen=True)
@@ -182,45 +146,40 @@ class _Line:
         n = removable(self.run, self.decisions, kept) if kept else 0
         return [n - 1, n] if n and self.how.extent == "composed" else [0]
 
-    def composed(self, records: dict[int, StepRecord]) -> list[RankRecord]:
-        """Returns the records of ranks that follow from those of short steps.
+    def recorded(self, fewer: int) -> StepRecord:
+        """Records the short step of the first rank with so many layers fewer in each stage."""
+        if time.monotonic() > self.how.until:
+            return StepRecord(Trace(self.ranks[0]))
+        follows: Itinerary | list[int] | None = None
+        if self.how.extent != "complete":
+            # Without a pipeline the first pass makes gradients, the last one begins their sums.
+            several, m = self.run.layout.pp > 1, self.run.layout.micro_batches
+            follows = self._schedule.itinerary if several else sorted({0, min(1, m - 1), m - 1})
+        with without_layers(self.run, self.decisions, fewer) as part:
+            record = record_step(part, self.ranks[0], self.decisions, self.how, follows)
+        if record.parts and follows:
+            record.trace.events = []
+        return record
 
-        Args:
-            records: The short steps, by how many layers a stage loses.
-        """
+    def composed(self, records: dict[int, StepRecord]) -> list[RankRecord]:
+        """Returns the records of ranks that follow from short steps with so many layers fewer."""
         longer = next(iter(records.values()))
         if not longer.parts:
-            trace = longer.trace
-            return [RankRecord(replace(trace, rank=rank), longer, []) for rank in self.ranks]
+            traces = (replace(longer.trace, rank=rank) for rank in self.ranks)
+            return [RankRecord(trace, longer, []) for trace in traces]
         if self.how.extent == "complete":
             return [RankRecord(longer.trace, longer, [tuple(range(len(longer.parts)))])]
         record = self._with_layers(records)
-        stages = mesh_ranks(self.run.layout, self.decisions.block).flatten(1).tolist()
-        composer = _Composer(record.parts, stages)
-        found = []
+        composer = _Composer(record, self._stages)
+        ranks = []
         for rank, order in zip(self.ranks, self._orders(record.parts)):
             if order is None:
                 continue
             if self.how.storages and not self.how.kernels:
-                found.append(RankRecord(replace(record.trace, rank=rank), record, order))
-                continue
-            trace = record.trace
-            known = self.how.kernels and not composer.some_stages()
-            if rank != trace.rank and not known:
-                trace = _groups_of(self.run, rank, self.decisions, self.how.backend)
-            own = None if known else trace.own
-            if composer.goes_to(record.trace, rank, own):
-                events, update = composer.trace(order)
-                trace = replace(
-                    record.trace,
-                    rank=rank,
-                    groups=trace.groups,
-                    own=trace.own,
-                    events=events,
-                    update=update,
-                )
-                found.append(RankRecord(trace, record, order))
-        return found
+                ranks.append(RankRecord(replace(record.trace, rank=rank), record, order))
+            elif (trace := composer.trace(rank, order)) is not None:
+                ranks.append(RankRecord(trace, record, order))
+        return ranks
 
     def _with_layers(self, records: dict[int, StepRecord]) -> StepRecord:
         """Returns the record of a step with all layers."""
@@ -235,40 +194,21 @@ class _Line:
         return self.recorded(0)
 
     @cached_property
+    def _stages(self) -> list[list[int]]:
+        """The ranks of each place along pp."""
+        ranks: list[list[int]] = (
+            mesh_ranks(self.run.layout, self.decisions.block).flatten(1).tolist()
+        )
+        return ranks
+
+    @cached_property
     def _schedule(self) -> ShortSchedule:
-        """The short schedule of the rank."""
-        stages = mesh_ranks(self.run.layout, self.decisions.block).flatten(1).tolist()
-        place = {one: number for number, stage in enumerate(stages) for one in stage}
-        places = [place[one] for one in self.ranks]
+        """The short schedule of the first rank."""
+        place = {rank: i for i, stage in enumerate(self._stages) for rank in stage}
+        places = [place[rank] for rank in self.ranks]
         held = stages_held(self.run, self.decisions)[places[0]]
         alike = [held.index(stage) for stage in held]
         return shortened(self.run.layout, places, self.how.training, alike)
-
-    @property
-    def _follows(self) -> Itinerary | list[int]:
-        """What the rank runs."""
-        m = self.run.layout.micro_batches
-        if self.run.layout.pp > 1:
-            return self._schedule.itinerary
-        # The first makes gradients, and the last one begins their sums.
-        return sorted({0, min(1, m - 1), m - 1})
-
-    def recorded(self, fewer: int) -> StepRecord:
-        """Records the short step with so many layers fewer in each stage."""
-        run, rank = self.run, self.ranks[0]
-        backend, kernels, storages, training, extent, until = self.how
-        if time.monotonic() > until:
-            return StepRecord(Trace(rank))
-        complete = extent == "complete"
-        with without_layers(run, self.decisions, fewer) as part:
-            record = record_step(
-                *(part, rank, self.decisions, backend, training, kernels or storages, storages),
-                complete=complete,
-                follows=None if complete else self._follows,
-            )
-        if record.parts and not complete:
-            record.trace.events = []
-        return record
 
     def _orders(self, parts: Sequence[StepPart]) -> list[list[tuple[int, ...]] | None]:
         """Returns the numbers of the parts of each rank; None if it has others."""
@@ -276,7 +216,7 @@ class _Line:
         if layout.pp > 1:
             _, short, schedules = self._schedule
             return [None if one is None else in_order(parts, short, one) for one in schedules]
-        passes = [i for i, part in enumerate(parts) if part.kind in _PASSES]
+        passes = [i for i, part in enumerate(parts) if part.kind in PASSES]
         each = len(passes) // _FEW  # those of a micro-batch
         order: list[int] = [*range(len(parts))]
         if layout.micro_batches > _FEW:
@@ -285,115 +225,81 @@ class _Line:
         return [[(number,) for number in order]]
 
 
-def _groups_of(run: RunConfig, rank: int, decisions: Decisions, backend: Backend) -> Trace:
-    """Returns a trace of a rank that has only its groups."""
-    with on_devices(run, rank, backend=backend) as log:
-        axes = build_axes(run.layout, log.device.type, decisions.block)
-        split_heads(run.model, run.layout, axes)  # in the order in which a model's building does
-        model = copy.copy(model_outline(run.model))
-        model.stages = stages_of(run.model, run.layout.n_stages, decisions.choices.work)
-        model.compute_dtype = getattr(torch, run.train.dtype)
-        Executor(model, run.layout, axes, GradientSums([], []))
-    return log.trace
-
-
-class _Crossing(NamedTuple):
-    """A message that a group of parts starts and does not wait for, or only waits for.
-
-    Attributes:
-        like: What is equal for messages that are waited for in turn.
-        nth: For a wait, see `Awaited`; -1 for a start.
-        own: For a start, its number within the group.
-    """
-
-    like: object
-    nth: int
-    own: int
-
-
 class _Group(NamedTuple):
     """Parts of a step that occur together.
 
     Attributes:
         events: See `Passed`.
         n_starts: How many messages it starts.
-        crossing: The messages that it has in common with other groups, in order.
+        crossing: The messages that it starts and does not wait for, or only waits for, in order:
+            what is equal for messages that are waited for in turn; for a wait `Awaited.nth`, and -1
+            for a start; the number in `events`.
     """
 
     events: tuple[Event, ...]
     n_starts: int
-    crossing: list[_Crossing]
+    crossing: list[tuple[object, int, int]]
 
 
 class _Composer:
     """Puts the parts of a short step together to longer ones, with numbers for their messages.
 
     Args:
-        parts: The parts of the short step.
-        stages: The ranks of each stage.
+        record: The short step.
+        stages: The ranks of each place along pp.
     """
 
-    def __init__(self, parts: Sequence[StepPart], stages: Sequence[Sequence[int]]) -> None:
+    def __init__(self, record: StepRecord, stages: Sequence[Sequence[int]]) -> None:
+        self._recorded = record
         self._stages = stages
         self._place = {r: (i, j) for i, stage in enumerate(stages) for j, r in enumerate(stage)}
-        self._kinds = [part.kind for part in parts]
-        self._recorded = [[e for e in part.events if not isinstance(e, Held)] for part in parts]
+        self._parts = [[e for e in part.events if not isinstance(e, Held)] for part in record.parts]
+        starts = [e for part in self._parts for e in part if isinstance(e, Start)]
+        self._used = {start.group for start in starts}
+        self._summed = {start.group for start in starts if start.op != "p2p"}
         self._moved: Callable[[Start], Start] = lambda start: start
         self._groups: dict[tuple[int, ...], _Group] = {}
 
-    def some_stages(self) -> bool:
-        """Whether collectives have groups of some stages, which others may not have."""
-        starts = (e for events in self._recorded for e in events if isinstance(e, Start))
-        used = {start.ranks for start in starts if start.op != "p2p"}
-        return any(
-            1 < len({self._place[rank][0] for rank in ranks}) < len(self._stages) for ranks in used
-        )
+    def trace(self, rank: int, order: Sequence[tuple[int, ...]]) -> Trace | None:
+        """Returns the trace of a rank whose step has the parts in an order.
 
-    def goes_to(self, one: Trace, rank: int, own: Sequence[Member] | None) -> bool:
-        """Puts the parts into the groups of another rank; returns whether that has them all.
-
-        Groups get names that tell them apart.
-
-        Args:
-            one: A trace of the rank that was recorded.
-            rank: The other rank.
-            own: Its groups; None if it has those of the first one, some stages further.
+        It is None if a group of some stages, such as those that share a parameter, has not this
+        rank. Groups get names that tell them apart.
         """
-        step = self._place[rank][0] - self._place[one.rank][0]
+        place, one = self._place, self._recorded.trace
+        step = place[rank][0] - place[one.rank][0]
 
         def there(peer: int) -> int:
-            i, j = self._place[peer]
+            i, j = place[peer]
             return self._stages[(i + step) % len(self._stages)][j]
 
-        theirs = {(member.purpose, frozenset(member.ranks)): member for member in own or ()}
-        groups: dict[str, Member | None] = {}
-        for member in one.own:
-            purpose = member.purpose
-            ranks = tuple(sorted(map(there, member.ranks)))
-            found = theirs.get((purpose, frozenset(ranks)))
-            if own is None or found is not None:
-                found = Member(f"{purpose} {[*ranks]}", purpose, ranks)
-            groups[member.name] = found
+        groups: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name, purpose, ranks in one.own:
+            n_stages = len({place[r][0] for r in ranks})
+            stays = name in self._summed and 1 < n_stages < len(self._stages)
+            ranks = tuple(sorted(ranks if stays else map(there, ranks)))
+            if name in self._used and rank not in ranks:
+                return None
+            groups[name] = f"{purpose} {[*ranks]}", ranks
 
-        def moved(event: Start) -> Start:
-            group = groups[event.group]
-            assert group is not None
-            parts = tuple(part._replace(peer=there(part.peer)) for part in event.parts)
-            return event._replace(group=group.name, ranks=group.ranks, parts=parts)
+        def moved(start: Start) -> Start:
+            name, ranks = groups[start.group]
+            parts = tuple(part._replace(peer=there(part.peer)) for part in start.parts)
+            return start._replace(group=name, ranks=ranks, parts=parts)
 
-        self._moved = moved
-        self._groups = {}
-        every = (event for events in self._recorded for event in events)
-        return all(groups[event.group] for event in every if isinstance(event, Start))
+        self._moved, self._groups = moved, {}
+        events, update = self._events(order)
+        return replace(one, rank=rank, events=events, update=update)
 
-    def trace(self, order: Sequence[tuple[int, ...]]) -> tuple[list[Event], int]:
+    def _events(self, order: Sequence[tuple[int, ...]]) -> tuple[list[Event], int]:
         """Returns the events of the parts in an order, and where the update begins."""
+        kinds = [part.kind for part in self._recorded.parts]
         left: dict[object, deque[int]] = defaultdict(deque)
-        found: list[Event] = []
+        events: list[Event] = []
         begun, update, times = 1, 0, Counter(order)
         for numbers in order:
-            if self._kinds[numbers[0]] == "add up gradients":
-                update = len(found)
+            if kinds[numbers[0]] == "add up gradients":
+                update = len(events)
             group = self._groups.get(numbers)
             if group is None:
                 group = self._groups[numbers] = self._group(numbers, left)
@@ -407,10 +313,10 @@ class _Composer:
             passed = Passed(group.events, begun, others, not group.crossing)
             begun += group.n_starts
             if times[numbers] > 1:
-                found.append(passed)
+                events.append(passed)
             else:
-                found += passed.unfolded()
-        return found, update
+                events += passed.unfolded()
+        return events, update
 
     def _group(self, numbers: tuple[int, ...], left: Mapping[object, Sequence[int]]) -> _Group:
         """Returns some parts as a group.
@@ -420,32 +326,29 @@ class _Composer:
             left: The messages that are waited for where it begins for the first time.
         """
         queues: dict[object, list[int | None]] = {}  # None stands for what was started before
-        likes: list[object] = []  # of the messages that it starts
-        open_: set[int] = set()  # those that nothing has waited for
-        crossing: list[_Crossing] = []
-        n_others = 0
+        open_: set[int] = set()  # the messages that it starts and that nothing has waited for
+        crossing: list[tuple[object, int, int]] = []
+        n_starts = n_others = 0
         events: list[Event] = []
         for number in numbers:
             mine: list[SingleEvent] = []
-            first, closed = len(likes), True
-            for event in self._recorded[number]:
+            first, closed = n_starts, True
+            for event in self._parts[number]:
                 if isinstance(event, Start | Awaited):
                     queue = queues.setdefault(event.like, [None] * len(left.get(event.like, ())))
                 if isinstance(event, Start):
-                    own = len(likes)
-                    queue.append(own)
-                    likes.append(event.like)
-                    open_.add(own)
-                    crossing.append(_Crossing(event.like, -1, own))
-                    mine.append(self._moved(event).numbered(own))
+                    queue.append(n_starts)
+                    open_.add(n_starts)
+                    crossing.append((event.like, -1, n_starts))
+                    mine.append(self._moved(event).numbered(n_starts))
+                    n_starts += 1
                 elif isinstance(event, Awaited):
-                    started = queue.pop(event.nth)
-                    if started is None:
+                    own = queue.pop(event.nth)
+                    if own is None:
                         n_others += 1
-                        crossing.append(_Crossing(event.like, event.nth, -n_others))
-                    else:
-                        open_.remove(started)
-                    own = -n_others if started is None else started
+                        own = -n_others
+                        crossing.append((event.like, event.nth, own))
+                    open_.discard(own)
                     closed &= own >= first
                     mine.append(Wait(own, event.place))
                 else:
@@ -462,5 +365,5 @@ class _Composer:
             else:
                 events += mine
         return _Group(
-            tuple(events), len(likes), [one for one in crossing if one.own < 0 or one.own in open_]
+            tuple(events), n_starts, [one for one in crossing if one[2] < 0 or one[2] in open_]
         )

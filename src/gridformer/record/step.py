@@ -6,15 +6,16 @@ passes, messages between stages, sums of gradients, the update.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.zero import replica_part
 from gridformer.parallel.pipeline import Event
 from gridformer.parallel.pipeline.schedules import Itinerary
-from gridformer.parallel.tensor import norm as grid_norms
+from gridformer.parallel.tensor.norm import GridNorm
 from gridformer.record.batch import rows_like
 from gridformer.record.device import NAME, Backend, fake_gpu
 from gridformer.record.events import (
@@ -47,7 +48,7 @@ from gridformer.record.events import (
 from gridformer.record.fake import watched_fakes
 from gridformer.record.group import Log, recording
 from gridformer.record.place import Places
-from gridformer.record.tracker import Entry, MemoryChange, MemoryTracker
+from gridformer.record.tracker import Entry, MemoryTracker
 from gridformer.train.step import Stepper
 from gridformer.utils.errors import UserError
 from gridformer.utils.process import no_garbage_collection
@@ -55,6 +56,7 @@ from gridformer.utils.tensors import shortened_loops
 from gridformer.utils.torch_private import in_backward
 
 Recorded = Start | Awaited | Kernel | Read | Held
+Extent = Literal["composed", "few layers", "all layers", "complete"]
 
 # The errors of versions of torch when tensors of two devices meet.
 _MIXES = ("two devices", "two different devices", "two types of devices", "same device")
@@ -72,38 +74,50 @@ STATES = ("parameters", "gradients", "optimizer")
 _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "attention": (blocks.Attention, blocks.CrossAttention),
     "feed-forward": (blocks.FeedForward, blocks.GatedFeedForward),
-    "norms": (
-        *(blocks.LayerNorm, blocks.RMSNorm, blocks.HeadNorm),
-        grid_norms.GridNorm,
-    ),
+    "norms": (blocks.LayerNorm, blocks.RMSNorm, blocks.HeadNorm, GridNorm),
     "residuals": (blocks.Layer,),
 }
 _OUTSIDE = "embedding, loss"
+PASSES = ("forward", "backward")
 # Parts of a step that make neither copies nor gradients.
-MESSAGES = (
-    *("send", "recv", "forward posted", "backward posted"),
-    *("forward sent", "backward sent"),
-)
+MESSAGES = ("send", "recv", *(f"{kind} {what}" for kind in PASSES for what in ("posted", "sent")))
 ACTIVATIONS = tuple(f"activations: {kind}" for kind in (*_MODULES, _OUTSIDE))
 KINDS = (*STATES, *ACTIVATIONS, "recomputed", "workspace")
 
 
+class RecordOptions(NamedTuple):
+    """What of a step is recorded.
+
+    Attributes:
+        backend: `nccl` records what a GPU does, `gloo` what a CPU does.
+        kernels: Whether kernels and read-backs are recorded, too.
+        storages: Whether memory is recorded.
+        training: Whether it is an optimizer step; otherwise an evaluation of one global batch.
+        extent: `composed` is the whole step, of which few layers and passes run. With `few layers`
+            it has only the layers that run, and with `all layers` all of them run, so that events
+            have their names. `complete` runs every pass and every turn of loops over chunks, too.
+        until: The time (`time.monotonic`) after which no step is begun.
+    """
+
+    backend: Backend = "nccl"
+    kernels: bool = False
+    storages: bool = False
+    training: bool = True
+    extent: Extent = "composed"
+    until: float = math.inf
+
+
 class StepPart(NamedTuple):
-    """A part of a step.
+    """A part of a step, from the end of the part before it to its own end.
 
     Attributes:
         kind: `start` for what comes before the step; `forward`, `backward`, one of `MESSAGES`
             (where a receive is posted, `recv` waits for it, and `forward sent` for a send), or
             another part of the step; it is empty for what comes after it.
-        stage: The stage, or -1.
-        micro: The micro-batch, or -1.
-        events: What is recorded from the end of the part before it to its own end. Its messages
-            have no numbers, so that parts can be put together anew.
+        events: Their messages have no numbers, so that parts can be put together anew.
     """
 
     kind: str
-    stage: int
-    micro: int
     events: tuple[Recorded, ...]
 
 
@@ -112,7 +126,7 @@ class StepRecord:
     """The record of a step.
 
     Attributes:
-        trace: The trace of the rank, with all events but those of memory.
+        trace: All events but those of memory.
         parts: The parts of the step, in order; none if the code raised an error.
         between: The bytes held between steps, by kind.
         host: The bytes of the optimizer's state that lie in host memory.
@@ -132,51 +146,34 @@ def record_step(
     run: RunConfig,
     rank: int,
     decisions: Decisions,
-    backend: Backend,
-    training: bool = True,
-    kernels: bool = True,
-    storages: bool = True,
-    complete: bool = True,
+    how: RecordOptions,
     follows: Itinerary | Sequence[int] | None = None,
 ) -> StepRecord:
     """Records one step of a rank.
 
-    It registers a device type in this process, which must not belong to a process group.
+    It registers a device type in this process, which must not belong to a process group. An error
+    of the code is the last trouble of the record's trace, which ends with it.
 
     Args:
         run: The checked run.
         rank: The rank.
         decisions: The result of `decide_run` for this run, or for the one that it stands for.
-        backend: `nccl` records what a GPU does, `gloo` what a CPU does.
-        training: Whether it is an optimizer step; otherwise an evaluation of one global batch.
-        kernels: Whether kernels are recorded.
-        storages: Whether memory is recorded.
-        complete: Whether all turns of loops over chunks run.
+        how: What is recorded; with storages also kernels.
         follows: What the rank runs, if not all of the step: a schedule of a pipeline, or some
             micro-batches without one.
-
-    Returns:
-        The record. An error of the code is the last trouble of its trace, which ends with it.
     """
     layout, train = run.layout, run.train
     with ExitStack() as stack:
-        log = stack.enter_context(on_devices(run, rank, kernels, backend))
+        kernels = how.kernels or how.storages
+        log = stack.enter_context(on_devices(run, rank, kernels, how.backend))
         stack.enter_context(no_garbage_collection())
         record = StepRecord(log.trace)
         events: list[Any] = log.trace.events
         try:
             axes = build_axes(layout, log.device.type, decisions.block)
             watch = stack.enter_context(watched_fakes(log))
-            model = build_parallel(
-                run.model,
-                layout,
-                axes,
-                train.seed,
-                log.device,
-                train.dtype,
-                decisions.choices,
-                filled=False,
-            )
+            of_run = train.seed, log.device, train.dtype, decisions.choices
+            model = build_parallel(run.model, layout, axes, *of_run, filled=False)
             log.places.name(model)
             stepper = Stepper(model, train, axes, layout)
             stepper.executor.has_loaded()  # the record is that of a later step
@@ -187,22 +184,22 @@ def record_step(
                 events.clear()
             log.trace.reads.clear()
             begins = len(events)
-            done = stack.enter_context(_ends(stepper, events))
-            if storages:
-                tracker = MemoryTracker(device=log.device.type, log=events)
-                held = _mark_states(stepper, tracker, record)
-                stack.enter_context(_watching(stepper, tracker, held))
+            done: list[tuple[int, Event]] = []
+            stepper.executor.on_action = lambda event: done.append((len(events), event))
+            if how.storages:
+                tracker = MemoryTracker(log.device.type)
+                _follow(stepper, tracker, _mark_states(stepper, tracker, record))
                 stack.enter_context(tracker.resizes())
-                watch.storages = tracker
-            if not complete:
-                stack.enter_context(shortened_loops(partial(_repeated, log)))
-            if training:
+                tracker.log, watch.storages = events, tracker
+            if how.extent != "complete":
+                stack.enter_context(shortened_loops(log.repeats))
+            if how.training:
                 stepper(0, partial(rows_like, run))
             else:
                 stepper.evaluate([partial(rows_like, run)])
             watch.storages = None
             record.parts = _parts(events, begins, done)
-            if train.saves_meanwhile and storages:
+            if train.saves_meanwhile and how.storages:
                 record.saved = bytes_of(written_here(shards_of(model, stepper.updates), axes))
             log.trace.complete = True
         except UserError:
@@ -213,8 +210,8 @@ def record_step(
     if "add up gradients" in (ends := [part.kind for part in record.parts]):
         before = record.parts[: ends.index("add up gradients")]
         log.trace.update = sum(not isinstance(e, Held) for part in before for e in part.events)
-    if storages:  # a new list, for storages may end later
-        log.trace.events = [event for event in events if not isinstance(event, MemoryChange)]
+    if how.storages:  # a new list, for storages may end later
+        log.trace.events = [event for event in events if not isinstance(event, Held)]
     return record
 
 
@@ -225,9 +222,8 @@ def _mark_states(stepper: Stepper, tracker: MemoryTracker, record: StepRecord) -
         part = replica_part(parameter)
         held |= {id(p): p for p in (parameter, part) if p is not None}
     states = [t for state in stepper.updates.state.values() for t in state.values()]
-    with tracker.silent():
-        tracker.mark(held.values(), "parameters")
-        tracker.mark(states, "optimizer")
+    tracker.mark(held.values(), "parameters")
+    tracker.mark(states, "optimizer")
     record.between = tracker.live_by_kind()
     if stepper.device.type == NAME:
         in_host = [t for t in states if t.device.type != NAME]
@@ -236,21 +232,15 @@ def _mark_states(stepper: Stepper, tracker: MemoryTracker, record: StepRecord) -
 
 
 def _parts(
-    events: Sequence[SingleEvent | MemoryChange], begins: int, done: Sequence[tuple[int, Event]]
+    events: Sequence[SingleEvent | Held], begins: int, done: Sequence[tuple[int, Event]]
 ) -> list[StepPart]:
-    """Divides events into parts.
-
-    Args:
-        events: The events.
-        begins: How many of them come before the step.
-        done: How many there were at the end of each part of the step.
-    """
+    """Divides events into parts: those before the step, and those until the end of each part."""
     left: dict[Hashable, list[int]] = defaultdict(list)
     likes: dict[int, Hashable] = {}
 
-    def relative(event: SingleEvent | MemoryChange) -> Recorded:
-        if isinstance(event, MemoryChange):
-            return Held(event.n_bytes, kind_of(event.entry), event.place)
+    def relative(event: SingleEvent | Held) -> Recorded:
+        if isinstance(event, Held):
+            return Held(event.n_bytes, kind_of(event.kind), event.doing)
         if isinstance(event, Start):
             likes[event.number] = event.like
             left[event.like].append(event.number)
@@ -263,49 +253,18 @@ def _parts(
         return event
 
     ends = [0, begins, *(end for end, _ in done), len(events)]
-    names = [("start", -1, -1), *(event[:3] for _, event in done), ("", -1, -1)]
+    kinds = ["start", *(event.kind for _, event in done), ""]
     return [
-        StepPart(*name, tuple(map(relative, events[begin:end])))
-        for name, begin, end in zip(names, ends, ends[1:])
+        StepPart(kind, tuple(map(relative, events[begin:end])))
+        for kind, begin, end in zip(kinds, ends, ends[1:])
     ]
 
 
-def _repeated(log: Log, times: int) -> Callable[[], None]:
-    """Returns a function that repeats what is recorded from now until it is called."""
-    begins = len(log.trace.events)
-
-    def again() -> None:
-        turn = log.trace.events[begins:]
-        for _ in range(times):
-            log.repeat(turn, {})
-
-    return again
-
-
-@contextmanager
-def _ends(stepper: Stepper, events: list[Any]) -> Iterator[list[tuple[int, Event]]]:
-    """Notes how many events there are at the end of each part of a step, and the part."""
-    done: list[tuple[int, Event]] = []
-    stepper.executor.on_action = lambda event: done.append((len(events), event))
-    try:
-        yield done
-    finally:
-        stepper.executor.on_action = None
-
-
-@contextmanager
-def _watching(stepper: Stepper, tracker: MemoryTracker, held: list[Tensor]) -> Iterator[None]:
-    """Tells the tracker which module runs, forward or backward, and which tensors are gradients.
-
-    Args:
-        stepper: The stepper that will run the step, and tells of its parts.
-        tracker: The memory tracker.
-        held: All tensors that can have gradients.
-    """
+def _follow(stepper: Stepper, tracker: MemoryTracker, held: list[Tensor]) -> None:
+    """Tells the tracker which module runs, forward or backward, and which tensors are gradients."""
     model, told = stepper.model, stepper.executor.on_action
     assert told is not None
     stack: list[str] = []
-    handles: list[Any] = []
 
     def copies_of(parameters: Iterable[nn.Parameter]) -> list[CastCopy]:
         return [copy for p in parameters if (copy := blocks.copy_of(p)) is not None]
@@ -313,25 +272,25 @@ def _watching(stepper: Stepper, tracker: MemoryTracker, held: list[Tensor]) -> I
     def mark_copies(copies: Iterable[CastCopy]) -> None:
         tracker.mark((copy.value for copy in copies if copy.value is not None), "parameters")
 
-    def enters(kind: str, name: str, copies: list[CastCopy]) -> Callable[..., None]:
-        def before(*_: Any) -> None:
+    def watch(module: nn.Module, kind: str, name: str) -> None:
+        copies = copies_of(module.parameters())
+
+        def enters(*_: Any) -> None:
             mark_copies(copies)
             stack.append(tracker.place)
             again = "again, " if in_backward() else ""
             tracker.at(f"{kind}|{again}forward of {name}")
 
-        return before
-
-    def leaves(is_layer: bool, name: str, copies: list[CastCopy]) -> Callable[..., None]:
-        def after(module: nn.Module, _: Any, out: Any) -> None:
+        def leaves(_: nn.Module, __: Any, out: Any) -> None:
             mark_copies(copies)
             tracker.at(stack.pop())
-            if is_layer and isinstance(out, Tensor) and out.requires_grad:
+            if isinstance(module, blocks.Layer) and isinstance(out, Tensor) and out.requires_grad:
                 out.register_hook(lambda _: tracker.at(f"|backward of {name}"))
 
-        return after
+        module.register_forward_pre_hook(enters, prepend=True)
+        module.register_forward_hook(leaves, always_call=True)
 
-    def marked(owner: nn.Parameter) -> None:
+    def accumulated(owner: nn.Parameter) -> None:
         mark_copies(copies_of([owner]))
         if owner.grad is not None:
             tracker.mark([owner.grad], "gradients")
@@ -345,22 +304,12 @@ def _watching(stepper: Stepper, tracker: MemoryTracker, held: list[Tensor]) -> I
 
     copies = copies_of(model.parameters())
     for name, module in model.named_modules():
-        for kind, types in _MODULES.items():
-            if isinstance(module, types):
-                own = copies_of(module.parameters())
-                before = enters(kind, name, own)
-                handles.append(module.register_forward_pre_hook(before, prepend=True))
-                after = leaves(isinstance(module, blocks.Layer), name, own)
-                handles.append(module.register_forward_hook(after, always_call=True))
-                break
+        kinds = (kind for kind, types in _MODULES.items() if isinstance(module, types))
+        if kind := next(kinds, ""):
+            watch(module, kind, name)
     for parameter in model.parameters():
-        handles.append(parameter.register_post_accumulate_grad_hook(marked))
+        parameter.register_post_accumulate_grad_hook(accumulated)
     stepper.executor.on_action = was_done
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def kind_of(entry: Entry) -> str:
@@ -379,14 +328,7 @@ def kind_of(entry: Entry) -> str:
 def on_devices(
     run: RunConfig, rank: int, kernels: bool = False, backend: Backend = "nccl"
 ) -> Iterator[Log]:
-    """Makes this process a rank of the run's group of devices, and yields the log of it.
-
-    Args:
-        run: The run.
-        rank: The global rank that is played.
-        kernels: Whether kernels are recorded.
-        backend: The backend that is imitated.
-    """
+    """Makes this process a rank of the run's group of devices, and yields the log of it."""
     places = Places()
     if backend == "nccl":
         fake_gpu()  # registers the device type that `recording` names
@@ -408,15 +350,10 @@ def _said(error: Exception) -> tuple[str, str]:
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0].replace(NAME, "cuda")
     if any(words in text for words in _MIXES):
         return "device", text
-    return ("untraced" if _is_of_the_trace(error) else "error"), text
-
-
-def _is_of_the_trace(error: Exception) -> bool:
-    """Returns whether a step on real tensors would not have this error.
-
-    Either torch needs values, which fake tensors do not have, or the code of a trace raises it.
-    """
-    where = [frame.filename for frame in extract_tb(error.__traceback__)]
-    return type(error).__name__ in _NEEDS_VALUES or any(
-        name.startswith(_HERE) for name in where[-1:]
+    # A step on real tensors would not have some errors: torch needs values, which fake tensors do
+    # not have, or the code of a trace raises it.
+    where = [frame.filename for frame in extract_tb(error.__traceback__)][-1:]
+    of_trace = type(error).__name__ in _NEEDS_VALUES or any(
+        name.startswith(_HERE) for name in where
     )
+    return ("untraced" if of_trace else "error"), text

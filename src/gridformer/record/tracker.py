@@ -1,11 +1,9 @@
 """Logs when every tensor's memory is allocated and freed while code runs.
 
 It counts storages, not tensors, because views share one. A storage is born when an operation makes
-it and dies when nothing holds it: no tensor, no autograd graph, no message in flight. The same log
-serves real tensors, for measurements, and fake tensors, for estimates.
-
-Memory that an operation allocates and frees within itself (a kernel's workspace, buffers of gloo)
-is not seen, nor what an allocator adds by rounding up.
+it and dies when nothing holds it: no tensor, no autograd graph, no message in flight. Memory that
+an operation allocates and frees within itself (a kernel's workspace, buffers of gloo) is not seen,
+nor what an allocator adds by rounding up.
 """
 
 from __future__ import annotations
@@ -14,11 +12,12 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gridformer.record.events import Held
 from gridformer.utils import tensors
 from gridformer.utils.torch_private import in_backward
 
@@ -47,40 +46,22 @@ class Entry:
     until_backward: bool = False
 
 
-class MemoryChange(NamedTuple):
-    """Memory is allocated or freed.
-
-    Attributes:
-        n_bytes: By how many bytes the memory in use grows.
-        entry: The storage.
-        place: What runs.
-    """
-
-    n_bytes: int
-    entry: Entry
-    place: str
-
-
 class MemoryTracker:
     """Keeps the log. A dispatch mode calls `see`, and the code that is watched sets `place`.
 
-    Storages that are resized in place (a message's buffer is freed, a parameter is gathered again)
-    do not go through an operator; `gridformer.utils.tensors` tells of them.
-
     Args:
         device: The type of device whose memory counts; None counts every one with memory.
-        log: The list to which changes are added; None makes a new one.
 
     Attributes:
         place: Where storages are made now.
         entries: The storages, in the order in which they were made.
         now: The time.
-        log: Each `MemoryChange`, in order.
+        log: The changes in order, each a `Held` with the entry in place of its kind.
     """
 
-    def __init__(self, device: str | None = None, log: list[Any] | None = None) -> None:
+    def __init__(self, device: str | None = None) -> None:
         self._device = device
-        self.log: list[Any] = [] if log is None else log
+        self.log: list[Any] = []
         self.place = ""
         self.entries: list[Entry] = []
         self.now = 0
@@ -98,17 +79,8 @@ class MemoryTracker:
                 entry.kind = kind
 
     @contextmanager
-    def silent(self) -> Iterator[None]:
-        """Adds no changes to the log inside the context."""
-        log, self.log = self.log, []
-        try:
-            yield
-        finally:
-            self.log = log
-
-    @contextmanager
     def resizes(self) -> Iterator[None]:
-        """Follows storages that `gridformer.utils.tensors` resizes, inside the context."""
+        """Follows storages that are resized in place, which no operator shows."""
         tensors.storage_listeners.append(self._resized)
         try:
             yield
@@ -125,20 +97,14 @@ class MemoryTracker:
             self._known[id(storage)] = ref, self._begin(storage.nbytes(), entry.kind)
 
     def see(self, args: Iterable[Any], kwargs: dict[str, Any], out: Any) -> None:
-        """Adds the storages of an operation to the log that are not there yet.
-
-        Args:
-            args: Its arguments.
-            kwargs: Its arguments by name.
-            out: Its result.
-        """
+        """Adds the storages of an operation to the log that are not there yet."""
         self._see_all(args)
         if kwargs:
             self._see_all(kwargs.values())
         self._see_all((out,))
 
-    def _see_all(self, found: Iterable[Any]) -> None:
-        for x in found:
+    def _see_all(self, values: Iterable[Any]) -> None:
+        for x in values:
             if isinstance(x, Tensor):
                 self._see(x)
             elif isinstance(x, list | tuple):
@@ -153,16 +119,15 @@ class MemoryTracker:
         if known is not None and known[0]() is storage:
             return known[1]
         kind = tensor.device.type
-        if kind == "meta":  # a placeholder for a tensor that another device has
-            return None
-        if self._device is not None and kind != self._device:
+        # A tensor on `meta` is a placeholder for one that another device has.
+        if kind == "meta" or (self._device is not None and kind != self._device):
             return None
         entry = self._begin(storage.nbytes())
 
         def ended(_: Any) -> None:
-            found = self._known.get(key)
-            if found is not None and found[0] is ref:
-                self._end(found[1])
+            known = self._known.get(key)
+            if known is not None and known[0] is ref:
+                self._end(known[1])
                 del self._known[key]
 
         ref = weakref.ref(storage, ended)
@@ -174,7 +139,7 @@ class MemoryTracker:
         entry = Entry(n_bytes, self.now, self.place, kind, in_backward=in_backward())
         self.entries.append(entry)
         if n_bytes:
-            self.log.append(MemoryChange(n_bytes, entry, self.place))
+            self.log.append(Held(n_bytes, entry, self.place))
         return entry
 
     def _end(self, entry: Entry) -> None:
@@ -182,14 +147,12 @@ class MemoryTracker:
         entry.died = self.now
         entry.until_backward = in_backward() and not entry.in_backward
         if entry.n_bytes:
-            self.log.append(MemoryChange(-entry.n_bytes, entry, self.place))
-
-    # ------------------------------------------------------------------ reading the log
+            self.log.append(Held(-entry.n_bytes, entry, self.place))
 
     def live_by_kind(self) -> dict[str, int]:
         """Returns the bytes held now by kind."""
-        found: dict[str, int] = {}
+        held: dict[str, int] = {}
         for entry in self.entries:
             if entry.died is None:
-                found[entry.kind] = found.get(entry.kind, 0) + entry.n_bytes
-        return found
+                held[entry.kind] = held.get(entry.kind, 0) + entry.n_bytes
+        return held

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from gridformer import comm
 from gridformer.config import RunConfig
-from gridformer.memory.breakdown import MemoryBreakdown
-from gridformer.memory.estimate import estimate_ranks
+from gridformer.memory.estimate import MemoryBreakdown, estimate_ranks
 from gridformer.memory.ranks import largest_ranks
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.record.rank import trace_rank

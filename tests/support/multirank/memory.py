@@ -13,10 +13,9 @@ from benchmarks.memory.measure import measure_rank
 
 from gridformer.config import LayoutConfig, RunConfig, Task, TrainConfig
 from gridformer.memory import budget
-from gridformer.memory.bounds import upper_bound
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.ranks import largest_ranks
-from gridformer.memory.room import room_of_budget
+from gridformer.memory.room import room_of_budget, upper_bound
 from gridformer.parallel.validation import check_layout
 from gridformer.utils.units import GIB
 from tests.support.multirank.exactness import tiny

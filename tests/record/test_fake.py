@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from gridformer.record import fast_fake
-from gridformer.record.fast_fake import FastFakeTensorMode
+from gridformer.record import fake
+from gridformer.record.fake import FastFakeTensorMode
 
 
 @pytest.mark.parametrize("attribute", ["_fake_device", "fake_device"])
@@ -18,13 +18,13 @@ def test_fakes_remember_their_device(attribute: str, monkeypatch: pytest.MonkeyP
     if attribute == "fake_device" and isinstance(vars(FakeTensor).get(attribute), property):
         monkeypatch.delattr(FakeTensor, attribute)
     ran: list[object] = []
-    real = fast_fake._real_dispatch
+    real = fake._real_dispatch
 
     def counted(self: FakeTensorMode, func: Any, *rest: Any) -> Any:
         ran.append(func)
         return real(self, func, *rest)
 
-    monkeypatch.setattr(fast_fake, "_real_dispatch", counted)
+    monkeypatch.setattr(fake, "_real_dispatch", counted)
     with FastFakeTensorMode():
         x, y = (torch.empty(2, 3, device=device) for device in ("cpu", "meta"))
         sums = [z + 1 for z in (x, y, x, y)]
