@@ -9,22 +9,14 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from gridformer.config import RunConfig, load_run
-from gridformer.data import (
-    Batches,
-    RunData,
-    Tokenizer,
-    indexed,
-    open_training,
-    resolve,
-    tokensplit,
-)
+from gridformer.data import Batches, RunData, Tokenizer, indexed, open_training, resolve
 from gridformer.data.indexed import write_index
 from gridformer.data.run_data import fingerprint
 from gridformer.utils.units import MIB
@@ -83,21 +75,13 @@ def read_so_far() -> int:
     return int(counts["rchar"])
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What it takes to start on a corpus.
+class Cost(NamedTuple):
+    """What it takes to start on a corpus, in bytes."""
 
-    Attributes:
-        touched: Bytes of the mapped files of tokens.
-        read: Bytes that were read with system calls.
-        peak: The most bytes that were allocated at a time.
-        later: How many more were allocated after further batches.
-    """
-
-    touched: int
-    read: int
-    peak: int
-    later: int
+    touched: int  # of the mapped files of tokens
+    read: int  # with system calls
+    peak: int  # the most that were allocated at a time
+    later: int  # how many more were allocated after further batches
 
 
 def cost(folder: Path) -> Cost:
@@ -117,31 +101,15 @@ def cost(folder: Path) -> Cost:
     return Cost(touched, read, peak, later)
 
 
-@pytest.fixture(scope="module")
-def costs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cost, Cost]:
-    folder = tmp_path_factory.mktemp("corpora")
-    few = write_corpus(folder / "few", SMALL, 64 * BLOCK)
-    many = write_corpus(folder / "many", LARGE, 192 * BLOCK)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (indexed, tokensplit):
-            patch.setattr(module, "BLOCK", BLOCK)
-        return cost(few), cost(many)
-
-
-def test_the_start_reads_no_more_of_a_larger_corpus(costs: tuple[Cost, Cost]) -> None:
-    few, many = costs
+def test_a_larger_corpus_costs_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexed, "_BLOCK", BLOCK)
+    few = cost(write_corpus(tmp_path / "few", SMALL, 64 * BLOCK))
+    many = cost(write_corpus(tmp_path / "many", LARGE, 192 * BLOCK))
     assert 0 < many.touched < 1.5 * few.touched
     assert many.touched < LARGE * DTYPE.itemsize // 20
     # Blocks of every file, and the tokenizers.
     assert 0 < many.read < 1.1 * few.read
     assert many.read < LARGE * DTYPE.itemsize // 100
-
-
-def test_memory_does_not_grow_with_the_corpus(costs: tuple[Cost, Cost]) -> None:
-    """A table of all documents would take 4 MB more, and one of all samples 14 MB."""
-    few, many = costs
+    # A table of all documents would take 4 MB more, and one of all samples 14 MB.
     assert many.peak < few.peak + MIB // 2
-
-
-def test_memory_does_not_grow_with_the_steps(costs: tuple[Cost, Cost]) -> None:
-    assert all(one.later < MIB // 4 for one in costs)
+    assert all(one.later < MIB // 4 for one in (few, many)), "memory grows with the steps"

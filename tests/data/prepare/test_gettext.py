@@ -9,7 +9,6 @@ import pytest
 
 from gridformer.data.prepare import gettext as catalogs
 from gridformer.data.prepare.gettext import (
-    catalog_source,
     cleaned,
     system_folders,
     without_mnemonics,
@@ -54,13 +53,16 @@ def source(spec: str) -> TextSource:
     return open_sources([spec])[0]
 
 
+def read(spec: str | Path) -> tuple[list[str], Counter[str]]:
+    """Return the texts of German catalogs, and what is left out."""
+    skipped: Counter[str] = Counter()
+    return texts([source(f"gettext:de:{spec}")], skipped), skipped
+
+
 def test_pairs_in_turn_each_english_text_once(root: Path) -> None:
     german = source(f"gettext:de:{root}")
     assert (german.kind, german.languages) == ("pairs", ("en", "de"))
-    assert texts([german]) == [*ONE, *TWO, *THREE]
-    skipped: Counter[str] = Counter()
-    texts([german], skipped)
-    assert skipped == {"messages seen before": 1}
+    assert read(root) == ([*ONE, *TWO, *THREE], {"messages seen before": 1})
     assert texts([source(f"gettext:fr:{root}")]) == [ONE[0], "le premier de tous"]
     assert german.n_bytes == sum(len(text.encode()) for text in (*ONE, *TWO, *THREE))
 
@@ -75,12 +77,7 @@ def test_samples_are_whole_pairs_in_another_order(root: Path) -> None:
 
 
 def test_licenses_of_parts(root: Path) -> None:
-    write(root / "de/LC_MESSAGES/iso_3166.mo", ("the fourth of all messages", "die vierte"))
-    write(root / "de/LC_MESSAGES/libapt-pkg6.0.mo", ("the fifth of all messages", "die fünfte"))
-    write(root / "de/LC_MESSAGES/own.mo", ("the sixth of all messages", "die sechste"))
-    write(root / "de/LC_MESSAGES/other.po", ("the seventh of all messages", "die siebte"))
-    german = source(f"gettext:de:{root}")
-    assert {part.name: (part.license, part.documents) for part in german.parts} == {
+    known = {
         "git": ("GPL-2.0-only", 4),
         "psql": ("PostgreSQL License", 2),
         "iso_3166": ("LGPL-2.1-or-later", 2),
@@ -88,6 +85,12 @@ def test_licenses_of_parts(root: Path) -> None:
         "own": (None, 2),
         "other": ("that of Example", 2),
     }
+    for number, name in enumerate(known):
+        if number > 1:
+            file = f"{name}.po" if name == "other" else f"{name}.mo"
+            write(root / "de/LC_MESSAGES" / file, (f"number {number} of all messages", "x"))
+    german = source(f"gettext:de:{root}")
+    assert {part.name: (part.license, part.documents) for part in german.parts} == known
     assert str(german.license).startswith("GPL-2.0-only (2), ")
     assert "not stated, GPL for the most part (1)" in str(german.license)
 
@@ -95,11 +98,9 @@ def test_licenses_of_parts(root: Path) -> None:
 def test_where_a_language_may_be_named(tmp_path: Path) -> None:
     write(tmp_path / "po/de.po", ONE)
     write(tmp_path / "po/fr.po", (ONE[0], "le premier"))
-    assert texts([source(f"gettext:de:{tmp_path}")]) == [*ONE]
-    assert texts([source(f"gettext:de:{tmp_path / 'po/de.po'}")]) == [*ONE]
-    folder = tmp_path / "share/de/LC_MESSAGES"
-    write(folder / "a.mo", TWO)
-    assert texts([source(f"gettext:de:{folder}")]) == [*TWO]
+    folder = write(tmp_path / "share/de/LC_MESSAGES/a.mo", TWO).parent
+    for place, want in (("po", ONE), ("po/de.po", ONE), (folder, TWO)):
+        assert read(tmp_path / place)[0] == [*want]
 
 
 def test_links_and_compiled_twins_count_once(tmp_path: Path) -> None:
@@ -135,37 +136,30 @@ def test_the_system_and_django(root: Path, tmp_path: Path, monkeypatch: pytest.M
 
 def test_nothing_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogs, "system_folders", lambda language: [tmp_path / language])
-    with pytest.raises(UserError, match=r"no catalogs for 'de' .* pip install django.*de:PATH"):
-        catalog_source("gettext:de")
-    with pytest.raises(UserError, match=r"name a folder with \*/de/LC_MESSAGES/\*\.mo, de\.po"):
-        catalog_source(f"gettext:de:{tmp_path}")
-    with pytest.raises(UserError, match="does not exist"):
-        catalog_source(f"gettext:de:{tmp_path / 'gone'}")
-    for bad in ("", "German", "../x"):
-        with pytest.raises(UserError, match=r"not the code of a language; write gettext:de for"):
-            catalog_source(f"gettext:{bad}")
-    with pytest.raises(UserError, match="name another language"):
-        catalog_source("gettext:en")
+    code = "not the code of a language; write gettext:de for"
+    for spec, said in (
+        ("de", r"no catalogs for 'de' .* pip install django.*de:PATH"),
+        (f"de:{tmp_path}", r"name a folder with \*/de/LC_MESSAGES/\*\.mo, de\.po"),
+        (f"de:{tmp_path / 'gone'}", "does not exist"),
+        *(("", code), ("German", code), ("../x", code)),
+        ("en", "name another language"),
+    ):
+        with pytest.raises(UserError, match=said):
+            source(f"gettext:{spec}")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xde\x12\x04\x95", b"\xde\x12\x04\x95" + b"\xff" * 60])
-def test_damaged_catalogs(root: Path, content: bytes) -> None:
+def test_damaged_and_foreign_catalogs(root: Path, content: bytes) -> None:
     damaged = root / "de/LC_MESSAGES/damaged.mo"
     damaged.write_bytes(content)
-    german = source(f"gettext:de:{root}")
-    skipped: Counter[str] = Counter()
-    assert len(texts([german], skipped)) == 6
-    assert skipped["catalogs that cannot be read"] == 1
-    with pytest.raises(DataError, match=r"damaged\.mo: is not a readable catalog"):
-        source(f"gettext:de:{damaged}")
-
-
-def test_catalogs_of_other_languages(root: Path) -> None:
     values: dict[str, Any] = {"Language": "fr"}
     write(root / "de/LC_MESSAGES/wrong.mo", ("a stray among the messages", "perdu"), **values)
-    skipped: Counter[str] = Counter()
-    texts([source(f"gettext:de:{root}")], skipped)
+    both, skipped = read(root)
+    assert len(both) == 6
+    assert skipped["catalogs that cannot be read"] == 1
     assert skipped["catalogs in other languages than de"] == 1
+    with pytest.raises(DataError, match=r"damaged\.mo: is not a readable catalog"):
+        read(damaged)
 
 
 # --------------------------------------------------------------------------- messages

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -67,13 +66,6 @@ def test_a_text_that_spells_the_end_of_text_is_one_document(tmp_path: Path) -> N
     assert sorted(got["train"] + got["val"]) == texts
 
 
-def test_a_document_longer_than_a_piece_keeps_its_tokens(tmp_path: Path) -> None:
-    text = "".join(sentences(3000))
-    folder = prepare_corpus([listed(text, "short")], tmp_path / "t", tokenizer=TOKENIZER)
-    lengths = {len(folder.train.document(0)), len(folder.val.document(0))}
-    assert lengths == {len(TOKENIZER.encode(text)) + 1, len(TOKENIZER.encode("short")) + 1}
-
-
 @pytest.mark.parametrize("make", [lambda n: listed(*sentences(n)), pairs_source, labeled_source])
 def test_same_arguments_same_bytes(tmp_path: Path, make: Callable[[int], TextSource]) -> None:
     for name in ("a", "b"):
@@ -85,13 +77,6 @@ def test_same_arguments_same_bytes(tmp_path: Path, make: Callable[[int], TextSou
     prepare_corpus([listed(*sentences(20))], tmp_path / "a", vocab_size=300, overwrite=True)
     assert not TokenFolder.open(tmp_path / "a").train.columns
     assert len(list((tmp_path / "a").iterdir())) == 6
-
-
-def test_a_tokenizer_is_trained_where_none_is_given(tmp_path: Path) -> None:
-    folder = prepare_corpus([listed(*sentences(80))], tmp_path / "t", vocab_size=290)
-    assert folder.vocab_size == folder.tokenizer.vocab_size == 290
-    assert "trained" in folder.index.tokenizer.origin
-    assert folder.index.dtype == "uint16"
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
@@ -197,28 +182,26 @@ def test_an_interruption_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert documents(TokenFolder.open(out)) == documents(kept)
 
 
+KILLED = """
+import os, signal, sys
+from gridformer.data import Tokenizer
+from gridformer.data.prepare import corpus, reading
+from tests.support.data import list_source, sentences
+
+def texts():
+    yield from sentences(20)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+reading.BATCH_CHARS = 10
+tokenizer = Tokenizer.train(sentences(20), 260)
+corpus.prepare_corpus([list_source(texts)], sys.argv[1], tokenizer=tokenizer)
+"""
+
+
 def test_a_killed_process_leaves_nothing_that_opens(tmp_path: Path) -> None:
-    script = textwrap.dedent("""
-        import os, signal, sys
-        from pathlib import Path
-        from gridformer.data import Tokenizer
-        from gridformer.data.prepare.corpus import prepare_corpus
-        from gridformer.data.prepare import reading
-        from tests.support.data import list_source, sentences
-
-        reading.BATCH_CHARS = 10
-
-        def texts():
-            yield from sentences(20)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        tokenizer = Tokenizer.train(sentences(20), 260)
-        prepare_corpus([list_source(texts)], Path(sys.argv[1]), tokenizer=tokenizer)
-    """)
-    out = tmp_path / "t"
-    root = Path(__file__).parents[3]
+    out, root = tmp_path / "t", Path(__file__).parents[3]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    died = subprocess.run([sys.executable, "-c", script, str(out)], env=environment, check=False)
+    died = subprocess.run([sys.executable, "-c", KILLED, str(out)], env=environment, check=False)
     assert died.returncode == -signal.SIGKILL
     (partial,) = tmp_path.iterdir()
     assert partial.name == ".writing-t"
@@ -312,16 +295,18 @@ def test_pairs_without_tokens_on_one_side_are_left_out(tmp_path: Path) -> None:
     assert sorted([got["train"], got["val"]]) == [["a", "b"], ["c", "d"]]
 
 
-def test_a_pair_longer_than_a_piece(tmp_path: Path) -> None:
+def test_texts_longer_than_a_piece_keep_their_tokens(tmp_path: Path) -> None:
+    """As documents, and as texts of a pair."""
     long = "".join(sentences(3000))
-    source = list_source(lambda: [long, "short", "a", long], "pairs", languages=("x", "y"))
-    folder = prepare_corpus([source], tmp_path / "t", tokenizer=TOKENIZER)
-    lengths = [
-        [split.document_length(0), split.document_length(1)] for split in (folder.train, folder.val)
-    ]
-    n_long = len(TOKENIZER.encode(long)) + 1
-    n_short, n_a = (len(TOKENIZER.encode(text)) + 1 for text in ("short", "a"))
-    assert sorted(lengths) == sorted([[n_long, n_short], [n_a, n_long]])
+    n = {text: len(TOKENIZER.encode(text)) + 1 for text in (long, "short", "a")}
+    pairs = list_source(lambda: [long, "short", "a", long], "pairs", languages=("x", "y"))
+    for source, want in (
+        (listed(long, "short"), [[n[long]], [n["short"]]]),
+        (pairs, [[n[long], n["short"]], [n["a"], n[long]]]),
+    ):
+        folder = prepare_corpus([source], tmp_path / source.kind, tokenizer=TOKENIZER)
+        lengths = [np.diff(split.offsets).tolist() for split in (folder.train, folder.val)]
+        assert sorted(lengths) == sorted(want)
 
 
 # --------------------------------------------------------------------------- ends of documents

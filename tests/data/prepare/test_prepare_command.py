@@ -24,14 +24,15 @@ from tests.support.commands import gridformer_here
 from tests.support.data import documents, sentences
 from tests.support.foreign import megatron_bytes
 
+APP = typer.Typer()
+APP.command("prepare", no_args_is_help=True)(prepare)
+APP.command("other")(lambda: None)  # makes `prepare` a subcommand here too
+
 
 def run(*arguments: str | Path) -> str:
     """Return the command's output; its errors are raised."""
-    app = typer.Typer()
-    app.command("prepare", no_args_is_help=True)(prepare)
-    app.command("other")(lambda: None)  # makes `prepare` a subcommand here too
     words = ["prepare", *map(str, arguments)]
-    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    result = CliRunner().invoke(APP, words, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -96,9 +97,6 @@ def test_it_says_that_it_goes_on(
     monkeypatch.setattr(atomic_folder, "SAVE_EVERY_S", 0.0)
     out = tmp_path / "tokens"
     command = ["prepare", str(corpus), "--out", str(out), "--vocab-size", "280"]
-    app = typer.Typer()
-    app.command("prepare")(prepare)
-    app.command("other")(lambda: None)
 
     def stop(bar: Bar, now: PrepareProgress) -> None:
         if now.documents > 20:
@@ -106,7 +104,7 @@ def test_it_says_that_it_goes_on(
 
     with monkeypatch.context() as patched:
         patched.setattr(Bar, "show", stop)
-        stopped = CliRunner().invoke(app, command)
+        stopped = CliRunner().invoke(APP, command)
     kept = documents_kept(out)
     assert kept > 10
     assert f"{kept} documents are done; the same command goes on after them" in stopped.output
@@ -133,9 +131,7 @@ def test_options_arrive(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_sources_are_required() -> None:
-    app = typer.Typer()
-    app.command("prepare", no_args_is_help=True)(prepare)
-    result = CliRunner().invoke(app, [])
+    result = CliRunner().invoke(APP, ["prepare"])
     assert "Usage" in result.output
     assert "hf:NAME/CONFIG" in result.output
 
@@ -272,19 +268,16 @@ def test_tokens_of_documents_that_cannot_be_had(tmp_path: Path) -> None:
     tokenizer = words_tokenizer(tmp_path, 7)
     there = (tmp_path / "a.txt", "--out", tmp_path / "t")
     given = (*there, "--tokenizer", tokenizer)
+    says = "says what begins and ends a document, so omit"
     for option in ("--eos", "--bos"):
-        with pytest.raises(
-            UserError, match="--eos and --bos name tokens of a given tokenizer: add"
+        for words, said in (
+            ((*there, option, "</d>"), "--eos and --bos name tokens of a given tokenizer: add"),
+            ((*given, option, "</e>"), f"the tokenizer has no token '</e>': use {option} with"),
+            ((*given, option, "</d>", "--chat", "chatml"), f"--chat {says}"),
+            ((*given, option, "</d>", "--format", "mnli"), f"--format {says}"),
         ):
-            run(*there, option, "</d>")
-        with pytest.raises(
-            DataError, match=f"the tokenizer has no token '</e>': use {option} with"
-        ):
-            run(*given, option, "</e>")
-        with pytest.raises(UserError, match="--chat says what begins and ends a document, so omit"):
-            run(*given, option, "</d>", "--chat", "chatml")
-        with pytest.raises(UserError, match="--format says what begins and ends a document, so om"):
-            run(*given, option, "</d>", "--format", "mnli")
+            with pytest.raises(UserError, match=said):
+                run(*words)
     assert not (tmp_path / "t").exists()
 
 

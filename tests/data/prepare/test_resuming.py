@@ -1,5 +1,6 @@
 """Preparations that are stopped and go on, and several workers: always the same bytes."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -30,6 +31,7 @@ from gridformer.data.side_texts import read_questions
 from gridformer.utils.errors import UserError
 from tests.support.chats import conversations, written
 from tests.support.data import documents, labeled_source, pairs_source, sentences
+from tests.support.marks import extra
 from tests.support.tasks import words_tokenizer, write_mnli, write_race, write_squad
 
 TOKENIZER = Tokenizer.train(sentences(200), 300)
@@ -40,12 +42,6 @@ Prepare = Callable[..., TokenFolder]
 
 class Stop(BaseException):
     """Like KeyboardInterrupt, but pytest does not treat it as its own."""
-
-
-def stop_soon(now: PrepareProgress) -> None:
-    """Stops a preparation after some documents."""
-    if now.documents > 40:
-        raise Stop
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +69,7 @@ def of_files(folder: Path) -> list[TextSource]:
 
 def of_tables(folder: Path) -> list[TextSource]:
     """The rows of a data set in two files, and a table with commas."""
-    datasets = pytest.importorskip("datasets")
+    datasets = extra("datasets")
     folder.mkdir(exist_ok=True)
     rows = {"text": [*sentences(200), None], "n": list(range(201))}
     datasets.Dataset.from_dict(rows).save_to_disk(str(folder / "saved"), num_shards=2)
@@ -81,14 +77,6 @@ def of_tables(folder: Path) -> list[TextSource]:
     (folder / "a.tsv").write_text("text\tn\n" + "".join(f"b, {i}\t{i}\n" for i in range(30)))
     (folder / "a.json").write_text(json.dumps([{"text": f"c {i}"} for i in range(30)]))
     return open_sources([str(folder / name) for name in ("saved", "a.csv", "a.tsv", "a.json")])
-
-
-def of_pairs(folder: Path) -> list[TextSource]:
-    return [pairs_source(60)]
-
-
-def of_labels(folder: Path) -> list[TextSource]:
-    return [labeled_source(80)]
 
 
 def of_chats(root: Path) -> Prepare:
@@ -122,8 +110,8 @@ def of_texts(make: Callable[[Path], list[TextSource]], root: Path) -> Prepare:
 MAKE: dict[str, Callable[[Path], Prepare]] = {
     "files": partial(of_texts, of_files),
     "tables": partial(of_texts, of_tables),
-    "pairs": partial(of_texts, of_pairs),
-    "labels": partial(of_texts, of_labels),
+    "pairs": partial(of_texts, lambda folder: [pairs_source(60)]),
+    "labels": partial(of_texts, lambda folder: [labeled_source(80)]),
     "chat": of_chats,
     "mnli": partial(of_task, "mnli", write_mnli),
     "squad": partial(of_task, "squad", write_squad),
@@ -131,12 +119,37 @@ MAKE: dict[str, Callable[[Path], Prepare]] = {
 }
 
 
+def stop_after(documents: int) -> Callable[[PrepareProgress], None]:
+    def stop(now: PrepareProgress) -> None:
+        if now.documents > documents:
+            raise Stop
+
+    return stop
+
+
+def stopped(prepare: Prepare, out: Path, documents: int = 40) -> int:
+    """Stop a preparation after some documents, and return how many are kept."""
+    with pytest.raises(Stop):
+        prepare(out=out, on_progress=stop_after(documents))
+    return documents_kept(out)
+
+
+def done(prepare: Prepare, out: Path) -> PrepareProgress:
+    """Run a preparation to its end, and return what it says of its first batch."""
+    seen: list[PrepareProgress] = []
+    prepare(out=out, on_progress=seen.append)
+    return seen[0]
+
+
+def same_as_whole(prepare: Prepare, out: Path) -> None:
+    """Compare a folder with that of a preparation that is not stopped."""
+    prepare(out=out.with_name("whole"))
+    assert contents(out) == contents(out.with_name("whole"))
+
+
 @pytest.mark.parametrize("kind", MAKE)
 def test_stopped_again_and_again(tmp_path: Path, kind: str) -> None:
     prepare = MAKE[kind](tmp_path / "in")
-    whole = prepare(out=tmp_path / "whole")
-    if kind == "chat":
-        assert whole.index.skipped == {NO_ANSWER: 1, FORGED: 1}
     seen: list[int] = []
 
     def stop(now: PrepareProgress) -> None:
@@ -150,7 +163,7 @@ def test_stopped_again_and_again(tmp_path: Path, kind: str) -> None:
         before = documents_kept(tmp_path / "t")
         seen.clear()
         try:
-            prepare(out=tmp_path / "t", on_progress=stop)
+            folder = prepare(out=tmp_path / "t", on_progress=stop)
             break
         except Stop:
             # Two batches of at most 7 documents or pairs were written, and nothing again.
@@ -158,69 +171,59 @@ def test_stopped_again_and_again(tmp_path: Path, kind: str) -> None:
             assert before < documents_kept(tmp_path / "t") <= before + 2 * most
             assert seen[0] - before <= most
     assert before  # it was stopped
-    assert contents(tmp_path / "t") == contents(tmp_path / "whole")
+    if kind == "chat":
+        assert folder.index.skipped == {NO_ANSWER: 1, FORGED: 1}
+    same_as_whole(prepare, tmp_path / "t")
     assert not list(tmp_path.glob(".*"))
 
 
 def test_a_trained_tokenizer_is_not_trained_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources = of_files(tmp_path / "in")
-    prepare_corpus(sources, tmp_path / "whole", vocab_size=300)
-
-    with pytest.raises(Stop):
-        prepare_corpus(sources, tmp_path / "t", vocab_size=300, on_progress=stop_soon)
+    prepare = partial(prepare_corpus, of_files(tmp_path / "in"), vocab_size=300)
+    prepare(out=tmp_path / "whole")
+    stopped(prepare, tmp_path / "t")
     monkeypatch.setattr(Tokenizer, "train", None)
-    prepare_corpus(sources, tmp_path / "t", vocab_size=300)
+    prepare(out=tmp_path / "t")
     assert contents(tmp_path / "t") == contents(tmp_path / "whole")
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "seed": {"seed": 5},
-    "val_fraction": {"val_fraction": 0.3},
-    "ends": {"ends": False},
-    "tokenizer": {"tokenizer": Tokenizer.train(sentences(100), 290)},
-}
+def another_file(folder: Path) -> None:
+    (folder / "in" / "3.txt").write_text("something else")
 
 
-@pytest.mark.parametrize("what", [*SETTINGS, "file", "damage"])
-def test_what_begins_anew(tmp_path: Path, what: str) -> None:
-    sources = of_files(tmp_path / "in")
+def damage(folder: Path) -> None:
+    (folder / ".writing-t" / "train.lengths").unlink()
 
-    with pytest.raises(Stop):
-        prepare_corpus(sources, tmp_path / "t", tokenizer=TOKENIZER, on_progress=stop_soon)
-    assert documents_kept(tmp_path / "t") > 30
-    settings = {"tokenizer": TOKENIZER, **SETTINGS.get(what, {})}
-    if what == "file":
-        (tmp_path / "in" / "3.txt").write_text("something else")
-    elif what == "damage":
-        (tmp_path / ".writing-t" / "train.lengths").unlink()
-    seen: list[PrepareProgress] = []
-    again: Callable[..., TokenFolder] = partial(prepare_corpus, sources, **settings)
-    again(tmp_path / "t", on_progress=seen.append)
-    assert seen[0].documents <= 7
-    again(tmp_path / "whole")
-    assert contents(tmp_path / "t") == contents(tmp_path / "whole")
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"seed": 5}, {"val_fraction": 0.3}, {"ends": False}),
+        {"tokenizer": Tokenizer.train(sentences(100), 290)},
+        *(another_file, damage),
+    ],
+)
+def test_what_begins_anew(tmp_path: Path, change: Any) -> None:
+    prepare = MAKE["files"](tmp_path / "in")
+    assert stopped(prepare, tmp_path / "t") > 30
+    if callable(change):
+        change(tmp_path)
+    else:
+        prepare = partial(prepare, **change)
+    assert done(prepare, tmp_path / "t").documents <= 7
+    same_as_whole(prepare, tmp_path / "t")
 
 
 def test_another_file_of_a_task_begins_anew(tmp_path: Path) -> None:
     prepare = of_task("squad", write_squad, tmp_path / "in")
-
-    def stop(now: PrepareProgress) -> None:
-        if now.documents > 55:  # among the validation questions
-            raise Stop
-
-    with pytest.raises(Stop):
-        prepare(out=tmp_path / "t", on_progress=stop)
-    assert documents_kept(tmp_path / "t") == 49
+    assert stopped(prepare, tmp_path / "t", 55) == 49, "among the validation questions"
     file = tmp_path / "in" / "train-v2.0.json"
     file.write_text(file.read_text().replace("which words?", "whose words?"))
-    seen: list[PrepareProgress] = []
-    found = prepare(out=tmp_path / "t", on_progress=seen.append)
-    assert seen[0].documents == 7
-    assert len(read_questions(found.path, "val")) == found.val.n_documents
-    prepare(out=tmp_path / "whole")
-    assert contents(tmp_path / "t") == contents(tmp_path / "whole")
+    assert done(prepare, tmp_path / "t").documents == 7
+    folder = TokenFolder.open(tmp_path / "t")
+    assert len(read_questions(folder.path, "val")) == folder.val.n_documents
+    same_as_whole(prepare, tmp_path / "t")
 
 
 def test_another_token_that_begins_documents_begins_anew(tmp_path: Path) -> None:
@@ -228,17 +231,9 @@ def test_another_token_that_begins_documents_begins_anew(tmp_path: Path) -> None
     prepare = of_task("mnli", write_mnli, tmp_path / "in")
     words_tokenizer().save(tmp_path / "tokenizer.json")
     other = Tokenizer.load(tmp_path / "tokenizer.json", bos_token="<|endoftext|>")
-
-    def stop(now: PrepareProgress) -> None:
-        if now.documents > 20:
-            raise Stop
-
-    with pytest.raises(Stop):
-        prepare(out=tmp_path / "t", tokenizer=other, on_progress=stop)
-    assert documents_kept(tmp_path / "t") > 10
+    assert stopped(partial(prepare, tokenizer=other), tmp_path / "t", 20) > 10
     prepare(out=tmp_path / "t")
-    prepare(out=tmp_path / "whole")
-    assert contents(tmp_path / "t") == contents(tmp_path / "whole")
+    same_as_whole(prepare, tmp_path / "t")
 
 
 def rows_saying(word: str) -> list[dict[str, str]]:
@@ -246,42 +241,46 @@ def rows_saying(word: str) -> list[dict[str, str]]:
     return [{"text": f"{word} {i:03}"} for i in range(80)]
 
 
-def split_of_saved(folder: Path, word: str, monkeypatch: pytest.MonkeyPatch) -> list[TextSource]:
-    datasets = pytest.importorskip("datasets")
+def write_rows(file: Path, word: str) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows_saying(word)))
+
+
+Patch = pytest.MonkeyPatch
+
+
+def split_of_saved(folder: Path, word: str, monkeypatch: Patch) -> list[TextSource]:
+    datasets = extra("datasets")
     if not folder.exists():
         tables = {name: datasets.Dataset.from_list(rows_saying(name)) for name in ("old", "new")}
         datasets.DatasetDict(tables).save_to_disk(folder)
     return open_sources([str(folder)], split=word)
 
 
-def saved(folder: Path, word: str, monkeypatch: pytest.MonkeyPatch) -> list[TextSource]:
-    datasets = pytest.importorskip("datasets")
+def saved(folder: Path, word: str, monkeypatch: Patch) -> list[TextSource]:
     shutil.rmtree(folder, ignore_errors=True)
-    datasets.Dataset.from_list(rows_saying(word)).save_to_disk(folder)
+    extra("datasets").Dataset.from_list(rows_saying(word)).save_to_disk(folder)
     return open_sources([str(folder)])
 
 
-def split_of_named(folder: Path, word: str, monkeypatch: pytest.MonkeyPatch) -> list[TextSource]:
-    pytest.importorskip("datasets")
-    if not folder.exists():
-        folder.mkdir()
-        for split, said in (("train", "old"), ("test", "new")):
-            lines = [json.dumps(row) + "\n" for row in rows_saying(said)]
-            (folder / f"{split}.jsonl").write_text("".join(lines))
-    return open_sources([f"hf:{folder}"], split={"old": "train", "new": "test"}[word])
+def split_of_named(folder: Path, word: str, monkeypatch: Patch) -> list[TextSource]:
+    extra("datasets")
+    splits = {"old": "train", "new": "test"}
+    for said, split in splits.items():
+        if word == "old":
+            write_rows(folder / f"{split}.jsonl", said)
+    return open_sources([f"hf:{folder}"], split=splits[word])
 
 
-def named(folder: Path, word: str, monkeypatch: pytest.MonkeyPatch) -> list[TextSource]:
-    pytest.importorskip("datasets")
-    folder.mkdir(exist_ok=True)
-    lines = [json.dumps(row) + "\n" for row in rows_saying(word)]
-    (folder / "train.jsonl").write_text("".join(lines))
+def named(folder: Path, word: str, monkeypatch: Patch) -> list[TextSource]:
+    extra("datasets")
+    write_rows(folder / "train.jsonl", word)
     return open_sources([f"hf:{folder}"])
 
 
-def on_the_hub(folder: Path, word: str, monkeypatch: pytest.MonkeyPatch) -> list[TextSource]:
+def on_the_hub(folder: Path, word: str, monkeypatch: Patch) -> list[TextSource]:
     """A fake hub, which has one data set with one commit."""
-    datasets = pytest.importorskip("datasets")
+    datasets = extra("datasets")
     table = datasets.Dataset.from_list(rows_saying(word)).to_iterable_dataset()
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
     monkeypatch.setattr(
@@ -291,9 +290,7 @@ def on_the_hub(folder: Path, word: str, monkeypatch: pytest.MonkeyPatch) -> list
     return open_sources(["hf:owner/set"])
 
 
-def pair_files(
-    suffix: str, folder: Path, word: str, monkeypatch: pytest.MonkeyPatch
-) -> list[TextSource]:
+def pair_files(suffix: str, folder: Path, word: str, monkeypatch: Patch) -> list[TextSource]:
     folder.mkdir(exist_ok=True)
     paths = [folder / f"x.{language}{suffix}" for language in ("en", "de")]
     for path in paths:
@@ -310,62 +307,53 @@ def pair_files(
     ],
 )
 def test_other_documents_of_the_same_name_begin_anew(
-    tmp_path: Path,
-    make: Callable[[Path, str, pytest.MonkeyPatch], list[TextSource]],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, make: Callable[[Path, str, Patch], list[TextSource]], monkeypatch: Patch
 ) -> None:
     """Another split, or files that were replaced by others of the same size."""
-
-    old = make(tmp_path / "in", "old", monkeypatch)
-    with pytest.raises(Stop):
-        prepare_corpus(old, tmp_path / "t", tokenizer=TOKENIZER, on_progress=stop_soon)
-    assert documents_kept(tmp_path / "t") > 20
-    new = make(tmp_path / "in", "new", monkeypatch)
-    seen: list[PrepareProgress] = []
-    found = prepare_corpus(new, tmp_path / "t", tokenizer=TOKENIZER, on_progress=seen.append)
-    assert seen[0].kept == 0
-    texts = [text for split in documents(found).values() for text in split]
+    old, new = (
+        lambda word=word, **more: prepare_corpus(
+            make(tmp_path / "in", word, monkeypatch), tokenizer=TOKENIZER, **more
+        )
+        for word in ("old", "new")
+    )
+    assert stopped(old, tmp_path / "t") > 20
+    assert done(new, tmp_path / "t").kept == 0
+    folder = TokenFolder.open(tmp_path / "t")
+    texts = [text for split in documents(folder).values() for text in split]
     assert {text[:4] for text in texts} == {"new "}
-    assert len(texts) == (160 if found.kind == "pairs" else 80)
+    assert len(texts) == (160 if folder.kind == "pairs" else 80)
 
 
 @pytest.mark.parametrize("make", [saved, named, on_the_hub])
 def test_the_same_documents_opened_again_go_on(
-    tmp_path: Path,
-    make: Callable[[Path, str, pytest.MonkeyPatch], list[TextSource]],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, make: Callable[[Path, str, Patch], list[TextSource]], monkeypatch: Patch
 ) -> None:
     """Also if another program has left a file in the cache of `datasets`, or a hidden one."""
-
     specs = [make(tmp_path / "in", "old", monkeypatch)[0].name]
-    with pytest.raises(Stop):
-        prepare_corpus(
-            open_sources(specs), tmp_path / "t", tokenizer=TOKENIZER, on_progress=stop_soon
-        )
-    kept = documents_kept(tmp_path / "t")
+
+    def prepare(**more: Any) -> TokenFolder:
+        return prepare_corpus(open_sources(specs), tokenizer=TOKENIZER, **more)
+
+    kept = stopped(prepare, tmp_path / "t")
     if (tmp_path / "in").exists():
-        (tmp_path / "in" / "cache-0123.arrow").write_text("of another program")
-        (tmp_path / "in" / ".hidden").write_text("of another program")
-    seen: list[PrepareProgress] = []
-    prepare_corpus(
-        open_sources(specs), tmp_path / "t", tokenizer=TOKENIZER, on_progress=seen.append
-    )
-    assert seen[0].kept == kept > 30
+        for name in ("cache-0123.arrow", ".hidden"):
+            (tmp_path / "in" / name).write_text("of another program")
+    assert done(prepare, tmp_path / "t").kept == kept > 30
 
 
 def test_two_at_a_time(tmp_path: Path) -> None:
     """The second one writes a folder of its own, and the one that ends later fails in words."""
-    sources = of_files(tmp_path / "in")
+    prepare = MAKE["files"](tmp_path / "in")
     begun = False
 
     def other(now: PrepareProgress) -> None:
         nonlocal begun
         if not begun:
             begun = True
-            prepare_corpus(sources, tmp_path / "t", tokenizer=TOKENIZER)
+            prepare(out=tmp_path / "t")
 
     with pytest.raises(UserError, match="already is a token folder"):
-        prepare_corpus(sources, tmp_path / "t", tokenizer=TOKENIZER, on_progress=other)
+        prepare(out=tmp_path / "t", on_progress=other)
     TokenFolder.open(tmp_path / "t").check()
 
 
@@ -414,15 +402,12 @@ def test_workers_write_the_same_bytes(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.full
 def test_killed_with_workers(tmp_path: Path) -> None:
-    of_files(tmp_path / "in")
+    prepare = MAKE["files"](tmp_path / "in")
     assert run_script(tmp_path, "t", 3, 60) == -signal.SIGKILL
-    kept = documents_kept(tmp_path / "t")
-    assert 40 < kept <= 70
+    assert 40 < documents_kept(tmp_path / "t") <= 70
     assert run_script(tmp_path, "t", 2, 10**9) == 0
-    sources = open_sources([str(tmp_path / "in"), str(tmp_path / "in" / "more.jsonl")])
-    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
-    prepare_corpus(sources, tmp_path / "whole", tokenizer=tokenizer)
-    assert contents(tmp_path / "t") == contents(tmp_path / "whole")
+    given = Tokenizer.load(tmp_path / "tokenizer.json")
+    same_as_whole(partial(prepare, tokenizer=given), tmp_path / "t")
     # The workers of the killed process have ended by themselves.
     deadline = time.monotonic() + 120
     while (left := _processes_with(str(tmp_path))) and time.monotonic() < deadline:
@@ -431,12 +416,9 @@ def test_killed_with_workers(tmp_path: Path) -> None:
 
 
 def _processes_with(text: str) -> list[str]:
-    found = []
+    processes = []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            environ = path.read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if f"SCRIPT_OF={text}" in environ and path.parent.name != str(os.getpid()):
-            found.append(path.parent.name)
-    return found
+        with contextlib.suppress(OSError):
+            if f"SCRIPT_OF={text}" in path.read_bytes().decode(errors="replace"):
+                processes.append(path.parent.name)
+    return [process for process in processes if process != str(os.getpid())]

@@ -21,36 +21,28 @@ from tests.support.data import a_run, open_batches
 
 MASK = {"data__document_mask": True}
 PACK = {**MASK, "data__packing": "documents"}
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "causal": ("gpt2", {}),
-    "labeled gpt2": ("gpt2", {"model__n_labels": 10}),
-    "masked": ("bert", {}),
-    "masked, one sentence": ("bert", {"model__sentence_pair": False}),
-    "labeled bert": ("bert", {"model__n_labels": 10, "model__sentence_pair": False}),
-    "spans": ("t5", {}),
-    "pairs t5": ("t5", {"data__task": "pairs"}),
-    "pairs": ("transformer", {}),
-    "masked documents": ("llama", MASK),
-    "packed": ("gpt2", PACK),
-    "packed pairs": ("t5", {"data__task": "pairs", **PACK}),
-    "chat": ("gpt2", {"data__task": "chat", "model__max_seq_len": 96}),
-    "packed chat": ("llama", {"data__task": "chat", "model__max_seq_len": 96, **PACK}),
-}
-KEYS = {
-    "causal": "tokens targets",
-    "labeled gpt2": "tokens targets valid at labels",
-    "masked": "tokens targets segments pair",
-    "masked, one sentence": "tokens targets segments",
-    "labeled bert": "tokens targets segments valid at labels",
-    "spans": "tokens targets source",
-    "pairs t5": "tokens targets source source_valid",
-    "pairs": "tokens targets source source_valid",
-    "masked documents": "tokens targets documents positions",
-    "packed": "tokens targets valid documents positions",
-    "packed pairs": "tokens targets documents positions source source_valid source_documents "
-    "source_positions",
-    "chat": "tokens targets",
-    "packed chat": "tokens targets valid documents positions",
+PAIRS, PACKED_PAIRS = {"data__task": "pairs"}, {"data__task": "pairs", **PACK}
+CHAT = {"data__task": "chat", "model__max_seq_len": 96}
+ONE_SENTENCE = {"model__sentence_pair": False}
+PLACES = "documents positions"
+# The family, the values and the keys of a batch beside tokens and targets.
+KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "causal": ("gpt2", {}, ""),
+    "labeled gpt2": ("gpt2", {"model__n_labels": 10}, "valid at labels"),
+    "masked": ("bert", {}, "segments pair"),
+    "masked, one sentence": ("bert", ONE_SENTENCE, "segments"),
+    "labeled bert": ("bert", {"model__n_labels": 10, **ONE_SENTENCE}, "segments valid at labels"),
+    "spans": ("t5", {}, "source"),
+    "pairs t5": ("t5", PAIRS, "source source_valid"),
+    "pairs": ("transformer", {}, "source source_valid"),
+    "masked documents": ("llama", MASK, PLACES),
+    "packed": ("gpt2", PACK, f"valid {PLACES}"),
+    "packed pairs": (
+        *("t5", PACKED_PAIRS),
+        f"{PLACES} source source_valid source_documents source_positions",
+    ),
+    "chat": ("gpt2", CHAT, ""),
+    "packed chat": ("llama", CHAT | PACK, f"valid {PLACES}"),
 }
 Opened = tuple[RunConfig, TokenFolder]
 
@@ -63,15 +55,11 @@ def opened(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Opened]:
     """Return a resolved run and its folder for each of KINDS."""
-    out, chats = {}, chat_folder(tmp_path_factory.mktemp("chat"))
-    for kind, (family, values) in KINDS.items():
-        folder = text_folder
-        if "pairs" in kind:
-            folder = pairs_folder
-        elif "chat" in kind:
-            folder = chats
-        elif kind.startswith("labeled"):
-            folder = labeled_folder
+    chats = chat_folder(tmp_path_factory.mktemp("chat"))
+    folders = {"pairs": pairs_folder, "chat": chats, "labeled": labeled_folder}
+    out = {}
+    for kind, (family, values, _) in KINDS.items():
+        folder = next((one for word, one in folders.items() if word in kind), text_folder)
         out[kind] = (resolve(a_run(folder, family, **values), folder), folder)
     return out
 
@@ -90,7 +78,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def test_keys_shapes_and_types(opened: dict[str, Opened], kind: str) -> None:
     run, _ = opened[kind]
     batch = opened_batches(opened[kind]).batch(0)
-    assert set(batch) == set(KEYS[kind].split())
+    assert set(batch) == {"tokens", "targets", *KINDS[kind][2].split()}
     for key, values in batch.items():
         assert values.dtype == (bool if "valid" in key else np.int64)
         length = run.source_len if key.startswith("source") else run.seq_len

@@ -1,23 +1,28 @@
-"""Samples for fine-tuning: sequences of two texts, choices, and windows of contexts."""
+"""Samples for fine-tuning: sequences of two texts, choices, windows of contexts, special ids."""
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models
 
+from gridformer.data import TokenFolder
 from gridformer.data.samples.batches import SequentialBatches, ShuffledBatches, alike
 from gridformer.data.samples.examples import (
     AnswerExamples,
     ChoiceExamples,
+    LabeledDocuments,
     Reading,
     TextExamples,
-    truncated,
 )
 from gridformer.data.samples.order import Order
-from gridformer.data.samples.sample import SpecialIds
+from gridformer.data.samples.sample import SENTINELS, SpecialIds
+from gridformer.data.tokenizer import Tokenizer
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
 from tests.support import data
@@ -27,19 +32,6 @@ ENCODER = SpecialIds(EOS, PAD, 103, CLS, SEP, PAD, (), 104, 100, frozenset())
 DECODER = SpecialIds(EOS, PAD, None, None, None, PAD, (), 104, 100, frozenset())
 DRAW = np.random.default_rng(0)
 split_of = partial(data.split_of, eos=EOS)
-
-
-def test_truncation_shortens_the_longer_text_token_by_token() -> None:
-    for n_a in range(9):
-        for n_b in range(9):
-            for room in range(2, 17):
-                a, b = n_a, n_b
-                while a + b > room:
-                    if a > b:
-                        a -= 1
-                    else:
-                        b -= 1
-                assert truncated(n_a, n_b, room) == (a, b)
 
 
 def test_a_decoder_that_pads_with_the_end_of_text_reads_none_at_the_end() -> None:
@@ -189,3 +181,93 @@ def test_every_sample_once() -> None:
     some = whole.batch(1, np.array([2, 0]))
     assert some["item"].tolist() == [5, 4]
     assert whole.batch(0, np.zeros(0, dtype=np.int64))["tokens"].shape == (0, 4)
+
+
+@pytest.mark.parametrize("seq_len", [200, 10])
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_labeled_documents(labeled_folder: TokenFolder, family: Any, seq_len: int) -> None:
+    """Labels are the first words. A document that is too long is truncated."""
+    task: Any = {"gpt2": "causal", "bert": "masked"}[family]
+    special, folder = SpecialIds.of(family, task, labeled_folder.tokenizer), labeled_folder
+    samples = LabeledDocuments(folder.train, seq_len, special)
+    assert samples.n_samples == folder.train.n_documents
+    for number in range(samples.n_samples):
+        sample: dict[str, Any] = samples.sample(number, DRAW)
+        text, valid = folder.train.document(number).tolist()[:-1], sample["valid"]
+        said = sample["targets"] != IGNORE
+        if family == "gpt2":
+            ids = [*text, special.eos]
+            assert sample["tokens"][valid].tolist() == ids[:seq_len]
+            assert sample["targets"][said].tolist() == ids[1 : seq_len + 1]
+            assert said.tolist() == [i < len(ids) - 1 for i in range(seq_len)]
+            assert sample["at"] == valid.sum() - 1 == min(len(ids), seq_len) - 1
+        else:
+            ids, short = np.where(said, sample["targets"], sample["tokens"]), text[: seq_len - 2]
+            assert ids[valid].tolist() == [special.cls, *short, special.sep]
+            assert (ids[~valid] == special.pad).all()
+            assert said.sum() == max(1, (15 * len(short) + 50) // 100)
+            assert sample["at"] == 0
+        label = folder.index.labels[sample["labels"]]
+        assert label == folder.tokenizer.decode(text).split()[0]
+
+
+# --------------------------------------------------------------------------- special ids
+
+BYTES = Tokenizer.train(data.sentences(50), 300)
+
+
+def words(*special: str) -> Tokenizer:
+    """Return a tokenizer with ten words, followed by special tokens."""
+    backend = tokenizers.Tokenizer(
+        models.WordLevel({f"w{i}": i for i in range(10)}, unk_token="w0")
+    )
+    backend.add_special_tokens(list(special))
+    return Tokenizer(backend, "words")
+
+
+def test_new_ids_come_behind_the_vocabulary_in_a_fixed_order() -> None:
+    ids = SpecialIds.of("bert", "masked", BYTES)
+    assert (ids.pad, ids.mask, ids.cls, ids.sep) == (300, 301, 302, 303)
+    assert (ids.vocab_size, ids.ordinary_size) == (304, 300)
+    assert ids.eos == BYTES.eos_id
+    assert ids.not_words == {BYTES.eos_id}
+    assert ids.sentinels == ()
+
+
+def test_the_tokenizers_own_are_used() -> None:
+    bert = words("[UNK]", "[SEP]", "[MASK]", "[PAD]", "[CLS]")
+    ids = SpecialIds.of("bert", "masked", bert)
+    assert (ids.sep, ids.mask, ids.pad, ids.cls) == (11, 12, 13, 14)
+    assert ids.vocab_size == ids.ordinary_size == 15
+    assert ids.not_words == {10, 11, 12, 13, 14}
+    roberta = SpecialIds.of("bert", "masked", words("<s>", "</s>", "<mask>"))
+    assert (roberta.cls, roberta.sep, roberta.mask, roberta.pad) == (10, 11, 12, 13)
+    assert roberta.eos == roberta.sep
+    assert roberta.vocab_size == 14
+
+
+def test_causal_adds_nothing() -> None:
+    ids = SpecialIds.of("gpt2", "causal", BYTES)
+    assert ids.vocab_size == 300
+    assert ids.pad == ids.eos
+    assert SpecialIds.of("gpt2", "causal", words("</s>", "<pad>")).pad == 11
+
+
+def test_decoders_start_as_published() -> None:
+    t5 = SpecialIds.of("t5", "pairs", BYTES)
+    assert t5.start == t5.pad == 300
+    transformer = SpecialIds.of("transformer", "pairs", BYTES)
+    assert transformer.start == transformer.eos
+    assert transformer.vocab_size == 301
+
+
+def test_sentinels() -> None:
+    ids = SpecialIds.of("t5", "spans", BYTES, n_sentinels=3)
+    assert ids.sentinels == tuple(range(301, 301 + SENTINELS))
+    assert ids.vocab_size == 401
+    many = SpecialIds.of("t5", "spans", BYTES, n_sentinels=150)
+    assert len(set(many.sentinels)) == 150
+    # T5's own sentinels are in reverse order; missing ones follow the vocabulary.
+    own = SpecialIds.of("t5", "spans", words("</s>", "<pad>", "<extra_id_1>", "<extra_id_0>"))
+    assert own.sentinels[:3] == (13, 12, 14)
+    assert own.vocab_size == 14 + 98

@@ -1,7 +1,4 @@
-"""The order of samples: shuffles without a table, whole epochs, exact shares, and random numbers.
-
-test_windows.py tests the order of one source in batches.
-"""
+"""The order of samples: shuffles without a table, whole epochs, exact shares, random numbers."""
 
 from __future__ import annotations
 
