@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -143,45 +144,36 @@ def test_groups_of_several_sizes_divide_the_processes() -> None:
     ]
 
 
-class Link:
-    """A link that lets some bytes pass at once after it was idle, and its clock."""
+class Clock:
+    """A clock that messages move, which take `seconds()`, and that ranks may meet at."""
 
-    def __init__(self, rate: float, at_once: float) -> None:
-        self.rate, self.at_once, self.credit, self.now = rate, at_once, 0.0, 0.0
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now, self.sent, self.since_met = 0.0, 0, 0
+        patch.setattr(messages.comm, "barrier", self.meet)
+        patch.setattr(messages.time, "perf_counter", lambda: self.now)
 
-    def idle(self, *_: object) -> None:
-        self.now, self.credit = self.now + 100.0, self.at_once
+    def meet(self, *_: object) -> None:
+        self.now, self.since_met = self.now + 100.0, 0
 
-    def send(self, n_bytes: float) -> None:
-        free = min(self.credit, n_bytes)
-        self.credit -= free
-        self.now += (n_bytes - free) / self.rate
+    def measured(self, window_s: float, seconds: Callable[[], float]) -> float:
+        def run() -> None:
+            self.sent, self.since_met = self.sent + 1, self.since_met + 1
+            self.now += seconds()
+
+        return message_seconds(run, window_s, Axis("world", 1, 0), False)
 
 
 def test_a_message_takes_what_a_busy_link_needs_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link that was idle is faster at first, which a step full of messages does not see."""
-    link, world = Link(2.0, at_once=5.0), Axis("world", 1, 0)
-    monkeypatch.setattr(messages.comm, "barrier", link.idle)
-    monkeypatch.setattr(messages.time, "perf_counter", lambda: link.now)
-    seconds = message_seconds(lambda: link.send(8.0), 1e3, world, False)
+    """A link that was idle lets some bytes pass at once, which a step of messages does not see."""
+    clock = Clock(monkeypatch)
+    seconds = clock.measured(1e3, lambda: 1.5 if clock.since_met == 1 else 4.0)
     assert seconds == pytest.approx(4.0, rel=0.02), "not the 1.5 s of one message"
 
 
 def test_a_message_takes_as_long_as_one_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of messages in a row each may begin before the last one is over."""
-    now, in_a_row = 0.0, False
-
-    def meet(*_: object) -> None:
-        nonlocal in_a_row
-        in_a_row = False
-
-    def run() -> None:
-        nonlocal now, in_a_row
-        now, in_a_row = now + (1.0 if in_a_row else 3.0), True
-
-    monkeypatch.setattr(messages.comm, "barrier", meet)
-    monkeypatch.setattr(messages.time, "perf_counter", lambda: now)
-    assert message_seconds(run, 10.0, Axis("world", 1, 0), False) == 3.0
+    clock = Clock(monkeypatch)
+    assert clock.measured(10.0, lambda: 3.0 if clock.since_met == 1 else 1.0) == 3.0
 
 
 @pytest.mark.parametrize("stuck", [3, 8, 12, 17, 22])
@@ -189,17 +181,9 @@ def test_a_message_that_was_stuck_does_not_count(
     monkeypatch: pytest.MonkeyPatch, stuck: int
 ) -> None:
     """One message of all waits a long time, such as for a packet that is sent again."""
-    now, sent = 0.0, 0
-
-    def run() -> None:
-        nonlocal now, sent
-        sent += 1
-        now += 100.0 if sent == stuck else 1.0
-
-    monkeypatch.setattr(messages.comm, "barrier", lambda *_: None)
-    monkeypatch.setattr(messages.time, "perf_counter", lambda: now)
-    assert message_seconds(run, 5.0, Axis("world", 1, 0), False) == 1.0
-    assert (sent > 20) == (8 < stuck < 14), "rows are sent again only if they were slow"
+    clock = Clock(monkeypatch)
+    assert clock.measured(5.0, lambda: 100.0 if clock.sent == stuck else 1.0) == 1.0
+    assert (clock.sent > 20) == (8 < stuck < 14), "rows are sent again only if they were slow"
 
 
 def test_a_slow_moment_of_the_host_does_not_count() -> None:

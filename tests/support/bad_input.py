@@ -105,7 +105,6 @@ VALUES: tuple[Any, ...] = (
     *("é", "*", "~", "/dev/zero", "/dev/full", "/proc/self/mem", "no such file", "[1", "{"),
     *([], [1], [[[[1]]]], {}, {"a": 1}, {"name": "gpt2-124m"}, "9" * 5000, "2020-13-41"),
 )
-_ABC = "abcdefghi"
 TEXTS = (
     *("", "null", "3", "[]", "- 1", "just words", "a: b: c", "\0", "\ufeff{}", "!!python/name:os"),
     *("[" * 5000, "{a: " * 3000, "x: " + "9" * 5000, "x: 2020-13-41", "&x [*x]", "a: *b"),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 FACTORS = (0.25, 0.5, 1, 2, 4)  # of the batch and of the number of devices
-_STYLE = "pre { font-size: 12px; white-space: pre-wrap; } ul { margin-top: 4px; }"
+_STYLE = "pre { font-size: 11px; white-space: pre-wrap; } ul { margin-top: 4px; }"
 _COLUMNS = 160  # characters in a line of the ranking
 # Kernels are blue, waiting for messages orange, and other waiting gray.
 COLORS = {

@@ -108,8 +108,9 @@ def print_result(
     console.print(Text(head))
     _print_table(result, console)
     rows_alone = any(sharding(one.run.layout) == "rows alone" for one in listed)
-    for sentence in (*[ROWS_ALONE] * rows_alone, *unlisted(result), sureness(cluster, n)):
-        console.print(Text(sentence), soft_wrap=True)
+    for sentence in (*[ROWS_ALONE] * rows_alone, *unlisted(result)):
+        console.print(Text(sentence))
+    console.print(Text(sureness(cluster, n)), soft_wrap=True)
     explained = [one for i, one in enumerate(listed) if everything or i < EXPLAINED or one.asked]
     said = [] if everything else doubts(cluster, n, extrapolated=False)
     shared = explained[0].traced.warnings
