@@ -308,10 +308,10 @@ def test_phases_of_a_pipeline_are_those_of_all_ranks(gpu: InProcess) -> None:
 
 
 def test_a_run_fits_if_its_own_limit_leaves_a_margin(gpu: InProcess) -> None:
-    run = run_of({}, {}, {})
-    peak = gpu(several, run)["step"].peak_gib
+    run, cluster = run_of({}, {}, {}), load_cluster("frontera-rtx5000")
+    peak = gpu(predict, run, cluster).peak_gib
     for gib, fits in ((1.02 * peak, False), (1.06 * peak, True)):
         limited = run.model_copy(update={"train": run.train.model_copy(update={"memory_gib": gib})})
-        found = gpu(several, limited)["step"]
+        found = gpu(predict, limited, cluster)
         assert found.fits is fits
         assert found.limit_gib == pytest.approx(0.95 * gib)
