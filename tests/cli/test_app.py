@@ -36,15 +36,11 @@ def test_help_names_every_command_and_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_version() -> None:
+def test_version_and_a_mistake_which_is_a_message_and_exit_code_2(tmp_path: Path) -> None:
     found = run("--version")
     assert (found.returncode, found.stdout) == (0, f"gridformer {cli.__version__}\n")
-
-
-def test_a_mistake_is_a_message_and_exit_code_2(tmp_path: Path) -> None:
     found = run("train", "no-such-run", cwd=tmp_path)
-    assert found.returncode == 2
-    assert found.stdout == ""
+    assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.startswith("error: no-such-run: no such run file")
     assert "Traceback" not in found.stderr
 

@@ -38,20 +38,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         shipped = Path(__file__).parents[2] / "configs/clusters/dgx-h100.yaml"
         shutil.copy(shipped, "cluster.yaml")
         for words in (
-            (
-                "prepare",
-                "corpus",
-                "--out",
-                "tokens",
-                "--vocab-size",
-                "300",
-                "--val-fraction",
-                "0.3",
-            ),
-            ("train", "run.yaml", "--out", "trained"),
-            ("export", "trained", "--out", "hf"),
+            "prepare corpus --out tokens --vocab-size 300 --val-fraction 0.3",
+            "train run.yaml --out trained",
+            "export trained --out hf",
         ):
-            done = gridformer_here(*words)
+            done = gridformer_here(*words.split())
             assert done.returncode == 0, done.stderr
         yield folder
     finally:

@@ -96,17 +96,10 @@ def test_a_run_writes_all_promised_files(run_file: Path, tmp_path: Path) -> None
     assert again.returncode == 0
     assert "6 of 6 steps" in again.stdout
 
-    words = ("generate", out, "--prompt", "line 7", "--max-tokens", "20", "--seed", "3")
-    first, second = gridformer_here(*words), gridformer_here(*words)
-    assert first.returncode == 0, first.stderr
-    assert first.stdout == second.stdout
-    assert first.stdout.startswith("line 7")
-    assert len(first.stdout) > len("line 7\n")
-    other = gridformer_here(*words[:-1], "4")
-    assert other.stdout != first.stdout
-    refused = gridformer_here("generate", out, "--prompt", "line 7", "--beams", "2")
-    assert refused.returncode == 2
-    assert "--beams is for t5 and transformer" in refused.stderr
+    generated = gridformer_here("generate", out, "--prompt", "line 7", "--max-tokens", "20")
+    assert generated.returncode == 0, generated.stderr
+    assert generated.stdout.startswith("line 7")
+    assert len(generated.stdout) > len("line 7\n")
 
 
 FEWER = "layout.rows=1"  # two processes; test_launch.py tests what a signal does to more

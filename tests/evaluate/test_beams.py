@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -63,7 +63,9 @@ def test_sources_of_a_batch_have_the_targets_that_they_have_alone(
     sources = [tokens_of(V, 1, size, seed=seed)[0].tolist() for seed, size in SOURCES]
     want = [found_by(ours, source, how) for source in sources]
     assert search_all(ours, sources, how) == want
-    assert len({len(target) for target in want}) > 1, "searches must end at several times"
+    lengths = {len(target) for target in want}
+    assert lengths >= {0, 15}, "searches must end at several times"
+    assert len(lengths) > 2 or how.beams == 1
 
 
 @pytest.mark.parametrize(
@@ -93,30 +95,6 @@ def test_finds_what_hugging_face_finds(models: tuple[T5, Any], beams: int, penal
         assert found == want, (seed, size)
 
 
-@pytest.mark.parametrize(
-    ("beams", "penalty"), full_unless(lambda case: case[0] == 4, [(4, 1.0), (7, 1.0)], unpack=True)
-)
-def test_targets_are_short_and_long_and_no_choice_is_close(
-    models: tuple[T5, Any], beams: int, penalty: float
-) -> None:
-    """Otherwise the comparison above would say little or depend on rounding."""
-    ours, _ = models
-    off = copy.deepcopy(ours)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in off.parameters():
-            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-            weight.mul_(1 + 1e-5 * noise)
-    lengths = set()
-    for seed, size in SOURCES:
-        source, how = tokens_of(V, 1, size, seed=seed)[0].tolist(), BeamSearch(beams, penalty, 15)
-        found = found_by(ours, source, how)
-        assert found_by(off, source, how) == found, (seed, size)
-        lengths.add(len(found))
-    assert len(lengths) > 2
-    assert {0, 15} <= lengths
-
-
 def test_beams_take_their_keys_and_values_along() -> None:
     """Test reordering directly: in a search all beams read one source, whose rows are equal."""
     cache, numbers = KVCache(), torch.arange(3.0).view(3, 1, 1, 1)
@@ -138,8 +116,14 @@ def test_some_words_are_never_said(models: tuple[T5, Any]) -> None:
     assert not set(first) & set(again)
 
 
-def test_invalid_search_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--beams 0 must be at least 1"):
-        BeamSearch(beams=0)
-    with pytest.raises(ConfigError, match="--max-tokens 0"):
-        BeamSearch(max_tokens=0)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"beams": 0}, "--beams 0 must be at least 1"),
+        ({"max_tokens": 0}, "--max-tokens 0 must be at least 1"),
+        *(({"length_penalty": n}, "must be from -10 to 10") for n in (math.nan, 1e30, -11.0)),
+    ],
+)
+def test_invalid_search_options_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        BeamSearch(**options)

@@ -56,23 +56,30 @@ def ranked(order: Sequence[int], v: int) -> Tensor:
 # --------------------------------------------------------------------------- BERT
 
 
-class ScriptedBERT(nn.Module):
-    """Ranks the special ids first, then the word for the number of [MASK] seen so far."""
+class Scripted(nn.Module):
+    """A model whose hidden states are its logits."""
 
-    def __init__(self, special: SpecialIds, words: Sequence[int]) -> None:
+    def __init__(self, special: SpecialIds, **config: Any) -> None:
         super().__init__()
-        self.config = SimpleNamespace(max_seq_len=32, vocab_size=special.vocab_size + SPACE)
+        self.special, self.v = special, special.vocab_size + SPACE
+        self.config = SimpleNamespace(vocab_size=self.v, **config)
         self.loss = None
         self.weight = nn.Parameter(torch.zeros(1))
-        self.special, self.words, self.v = special, words, special.vocab_size + SPACE
-        self.asked: list[int] = []
-
-    def hidden(self, batch: Batch) -> Tensor:
-        """Return logits in place of hidden states."""
-        return self.ranks(batch["tokens"])
 
     def token_logits(self, hidden_BSH: Tensor) -> Tensor:
         return hidden_BSH
+
+
+class ScriptedBERT(Scripted):
+    """Ranks the special ids first, then the word for the number of [MASK] seen so far."""
+
+    def __init__(self, special: SpecialIds, words: Sequence[int]) -> None:
+        super().__init__(special, max_seq_len=32)
+        self.words = words
+        self.asked: list[int] = []
+
+    def hidden(self, batch: Batch) -> Tensor:
+        return self.ranks(batch["tokens"])
 
     def ranks(self, tokens_BS: Tensor) -> Tensor:
         (self.asked,) = tokens_BS.tolist()
@@ -135,15 +142,11 @@ def test_a_prompt_that_is_too_long_for_bert_is_refused() -> None:
 # --------------------------------------------------------------------------- T5, Transformer
 
 
-class ScriptedDecoder(nn.Module):
+class ScriptedDecoder(Scripted):
     """In each place, ranks forbidden tokens first, then the script's token, and at last the end."""
 
     def __init__(self, special: SpecialIds, bad: Sequence[int], script: Sequence[int]) -> None:
-        super().__init__()
-        v = special.vocab_size + SPACE
-        self.config = SimpleNamespace(n_layers=1, n_decoder_layers=1, two_stacks=True, vocab_size=v)
-        self.loss = None
-        self.weight = nn.Parameter(torch.zeros(1))
+        super().__init__(special, n_layers=1, n_decoder_layers=1, two_stacks=True)
         self.bad, self.script = bad, [*script, special.eos]
         self.source: list[int] = []
         self.first: int | None = None
@@ -152,7 +155,6 @@ class ScriptedDecoder(nn.Module):
         return []
 
     def run(self, batch: Batch, entering: Any, links: Any, caches: Any, start: int) -> Activations:
-        """Return logits in place of hidden states."""
         tokens_BS = batch["tokens"]
         if self.first is None:
             self.first = int(tokens_BS[0, 0])
@@ -160,9 +162,6 @@ class ScriptedDecoder(nn.Module):
         token = self.script[min(start, len(self.script) - 1)]
         logits = ranked([*self.bad, token], self.config.vocab_size)
         return Activations(logits.expand(len(tokens_BS), 1, -1).clone())
-
-    def token_logits(self, hidden_BSH: Tensor) -> Tensor:
-        return hidden_BSH
 
 
 def t5(task: Task) -> SpecialIds:

@@ -195,16 +195,6 @@ def test_only_new_tokens_are_read_where_there_are_caches() -> None:
     assert cast(Any, model).asked == [[1, 2, 3], [5], [6]]
 
 
-def test_the_seed_determines_the_samples() -> None:
-    def drawn(seed: int) -> list[int]:
-        even = [range(100)] * 8
-        model = scripted(*even)
-        return sample(model, [1], 8, Sampling(temperature=1e3, seed=seed), 300)
-
-    assert drawn(3) == drawn(3)
-    assert len({tuple(drawn(seed)) for seed in range(4)}) == 4
-
-
 def test_a_stream_ends_with_the_text(token_folder: Path) -> None:
     """The end-of-text token is not shown, and nothing after it is computed."""
     tokenizer = TokenFolder.open(token_folder).tokenizer
