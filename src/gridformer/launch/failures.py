@@ -67,8 +67,9 @@ def answered(question: Callable[[], T], seconds: float) -> T:
             answer.append(question())
 
     thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    with suppress(RuntimeError):  # no memory is left for its stack
+        thread.start()
+        thread.join(seconds)
     if not answer:
         raise TimeoutError
     return answer[0]
