@@ -6,6 +6,7 @@ import pytest
 
 from gridformer.data import TokenFolder
 from gridformer.data.prepare.corpus import prepare_corpus
+from gridformer.data.prepare.reading import TextSource
 from tests.support.data import labeled_source, listed, pairs_source, sentences
 
 
@@ -17,20 +18,21 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
-@pytest.fixture(scope="session")
-def text_folder(tmp_path_factory: pytest.TempPathFactory) -> TokenFolder:
-    source = listed(*sentences(300))
-    out = tmp_path_factory.mktemp("text") / "t"
+def _folder(factory: pytest.TempPathFactory, source: TextSource) -> TokenFolder:
+    out = factory.mktemp(source.kind) / "t"
     return prepare_corpus([source], out, vocab_size=300, val_fraction=0.2)
 
 
 @pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> TokenFolder:
+    return _folder(tmp_path_factory, listed(*sentences(300)))
+
+
+@pytest.fixture(scope="session")
 def pairs_folder(tmp_path_factory: pytest.TempPathFactory) -> TokenFolder:
-    out = tmp_path_factory.mktemp("pairs") / "t"
-    return prepare_corpus([pairs_source(120)], out, vocab_size=300, val_fraction=0.2)
+    return _folder(tmp_path_factory, pairs_source(120))
 
 
 @pytest.fixture(scope="session")
 def labeled_folder(tmp_path_factory: pytest.TempPathFactory) -> TokenFolder:
-    out = tmp_path_factory.mktemp("labeled") / "t"
-    return prepare_corpus([labeled_source(120)], out, vocab_size=300, val_fraction=0.2)
+    return _folder(tmp_path_factory, labeled_source(120))

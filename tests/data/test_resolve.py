@@ -50,7 +50,6 @@ PROBLEMS: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("text", "t5", {"data__task": "pairs"}, ["or use data.task=spans"]),
     ("pairs", "t5", {}, ["small to LARGE.* needs running text: use data.task=pairs$"]),
     ("pairs", "gpt2", {}, ["use a model of family t5 or transformer"]),
-    ("pairs", "bert", {}, ["use a model of family t5 or transformer"]),
     (
         *("text", "gpt2", {"model__n_labels": 2}),
         ["has no labels; write them with `gridformer prepare SOURCE --label-key KEY`"],

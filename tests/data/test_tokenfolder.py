@@ -14,6 +14,7 @@ from gridformer.data.indexed import HEADER_BYTES, write_index
 from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.utils.errors import DataError
 from tests.support.data import listed, sentences
+from tests.support.foreign import put, shorter, without
 
 
 @pytest.fixture(scope="module")
@@ -71,23 +72,6 @@ def test_what_is_no_token_folder(folder: Path) -> None:
             TokenFolder.open(folder)
 
 
-def _truncate(name: str, by: int) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        data = (folder / name).read_bytes()
-        (folder / name).write_bytes(data[:-by])
-
-    return damage
-
-
-def _with_byte(name: str, at: int, value: int) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        data = bytearray((folder / name).read_bytes())
-        data[at] = value
-        (folder / name).write_bytes(data)
-
-    return damage
-
-
 def _grow(folder: Path) -> None:
     with (folder / "val.bin").open("ab") as file:
         file.write(b"\0\0")
@@ -101,16 +85,19 @@ def _one_token_each(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_truncate("train.bin", 1), r"train\.bin: has \d+ bytes, expected \d+ \(\d+ tokens of u"),
-        (_truncate("val.bin", 2), r"val\.bin: has \d+ bytes, expected \d+"),
+        (shorter("train.bin", 1), r"train\.bin: has \d+ bytes, expected \d+ \(\d+ tokens of u"),
+        (shorter("val.bin", 2), r"val\.bin: has \d+ bytes, expected \d+"),
         (_grow, r"val\.bin: has \d+ bytes, expected \d+"),
-        (_truncate("train.idx", 8), r"train\.idx: has .* \(the index of \d+ documents\)"),
-        (_with_byte("train.idx", 0, 0), r"train\.idx: is not an index of Megatron-LM"),
-        (_with_byte("train.idx", 17, 5), r"documents of int64, but index\.json \d+ of uint16"),
-        (_truncate("tokenizer.json", 1), r"tokenizer\.json: has \d+ bytes, expected \d+"),
-        (_truncate("index.json", 5), r"index\.json: cannot be read"),
-        (lambda f: (f / "val.bin").unlink(), r"val\.bin: is missing"),
-        (lambda f: (f / "tokenizer.json").unlink(), r"tokenizer\.json: is missing"),
+        (shorter("train.idx", 8), r"train\.idx: has .* \(the index of \d+ documents\)"),
+        (put("train.idx", 0, b"\x00"), r"train\.idx: is not an index of Megatron-LM"),
+        (
+            put("train.idx", 17, b"\x05"),
+            r"documents of int64, but index\.json \d+ of uint16",
+        ),
+        (shorter("tokenizer.json", 1), r"tokenizer\.json: has \d+ bytes, expected \d+"),
+        (shorter("index.json", 5), r"index\.json: cannot be read"),
+        (without("val.bin"), r"val\.bin: is missing"),
+        (without("tokenizer.json"), r"tokenizer\.json: is missing"),
         (lambda f: change(f, dtype="int32"), "says int32, .* vocabulary of 300 .* as uint16"),
         (lambda f: change(f, vocab_size=70_000), "says uint16, .* of 70000 .* as int32"),
         (lambda f: change(f, eos_id=300), "end-of-text id 300 is outside the vocabulary of 300"),
@@ -119,7 +106,7 @@ def _one_token_each(folder: Path) -> None:
         (lambda f: change(f, kind="pairs"), "documents, which make no pairs"),
         (_one_token_each, r"val\.idx: runs from 0 to \d+, expected 0 to"),
         (
-            _with_byte("val.idx", HEADER_BYTES, 0),
+            put("val.idx", HEADER_BYTES, b"\x00"),
             r"val\.idx: sequence 0 .* and has \d+ tokens",
         ),
         (lambda f: change(f, version=4), "version 4 of the format, but .* reads version 3"),
@@ -146,7 +133,7 @@ def test_labels_must_fit(labeled_folder: TokenFolder, tmp_path: Path) -> None:
     change(folder, labels=["one"])
     with pytest.raises(DataError, match=r"labels\.bin: has labels 0 to 9, but .* names 1"):
         TokenFolder.open(folder)
-    _truncate("val.labels.bin", 4)(folder)
+    shorter("val.labels.bin", 4)(folder)
     change(folder, labels=list("abcdefghij"))
     with pytest.raises(DataError, match=r"val\.labels\.bin: has \d+ bytes, expected \d+ \(\d+ int"):
         TokenFolder.open(folder)

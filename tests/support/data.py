@@ -15,6 +15,10 @@ from gridformer.data.tokenfolder import Kind, TokenFolder, TokenSplit
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "wizards")
 
 
+class Stop(BaseException):
+    """Like KeyboardInterrupt, but pytest does not treat it as its own."""
+
+
 def list_source(
     documents: Callable[[], Iterable[str]],
     kind: Kind = "text",

@@ -4,7 +4,7 @@ None of this uses the library's own reader or writer, so that both are compared 
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 # The letters that stand for the dtypes of Megatron-LM's codes in the module struct.
@@ -55,3 +55,28 @@ def write_datatrove(file: Path, documents: Sequence[Sequence[int]], item: int = 
     file.with_name(f"{file.name}.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
     file.with_name(f"{file.name}.metadata").write_text(f"gpt2|{item}\n{len(ids)}\n{len(ids)} T")
     return file
+
+
+def shorter(name: str, by: int) -> Callable[[Path], None]:
+    """Return what cuts the end of a file of a folder off."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).write_bytes((folder / name).read_bytes()[:-by])
+
+    return damage
+
+
+def put(name: str, at: int, value: bytes) -> Callable[[Path], None]:
+    """Return what writes some bytes into a file of a folder."""
+
+    def damage(folder: Path) -> None:
+        with (folder / name).open("r+b") as file:
+            file.seek(at)
+            file.write(value)
+
+    return damage
+
+
+def without(name: str) -> Callable[[Path], None]:
+    """Return what removes a file of a folder."""
+    return lambda folder: (folder / name).unlink()

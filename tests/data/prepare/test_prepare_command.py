@@ -3,8 +3,6 @@
 import itertools
 import json
 import shlex
-import shutil
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,7 @@ from tests.support.data import documents, sentences
 from tests.support.foreign import megatron_bytes
 
 APP = typer.Typer()
-APP.command("prepare", no_args_is_help=True)(prepare)
+APP.command("prepare")(prepare)
 APP.command("other")(lambda: None)  # makes `prepare` a subcommand here too
 
 
@@ -51,13 +49,6 @@ def test_a_refusal_off_a_terminal_is_one_line(tmp_path: Path) -> None:
     done = gridformer_here("prepare", str(tmp_path / "gone"), "--out", str(tmp_path / "out"))
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("option", ["--vocab-size", "--tokenizer-sample-mb"])
-def test_a_given_tokenizer_is_not_trained(corpus: Path, tmp_path: Path, option: str) -> None:
-    words = (corpus, "--out", tmp_path / "out", option, "280")
-    with pytest.raises(UserError, match=f"--tokenizer names a tokenizer, and {option} would train"):
-        run(*words, "--tokenizer", tmp_path / "tokenizer.json")
 
 
 def test_text_that_is_not_utf8_is_told(
@@ -128,30 +119,6 @@ def test_options_arrive(corpus: Path, tmp_path: Path) -> None:
     assert sorted(got["train"] + got["val"]) == ["again", "from json"]
     run(corpus / "*.txt", "--out", tmp_path / "b", "--overwrite", "--tokenizer-sample-mb", "0.001")
     assert TokenFolder.open(tmp_path / "b").index.sources[0].documents == 40
-
-
-def test_sources_are_required() -> None:
-    result = CliRunner().invoke(APP, ["prepare"])
-    assert "Usage" in result.output
-    assert "hf:NAME/CONFIG" in result.output
-
-
-def test_python_stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two modules are prepared, for speed; tests/data/prepare/test_sources.py lists all of them."""
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
-    (tmp_path / "lib" / "json").mkdir(parents=True)
-    for name in ("os.py", "json/decoder.py"):
-        shutil.copy(stdlib / name, tmp_path / "lib" / name)
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
-    output = run("python-stdlib", "--out", tmp_path / "t", "--vocab-size", "300")
-    folder = TokenFolder.open(tmp_path / "t")
-    (source,) = folder.index.sources
-    assert source.license is not None
-    assert "PSF-2.0" in source.license
-    assert "PSF-2.0" in output
-    got = documents(folder)
-    texts = {(stdlib / name).read_bytes().decode() for name in ("os.py", "json/decoder.py")}
-    assert set(got["train"] + got["val"]) == texts
 
 
 def test_pairs_out_of_records(tmp_path: Path) -> None:
@@ -263,7 +230,7 @@ def test_the_bytes_are_those_of_the_format(
     assert again.eos_id == (end or [6])[0], "generation ends there"
 
 
-def test_tokens_of_documents_that_cannot_be_had(tmp_path: Path) -> None:
+def test_options_of_tokenizers_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a b c")
     tokenizer = words_tokenizer(tmp_path, 7)
     there = (tmp_path / "a.txt", "--out", tmp_path / "t")
@@ -278,6 +245,9 @@ def test_tokens_of_documents_that_cannot_be_had(tmp_path: Path) -> None:
         ):
             with pytest.raises(UserError, match=said):
                 run(*words)
+    for option in ("--vocab-size", "--tokenizer-sample-mb"):
+        with pytest.raises(UserError, match=f"--tokenizer names a tokenizer, and {option} would"):
+            run(*given, option, "280")
     assert not (tmp_path / "t").exists()
 
 

@@ -30,7 +30,7 @@ from gridformer.data.prepare.writer import PrepareProgress
 from gridformer.data.side_texts import read_questions
 from gridformer.utils.errors import UserError
 from tests.support.chats import conversations, written
-from tests.support.data import documents, labeled_source, pairs_source, sentences
+from tests.support.data import Stop, documents, labeled_source, pairs_source, sentences
 from tests.support.marks import extra
 from tests.support.tasks import words_tokenizer, write_mnli, write_race, write_squad
 
@@ -38,10 +38,6 @@ TOKENIZER = Tokenizer.train(sentences(200), 300)
 
 
 Prepare = Callable[..., TokenFolder]
-
-
-class Stop(BaseException):
-    """Like KeyboardInterrupt, but pytest does not treat it as its own."""
 
 
 @pytest.fixture(autouse=True)

@@ -76,6 +76,10 @@ PARALLEL: Files = {
 }
 NO_TEXT, NO_PAIR = {"records without text": 2}, {"pairs without one of the texts": 2}
 DAMAGED = "with bytes that are not UTF-8 text (first: "
+DUTCH: Files = {
+    "nl.po": 'msgid "one two three four"\nmsgstr "een twee drie vier"\n',
+    "a.jsonl": lines(*PAIRS),
+}
 # The files, the sources, their options, the texts, and the counts of what is left out.
 READ: dict[str, Any] = {
     "a folder in order": (TREE, ["."], {}, ["ay", "bee", "see"], {}),
@@ -117,6 +121,11 @@ READ: dict[str, Any] = {
         ["a cat", "eine Katze", "two \u2028 lines", "zwei Zeilen", "end", "Ende"],
         NO_PAIR,
     ),
+    "catalogs and records": (
+        {"de.po": DUTCH["nl.po"], "a.jsonl": lines(*PAIRS)},
+        *(["gettext:de:.", "a.jsonl"], EN_DE),
+        *(["one two three four", "een twee drie vier", *FOUR], NO_PAIR),
+    ),
     "labels": (
         *({"a.jsonl": LABELED}, ["a.jsonl"], {"label_key": "stars"}, ["good", "bad"]),
         {"records without a label": 1, "records without text": 1},
@@ -132,7 +141,7 @@ def test_what_is_read_and_left_out(tmp_path: Path, name: str) -> None:
     sources = open_sources(specs, **options)
     assert texts(sources, skipped) == want
     assert skipped == left_out
-    (source,) = sources
+    source = sources[-1]
     kind = "labeled" if "label_key" in options else "pairs" if "pair" in str(options) else "text"
     assert (source.kind, source.languages) == (kind, ("en", "de") if kind == "pairs" else None)
     assert (source.n_bytes is None) == any(file.suffix == ".gz" for file in source.files)
@@ -146,10 +155,6 @@ BAD_LINES = {
 }
 TWO: Files = {"a.en": "x\ny\n", "a.de": "x\ny\nz\n"}
 PARALLEL_FILES: dict[str, Any] = {"pair_files": True}
-DUTCH: Files = {
-    "nl.po": 'msgid "one two three four"\nmsgstr "een twee drie vier"\n',
-    "a.jsonl": lines(*PAIRS),
-}
 REFUSED: list[Any] = [
     (TREE, ["."], {"suffixes": ["rs"]}, r"no file that ends in \.rs; there are \.txt, .*--suffix"),
     ({}, ["."], {}, "there are no files"),
@@ -281,11 +286,6 @@ def test_labels_of_records_and_folders(tmp_path: Path) -> None:
     assert source.kind == "labeled"
 
 
-def test_catalogs_and_records_of_the_same_languages(tmp_path: Path) -> None:
-    write(tmp_path, {"de.po": DUTCH["nl.po"], "a.jsonl": lines(*PAIRS)})
-    assert len(texts(open_sources(["gettext:de:.", "a.jsonl"], pair_keys=("en", "de")))) == 6
-
-
 # --------------------------------------------------------------------------- Hugging Face
 
 
@@ -348,16 +348,6 @@ def test_tables_of_pairs_and_labels() -> None:
         assert labels(source) == [("a", "pos"), ("b", "neg"), ("d", "pos")]
     with pytest.raises(DataError, match="has no 'nowhere'; name the label with --label-key"):
         texts(open_sources(["a.parquet"], label_key="nowhere"))
-
-
-def test_streamed_by_name(tmp_path: Path) -> None:
-    _table().to_parquet("train.parquet")
-    (source,) = open_sources([f"hf:{tmp_path}"])
-    assert source.name == f"hf:{tmp_path}"
-    assert texts([source]) == ["one\nline", "two"] * 50
-    assert [item.text for item in source.sampled()] == ["one\nline", "two"] * 50
-    with pytest.raises(UserError, match="dev"):
-        open_sources([f"hf:{tmp_path}"], split="dev")
 
 
 @pytest.mark.parametrize(

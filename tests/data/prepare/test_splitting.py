@@ -18,6 +18,7 @@ from gridformer.utils.errors import DataError
 from tests.support.data import sentences
 
 EOS = 9
+Folders = pytest.TempPathFactory
 _ids = st.lists(st.integers(0, 8), min_size=1, max_size=6)
 bodies = st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=30), min_size=2, max_size=25)
 fractions = st.floats(0.001, 0.999)
@@ -45,10 +46,7 @@ def write(
 
 @given(documents=bodies, seed=st.integers(0, 2**63 - 1), fraction=fractions)
 def test_documents_stay_whole_and_in_order(
-    tmp_path_factory: pytest.TempPathFactory,
-    documents: list[list[int]],
-    seed: int,
-    fraction: float,
+    tmp_path_factory: Folders, documents: list[list[int]], seed: int, fraction: float
 ) -> None:
     got = write(tmp_path_factory.mktemp("t"), documents, seed, fraction)
 
@@ -75,7 +73,7 @@ def test_documents_stay_whole_and_in_order(
     fraction=fractions,
 )
 def test_a_single_document_is_cut_by_position(
-    tmp_path_factory: pytest.TempPathFactory, document: list[int], seed: int, fraction: float
+    tmp_path_factory: Folders, document: list[int], seed: int, fraction: float
 ) -> None:
     got = write(tmp_path_factory.mktemp("t"), [document], seed, fraction)
     (train,), (val,) = got["train"], got["val"]
@@ -117,10 +115,7 @@ def test_documents_without_tokens_are_none(tmp_path: Path) -> None:
     fraction=st.floats(0.01, 0.99),
 )
 def test_pairs_stay_together(
-    tmp_path_factory: pytest.TempPathFactory,
-    pairs: list[tuple[list[int], list[int]]],
-    seed: int,
-    fraction: float,
+    tmp_path_factory: Folders, pairs: list[tuple[list[int], list[int]]], seed: int, fraction: float
 ) -> None:
     folder = tmp_path_factory.mktemp("s")
     with SplitWriter(folder, np.dtype("<u2"), EOS, seed, fraction, "pairs") as writer:
@@ -148,7 +143,7 @@ def test_pairs_stay_together(
     fraction=st.floats(0.01, 0.99),
 )
 def test_labels_stay_with_their_documents(
-    tmp_path_factory: pytest.TempPathFactory, labels: list[str], seed: int, fraction: float
+    tmp_path_factory: Folders, labels: list[str], seed: int, fraction: float
 ) -> None:
     folder = tmp_path_factory.mktemp("s")
     with SplitWriter(folder, np.dtype("<u2"), EOS, seed, fraction, "labeled") as writer:
@@ -168,20 +163,17 @@ def test_labels_stay_with_their_documents(
     assert [seen[number] for number in range(len(labels))] == labels
 
 
-@pytest.mark.parametrize(("kind", "said"), [("pairs", "only one pair"), ("labeled", "labeled doc")])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("pairs", "only one pair"), ("labeled", "labeled document"), ("text", "only one token")],
+)
 def test_what_cannot_be_cut(tmp_path: Path, kind: Kind, said: str) -> None:
-    with SplitWriter(tmp_path, np.dtype("<u2"), EOS, 0, 0.1, kind) as writer:
+    eos = None if kind == "text" else EOS
+    with SplitWriter(tmp_path, np.dtype("<u2"), eos, 0, 0.1, kind) as writer:
         writer.append(Document([1], label="a" if kind == "labeled" else None))
         if kind == "pairs":
             writer.append(Document([2]))
         with pytest.raises(DataError, match=f"{said}.*prepare more text"):
-            writer.finish()
-
-
-def test_one_token_cannot_be_cut(tmp_path: Path) -> None:
-    with SplitWriter(tmp_path, np.dtype("<u2"), None, 0, 0.1, "text") as writer:
-        writer.append(Document([1]))
-        with pytest.raises(DataError, match=r"only one token.*prepare more text"):
             writer.finish()
 
 
@@ -196,10 +188,7 @@ def test_labels_that_are_none(tmp_path: Path) -> None:
 @settings(max_examples=60)
 @given(documents=bodies, seed=st.integers(0, 99), fraction=fractions)
 def test_columns_stay_with_their_documents_and_tokens(
-    tmp_path_factory: pytest.TempPathFactory,
-    documents: list[list[int]],
-    seed: int,
-    fraction: float,
+    tmp_path_factory: Folders, documents: list[list[int]], seed: int, fraction: float
 ) -> None:
     folder = tmp_path_factory.mktemp("s")
     columns = {
@@ -244,8 +233,6 @@ def test_values_that_do_not_fit_their_column(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="column small of document 1: no values, and each doc"):
             writer.append(Document([1, 2], {"marks": [1, 0]}))
 
-
-# --------------------------------------------------------------------------- given tokens
 
 TOKENIZER = Tokenizer.train(sentences(200), 300)
 COLUMNS = {

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,22 +57,19 @@ def test_rows_of_glue(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_of_a_data_set(tmp_path: Path) -> None:
-    for read, name, text, told in (
-        (
-            lambda f: read_glue(GLUE["rte"], f, Counter()),
-            "a.tsv",
-            "index\tsentence1\n",
-            "sentence2",
-        ),
-        (lambda f: read_glue(GLUE["sst-2"], f, Counter()), "t.tsv", "sentence\tlabel\n", "no row"),
-        (lambda f: read_squad(f, Counter()), "s.json", '{"version": "1.1"}', "KeyError: 'data'"),
-        (lambda f: read_squad(f, Counter()), "u.json", "{", "u.json"),
-        (lambda f: read_race(f.parent, Counter()), "r.txt", '{"article": "a"}', "questions"),
-    ):
-        file = tmp_path / name
-        file.write_text(text, encoding="utf-8")
+    rte, sst_2 = (partial(read_glue, GLUE[name]) for name in ("rte", "sst-2"))
+    read_folder: Any = lambda file, skipped: read_race(file.parent, skipped)  # noqa: E731
+    rows: list[tuple[Any, str, str, str]] = [
+        (rte, "a.tsv", "index\tsentence1\n", "sentence2"),
+        (sst_2, "t.tsv", "sentence\tlabel\n", "no row"),
+        (read_squad, "s.json", '{"version": "1.1"}', "KeyError: 'data'"),
+        (read_squad, "u.json", "{", "u.json"),
+        (read_folder, "r.txt", '{"article": "a"}', "questions"),
+    ]
+    for read, name, text, told in rows:
+        (tmp_path / name).write_text(text, encoding="utf-8")
         with pytest.raises(DataError, match=told):
-            [*read(file)]
+            [*read(tmp_path / name, Counter())]
     with pytest.raises(DataError, match=r"has no train\.tsv, which --format mnli reads"):
         prepare_task("mnli", tmp_path, tmp_path / "out", words_tokenizer())
 

@@ -88,12 +88,7 @@ def original(sample: dict[str, np.ndarray]) -> np.ndarray:
     return np.where(sample["targets"] != IGNORE, sample["targets"], sample["tokens"])
 
 
-@given(
-    seq_len=st.integers(5, 30),
-    n_windows=st.integers(2, 8),
-    rest=st.integers(0, 4),
-    seed=st.integers(0),
-)
+@given(st.integers(5, 30), st.integers(2, 8), st.integers(0, 4), st.integers(0))
 def test_sentences(seq_len: int, n_windows: int, rest: int, seed: int) -> None:
     n_text = seq_len - 3
     split = replace(counting_split(n_windows * n_text + min(rest, n_text - 1)), vocab_size=N)
