@@ -5,9 +5,11 @@ The models in tests are far too small to be chunked, so here a chunk is a few hu
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +23,7 @@ from gridformer.memory.estimate import estimate_rank
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto import heuristics as rules
-from gridformer.parallel.auto.cost import Choices
+from gridformer.parallel.auto.cost import Choice, Choices
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import Work
 from gridformer.parallel.tensor import summa
@@ -59,8 +61,20 @@ STEPS = 2
 
 @contextmanager
 def parts_of(n_bytes: int) -> Iterator[list[Choices]]:
-    """Make all decisions inside use chunks of `n_bytes`; yields the choices they return."""
+    """Make all decisions inside use chunks of `n_bytes`; yields the choices they return.
+
+    Whether chunks save memory does not matter, as it does otherwise.
+    """
     decided: list[Choices] = []
+
+    def chunked(choices: Choices, layout: LayoutConfig) -> Choices:
+        def cut(choice: Choice) -> Choice:
+            most = min(rules.MOST_CHUNKS, rules.max_chunks(choices, layout, choice.product))
+            n_chunks = math.ceil(choices.activation_bytes(choice) / n_bytes)
+            return replace(choice, n_chunks=max(1, min(n_chunks, most)))
+
+        return rules._each(choices, cut)
+
     real = rules._at_once
 
     def watched(found: Choices) -> Choices:
@@ -68,9 +82,7 @@ def parts_of(n_bytes: int) -> Iterator[list[Choices]]:
         return decided[-1]
 
     with (
-        patch.object(rules, "CHUNK_BYTES", n_bytes),
-        patch.object(rules, "CHUNK_SHARE", 0.0),
-        patch.object(rules, "_saves_memory", lambda *_: True),
+        patch.object(rules, "_chunked", chunked),
         patch.object(rules, "_at_once", watched),
     ):
         yield decided
