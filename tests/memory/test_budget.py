@@ -280,13 +280,8 @@ def invoke(*words: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-DEMO = (
-    "demo",
-    "model.n_layers=1",
-    "model.vocab_size=500",
-    "data.path=no-such-folder",
-    "train.global_batch=8",
-)
+DEMO = ["demo", "model.n_layers=1", "model.vocab_size=500", "data.path=no-such-folder"]
+DEMO += ["train.global_batch=8"]
 
 
 def test_the_command_prints_a_table_and_draws_a_page(tmp_path: Path) -> None:

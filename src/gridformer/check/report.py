@@ -50,9 +50,7 @@ class Report:
     """The result of a check.
 
     Attributes:
-        traced: The ranks that were traced.
-        n_ranks: The number of ranks of the run.
-        n_messages: The number of messages that the traced ranks start.
+        n_messages: How many messages the traced ranks start.
         reads: Where the host reads values back from the device, and how often in a step.
     """
 

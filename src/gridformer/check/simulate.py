@@ -63,7 +63,6 @@ class Outcome:
     """The result of a replay.
 
     Attributes:
-        mismatches: Messages whose ends do not fit together.
         stops: One for each rank that does not finish, and for each message left over.
         ended: The ranks that have finished.
         counts: For each group, how many collectives each of its ranks starts in a step.

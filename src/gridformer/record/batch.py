@@ -14,12 +14,7 @@ from gridformer.utils.batch import Batch
 
 
 def rows_like(run: RunConfig, rows: Rows) -> Batch:
-    """Returns a batch with the keys, shapes and dtypes of the run's batches, but without content.
-
-    Args:
-        run: The run.
-        rows: The rows of the global batch; only their number matters.
-    """
+    """Returns rows with the keys, shapes and dtypes of the run's batches, but without content."""
     n = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
     def ids(*shape: int) -> Tensor:

@@ -51,7 +51,8 @@ _WITH_OFFSET = _ids(
     *(_aten.as_strided, _aten.as_strided_, _aten.as_strided_copy, _aten.as_strided_scatter),
     _aten.set_,
 )
-_COPIES, _READS = _ids(_aten._to_copy, _aten.copy_), _ids(_aten._local_scalar_dense, _aten.item)
+_COPIES = _ids(torch.ops.aten._to_copy, _aten.copy_)
+_READS = _ids(torch.ops.aten._local_scalar_dense, _aten.item)
 # torch's dispatch without the check for its compiler, which is not used here.
 _real_dispatch = getattr(
     FakeTensorMode.__torch_dispatch__, "__wrapped__", FakeTensorMode.__torch_dispatch__
