@@ -40,16 +40,10 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def begin(checkout: Path, script: str, *words: str, seconds: int = 480) -> subprocess.Popen[str]:
+def begin(checkout: Path, script: str, *words: str, seconds: int = 480) -> subprocess.Popen[bytes]:
     settings = {"PYTHON": str(checkout / "python"), "SECONDS_IN_ALL": str(seconds)}
     command: list[str | Path] = [checkout / "benchmarks" / "gpu" / script, *words]
-    return subprocess.Popen(command, env=os.environ | settings, stderr=subprocess.PIPE, text=True)
-
-
-def end(process: subprocess.Popen[str]) -> int:
-    _, err = process.communicate(timeout=120)
-    print(err)
-    return process.returncode
+    return subprocess.Popen(command, env=os.environ | settings)
 
 
 def calls(checkout: Path, what: str) -> list[str]:
@@ -60,7 +54,7 @@ def calls(checkout: Path, what: str) -> list[str]:
 
 def test_one_machine_installs_once_and_measures(checkout: Path) -> None:
     for _ in range(2):
-        assert end(begin(checkout, "one_machine.sh", "--model", "megatron-2.5b")) == 0
+        assert begin(checkout, "one_machine.sh", "--model", "megatron-2.5b").wait(120) == 0
     (install,) = calls(checkout, "-m pip")
     assert install.endswith("install --quiet torch>=2.11 ."), "and nothing that it does not need"
     measured = calls(checkout, "benchmarks.gpu.cluster")
@@ -70,7 +64,7 @@ def test_one_machine_installs_once_and_measures(checkout: Path) -> None:
 
 def test_machines_that_share_a_checkout_make_one_environment(checkout: Path) -> None:
     started = [begin(checkout, "four_machines.sh", "first", str(rank)) for rank in range(4)]
-    assert [end(process) for process in started] == [0] * 4
+    assert [process.wait(120) for process in started] == [0] * 4
     assert len(calls(checkout, "-m venv")) == 1
     assert len(calls(checkout, "-m pip")) == 1
     measured = calls(checkout, "benchmarks.gpu.cluster")
@@ -82,52 +76,30 @@ def test_machines_that_share_a_checkout_make_one_environment(checkout: Path) -> 
     assert both.index(calls(checkout, "-m pip")[0]) < both.index(measured[0])
 
 
-def test_a_script_without_arguments_says_how_to_start_it(checkout: Path) -> None:
-    script = checkout / "benchmarks" / "gpu" / "four_machines.sh"
-    done = subprocess.run([script], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "FIRST_HOST RANK" in done.stderr
-    assert "--exclusive --gpus-per-node 8 --cpus-per-task" in done.stderr
-    assert done.stderr.rstrip().endswith("network.")
-    assert not (checkout / "calls").exists()
-
-
 PARTS = "pytest pytest pytest single single single calibrate predicted tiles".split()  # noqa: SIM905
 
 
-def quarter_hour(checkout: Path, *files: str, seconds: int = 480) -> tuple[list[str], str]:
-    """Return the parts that a run with these files beside it has started, and its report."""
-    for name in files:
-        (checkout / name).touch()
-    assert end(begin(checkout, "quarter_hour.sh", str(checkout / "out"), seconds=seconds)) == 0
+@pytest.mark.parametrize("file", ["", "cuda", "broken", "slow"])
+def test_a_quarter_of_an_hour_has_all_parts_in_their_order(checkout: Path, file: str) -> None:
+    """A part that fails is named, and one that hangs is killed, so that the whole ends in time."""
+    if file:
+        (checkout / file).touch()
+    began, seconds = time.monotonic(), 10 if file == "slow" else 480
+    run = begin(checkout, "quarter_hour.sh", str(checkout / "out"), seconds=seconds)
+    assert run.wait(120) == 0
     started = [line.replace(".", " ").split() for line in calls(checkout, "-m ")]
-    found = [next(word for word in words if word in PARTS) for words in started]
-    return found, (checkout / "out" / "report.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("files", [[], ["cuda"]], ids=["rehearsal", "GPU"])
-def test_a_quarter_of_an_hour_has_all_parts_in_their_order(
-    checkout: Path, files: list[str]
-) -> None:
-    found, report = quarter_hour(checkout, *files)
-    assert found == PARTS
-    assert ("A rehearsal" in report) == (not files)
-    assert ("--model llama-3.2-1b" in str(calls(checkout, "single"))) == bool(files)
+    parts = [next(word for word in words if word in PARTS) for words in started]
+    report = (checkout / "out" / "report.md").read_text(encoding="utf-8")
+    if file == "slow":
+        assert time.monotonic() - began < 40, "not the minute for which the part would hang"
+        assert parts == ["pytest"]
+        assert "**kernels was cut** after" in report
+        assert report.count("was left out:** no time was left") == len(PARTS) - 1
+        return
+    assert parts == PARTS
+    assert ("A rehearsal" in report) == (file != "cuda")
+    assert ("--model llama-3.2-1b" in str(calls(checkout, "single"))) == (file == "cuda")
+    assert ("**calibrate failed** with exit code 1" in report) == (file == "broken")
+    assert ("--cluster dgx-h100 " in calls(checkout, "predicted")[0]) or file != "broken"
     limits = [int(line.split()[4]) for line in report.splitlines() if line.startswith("<!-- ")]
     assert sum(limits[:-1]) < 450 < limits[-1] <= 480, "what is left is for the last part"
-
-
-def test_a_part_that_fails_is_named_and_the_next_goes_on(checkout: Path) -> None:
-    found, report = quarter_hour(checkout, "broken")
-    assert "**calibrate failed** with exit code 1" in report
-    assert found == PARTS
-    assert "--cluster dgx-h100 " in calls(checkout, "predicted")[0]
-
-
-def test_a_part_that_hangs_is_killed_and_the_whole_ends_in_time(checkout: Path) -> None:
-    began = time.monotonic()
-    found, report = quarter_hour(checkout, "slow", seconds=10)
-    assert time.monotonic() - began < 40, "not the minute for which the part would hang"
-    assert found == ["pytest"]
-    assert "**kernels was cut** after" in report
-    assert report.count("was left out:** no time was left") == len(PARTS) - 1

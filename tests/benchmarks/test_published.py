@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from benchmarks.predicted.machine import demo_runs
 from benchmarks.predicted.predictions import Question, answer
 from benchmarks.predicted.report import Row, error_lines, mean_error
 from benchmarks.published import megatron_cases as megatron
-from benchmarks.published import namespaces, optimus, scaling
+from benchmarks.published import optimus, scaling
 from benchmarks.published import super as super_
 from benchmarks.published.cases import Layout, Machine
 from benchmarks.published.comparisons import bubble, comparisons
@@ -27,7 +26,6 @@ from gridformer.cluster.file import load_cluster
 from gridformer.cluster.messages import like_messages
 from gridformer.parallel.validation import check_layout
 from gridformer.record.events import Kernel, Place, Trace
-from gridformer.utils.errors import UserError
 
 
 def test_every_rank_is_in_one_group_of_each_pattern_and_links_are_shared_as_predict_says() -> None:
@@ -114,15 +112,6 @@ def test_racks_are_a_level_of_the_network_and_their_trunk_is_slower() -> None:
     assert cluster.fitted["outer_efficiency"].value == pytest.approx(0.8)
 
 
-def test_without_root_the_error_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with (
-        pytest.raises(UserError, match="need root"),
-        namespaces.network(2, 100),
-    ):
-        pass
-
-
 def test_the_mean_error_counts_both_directions() -> None:
     rows = [Row("high", 1.2, 1.0), Row("low", 0.6, 1.0)]
     assert mean_error(rows) == pytest.approx(0.3)
@@ -142,35 +131,36 @@ def test_the_runs_of_the_papers_are_valid() -> None:
             assert super_.run_of(model, layout, 4).layout.n_processes == 4
 
 
-@pytest.mark.parametrize(("op", "hides", "launches"), [("sdpa", 1, 11), ("sdpa", 0, 9)])
-def test_forward_kernels_of_super_are_those_of_lbann(op: str, hides: int, launches: int) -> None:
-    """Two products a head, two kernels for the scale and for the mask, and five for the softmax."""
-    whole = attention(op, samples=2, heads=4, keys=512, hides=hides)
-    other = whole._replace(kind="product", op="mm", shape=(1, 8, 24, 32))
-    found = of_lbann(Trace(rank=0, events=[whole, other], update=1))
-    kernels = [event for event in found.events if isinstance(event, Kernel)]
-    assert len(kernels) == 4 + 4 * launches + 1
-    assert kernels[-1] is other
-    assert found.update == len(kernels) - 1
-    products = [one.shape for one in kernels[:-1] if one.kind == "product"]
-    assert products == [(2, 512, 512, 32), (2, 512, 32, 512)] * 4
-    assert sum(one.flop for one in kernels[:-1]) == whole.flop
+@pytest.mark.parametrize(
+    ("op", "heads", "keys", "hides", "launches"),
+    [
+        ("sdpa", 4, 512, 1, 11),
+        ("sdpa", 4, 512, 0, 9),
+        ("sdpa_backward", 3, 128, 1, 9),
+    ],
+)
+def test_kernels_of_super_are_those_of_lbann(
+    op: str, heads: int, keys: int, hides: int, launches: int
+) -> None:
+    """Forward, a head has two products and kernels for scale, mask and softmax.
 
-
-def test_backward_kernels_of_super_are_those_of_lbann() -> None:
-    """Four products a head, none of them a recomputation of the scores."""
-    whole = attention("sdpa_backward", samples=1, heads=3, keys=128, hides=1)
-    kernels = list(of_lbann(Trace(rank=0, events=[whole])).events)
-    assert len(kernels) == 4 + 3 * 9
-    assert sum(one.kind == "product" for one in kernels if isinstance(one, Kernel)) == 3 * 4
-
-
-def attention(op: str, samples: int, heads: int, keys: int, hides: int) -> Kernel:
-    """Returns a kernel of attention with 32 numbers a head, in float32."""
+    Backward it has four products, none of them a recomputation of the scores.
+    """
+    shape, flop = (2, heads, keys, keys, 32, hides), 4 * 2 * heads * keys * keys * 32
     place = Place("", 0, "", "layers.0.attention")
-    shape = (samples, heads, keys, keys, 32, hides)
-    flop = 4 * samples * heads * keys * keys * 32
-    return Kernel(op, "attention", shape, "float32", flop, 4 * flop // keys, place)
+    whole = Kernel(op, "attention", shape, "float32", flop, 4 * flop // keys, place)
+    other = whole._replace(kind="product", op="mm", shape=(1, 8, 24, 32))
+    trace = of_lbann(Trace(rank=0, events=[whole, other], update=1))
+    *kernels, last = [event for event in trace.events if isinstance(event, Kernel)]
+    assert last is other
+    assert trace.update == len(kernels) == 4 + heads * launches
+    products = [one for one in kernels if one.kind == "product"]
+    if op == "sdpa":
+        shapes = [one.shape for one in products]
+        assert shapes == [(2, keys, keys, 32), (2, keys, 32, keys)] * heads
+        assert sum(one.flop for one in kernels) == flop
+    else:
+        assert len(products) == 4 * heads
 
 
 @pytest.mark.full

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.soak import __main__ as command
 from benchmarks.soak.draw import LAYOUTS, Drawn, Fault, draw
 from benchmarks.soak.kinds import KINDS
-from benchmarks.soak.life import Life, Met
+from benchmarks.soak.life import Met
 from benchmarks.soak.report import Lived, page, shortened
 from benchmarks.soak.weights import difference
-from safetensors.torch import save_file
 
 MACHINE = dict.fromkeys(("date", "cpu", "cores", "torch", "commit", "command"), "-")
 
@@ -67,31 +64,3 @@ def test_weights_differ_by_their_largest_difference() -> None:
     assert difference(one, {"a": one["a"] + torch.tensor([0.0, 1.0])}) == pytest.approx(0.01)
     assert difference(one, {"a": one["a"] * torch.nan}) == float("inf")
     assert difference(one, {"b": one["a"]}) == float("inf")
-
-
-def a_life(folder: Path) -> Life:
-    out = folder / "disk" / "run-1"
-    for step in (0, 4, 8):
-        checkpoint = out / "checkpoints" / f"step-{step:08d}"
-        checkpoint.mkdir(parents=True)
-        save_file({"a": torch.ones(3)}, checkpoint / "shard-00001.safetensors")
-    (folder / "tmp").mkdir()
-    place = command.Disk(folder / "disk", small=False)
-    return Life(Drawn(1, "single", ()), folder / "run.yaml", place, folder, folder / "tmp")
-
-
-@pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
-def test_a_checkpoint_is_damaged(tmp_path: Path, how: str) -> None:
-    life = a_life(tmp_path)
-    oldest, older, newest = life.folder.checkpoints()
-    path = newest / "shard-00001.safetensors"
-    before = path.read_bytes()
-    (kind,) = (kind for kind in KINDS if kind.how == how)
-    met = Met(Fault(1, kind, 1, None, 0.5), "single")
-    life._damage(met)
-    assert (met.lost, met.said, life._newest()) == (4, "step-00000008", 4)
-    assert (older / path.name).read_bytes() == before
-    life._damage(again := Met(met.fault, "single"))
-    assert (again.said, life._newest()) == (older.name, 0), "not one that is damaged already"
-    assert [*oldest.iterdir()]
-    assert not path.exists() if how == "remove" else path.read_bytes() != before
