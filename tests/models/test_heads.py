@@ -10,20 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gridformer.config import ModelConfig
 from gridformer.data.samples.batches import SequentialBatches
 from gridformer.data.samples.examples import ChoiceExamples, Reading
 from gridformer.mesh import Axes
-from gridformer.models import Model
+from gridformer.models import Model, build_model
 from gridformer.models.blocks import IGNORE
 from gridformer.train.forward_backward import RowSplit
 from gridformer.utils.batch import Batch
 from tests.support.data import split_of
 from tests.support.marks import full_unless
 from tests.support.reference import heads
-from tests.support.reference.shared import (
-    assert_close,
-    transformers,
-)
+from tests.support.reference.shared import assert_close, lengths_mask, randomize, tokens_of
 
 
 def assert_same_gradients(kind: str, ours: Model, theirs: Any, zero: tuple[str, ...]) -> None:
@@ -147,22 +145,6 @@ def test_choices_are_scored_as_their_class_with_one_label_scores_each_alone(kind
     assert_same_gradients(kind, ours, theirs, ("classifier.labels.bias", "norm.bias"))
 
 
-def test_choices_of_gpt2_are_scored_as_by_its_model_with_two_heads() -> None:
-    """GPT2DoubleHeadsModel also has a head of tokens, and a bias that all choices share."""
-    ours, one_label = heads.pair("gpt2", "ForSequenceClassification", 1)
-    theirs = transformers.GPT2DoubleHeadsModel(one_label.config).to(torch.float64).eval()
-    theirs.transformer.load_state_dict(one_label.transformer.state_dict())
-    theirs.multiple_choice_head.summary.load_state_dict(
-        {"weight": one_label.score.weight, "bias": torch.zeros(1)}
-    )
-    batch, _ = questions(two_stacks=False)
-    (micro,) = RowSplit(4, 1, Axes()).micro_batches(batch)
-    with torch.no_grad():
-        want = theirs(**heads.inputs_of(batch), mc_token_ids=batch["at"], mc_labels=batch["labels"])
-        assert_close(ours.logits(micro.batch)["labels"].view(4, 3), want.mc_logits)
-        assert_close(ours.losses(micro.batch)["labels"] / 4, want.mc_loss)
-
-
 def test_numbers_that_are_not_there_count_nothing() -> None:
     ours, _ = heads.pair("gpt2", "ForSequenceClassification", 1)
     batch = heads.batch_of(ours, [torch.arange(2, 9)] * 3, 24)
@@ -199,3 +181,47 @@ def test_labels_that_are_ignored_count_nothing() -> None:
             micro.batch["labels"] = labels.masked_fill(hidden, IGNORE)
             some[name] = ours.losses(micro.batch)["labels"]
     assert_close(some["some"] + some["rest"], some["all"])
+
+
+# --------------------------------------------------------------------------- beside words
+
+
+def labeled(family: str) -> Model:
+    """Return a random model of words with a branch for labels."""
+    size: dict[str, Any] = {"n_layers": 2, "hidden_size": 48, "n_heads": 4, "vocab_size": 211}
+    size |= {"sentence_pair": False} if family == "bert" else {}
+    size |= {"family": family, "max_seq_len": 12, "n_labels": 5}
+    config = ModelConfig.model_validate(size)
+    model: Model = randomize(build_model(config), torch.float64)
+    return model
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_labels_come_from_the_hidden_vector_of_a_chosen_token(family: str) -> None:
+    """By a product, tanh and another product. Padding has no effect on it, nor on words."""
+    ours, tokens, valid = labeled(family), tokens_of(211, 4, 12), lengths_mask([12, 7, 1, 5], 12)
+    batch = {"tokens": tokens, "valid": valid, "at": torch.tensor([11, 3, 0, 4])}
+    branch: Any = ours.classifier
+    with torch.no_grad():
+        got, hidden = ours.logits(batch), ours.hidden(batch)
+        if family == "gpt2":
+            hidden = ours.get_submodule("norm")(hidden)
+        chosen = torch.stack([hidden[row, at] for row, at in enumerate(batch["at"].tolist())])
+        pooled = torch.tanh(chosen @ branch.pooler.weight + branch.pooler.bias)
+        assert_close(got["labels"], pooled @ branch.labels.weight + branch.labels.bias)
+        other = ours.logits({**batch, "tokens": torch.where(valid, tokens, 0)})
+    assert torch.equal(got["labels"], other["labels"])
+    assert torch.equal(got["tokens"][valid], other["tokens"][valid])
+    assert int(ours.n_tokens(batch)) == 12 + 7 + 1 + 5
+
+
+def test_smoothing_and_labels_do_not_mix() -> None:
+    """Label smoothing applies to words; a branch's labels are used as they are."""
+    ours = labeled("gpt2")
+    ours.loss.smoothing = 0.1
+    batch = {"tokens": tokens_of(211, 2, 12), "at": torch.tensor([3, 11])}
+    batch["labels"], batch["targets"] = torch.tensor([1, 3]), tokens_of(211, 2, 12, seed=2)
+    with torch.no_grad():
+        logits, losses = ours.logits(batch), ours.train().losses(batch)
+    want = F.cross_entropy(logits["labels"], batch["labels"], reduction="sum")
+    assert_close(losses["labels"], want)

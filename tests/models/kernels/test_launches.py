@@ -6,7 +6,6 @@ They are counted on fake tensors, which need neither a GPU nor Triton.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -25,17 +24,11 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.data import buckets
 from gridformer.record import Kernel, trace_rank
 from gridformer.record.device import fake_gpu
-from tests.support.fake_gpu import InProcess, fake_tensors, own_process
+from tests.support.fake_gpu import InProcess, fake_tensors
 from tests.support.multirank.memory import a_run
 
 # How often a layer, or one of each stack, drops hidden states and attends.
 OF_A_LAYER = {"gpt2": (2, 1), "llama": (2, 1), "bert": (2, 1), "t5": (5, 3), "transformer": (5, 3)}
-
-
-@pytest.fixture(scope="module")
-def gpu() -> Iterator[InProcess]:
-    with own_process() as call:
-        yield call
 
 
 class Launches(TorchDispatchMode):
