@@ -67,7 +67,7 @@ def in_shell(command: str) -> Done:
     done = subprocess.run(
         command, shell=True, capture_output=True, text=True, env={**os.environ, "PATH": PATH}
     )
-    return Done(done.returncode, done.stdout, done.stderr)
+    return done
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,13 @@ from gridformer.models import T5
 from gridformer.models.blocks import KVCache
 from gridformer.utils.errors import ConfigError
 from tests.support.marks import full_unless
-from tests.support.reference.shared import plain, tokens_of
-from tests.support.reference.t5 import config_of, from_hugging_face, hugging_face
+from tests.support.reference.shared import (
+    config_of,
+    from_hugging_face,
+    hugging_face,
+    plain,
+    tokens_of,
+)
 
 V, END = 23, 1
 # Sources, by seed and length, for which no two candidates are nearly equal: weights changed by 3e-4
@@ -33,8 +38,8 @@ def models() -> tuple[T5, Any]:
 
     The end token's logits are larger than others, so that targets end early or late.
     """
-    config = config_of(vocab_size=V, n_decoder_layers=2)
-    theirs = hugging_face(config, torch.float64)
+    config = config_of("t5", vocab_size=V, n_decoder_layers=2)
+    theirs = hugging_face("t5", config, torch.float64)
     with torch.no_grad():
         theirs.shared.weight[END].mul_(2.0)
     ours = plain(config, torch.float64, from_hugging_face(theirs.state_dict(), config))

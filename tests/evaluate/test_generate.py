@@ -29,8 +29,7 @@ from gridformer.models import GPT2, Activations, Model
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import UserError
 from tests.support.checkpoints import built, save_model
-from tests.support.reference.gpt2 import pair
-from tests.support.reference.shared import tokens_of, transformers
+from tests.support.reference.shared import pair, tokens_of, transformers
 
 GREEDY = Sampling(temperature=0.0)
 TEN = Generation(GREEDY, BeamSearch(max_tokens=10))
@@ -68,7 +67,7 @@ def test_a_text_longer_than_the_context_is_that_without_caches(window: int, n_pr
     The whole context remains until it is full, and then its second half. (If caches or positions
     were kept, the logits would differ.)
     """
-    ours, theirs = pair(torch.float64, n_layers=2, max_seq_len=window)
+    ours, theirs = pair("gpt2", torch.float64, n_layers=2, max_seq_len=window)
     prompt = tokens_of(211, 1, n_prompt)[0].tolist()
     found = sample(ours, prompt, 4 * window + 3, GREEDY, 211)
     context, want = prompt[-window:], []
@@ -86,7 +85,7 @@ def test_a_text_longer_than_the_context_is_that_without_caches(window: int, n_pr
 @pytest.mark.parametrize("window", [32, 9])
 def test_a_batch_is_continued_as_each_prompt_alone(window: int) -> None:
     """Prompts of several lengths, one of them as long as the context, sampled with their seeds."""
-    ours, _ = pair(torch.float64, n_layers=2, max_seq_len=window)
+    ours, _ = pair("gpt2", torch.float64, n_layers=2, max_seq_len=window)
     tokens = tokens_of(211, 4, 9)
     prompts = [row[:n].tolist() for row, n in zip(tokens, (5, 9, 1, 3))]
     how = Sampling(temperature=1.5, top_k=150, top_p=0.99, seed=5)
@@ -98,7 +97,7 @@ def test_a_batch_is_continued_as_each_prompt_alone(window: int) -> None:
 
 
 def test_a_text_that_ends_stops_and_the_others_go_on() -> None:
-    ours, _ = pair(torch.float64, n_layers=1, max_seq_len=16)
+    ours, _ = pair("gpt2", torch.float64, n_layers=1, max_seq_len=16)
     prompts = [row.tolist() for row in tokens_of(211, 3, 4)]
     whole = continued(ours, prompts, 12, GREEDY, 211)
     end = whole[1][3]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from gridformer.mesh.gpus import gpus_are_shared
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import compare
+from tests.support.multirank.exactness import compare, worst_of
 from tests.support.multirank.matrix import (
     CELLS,
     QUICK,
@@ -30,7 +30,6 @@ from tests.support.multirank.matrix import (
     Cell,
     n_of,
     refusal,
-    worst_of,
 )
 from tests.support.multirank.pool import MAX_RANKS, WorkerPool
 

@@ -239,7 +239,7 @@ def test_a_failed_save_is_told_by_the_rank_that_knows_why(report: Report) -> Non
     ],
 )
 def test_the_rank_that_meets_a_limit_says_so(start: Start, name: str, said: str) -> None:
-    code, _, err = finish(start(f"starting:{name}", 3))
+    code, _, err = finish(start(f"{name}", 3))
     assert code == 1
     (line,) = err.splitlines()
     assert line.startswith(f"rank 1 failed: {said}")
@@ -247,7 +247,7 @@ def test_the_rank_that_meets_a_limit_says_so(start: Start, name: str, said: str)
 
 def test_a_report_that_cannot_be_written_is_printed(start: Start, tmp_path: Path) -> None:
     """As where TMPDIR has become full."""
-    code, _, err = finish(start("starting:with_a_full_folder", 2))
+    code, _, err = finish(start("with_a_full_folder", 2))
     assert code == 1
     assert "Traceback" not in err
     assert "rank 1 failed: the disk is full: /dev/full could not be written (" in err
@@ -267,7 +267,7 @@ def test_a_file_that_may_not_be_large_enough_is_named(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_innocent_ranks_show_no_traceback(start: Start) -> None:
     """As torchrun and srun show what all ranks print."""
-    code, _, err = finish(start("starting:with_a_full_disk", 3, *TORCHRUN, "3"))
+    code, _, err = finish(start("with_a_full_disk", 3, *TORCHRUN, "3"))
     assert code == 1
     before, _, cause = err.rpartition("Root Cause (first observed failure)")
     assert "rank      : 1 (local_rank: 1)" in cause
@@ -341,7 +341,7 @@ def group() -> Iterator[Path]:
 
 @pytest.mark.full
 def test_the_kernels_killer_is_named(start: Start, group: Path) -> None:
-    code, _, err = finish(start("starting:needing_memory", 3, env={"CONTROL_GROUP": str(group)}))
+    code, _, err = finish(start("needing_memory", 3, env={"CONTROL_GROUP": str(group)}))
     assert code == 1, err
     said = err.strip().splitlines()[-1]
     assert re.match(r"rank 1 \(pid \d+\) was killed by signal 9 \(SIGKILL\) ", said), err
@@ -352,7 +352,7 @@ def test_the_kernels_killer_is_named(start: Start, group: Path) -> None:
 
 @pytest.mark.full
 def test_memory_that_is_refused_is_named(start: Start) -> None:
-    code, _, err = finish(start("starting:needing_memory", 3, env={"MORE_BYTES": str(512 << 20)}))
+    code, _, err = finish(start("needing_memory", 3, env={"MORE_BYTES": str(512 << 20)}))
     assert code == 1, err
     assert err.startswith("rank 1 failed: the memory of this machine, or what this process may "), (
         err

@@ -351,7 +351,7 @@ def test_a_signal_to_all_processes_is_not_the_end_of_the_fork_server(
 
 @pytest.mark.full
 def test_a_fork_server_that_dies_while_it_starts_ranks(start: Start, tmp_path: Path) -> None:
-    process = start("starting:killing_the_server", 3)
+    process = start("killing_the_server", 3)
     code, _, err = finish(process)
     assert code == 1, err
     assert err.splitlines()[-1].startswith("The fork server (pid "), err

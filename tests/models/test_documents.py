@@ -12,16 +12,15 @@ import torch.nn.functional as F
 from gridformer.models import Model
 from gridformer.models.blocks import scores
 from gridformer.utils.batch import IGNORE, Batch
-from tests.support.reference import gpt2, llama
-from tests.support.reference.shared import assert_close, entries_of, to_ours
+from tests.support.reference.shared import assert_close, entries_of, pair, to_ours
 
 S, WORDS = 13, 31
 # The lengths of the documents in each row; the last one of the second row is padding.
 ROWS = ((4, 1, 8), (6, 5, 2), (13,))
 PAIRS: dict[str, Callable[[], tuple[Model, Any]]] = {
-    "gpt2": lambda: gpt2.pair(torch.float64),
-    "llama": lambda: llama.pair("llama", torch.float64),
-    "mistral": lambda: llama.pair("mistral", torch.float64),
+    "gpt2": lambda: pair("gpt2", torch.float64),
+    "llama": lambda: pair("llama", torch.float64),
+    "mistral": lambda: pair("mistral", torch.float64),
 }
 
 

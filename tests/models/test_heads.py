@@ -21,7 +21,14 @@ from gridformer.utils.batch import Batch
 from tests.support.data import split_of
 from tests.support.marks import full_unless
 from tests.support.reference import heads
-from tests.support.reference.shared import assert_close, lengths_mask, randomize, tokens_of
+from tests.support.reference.shared import (
+    CONFIGS,
+    V,
+    assert_close,
+    lengths_mask,
+    randomize,
+    tokens_of,
+)
 
 
 def assert_same_gradients(kind: str, ours: Model, theirs: Any, zero: tuple[str, ...]) -> None:
@@ -42,7 +49,7 @@ OF_CLASSES: tuple[tuple[heads.Head, int], ...] = (
     ("ForSequenceClassification", 1),
     ("ForQuestionAnswering", 2),
 )
-KINDS_HEADS = [(kind, head, n) for kind in heads.CLASSES for head, n in OF_CLASSES]
+KINDS_HEADS = [(kind, head, n) for kind in CONFIGS for head, n in OF_CLASSES]
 KINDS_HEADS.append(("bert", "ForMultipleChoice", 1))
 QUICK_HEADS = {
     ("bert", "ForMultipleChoice", 1),
@@ -111,7 +118,7 @@ RIGHT = [2, 0, 1, 1]
 def questions(two_stacks: bool) -> tuple[Batch, list[list[int]]]:
     """Return a batch of questions, and each of its sequences without padding."""
     draw = np.random.default_rng(4)
-    texts = [[draw.integers(2, heads.folders.V, n).tolist() for n in one] for one in CHOICES]
+    texts = [[draw.integers(2, V, n).tolist() for n in one] for one in CHOICES]
     documents = [[i for text in one for i in text] for one in texts]
     split = split_of(documents, heads.END, parts=CHOICES, right=RIGHT)
     samples = ChoiceExamples(split, Reading(24, heads.SPECIAL, two_stacks), 3)
@@ -121,7 +128,7 @@ def questions(two_stacks: bool) -> tuple[Batch, list[list[int]]]:
     ]
 
 
-KINDS_CHOICES = [kind for kind in heads.CLASSES if kind != "bert"]  # which has a class of its own
+KINDS_CHOICES = [kind for kind in CONFIGS if kind != "bert"]  # which has a class of its own
 
 
 @pytest.mark.parametrize("kind", full_unless(("gpt2", "llama", "t5").__contains__, KINDS_CHOICES))

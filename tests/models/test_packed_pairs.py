@@ -17,8 +17,8 @@ from gridformer.models.blocks import SinusoidalPositions, scores
 from gridformer.models.blocks.scores import document_bounds
 from gridformer.parallel import build_parallel
 from gridformer.utils.batch import IGNORE, Batch
-from tests.support.reference import t5, transformer
-from tests.support.reference.shared import assert_close, tokens_of
+from tests.support.reference import transformer
+from tests.support.reference.shared import V, assert_close, pair, tokens_of
 from tests.support.reference.transformer import published
 
 SOURCE, S, WORDS = 15, 12, 31
@@ -122,22 +122,22 @@ def test_a_pair_does_not_change_others(name: str, side: str) -> None:
     """Nor does padding. The logits of others stay the same to the bit."""
     model, batch = build(name).eval(), packed()
     before = model.logits(batch)["tokens"]
-    for row, *pair in places()[:2]:
-        here = pair[side == "tokens"]
+    for row, *both in places()[:2]:
+        here = both[side == "tokens"]
         text = batch[side].clone()
         text[row, here] = (text[row, here] + 1) % WORDS
         after = model.logits(batch | {side: text})["tokens"]
         for other, _, theirs in places():
             same = torch.equal(after[other, theirs], before[other, theirs])
-            assert same == ((other, theirs) != (row, pair[1]))
+            assert same == ((other, theirs) != (row, both[1]))
     text = torch.where(batch["source_valid"], batch["source"], (batch["source"] + 1) % WORDS)
     after = model.logits(batch | {"source": text})["tokens"]
     assert torch.equal(after, before)
 
 
 def test_a_packed_batch_equals_transformers_t5_on_each_pair() -> None:
-    ours, theirs = t5.pair(torch.float32)  # theirs computes softmax in float32
-    batch = packed(t5.V)
+    ours, theirs = pair("t5", torch.float32)  # theirs computes softmax in float32
+    batch = packed(V)
     logits = ours.logits(batch)["tokens"]
     for row, of_source, of_target in places():
         source, tokens = batch["source"][row, of_source], batch["tokens"][row, of_target]

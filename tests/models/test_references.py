@@ -15,22 +15,26 @@ from gridformer.models import BERT, Model, build_model, count_parameters
 from gridformer.models.blocks import IGNORE, KVCache, SinusoidalPositions, added_to_scores
 from gridformer.models.blocks.scores import Window
 from tests.support.marks import full_unless
-from tests.support.reference import bert, gpt2, llama, t5, transformer
+from tests.support.reference import transformer
 from tests.support.reference.shared import (
     DTYPES,
+    LLAMAS,
+    S,
+    V,
     assert_close,
+    config_of,
+    from_hugging_face,
     lengths_mask,
+    pair,
     plain,
     randomize,
     tokens_of,
 )
 from tests.support.reference.transformer import published, torchs
 
-V = 211
-
 
 def assert_same_gradients(
-    ours: Model, theirs: Any, translate: Any, zero: tuple[str, ...] = ()
+    ours: Model, theirs: Any, zero: tuple[str, ...] = (), translate: Any = from_hugging_face
 ) -> None:
     """Compare all gradients but those of parameters that only rounding noise moves."""
     want = translate({name: p.grad for name, p in theirs.named_parameters()}, ours.config)
@@ -41,14 +45,14 @@ def assert_same_gradients(
             assert_close(parameter.grad, want[name])
 
 
-def assert_same_training(ours: Any, theirs: Any, translate: Any) -> None:
+def assert_same_training(ours: Any, theirs: Any) -> None:
     """Compare logits, and gradients of the sum of losses of all next words."""
     tokens = tokens_of(V, 3, 20)
     logits = theirs(tokens[:, :-1]).logits
     assert_close(ours(tokens[:, :-1]), logits)
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum").backward()
     ours.loss_sum(tokens[:, :-1], tokens[:, 1:]).backward()
-    assert_same_gradients(ours, theirs, translate)
+    assert_same_gradients(ours, theirs)
 
 
 def piece_by_piece(ours: Any, tokens: Tensor, pieces: list[int]) -> tuple[Tensor, list[KVCache]]:
@@ -73,12 +77,12 @@ def piece_by_piece(ours: Any, tokens: Tensor, pieces: list[int]) -> tuple[Tensor
 )
 def test_gpt2(dtype: torch.dtype, changes: dict[str, Any]) -> None:
     """The attention scale, the tanh form of GELU and the norm's epsilon are GPT-2's."""
-    ours, theirs = gpt2.pair(dtype, **changes)
+    ours, theirs = pair("gpt2", dtype, **changes)
     for s in (1, 7, 32):
         tokens = tokens_of(V, 3, s)
         with torch.no_grad():
             assert_close(ours(tokens), theirs(tokens).logits)
-    assert_same_training(ours, theirs, gpt2.from_hugging_face)
+    assert_same_training(ours, theirs)
 
 
 @DTYPES
@@ -87,7 +91,7 @@ def test_gpt2(dtype: torch.dtype, changes: dict[str, Any]) -> None:
 )
 def test_cached_forward_of_gpt2(dtype: torch.dtype, pieces: list[int]) -> None:
     """Tokens fed one by one, or after a prompt, give the logits of all of them at once."""
-    ours, _ = gpt2.pair(dtype)
+    ours, _ = pair("gpt2", dtype)
     tokens = tokens_of(V, 2, 12)
     with torch.no_grad():
         assert_close(piece_by_piece(ours, tokens, pieces)[0], ours(tokens))
@@ -122,7 +126,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 CASES = [
     (architecture, change, dtype)
-    for architecture in llama.ARCHITECTURES
+    for architecture in LLAMAS
     for change in CHANGES
     for dtype in (torch.float32, torch.float64)
 ]
@@ -143,8 +147,8 @@ QUICK = {
 )
 def test_llama(architecture: str, change: str, dtype: torch.dtype) -> None:
     """Mistral's window is shorter than the sequence."""
-    ours, theirs = llama.pair(architecture, dtype, **CHANGES[change])
-    assert_same_training(ours, theirs, llama.from_hugging_face)
+    ours, theirs = pair(architecture, dtype, **CHANGES[change])
+    assert_same_training(ours, theirs)
 
 
 @pytest.mark.parametrize("architecture", full_unless({"qwen2"}.__contains__, ["qwen2", "qwen3"]))
@@ -152,7 +156,7 @@ def test_a_window_of_any_architecture(architecture: str) -> None:
     """Windows that are longer than the sequence hide nothing."""
     tokens = tokens_of(V, 2, 12)
     for window in (1, 3, 11, 12, 40):
-        ours, theirs = llama.pair(architecture, torch.float64, window=window)
+        ours, theirs = pair(architecture, torch.float64, window=window)
         with torch.no_grad():
             assert_close(ours(tokens), theirs(tokens).logits)
 
@@ -160,11 +164,11 @@ def test_a_window_of_any_architecture(architecture: str) -> None:
 def test_chunks_of_the_loss_give_the_same_gradients() -> None:
     """The gradient of an untied head is counted once."""
     tokens = tokens_of(V, 2, 12)
-    whole, chunked = (llama.pair("llama", torch.float64)[0] for _ in range(2))
+    whole, chunked = (pair("llama", torch.float64)[0] for _ in range(2))
     chunked.loss_chunk_tokens = 6
     for model in (whole, chunked):
         model.loss_sum(tokens[:, :-1], tokens[:, 1:]).backward()
-    assert_same_gradients(chunked, whole, lambda grads, config: grads)
+    assert_same_gradients(chunked, whole, translate=lambda grads, config: grads)
 
 
 # Billions of parameters, as the cards of the published models say.
@@ -187,10 +191,10 @@ def test_shipped_models_have_their_published_size(name: str) -> None:
     assert n_parameters == pytest.approx(config.n_layers * config.layer_elements + tables, rel=1e-3)
 
 
-@pytest.mark.parametrize("architecture", full_unless({"mistral"}.__contains__, llama.ARCHITECTURES))
+@pytest.mark.parametrize("architecture", full_unless({"mistral"}.__contains__, LLAMAS))
 def test_cached_forward_of_llama(architecture: str) -> None:
     """A window's cache keeps no more than what the next token sees, besides a prompt."""
-    ours, _ = llama.pair(architecture, torch.float64, rope_scaling=YARN)
+    ours, _ = pair(architecture, torch.float64, rope_scaling=YARN)
     tokens = tokens_of(V, 2, 16)
     with torch.no_grad():
         want = ours(tokens)
@@ -206,7 +210,7 @@ def test_cached_forward_of_llama(architecture: str) -> None:
 
 def test_a_cache_can_be_taken_back() -> None:
     """As where tokens are read again to have an even number: 3 are read, of which 1 is new."""
-    ours, _ = llama.pair("mistral", torch.float64)
+    ours, _ = pair("mistral", torch.float64)
     tokens = tokens_of(V, 2, 16)
     caches = [KVCache() for _ in ours.layers]
     with torch.no_grad():
@@ -241,10 +245,10 @@ def test_padding_beyond_a_window_gives_numbers() -> None:
 )
 def test_logits_of_bert(dtype: torch.dtype, changes: dict[str, Any]) -> None:
     """Compare logits of words and of the sentence pair, with padding and any lengths of B."""
-    ours, theirs = bert.pair(dtype, **changes)
-    tokens = tokens_of(V, 3, bert.S)
-    segments = (~lengths_mask([9, 24, 1], bert.S)).long()
-    valid = lengths_mask([24, 17, 5], bert.S)
+    ours, theirs = pair("bert", dtype, **changes)
+    tokens = tokens_of(V, 3, S)
+    segments = (~lengths_mask([9, 24, 1], S)).long()
+    valid = lengths_mask([24, 17, 5], S)
     batch = {"tokens": tokens, "segments": segments, "valid": valid}
     with torch.no_grad():
         got = ours.logits({**batch, "pair": torch.zeros(3, dtype=torch.int64)})
@@ -257,9 +261,9 @@ def test_logits_of_bert(dtype: torch.dtype, changes: dict[str, Any]) -> None:
 @DTYPES
 def test_losses_and_gradients_of_bert(dtype: torch.dtype) -> None:
     """Hugging Face's loss is the sum of the two means; its next-sentence label 0 is our 1."""
-    ours, theirs = bert.pair(dtype)
-    tokens, segments = tokens_of(V, 4, bert.S), (~lengths_mask([9, 24, 1, 12], bert.S)).long()
-    targets = torch.where(torch.rand(4, bert.S) < 0.15, tokens_of(V, 4, bert.S, seed=2), IGNORE)
+    ours, theirs = pair("bert", dtype)
+    tokens, segments = tokens_of(V, 4, S), (~lengths_mask([9, 24, 1, 12], S)).long()
+    targets = torch.where(torch.rand(4, S) < 0.15, tokens_of(V, 4, S, seed=2), IGNORE)
     follows = torch.tensor([1, 0, 0, 1])
     out = theirs(tokens, token_type_ids=segments)
     words = F.cross_entropy(out.prediction_logits.flatten(0, 1), targets.flatten())
@@ -272,17 +276,17 @@ def test_losses_and_gradients_of_bert(dtype: torch.dtype) -> None:
     got = losses["tokens"] / counts["tokens"] + losses["pair"] / counts["pair"]
     got.backward()
     assert_close(got.detach(), want.detach())
-    assert_same_gradients(ours, theirs, bert.from_hugging_face, ("qkv.bias",))  # keys' are noise
+    assert_same_gradients(ours, theirs, ("qkv.bias",))  # keys' are noise
 
 
 def test_pre_norm_puts_a_norm_before_each_sub_layer_and_one_at_the_end() -> None:
     """Megatron has x + f(norm(x)), no norm of the embedding, and one before the head."""
-    config = bert.config_of(norm_position="pre")
+    config = config_of("bert", norm_position="pre")
     random = randomize(build_model(config).double(), torch.float64).named_parameters()
     ours = plain(config, torch.float64, {name: p.detach() for name, p in random})
     assert isinstance(ours, BERT)
-    tokens = tokens_of(V, 2, bert.S)
-    x = ours.tokens(tokens) + ours.positions(bert.S) + ours.segments(torch.zeros_like(tokens))
+    tokens = tokens_of(V, 2, S)
+    x = ours.tokens(tokens) + ours.positions(S) + ours.segments(torch.zeros_like(tokens))
     layer: Any
     for layer in ours.layers.values():
         x = x + layer.attention(layer.norm1(x))
@@ -309,7 +313,7 @@ def test_pre_norm_puts_a_norm_before_each_sub_layer_and_one_at_the_end() -> None
 )
 def test_logits_of_t5(changes: dict[str, Any]) -> None:
     """Distances up to 63 reach the widest buckets; sources have padding."""
-    ours, theirs = t5.pair(torch.float32, **changes)
+    ours, theirs = pair("t5", torch.float32, **changes)
     source, tokens = tokens_of(V, 3, 64), tokens_of(V, 3, 40, seed=2)
     valid = lengths_mask([64, 17, 1], 64)
     with torch.no_grad():
@@ -319,7 +323,7 @@ def test_logits_of_t5(changes: dict[str, Any]) -> None:
 
 
 def test_loss_and_gradients_of_t5() -> None:
-    ours, theirs = t5.pair(torch.float32)
+    ours, theirs = pair("t5", torch.float32)
     source, tokens = tokens_of(V, 3, 20), tokens_of(V, 3, 9, seed=2)
     targets = tokens_of(V, 3, 9, seed=3)
     targets[1, 6:] = IGNORE
@@ -329,12 +333,12 @@ def test_loss_and_gradients_of_t5() -> None:
     got = ours.losses({"source": source, "tokens": tokens, "targets": targets})["tokens"]
     got.backward()
     assert_close(got.detach(), want.detach())
-    assert_same_gradients(ours, theirs, t5.from_hugging_face)
+    assert_same_gradients(ours, theirs)
 
 
 @pytest.mark.parametrize("pieces", [[1] * 12, [5, 1, 6], [12]], ids=str)
 def test_cached_decoding_of_t5(pieces: list[int]) -> None:
-    ours, _ = t5.pair(torch.float32)
+    ours, _ = pair("t5", torch.float32)
     source, tokens = tokens_of(V, 2, 20), tokens_of(V, 2, 12, seed=2)
     valid = lengths_mask([20, 7], 20)
     caches = [KVCache() for _ in ours.decoder.layers]

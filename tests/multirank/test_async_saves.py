@@ -21,16 +21,9 @@ from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
 from tests.support.marks import full_unless
 from tests.support.multirank.layouts import n_of
+from tests.support.multirank.layouts import name_of as name_of_layout
 from tests.support.multirank.pool import RankFailed, WorkerPool
-from tests.support.multirank.runs import (
-    STEPS,
-    assert_same_bits,
-    losses,
-    plan_of,
-    start_from,
-    title,
-    train,
-)
+from tests.support.multirank.runs import STEPS, assert_same_bits, losses, plan_of, start_from, train
 
 IN_BACKWARD = {"update": "in_backward", "clip_by": "layer"}
 OFFLOAD = {"offload": "optimizer"}
@@ -54,7 +47,7 @@ CASES: list[Case] = [
 
 def name_of(case: Case) -> str:
     layout, how = case
-    return "-".join([title(layout), layout.get("dp_mode", ""), *map(str, how.values())])
+    return "-".join([name_of_layout(layout), layout.get("dp_mode", ""), *map(str, how.values())])
 
 
 def train_with_slow_files(plan: Plan) -> int:

@@ -27,10 +27,10 @@ from gridformer.utils.batch import Batch
 from tests.support.marks import full_unless
 from tests.support.multirank.cutting import grid_axes
 from tests.support.multirank.exactness import TOLERANCE, TRAIN, axes_of, compare
+from tests.support.multirank.layouts import Layout
 from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.pipelines import (
     LENGTH,
-    Layout,
     family,
     reads_of,
     stepper_of,

@@ -32,10 +32,9 @@ from tests.support.data import pairs_source
 from tests.support.marks import extra, full_unless
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import train
-from tests.support.reference.folders import opened_by_them, pair, save
+from tests.support.reference.folders import opened_by_them, save
 from tests.support.reference.heads import inputs_of
-from tests.support.reference.llama import widened
-from tests.support.reference.shared import assert_close
+from tests.support.reference.shared import assert_close, pair, widened
 from tests.support.tasks import examples, words_tokenizer
 
 SEQ = 48

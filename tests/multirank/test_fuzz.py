@@ -18,8 +18,8 @@ import pytest
 from gridformer.config import FINE_TUNING, LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from tests.support.fuzz import drawing, ranks
 from tests.support.fuzz.case import QUICK, Case, case_of
-from tests.support.fuzz.check import check_case
 from tests.support.fuzz.drawing import Chooser, refusals, values_of
+from tests.support.fuzz.ranks import check_case
 from tests.support.multirank.exactness import without_methods
 from tests.support.multirank.pool import WorkerPool
 
@@ -33,11 +33,6 @@ def by_size(seeds: list[int]) -> list[tuple[int, Case]]:
     """Sort seeds and cases by size: process groups are rebuilt whenever their size changes."""
     cases = [(seed, case_of(seed)) for seed in seeds]
     return sorted(cases, key=lambda named: named[1].n_processes)
-
-
-def check_seed(pool: WorkerPool, seed: int, case: Case, folder: Path) -> None:
-    with pool.limit(LONGEST):
-        check_case(pool, case, folder, f"python -m tests.support.fuzz --seed {seed}")
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +59,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_a_case_equals_one_device(
     pool: WorkerPool, quick: list[tuple[int, Case]], tmp_path: Path, number: int
 ) -> None:
-    seed, case = quick[number]
-    check_seed(pool, seed, case, tmp_path)
+    with pool.limit(LONGEST):
+        check_case(pool, quick[number][1], tmp_path)
 
 
 @pytest.mark.full
@@ -73,8 +68,8 @@ def test_a_case_equals_one_device(
 def test_a_fresh_case_equals_one_device(
     pool: WorkerPool, fresh: list[tuple[int, Case]], tmp_path: Path, fresh_number: int
 ) -> None:
-    seed, case = fresh[fresh_number]
-    check_seed(pool, seed, case, tmp_path)
+    with pool.limit(LONGEST):
+        check_case(pool, fresh[fresh_number][1], tmp_path)
 
 
 # --------------------------------------------------- coverage

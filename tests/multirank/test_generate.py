@@ -21,9 +21,8 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.data.zero import stored
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import CPU, axes_of, tiny
-from tests.support.multirank.layouts import n_of
+from tests.support.multirank.layouts import n_of, name_of
 from tests.support.multirank.pool import WorkerPool
-from tests.support.multirank.runs import title
 
 # The context is used up twice, and no number of devices divides it.
 SETTINGS: dict[str, Any] = {"max_seq_len": 11, "init_std": 0.3}
@@ -130,7 +129,7 @@ def both_of(layout: dict[str, Any], model: dict[str, Any]) -> list[list[list[int
     return [tokens_of(trained, one) for one in (how, Sampling(temperature=0.0))]
 
 
-@pytest.mark.parametrize("layout", full_unless(lambda layout: layout in QUICK, LAYOUTS), ids=title)
+@pytest.mark.parametrize("layout", full_unless(QUICK.__contains__, LAYOUTS), ids=name_of)
 def test_every_layout_gives_the_tokens_of_one_device(
     pool: WorkerPool, layout: dict[str, Any]
 ) -> None:
@@ -142,7 +141,7 @@ def test_every_layout_gives_the_tokens_of_one_device(
 
 
 @pytest.mark.parametrize(
-    "layout", full_unless(lambda layout: layout is LLAMA_LAYOUTS[0], LLAMA_LAYOUTS), ids=title
+    "layout", full_unless(lambda layout: layout is LLAMA_LAYOUTS[0], LLAMA_LAYOUTS), ids=name_of
 )
 def test_a_llama_says_the_same_on_every_layout(pool: WorkerPool, layout: dict[str, Any]) -> None:
     settings, scored = {**SETTINGS, **LLAMA}, {**SCORED, **LLAMA}
@@ -158,7 +157,7 @@ def test_a_llama_says_the_same_on_every_layout(pool: WorkerPool, layout: dict[st
 @pytest.mark.parametrize(
     "layout",
     full_unless(lambda layout: layout in QUICK_SCORES, [*QUICK_SCORES, *LAYOUTS]),
-    ids=title,
+    ids=name_of,
 )
 def test_every_layout_gives_the_likelihoods_of_one_device(
     pool: WorkerPool, layout: dict[str, Any]

@@ -21,9 +21,12 @@ from gridformer import comm
 from gridformer.comm import Recorder, autograd, record_messages
 from gridformer.mesh import Axes, Axis
 from tests.support.marks import full_unless
-from tests.support.multirank.collective_cases import CaseMaker, collectives_of
 from tests.support.multirank.cutting import (
+    COL,
+    EACH,
+    ROW,
     Case,
+    CaseMaker,
     Dims,
     check,
     check_differences,
@@ -31,10 +34,15 @@ from tests.support.multirank.cutting import (
     grid_axes,
     join,
 )
+from tests.support.multirank.gradcheck_cases import (
+    collectives_of,
+    norm_and_loss_of,
+    one_wanted,
+    products_of,
+    sections,
+)
 from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.pool import WorkerPool
-from tests.support.multirank.product_cases import one_wanted, products_of
-from tests.support.multirank.section_cases import norm_and_loss_of, sections
 
 GRIDS = [(1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (3, 4)]
 
@@ -149,7 +157,6 @@ def test_equals_one_process_over_nccl(pool: WorkerPool, case: tuple[tuple[int, i
 
 # --------------------------------------------------- messages that differ in size
 
-ROW, COL = "row", "col"
 AXES = [(1, 4, COL), (2, 2, ROW), (3, 2, COL)]
 
 
@@ -270,8 +277,6 @@ def test_one_rank_keeps_what_it_has() -> None:
 
 
 # --------------------------------------------------- autograd pairs
-
-EACH: Dims = (ROW, COL)  # one variable per device
 
 
 class _Lent(torch.autograd.Function):

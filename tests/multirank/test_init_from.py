@@ -17,9 +17,9 @@ from gridformer.train.plan import Plan
 from gridformer.train.step import Stepper
 from tests.support.checkpoints import flip_a_bit, save_checkpoint
 from tests.support.marks import full_unless
-from tests.support.multirank.layouts import n_of
+from tests.support.multirank.layouts import n_of, name_of
 from tests.support.multirank.pool import RankFailed, WorkerPool
-from tests.support.multirank.runs import losses, plan_of, title, train
+from tests.support.multirank.runs import losses, plan_of, train
 
 LAYOUTS: list[dict[str, Any]] = [
     {"scheme": "optimus", "rows": 2, "cols": 2},
@@ -59,7 +59,7 @@ def alone(
     return out
 
 
-@pytest.mark.parametrize("layout", full_unless(lambda one: one is LAYOUTS[0], LAYOUTS), ids=title)
+@pytest.mark.parametrize("layout", full_unless(lambda one: one is LAYOUTS[0], LAYOUTS), ids=name_of)
 def test_losses_are_those_of_one_device(
     pool: WorkerPool,
     token_folder: Path,

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import TOLERANCE, compare
+from tests.support.multirank.exactness import TOLERANCE, compare, worst_of
 from tests.support.multirank.matrix import (
     CELLS,
     HEADS,
@@ -32,7 +32,6 @@ from tests.support.multirank.matrix import (
     n_of,
     refusal,
     remember,
-    worst_of,
     write,
 )
 from tests.support.multirank.nccl_path import on_nccl

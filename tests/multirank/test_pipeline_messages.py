@@ -23,12 +23,12 @@ from gridformer.parallel.pipeline import Event, Executor, idle_fraction
 from gridformer.utils.batch import Batch, MicroBatch
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import CPU, axes_of
+from tests.support.multirank.layouts import Layout
 from tests.support.multirank.pipelines import (
     LENGTH,
     ROWS,
     SETTINGS,
     SOURCE,
-    Layout,
     family,
     reads_of,
     stepper_of,

@@ -24,7 +24,7 @@ from gridformer.utils.errors import CheckpointError
 from tests.support.checkpoints import flip_a_bit
 from tests.support.data import open_batches
 from tests.support.marks import full_unless
-from tests.support.multirank.layouts import GRIDS, n_of
+from tests.support.multirank.layouts import GRIDS, n_of, name_of
 from tests.support.multirank.pool import RankFailed, WorkerPool
 from tests.support.multirank.runs import (
     MIDDLE,
@@ -35,7 +35,6 @@ from tests.support.multirank.runs import (
     plan_of,
     start_from,
     stored,
-    title,
     tokens,
     train,
 )
@@ -45,7 +44,7 @@ def named(layout: dict[str, Any]) -> str:
     more = [
         str(layout[key]) for key in ("common", "pp", "stages_per_rank", "dp_mode") if key in layout
     ]
-    return "-".join([title({"scheme": "single", **layout}), *more])
+    return "-".join([name_of({"scheme": "single", **layout}), *more])
 
 
 def train_and_fail(plan: Plan) -> None:

@@ -87,15 +87,8 @@ OPTIONS = (
     *("--length", "--limit", "--dtype", "--shard-gib", "--prompts", "--json", "--no-such-option"),
     *("--devices", "--batch", "--top", "--emit", "--html", "--seconds", "--max-age-s", "--last"),
     *("--devices-per-node", "--run-dir", "--hours", "--interface", "--sbatch", "--before"),
-    *(
-        "--image",
-        "--claim",
-        "--memory-gib",
-        "--rendezvous",
-        "--master",
-        "--max-restarts",
-        "--timeout",
-    ),
+    *("--image", "--claim", "--memory-gib", "--rendezvous", "--master", "--max-restarts"),
+    "--timeout",
 )
 VALUES: tuple[Any, ...] = (
     *(0, 1, 2, 3, 5, 7, -1, 2**31, 2**40, 2**53 + 1, 2**63, 2**64, 10**30, -(10**30)),
@@ -155,11 +148,9 @@ class Command:
 def keys() -> list[str]:
     """Returns the keys that a run file may have, and some that it may not."""
     sections: dict[str, type[Config]] = {"model": ModelConfig, "layout": LayoutConfig}
-    found = [*RunConfig.model_fields, "no_such_key", "train.no_such_key", "model.rope_scaling.kind"]
-    sections |= {"data": DataConfig, "train": TrainConfig}
-    for section, config in sections.items():
-        found += [f"{section}.{key}" for key in config.model_fields]
-    return [*found, *(f"model.rope_scaling.{key}" for key in RopeScaling.model_fields)]
+    sections |= {"data": DataConfig, "train": TrainConfig, "model.rope_scaling": RopeScaling}
+    keys = [f"{name}.{key}" for name, config in sections.items() for key in config.model_fields]
+    return [*RunConfig.model_fields, "no_such_key", "train.no_such_key", *keys]
 
 
 def written(value: Any) -> str:

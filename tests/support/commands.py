@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -19,14 +19,7 @@ import typer
 
 from gridformer.cli import app, shared
 
-
-@dataclass(frozen=True)
-class Done:
-    """The result of a command, with the attributes of `subprocess.run`'s result."""
-
-    returncode: int
-    stdout: str
-    stderr: str
+Done = subprocess.CompletedProcess[str]
 
 
 @cache
@@ -55,4 +48,4 @@ def called_here(function: Callable[[], None], *argv: str | Path) -> Done:
             function()
         except SystemExit as exit_:
             code = int(exit_.code or 0)
-    return Done(code, out.getvalue(), err.getvalue())
+    return Done(argv, code, out.getvalue(), err.getvalue())

@@ -5,6 +5,7 @@ None of this uses the library's own reader or writer, so that both are compared 
 
 import struct
 from collections.abc import Callable, Sequence
+from itertools import accumulate, islice
 from pathlib import Path
 
 # The letters that stand for the dtypes of Megatron-LM's codes in the module struct.
@@ -20,17 +21,12 @@ def megatron_bytes(documents: Documents, code: int, modes: bool = False) -> tupl
     tokens = b"".join(struct.pack(f"<{len(s)}{LETTERS[code]}", *s) for s in sequences)
     index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
     index += struct.pack("<Q", len(sequences)) + struct.pack("<Q", len(documents) + 1)
-    at = 0
-    pointers = []
-    for sequence in sequences:
-        index += struct.pack("<i", len(sequence))
-        pointers.append(at)
-        at += item * len(sequence)
-    index += struct.pack(f"<{len(pointers)}q", *pointers)
-    borders = [0]
-    for document in documents:
-        borders.append(borders[-1] + len(document))
-    index += struct.pack(f"<{len(borders)}q", *borders)
+    sizes = [len(sequence) for sequence in sequences]
+    index += struct.pack(f"<{len(sizes)}i", *sizes)
+    pointers = accumulate((item * size for size in sizes[:-1]), initial=0)
+    index += struct.pack(f"<{len(sizes)}q", *islice(pointers, len(sizes)))
+    borders = accumulate(map(len, documents), initial=0)
+    index += struct.pack(f"<{len(documents) + 1}q", *borders)
     return tokens, index + (b"\0" * len(sequences) if modes else b"")
 
 
@@ -48,10 +44,7 @@ def write_datatrove(file: Path, documents: Sequence[Sequence[int]], item: int = 
     file.parent.mkdir(parents=True, exist_ok=True)
     ids = [i for document in documents for i in document]
     file.write_bytes(struct.pack(f"<{len(ids)}{'H' if item == 2 else 'I'}", *ids))
-    ends, at = [], 0
-    for document in documents:
-        at += len(document)
-        ends.append(at)
+    ends = [*accumulate(map(len, documents))]
     file.with_name(f"{file.name}.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
     file.with_name(f"{file.name}.metadata").write_text(f"gpt2|{item}\n{len(ids)}\n{len(ids)} T")
     return file

@@ -163,15 +163,18 @@ def bounds_of(queries: int, keys: int, device: str) -> DocumentBounds:
     return document_bounds(of_queries, numbers(keys, tuple((*row, keys - 5) for row in OF_KEYS)))
 
 
+def config_of(family: Any, n_layers: int, rate: float, **more: Any) -> ModelConfig:
+    sizes: dict[str, Any] = {"hidden_size": 12, "n_heads": 2, "vocab_size": 31, "max_seq_len": 9}
+    rates: dict[str, Any] = {"dropout": rate, "attention_dropout": rate}
+    return ModelConfig(family=family, n_layers=n_layers, **sizes, **rates, **more)
+
+
 def run_model(
     family: str, padded: bool, rate: float, fused: bool, packed: bool = False
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the loss and all gradients; if fused, no mask is made with PyTorch's operators."""
-    values = {"n_layers": 1, "hidden_size": 12, "n_heads": 2, "vocab_size": 31, "max_seq_len": 9}
-    if family == "llama":
-        values |= {"n_kv_heads": 1, "window": 4}
-    rates = {"dropout": rate, "attention_dropout": rate}
-    config = ModelConfig(family=family, **values, **rates)  # type: ignore[arg-type]
+    more = {"n_kv_heads": 1, "window": 4} if family == "llama" else {}
+    config = config_of(family, 1, rate, **more)
     model = build_parallel(config, LayoutConfig(), Axes(), 1, torch.device("cpu"), "float64")
     model.uses_kernels(fused)
     model.dropout_rng.step = 3
@@ -210,9 +213,7 @@ def run_compiled(family: str, backend: str) -> tuple[list[float], dict[str, Tens
 
     from gridformer.train.compile import compile_model
 
-    values = {"n_layers": 2, "hidden_size": 12, "n_heads": 2, "vocab_size": 31, "max_seq_len": 9}
-    rates = {"dropout": 0.2, "attention_dropout": 0.2}
-    config = ModelConfig(family=family, **values, **rates)  # type: ignore[arg-type]
+    config = config_of(family, 2, 0.2)
     model = build_parallel(config, LayoutConfig(), Axes(), 1, torch.device("cpu")).train()
     counters.clear()
     if backend:

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from gridformer.config import RunConfig, parse_run
 
-SECTIONS: dict[str, dict[str, Any]] = {
-    "layout": {
-        "scheme": "optimus",
-        "rows": 8,
-        "cols": 8,
-        "dp": 4,
-        "pp": 16,
-        "micro_batches": 64,
-    },
-    "train": {"global_batch": 2048, "dtype": "bfloat16", "recompute": "full"},
-}
-# The same for the command line.
+# As on the command line.
 WORDS = [
-    "gpt-175b",
-    *(f"{name}.{key}={value}" for name, keys in SECTIONS.items() for key, value in keys.items()),
+    *("gpt-175b", "layout.scheme=optimus", "layout.rows=8", "layout.cols=8", "layout.dp=4"),
+    *("layout.pp=16", "layout.micro_batches=64", "train.global_batch=2048"),
+    *("train.dtype=bfloat16", "train.recompute=full"),
 ]
 
 
 def gpt_175b() -> RunConfig:
-    return parse_run({"model": "gpt-175b", "data": {"path": "none"}, **SECTIONS})
+    return parse_run({"model": "gpt-175b", "data": {"path": "none"}}, WORDS[1:])

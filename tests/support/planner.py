@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass
-class Table:
-    """The errors of a cluster's rows, and the table that shows them."""
-
-    names: list[str]
-    errors: list[float]
-    left_out: list[float]
-    text: str
 
 
 def in_own_process(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -38,11 +27,3 @@ def two_rows_of_frontera() -> dict[str, float]:
     for row in rows:
         found[row.name] = error(row, predicted(record(row), cluster_of(row)))
     return found
-
-
-def table_of(cluster: str) -> Table:
-    """Returns the errors of a cluster's rows with the shipped numbers, and left out of fits."""
-    from benchmarks.planner.__main__ import calibrated
-
-    found = calibrated(cluster)
-    return Table(found.names, found.errors, found.left_out, "\n".join(found.lines))

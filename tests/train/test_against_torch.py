@@ -28,8 +28,18 @@ from gridformer.parallel import build_parallel
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils import rng
 from gridformer.utils.batch import IGNORE, Batch, next_words
-from tests.support.reference import bert, gpt2, t5, transformer
-from tests.support.reference.shared import lengths_mask, plain, tokens_of
+from tests.support.reference import transformer
+from tests.support.reference.shared import (
+    S,
+    V,
+    config_of,
+    from_hugging_face,
+    hugging_face,
+    lengths_mask,
+    pair,
+    plain,
+    tokens_of,
+)
 
 SEED, DROPOUT, ATTENTION_DROPOUT = 5, 0.2, 0.3
 RATES = {"dropout": DROPOUT, "attention_dropout": ATTENTION_DROPOUT}
@@ -144,7 +154,7 @@ def probabilities_of_gpt2(theirs: Any, now: SimpleNamespace) -> dict[nn.Module, 
 def test_gpt2_trains_as_torch_trains_it(micro_batches: int, dropout: bool) -> None:
     """Compare losses, norms, learning rates and, after a whole schedule, every parameter."""
     rates = RATES if dropout else {}
-    same, theirs = gpt2.pair(torch.float64, n_layers=2, max_seq_len=12, **rates)
+    same, theirs = pair("gpt2", torch.float64, n_layers=2, max_seq_len=12, **rates)
     ours = build_parallel(same.config, LayoutConfig(), Axes(), SEED, torch.device("cpu"), "float64")
     ours.load_state_dict(same.state_dict())
     stepper = Stepper(ours, TrainConfig(**TRAIN), Axes(), LayoutConfig(micro_batches=micro_batches))
@@ -176,7 +186,7 @@ def test_gpt2_trains_as_torch_trains_it(micro_batches: int, dropout: bool) -> No
         assert (got.loss, got.grad_norm, got.lr) == pytest.approx(want, rel=1e-9)
         assert got.tokens == 4 * 12
     assert clipped, "the test must clip"
-    expected = gpt2.from_hugging_face(theirs.state_dict(), ours.config)
+    expected = from_hugging_face(theirs.state_dict(), ours.config)
     for name, parameter in ours.named_parameters():
         if name.endswith("qkv.bias"):  # the keys' gradient is rounding noise around zero
             continue
@@ -208,9 +218,9 @@ def assert_alike(got: dict[str, Tensor], want: dict[str, Tensor], limit: float) 
 
 
 def test_berts_masks_are_where_the_formula_says() -> None:
-    config = bert.config_of(n_layers=2, **RATES)
-    theirs = bert.hugging_face(config, torch.float64)
-    state = bert.from_hugging_face(theirs.state_dict(), config)
+    config = config_of("bert", n_layers=2, **RATES)
+    theirs = hugging_face("bert", config, torch.float64)
+    state = from_hugging_face(theirs.state_dict(), config)
     ours = plain(config, torch.float64, state)
     now = SimpleNamespace(step=3, first_sample=2)
     theirs.bert.embeddings.dropout = Masked("embedding", DROPOUT, now)
@@ -220,7 +230,7 @@ def test_berts_masks_are_where_the_formula_says() -> None:
         layer.output.dropout = Masked(f"layers.{i}.dropout2", DROPOUT, now)
         site = f"layers.{i}.attention"
         probabilities[layer.attention.self] = Masked(site, ATTENTION_DROPOUT, now)
-    v, s = bert.V, bert.S
+    v, s = V, S
     valid = lengths_mask([24, 17, 5], s)
     targets = tokens_of(v, 3, s, seed=3).masked_fill(~valid, IGNORE)
     batch = {
@@ -242,7 +252,7 @@ def test_berts_masks_are_where_the_formula_says() -> None:
     }
     torch.stack([*losses.values()]).sum().backward()
     grads = {name: p.grad for name, p in theirs.named_parameters()}
-    want = bert.from_hugging_face(grads, config)
+    want = from_hugging_face(grads, config)
     want |= {f"loss of {name}": loss.detach() for name, loss in losses.items()}
     assert_alike(gradients_of(ours, batch, 3, 2), want, 1e-9)
 
@@ -252,10 +262,10 @@ def test_t5s_masks_are_where_the_formula_says() -> None:
 
     It computes softmax and sums of squares in float32 whatever its type.
     """
-    config = t5.config_of(**RATES)
-    theirs = t5.hugging_face(config, torch.float32)
+    config = config_of("t5", **RATES)
+    theirs = hugging_face("t5", config, torch.float32)
     theirs.set_attn_implementation("eager")
-    state = t5.from_hugging_face(theirs.state_dict(), config)
+    state = from_hugging_face(theirs.state_dict(), config)
     ours = plain(config, torch.float32, state)
     now = SimpleNamespace(step=3, first_sample=2)
     probabilities: dict[nn.Module, Masked] = {}
@@ -273,7 +283,7 @@ def test_t5s_masks_are_where_the_formula_says() -> None:
                 )
             last.dropout = Masked(f"{site}.dropout2", DROPOUT, now)
             last.DenseReluDense.dropout = nn.Identity()
-    v = t5.V
+    v = V
     valid = lengths_mask([20, 7, 1], 20)
     targets = tokens_of(v, 3, 9, seed=3)
     targets[1, 6:] = IGNORE
@@ -286,7 +296,7 @@ def test_t5s_masks_are_where_the_formula_says() -> None:
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     loss.backward()
     grads = {name: p.grad for name, p in theirs.named_parameters()}
-    want = t5.from_hugging_face(grads, config)
+    want = from_hugging_face(grads, config)
     want["loss of tokens"] = loss.detach()
     assert_alike(gradients_of(ours, batch, 3, 2), want, 1e-4)
 
@@ -357,10 +367,10 @@ def test_several_losses_are_added_each_as_a_mean() -> None:
 
     The number of hidden words differs between them. The step reports the same sum and its parts.
     """
-    config = bert.config_of(n_layers=1)
-    theirs = bert.hugging_face(config, torch.float64)
-    state = bert.from_hugging_face(theirs.state_dict(), config)
-    v, s = bert.V, bert.S
+    config = config_of("bert", n_layers=1)
+    theirs = hugging_face("bert", config, torch.float64)
+    state = from_hugging_face(theirs.state_dict(), config)
+    v, s = V, S
     targets = tokens_of(v, 4, s, seed=3).masked_fill(~lengths_mask([3, 1, 12, 20], s), IGNORE)
     batch = {"tokens": tokens_of(v, 4, s), "targets": targets, "pair": torch.tensor([1, 0, 0, 1])}
     out = theirs(batch["tokens"])
@@ -380,7 +390,7 @@ def test_several_losses_are_added_each_as_a_mean() -> None:
 
 def test_an_evaluation_is_a_mean_over_all_targets_without_dropout() -> None:
     """Compare with Hugging Face's model in eval, on batches with different numbers of targets."""
-    ours, theirs = gpt2.pair(torch.float64, n_layers=1, max_seq_len=12, **RATES)
+    ours, theirs = pair("gpt2", torch.float64, n_layers=1, max_seq_len=12, **RATES)
     batches = []
     for number, counted in enumerate(([12, 12], [1, 2], [5, 0])):
         batch = next_words(tokens_of(211, 2, 13, seed=number))

@@ -20,13 +20,14 @@ from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.checkpoint.convert.importing import INDEX, WEIGHTS, import_folder
 from gridformer.checkpoint.manifest import read_manifest
 from gridformer.utils.errors import UserError
-from tests.support.reference.folders import save, their_model
+from tests.support.reference.folders import save
+from tests.support.reference.shared import pair
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of two layers in several files."""
-    return save(their_model("gpt2"), tmp_path_factory.mktemp("hf"), sharded=True)
+    return save(pair("gpt2")[1], tmp_path_factory.mktemp("hf"), sharded=True)
 
 
 @pytest.fixture
@@ -152,7 +153,7 @@ def test_a_tensor_that_should_repeat_another_and_differs(
     kind: str, changes: dict[str, Any], name: str, other: str, tmp_path: Path
 ) -> None:
     """transformers does not tie such tensors; a copy, of a wider type perhaps, is skipped."""
-    folder = save(their_model(kind, **changes), tmp_path / "theirs")
+    folder = save(pair(kind, **changes)[1], tmp_path / "theirs")
     tensors = load_file(folder / WEIGHTS)
     wrong = tensors[other].clone()
     wrong[-1] += 0.5

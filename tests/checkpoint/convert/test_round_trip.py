@@ -26,17 +26,21 @@ from gridformer.utils.errors import ConfigError
 from tests.support.data import counting_split
 from tests.support.marks import full_unless
 from tests.support.reference.folders import (
-    KINDS,
     opened_by_them,
     our_logits,
     ours,
-    pair,
     save,
     their_logits,
-    their_model,
     tokenizer,
 )
-from tests.support.reference.shared import assert_close, entries_of, to_ours, transformers
+from tests.support.reference.shared import (
+    CONFIGS,
+    assert_close,
+    entries_of,
+    pair,
+    to_ours,
+    transformers,
+)
 
 QUICK = ("gpt2", "bert", "llama", "qwen2")  # all forms, and heads that are tied and untied
 
@@ -57,7 +61,7 @@ def same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 LLAMA3 = RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=8)
 YARN = RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=16)
 CASES: list[tuple[str, dict[str, Any]]] = [
-    *((kind, {}) for kind in KINDS),
+    *((kind, {}) for kind in CONFIGS),
     ("qwen3", {"tied_head": True, "head_dim": 16, "window": 7}),
     ("llama", {"n_kv_heads": 4, "rope_theta": 5e5, "rope_scaling": LLAMA3}),
     ("mistral", {"window": 0, "rope_scaling": YARN}),
@@ -70,7 +74,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 )
 def test_there_and_back(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Import from shards, export in shards, open there, and import again."""
-    theirs = their_model(kind, **changes)
+    theirs = pair(kind, **changes)[1]
     folder = save(theirs, tmp_path / "theirs", sharded=True)
     assert (folder / INDEX).is_file()
     done = import_folder(folder, tmp_path / "run")
@@ -93,7 +97,7 @@ def test_there_and_back(kind: str, changes: dict[str, Any], tmp_path: Path) -> N
     same_bits(*(tensors(find.newest(tmp_path / name)) for name in ("second", "run")))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_tables_are_complete(kind: str) -> None:
     """Every parameter of ours is in the table once, and every form undoes itself."""
     model, _ = pair(kind)
@@ -115,7 +119,7 @@ TYPES = [("bfloat16", "keep"), ("float16", "float32"), ("float32", "bfloat16")]
 @pytest.mark.parametrize(("stored", "dtype"), TYPES)
 def test_types_are_kept_or_converted(stored: str, dtype: Any, tmp_path: Path) -> None:
     want = getattr(torch, stored if dtype == "keep" else dtype)
-    folder = save(their_model("gpt2").to(getattr(torch, stored)), tmp_path / "theirs")
+    folder = save(pair("gpt2")[1].to(getattr(torch, stored)), tmp_path / "theirs")
     import_folder(folder, tmp_path / "run", dtype)
     export_run(tmp_path / "run", tmp_path / "back")
     converted = {name: value.to(want) for name, value in tensors(folder).items()}
@@ -125,7 +129,7 @@ def test_types_are_kept_or_converted(stored: str, dtype: Any, tmp_path: Path) ->
 
 def test_names_of_a_bare_model_and_harmless_buffers_are_understood(tmp_path: Path) -> None:
     """The published GPT-2 files have no `transformer.` before names, and hold masks."""
-    theirs = their_model("gpt2")
+    theirs = pair("gpt2")[1]
     folder = save(theirs, tmp_path / "theirs")
     bare = {name.removeprefix("transformer."): value for name, value in tensors(folder).items()}
     bare |= {f"h.{i}.attn.bias": torch.ones(1, 1, 32, 32).tril() for i in range(3)}
@@ -136,7 +140,7 @@ def test_names_of_a_bare_model_and_harmless_buffers_are_understood(tmp_path: Pat
 
 
 def test_bert_without_the_pair_branch(tmp_path: Path) -> None:
-    save(transformers.BertForMaskedLM(their_model("bert").config), tmp_path / "theirs")
+    save(transformers.BertForMaskedLM(pair("bert")[1].config), tmp_path / "theirs")
     done = import_folder(tmp_path / "theirs", tmp_path / "run")
     assert not done.run.model.sentence_pair
     assert export_run(tmp_path / "run", tmp_path / "back").architecture == "BertForMaskedLM"
@@ -148,7 +152,7 @@ def test_a_sentence_that_follows_is_their_label_0(tmp_path: Path) -> None:
 
     The samples are ours, of a text in which token i is i, so that they show whether B follows.
     """
-    theirs = their_model("bert")
+    theirs = pair("bert")[1]
     import_folder(save(theirs, tmp_path / "theirs"), tmp_path / "run")
     export_run(tmp_path / "run", tmp_path / "back")
     split = counting_split(200)
@@ -172,7 +176,7 @@ def test_a_sentence_that_follows_is_their_label_0(tmp_path: Path) -> None:
 
 
 def test_token_ids_and_tokenizer_come_back(tmp_path: Path) -> None:
-    theirs = their_model("gpt2")
+    theirs = pair("gpt2")[1]
     theirs.config.eos_token_id = 0
     folder = save(theirs, tmp_path / "theirs")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
@@ -189,7 +193,7 @@ def test_special_tokens_of_a_run_are_added_to_its_tokenizer(
 ) -> None:
     """They have the ids that the run gave them: the first ones after the tokenizer's words."""
     tokenizer().save(str(tmp_path / "tokenizer.json"))
-    model = their_model(family)
+    model = pair(family)[1]
     save(model, tmp_path / "theirs")
     made = import_folder(tmp_path / "theirs", tmp_path / "made").run
     (tmp_path / "out").mkdir()
@@ -211,7 +215,7 @@ def test_special_tokens_of_a_run_are_added_to_its_tokenizer(
 
 def test_a_t5_comes_back_with_what_it_has_learned(tmp_path: Path) -> None:
     """An export says so, and the user of a folder from elsewhere."""
-    theirs = save(their_model("t5"), tmp_path / "theirs")
+    theirs = save(pair("t5")[1], tmp_path / "theirs")
     assert import_folder(theirs, tmp_path / "plain").run.task == "spans"
     export_run(tmp_path / "plain", tmp_path / "spans")
     assert "gridformer_task" not in json.loads((tmp_path / "spans" / "config.json").read_text())
@@ -226,12 +230,12 @@ def test_a_t5_comes_back_with_what_it_has_learned(tmp_path: Path) -> None:
 
 
 def test_a_task_that_a_model_cannot_have_learned(tmp_path: Path) -> None:
-    theirs = save(their_model("t5"), tmp_path / "theirs")
+    theirs = save(pair("t5")[1], tmp_path / "theirs")
     with pytest.raises(
         ConfigError, match="--task chat: a t5 with a head of tokens learns spans or"
     ):
         import_folder(theirs, tmp_path / "run", task="chat")
-    config = their_model("gpt2").config
+    config = pair("gpt2")[1].config
     config.pad_token_id = 0
     theirs = save(transformers.GPT2ForSequenceClassification(config), tmp_path / "labels")
     with pytest.raises(ConfigError, match="--task causal: its head says that it has learned class"):

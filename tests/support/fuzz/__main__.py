@@ -20,7 +20,7 @@ from pathlib import Path
 
 from gridformer.parallel.registry import describe_layout
 from tests.support.fuzz.case import Case, case_of
-from tests.support.fuzz.check import CaseFailed, check_case
+from tests.support.fuzz.ranks import CaseFailed, check_case
 from tests.support.multirank.pool import WorkerPool
 
 

@@ -9,7 +9,6 @@ random numbers, so that a new setting does not change what is drawn for the othe
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 import re
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -41,6 +40,7 @@ SECTIONS: dict[str, type[Config]] = {
     "data": DataConfig,
     "train": TrainConfig,
 }
+SETTINGS = {f"{name}.{key}" for name, schema in SECTIONS.items() for key in schema.model_fields}
 
 # Settings that do not change a step or belong to other tests: where data lies, when what is
 # written, and the machine. Those that are not in SET keep their defaults.
@@ -305,26 +305,18 @@ def refusals(sections: Mapping[str, Mapping[str, Any]]) -> list[Refusal]:
 def _of_schema(where: list[str], message: str) -> Refusal:
     """Convert a schema error, of one section or of the whole run, into a refusal."""
     section = where[0] if where else ""
-    keys = [".".join(where), *_settings_in(message, section)]
+    keys = [key for key in [".".join(where)] if key in SETTINGS] + _settings_in(message, section)
     alone = re.findall(r"([a-z_]+)=[^;]*: leave it out", message)
-    return Refusal([*filter(_is_setting, keys)], [{f"{section}.{key}": None} for key in alone])
+    return Refusal(
+        [key for key in keys if key in SETTINGS], [{f"{section}.{key}": None} for key in alone]
+    )
 
 
 def _settings_in(sentence: str, section: str = "") -> list[str]:
     """Return the settings that a sentence names, with their section or as `section`'s."""
     words = re.findall(r"[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)?", sentence)
     keys = [word if "." in word else f"{section}.{word}" for word in words]
-    return [key for key in keys if _is_setting(key)]
-
-
-def _is_setting(key: str) -> bool:
-    section, _, name = key.partition(".")
-    return section in SECTIONS and name in _names_of(SECTIONS[section])
-
-
-@functools.cache
-def _names_of(schema: type[BaseModel]) -> frozenset[str]:
-    return frozenset(schema.model_fields)  # which pydantic looks for in each class above it
+    return [key for key in keys if key in SETTINGS]
 
 
 def _set(sections: Sections, changes: Mapping[str, Any]) -> None:

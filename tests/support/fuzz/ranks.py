@@ -1,10 +1,9 @@
-"""The work of one rank on a case of the fuzzer: train it, and compare it with one device."""
+"""Checks that a case of the fuzzer trains exactly as one device."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,7 +15,6 @@ from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.train.compile import compile_model
 from gridformer.train.step import ReadRows, Stepper
@@ -25,16 +23,19 @@ from tests.support.checkpoints import save_checkpoint
 from tests.support.fuzz.case import Case
 from tests.support.multirank.exactness import (
     CPU,
-    Tensors,
+    Reference,
+    axes_of,
     computed_once,
     distance,
     keep_gradients,
+    reference_of,
+    rows_of,
     values,
     with_documents,
     with_pairs,
     without_methods,
 )
-from tests.support.multirank.pool import group_cache
+from tests.support.multirank.pool import RankFailed, WorkerPool
 
 Found = dict[str, float]
 # Largest allowed relative differences in float64. `loose` is that of the first loss in another
@@ -46,26 +47,53 @@ CLOSE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 BACKEND = "eager"
 
 
-@dataclass(frozen=True)
-class Reference:
-    """Results of one device; the gradients are those of the first batch."""
+class CaseFailed(AssertionError):  # noqa: N818 - reads as a sentence in pytest.raises
+    """A case that failed, hung or is not exact.
 
-    initial: Tensors
-    gradients: Tensors
-    trained: Tensors
-    losses: list[float]
-    norms: list[float]
-    evaluated: float
+    `kind` says which of these happened, so that failures can be told apart.
+    """
+
+    def __init__(self, kind: str, text: str) -> None:
+        self.kind = kind
+        super().__init__(text)
+
+
+def check_case(pool: WorkerPool, case: Case, folder: Path) -> float:
+    """Train a case, compare it with one device and return the largest difference.
+
+    Raises:
+        CaseFailed: The case failed; the message holds the command that runs it again.
+    """
+    header = f"to run it again: python -m tests.support.fuzz --case '{case.text()}'\n"
+    worst = 0.0
+    for number, leg in enumerate(case.legs):
+        try:
+            ranks = pool.run(leg.layout.n_processes, train, case.text(), number, str(folder))
+        except RankFailed as failure:
+            text = str(failure)
+            hangs = "did not finish within" in text
+            kind = "hang" if hangs else text.strip().splitlines()[-1][:100]
+            raise CaseFailed(kind, f"{header}{text}") from None
+        for rank, one in enumerate(ranks):
+            wrong = {name: value for name, value in one.items() if not value <= LIMIT[name]}
+            if wrong:
+                words = f"leg {number}, rank {rank}: {wrong}"
+                raise CaseFailed("differs", f"{header}differs from one device: {words}")
+            worst = max(worst, *(value for name, value in one.items() if name != "loose"), 0.0)
+    return worst
 
 
 def train(text: str, number: int, folder: str) -> Found:
-    """Train one leg of a case, from the start or from a checkpoint in `folder`."""
+    """Train one leg of a case, from the start or from a checkpoint in `folder`; one rank's work.
+
+    In low precision it checks that losses are finite and that the first is close to one device's.
+    """
     torch.set_num_threads(1)
     case = Case.read(text)
     run = case.legs[number]
     first, end = (case.stop, case.steps) if number else (0, case.stop or case.steps)
     decisions = decide_run(run)
-    axes = _axes_of(run, decisions.block)
+    axes = axes_of(run.layout, decisions.block)
     model = build_parallel(
         run.model, run.layout, axes, run.train.seed, CPU, run.train.dtype, decisions.choices
     )
@@ -74,76 +102,54 @@ def train(text: str, number: int, folder: str) -> Found:
         compile_model(model, BACKEND)
     stepper = Stepper(model, run.train, axes, run.layout)
     reads = reads_of(case, run)
-    if run.train.dtype != "float64":
-        return _only_train(case, run, stepper, reads, number, Path(folder))
-
-    want: Reference = computed_once(_one_device, text)
-    found = {"init": distance(model, values(model), want.initial)}
+    exact = run.train.dtype == "float64"
+    if exact:
+        want: Reference = computed_once(_one_device, text)
+        found = {"init": distance(model, values(model), want.initial), "loss": 0.0, "norm": 0.0}
+    else:
+        found = {"loose": 0.0}
     if number:
-        checkpoint.load(_only_checkpoint(Path(folder)), model, stepper.updates, axes)
-    mine = keep_gradients(stepper)
-    found |= {"loss": 0.0, "norm": 0.0}
+        saved = find.latest(Path(folder))
+        assert saved is not None
+        loaded = checkpoint.load(saved, model, stepper.updates, axes)
+        stepper.scale.skipped = loaded.skipped
+        stepper.scale.go_on(loaded.loss_scale, loaded.good_steps)
+    mine = keep_gradients(stepper) if exact else {}
     for step in range(first, end):
         got = stepper(step, reads[step])
-        if step == 0 and not stepper.updates.in_backward:  # which leaves no gradients
+        assert got.tokens == int(Model.n_tokens(reads[step](slice(None)))), "tokens are counted"
+        if exact:
+            found["loss"] = max(found["loss"], _relative(got.loss, want.losses[step]))
+            found["norm"] = max(found["norm"], _relative(got.grad_norm, want.norms[step]))
+        else:
+            assert math.isfinite(got.loss)
+            assert got.skipped or math.isfinite(got.grad_norm)
+        if step == 0 and exact and not stepper.updates.in_backward:  # which leaves no gradients
             largest = max(float(grad.abs().max()) for grad in want.gradients.values())
             found["gradient"] = distance(model, mine, want.gradients, largest * 1e-3)
-        assert got.tokens == int(Model.n_tokens(reads[step](slice(None)))), "tokens are counted"
-        found["loss"] = max(found["loss"], _relative(got.loss, want.losses[step]))
-        found["norm"] = max(found["norm"], _relative(got.grad_norm, want.norms[step]))
+        if step == 0 and not exact:
+            loss = computed_once(_first_loss, text)
+            found["loose"] = abs(got.loss - loss) / max(1.0, abs(loss)) / CLOSE[run.train.dtype]
     if run.train.sanity_checks:
         assert_copies_equal(model, axes)
     if end < case.steps:
-        save_checkpoint(Path(folder), end, 0, run, model, stepper.updates, axes)
-        return found
-    # Differences of values that are zero except for rounding, relative to the length of a step.
-    found["parameter"] = distance(model, values(model), want.trained, run.train.lr)
-    found["eval"] = _relative(stepper.evaluate(reads[::2]).loss, want.evaluated)
-    return found
-
-
-def _only_train(
-    case: Case, run: RunConfig, stepper: Stepper, reads: list[ReadRows], number: int, folder: Path
-) -> Found:
-    """Check in low precision that losses are finite and that the first is close to one device's."""
-    axes, found = stepper.axes, {"loose": 0.0}
-    first, end = (case.stop, case.steps) if number else (0, case.stop or case.steps)
-    if number:
-        loaded = checkpoint.load(_only_checkpoint(folder), stepper.model, stepper.updates, axes)
-        stepper.scale.skipped = loaded.skipped
-        stepper.scale.go_on(loaded.loss_scale, loaded.good_steps)
-    for step in range(first, end):
-        got = stepper(step, reads[step])
-        assert math.isfinite(got.loss)
-        assert got.skipped or math.isfinite(got.grad_norm)
-        if step == 0:
-            want = computed_once(_first_loss, case.text())
-            difference = abs(got.loss - want) / max(1.0, abs(want))
-            found["loose"] = difference / CLOSE[run.train.dtype]
-    if run.train.sanity_checks:
-        assert_copies_equal(stepper.model, axes)
-    if end < case.steps:
         save_checkpoint(
-            folder, end, 0, run, stepper.model, stepper.updates, axes, scale=stepper.scale
+            Path(folder), end, 0, run, model, stepper.updates, axes, scale=stepper.scale
         )
-    else:
-        assert math.isfinite(stepper.evaluate(reads[::2]).loss)
+        return found
+    evaluated = stepper.evaluate(reads[::2]).loss
+    if exact:
+        # Differences of values that are zero except for rounding, relative to the length of a step.
+        found["parameter"] = distance(model, values(model), want.trained, run.train.lr)
+        found["eval"] = _relative(evaluated, want.evaluated)
+    assert math.isfinite(evaluated) or exact
     return found
 
 
-def _only_checkpoint(folder: Path) -> Path:
-    found = find.latest(folder)
-    assert found is not None
-    return found
-
-
-def _axes_of(run: RunConfig, block: object) -> Axes:
-    """Return the axes of a layout on this group's processes, made once."""
-    key = ("fuzz", run.layout.model_dump_json(), str(block))
-    if key not in group_cache():
-        group_cache()[key] = build_axes(run.layout, "cpu", block)  # type: ignore[arg-type]
-    axes: Axes = group_cache()[key]
-    return axes
+def _one_device(text: str) -> Reference:
+    case = Case.read(text)
+    run = case.legs[0]
+    return reference_of(_alone(run), reads_of(case, run))
 
 
 def _alone(run: RunConfig) -> Stepper:
@@ -151,23 +157,6 @@ def _alone(run: RunConfig) -> Stepper:
     settings = without_methods(run.train)
     whole = build_parallel(run.model, LayoutConfig(), Axes(), settings.seed, CPU, settings.dtype)
     return Stepper(whole, settings, Axes())
-
-
-def _one_device(text: str) -> Reference:
-    case = Case.read(text)
-    run = case.legs[0]
-    stepper, reads = _alone(run), reads_of(case, run)
-    initial = {name: value.clone() for name, value in values(stepper.model).items()}
-    first = keep_gradients(stepper)
-    results = [stepper(step, read) for step, read in enumerate(reads)]
-    return Reference(
-        initial,
-        first,
-        values(stepper.model),
-        [result.loss for result in results],
-        [result.grad_norm for result in results],
-        stepper.evaluate(reads[::2]).loss,
-    )
 
 
 def _first_loss(text: str) -> float:
@@ -186,10 +175,7 @@ def _relative(got: float, want: float) -> float:
 
 
 def reads_of(case: Case, run: RunConfig) -> list[ReadRows]:
-    def read_of(batch: Batch) -> ReadRows:
-        return lambda rows: {key: value[rows] for key, value in batch.items()}
-
-    return [read_of(batch_of(case, run, step)) for step in range(case.steps)]
+    return [rows_of(batch_of(case, run, step)) for step in range(case.steps)]
 
 
 def batch_of(case: Case, run: RunConfig, step: int) -> Batch:

@@ -1,17 +1,21 @@
-"""The entrypoints that test_launch.py's workers run; each writes files named by its rank."""
+"""The entrypoints that workers run in tests of `launch`; each writes files named by its rank."""
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from gridformer.launch import worker_process
 from gridformer.mesh.launch_env import STORE_FILE
 from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.utils import signals
 from gridformer.utils.errors import ConfigError
+from gridformer.utils.files import writing
 
 
 def note(folder: Path, name: str, text: str = "") -> None:
@@ -20,6 +24,11 @@ def note(folder: Path, name: str, text: str = "") -> None:
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(text)
     unfinished.rename(path)
+
+
+def begin(n: int) -> None:
+    init_process_groups("cpu", n, 600.0)
+    dist.barrier()
 
 
 def sums(folder: Path, n: int) -> None:
@@ -96,8 +105,7 @@ def one_long_save(folder: Path, n: int) -> None:
 
 
 def one_is_killed(folder: Path, n: int) -> None:
-    init_process_groups("cpu", n, 600.0)
-    dist.barrier()
+    begin(n)
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1))
@@ -114,3 +122,52 @@ def config_error_of_one_that_stops(folder: Path, n: int) -> None:
     while os.environ["RANK"] == "1" and not stop.requested:
         time.sleep(0.01)
     config_error(folder, n)
+
+
+# Runs that fail before or soon after they begin, for tests of the fork server and of memory.
+
+
+def killing_the_server(folder: Path, n: int) -> None:
+    """Rank 0 kills the process that forks the others."""
+    if os.environ["RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def with_a_full_disk(folder: Path, n: int) -> None:
+    """Rank 1 cannot write; the others wait for it."""
+    begin(n)
+    if dist.get_rank() == 1:
+        with writing(Path("/dev/full"), 1 << 20):
+            Path("/dev/full").write_text("x")
+    dist.all_reduce(torch.ones(1))
+
+
+def with_a_full_folder(folder: Path, n: int) -> None:
+    """The same, where rank 1 cannot write its report, either."""
+    if os.environ["RANK"] == "1":
+        patch.object(worker_process, "write_whole", side_effect=OSError).start()
+    with_a_full_disk(folder, n)
+
+
+def with_too_many_files(folder: Path, n: int) -> None:
+    """Rank 1 may not open any more files; the others wait for it."""
+    begin(n)
+    kept = []
+    while dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        kept.append(os.dup(0))
+    dist.all_reduce(torch.ones(1))
+
+
+def needing_memory(folder: Path, n: int) -> None:
+    """Rank 1 takes memory until it gets no more; the others wait for it."""
+    begin(n)
+    if dist.get_rank() == 1:
+        if more := int(os.environ.get("MORE_BYTES", "0")):
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more,) * 2)
+        kept = []
+        while True:
+            kept.append(torch.ones(16 << 20))
+    dist.all_reduce(torch.ones(1))

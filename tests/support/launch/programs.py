@@ -11,22 +11,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 150.0
+# `start("steps", 2)` runs an entrypoint of entrypoints.py in its own session. Further words go to
+# the interpreter, and `env` adds to the environment.
+Start = Callable[..., subprocess.Popen[str]]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-
-
-class Start(Protocol):
-    """`start("steps", 2)` runs an entrypoint of entrypoints.py in its own session."""
-
-    def __call__(
-        self, name: str, n: int, *before: str, env: dict[str, str] | None = None
-    ) -> subprocess.Popen[str]: ...
 
 
 @contextmanager
@@ -37,10 +31,12 @@ def starting(folder: Path) -> Iterator[Start]:
     def start(
         name: str, n: int, *before: str, env: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
+        dropped = [k for k in os.environ if k.startswith("OMP_") or k.endswith("ALLOC_CONF")]
+        kept = {name: value for name, value in os.environ.items() if name not in dropped}
         process = subprocess.Popen(
             [sys.executable, *before, "-m", "tests.support.launch.main", name, str(n), folder],
             cwd=ROOT,
-            env=_without_settings_of_threads_and_memory() | (env or {}),
+            env=kept | (env or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -54,14 +50,6 @@ def starting(folder: Path) -> Iterator[Start]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-def _without_settings_of_threads_and_memory() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("OMP_") and not name.endswith("ALLOC_CONF")
-    }
 
 
 def wait_for(folder: Path, names: list[str], process: subprocess.Popen[str]) -> list[str]:

@@ -24,20 +24,16 @@ from torch import Tensor
 
 from gridformer.config import LayoutConfig
 from gridformer.mesh import Axes
-from gridformer.parallel.axes import build_axes
-from tests.support.multirank.pool import group_cache
+from tests.support.multirank.exactness import axes_of
 
 Dims = tuple[str | None, ...]
+ROW, COL = "row", "col"
+# A whole tensor [r, c, ...] here is one variable per device: each holds [1, 1, ...] of it.
+EACH: Dims = (ROW, COL)
 
 
 def grid_axes(rows: int, cols: int) -> Axes:
-    """Return the axes of a grid that spans the worker's default group, made once per group."""
-    key = ("grid", rows, cols)
-    if key not in group_cache():
-        layout = LayoutConfig(scheme="optimus", rows=rows, cols=cols)
-        group_cache()[key] = build_axes(layout, "cpu")
-    axes: Axes = group_cache()[key]
-    return axes
+    return axes_of(LayoutConfig(scheme="optimus", rows=rows, cols=cols))
 
 
 def cut(whole: Tensor, dims: Dims, axes: Axes) -> Tensor:
@@ -59,6 +55,9 @@ class Case:
     shapes: list[tuple[int, ...]]
     on_grid: Callable[..., Tensor]
     plain: Callable[..., Tensor]
+
+
+CaseMaker = Callable[[Axes], Case]
 
 
 def check(case: Case) -> None:

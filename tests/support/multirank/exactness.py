@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -25,8 +24,8 @@ from gridformer.parallel.data.zero import replica_part, stored
 from gridformer.parallel.sharding import ParamShard, shard_of
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch, next_words
-from tests.support.multirank.layouts import Layout
-from tests.support.multirank.pool import WorkerPool, group_cache, packed
+from tests.support.multirank.layouts import Layout, n_of
+from tests.support.multirank.pool import WorkerPool, group_cache
 
 CPU = torch.device("cpu")
 N_CHOICES = 3  # of a question in `batches_of`
@@ -35,7 +34,10 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 # In float32 it is rounding noise, which AdamW with its usual eps scales up to full steps. An eps
 # above the noise keeps the comparison of parameters meaningful in float32; in float64 the noise is
 # far below it.
-TRAIN = {"global_batch": 24, "clip_norm": 0.05, "lr": 1e-3, "weight_decay": 0.1, "adam_eps": 1e-4}
+TRAIN: dict[str, Any] = {
+    **{"global_batch": 24, "clip_norm": 0.05, "lr": 1e-3},
+    **{"weight_decay": 0.1, "adam_eps": 1e-4},
+}
 # Small, with dropout wherever it is possible.
 EVERYTHING = {"dropout": 0.2, "attention_dropout": 0.1, "max_seq_len": 12, "n_layers": 1}
 IN_BACKWARD = {"update": "in_backward", "clip_by": "layer"}
@@ -106,6 +108,10 @@ def batches_of(step: int, config: ModelConfig, rows: int, task: Task = "auto") -
     return batch
 
 
+def rows_of(batch: Batch) -> ReadRows:
+    return lambda rows: {key: value[rows] for key, value in batch.items()}
+
+
 def with_documents(batch: Batch, chance: Tensor, reset: bool = True) -> Batch:
     """Return a batch of running text in which some tokens begin a document.
 
@@ -144,11 +150,11 @@ def with_pairs(batch: Batch, generator: torch.Generator) -> Batch:
     return found
 
 
-def axes_of(layout: LayoutConfig) -> Axes:
+def axes_of(layout: LayoutConfig, block: Any = None) -> Axes:
     """Return the axes of a layout over the worker's default group, made once per group."""
-    key = ("axes", layout.model_dump_json())
+    key = ("axes", layout.model_dump_json(), str(block))
     if key not in group_cache():
-        group_cache()[key] = build_axes(layout, device().type)
+        group_cache()[key] = build_axes(layout, device().type, block)
     axes: Axes = group_cache()[key]
     return axes
 
@@ -260,7 +266,7 @@ def without_methods(settings: TrainConfig) -> TrainConfig:
 
 
 @dataclass(frozen=True)
-class _Reference:
+class Reference:
     """What one device computes from a model, its batches and settings."""
 
     initial: Tensors
@@ -289,42 +295,36 @@ def computed_once(compute: Callable[..., Found], *args: Any) -> Found:
     if not here:
         if dist.get_rank() == 0 and key not in _computed:
             _computed[key] = compute(*args)
-        _computed[key] = _from_first(_computed.get(key))
+        values_of_first = [_computed.get(key)]
+        dist.broadcast_object_list(values_of_first, 0, device=device())
+        _computed[key] = values_of_first[0]
     return cast(Found, _computed[key])
-
-
-def _from_first(value: Any) -> Any:
-    """Return rank 0's value on all ranks."""
-    first = dist.get_rank() == 0
-    data = torch.frombuffer(bytearray(packed(value)), dtype=torch.uint8) if first else None
-    size = torch.tensor(0 if data is None else len(data), device=device())
-    dist.broadcast(size, 0)
-    sent = torch.empty(int(size), dtype=torch.uint8) if data is None else data
-    sent = sent.to(device())
-    dist.broadcast(sent, 0)
-    return value if first else pickle.loads(sent.cpu().numpy().tobytes())
 
 
 def _one_device(
     config_json: str, settings_json: str, n_steps: int, documents: bool, task: Task
-) -> _Reference:
+) -> Reference:
     config = ModelConfig.model_validate_json(config_json)
     settings = TrainConfig.model_validate_json(settings_json)
     axes = Axes(device_type=device().type)
     whole = build_parallel(config, LayoutConfig(), axes, settings.seed, device(), settings.dtype)
-    initial = {name: value.clone().cpu() for name, value in values(whole).items()}
-    stepper = Stepper(whole, settings, axes)
     reads = _reads(config, settings, n_steps, documents, task)
+    found = reference_of(Stepper(whole, settings, axes), reads)
+    assert not settings.clip_norm or min(found.norms) > settings.clip_norm, "the test must clip"
+    return found
+
+
+def reference_of(stepper: Stepper, reads: list[ReadRows]) -> Reference:
+    """Train the steps of one device."""
+    initial = {name: value.clone().cpu() for name, value in values(stepper.model).items()}
     first = keep_gradients(stepper)
     results = [stepper(step, read) for step, read in enumerate(reads)]
-    norms = [result.grad_norm for result in results]
-    assert not settings.clip_norm or min(norms) > settings.clip_norm, "the test must clip"
-    return _Reference(
+    return Reference(
         initial,
         {name: grad.cpu() for name, grad in first.items()},
-        {name: value.cpu() for name, value in values(whole).items()},
+        {name: value.cpu() for name, value in values(stepper.model).items()},
         [result.loss for result in results],
-        norms,
+        [result.grad_norm for result in results],
         stepper.evaluate(reads[::2]).loss,
     )
 
@@ -341,7 +341,7 @@ def _reads(
             else:
                 chance = torch.rand(batch["tokens"].shape, generator=generator)
                 batch = with_documents(batch, chance)
-        return lambda rows: {key: value[rows] for key, value in batch.items()}
+        return rows_of(batch)
 
     return [read_of(step) for step in range(n_steps)]
 
@@ -384,8 +384,14 @@ def assert_equal_one_device(
     task: Task = "auto",
 ) -> None:
     """Train two steps under these settings, and compare with one device."""
-    n, limit = LayoutConfig(**layout).n_processes, TOLERANCE[train["dtype"]]
-    for rank, worst in enumerate(pool.run(n, compare, layout, model, train, 2, False, task)):
-        assert worst["init"] == 0.0, f"rank {rank}: initial weights depend on the layout"
-        wrong = {k: v for k, v in worst.items() if not v <= limit}
+    ranks = pool.run(n_of(layout), compare, layout, model, train, 2, False, task)
+    worst_of(ranks, TOLERANCE[train["dtype"]])
+
+
+def worst_of(ranks: list[dict[str, float]], limit: float = TOLERANCE["float64"]) -> float:
+    """Return the largest difference on any rank, after checking that all of them are small."""
+    for rank, one in enumerate(ranks):
+        assert one["init"] == 0.0, f"rank {rank}: initial weights depend on the layout"
+        wrong = {k: v for k, v in one.items() if not v <= limit}
         assert not wrong, f"rank {rank}: {wrong}"
+    return max(value for one in ranks for value in one.values())

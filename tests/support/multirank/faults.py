@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -75,33 +74,6 @@ def told(plan: Plan, store: Path, step: int, point: int) -> tuple[int, int, str]
 LAYER = "layers.1.mlp"
 
 
-class Poison:
-    """Makes something of LAYER infinite in some steps."""
-
-    def __init__(self, what: str, steps: set[int], times: int = 99) -> None:
-        self.what, self.steps, self.times = what, steps, times
-
-    def into(self, model: Model) -> None:
-        for name, module in model.named_modules():
-            if name == LAYER:
-                module.register_forward_hook(self._hook(model))
-
-    def _hook(self, model: Model) -> Callable[..., Tensor | None]:
-        def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
-            if model.dropout_rng.step not in self.steps or not model.training or self.times == 0:
-                return None
-            self.times -= 1
-            if self.what == "output":
-                return output * math.inf
-            if self.what == "weights":
-                next(module.parameters()).data.view(-1)[0] = math.nan
-            elif output.requires_grad:
-                output.register_hook(lambda grad: grad * math.nan)
-            return None
-
-        return hook
-
-
 def with_an_infinite_moment(plan: Plan, at: int) -> str:
     """Train, and on the last rank let a second moment become infinite once, before a step."""
     start, left = Stepper.start, [at] * (dist.get_rank() == dist.get_world_size() - 1)
@@ -113,25 +85,44 @@ def with_an_infinite_moment(plan: Plan, at: int) -> str:
         return start(stepper, step, *args)
 
     with patch.object(Stepper, "start", started):
-        try:
-            train(plan)
-        except DivergedError as error:
-            return str(error)
+        return _error_of(plan)
+
+
+def _error_of(plan: Plan) -> str:
+    """Return the error that ends a run, or an empty text."""
+    try:
+        train(plan)
+    except DivergedError as error:
+        return str(error)
     return ""
 
 
 def poisoned(plan: Plan, what: str, steps: set[int], times: int = 99) -> str:
-    """Train with poison; return the error that ends the run, or an empty text."""
+    """Train, and in some steps let something of LAYER be infinite or NaN.
+
+    Returns the error that ends the run, or an empty text.
+    """
     build = trainer.build_parallel
 
     def built(*args: Any) -> Model:
-        model = build(*args)
-        Poison(what, steps, times).into(model)
+        model, left = build(*args), times
+
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+            nonlocal left
+            if model.dropout_rng.step not in steps or not model.training or left == 0:
+                return None
+            left -= 1
+            if what == "output":
+                return output * math.inf
+            if what == "weights":
+                next(module.parameters()).data.view(-1)[0] = math.nan
+            elif output.requires_grad:
+                output.register_hook(lambda grad: grad * math.nan)
+            return None
+
+        if layer := dict(model.named_modules()).get(LAYER):
+            layer.register_forward_hook(hook)
         return model
 
     with patch.object(trainer, "build_parallel", built):
-        try:
-            train(plan)
-        except DivergedError as error:
-            return str(error)
-    return ""
+        return _error_of(plan)

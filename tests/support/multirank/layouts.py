@@ -33,8 +33,9 @@ def name_of(layout: Layout) -> str:
     grid = f"{layout.get('rows', 1)}x{layout.get('cols', 1)}"
     kept = f"keep_{layout['keep_gathered']}" if "keep_gathered" in layout else ""
     stays = f"{layout['stationary']}_stays" if "stationary" in layout else ""
+    branches = f"-{layout['branches']}_branches" if "branches" in layout else ""
     how = "".join(f"-{word}" for word in (layout.get("schedule", ""), stays, kept) if word)
-    return f"{layout['scheme']}{sequence}-{grid}-dp{layout.get('dp', 1)}{how}"
+    return f"{layout['scheme']}{sequence}-{grid}-dp{layout.get('dp', 1)}{how}{branches}"
 
 
 # Every kind of SUPER section, with common layers everywhere or on the first sub-grid.

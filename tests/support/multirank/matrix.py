@@ -17,29 +17,25 @@ from typing import Any, NamedTuple
 from gridformer.config import LayoutConfig, RunConfig, Task
 from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError
-from tests.support.multirank.exactness import TOLERANCE, TRAIN, tiny
+from tests.support.multirank.exactness import TRAIN, tiny
 
 LARGEST = 8  # the most processes of a layout whose grid is the larger of two
 
 # The heads of fine-tuning, without that of tokens: labels of sequences, and spans.
 FINE_TUNED: dict[str, Any] = {"token_head": False, "span_head": True, "n_labels": 3}
+T5: dict[str, Any] = {"family": "t5", "relative_buckets": 8, "relative_max_distance": 16}
 CHOICE: dict[str, Any] = {"span_head": False, "n_labels": 1}
 MODELS: dict[str, dict[str, Any]] = {
     "GPT-2": {"family": "gpt2", "n_labels": 3},
     "BERT": {"family": "bert"},
-    "T5": {"family": "t5", "relative_buckets": 8, "relative_max_distance": 16},
+    "T5": T5,
     "Transformer": {"family": "transformer", "label_smoothing": 0.1},
     # Its 3 heads of keys and values do not divide over 2 columns, so both columns have all of them.
     "Llama": {"family": "llama", "n_kv_heads": 3, "qk_norm": True, "tied_head": False},
     "BERT, fine-tuned": {"family": "bert", "sentence_pair": False, **FINE_TUNED},
     "GPT-2, fine-tuned": {"family": "gpt2", **FINE_TUNED},
     "Llama, fine-tuned": {"family": "llama", "n_kv_heads": 3, "tied_head": False, **FINE_TUNED},
-    "T5, fine-tuned": {
-        "family": "t5",
-        "relative_buckets": 8,
-        "relative_max_distance": 16,
-        **FINE_TUNED,
-    },
+    "T5, fine-tuned": {**T5, **FINE_TUNED},
 }
 # What two tasks of fine-tuning leave out of these heads: learning labels, and learning spans.
 LEFT_OUT: tuple[dict[str, Any], ...] = ({"span_head": False}, {"n_labels": 0})
@@ -251,15 +247,6 @@ def refusal(cell: Cell) -> str:
     return ""
 
 
-def worst_of(ranks: list[dict[str, float]]) -> float:
-    """Return the largest difference on any rank, after checking that all of them are small."""
-    for rank, one in enumerate(ranks):
-        assert one["init"] == 0.0, f"rank {rank}: initial weights depend on the layout"
-        wrong = {k: v for k, v in one.items() if not v <= TOLERANCE["float64"]}
-        assert not wrong, f"rank {rank}: {wrong}"
-    return max(value for one in ranks for value in one.values())
-
-
 def remember(path: Path, worst: Mapping[Cell | str, float]) -> dict[Cell | str, float]:
     """Add the results to those in the file at `path`, and return all of them."""
     lines = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
@@ -286,15 +273,11 @@ def write(
     columns = [*itertools.product(PIPELINES, REPLICAS)]
     if not all(cell in worst or cell in refused for cell in CELLS):
         how += " A dash is a cell that has not been run."
-    title = "# Exactness: every layout against one device"
-    lines = [
-        title,
-        "",
-        *textwrap.wrap(how, 118, break_on_hyphens=False),
-        "",
-        "| model | scheme | " + " | ".join(_column(*c) for c in columns) + " |",
-    ]
-    lines.append("|---|---|" + "---|" * len(columns))
+    modes = {mode: "" if mode == "none" else f", dp=2 {mode}" for mode in REPLICAS}
+    lines = ["# Exactness: every layout against one device", ""]
+    lines += [*textwrap.wrap(how, 118, break_on_hyphens=False), ""]
+    lines += ["| model | scheme | " + " | ".join(f"pp={p}{modes[m]}" for p, m in columns) + " |"]
+    lines += ["|---|---|" + "---|" * len(columns)]
     for model, scheme in itertools.product(MODELS, SCHEMES):
         entries = []
         for pp, replicas in columns:
@@ -322,7 +305,3 @@ def write(
 
 def _short(value: float) -> str:
     return f"{value:.0e}".replace("e-0", "e-")
-
-
-def _column(pp: int, replicas: str) -> str:
-    return f"pp={pp}" + ("" if replicas == "none" else f", dp=2 {replicas}")

@@ -11,23 +11,12 @@ from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch
-from tests.support.multirank.exactness import (
-    CPU,
-)
-
-Layout = dict[str, Any]
+from tests.support.multirank.exactness import CPU, TRAIN, rows_of
 
 ROWS, LENGTH, SOURCE = 24, 8, 12
 SIZE = {"hidden_size": 16, "n_heads": 4, "vocab_size": 29, "max_seq_len": 12}
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
-SETTINGS = TrainConfig(
-    global_batch=ROWS,
-    dtype="float64",
-    clip_norm=0.05,
-    lr=1e-3,
-    weight_decay=0.1,
-    adam_eps=1e-4,
-)
+SETTINGS = TrainConfig(**TRAIN, dtype="float64")
 
 
 def family(name: Family, **changes: Any) -> ModelConfig:
@@ -70,10 +59,7 @@ def batch_of(config: ModelConfig, step: int, rows: int = ROWS) -> Batch:
 
 
 def reads_of(config: ModelConfig, n_steps: int) -> list[ReadRows]:
-    def read_of(batch: Batch) -> ReadRows:
-        return lambda rows: {key: value[rows] for key, value in batch.items()}
-
-    return [read_of(batch_of(config, step)) for step in range(n_steps)]
+    return [rows_of(batch_of(config, step)) for step in range(n_steps)]
 
 
 def stepper_of(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import io
 import os
 import pickle
 import shutil
@@ -36,7 +35,6 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from gridformer.mesh.gpus import gpus_are_shared
 
@@ -151,7 +149,7 @@ def _work(rank: int, pipe: Connection, stack_file: str) -> None:
             torch.manual_seed(0)  # so that a test does not depend on the one before it
             value = fn(*args, **kwargs)
             # multiprocessing's own pickler would send tensors as shared memory handles
-            answer = packed((True, value))
+            answer = pickle.dumps((True, value))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
@@ -201,7 +199,7 @@ class WorkerPool:
         if not 1 <= world_size <= MAX_RANKS:
             raise ValueError(f"world_size={world_size}: the pool has 1 to {MAX_RANKS} ranks")
         # raises here, not in a worker, if something cannot be pickled
-        body = packed((fn, args, kwargs))
+        body = pickle.dumps((fn, args, kwargs))
         if self.backend == "nccl" and self._group is not None and self._is_worn(world_size):
             self.discard()  # torch 2.11 crashes where the second world of a process is split
         self._grow(world_size)
@@ -338,23 +336,3 @@ def _hang_report(hung: dict[int, _Worker], timeout_s: float) -> str:
         stack = worker.stack_file.read_text() if worker.stack_file.exists() else ""
         lines += [f"\nrank {rank} was at", stack or "(no stack)"]
     return "\n".join(lines)
-
-
-def packed(value: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-    return file.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, x: Any) -> Any:
-        if type(x) is not Tensor or x.device.type != "cpu" or x.requires_grad:
-            return NotImplemented
-        data = x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return _tensor, (data, x.dtype, tuple(x.shape))
-
-
-def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)

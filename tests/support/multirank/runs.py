@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -32,41 +31,19 @@ from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.step import Stepper
 from gridformer.train.trainer import Trainer
-from gridformer.utils.batch import Batch
-from tests.support.multirank.layouts import name_of
 
 Result = TypeVar("Result")
 
 STEPS, MIDDLE = 5, 3
-
-
-def title(layout: dict[str, Any]) -> str:
-    branches = f"-{layout['branches']}_branches" if "branches" in layout else ""
-    return f"{name_of(layout)}{branches}"
+TRAIN = {
+    **{"steps": STEPS, "lr": 3e-3, "eval_every": 0, "save_every": MIDDLE},
+    **{"dtype": "float64", "sanity_checks": True},
+}
 
 
 def plan_of(data: Path, out: Path, layout: dict[str, Any], **train: Any) -> Plan:
-    model = {
-        "n_layers": 2,
-        "hidden_size": 24,
-        "n_heads": 12,
-        "vocab_size": 301,
-        "max_seq_len": 12,
-        "dropout": 0.1,
-        "attention_dropout": 0.1,
-    }
-    settings = {
-        "steps": STEPS,
-        "global_batch": 24,
-        "lr": 3e-3,
-        "warmup_steps": 2,
-        "eval_every": 0,
-        "eval_batches": 2,
-        "save_every": MIDDLE,
-        "dtype": "float64",
-        "sanity_checks": True,
-        **train,
-    }
+    model = {**SIZE, "n_heads": 12, "vocab_size": 301, "max_seq_len": 12, "attention_dropout": 0.1}
+    settings = {**TRAIN, "global_batch": 24, "warmup_steps": 2, "eval_batches": 2, **train}
     sections = {"model": model, "layout": layout, "data": {"path": str(data), "seq_len": 12}}
     run = parse_run({"name": "test", "train": settings, **sections})
     check_layout(run)
@@ -143,16 +120,6 @@ def assert_same_bits(one: Path, other: Path, step: int = STEPS) -> None:
 
 
 SIZE = {"n_layers": 2, "hidden_size": 24, "n_heads": 4, "max_seq_len": 64, "dropout": 0.1}
-TRAIN = {
-    "steps": STEPS,
-    "global_batch": 8,
-    "lr": 3e-3,
-    "eval_every": 0,
-    "eval_batches": 1,
-    "save_every": MIDDLE,
-    "dtype": "float64",
-    "sanity_checks": True,
-}
 PACKED = {"document_mask": True, "packing": "documents", "seq_len": 64}
 
 
@@ -162,7 +129,7 @@ def plan(out: Path, family: str, layout: dict[str, Any], **data: Any) -> Plan:
         "model": {"family": family, **SIZE},
         "data": {key: str(value) if key == "path" else value for key, value in data.items()},
         "layout": layout,
-        "train": TRAIN,
+        "train": {**TRAIN, "global_batch": 8, "eval_batches": 1},
     }
     file = out.with_suffix(".yaml")
     file.write_text(json.dumps(sections))  # JSON is also YAML
@@ -179,8 +146,4 @@ def loss_of_all(plan: Plan, folder: TokenFolder) -> tuple[int, float]:
     train = run.train.model_copy(update={"global_batch": len(every)})
     model = build_parallel(run.model, run.layout, Axes(), 1, torch.device("cpu"), "float64")
     stepper = Stepper(model, train, Axes(), run.layout)
-    return len(every), stepper.evaluate([partial(_given, batch)]).loss
-
-
-def _given(batch: Batch, _: object) -> Batch:
-    return batch
+    return len(every), stepper.evaluate([lambda _: batch]).loss

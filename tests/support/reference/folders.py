@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,35 +11,14 @@ from torch import Tensor
 
 from gridformer.evaluate.loading import load_model
 from gridformer.models import Model
-from tests.support.reference import bert, gpt2, llama, t5
-from tests.support.reference.shared import tokens_of, transformers
-
-MODULES: dict[str, ModuleType] = {"gpt2": gpt2, "bert": bert, "t5": t5}
-KINDS = (*MODULES, *llama.ARCHITECTURES)
-V = 211
-
-
-def pair(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Model, Any]:
-    """Return a small model of ours and one of Hugging Face with the same random weights."""
-    if kind in llama.ARCHITECTURES:
-        return llama.pair(kind, dtype, **changes)
-    found: tuple[Model, Any] = MODULES[kind].pair(dtype, **changes)
-    return found
-
-
-def their_model(kind: str, **changes: Any) -> Any:
-    return pair(kind, **changes)[1]
+from tests.support.reference.shared import V, tokens_of, transformers
 
 
 def save(model: Any, folder: Path, sharded: bool = False) -> Path:
     """Write a model as their library does, in one file or in several small ones."""
-    tokenizer().save(str(folder_of(folder) / "tokenizer.json"))
-    model.save_pretrained(folder, max_shard_size="40KB" if sharded else "5GB")
-    return folder
-
-
-def folder_of(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
+    tokenizer().save(str(folder / "tokenizer.json"))
+    model.save_pretrained(folder, max_shard_size="40KB" if sharded else "5GB")
     return folder
 
 

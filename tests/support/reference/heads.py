@@ -13,31 +13,20 @@ from gridformer.data.samples.examples import read_by
 from gridformer.data.samples.sample import SpecialIds
 from gridformer.models import Model
 from gridformer.utils.batch import Batch
-from tests.support.reference import folders
-from tests.support.reference.llama import widened
-from tests.support.reference.shared import plain, randomize, to_ours, transformers
+from tests.support.reference import shared
+from tests.support.reference.shared import V, class_of, plain, randomize, to_ours, widened
 
 Head = Literal["ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice"]
-# What the names of their classes begin with.
-CLASSES = {
-    "bert": "Bert",
-    "gpt2": "GPT2",
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "t5": "T5",
-}
 SIZES: dict[str, Any] = {"n_layers": 2, "max_seq_len": 24}
 PAD, END = 0, 1
-SPECIAL = SpecialIds(END, PAD, None, None, None, PAD, (), folders.V, folders.V, frozenset())
+SPECIAL = SpecialIds(END, PAD, None, None, None, PAD, (), V, V, frozenset())
 
 
 def pair(kind: str, head: Head, n_labels: int = 3) -> tuple[Model, Any]:
     """Return our model and theirs in float64; `n_labels` is 2 for answers in any case."""
     # With a shorter window our padding also sees itself, and so do its logits of spans.
     window = {"window": SIZES["max_seq_len"]} if kind == "mistral" else {}
-    tokens, theirs = folders.pair(kind, **SIZES, **window)
+    tokens, theirs = shared.pair(kind, **SIZES, **window)
     of_tokens = theirs.config.to_dict()
     n_theirs = 2 if head == "ForQuestionAnswering" else n_labels
     config = type(theirs.config)(
@@ -45,7 +34,7 @@ def pair(kind: str, head: Head, n_labels: int = 3) -> tuple[Model, Any]:
         attn_implementation=theirs.config._attn_implementation,
     )
     config.pad_token_id, config.eos_token_id, config.architectures = PAD, END, None
-    theirs = randomize(getattr(transformers, f"{CLASSES[kind]}{head}")(config), torch.float64)
+    theirs = randomize(class_of(kind, head)(config), torch.float64)
     widened(theirs)
     changes: dict[str, Any] = {"token_head": False}
     changes |= {"span_head": True} if head == "ForQuestionAnswering" else {"n_labels": n_labels}

@@ -1,21 +1,145 @@
-"""Cases of tests/multirank/test_gradcheck.py: Megatron's sections, the norm and the loss."""
+"""Cases of tests/multirank/test_gradcheck.py: products of a grid, norms, lookups, loss, sums."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gridformer.comm import autograd
 from gridformer.mesh import Axes
 from gridformer.models.blocks import IGNORE, LayerNorm, RMSNorm
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 from gridformer.parallel.tensor.norm import GridNorm
-from tests.support.multirank.collective_cases import COL, ROW, CaseMaker
-from tests.support.multirank.cutting import Case, Dims, cut, join
+from tests.support.multirank.cutting import COL, EACH, ROW, Case, CaseMaker, Dims, cut, join
+
+# How a product is computed: a schedule, and what it keeps. Each evaluation makes it again, because
+# an open prefetcher must not see a weight change.
+How = Callable[[Axes], tuple[summa.Schedule, summa.GatheredWeight | None, bool]]
+
+
+def _gather(
+    axes: Axes, keep_input: bool = False, keep_weight: bool = False, parts: int = 1
+) -> tuple[Any, Any, bool]:
+    weight = summa.GatheredWeight(axes.row)
+    weight.open()
+    schedule = summa.Gathered(axes, summa.Sharded(axes.col, -1), parts)
+    return schedule, weight if keep_weight else None, keep_input
+
+
+SCHEDULES: dict[str, How] = {
+    "broadcast": lambda axes: (summa.Broadcast(axes), None, False),
+    "pipelined": lambda axes: (summa.Pipelined(axes), None, False),
+    "gather": _gather,
+    "gather-parts": partial(_gather, parts=3),
+}
+KEEPS: dict[str, How] = {
+    "gather-keep_input": partial(_gather, keep_input=True),
+    "gather-keep_weight": partial(_gather, keep_weight=True),
+    "gather-keep_all": partial(_gather, keep_input=True, keep_weight=True),
+    "gather-parts-keep_weight": partial(_gather, keep_weight=True, parts=2),
+}
+
+
+def product_of(
+    transposed: bool, how: How, has_bias: bool, sizes: tuple[int, ...], axes: Axes
+) -> Case:
+    """Multiply [b, s, K] by [K, N] or by the transpose of [N, K].
+
+    Rows shard b and the weight's first dimension, columns the rest. Each copy of the bias on the
+    rows is one variable.
+    """
+    b, s, k, n = sizes
+
+    def on_grid(a: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
+        schedule, weight, keep_input = how(axes)
+        mine = cut(a, (ROW, None, COL), axes), cut(w, (ROW, COL), axes)
+        my_bias = cut(bias[0], (ROW, COL), axes)[0] if bias else None
+        if transposed:
+            c = summa.product_abt(*mine, schedule, my_bias, weight)
+        else:
+            c = summa.product_ab(*mine, schedule, my_bias, weight, keep_input)
+        return join(c, (ROW, None, COL), axes)
+
+    def plain(a: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
+        c = a @ (w.t() if transposed else w)
+        return c + bias[0].repeat_interleave(b // len(bias[0]), 0).unsqueeze(1) if bias else c
+
+    weight = (n, k) if transposed else (k, n)
+    return Case([(b, s, k), weight, *[(axes.row.size, n)] * has_bias], on_grid, plain)
+
+
+def one_operand_wanted(wanted: int, transposed: bool, how: How, axes: Axes) -> Case:
+    """A product whose other operand needs no gradient, so that its half of backward is skipped."""
+    both = product_of(transposed, how, False, (2, 2, 6, 6), axes)
+    generator = torch.Generator().manual_seed(4)
+    constant = torch.randn(both.shapes[1 - wanted], generator=generator, dtype=torch.float64)
+
+    def of_one(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+        return function(x, constant) if wanted == 0 else function(constant, x)
+
+    return Case([both.shapes[wanted]], partial(of_one, both.on_grid), partial(of_one, both.plain))
+
+
+def lookup(how: How, output_stays: bool, v: int, h: int, n_tokens: int, axes: Axes) -> Case:
+    """Look up rows of a table [v, h], or of one stored as [h, v].
+
+    The tokens differ between the rows, and some words occur twice.
+    """
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, v, (axes.row.size, n_tokens, 2), generator=generator)
+    tokens[:, :, 0] = v - 1
+    tokens[:, 0, 1] = 0
+
+    def on_grid(table: Tensor) -> Tensor:
+        schedule, weight, _ = how(axes)
+        mine = tokens[axes.row.index], cut(table, (ROW, COL), axes)
+        rows = summa.lookup(*mine, schedule, axes, output_stays, weight)
+        return join(rows.unsqueeze(0), (ROW, None, None, COL), axes)
+
+    if output_stays:
+        return Case([(v, h)], on_grid, lambda table: F.embedding(tokens, table))
+    return Case([(h, v)], on_grid, lambda table: F.embedding(tokens, table.t()))
+
+
+def products_of(rows: int, cols: int) -> dict[str, CaseMaker]:
+    """M, K and N differ, and panels are at least two wide, except on 3x4 to save time."""
+    both = math.lcm(rows, cols) * (1 if rows * cols > 9 else 2)
+    ab, abt = (rows, 2, both, 2 * cols), (rows, 2, 2 * cols, both)
+    makers: dict[str, CaseMaker] = {
+        "product_ab-gather": partial(product_of, False, _gather, False, ab),
+        "product_abt-gather": partial(product_of, True, _gather, False, abt),
+    }
+    for name, how in {**SCHEDULES, **KEEPS}.items():
+        makers[f"product_ab-{name}-bias"] = partial(product_of, False, how, True, ab)
+        # the other schedules ignore what is kept
+        if name in SCHEDULES or name == "gather-keep_weight":
+            makers[f"product_abt-{name}-bias"] = partial(product_of, True, how, True, abt)
+            makers[f"lookup-output_stays-{name}"] = partial(lookup, how, True, both, 2 * cols, 2)
+            makers[f"lookup-input_stays-{name}"] = partial(lookup, how, False, 2 * cols, both, 2)
+    return makers
+
+
+def one_wanted() -> dict[str, CaseMaker]:
+    """Return these cases for 2x3 only, since they are the same everywhere."""
+    makers: dict[str, CaseMaker] = {}
+    for name in ("broadcast", "gather", "gather-parts", "gather-keep_all"):
+        how = {**SCHEDULES, **KEEPS}[name]
+        for transposed, product in enumerate(("product_ab", "product_abt")):
+            for wanted, letter in enumerate("ab"):
+                make = partial(one_operand_wanted, wanted, bool(transposed), how)
+                makers[f"{product}-{name}-only_{letter}_wanted"] = make
+    return makers
+
+
+# --------------------------------------------------------------------------- Megatron's sections
 
 # On one row of devices, activations between sections are whole on all of them, or sharded over s,
 # or over b as with sub-graphs; they are gathered at once or in chunks.
@@ -107,14 +231,9 @@ def layer_norm(h: int, eps: float, offset: float, axes: Axes) -> Case:
     assert {p.shape for p in module.parameters()} == {(h // cols,)}
 
     def on_grid(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        values = {
-            "weight": cut(weight, (ROW, COL), axes)[0],
-            "bias": cut(bias, (ROW, COL), axes)[0],
-        }
-        mine = cut(x, (ROW, None, COL), axes)
-        return join(
-            torch.func.functional_call(module, values, (mine + offset,)), (ROW, None, COL), axes
-        )
+        values = {"weight": cut(weight, EACH, axes)[0], "bias": cut(bias, EACH, axes)[0]}
+        mine = cut(x, (ROW, None, COL), axes) + offset
+        return join(torch.func.functional_call(module, values, (mine,)), (ROW, None, COL), axes)
 
     def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         normed = F.layer_norm(x + offset, (h,), eps=eps)
@@ -175,3 +294,22 @@ def norm_and_loss_of(rows: int, cols: int) -> dict[str, CaseMaker]:
         "cross_entropy-padded": partial(cross_entropy, 3 * cols - 1, 3 * cols),
         "cross_entropy-rank-of-padding": partial(cross_entropy, 2 * cols - 1, 3 * cols),
     }
+
+
+# --------------------------------------------------------------------------- collectives
+
+
+def allreduce_identity(name: str, axes: Axes) -> Case:
+    """Sum one variable per device to one variable per group."""
+    dim, other = (0, COL) if name == ROW else (1, ROW)
+
+    def on_grid(x: Tensor) -> Tensor:
+        total = autograd.allreduce_identity(cut(x, (*EACH, None, None), axes), axes[name])
+        return join(total.squeeze(0), (other, None, None), axes)
+
+    return Case([(axes.row.size, axes.col.size, 2, 3)], on_grid, lambda x: x.sum(dim).clone())
+
+
+def collectives_of(rows: int, cols: int) -> dict[str, CaseMaker]:
+    axes = [name for name, size in ((ROW, rows), (COL, cols)) if size > 1]
+    return {f"allreduce_identity-{name}": partial(allreduce_identity, name) for name in axes}
