@@ -94,17 +94,13 @@ def test_deepspeed_of_2021_hides_no_message_and_gathers_each_matrix_by_itself(pa
     assert update.op == "all_reduce"
 
 
-def test_deepspeed_of_2021_sums_each_gradient_by_itself() -> None:
+def test_deepspeed_of_2021_gathers_again_and_sums_each_gradient_by_itself() -> None:
+    gathers = _starts(of_deepspeed(_trace(backward=True), H, Rates(1e12)), "all_gather")
+    assert [2 * one.size for one in gathers[:-1]] == [*MATRICES, *MATRICES]
     sums = _starts(of_deepspeed(_trace(), H, Rates(1e12)), "reduce_scatter")
     assert {one.dtype for one in sums} == {"float16"}
     # The last norm of the model travels with the bias of the last layer's last matrix.
     assert sorted(one.size for one in sums) == sorted([*MATRICES, *SMALL, H, H])
-
-
-def test_deepspeed_of_2021_gathers_each_matrix_again_for_its_backward_pass() -> None:
-    trace = of_deepspeed(_trace(backward=True), H, Rates(1e12))
-    sizes = [2 * one.size for one in _starts(trace, "all_gather")]
-    assert sizes[:-1] == [*MATRICES, *MATRICES]
 
 
 def test_a_page_gets_the_table_where_it_is_marked(tmp_path: Path) -> None:

@@ -68,10 +68,6 @@ def test_layouts_drawn_at_random_are_valid_and_the_same_for_a_seed() -> None:
     assert one == again
     assert one != other
     for n, words in one:
-        run = read_run_without_data(*_split(words))
+        model, *overrides = words.split()
+        run = read_run_without_data(model, overrides)
         assert run.layout.n_processes == n <= any_layout.MOST_DEVICES
-
-
-def _split(words: str) -> tuple[str, list[str]]:
-    model, *overrides = words.split()
-    return model, overrides

@@ -58,10 +58,3 @@ def test_a_problem_is_printed_and_sets_the_exit_code() -> None:
     assert (problem["kind"], problem["ranks"], problem["axis"]) == ("deadlock", [0, 1], "pp")
     assert (problem["file"], problem["line"]) == ("parallel/pipeline/executor.py", 7)
     assert (problem["module"], problem["groups_alike"]) == ("layers.1", 3)
-
-
-def test_bad_input_has_exit_code_2() -> None:
-    done = gridformer_here("check", *TINY, SCHEME, "layout.cols=5")
-    assert done.returncode == 2
-    assert "does not divide over layout.cols=5" in done.stderr
-    assert gridformer_here("check", "no-such-run").returncode == 2

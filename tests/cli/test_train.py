@@ -163,9 +163,6 @@ def test_bad_input_is_refused_before_anything_starts(run_file: Path, tmp_path: P
     assert "Traceback" not in bad.stderr
     for part in ("model.n_heads=2", "model.hidden_size=16", "train.global_batch=5", "--nproc=4"):
         assert part in bad.stderr
-    unknown = gridformer_here("train", run_file, "train.step=3", "--out", out)
-    assert unknown.returncode == 2
-    assert "did you mean 'steps'?" in unknown.stderr
     missing = gridformer_here("train", run_file, "data.path=nowhere", "--out", out)
     assert missing.returncode == 2
     assert "gridformer prepare" in missing.stderr

@@ -67,11 +67,7 @@ def test_run_files_and_python_are_accepted(page: Path) -> None:
         "gridformer trian demo",
         "gridformer train demo --explian",
         "gridformer train demo train.step=3",
-        "gridformer train demo layout.scheme=optimum",
         "gridformer train no-such-run",
-        "gridformer prepare python-stdlib",
-        "gridformer memory gpt3-175b",
-        "gridformer layouts gpt2-356m --processes 4",
         "gridformer generate runs/demo --beam 3",
     ],
 )

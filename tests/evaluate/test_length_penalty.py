@@ -19,7 +19,6 @@ from gridformer.config import RunConfig, parse_run
 from gridformer.data import TokenFolder, resolve
 from gridformer.data.prepare.corpus import prepare_corpus
 from gridformer.evaluate import beams
-from gridformer.evaluate.beams import Beams, BeamSearch
 from gridformer.evaluate.bleu import Bleu
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.tasks import Options, check_tasks, parse_tasks
@@ -32,36 +31,6 @@ from tests.support.marks import extra
 CPU = torch.device("cpu")
 SAID = "QUICK BROWN FOX JUMPS OVER"
 MODEL = {"family": "transformer", "n_layers": 1, "hidden_size": 8, "n_heads": 2, "max_seq_len": 64}
-
-
-def test_the_penalty_is_the_power_of_the_length() -> None:
-    """Of an empty target of probability 0.5, and one of a word of 0.3: n is 1 and 2 with the end.
-
-    log(0.3) / 2^a exceeds log(0.5) if 2^a > 1.737, which is if a > 0.797.
-    """
-    end, word = 1, 2
-
-    def best(penalty: float) -> list[int]:
-        search = Beams(end, BeamSearch(2, penalty, 8))
-
-        def step(*row: float) -> None:
-            both = torch.tensor(search.scores)[:, None] + torch.tensor([row, row]).log()
-            best = both.flatten().topk(4)
-            rows = [divmod(place, 4) for place in best.indices.tolist()]
-            search.step([(value, *at) for value, at in zip(best.values.tolist(), rows)])
-
-        step(1e-9, 0.5, 0.45, 0.05)
-        step(0.3331, 2 / 3, 1e-4, 1e-4)
-        for _ in range(8):  # the beams that are left over become ever less likely
-            step(0.25, 0.25, 0.25, 0.25)
-        assert search.ended
-        return search.best()
-
-    assert [best(penalty) for penalty in (0.0, 0.6, 0.78)] == [[], [], []]
-    assert [best(penalty) for penalty in (0.82, 1.0)] == [[word], [word]]
-
-
-# --------------------------------------------------------------------------- what measures BLEU
 
 
 @pytest.fixture(scope="module")

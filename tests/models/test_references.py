@@ -85,18 +85,6 @@ def test_gpt2(dtype: torch.dtype, changes: dict[str, Any]) -> None:
     assert_same_training(ours, theirs)
 
 
-@DTYPES
-@pytest.mark.parametrize(
-    "pieces", [[1] * 12, [5, 1, 1, 1, 1, 1, 1, 1], [12], [1, 11], [4, 3, 1, 4]], ids=str
-)
-def test_cached_forward_of_gpt2(dtype: torch.dtype, pieces: list[int]) -> None:
-    """Tokens fed one by one, or after a prompt, give the logits of all of them at once."""
-    ours, _ = pair("gpt2", dtype)
-    tokens = tokens_of(V, 2, 12)
-    with torch.no_grad():
-        assert_close(piece_by_piece(ours, tokens, pieces)[0], ours(tokens))
-
-
 # --------------------------------------------------------------------------- Llama and its kin
 
 LLAMA3 = {"kind": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}
@@ -191,14 +179,17 @@ def test_shipped_models_have_their_published_size(name: str) -> None:
     assert n_parameters == pytest.approx(config.n_layers * config.layer_elements + tables, rel=1e-3)
 
 
-@pytest.mark.parametrize("architecture", full_unless({"mistral"}.__contains__, LLAMAS))
-def test_cached_forward_of_llama(architecture: str) -> None:
-    """A window's cache keeps no more than what the next token sees, besides a prompt."""
-    ours, _ = pair(architecture, torch.float64, rope_scaling=YARN)
+@pytest.mark.parametrize("name", full_unless({"gpt2", "mistral"}.__contains__, ["gpt2", *LLAMAS]))
+def test_cached_forward(name: str) -> None:
+    """Tokens fed one by one, or after a prompt, give the logits of all of them at once.
+
+    A window's cache keeps no more than what the next token sees, besides a prompt.
+    """
+    ours, _ = pair(name, torch.float64, **({} if name == "gpt2" else {"rope_scaling": YARN}))
     tokens = tokens_of(V, 2, 16)
     with torch.no_grad():
         want = ours(tokens)
-    for pieces in ([1] * 16, [7, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1, 15], [3, 4, 1, 8]):
+    for pieces in ([1] * 16, [7, 1, 1, 1, 1, 1, 1, 1, 1, 1], [16], [1, 15], [3, 4, 1, 8]):
         logits, caches = piece_by_piece(ours, tokens, pieces)
         assert_close(logits, want)
         kept = caches[0].k

@@ -1,4 +1,4 @@
-"""Products with several weights side by side: values, gradients, and what is kept of weights."""
+"""Products with one weight or several side by side: values, gradients, and what is kept."""
 
 from __future__ import annotations
 
@@ -9,59 +9,73 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gridformer.models.blocks import Init, MergedLinear, PartSize, Role, attach_copies, keep_copies
+from gridformer.models.blocks import (
+    Init,
+    Linear,
+    MergedLinear,
+    PartSize,
+    Role,
+    attach_copies,
+    keep_copies,
+)
 from gridformer.models.blocks.cast import cast, copy_of
 
-WIDTHS = {"q": 12, "k": 4, "v": 4}
+ROLE = Role("qkv", "attention")
+KINDS = pytest.mark.parametrize("kind", ["one", "several side by side"])
 
 
-def made(dtype: torch.dtype, bias: bool = False) -> MergedLinear:
-    parts = {name: PartSize(n, Init(std=1.0)) for name, n in WIDTHS.items()}
-    product = MergedLinear(8, parts, Role("qkv", "attention"), bias)
+def made(kind: str, dtype: torch.dtype, bias: bool = False) -> Linear | MergedLinear:
+    parts = {name: PartSize(n, Init(std=1.0)) for name, n in {"q": 12, "k": 4, "v": 4}.items()}
+    one = kind == "one"
+    product = Linear(8, 6, ROLE, Init(), bias) if one else MergedLinear(8, parts, ROLE, bias)
     generator = torch.Generator().manual_seed(1)
     for parameter in product.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype)
     return product
 
 
-def loss_of(out: Sequence[Tensor]) -> Tensor:
-    return torch.stack([(i + 1) * part.float().square().sum() for i, part in enumerate(out)]).sum()
+def together(product: Linear | MergedLinear, x: Tensor) -> Sequence[Tensor]:
+    out = product(x)
+    return out if isinstance(product, MergedLinear) else (out,)
 
 
-def results(product: MergedLinear, x: Tensor) -> list[Tensor]:
-    """Return the outputs and all gradients of a loss that reads every output differently."""
-    x = x.clone().requires_grad_()
-    with keep_copies(product.parameters()):
-        out = product(x)
-        grads = torch.autograd.grad(loss_of(out), (x, *product.parameters()))
-    return [*(part.detach() for part in out), *grads]
-
-
-def separately(product: MergedLinear, x: Tensor) -> list[Tensor]:
-    x = x.clone().requires_grad_()
+def separately(product: Linear | MergedLinear, x: Tensor) -> Sequence[Tensor]:
     out = []
-    for part in product.parts():
+    for part in product.parts() if isinstance(product, MergedLinear) else (product,):
         bias = None if part.bias is None else part.bias.to(x.dtype)
         out.append(F.linear(x, part.weight.to(x.dtype).t(), bias))
-    grads = torch.autograd.grad(loss_of(out), (x, *product.parameters()))
-    return [*(part.detach() for part in out), *grads]
+    return out
 
 
+@KINDS
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_equals_separate_products(dtype: torch.dtype, bias: bool) -> None:
-    product = made(torch.float64 if dtype == torch.float64 else torch.float32, bias)
+def test_equals_separate_products(kind: str, dtype: torch.dtype, bias: bool) -> None:
+    """So do the gradients of a loss that reads every output differently."""
+    product = made(kind, torch.float64 if dtype == torch.float64 else torch.float32, bias)
     attach_copies(product, dtype, once=True)
-    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(2)).to(dtype)
-    for got, want in zip(results(product, x), separately(product, x), strict=True):
+    x0 = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(2)).to(dtype)
+    results = []
+    for how in (together, separately):
+        x = x0.clone().requires_grad_()
+        with keep_copies(product.parameters()):
+            out = how(product, x)
+            losses = [(i + 1) * part.float().square().sum() for i, part in enumerate(out)]
+            grads = torch.autograd.grad(torch.stack(losses).sum(), (x, *product.parameters()))
+        results.append([*(part.detach() for part in out), *grads])
+    for got, want in zip(*results, strict=True):
         assert got.shape == want.shape
         assert got.dtype == want.dtype
+        if kind == "one":
+            assert torch.equal(got, want)
+            continue
         rtol, atol = (3e-2, 1e-1) if dtype == torch.bfloat16 else (1e-5, 1e-5)
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
 
 
 def test_copies_of_a_step_are_one_tensor() -> None:
-    product = made(torch.float32)
+    product = made("several side by side", torch.float32)
+    assert isinstance(product, MergedLinear)
     attach_copies(product, torch.bfloat16, once=True)
     weight, _ = product.operands(torch.bfloat16)
     parts = product.parts()
@@ -83,10 +97,11 @@ def test_copies_of_a_step_are_one_tensor() -> None:
     assert k.value is None
 
 
+@KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_backward_keeps_no_second_copy_of_the_weights(dtype: torch.dtype) -> None:
+def test_backward_keeps_no_second_copy_of_the_weights(kind: str, dtype: torch.dtype) -> None:
     """What autograd saves is the input, the parameters, and a tensor of one element."""
-    product = made(torch.float32)
+    product = made(kind, torch.float32)
     attach_copies(product, dtype, once=False)
     x = torch.randn(2, 5, 8).to(dtype).requires_grad_()
     kept: dict[int, int] = {}
