@@ -13,21 +13,11 @@ from gridformer.cli import app as cli
 from gridformer.cli.errors import check_arguments
 from gridformer.utils.errors import ConfigError, UserError
 from gridformer.utils.units import LARGEST_INTEGER
-
-
-def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gridformer", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+from tests.support.commands import gridformer_alone
 
 
 def test_help_names_every_command_and_needs_no_torch() -> None:
-    found = run("--help")
+    found = gridformer_alone("--help")
     assert found.returncode == 0
     for command in ("demo", "prepare", "train", "generate", "import", "export", "average"):
         assert f" {command} " in found.stdout
@@ -37,9 +27,9 @@ def test_help_names_every_command_and_needs_no_torch() -> None:
 
 
 def test_version_and_a_mistake_which_is_a_message_and_exit_code_2(tmp_path: Path) -> None:
-    found = run("--version")
+    found = gridformer_alone("--version")
     assert (found.returncode, found.stdout) == (0, f"gridformer {cli.__version__}\n")
-    found = run("train", "no-such-run", cwd=tmp_path)
+    found = gridformer_alone("train", "no-such-run", cwd=tmp_path)
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.startswith("error: no-such-run: no such run file")
     assert "Traceback" not in found.stderr

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import MANIFEST
 from gridformer.launch.run_lock import RunLock
-from tests.support.commands import gridformer_here
+from tests.support.commands import gridformer_here, write_run
 from tests.support.marks import full_unless
 
 NEWEST, BEFORE = "step-00000004", "step-00000002"
@@ -26,14 +25,9 @@ NEWEST, BEFORE = "step-00000004", "step-00000002"
 def run_file(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("damages")
     shutil.copytree(token_folder, folder / "data")
-    sections: dict[str, Any] = {
-        "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
-        "data": {"path": str(folder / "data")},
-        "train": {"steps": 4, "save_every": 2, "global_batch": 2, "eval_every": 0},
-    }
-    sections["train"] |= {"eval_batches": 1, "device": "cpu"}
-    path = folder / "mine.yaml"
-    path.write_text(yaml.safe_dump(sections))
+    train = {"steps": 4, "save_every": 2, "global_batch": 2, "eval_every": 0, "eval_batches": 1}
+    train_on_cpu = {**train, "device": "cpu"}
+    path = write_run(folder / "mine.yaml", folder / "data", train=train_on_cpu)
     done = gridformer_here("train", path, "--out", folder / "out")
     assert done.returncode == 0, done.stderr
     return path
@@ -150,10 +144,8 @@ def metrics(change: Callable[[list[str]], object]) -> Callable[[Path], object]:
 # For each damage, what it does and what the sentence about it says.
 OF_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a truncated file": (lambda out: os.truncate(shard(out), 99), "is truncated or was changed"),
-    "a longer file": (lambda out: os.truncate(shard(out), 1 << 20), "truncated or was changed"),
     "an empty file": (lambda out: os.truncate(shard(out), 0), "it has 0 bytes"),
     "a flipped bit": (lambda out: flip(shard(out), -9), "its checksum is wrong"),
-    "a flipped bit in a header": (lambda out: flip(shard(out), 20), "its checksum is wrong"),
     "a length of 2^62": (header_is(bytes(7) + b"@"), "shard-00001.safetensors is truncated, dam"),
     "a zeroed page": (header_is(bytes(4096)), "is truncated, damaged or no"),
     "no header": (header_is(b"\x02" + bytes(7) + b"{}"), "is truncated, damaged or no"),
@@ -191,15 +183,10 @@ OF_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a text as tokens": (edit(set_to("many", "tokens")), "tokens: Input should be a valid integer"),
     "more skipped than done": (edit(set_to(5, "skipped")), "skipped is 5, and step only 4"),
     "an infinite scale": (edit(set_to(float("inf"), "loss_scale")), "loss_scale: Input should be"),
-    "a huge scale": (edit(set_to(1e30, "loss_scale")), "loss_scale: Input should be less than"),
     "a later start of data": (edit(set_to(9, "data_start")), "data_start is 9"),
     "another model": (
         edit(set_to(2, "model", "n_layers")),
         "model and run.model are different models",
-    ),
-    "a vocabulary that no file holds": (
-        edit(lambda all: [one.update(vocab_size=2**31 - 1) for one in models(all)]),
-        "parameters or more, and files only",
     ),
     "positions that no file holds": (
         edit(lambda all: [one.update(max_seq_len=2**31 - 1) for one in models(all)]),

@@ -5,24 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 
 from gridformer.checkpoint import find
 from gridformer.cli import demo
 from gridformer.config import load_run
 from gridformer.data import TokenFolder
+from tests.support.commands import write_run
 
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    sections = {
-        "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
-        "data": {"path": str(tmp_path / "text")},
-        "train": {"steps": 3, "global_batch": 2, "eval_batches": 1},
-    }
-    path = tmp_path / "small.yaml"
-    path.write_text(yaml.safe_dump(sections))
-    return path
+    train = {"steps": 3, "global_batch": 2, "eval_batches": 1}
+    return write_run(tmp_path / "small.yaml", tmp_path / "text", train=train)
 
 
 def test_from_nothing_to_a_summary(

@@ -10,28 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from gridformer.config import load_run
 from gridformer.train.metrics import read_metrics
-from tests.support.commands import gridformer_here
+from tests.support.commands import gridformer_alone, gridformer_here, write_run
 from tests.support.marks import extra, full_unless
 
 
-def gridformer(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gridformer", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=cwd)
-
-
 def run_file(folder: Path, data: Path, **train: Any) -> Path:
-    sections: dict[str, Any] = {
-        "model": {"n_layers": 2, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
-        "data": {"path": str(data)},
-        "train": {"steps": 2, "global_batch": 4, **train},
-    }
-    path = folder / "mine.yaml"
-    path.write_text(yaml.safe_dump(sections))
-    return path
+    train = {"steps": 2, "global_batch": 4, **train}
+    return write_run(folder / "mine.yaml", data, n_layers=2, train=train)
 
 
 @pytest.mark.parametrize("devices", full_unless(lambda n: n == 2, [1, 2, 4]))
@@ -39,7 +27,7 @@ def test_what_is_emitted_trains_as_it_is(token_folder: Path, tmp_path: Path, dev
     mine, emitted = run_file(tmp_path, token_folder), tmp_path / "best.yaml"
     options = ["--cluster", "dgx-h100", "--devices", devices, "--top", 2, "--emit", emitted]
     options += ["--also", f"layout.dp={devices} train.recompute=full"]
-    planned = gridformer("plan", mine, *map(str, options), "--json", cwd=tmp_path)
+    planned = gridformer_alone("plan", mine, *map(str, options), "--json", cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
     found, run = json.loads(planned.stdout), load_run(emitted)
     best, (given,) = found["layouts"][0], [one for one in found["layouts"] if one["asked"]]
@@ -49,7 +37,7 @@ def test_what_is_emitted_trains_as_it_is(token_folder: Path, tmp_path: Path, dev
     assert run.layout.n_processes == devices
     assert all(getattr(run.layout, key) == value for key, value in best["layout"].items())
     out = tmp_path / "out"
-    trained = gridformer("train", emitted, "--out", out, cwd=tmp_path)
+    trained = gridformer_alone("train", emitted, "--out", out, cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
     assert [one["step"] for one in read_metrics(out) if "loss" in one] == [1, 2]
 
@@ -90,7 +78,7 @@ def test_a_report_is_written_where_nothing_fits(token_folder: Path, tmp_path: Pa
     extra("plotly")
     report = tmp_path / "report.html"
     model = ("plan", "gpt-175b", "model.vocab_size=51200", "--batch", "8", "--devices", "8")
-    done = gridformer(*model, "--cluster", "dgx-h100", "--html", report, cwd=tmp_path)
+    done = gridformer_alone(*model, "--cluster", "dgx-h100", "--html", report, cwd=tmp_path)
     assert done.returncode == 1
     assert "Nothing fits on 8 devices of dgx-h100." in done.stdout
     assert str(report) in done.stdout.replace("\n", "")

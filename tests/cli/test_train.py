@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +16,7 @@ import yaml
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import verify_checkpoint
 from gridformer.train.metrics import read_metrics
-from tests.support.commands import gridformer_here
+from tests.support.commands import gridformer_alone, gridformer_here, write_run
 from tests.support.marks import full_unless
 
 COMMAND = [sys.executable, "-m", "gridformer"]
@@ -30,21 +29,9 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def run_file(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sections: dict[str, Any] = {
-        "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
-        "data": {"path": str(token_folder)},
-        "layout": GRID,
-        "train": {"steps": 6, "global_batch": 4, "eval_every": 3, "eval_batches": 2},
-    }
+    train = {"steps": 6, "global_batch": 4, "eval_every": 3, "eval_batches": 2}
     path = tmp_path_factory.mktemp("runs") / "mine.yaml"
-    path.write_text(yaml.safe_dump(sections))
-    return path
-
-
-def gridformer(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=240, **options
-    )
+    return write_run(path, token_folder, layout=GRID, train=train)
 
 
 def losses(out: Path) -> list[float]:
@@ -72,7 +59,7 @@ def wait_until_nobody_is_left(session: int) -> None:
 
 def test_a_run_writes_all_promised_files(run_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = gridformer("train", run_file, "train.lr=0.001", "--out", out, "--nproc", "4")
+    done = gridformer_alone("train", run_file, "train.lr=0.001", "--out", out, "--nproc", "4")
     assert done.returncode == 0, done.stderr
     assert "optimus 2x2" in done.stdout
     assert " TFLOP/s per process" in done.stdout

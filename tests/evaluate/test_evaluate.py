@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from gridformer.evaluate.prompts import read_prompts, read_texts
 from gridformer.evaluate.tasks import Options, as_dict, check_tasks, measure, parse_tasks, show
 from gridformer.utils.errors import ConfigError, DataError, UserError
 from tests.support.checkpoints import built, save_model
+from tests.support.commands import gridformer_alone
 from tests.support.marks import extra
 
 LENGTH = 24
@@ -349,15 +348,19 @@ def test_accuracy_of_a_classifier(family: Family, token_folder: Path, tmp_path: 
         check_tasks(parse_run({"model": MODEL, **sections}), asked, Options())
 
 
+def translator(family: Family, task: Task, vocab_size: int, token_folder: Path) -> Trained:
+    model = {**MODEL, "family": family, "vocab_size": vocab_size}
+    del model["init_std"]
+    data = {"path": str(token_folder), "task": task}
+    run = parse_run({"model": model, "data": data, "train": {"dtype": "float64"}})
+    return untrained(run, token_folder)
+
+
 def test_bleu_is_that_of_the_texts_that_a_model_generates(
     token_folder: Path, tmp_path: Path
 ) -> None:
     sacrebleu = extra("sacrebleu")
-    model = {**MODEL, "family": "transformer", "vocab_size": 302}
-    del model["init_std"]
-    data = {"path": str(token_folder), "task": "pairs"}
-    run = parse_run({"model": model, "data": data, "train": {"dtype": "float64"}})
-    loaded = untrained(run, token_folder)
+    loaded = translator("transformer", "pairs", 302, token_folder)
     sources, targets = ["line 1", "a file"], ["line 2 of a file", "file"]
     file = tmp_path / "pairs.jsonl"
     pairs = [{"source": s, "target": t} for s, t in zip(sources, targets)]
@@ -372,11 +375,7 @@ def test_bleu_is_that_of_the_texts_that_a_model_generates(
 def test_prompts_of_a_file_have_the_texts_that_each_has_alone(
     token_folder: Path, task: Task
 ) -> None:
-    model = {**MODEL, "family": "t5", "vocab_size": 302 + 32 * (task == "spans")}
-    del model["init_std"]
-    data = {"path": str(token_folder), "task": task}
-    run = parse_run({"model": model, "data": data, "train": {"dtype": "float64"}})
-    loaded = untrained(run, token_folder)
+    loaded = translator("t5", task, 302 + 32 * (task == "spans"), token_folder)
     for parameter in loaded.model.parameters():
         parameter.data.mul_(6)  # so that texts depend on prompts
     blank = "___" * (task == "spans")
@@ -403,12 +402,6 @@ def test_a_model_is_evaluated_in_another_type(run_dir: Path) -> None:
 # --------------------------------------------------------------------------- several processes
 
 
-def in_processes(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user does; it starts its own processes."""
-    call = [sys.executable, "-m", "gridformer", *words]
-    return subprocess.run(call, capture_output=True, text=True, check=True)
-
-
 @pytest.mark.full
 def test_the_commands_start_processes(run_dir: Path, text_file: Path, tmp_path: Path) -> None:
     layout = ["layout.scheme=optimus", "layout.rows=2", "layout.pp=2"]
@@ -416,12 +409,13 @@ def test_the_commands_start_processes(run_dir: Path, text_file: Path, tmp_path: 
     prompts.write_text("line 1\nline 22 of\nfile\n")
     generate = ["generate", str(run_dir), "--prompts", str(prompts), "--max-tokens", "9"]
     evaluate = ["evaluate", str(run_dir), "--tasks", f"text:{text_file}", "--json"]
-    alone, several = in_processes(*generate), in_processes(*generate, *layout)
+    alone = gridformer_alone(*generate, check=True)
+    several = gridformer_alone(*generate, *layout, check=True)
     assert several.stdout == alone.stdout
     assert several.stdout.count("\n") == 3
     assert "tokens/s" in several.stderr
-    want = json.loads(in_processes(*evaluate).stdout)
-    found = json.loads(in_processes(*evaluate, *layout).stdout)
+    want = json.loads(gridformer_alone(*evaluate, check=True).stdout)
+    found = json.loads(gridformer_alone(*evaluate, *layout, check=True).stdout)
     for task, numbers in want["tasks"].items():
         assert found["tasks"][task] == pytest.approx(numbers, rel=1e-9)
     assert found["layout"] == {"scheme": "optimus", "rows": 2, "pp": 2}

@@ -41,12 +41,12 @@ def trained(model: Model, tokenizer: Tokenizer | None = None) -> Trained:
 
 
 def continued(
-    model: Model, prompts: list[list[int]], n: int, how: Sampling, vocab_size: int
+    model: Model, prompts: list[list[int]], n: int, how: Sampling, vocab_size: int, *ending: Any
 ) -> list[list[int]]:
     """Return the tokens that continue each of several prompts in one batch."""
     work = [Prompt(ids, n, how.seed + i) for i, ids in enumerate(prompts)]
     found: list[list[int]] = [[] for _ in prompts]
-    for words in continue_texts(trained(model), work, how, vocab_size):
+    for words in continue_texts(trained(model), work, how, vocab_size, *ending):
         for text, word in zip(found, words):
             text += [] if word is None else [word]
     return found
@@ -101,13 +101,8 @@ def test_a_text_that_ends_stops_and_the_others_go_on() -> None:
     prompts = [row.tolist() for row in tokens_of(211, 3, 4)]
     whole = continued(ours, prompts, 12, GREEDY, 211)
     end = whole[1][3]
-    work, speed = [Prompt(ids, 12, 0) for ids in prompts], Speed()
-    found: list[list[int]] = [[] for _ in prompts]
-    for words in continue_texts(
-        trained(ours), work, GREEDY, 211, lambda text, token: token == end, speed
-    ):
-        for text, word in zip(found, words):
-            text += [] if word is None else [word]
+    speed = Speed()
+    found = continued(ours, prompts, 12, GREEDY, 211, lambda text, token: token == end, speed)
     assert found == [text[: text.index(end) + 1] if end in text else text for text in whole]
     assert (speed.prompt_tokens, speed.new_tokens) == (12, sum(map(len, found)))
 

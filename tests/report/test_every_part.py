@@ -150,26 +150,16 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def page_of(*folders: Path, out: Path) -> Page:
-    done = gridformer_here("report", *folders, "--html", out, "--seconds", "600")
+@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "compared"])
+def page(
+    request: pytest.FixtureRequest,
+    folders: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Page:
+    out, shown = tmp_path_factory.mktemp("page") / "page.html", [*folders.values()][: request.param]
+    done = gridformer_here("report", *shown, "--html", out, "--seconds", "600")
     assert done.returncode == 0, done.stderr
     return Page(out)
-
-
-@pytest.fixture(scope="module")
-def alone(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Page:
-    return page_of(folders["split"], out=tmp_path_factory.mktemp("alone") / "page.html")
-
-
-@pytest.fixture(scope="module")
-def compared(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Page:
-    return page_of(*folders.values(), out=tmp_path_factory.mktemp("compared") / "page.html")
-
-
-@pytest.fixture(params=["alone", "compared"])
-def page(request: pytest.FixtureRequest) -> Page:
-    made: Page = request.getfixturevalue(request.param)
-    return made
 
 
 @pytest.fixture

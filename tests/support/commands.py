@@ -13,9 +13,11 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import typer
+import yaml
 
 from gridformer.cli import app, shared
 
@@ -49,3 +51,16 @@ def called_here(function: Callable[[], None], *argv: str | Path) -> Done:
         except SystemExit as exit_:
             code = int(exit_.code or 0)
     return Done(argv, code, out.getvalue(), err.getvalue())
+
+
+def gridformer_alone(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `gridformer WORDS` in a process of its own, as a user does."""
+    command = [sys.executable, "-m", "gridformer", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, **options)
+
+
+def write_run(path: Path, data: Path | str, n_layers: int = 1, **sections: dict[str, Any]) -> Path:
+    """Write the run file of a tiny GPT-2."""
+    model = {"n_layers": n_layers, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16}
+    path.write_text(yaml.safe_dump({"model": model, "data": {"path": str(data)}, **sections}))
+    return path

@@ -22,6 +22,15 @@ from tests.support.marks import full_unless
 InProcess = Callable[..., Any]
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes of a block, by architecture
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+# The types of arguments that are not tensors of the computation's type.
+ARGUMENTS: dict[str, Any] = {
+    "sizes": ("i32",) * 6,
+    "first_head": "i32",
+    "counter": "*i64",
+    "valid": "*u8",
+    **dict.fromkeys(("documents", "key_documents"), "*i32"),
+    **dict.fromkeys(("bias", "grad_bias", "lse", "delta"), "*fp32"),
+}
 ATTENTION = ("forward", "backward_queries", "backward_keys", "backward_bias")
 CASES = [
     (name, dtype, head_dim, architecture)
@@ -81,24 +90,9 @@ def compile_attention(name: str, dtype: torch.dtype, head_dim: int, architecture
     options = {option: tiles.pop(option) for option in ("num_warps", "num_stages")}
     one, settings = torch.ones(1), Settings(True, head_dim**-0.5, 0, 0.1, 100)
     constants = flash._constants(settings, one, one, one, None) | tiles
-    types: dict[str, Any] = {}
-    for argument in kernel.arg_names:
-        if argument.endswith("strides"):
-            types[argument] = ("i32",) * 3
-        elif argument == "sizes":
-            types[argument] = ("i32",) * 6
-        elif argument == "first_head":
-            types[argument] = "i32"
-        elif argument == "counter":
-            types[argument] = "*i64"
-        elif argument == "valid":
-            types[argument] = "*u8"
-        elif argument in ("documents", "key_documents"):
-            types[argument] = "*i32"
-        elif argument in ("bias", "grad_bias", "lse", "delta"):
-            types[argument] = "*fp32"
-        else:
-            types[argument] = TYPES[dtype]
+    types = dict.fromkeys(kernel.arg_names, TYPES[dtype]) | ARGUMENTS
+    types |= {name: ("i32",) * 3 for name in types if name.endswith("strides")}
+    types = {name: types[name] for name in kernel.arg_names}
     return shared_memory(kernel, types, constants, architecture, options)
 
 
