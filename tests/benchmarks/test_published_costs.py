@@ -10,7 +10,7 @@ from benchmarks.published.super import Speeds, speed_lines
 
 from gridformer.cluster.file import load_cluster
 from gridformer.parallel.validation import check_layout
-from tests.support.planner import in_own_process
+from tests.support.fake_gpu import own_process
 
 
 def counts() -> dict[str, costs.Costs]:
@@ -18,7 +18,8 @@ def counts() -> dict[str, costs.Costs]:
 
 
 def test_layers_cost_what_the_formulas_of_table_1_say() -> None:
-    found = in_own_process(counts)
+    with own_process() as call:
+        found = call(counts)
     skipped = 2 * 4 * costs.B * costs.S * costs.H**2 / 4  # the last product, on each of four ranks
     one = costs.flop_formula(4)
     for kind, cost in found.items():

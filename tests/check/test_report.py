@@ -30,10 +30,10 @@ from gridformer.parallel.sharding import shard_of
 from gridformer.parallel.validation import check_layout
 from gridformer.record import trace_rank
 from gridformer.train import forward_backward, step
-from tests.support.checking import one_group_for_all_messages
 from tests.support.fake_gpu import InProcess
 from tests.support.marks import full_unless
 from tests.support.multirank.memory import a_run
+from tests.support.multirank.nccl_path import one_group_for_all_messages
 
 Fault = Callable[[], AbstractContextManager[object]]
 

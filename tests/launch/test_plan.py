@@ -29,10 +29,10 @@ from gridformer.parallel.auto.decisions import decide_run
 from gridformer.record import Place
 from gridformer.train.metrics import read_metrics
 from gridformer.utils.errors import ConfigError, UserError
-from tests.support.checking import one_group_for_all_messages
 from tests.support.commands import gridformer_here
 from tests.support.fake_gpu import InProcess
 from tests.support.multirank.memory import a_run
+from tests.support.multirank.nccl_path import one_group_for_all_messages
 
 SCRIPT = """
 import sys

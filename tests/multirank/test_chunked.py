@@ -29,7 +29,6 @@ from gridformer.parallel.auto.products import Work
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.linear import GridLinear
 from gridformer.parallel.tensor.summa import gathered_weights_scope
-from tests.support.chunks import in_three
 from tests.support.marks import full_unless
 from tests.support.memory_log import MemoryLog
 from tests.support.multirank.exactness import (
@@ -119,7 +118,15 @@ def compare_in_parts(*args: Any) -> dict[str, float]:
         cuts.append(real(schedule, shape))
         return cuts[-1]
 
-    with in_three(), patch.object(summa.Gathered, "chunks", watched):
+    def in_three(choices: Choices, _: LayoutConfig) -> Choices:
+        """Everything that travels whole travels in three chunks."""
+        travels = choices.activation_bytes
+        return rules._each(choices, lambda one: replace(one, n_chunks=3) if travels(one) else one)
+
+    with (
+        patch.object(rules, "_chunked", in_three),
+        patch.object(summa.Gathered, "chunks", watched),
+    ):
         found = compare(*args)
     assert any(len(each) == 3 for each in cuts)
     return found

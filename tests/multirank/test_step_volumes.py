@@ -81,8 +81,8 @@ def one_step(
         groups.setdefault((r.axis, r.label), []).append(r)
     return StepTraffic(
         volume_of(recorder, "product"),
-        Volume.of(recorder),
-        {key: Volume.of(Recorder(records)) for key, records in groups.items()},
+        volume_of(recorder),
+        {key: volume_of(Recorder(records)) for key, records in groups.items()},
         _copied(model, axes),
         [(_layer_of(name), p.numel()) for name, p in reductions.owned(model)],
         [shard_of(p).partial for _, p in reductions.owned(model)],

@@ -15,20 +15,14 @@ def conversations(n: int) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     for i in range(n):
         a, b = i % 7, i * i % 11
-        if i % 3 == 0:
-            talk = [(f"{a} + {b}?", f"{a + b}"), (f"{b} - {a}?", f"it is {b - a}")]
-            messages = [
-                {"role": role, "content": text}
-                for turn in talk
-                for role, text in zip(("user", "assistant"), turn)
-            ]
-            found.append({"messages": messages})
-        elif i % 3 == 1:
-            found.append({"instruction": "Add.", "input": f"{a} {b}", "output": f"{a + b}"})
-        else:
-            found.append(
-                {"prompt": f"count to {a}", "completion": " ".join(map(str, range(a + 1)))}
-            )
+        said = (f"{a} + {b}?", f"{a + b}", f"{b} - {a}?", f"it is {b - a}")
+        turns = [{"role": ("user", "assistant")[j % 2], "content": said[j]} for j in range(4)]
+        forms: tuple[dict[str, object], ...] = (
+            {"messages": turns},
+            {"instruction": "Add.", "input": f"{a} {b}", "output": f"{a + b}"},
+            {"prompt": f"count to {a}", "completion": " ".join(map(str, range(a + 1)))},
+        )
+        found.append(forms[i % 3])
     return found
 
 

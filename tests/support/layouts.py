@@ -33,10 +33,10 @@ def ranks(rows: int, cols: int) -> Iterator[Axes]:
     """Yield the axes as each device of a grid sees them; placement needs no process group."""
     for row in range(rows):
         for col in range(cols):
-            every = [Axis(name, rows * cols, row * cols + col) for name in ("grid", "world")]
+            n, here = rows * cols, row * cols + col
             yield Axes(
                 row=Axis("row", rows, row),
                 col=Axis("col", cols, col),
-                grid=every[0],
-                world=every[1],
+                grid=Axis("grid", n, here),
+                world=Axis("world", n, here),
             )

@@ -38,13 +38,13 @@ def grid_axes(rows: int, cols: int) -> Axes:
 
 def cut(whole: Tensor, dims: Dims, axes: Axes) -> Tensor:
     """Return this device's block. Backward joins the devices' gradients."""
-    block: Tensor = _Cut.apply(whole, dims, axes)
+    block: Tensor = _Moved.apply(whole, dims, axes, False)
     return block
 
 
 def join(block: Tensor, dims: Dims, axes: Axes) -> Tensor:
     """Return the whole tensor on every device. Backward takes this device's gradient block."""
-    whole: Tensor = _Join.apply(block, dims, axes)
+    whole: Tensor = _Moved.apply(block, dims, axes, True)
     return whole
 
 
@@ -94,27 +94,21 @@ def _inputs(case: Case) -> tuple[list[Tensor], torch.Generator]:
     return inputs, generator
 
 
-class _Cut(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """Takes a block of a whole tensor or joins blocks; backward does the other."""
+
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, dims: Dims, axes: Axes) -> Tensor:
-        ctx.args = dims, axes
-        return whole[_block(whole.shape, dims, axes)]
+    def forward(ctx: Any, x: Tensor, dims: Dims, axes: Axes, joins: bool) -> Tensor:
+        ctx.args = dims, axes, not joins
+        return _moved(x, dims, axes, joins)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _assemble(grads[0], *ctx.args), None, None
+        return _moved(grads[0], *ctx.args), None, None, None
 
 
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, block: Tensor, dims: Dims, axes: Axes) -> Tensor:
-        ctx.args = dims, axes
-        return _assemble(block, dims, axes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        dims, axes = ctx.args
-        return grads[0][_block(grads[0].shape, dims, axes)], None, None
+def _moved(x: Tensor, dims: Dims, axes: Axes, joins: bool) -> Tensor:
+    return _assemble(x, dims, axes) if joins else x[_block(x.shape, dims, axes)]
 
 
 def _block(shape: torch.Size, dims: Dims, axes: Axes) -> tuple[slice, ...]:

@@ -21,7 +21,7 @@ from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.parallel.data.gradients import owned
 from gridformer.parallel.data.zero import replica_part, stored
-from gridformer.parallel.sharding import ParamShard, shard_of
+from gridformer.parallel.sharding import shard_of
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch, next_words
 from tests.support.multirank.layouts import Layout, n_of
@@ -242,7 +242,9 @@ def distance(model: Model, got: Tensors, want: Tensors, least: float = 0.0) -> f
     parameters = dict(model.named_parameters())
     assert parameters.keys() <= want.keys()
     for name, mine in got.items():
-        whole, shard = want[name], _shard_of(parameters[name], mine)
+        whole, part = want[name], replica_part(parameters[name])
+        is_part = part is not None and part.shape == mine.shape  # or all that a device has
+        shard = shard_of(part if is_part else parameters[name])  # type: ignore[arg-type]
         assert shard.size == tuple(whole.shape), name
         scale = max(float(whole.abs().max()), least, 1e-6 * (name in ALWAYS_ZERO))
         block = shard.block_of(whole, mine.shape)
@@ -250,13 +252,6 @@ def distance(model: Model, got: Tensors, want: Tensors, least: float = 0.0) -> f
         assert math.isfinite(difference), name
         worst = max(worst, difference / scale if scale else difference)
     return worst
-
-
-def _shard_of(parameter: torch.nn.Parameter, block: Tensor) -> ParamShard:
-    """Return where a block lies: all that a device has of a parameter, or this replica's shard."""
-    part = replica_part(parameter)
-    is_part = part is not None and part.shape == block.shape
-    return shard_of(part if is_part else parameter)  # type: ignore[arg-type]
 
 
 def without_methods(settings: TrainConfig) -> TrainConfig:

@@ -223,38 +223,37 @@ def sections() -> dict[str, CaseMaker]:
 # --------------------------------------------------------------------------- norm and loss
 
 
-def layer_norm(h: int, eps: float, offset: float, axes: Axes) -> Case:
+def norm(h: int, make: Callable[[], Any], offset: float, plain: Any, axes: Axes) -> Case:
     """Each row's copies of the weights count as one variable: their gradients are partial sums."""
-    rows, cols = axes.row.size, axes.col.size
+    rows = axes.row.size
     with torch.device("meta"):
-        module = GridNorm(LayerNorm(h, eps), axes)
-    assert {p.shape for p in module.parameters()} == {(h // cols,)}
+        module = GridNorm(make(), axes)
+    names = [name for name, _ in module.named_parameters()]
+    assert {p.shape for p in module.parameters()} == {(h // axes.col.size,)}
 
-    def on_grid(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        values = {"weight": cut(weight, EACH, axes)[0], "bias": cut(bias, EACH, axes)[0]}
+    def on_grid(x: Tensor, *weights: Tensor) -> Tensor:
+        values = {name: cut(weight, EACH, axes)[0] for name, weight in zip(names, weights)}
         mine = cut(x, (ROW, None, COL), axes) + offset
         return join(torch.func.functional_call(module, values, (mine,)), (ROW, None, COL), axes)
 
+    def on_one(x: Tensor, *weights: Tensor) -> Tensor:
+        return plain(x + offset, *(weight.unsqueeze(1) for weight in weights))
+
+    return Case([(rows, 2, h), *[(rows, h)] * len(names)], on_grid, on_one)
+
+
+def layer_norm(h: int, eps: float, offset: float) -> CaseMaker:
     def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        normed = F.layer_norm(x + offset, (h,), eps=eps)
-        return normed * weight.unsqueeze(1) + bias.unsqueeze(1)
+        return F.layer_norm(x, (h,), eps=eps) * weight + bias
 
-    return Case([(rows, 2, h), (rows, h), (rows, h)], on_grid, plain)
+    return partial(norm, h, partial(LayerNorm, h, eps), offset, plain)
 
 
-def rms_norm(h: int, eps: float, scale: float, axes: Axes) -> Case:
-    with torch.device("meta"):
-        module = GridNorm(RMSNorm(h, eps, scale=scale), axes)
-
-    def on_grid(x: Tensor, weight: Tensor) -> Tensor:
-        values = {"weight": cut(weight, (ROW, COL), axes)[0]}
-        mine = cut(x, (ROW, None, COL), axes)
-        return join(torch.func.functional_call(module, values, (mine,)), (ROW, None, COL), axes)
-
+def rms_norm(h: int, eps: float, scale: float) -> CaseMaker:
     def plain(x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (h,), eps=eps) * weight.unsqueeze(1) * scale
+        return F.rms_norm(x, (h,), eps=eps) * weight * scale
 
-    return Case([(axes.row.size, 2, h), (axes.row.size, h)], on_grid, plain)
+    return partial(norm, h, partial(RMSNorm, h, eps, scale=scale), 0.0, plain)
 
 
 def cross_entropy(v: int, padded: int, axes: Axes) -> Case:
@@ -287,9 +286,9 @@ def cross_entropy(v: int, padded: int, axes: Axes) -> Case:
 
 def norm_and_loss_of(rows: int, cols: int) -> dict[str, CaseMaker]:
     return {
-        "layer_norm-one-column-each": partial(layer_norm, cols, 1e-5, 0.0),
-        "layer_norm": partial(layer_norm, 2 * cols, 1e-1, 3.0),
-        "rms_norm": partial(rms_norm, 2 * cols, 1e-1, 0.5),
+        "layer_norm-one-column-each": layer_norm(cols, 1e-5, 0.0),
+        "layer_norm": layer_norm(2 * cols, 1e-1, 3.0),
+        "rms_norm": rms_norm(2 * cols, 1e-1, 0.5),
         "cross_entropy": partial(cross_entropy, 3 * cols, 3 * cols),
         "cross_entropy-padded": partial(cross_entropy, 3 * cols - 1, 3 * cols),
         "cross_entropy-rank-of-padding": partial(cross_entropy, 2 * cols - 1, 3 * cols),

@@ -9,9 +9,11 @@ kernels, so that all messages between stages take NCCL's path.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+from gridformer.comm import P2PChannel
 from gridformer.mesh import Axis, groups
 from gridformer.parallel.pipeline import executor
 
@@ -33,3 +35,8 @@ def on_nccl(
         patch.object(executor, "LOADING_RUNS", loading_runs),
     ):
         return function(*args, **kwargs)
+
+
+def one_group_for_all_messages() -> AbstractContextManager[object]:
+    """A pipeline's messages are those of one group, in which a receive blocks a send."""
+    return patch.object(P2PChannel, "_group", lambda self, *_: self.axis.group)

@@ -70,15 +70,11 @@ class Uneven(nn.Module):
         return out
 
 
-def images() -> nn.Module:
-    return ResNeXt(channels=8, width=2, branches=4, blocks=2, classes=4)
-
-
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "towers": TwoTowers,
     "nested": Nested,
     "uneven": Uneven,
-    "resnext": images,
+    "resnext": lambda: ResNeXt(channels=8, width=2, branches=4, blocks=2, classes=4),
 }
 
 

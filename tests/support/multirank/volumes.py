@@ -37,21 +37,6 @@ class Volume:
     count: dict[str, Counter[str]]
     by_axis: dict[str, Fraction]
 
-    @staticmethod
-    def of(recorder: Recorder) -> Volume:
-        volume = Volume({}, {}, {})
-        for r in recorder.records:
-            moved = Fraction(r.moved).limit_denominator(1000)
-            volume.moved[r.label] = volume.moved.get(r.label, Fraction()) + moved
-            volume.by_axis[r.axis] = volume.by_axis.get(r.axis, Fraction()) + moved
-            volume.count.setdefault(r.label, Counter())[r.op] += 1
-        for label, moved in volume.moved.items():
-            assert math.isclose(recorder.moved(label), moved, rel_tol=1e-12)
-            assert recorder.count(label) == volume.count[label]
-        for axis, moved in volume.by_axis.items():
-            assert math.isclose(recorder.moved(axis=axis), moved, rel_tol=1e-12)
-        return volume
-
     def minus(self, other: Volume) -> Volume:
         def less(a: dict[str, Fraction], b: dict[str, Fraction]) -> dict[str, Fraction]:
             return {k: v - b.get(k, 0) for k, v in a.items() if v != b.get(k, 0)}
@@ -66,19 +51,25 @@ class Volume:
 
 def volume_of(recorder: Recorder, label: str = "") -> Volume:
     """Return the volume of all records, or of those with one label."""
-    return Volume.of(Recorder([r for r in recorder.records if r.label == label or not label]))
-
-
-def passes(layout: LayoutConfig, config: ModelConfig) -> tuple[Recorder, Recorder]:
-    """Run forward and backward of one micro-batch of B sequences on one rank."""
-    return _passes(layout.model_dump_json(), config.model_dump_json())
+    volume = Volume({}, {}, {})
+    recorder = Recorder([r for r in recorder.records if r.label == label or not label])
+    for r in recorder.records:
+        moved = Fraction(r.moved).limit_denominator(1000)
+        volume.moved[r.label] = volume.moved.get(r.label, Fraction()) + moved
+        volume.by_axis[r.axis] = volume.by_axis.get(r.axis, Fraction()) + moved
+        volume.count.setdefault(r.label, Counter())[r.op] += 1
+    for label, moved in volume.moved.items():
+        assert math.isclose(recorder.moved(label), moved, rel_tol=1e-12)
+        assert recorder.count(label) == volume.count[label]
+    for axis, moved in volume.by_axis.items():
+        assert math.isclose(recorder.moved(axis=axis), moved, rel_tol=1e-12)
+    return volume
 
 
 @cache  # cached by each worker, since the traffic is the same every time
-def _passes(layout_json: str, config_json: str) -> tuple[Recorder, Recorder]:
+def passes(layout: LayoutConfig, config: ModelConfig) -> tuple[Recorder, Recorder]:
+    """Run forward and backward of one micro-batch of B sequences on one rank."""
     torch.set_num_threads(1)
-    layout = LayoutConfig.model_validate_json(layout_json)
-    config = ModelConfig.model_validate_json(config_json)
     axes = axes_of(layout)
     model = build_parallel(config, layout, axes, 1, CPU)
     part = batch_of(0, config, B).chunk(axes.batch.size)[axes.batch.index]

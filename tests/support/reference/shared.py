@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gridformer.checkpoint.convert.kinds import KINDS
 from gridformer.checkpoint.convert.table import TableEntry
-from gridformer.config import LayoutConfig, ModelConfig, RopeScaling
+from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
@@ -131,8 +131,11 @@ def hugging_face(kind: str, config: ModelConfig, dtype: torch.dtype) -> Any:
 
 def _of_llama(kind: str, config: ModelConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling is not None:
-        rope |= _scaling_of(config.rope_scaling)
+    if scaling := config.rope_scaling:
+        rope |= scaling.model_dump(exclude_defaults=True, exclude={"kind"})
+        rope["rope_type"] = scaling.kind
+        if scaling.kind == "llama3":  # theirs have no defaults
+            rope |= {key: getattr(scaling, key) for key in ("low_freq_factor", "high_freq_factor")}
     # the eager attention computes softmax in float32 for any type
     values: dict[str, Any] = {"rope_parameters": rope, "attn_implementation": "sdpa"}
     if kind == "mistral":
@@ -141,14 +144,6 @@ def _of_llama(kind: str, config: ModelConfig) -> dict[str, Any]:
         values |= {"sliding_window": config.window, "max_window_layers": 0}
         values["use_sliding_window"] = True
     return values
-
-
-def _scaling_of(scaling: RopeScaling) -> dict[str, Any]:
-    found = scaling.model_dump(exclude_defaults=True)
-    found["rope_type"] = found.pop("kind")
-    if scaling.kind == "llama3":  # theirs have no defaults
-        found |= {key: getattr(scaling, key) for key in ("low_freq_factor", "high_freq_factor")}
-    return found
 
 
 def widened(model: Any) -> Any:
