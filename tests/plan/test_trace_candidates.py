@@ -181,7 +181,7 @@ def test_loading_counts_in_the_processor_time_of_a_plan(
     """Three seconds pass until the search begins."""
     asked = Mock(began=103.0)
     asked.run.side_effect = KeyboardInterrupt  # ends the command where it begins to search
-    monkeypatch.setattr(fork_pool, "processor_s", lambda: 100.0)
+    monkeypatch.setattr(plan_command, "processor_s", lambda: 100.0)
     monkeypatch.setattr(trace_candidates, "Tracing", lambda *_, **__: asked)
     with pytest.raises(KeyboardInterrupt):
         plan_command.plan("gpt2-124m", cluster="dgx-h100", devices=devices, seconds=seconds)
