@@ -307,12 +307,13 @@ def test_bleu_is_that_of_the_saved_model(
     pool: WorkerPool, folder: TokenFolder, tmp_path: Path, name: str
 ) -> None:
     sacrebleu = extra("sacrebleu")
-    with_bleu = plan(folder, tmp_path / "with", LAYOUTS_BLEU[name], save_every=2)
-    without = plan(folder, tmp_path / "without", LAYOUTS_BLEU[name], bleu_every=0)
+    steps = {"steps": 6, "eval_every": 2}  # so every second evaluation is after steps 4, 8, ...
+    with_bleu = plan(folder, tmp_path / "with", LAYOUTS_BLEU[name], save_every=2, **steps)
+    without = plan(folder, tmp_path / "without", LAYOUTS_BLEU[name], bleu_every=0, **steps)
     for one in (with_bleu, without):
         pool.run(one.n_processes, trained, one)
     found = {m["step"]: m for m in read_metrics(with_bleu.out)}
-    assert [step for step, m in found.items() if "val_bleu" in m] == [2, 4]
+    assert [step for step, m in found.items() if "val_bleu" in m] == [4, 6]
     plain = {m["step"]: m for m in read_metrics(without.out)}
     for step, m in found.items():
         assert (
@@ -322,7 +323,7 @@ def test_bleu_is_that_of_the_saved_model(
 
     val, decode = folder.val, folder.tokenizer.decode
     texts = [decode(val.document(i)[:-1].tolist()) for i in range(val.n_documents)]
-    for step in (2, 4):  # each checkpoint's folder is evaluated as a run directory is
+    for step in (4, 6):  # each checkpoint's folder is evaluated as a run directory is
         checkpoint = with_bleu.out / "checkpoints" / f"step-{step:08d}"
         model = load_model(checkpoint, torch.device("cpu"))
         said = translate(model, texts[::2], BeamSearch(2, max_tokens=64))
@@ -331,7 +332,7 @@ def test_bleu_is_that_of_the_saved_model(
         loss = measure_set(model, "val")["loss"]
         assert loss == pytest.approx(found[step]["val_loss"], rel=1e-12)
     lines = (with_bleu.out / SAMPLES_FILE).read_text(encoding="utf-8").splitlines()
-    last = [one for line in lines if (one := json.loads(line))["step"] == 4]
+    last = [one for line in lines if (one := json.loads(line))["step"] == 6]
     assert [(one["prompt"], one["reference"]) for one in last] == [
         *zip(texts[:10:2], texts[1:10:2])
     ]
