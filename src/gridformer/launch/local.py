@@ -197,7 +197,11 @@ class _Workers:
             if failures:
                 stop_at = min(stop_at, time.monotonic() + self._time_left(failures))
         failure = min(failures, key=Failure.order, default=None)
-        late = failure and (failure.caused_by_peer or failure.cause.startswith("The run hangs"))
+        late = failure and (
+            failure.caused_by_peer
+            or failure.cause.startswith("The run hangs")
+            or (failure.exitcode > 0 and not failure.message)
+        )
         return self._paused() if late and self._resumed > self._ran - _EFFECTS_S else failure
 
     def kill(self) -> None:
