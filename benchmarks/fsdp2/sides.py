@@ -174,8 +174,8 @@ def _cut(module: Linear, mesh: DeviceMesh) -> None:
         weight = distribute_tensor(linear.weight.detach(), mesh, [Shard(1 if opens else 0)])
         linear.weight = nn.Parameter(weight)
         if linear.bias is not None:
-            lies = Shard(0) if opens else Replicate()
-            linear.bias = nn.Parameter(distribute_tensor(linear.bias.detach(), mesh, [lies]))
+            placement = Shard(0) if opens else Replicate()
+            linear.bias = nn.Parameter(distribute_tensor(linear.bias.detach(), mesh, [placement]))
 
     def enter(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> DTensor:
         return DTensor.from_local(inputs[0], mesh, [of_input], run_check=False)

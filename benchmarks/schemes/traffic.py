@@ -174,7 +174,7 @@ def one_dimensional(size: Size, cols: int, recompute: bool) -> Volume:
 
 
 def two_dimensional(
-    size: Size, rows: int, cols: int, recompute: bool, output_stays: bool
+    size: Size, rows: int, cols: int, recompute: bool, output_stationary: bool
 ) -> Volume:
     """Return the volume of Optimus, which moves twice as much in backward as in forward.
 
@@ -182,7 +182,7 @@ def two_dimensional(
     place, as in the paper (Xu et al. 2021), 7bsh travel; if the narrower of input and output
     travels, 4bsh.
     """
-    activations = (cols - 1) / (rows * cols) * (7 if output_stays else 4) * _activation(size)
+    activations = (cols - 1) / (rows * cols) * (7 if output_stationary else 4) * _activation(size)
     forward = activations + _weights(size, rows, cols)
     return Volume(forward, forward * (3 if recompute else 2))
 

@@ -211,14 +211,14 @@ class GridformerVariant(Variant):
             layout.rows,
             layout.cols,
             cuts_hidden="rows" in spec.axes,
-            cuts_sequence=spec.boundary(layout).lies == "s",
+            cuts_sequence=spec.boundary(layout).activation_layout == "s",
         )
 
     def volume(self, size: Size, recompute: bool) -> traffic.Volume:
         rows, cols = self.layout.rows, self.layout.cols
         if "rows" in spec_of(self.layout).axes:
-            output_stays = self.layout.stationary == "output"
-            return traffic.two_dimensional(size, rows, cols, recompute, output_stays)
+            output_stationary = self.layout.stationary == "output"
+            return traffic.two_dimensional(size, rows, cols, recompute, output_stationary)
         return traffic.one_dimensional(size, cols, recompute)
 
     def build(self, case: Case, problem: Problem) -> Built:
@@ -251,7 +251,7 @@ class GridformerVariant(Variant):
 
         def cut(x_BSH: Tensor) -> Tensor:
             x_BSH = x_BSH.chunk(axes.row.size)[axes.row.index]
-            dim = {"s": 1, "h": 2}.get(spec_of(layout).boundary(layout).lies)
+            dim = {"s": 1, "h": 2}.get(spec_of(layout).boundary(layout).activation_layout)
             return x_BSH if dim is None else x_BSH.chunk(axes.col.size, dim)[axes.col.index]
 
         return Built(

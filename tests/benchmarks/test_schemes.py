@@ -50,9 +50,9 @@ def test_live_memory_counts_storages_and_what_autograd_keeps() -> None:
 
 def test_one_row_of_optimus_moves_what_megatron_moves() -> None:
     size = cases.Size(8, 128, 512, 8, 4)
-    forward = traffic.two_dimensional(size, 1, 4, recompute=False, output_stays=False).forward
+    forward = traffic.two_dimensional(size, 1, 4, recompute=False, output_stationary=False).forward
     assert forward == traffic.one_dimensional(size, 4, recompute=False).forward
-    column = traffic.two_dimensional(size, 4, 1, recompute=False, output_stays=False)
+    column = traffic.two_dimensional(size, 4, 1, recompute=False, output_stationary=False)
     kept = traffic.sharded(size, 4, 1, recompute=False, reshard=True)
     assert (column.forward, column.backward) == (kept.forward, kept.backward)
 

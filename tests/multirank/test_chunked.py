@@ -230,7 +230,7 @@ def weight_gradient(dtype: str, n_bytes: int) -> torch.Tensor:
         chosen = decide(CONFIG, layout, Work(tokens=B * S, sequences=B))
     axes = axes_of(layout)
     model = build_parallel(CONFIG, layout, axes, 1, CPU, choices=chosen)
-    linear = next(m for m in model.modules() if isinstance(m, GridLinear) and m.output_stays)
+    linear = next(m for m in model.modules() if isinstance(m, GridLinear) and m.output_stationary)
     n_chunks = getattr(linear.schedule, "n_chunks", 1)
     assert (n_chunks > 8) == (n_bytes < 1 << 20)
     generator = torch.Generator().manual_seed(axes.world.index)

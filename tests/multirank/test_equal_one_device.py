@@ -74,10 +74,10 @@ KEPT_CHOICES = ("none", "inputs", "weights", "all")
 ALONE = [{**grid, "dp": 1} for grid in GRIDS]
 LAYOUTS = [*ALONE, *({**grid, "dp": 2} for grid in GRIDS if n_of(grid) <= 6)]
 PRODUCTS = [
-    {**grid, "schedule": schedule, "stationary": stationary, "micro_batches": 2}
+    {**grid, "schedule": schedule, "stationary": one, "micro_batches": 2}
     for grid in GRIDS
     for schedule in ("broadcast", "pipelined", "gather")
-    for stationary in ("auto", "output", "input")
+    for one in ("auto", "output", "input")
     if grid["scheme"] == "optimus"
 ]
 ACCUMULATED = [
@@ -85,9 +85,15 @@ ACCUMULATED = [
     for layout in ({**MEGATRON, "dp": 2}, LINE, {**SQUARE, "dp": 2}, TWO_BY_THREE)
 ]
 KEPT = [
-    {**grid, "schedule": "gather", "stationary": stays, "keep_gathered": keep, "micro_batches": 3}
+    {
+        **grid,
+        "schedule": "gather",
+        "stationary": one,
+        "keep_gathered": keep,
+        "micro_batches": 3,
+    }
     for grid in (SQUARE, TWO_BY_THREE)
-    for stays in ("auto", "output")
+    for one in ("auto", "output")
     for keep in KEPT_CHOICES
 ]
 KEPT += [{**LINE, "keep_gathered": keep, "micro_batches": 3} for keep in KEPT_CHOICES[:2]]

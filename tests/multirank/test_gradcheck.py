@@ -57,8 +57,8 @@ CASES = [(grid, name) for grid, makers in MAKERS.items() for name in makers]
 
 # On 2x3 these combine chunks and kept operands in ways that other products there have.
 REPEATED = {
-    "lookup-input_stays-gather-parts",
-    "lookup-input_stays-gather-keep_weight",
+    "lookup-input_stationary-gather-parts",
+    "lookup-input_stationary-gather-keep_weight",
     "product_ab-gather-parts-keep_weight-bias",
     "product_abt-gather-parts-only_a_wanted",
     "product_abt-gather-parts-only_b_wanted",
@@ -132,8 +132,8 @@ GRIDS_ON_NCCL = [(2, 1), (1, 2), (2, 2), (2, 3)]
 QUICK_ON_NCCL = {
     "product_ab-gather-bias",
     "product_abt-gather-keep_weight-bias",
-    "lookup-output_stays-gather",
-    "lookup-input_stays-gather",
+    "lookup-output_stationary-gather",
+    "lookup-input_stationary-gather",
 }
 ON_NCCL = [(grid, name) for grid in GRIDS_ON_NCCL for name in makers_on_nccl(*grid)]
 

@@ -138,7 +138,7 @@ def embedding(choices: Choices, vocab_size: int) -> Traffic:
     # How often each of them travels in one micro-batch.
     if choices.replicated:
         on_col, col_messages = 2, 1
-    elif head.stays == "output":
+    elif head.stationary == "output":
         on_col, col_messages = 2, 2
     else:
         on_col, col_messages = 0, 0

@@ -44,7 +44,7 @@ SOME_GRIDS = [(1, 4), (2, 3)]
 # Multiples of b s h that a layer's four products move over the rows, in forward.
 WIDTHS = {"auto": 1 + 1 + 1 + 1, "output": 1 + 1 + 1 + 4, "input": 3 + 1 + 4 + 1}
 # How many of qkv, out, up and down keep their input in place.
-INPUT_STAYS = {"auto": 2, "output": 0, "input": 4}
+INPUT_STATIONARY = {"auto": 2, "output": 0, "input": 4}
 
 
 def is_quick(case: tuple[tuple[int, int], str, str]) -> bool:
@@ -140,7 +140,7 @@ def test_optimus_layer(
         back = {"auto": 2 + 1 + 2 + 1, "output": 2 * 7}[stationary]
     panels = 1 if schedule == "gather" else rows + cols - math.gcd(rows, cols)
     spread, add = ("all_gather", "reduce_scatter") if panels == 1 else ("broadcast", "reduce")
-    col, row, summed = panels * (cols > 1), panels * (rows > 1), INPUT_STAYS[stationary]
+    col, row, summed = panels * (cols > 1), panels * (rows > 1), INPUT_STATIONARY[stationary]
     # dA = dC Bᵀ and dB = Aᵀ dC; if the input stays, dA = dC B and dB = dCᵀ A. Then a panel of dC
     # travels for each of them, and gathered once for both.
     twice = summed * col if schedule != "gather" else 0

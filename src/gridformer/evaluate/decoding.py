@@ -52,7 +52,7 @@ class Decoder:
         self.multiple = trained.position_multiple
         # In D&SP a branch attends for the texts of all branches.
         boundary = spec_of(trained.layout).boundary(trained.layout)
-        self.attends_for = self.axes.batch.size if boundary.lies == "b" else 1
+        self.attends_for = self.axes.batch.size if boundary.activation_layout == "b" else 1
         last = self.axes.pp.index == self.axes.pp.size - 1
         self.speaks = last and self.axes.same_batch.index == 0
         self.source = self._sources(sources) if sources is not None else None

@@ -79,7 +79,7 @@ class Trained:
     def position_multiple(self) -> int:
         """What divides the positions of a pass: over how many devices they are sharded."""
         boundary = spec_of(self.layout).boundary(self.layout)
-        return self.axes[boundary.axis].size if boundary.lies == "s" else 1
+        return self.axes[boundary.axis].size if boundary.activation_layout == "s" else 1
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

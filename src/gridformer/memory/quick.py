@@ -114,7 +114,7 @@ def _activations(run: RunConfig, choices: Choices) -> tuple[dict[str, float], fl
     of the gradients of its wide product with what that gathers, and of the copies of an RMSNorm.
     """
     work, item, grid = choices.work, choices.work.itemsize, choices.rows * choices.cols
-    lies, h = spec_of(run.layout).boundary(run.layout).lies, run.model.hidden_size
+    h, boundary = run.model.hidden_size, spec_of(run.layout).boundary(run.layout)
     stacks = stacks_of(run)
     kept, layer = dict.fromkeys(stacks, 0.0), 0.0
     between = 1 / grid if choices.between == "cut" else 1.0
@@ -128,7 +128,8 @@ def _activations(run: RunConfig, choices: Choices) -> tuple[dict[str, float], fl
             one = whole * product.n_in
         else:
             # LayerNorm of whole rows keeps its input in float32.
-            norm = 1.0 if rms or (lies == "h" and choices.cols > 1) else max(4, item) / item
+            local = boundary.activation_layout == "h" and choices.cols > 1
+            norm = 1.0 if rms or local else max(4, item) / item
             if product.reads == "source" and stack_of(product) == "decoder":  # is kept once for all
                 norm = -1.0
             relu = product.section == "feed_forward" and run.model.family in ("t5", "transformer")
@@ -167,7 +168,7 @@ def _wide(run: RunConfig, choices: Choices, choice: Choice, out: float) -> float
         return out
     if choice.schedule != "gather":  # its sums are in float32 until the last panel has come
         return out * 2.0 + _PANELS * whole / choices.panels
-    if choice.stays != "output" or choice.keep_input:
+    if choice.stationary != "output" or choice.keep_input:
         return out
     moves = 0.0 if on_gpu(run) else _RECEIVED * (1 - 1 / choices.cols)
     found = max(out, 0.5 * out * bool(choice.product.parts) + (_GATHERED + moves) * whole)

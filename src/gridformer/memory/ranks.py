@@ -26,7 +26,7 @@ def largest_ranks(run: RunConfig, decisions: Decisions | None = None) -> dict[in
     largest: dict[int, str] = {}
     for pp, stages in _stages(run, decisions).items():
         here = ranks[pp]
-        if spec_of(layout).boundary(layout).lies == "first":
+        if spec_of(layout).boundary(layout).activation_layout == "first":
             largest[int(here[0, 0])] = _join(stages, "first sub-grid")
             if here.shape[1] > 1:
                 largest[int(here[0, 1])] = _join(stages, "other sub-grids")

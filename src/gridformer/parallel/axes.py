@@ -36,7 +36,7 @@ def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None =
     samples, boundary = spec.samples_over(layout), spec.boundary(layout)
     if samples:
         axes = replace(axes, batch=axes[MESH_AXIS[samples]])
-    if boundary.lies != "b":
+    if boundary.activation_layout != "b":
         axes = replace(axes, same_batch=axes[boundary.axis])
     return axes
 

@@ -115,7 +115,7 @@ def one_dimensional(
     )
     from gridformer.parallel.tensor.summa import Replicated, boundary_of
 
-    col, cuts_sequence = axes.col, boundary.lies == "s"
+    col, cuts_sequence = axes.col, boundary.activation_layout == "s"
     schedules = Schedules(axes, boundary_of(boundary, axes))
     of_chosen = Schedules(axes, Replicated(col))  # every device has the chosen tokens
     opening = ParamPlacement(("col",), copies="row", partial=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from gridformer.config import LayoutConfig, RunConfig, divisors
-from gridformer.parallel.auto.cost import Choices, Stays
+from gridformer.parallel.auto.cost import Choices, Stationary
 from gridformer.parallel.auto.products import Product
 from gridformer.parallel.fixes import Changes
 from gridformer.parallel.scheme import (
@@ -61,7 +61,7 @@ class Optimus(SchemeSpec):
             for rows in divisors(devices):
                 yield {"rows": rows, "cols": devices // rows}
 
-    def stays(self, product: Product, layout: LayoutConfig) -> Stays:
+    def stationary(self, product: Product, layout: LayoutConfig) -> Stationary:
         """Returns which activation stays: by default the wider one.
 
         If both are equally wide, sections are entered and left as in other schemes.
@@ -72,7 +72,7 @@ class Optimus(SchemeSpec):
             return layout.stationary
         if product.n_in != product.n_out:
             return "input" if product.n_in > product.n_out else "output"
-        return super().stays(product, layout)
+        return super().stationary(product, layout)
 
     def savings(self, layout: LayoutConfig) -> tuple[list[Changes], list[Changes]]:
         if layout.schedule == "pipelined":

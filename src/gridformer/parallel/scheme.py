@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, Scheme
 from gridformer.mesh.node_placement import NodeBlock, rank_grid, sizes_of
-from gridformer.parallel.auto.cost import Choices, Stays
+from gridformer.parallel.auto.cost import Choices, Stationary
 from gridformer.parallel.auto.products import Product
 from gridformer.parallel.fixes import Changes
 
@@ -40,12 +40,12 @@ class BoundarySpec:
     Attributes:
         axis: The mesh axis of the collectives that enter and leave sections
             (gridformer.parallel.tensor.summa.gathered).
-        lies: The dimension that is sharded over the axis; or `replicated` if every device holds all
-            of an activation; or `first` if only the first device holds it.
+        activation_layout: The dimension that is sharded over the axis; or `replicated` if every
+            device holds all of an activation; or `first` if only the first device holds it.
     """
 
     axis: str
-    lies: Literal["replicated", "first", "b", "s", "h"]
+    activation_layout: Literal["replicated", "first", "b", "s", "h"]
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class SchemeSpec:
         """Whether every device computes the full product for its own tokens."""
         return False
 
-    def stays(self, product: Product, layout: LayoutConfig) -> Stays:
+    def stationary(self, product: Product, layout: LayoutConfig) -> Stationary:
         """Returns which activation of a product is not sent.
 
         By default a section gathers its input and reduces its output.

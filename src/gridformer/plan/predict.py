@@ -157,7 +157,7 @@ def different_ranks(run: RunConfig, decisions: Decisions) -> list[list[int]]:
     layout = run.layout
     mesh = mesh_ranks(layout, decisions.block)
     places = [0]
-    if spec_of(layout).boundary(layout).lies == "first" and mesh[0, 0].numel() > 1:
+    if spec_of(layout).boundary(layout).activation_layout == "first" and mesh[0, 0].numel() > 1:
         places.append(1)  # a sub-grid without the common layers
     stages = alike_stages(run, decisions)
     return [

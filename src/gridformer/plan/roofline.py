@@ -204,7 +204,7 @@ class _Step:
         cut = 1 if choices.between != "cut" else choices.cols
         sharded = not choice.common and choices.rows * choices.cols > 1
         norm, inner = (_RMS_NORM if product.rms else _NORM), (_JOINED if product.parts else _INSIDE)
-        summed = self.times.lies == "h" and choices.cols > 1
+        summed = self.times.between == "h" and choices.cols > 1
         norm = _GRID_NORM if summed else norm
         for way in range(2):
             bias = product.bias * _BIAS[way] * (sharded or way)
@@ -252,7 +252,7 @@ class _Step:
                 each = passes * max(4, self.item) + 2 * _CAST * (self.item == 2)
                 logits = self.choices.head_tokens(choice) * choice.product.n_out / cols
                 forward.memory += self.costs.moved_s(logits * each)
-                norm = sum(_GRID_LAUNCHES) * (cols > 1 and self.times.lies == "h")
+                norm = sum(_GRID_LAUNCHES) * (cols > 1 and self.times.between == "h")
                 forward.launches += (_CHUNK[cols > 1] + norm) * self.choices.loss_chunks(choice)
         return forward, backward
 

@@ -43,7 +43,7 @@ def run_of(layout: dict[str, Any], batch: int = 64, **model: Any) -> RunConfig:
 
 def ways(choices: Choices) -> dict[str, tuple[Any, ...]]:
     return {
-        name: (c.stays, c.schedule, c.n_chunks, c.keep_input, c.keep_weight)
+        name: (c.stationary, c.schedule, c.n_chunks, c.keep_input, c.keep_weight)
         for name, c in choices.products.items()
     }
 
@@ -153,7 +153,7 @@ def test_choices_on_any_cluster_are_valid_and_equal_on_all_ranks(
         assert 1 <= choice.n_chunks <= max(1, max_chunks(choices, run.layout, choice.product))
         assert choice.n_chunks == 1 or (gathers and not choice.keep_input)
         assert gathers or not (choice.keep_input or choice.keep_weight)
-        assert not (choice.keep_input and choice.stays == "input")
+        assert not (choice.keep_input and choice.stationary == "input")
     assert all(timed.seconds <= timed.by_rules_s for timed in choices.timed.values())
     # Another rank reads the file by itself, and knows nothing of this one.
     cluster_file._read.cache_clear()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.parallel.auto import heuristics as rules
 from gridformer.parallel.auto.cost import Choices
+from gridformer.parallel.auto.fastest import max_chunks
 from gridformer.parallel.auto.heuristics import SMALL_BYTES, decide
 from gridformer.parallel.auto.products import Work, products_of
 from gridformer.parallel.scheme import SchemeSpec
@@ -27,8 +28,8 @@ def optimus(rows: int, cols: int, **how: Any) -> LayoutConfig:
     return LayoutConfig(scheme="optimus", rows=rows, cols=cols, **how)
 
 
-def stays(choices: Choices) -> dict[str, str]:
-    return {name: choice.stays for name, choice in choices.products.items()}
+def stationary(choices: Choices) -> dict[str, str]:
+    return {name: choice.stationary for name, choice in choices.products.items()}
 
 
 def kept_bytes(choices: Choices) -> float:
@@ -95,7 +96,7 @@ def test_bsh_travels_four_times_in_a_usual_model() -> None:
     """The head's input counts too: logits stay where they are computed."""
     chosen = decide(SMALL, optimus(2, 3), Work(tokens=600))
     want = {"qkv": "output", "out": "input", "up": "output", "down": "input", "head": "output"}
-    assert stays(chosen) == want
+    assert stationary(chosen) == want
     traffic = [chosen.forward(chosen[name]) for name in LAYER]
     assert sum(t.col for t in traffic) == pytest.approx(2 / 6 * 4 * 600 * 64)
     assert sum(t.row for t in traffic) == pytest.approx(1 / 6 * 12 * 64**2)
@@ -105,7 +106,7 @@ def test_bsh_travels_four_times_in_a_usual_model() -> None:
 def test_the_narrower_activation_travels_whichever_it_is() -> None:
     model = SMALL.model_copy(update={"ffn_size": 32, "vocab_size": 10})
     want = {"qkv": "output", "out": "input", "up": "input", "down": "output", "head": "input"}
-    assert stays(decide(model, optimus(2, 2))) == want
+    assert stationary(decide(model, optimus(2, 2))) == want
 
 
 @given(model=MODELS, layout=ONE_ROW | BOTH_WAYS)
@@ -114,7 +115,7 @@ def test_megatron_shards_opening_products_by_columns_and_closing_ones_by_rows(
 ) -> None:
     """This holds whatever is narrower: the two boundaries of a section are fixed."""
     want = {"qkv": "output", "out": "input", "up": "output", "down": "input", "head": "output"}
-    chosen = stays(decide(model, layout))
+    chosen = stationary(decide(model, layout))
     assert {name: chosen[name] for name in want} == want
 
 
@@ -196,7 +197,7 @@ def test_large_operands_are_gathered_in_chunks_and_gathered_ones_are_kept(
         kept = choice.keep_input or choice.keep_weight
         assert kept == (chosen.kept_bytes(choice) > 0)
         assert not kept or choice.schedule == "gather"
-        assert not choice.keep_input or (choice.stays == "output" and layout.cols > 1)
+        assert not choice.keep_input or (choice.stationary == "output" and layout.cols > 1)
         assert not choice.keep_weight or layout.rows > 1
         assert 1 <= choice.n_chunks <= rules.MOST_CHUNKS
         if choice.n_chunks > 1:
@@ -208,7 +209,8 @@ def test_large_operands_are_gathered_in_chunks_and_gathered_ones_are_kept(
             assert chosen.rows == 1 or whole > 4 * terms
             part = whole / choice.n_chunks
             limit = max(rules.CHUNK_BYTES, chosen.held_bytes * rules.CHUNK_SHARE)
-            assert part <= limit or choice.n_chunks == rules.MOST_CHUNKS or layout.sequence_parallel
+            most = min(rules.MOST_CHUNKS, max_chunks(chosen, layout, choice.product))
+            assert part <= limit or choice.n_chunks == most
             assert whole / (choice.n_chunks - 1) > limit, "no more parts than it takes"
 
 
@@ -287,14 +289,14 @@ def test_requests_are_used_and_decisions_have_reasons(
     assert list(chosen.products) == [product.name for product in products_of(model)]
     for choice in chosen.products.values():
         if how["stationary"] != "auto":
-            assert choice.stays == how["stationary"]
+            assert choice.stationary == how["stationary"]
         if how["schedule"] != "auto":
             assert choice.schedule == how["schedule"]
         gathered = choice.schedule == "gather"
         if how["keep_gathered"] != "auto":
             inputs = how["keep_gathered"] in ("inputs", "all")
             weights = how["keep_gathered"] in ("weights", "all")
-            travels = gathered and choice.stays == "output" and cols > 1
+            travels = gathered and choice.stationary == "output" and cols > 1
             assert choice.keep_input == (inputs and travels)
             assert choice.keep_weight == (weights and gathered and rows > 1)
     starts = [reason.split(":")[0] for reason in chosen.reasons]

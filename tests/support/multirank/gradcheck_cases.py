@@ -88,7 +88,7 @@ def one_operand_wanted(wanted: int, transposed: bool, how: How, axes: Axes) -> C
     return Case([both.shapes[wanted]], partial(of_one, both.on_grid), partial(of_one, both.plain))
 
 
-def lookup(how: How, output_stays: bool, v: int, h: int, n_tokens: int, axes: Axes) -> Case:
+def lookup(how: How, output_stationary: bool, v: int, h: int, n_tokens: int, axes: Axes) -> Case:
     """Look up rows of a table [v, h], or of one stored as [h, v].
 
     The tokens differ between the rows, and some words occur twice.
@@ -101,10 +101,10 @@ def lookup(how: How, output_stays: bool, v: int, h: int, n_tokens: int, axes: Ax
     def on_grid(table: Tensor) -> Tensor:
         schedule, weight, _ = how(axes)
         mine = tokens[axes.row.index], cut(table, (ROW, COL), axes)
-        rows = summa.lookup(*mine, schedule, axes, output_stays, weight)
+        rows = summa.lookup(*mine, schedule, axes, output_stationary, weight)
         return join(rows.unsqueeze(0), (ROW, None, None, COL), axes)
 
-    if output_stays:
+    if output_stationary:
         return Case([(v, h)], on_grid, lambda table: F.embedding(tokens, table))
     return Case([(h, v)], on_grid, lambda table: F.embedding(tokens, table.t()))
 
@@ -122,8 +122,8 @@ def products_of(rows: int, cols: int) -> dict[str, CaseMaker]:
         # the other schedules ignore what is kept
         if name in SCHEDULES or name == "gather-keep_weight":
             makers[f"product_abt-{name}-bias"] = partial(product_of, True, how, True, abt)
-            makers[f"lookup-output_stays-{name}"] = partial(lookup, how, True, both, 2 * cols, 2)
-            makers[f"lookup-input_stays-{name}"] = partial(lookup, how, False, 2 * cols, both, 2)
+            makers[f"lookup-output-{name}"] = partial(lookup, how, True, both, 2 * cols, 2)
+            makers[f"lookup-input-{name}"] = partial(lookup, how, False, 2 * cols, both, 2)
     return makers
 
 
@@ -202,7 +202,7 @@ def section_lookup(between: str, axes: Axes) -> Case:
 
     def on_grid(table: Tensor) -> Tensor:
         mine = cut(table, (None, COL), axes)
-        rows = summa.lookup(tokens, mine, _one_row(between, axes), axes, output_stays=False)
+        rows = summa.lookup(tokens, mine, _one_row(between, axes), axes, output_stationary=False)
         return join(rows, BETWEEN[between], axes)
 
     return Case([(3, 2 * cols)], on_grid, lambda table: F.embedding(tokens, table.t()))

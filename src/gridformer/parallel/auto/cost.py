@@ -17,7 +17,7 @@ from gridformer.config import RunConfig
 from gridformer.parallel.auto.products import Product, Work
 
 ScheduleName = Literal["broadcast", "pipelined", "gather"]
-Stays = Literal["output", "input"]
+Stationary = Literal["output", "input"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Choice:
     """How one product is carried out.
 
     Attributes:
-        stays: Which activation is not sent, the output or the input.
+        stationary: Which activation is not sent, the output or the input.
         schedule: How the other operands travel (gridformer.parallel.tensor.summa).
         n_chunks: Number of chunks in which activations are gathered or summed.
         keep_input: Whether the gathered input is kept for the backward pass.
@@ -34,7 +34,7 @@ class Choice:
     """
 
     product: Product
-    stays: Stays = "output"
+    stationary: Stationary = "output"
     schedule: ScheduleName = "gather"
     n_chunks: int = 1
     keep_input: bool = False
@@ -163,7 +163,7 @@ class Choices:
         if choice.keep_weight and not first:
             weight = 0.0
         if self.replicated:  # all-reduced at the end of a section
-            return _traffic(2 * activation * (choice.stays == "input"), weight, 1, 1)
+            return _traffic(2 * activation * (choice.stationary == "input"), weight, 1, 1)
         if choice.schedule != "gather":  # the panels of the table travel for each chunk of tokens
             chunks = self.loss_chunks(choice)
             steps = self.panels * chunks
@@ -174,12 +174,12 @@ class Choices:
         """Returns the traffic of one such product in the backward pass of a micro-batch."""
         activation, weight = self._unit(choice)
         if self.replicated:  # all-reduced at the start of the section
-            return _traffic(2 * activation * (choice.stays == "output"), weight, 1, 1)
+            return _traffic(2 * activation * (choice.stationary == "output"), weight, 1, 1)
         if choice.schedule != "gather":
             chunks = self.loss_chunks(choice)
             steps = 2 * self.panels * chunks
             return _traffic(2 * activation, 2 * weight * chunks, steps, steps)
-        inputs = 1 + (choice.stays == "output" and not choice.keep_input)  # gathered again
+        inputs = 1 + (choice.stationary == "output" and not choice.keep_input)  # gathered again
         weights = 1 + (not choice.keep_weight)
         return _traffic(inputs * activation, weights * weight, inputs * choice.n_chunks, weights)
 
@@ -219,7 +219,7 @@ class Choices:
         product, r, c = choice.product, self.rows, self.cols
         if choice.common:
             return 0.0, 0.0
-        width = product.n_in if choice.stays == "output" else choice.n_out
+        width = product.n_in if choice.stationary == "output" else choice.n_out
         share = (c - 1) / c if self.between != "first" else float(c > 1)
         activation = share / r * self.work.rows_of(product) * width
         return activation, (r - 1) / (r * c) * product.n_in * choice.n_out
@@ -237,14 +237,14 @@ class Choices:
         product = choice.product
         if self.cols == 1 or self.replicated or choice.common:
             return 0.0
-        width = product.n_in if choice.stays == "output" else choice.n_out
+        width = product.n_in if choice.stationary == "output" else choice.n_out
         return self.work.rows_of(product) / self.rows * width * self.work.itemsize
 
     def keeping(self, choice: Choice, inputs: bool, weights: bool) -> Choice:
         """Returns a choice that keeps these operands, where it gathers them."""
         gathers = choice.schedule == "gather"
         over_cols = self.cols > 1 and not self.replicated and not choice.common
-        inputs = inputs and gathers and over_cols and choice.stays == "output"
+        inputs = inputs and gathers and over_cols and choice.stationary == "output"
         weights = weights and gathers and self.rows > 1
         if (inputs, weights) == (choice.keep_input, choice.keep_weight):
             return choice
@@ -254,7 +254,7 @@ class Choices:
     def kept_bytes(self, choice: Choice) -> float:
         """Returns the bytes that a device holds longer for what all such products keep."""
         product, work, total = choice.product, self.work, 0.0
-        if choice.keep_input and choice.stays == "output":
+        if choice.keep_input and choice.stationary == "output":
             total += work.rows_of(product) * product.n_in / self.rows * (1 - 1 / self.cols)
         if choice.keep_weight:
             # In addition to the device's own block of the weight.

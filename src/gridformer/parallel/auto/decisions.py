@@ -139,8 +139,8 @@ def _between_stages(run: RunConfig, work: Work) -> float:
     """
     layout = run.layout
     spec = spec_of(layout)
-    lies = spec.boundary(layout).lies
-    sent_whole = lies == "first" or (lies == "replicated" and not layout.scatter_gather)
+    between = spec.boundary(layout).activation_layout
+    sent_whole = between == "first" or (between == "replicated" and not layout.scatter_gather)
     devices = 1 if sent_whole else math.prod(spec.grid(layout))
     border = (work.tokens + work.source) * run.model.hidden_size / devices * work.itemsize
     return 2 * layout.stages_per_rank * work.micro_batches * border
@@ -217,7 +217,7 @@ def _print_products(choices: Choices, layout: LayoutConfig, console: Console) ->
     keeps = any(choice.kept for choice in every)
     copied = any(choice.product.copied and not choice.common for choice in every)
     passes = ["fwd", "bwd", *["again"] * again]
-    heads = ["\nproduct", *["\nin x out"] * wide, "\nstays", "\nschedule"]
+    heads = ["\nproduct", *["\nin x out"] * wide, "\nstationary", "\nschedule"]
     for what in ("msgs", "MiB"):
         heads += [f"{'' if i else what}\n{name}" for i, name in enumerate(passes)]
     table = _table([*heads, *["\nkept", "MiB\nheld"] * keeps], ("msgs", "MiB", *passes))
@@ -226,8 +226,8 @@ def _print_products(choices: Choices, layout: LayoutConfig, console: Console) ->
     console.print(table)
     console.print(
         "msgs, MiB: what a device receives for one such product in the forward and backward "
-        f"pass of a micro-batch{' and for its recomputation' * again}. stays: the activation that "
-        "is not sent."
+        f"pass of a micro-batch{' and for its recomputation' * again}. stationary: the "
+        "activation that is not sent."
         + (" held: memory for what all such products together keep." if keeps else "")
         + (" out + n: n more columns, which several devices hold." if copied else "")
     )
@@ -257,7 +257,7 @@ def _named(choice: Choice) -> str:
     """Returns a choice in words, such as `input, gather in 4, keeps weight`."""
     chunks = f" in {choice.n_chunks}" if choice.n_chunks > 1 else ""
     keeps = f", keeps {choice.kept}" if choice.kept else ""
-    return f"{choice.stays}, {choice.schedule}{chunks}{keeps}"
+    return f"{choice.stationary}, {choice.schedule}{chunks}{keeps}"
 
 
 def _row(choices: Choices, choice: Choice, passes: int, keeps: bool, wide: bool) -> list[str]:
@@ -269,7 +269,7 @@ def _row(choices: Choices, choice: Choice, passes: int, keeps: bool, wide: bool)
     if choice.common:
         return [*cells, "-", "common", *"-" * (2 * passes + 2 * keeps)]
     traffic = [choices.forward(choice), choices.backward(choice), choices.again(choice)][:passes]
-    cells += [choice.stays, choice.schedule, *(str(one.messages) for one in traffic)]
+    cells += [choice.stationary, choice.schedule, *(str(one.messages) for one in traffic)]
     cells += [three_digits((one.col + one.row) * mib) for one in traffic]
     if keeps:
         held = three_digits(choices.kept_bytes(choice) / MIB) if choice.kept else "-"

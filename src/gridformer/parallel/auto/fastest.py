@@ -18,7 +18,7 @@ from gridformer.cluster.file import load_cluster
 from gridformer.cluster.messages import Op
 from gridformer.config import LayoutConfig
 from gridformer.mesh.node_placement import NodeBlock, sizes_of
-from gridformer.parallel.auto.cost import Choice, Choices, ScheduleName, Stays, Timed
+from gridformer.parallel.auto.cost import Choice, Choices, ScheduleName, Stationary, Timed
 from gridformer.parallel.auto.products import Product
 from gridformer.parallel.registry import spec_of
 from gridformer.utils.units import GIB, format_bytes
@@ -96,7 +96,7 @@ class ProductTimes:
     ) -> None:
         self.choices, self.work, self.costs = choices, choices.work, costs
         boundary = spec_of(layout).boundary(layout)
-        self.axis, self.lies = boundary.axis, boundary.lies
+        self.axis, self.between = boundary.axis, boundary.activation_layout
         self.dtype = choices.work.dtype or "float32"
         self.places = _places(layout, block, costs)
 
@@ -128,7 +128,7 @@ class ProductTimes:
         product, choices, costs, item = choice.product, self.choices, self.costs, self.work.itemsize
         rows, cols = (1, 1) if choice.common else (choices.rows, choices.cols)
         grid = rows * cols
-        gathers, keeps_output = choice.schedule == "gather", choice.stays == "output"
+        gathers, keeps_output = choice.schedule == "gather", choice.stationary == "output"
         chunks = max(choice.n_chunks, choices.loss_chunks(choice))
         panels = 1 if gathers else choices.panels
         steps = chunks * panels
@@ -160,7 +160,7 @@ class ProductTimes:
         backward.memory = costs.moved_s(n_bytes)
         if choice.common:
             return forward, backward
-        if product.normed and self.lies == "h":  # its own message
+        if product.normed and self.between == "h":  # its own message
             waits = self.message("all_reduce", tokens * _STATISTICS, self.axis).seconds
             forward.exposed[self.axis] += waits
             backward.exposed[self.axis] += waits
@@ -191,7 +191,9 @@ class ProductTimes:
             forward.exposed[self.axis] += _in_turns(leave, chunks, one)
             backward.exposed[self.axis] += _in_turns(enter, chunks, grad_x + grad_w)
         # Chunks of activations are copied, and blocks that are not contiguous in a message.
-        scattered = self.lies == "h" or (self.lies == "s" and self.work.sequences > choices.rows)
+        scattered = self.between == "h" or (
+            self.between == "s" and self.work.sequences > choices.rows
+        )
         copied = 2 * travels * ((scattered and cols > 1) + (chunks > 1))
         forward.memory += costs.moved_s(copied)
         backward.memory += costs.moved_s(copied * (1 + keeps_output))
@@ -275,10 +277,10 @@ def fastest_choices(
 
 def max_chunks(choices: Choices, layout: LayoutConfig, product: Product) -> int:
     """Returns the most chunks into which the activation of a product can be cut."""
-    work, lies = choices.work, spec_of(layout).boundary(layout).lies
-    if lies == "s":  # chunks of whole sequences
+    work, between = choices.work, spec_of(layout).boundary(layout).activation_layout
+    if between == "s":  # chunks of whole sequences
         return work.sequences // choices.rows
-    if lies == "b":  # chunks of all sequences
+    if between == "b":  # chunks of all sequences
         return work.rows_of(product) // max(1, work.sequences)
     return work.rows_of(product) // choices.rows
 
@@ -302,18 +304,19 @@ def _best(
 def _options(rule: Choice, choices: Choices, layout: LayoutConfig) -> Iterator[Choice]:
     """Yields the ways to carry out a product that a layout leaves open."""
     spec, product = spec_of(layout), rule.product
-    stays: tuple[Stays, ...] = (rule.stays,)
+    stationary: tuple[Stationary, ...] = (rule.stationary,)
     # A head shares its table with the embedding, and the parts of a joined weight lie by columns.
     turns = product.section != "head" and not product.parts
     if "stationary" in spec.keys and layout.stationary == "auto" and turns:
-        stays = ("output", "input")
+        stationary = ("output", "input")
     schedules: tuple[ScheduleName, ...] = (rule.schedule,)
     if "schedule" in spec.keys and layout.schedule == "auto":
         schedules = _SCHEDULES
     most = min(MOST_CHUNKS, max_chunks(choices, layout, product))
     counts = [2**i for i in range(1, most.bit_length()) if 2**i <= most]
-    for one, schedule in itertools.product(stays, schedules):
-        option, wish = replace(rule, stays=one, schedule=schedule, n_chunks=1), layout.keep_gathered
+    for one, schedule in itertools.product(stationary, schedules):
+        option = replace(rule, stationary=one, schedule=schedule, n_chunks=1)
+        wish = layout.keep_gathered
         inputs, weights = wish in ("inputs", "all"), wish in ("weights", "all")
         yield (option := choices.keeping(option, inputs, weights))
         if schedule != "gather" or option.keep_input or product.section == "head":

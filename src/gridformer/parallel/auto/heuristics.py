@@ -57,15 +57,15 @@ def decide(
     products = {
         product.name: Choice(
             product.over(cols),
-            stays=spec.stays(product, layout),
+            stationary=spec.stationary(product, layout),
             common=spec.common(product, layout),
         )
         for product in products_of(model)
     }
     table = 0 if model.tied_head else model.hidden_size * max(1, model.vocab_size)
     parameters = table + sum(choice.elements for choice in products.values())
-    lies = spec.boundary(layout).lies
-    between = lies if lies in ("replicated", "first") else "cut"
+    shape = spec.boundary(layout).activation_layout
+    between = shape if shape in ("replicated", "first") else "cut"
     read, written = (work.source, work.tokens) if model.two_stacks else (work.tokens, 0)
     layers_read = model.n_layers * read + model.n_decoder_layers * written
     inputs = float(layers_read * model.hidden_size)

@@ -144,13 +144,13 @@ class StageIO:
         self.replicated_over = Axis("col")  # its ranks hold equal tensors
         boundary = spec_of(layout).boundary(layout)
         axis = axes[boundary.axis]
-        if boundary.lies == "h":
+        if boundary.activation_layout == "h":
             self.width //= axis.size
-        if boundary.lies == "s":
+        if boundary.activation_layout == "s":
             self.parts = axis.size
-        if boundary.lies == "replicated" and layout.scatter_gather:
+        if boundary.activation_layout == "replicated" and layout.scatter_gather:
             self.replicated_over = axis
-        self.absent = boundary.lies == "first" and axis.index > 0
+        self.absent = boundary.activation_layout == "first" and axis.index > 0
         self._reads = [inputs_of(links, stage.start) for stage in model.stages]
 
     def entering(self, stage: int, batch: Batch) -> dict[str, Tensor]:

@@ -4,8 +4,8 @@ Each module here replaces the plain module it is named after, with the same para
 local blocks of the parameters. Where the blocks lie depends on which operand of the product stays
 in place (gridformer.parallel.auto.cost):
 
-    output stays    W [in, out]: in over rows, out over columns    C = A B, B = W
-    input stays     W [in, out]: in over columns, out over rows    C = A Bᵀ, B = Wᵀ
+    output stationary    W [in, out]: in over rows, out over columns    C = A B, B = W
+    input stationary     W [in, out]: in over columns, out over rows    C = A Bᵀ, B = Wᵀ
 
 Every part of a merged product is sharded over columns by itself, so that a column of devices has
 the same heads of q, k and v. Heads of keys and values that do not divide over c columns are
@@ -44,8 +44,8 @@ from gridformer.parallel.sharding import (
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 
-OUTPUT_STAYS = ParamPlacement(cut=("row", "col"))
-INPUT_STAYS = ParamPlacement(cut=("col", "row"), transposed=True)  # B is read row by row
+OUTPUT_STATIONARY = ParamPlacement(cut=("row", "col"))
+INPUT_STATIONARY = ParamPlacement(cut=("col", "row"), transposed=True)  # B is read row by row
 
 
 class Schedules:
@@ -137,25 +137,24 @@ class GridLinear(nn.Module):
         self, plain: blocks.Linear, choice: Choice, bias: ParamPlacement, schedules: Schedules
     ) -> None:
         super().__init__()
-        self.output_stays = choice.stays == "output"
+        self.output_stationary = choice.stationary == "output"
         self.schedule, self.keep_input = schedules[choice], choice.keep_input
         self.gathered_weight = schedules.gathered_weight(choice)
         self.ends_block = plain.role.section == "feed_forward" and not plain.role.opens
         self.weight, self.bias = plain.weight, plain.bias
-        shard_parameter(
-            self, "weight", OUTPUT_STAYS if self.output_stays else INPUT_STAYS, schedules.axes
-        )
+        placement = OUTPUT_STATIONARY if self.output_stationary else INPUT_STATIONARY
+        shard_parameter(self, "weight", placement, schedules.axes)
         if plain.bias is not None:
             shard_parameter(self, "bias", bias, schedules.axes)
         schedules.chain(self.gathered_weight, self._block, self.ends_block)
 
     def _block(self) -> Tensor:
         weight = materialized(self.weight)  # its layer may not have been reached yet
-        return weight if self.output_stays else transposed(weight)
+        return weight if self.output_stationary else transposed(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         weight, schedule, bias, ahead = self.weight, self.schedule, self.bias, self.gathered_weight
-        if self.output_stays:
+        if self.output_stationary:
             return summa.product_ab(
                 x, weight, schedule, bias, ahead, self.keep_input, ends_block=self.ends_block
             )
@@ -171,7 +170,7 @@ class GridMergedLinear(blocks.MergedParts):
         self, plain: blocks.MergedLinear, choice: Choice, bias: ParamPlacement, schedules: Schedules
     ) -> None:
         super().__init__()
-        assert choice.stays == "output", "columns of all parts lie side by side on one device"
+        assert choice.stationary == "output", "columns of all parts lie side by side on one device"
         self.names = plain.names
         self.schedule, self.keep_input = schedules[choice], choice.keep_input
         self.gathered_weight = schedules.gathered_weight(choice)
@@ -201,7 +200,7 @@ def _placements(
     """Returns how the weight of a part is sharded, and its bias, given that of other parts."""
     names = replicated(schedules.axes, part.pieces, schedules.boundary.col.name)
     if names is None:
-        return OUTPUT_STAYS, bias
+        return OUTPUT_STATIONARY, bias
     weights = ParamPlacement(("row", names.block), copies=names.copy, partial=True)
     # Biases of other parts are copied over rows, too.
     copies = names.row_copy if bias.copies == "row" else names.copy
@@ -251,32 +250,34 @@ class GridTokenEmbedding(nn.Module):
         super().__init__()
         self.axes = axes = schedules.axes
         self.schedule, self.gathered_weight = schedules[head], table
-        self.head_output_stays = head.stays == "output"
-        self.cast_multiple = _cast_multiple(plain, self.head_output_stays, self.schedule)
+        self.head_output_stationary = head.stationary == "output"
+        self.cast_multiple = _cast_multiple(plain, self.head_output_stationary, self.schedule)
         self.weight = plain.weight
-        shard_parameter(self, "weight", table_placement(self.head_output_stays, axes), axes)
+        shard_parameter(self, "weight", table_placement(self.head_output_stationary, axes), axes)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        table = self.weight.t() if self.head_output_stays else self.weight
-        output_stays = not self.head_output_stays
+        table = self.weight.t() if self.head_output_stationary else self.weight
+        output_stationary = not self.head_output_stationary
         return summa.lookup(
-            tokens_BS, table, self.schedule, self.axes, output_stays, self.gathered_weight
+            tokens_BS, table, self.schedule, self.axes, output_stationary, self.gathered_weight
         )
 
 
-def table_placement(output_stays: bool, axes: Axes) -> ParamPlacement:
+def table_placement(output_stationary: bool, axes: Axes) -> ParamPlacement:
     """Returns where a table [v, h] lies that a head reads, whose output stays or its input."""
-    cut = ("col", "row") if output_stays else ("row", "col")
+    cut = ("col", "row") if output_stationary else ("row", "col")
     # Only v is padded to this multiple. h is sharded over the other axis alone, so on a grid of one
     # row it may be whole and need not be divisible by the columns.
     return ParamPlacement(cut=cut, pad=(vocabulary_multiple(axes), 0))
 
 
 def _cast_multiple(
-    plain: blocks.TokenEmbedding | blocks.TiedHead, output_stays: bool, schedule: summa.Schedule
+    plain: blocks.TokenEmbedding | blocks.TiedHead,
+    output_stationary: bool,
+    schedule: summa.Schedule,
 ) -> int:
     """Returns the multiple of rows that the cast copy of a head's table has."""
-    whole = output_stays and isinstance(schedule, summa.Gathered)
+    whole = output_stationary and isinstance(schedule, summa.Gathered)
     return plain.cast_multiple if whole else 1
 
 
@@ -298,7 +299,7 @@ class GridTiedHead(nn.Module):
         schedules: Schedules,
     ) -> None:
         super().__init__()
-        self.output_stays = choice.stays == "output"
+        self.output_stationary = choice.stationary == "output"
         self.schedule, self.gathered_weight = schedules[choice], table
         self.keep_input = choice.keep_input
         self.bias = plain.bias
@@ -308,14 +309,14 @@ class GridTiedHead(nn.Module):
             self.of_column = summa.Gathered(replace(axes, row=Axis("row")), self.schedule.boundary)
         if plain.bias is not None:
             pad = (vocabulary_multiple(axes),)
-            lies = ParamPlacement(("col",), copies="row", partial=True, pad=pad)
-            shard_parameter(self, "bias", lies, axes)
+            placement = ParamPlacement(("col",), copies="row", partial=True, pad=pad)
+            shard_parameter(self, "bias", placement, axes)
         if isinstance(plain, blocks.UntiedHead):
             self.gathered_weight = schedules.gathered_weight(choice)
             self.cast_parameters = ("bias", "weight")
-            self.cast_multiple = _cast_multiple(plain, self.output_stays, self.schedule)
+            self.cast_multiple = _cast_multiple(plain, self.output_stationary, self.schedule)
             self.weight = plain.weight
-            shard_parameter(self, "weight", table_placement(self.output_stays, axes), axes)
+            shard_parameter(self, "weight", table_placement(self.output_stationary, axes), axes)
 
     def prepare(self, table_VH: Tensor, dtype: torch.dtype) -> Tensor:
         """Gathers the part of the table that this column of devices reads, for several products.
@@ -328,10 +329,10 @@ class GridTiedHead(nn.Module):
         """
         if not isinstance(self.schedule, summa.Gathered) or self.schedule.row.size == 1:
             return table_VH
-        stays = self.output_stays
-        block = table_VH.t() if stays else table_VH
-        column = summa.whole_column(block, dtype, self.schedule, self.gathered_weight, stays)
-        return column.t() if stays else column
+        output = self.output_stationary
+        block = table_VH.t() if output else table_VH
+        column = summa.whole_column(block, dtype, self.schedule, self.gathered_weight, output)
+        return column.t() if output else column
 
     def forward(
         self, x_BSH: Tensor, table_VH: Tensor, prepared: bool = False, padded: bool = False
@@ -343,7 +344,7 @@ class GridTiedHead(nn.Module):
         schedule, ahead = self.schedule, self.gathered_weight
         if prepared:
             schedule, ahead = self.of_column, None
-        if self.output_stays:
+        if self.output_stationary:
             # The backward pass of a chunk of a loss follows at once, so its input is kept.
             keep_input = self.keep_input or prepared
             table_HV = table_VH.t()
@@ -364,10 +365,10 @@ class RowParallelLabelHead(nn.Module):
         super().__init__()
         self.col, self.weight = axes.col, plain.weight
         self.bias = None if self.col.index else plain.bias
-        lies = ParamPlacement(("col", None), copies="row", partial=True)
-        shard_parameter(self, "weight", lies, axes)
+        placement = ParamPlacement(("col", None), copies="row", partial=True)
+        shard_parameter(self, "weight", placement, axes)
         if self.bias is not None:
-            shard_parameter(self, "bias", replace(lies, cut=(None,)), axes)
+            shard_parameter(self, "bias", replace(placement, cut=(None,)), axes)
 
     def forward(self, x_BH: Tensor) -> Tensor:
         terms = linear(x_BH, self.weight, None)

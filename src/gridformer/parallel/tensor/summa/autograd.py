@@ -87,7 +87,7 @@ def lookup(
     table: Tensor,
     schedule: Schedule,
     axes: Axes,
-    output_stays: bool,
+    output_stationary: bool,
     weight: GatheredWeight | None = None,
 ) -> Tensor:
     """Looks up the table rows of tokens, differentiable with respect to the table.
@@ -103,7 +103,7 @@ def lookup(
     Returns:
         Local columns [..., h/c] of the embeddings.
     """
-    out: Tensor = _Lookup.apply(tokens, table, schedule, axes, output_stays, weight)
+    out: Tensor = _Lookup.apply(tokens, table, schedule, axes, output_stationary, weight)
     return out
 
 
@@ -318,15 +318,15 @@ class _Lookup(torch.autograd.Function):
         table: Tensor,
         schedule: Schedule,
         axes: Axes,
-        output_stays: bool,
+        output_stationary: bool,
         ahead: GatheredWeight | None,
     ) -> Tensor:
         ctx.save_for_backward(tokens)
-        v = table.shape[0] * axes.row.size if output_stays else table.shape[1] * axes.col.size
-        ctx.schedule, ctx.axes, ctx.v, ctx.output_stays = schedule, axes, v, output_stays
+        v = table.shape[0] * axes.row.size if output_stationary else table.shape[1] * axes.col.size
+        ctx.schedule, ctx.axes, ctx.v, ctx.output_stationary = schedule, axes, v, output_stationary
         one_hot = Operand.one_hot(tokens, v, axes.col)
         weight = ahead.operand(table, table.dtype) if ahead else weight_operand(table, table.dtype)
-        if output_stays:
+        if output_stationary:
             return schedule.ab(one_hot, weight)
         return schedule.abt(one_hot, weight).wait()
 
@@ -334,7 +334,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (tokens,) = ctx.saved_tensors
         one_hot, grad = Operand.one_hot(tokens, ctx.v, ctx.axes.col), Operand(grads[0])
-        both = (one_hot, grad) if ctx.output_stays else (grad, one_hot)
+        both = (one_hot, grad) if ctx.output_stationary else (grad, one_hot)
         return None, ctx.schedule.atb(*both).wait(), None, None, None, None
 
 

@@ -121,11 +121,11 @@ class OnFirst(Replicated):
 def boundary_of(spec: BoundarySpec, axes: Axes) -> Replicated:
     """Returns the boundary that a scheme's `BoundarySpec` describes."""
     axis = axes[spec.axis]
-    if spec.lies == "replicated":
+    if spec.activation_layout == "replicated":
         return Replicated(axis)
-    if spec.lies == "first":
+    if spec.activation_layout == "first":
         return OnFirst(axis, torch.device(axes.device_type))
-    return Sharded(axis, {"b": 0, "s": 1, "h": -1}[spec.lies])
+    return Sharded(axis, {"b": 0, "s": 1, "h": -1}[spec.activation_layout])
 
 
 # --------------------------------------------------------------------------- operands
