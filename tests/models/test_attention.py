@@ -13,8 +13,15 @@ from torch import Tensor
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
+from gridformer.models.blocks import DropoutRng, RelativeBias, scores
 from gridformer.models.blocks.attention import _Heads
-from gridformer.models.blocks.scores import SharedBias, added_to_scores
+from gridformer.models.blocks.dropout import keep_scores
+from gridformer.models.blocks.scores import (
+    SharedBias,
+    Window,
+    added_to_scores,
+    document_bounds,
+)
 from gridformer.parallel import build_parallel
 from gridformer.utils.batch import Batch
 
@@ -148,3 +155,86 @@ def test_a_shared_bias_gets_its_gradient_in_float32(masked: bool) -> None:
         want[..., 2] = 0.0
     assert bias.grad is not None
     assert torch.equal(bias.grad, want)
+
+
+# Whether attention is causal, heads of queries for one of keys, the window, whether there are
+# documents, padding and a relative bias, and the rate of dropout.
+SEGMENTED: dict[str, tuple[bool, int, int, bool, bool, bool, float]] = {
+    "causal": (True, 1, 0, False, False, False, 0.0),
+    "both ways": (False, 1, 0, False, True, False, 0.0),
+    "shared keys": (True, 2, 0, False, False, False, 0.0),
+    "dropout": (True, 2, 0, False, False, False, 0.3),
+    "window": (True, 1, 4, False, False, False, 0.0),
+    "window, dropout": (True, 2, 4, False, False, False, 0.3),
+    "documents": (True, 2, 0, True, False, False, 0.0),
+    "documents, window, dropout": (True, 1, 3, True, False, False, 0.3),
+    "documents both ways": (False, 1, 0, True, False, True, 0.0),
+    "relative bias": (True, 1, 0, False, True, True, 0.0),
+    "relative bias both ways, dropout": (False, 1, 0, False, True, True, 0.3),
+}
+
+
+@pytest.mark.parametrize("queries", [2, 256], ids=["in parts", "at once"])
+@pytest.mark.parametrize("name", SEGMENTED)
+def test_segments_of_queries_equal_all_queries(
+    name: str, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The results of segments, and the sums of their gradients, are those of plain attention."""
+    causal, sharing, window, packed, padded, biased, p = SEGMENTED[name]
+    monkeypatch.setattr(scores, "QUERIES", queries)
+    n, d, f64 = 4, 6, torch.float64
+    generator = torch.Generator().manual_seed(5)
+    config = ModelConfig(n_layers=1, hidden_size=n * d, n_heads=n, attention_dropout=p)
+    heads = _Heads(config, "x", DropoutRng(1, 2, 3), scaled=True).train()
+    heads.head_block = 1
+    relative = RelativeBias(8, 10, n, not causal, std=1.0).double()
+    torch.nn.init.normal_(relative.weight, generator=generator)
+    q = torch.randn(B, n, S, d, generator=generator, dtype=f64, requires_grad=True)
+    k, v = (
+        torch.randn(B, n // sharing, S, d, generator=generator, dtype=f64, requires_grad=True)
+        for _ in range(2)
+    )
+    numbers = (torch.arange(S) >= torch.tensor([[[4], [9]], [[1], [6]], [[13], [13]]])).sum(1)
+    valid = torch.arange(S) < torch.tensor([[S], [S - 1], [2]])
+
+    # Plain attention with one mask for all queries and keys.
+    i, j = torch.arange(S)[:, None], torch.arange(S)
+    seen = (j <= i) | torch.tensor(not causal)
+    seen = seen & ((j > i - window) if window else True)
+    seen = seen.expand(B, 1, S, S)
+    if packed:
+        seen = seen & (numbers[:, None, :, None] == numbers[:, None, None, :])
+    if padded:
+        seen = seen & valid[:, None, None, :]
+    x = q @ k.repeat_interleave(sharing, 1).transpose(-1, -2) * d**-0.5
+    x = x + relative(S, S) if biased else x
+    probabilities = x.masked_fill(~seen, -torch.inf).softmax(-1)
+    if p:
+        keep = keep_scores(heads.counter(q.device), (B, n, S, S), (n, 0, 0), p)
+        probabilities = probabilities * keep / (1 - p)
+    want = (probabilities @ v.repeat_interleave(sharing, 1)).transpose(1, 2).flatten(2)
+
+    found = []
+    for first, end in ((0, 5), (5, 12), (12, 13)):
+        begin = max(0, first - window + 1) if window else 0
+        keys = slice(begin, end if causal else S)
+        n_queries, n_keys = end - first, keys.stop - begin
+        mask = added_to_scores(
+            n_queries,
+            f64,
+            valid[:, None, None, keys] if padded else None,
+            relative(n_queries, n_keys, first - begin) if biased else None,
+            causal,
+            window=Window(window, n_keys, q.device) if window else None,
+            documents=document_bounds(numbers[:, first:end], numbers[:, keys]) if packed else None,
+        )
+        some = q[:, :, first:end], k[:, :, keys], v[:, :, keys]
+        found.append(heads._attend(*some, causal, mask, first, begin))
+    inputs = [q, k, v, *([relative.weight] if biased else [])]
+    grad = torch.randn(B, S, n * d, generator=generator, dtype=f64)
+    got = torch.cat(found, 1)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+    for one, other in zip(
+        torch.autograd.grad(got, inputs, grad), torch.autograd.grad(want, inputs, grad)
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)

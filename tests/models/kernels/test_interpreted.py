@@ -151,14 +151,14 @@ def check_operators() -> None:
     q = torch.randn(b, s, n, d).transpose(1, 2)
     k, v = torch.randn(2, b, n, seen, d)
     valid, bias = torch.ones(b, seen, dtype=torch.bool), torch.randn(n, s, seen)
-    settings = attention.Settings(True, 0.5, 4, 0.1).arguments()
+    settings = attention.Settings(True, 0.5, 4, 0.1, 0, 2, 1).arguments()
     found = (q, k, v, valid, bias, None, counter_of(3))
     out, lse = ops.attention(*found, *settings)
     tests = ("test_schema", "test_faketensor")
     x = torch.randn(2, 3, 4).transpose(0, 1)
     for op in (ops.masked, ops.masked_unfused):
         torch.library.opcheck(op.default, (x, counter_of(3), 0, 0, 0.1), test_utils=tests)
-    scores = (counter_of(3), (b, n, s, seen), 0, 0.1)
+    scores = (counter_of(3), (b, n, s, seen), (0, 2, 1), 0.1)
     torch.library.opcheck(ops.keep_scores.default, scores, test_utils=tests)
     torch.library.opcheck(ops.attention.default, (*found, *settings), test_utils=tests)
     for wants_bias in (False, True):

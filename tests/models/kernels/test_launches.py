@@ -19,11 +19,14 @@ from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.memory.estimate import estimate_rank
 from gridformer.mesh import Axes
 from gridformer.models import Model
+from gridformer.models.blocks import DropoutRng
+from gridformer.models.blocks.attention import _Heads
 from gridformer.models.kernels import library
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data import buckets
 from gridformer.record import Kernel, trace_rank
 from gridformer.record.device import fake_gpu
+from gridformer.record.kernels import launched_work
 from tests.support.fake_gpu import InProcess, fake_tensors
 from tests.support.multirank.memory import a_run
 
@@ -130,6 +133,45 @@ def test_the_estimate_of_memory_knows(fused: bool) -> None:
     assert (found.peak < scores) == fused
     on_cpu = estimate_rank(a_run({}, model, {**train, "device": "cpu"}), 0)
     assert on_cpu.peak > 2 * scores
+
+
+def kernels_of_a_segment(dtype: torch.dtype) -> list[Kernel]:
+    """Return attention's kernels of the last 512 of 2048 positions, forward and backward."""
+    found: list[Kernel] = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            work = launched_work(func, args, kwargs or {}, out, fake_gpu().type)
+            found.extend([work] if work is not None else [])
+            return out
+
+    config = ModelConfig(n_layers=1, hidden_size=256, n_heads=4)
+    heads = _Heads(config, "x", DropoutRng(), scaled=True)
+    with fake_tensors(), fake_gpu():
+        q, k, v = (torch.zeros(2, n, s, 64, dtype=dtype) for n, s in ((4, 512), *[(2, 2048)] * 2))
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        with Recorded():
+            heads._attend(q, k, v, True, None, first_query=1536).sum().backward()
+    return found
+
+
+def test_a_segment_of_queries_is_one_kernel_without_a_mask(gpu: InProcess) -> None:
+    """In float64, which no such kernel takes, it is computed for some queries at a time."""
+    found = gpu(kernels_of_a_segment, torch.bfloat16)
+    attention = [one for one in found if one.kind == "attention"]
+    shape, flop = (2, 4, 512, 2048, 64, 1), 4 * 2 * 4 * 512 * 2048 * 64
+    assert [(one.op, one.shape, one.flop) for one in attention] == [
+        ("sdpa", shape, flop),
+        ("sdpa_backward", shape, 2 * flop),
+    ]
+    inputs = 2 * (2 * 4 * 512 * 64) + 2 * 2 * (2 * 2 * 2048 * 64)
+    sums = 4 * 2 * 4 * 512  # one number for each query
+    assert attention[0].bytes == inputs + 2 * (2 * 4 * 512 * 64) + sums
+    assert not {"arange", "where", "ones", "tril"} & {one.op for one in found}
+    parts = [one for one in gpu(kernels_of_a_segment, torch.float64) if one.kind == "product"]
+    keys = {size for one in parts for size in one.shape[1:] if size > 512}
+    assert keys == {1536 + 256, 2048}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import scores as scores_module
@@ -15,7 +16,7 @@ from gridformer.models.blocks.linear import Linear, MergedLinear
 from gridformer.models.blocks.norm import HeadNorm
 from gridformer.models.blocks.recompute import Recompute
 from gridformer.models.blocks.rotary import Rotation
-from gridformer.models.blocks.scores import DocumentMask, ScoreBias, ScoreParts, SharedBias, past
+from gridformer.models.blocks.scores import MaskInParts, ScoreBias, ScoreParts, SharedBias, past
 from gridformer.models.kernels import attention as kernel
 from gridformer.models.kernels import library
 
@@ -43,10 +44,14 @@ class _Heads(DropoutSite):
         v_BNTD: Tensor,
         causal: bool,
         mask: ScoreBias | None,
+        first_query: int = 0,
+        first_key: int = 0,
     ) -> Tensor:
         """Returns the heads' results concatenated, [b, s, n d]. For mask see `added_to_scores`.
 
-        There may be fewer heads of keys and values; then n / m queries in a row share one.
+        There may be fewer heads of keys and values; then n / m queries in a row share one. If
+        `causal`, the last query and the last key are at the same position. Dropout depends on the
+        positions of the first query and the first key.
         """
         b, _, s, d = q_BNSD.shape
         seen = k_BNTD.shape[2]
@@ -54,7 +59,10 @@ class _Heads(DropoutSite):
         fits = self.fused and d * q_BNSD.element_size() <= kernel.MAX_HEAD_BYTES
         if isinstance(mask, ScoreParts) and not fits:
             mask = mask.sum(s, q_BNSD.dtype)
-        if isinstance(mask, DocumentMask):
+        causal = causal and mask is None and s > 1
+        if causal and s < seen and not dropped:
+            mask = self._lower_right(q_BNSD, seen, fits)
+        if isinstance(mask, MaskInParts):
             if not dropped:
                 in_parts = scores_module.attention_in_parts
                 o_BNSD = in_parts(q_BNSD, k_BNTD, v_BNTD, mask, self.scale)
@@ -62,36 +70,66 @@ class _Heads(DropoutSite):
             mask = mask.whole()
         if isinstance(mask, SharedBias):
             mask = mask.of_layer()
-        causal = causal and mask is None and s > 1
         if mask is None and dropped and fits and library.available(q_BNSD.device, q_BNSD.dtype):
             mask = ScoreParts(None, None, causal)
         if isinstance(mask, ScoreParts):
-            o_BNSD = self._fused(q_BNSD, k_BNTD, v_BNTD, mask)
+            o_BNSD = self._fused(q_BNSD, k_BNTD, v_BNTD, mask, first_query, first_key)
             return o_BNSD.transpose(1, 2).reshape(b, s, -1)
-        # The causal mask of PyTorch's fused kernel aligns the first query with the first key.
-        if causal and (dropped or s < seen):
-            mask, causal = past(s, seen, q_BNSD.device), False
         if dropped:
-            o_BNSD = self._unfused(q_BNSD, k_BNTD, v_BNTD, mask)
+            mask = past(s, seen, q_BNSD.device) if causal else mask
+            o_BNSD = self._unfused(q_BNSD, k_BNTD, v_BNTD, mask, first_query, first_key)
         else:
+            causal = causal and mask is None
             shared = {"enable_gqa": True} if k_BNTD.shape[1] < q_BNSD.shape[1] else {}
             o_BNSD = F.scaled_dot_product_attention(
                 q_BNSD, k_BNTD, v_BNTD, mask, is_causal=causal, scale=self.scale, **shared
             )
         return o_BNSD.transpose(1, 2).reshape(b, s, -1)
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, parts: ScoreParts) -> Tensor:
+    @staticmethod
+    def _lower_right(q: Tensor, seen: int, fits: bool) -> Tensor | ScoreParts | MaskInParts:
+        """Returns the causal mask of the last queries [b, n, s, d] of `seen` positions.
+
+        PyTorch's `is_causal` aligns the first query with the first key. Its flash kernel can align
+        the last ones, too, but other kernels of it would take a mask of s x S numbers.
+        """
+        s, dtype, device = q.shape[2], q.dtype, q.device
+        if q.is_cuda and dtype in (torch.bfloat16, torch.float16):
+            return causal_lower_right(s, seen)
+        if fits and library.available(device, dtype):
+            return ScoreParts(None, None, causal=True)
+        return MaskInParts(s, seen, True, 0, dtype, device)
+
+    def _fused(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        parts: ScoreParts,
+        first_query: int,
+        first_key: int,
+    ) -> Tensor:
         """Attention in a kernel that computes the same dropout mask as `_unfused`."""
         window = 0 if parts.window is None else parts.window.size
         settings, counter = kernel.Settings(parts.causal, self.scale, window=window), None
         if self.training and self.p > 0.0:
             head, counter = self.head_block * q.shape[1], self.counter(q.device)
-            settings = kernel.Settings(parts.causal, self.scale, head, self.p, window)
+            settings = kernel.Settings(
+                parts.causal, self.scale, head, self.p, window, first_query, first_key
+            )
         return kernel.attention(
             q, k, v, parts.valid, parts.bias, settings, parts.documents, counter
         )
 
-    def _unfused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _unfused(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        first_query: int,
+        first_key: int,
+    ) -> Tensor:
         """Attention with a globally indexed dropout mask, which PyTorch's kernels do not have."""
         b, n, s, _ = q.shape
         if k.shape[1] < n:
@@ -102,7 +140,8 @@ class _Heads(DropoutSite):
         elif mask is not None:
             scores = scores + mask
         shape = b, n, s, k.shape[2]
-        keep = keep_scores(self.counter(q.device), shape, self.head_block * n, self.p)
+        first = self.head_block * n, first_query, first_key
+        keep = keep_scores(self.counter(q.device), shape, first, self.p)
         probabilities = torch.softmax(scores, -1) * keep / (1.0 - self.p)
         return probabilities.to(v.dtype) @ v
 

@@ -193,22 +193,26 @@ _CHUNK_ELEMENTS = {False: 1 << 18, True: 1 << 24}
 
 
 def keep_scores(
-    counter: Tensor, shape: tuple[int, int, int, int], first_head: int, p: float
+    counter: Tensor, shape: tuple[int, int, int, int], first: tuple[int, int, int], p: float
 ) -> Tensor:
-    """Returns which attention probabilities dropout keeps, bool [b, n, s, S]."""
+    """Returns which attention probabilities dropout keeps, bool [b, n, s, S].
+
+    `first` holds the global indices of the first head, query and key.
+    """
     if torch.compiler.is_compiling():
-        out: Tensor = torch.ops.gridformer.keep_scores(counter, shape, first_head, p)
+        out: Tensor = torch.ops.gridformer.keep_scores(counter, shape, first, p)
         return out
-    return _keep_scores(counter, shape, first_head, p)
+    return _keep_scores(counter, shape, first, p)
 
 
-def _keep_scores(counter: Tensor, shape: Sequence[int], first_head: int, p: float) -> Tensor:
+def _keep_scores(counter: Tensor, shape: Sequence[int], first: Sequence[int], p: float) -> Tensor:
     b, n, s, seen = shape
+    first_head, first_query, first_key = first
     low, high, first_sample, _ = counter.unbind()
     samples = (indices(0, b, counter) + first_sample).view(b, 1, 1)
     heads = indices(first_head, n, counter).view(n, 1)
-    rows = rng.hash_indices(samples, heads, indices(0, s, counter))
-    return rng.keep((low, high), rows, indices(0, seen, counter), p)
+    rows = rng.hash_indices(samples, heads, indices(first_query, s, counter))
+    return rng.keep((low, high), rows, indices(first_key, seen, counter), p)
 
 
 def indices(start: int, n: int, like: Tensor) -> Tensor:
@@ -221,7 +225,7 @@ def indices(start: int, n: int, like: Tensor) -> Tensor:
 # bits as uncompiled code, and does not keep 64-bit random integers for the backward pass.
 define("masked(Tensor x, Tensor counter, int token, int column, float p) -> Tensor")
 define("masked_unfused(Tensor x, Tensor counter, int token, int column, float p) -> Tensor")
-define("keep_scores(Tensor counter, int[] shape, int first_head, float p) -> Tensor")
+define("keep_scores(Tensor counter, int[] shape, int[] first, float p) -> Tensor")
 torch.library.impl(LIBRARY, "masked_unfused", "CompositeExplicitAutograd")(drop_elements)
 torch.library.impl(LIBRARY, "keep_scores", "CompositeExplicitAutograd")(_keep_scores)
 
@@ -241,5 +245,5 @@ def _(x: Tensor, counter: Tensor, token: int, column: int, p: float) -> Tensor:
 
 
 @torch.library.register_fake("gridformer::keep_scores", lib=LIBRARY)
-def _(counter: Tensor, shape: Sequence[int], first_head: int, p: float) -> Tensor:
+def _(counter: Tensor, shape: Sequence[int], first: Sequence[int], p: float) -> Tensor:
     return counter.new_empty(shape, dtype=torch.bool)

@@ -15,7 +15,7 @@ from gridformer.models.blocks.linear import Init, new_parameter
 from gridformer.models.kernels import library
 from gridformer.models.kernels.attention import empty_heads
 
-QUERIES = 256  # for which a part of a `DocumentMask` is made at a time
+QUERIES = 256  # for which a part of a `MaskInParts` is made at a time
 
 
 class PaddingMask(nn.Module):
@@ -81,10 +81,11 @@ class RelativeBias(nn.Module):
         self.furthest, self.both_ways = furthest, both_ways
         self.weight = new_parameter(buckets, n, init=Init(std=std))
 
-    def forward(self, queries: int, keys: int) -> Tensor:
-        """Returns the bias [n, queries, keys] of the last `queries` of `keys` positions."""
+    def forward(self, queries: int, keys: int, first_query: int | None = None) -> Tensor:
+        """Returns the bias [n, queries, keys] of some of `keys` positions, by default the last."""
+        first = keys - queries if first_query is None else first_query
         place = torch.arange(keys, device=self.weight.device)
-        distance = place - place[keys - queries :, None]  # of a key from a query
+        distance = place - place[first : first + queries, None]  # of a key from a query
         return F.embedding(self._bucket(distance), self.weight).permute(2, 0, 1)
 
     def _bucket(self, distance: Tensor) -> Tensor:
@@ -103,49 +104,53 @@ class RelativeBias(nn.Module):
 
 
 @dataclass(frozen=True)
-class DocumentMask:
-    """A mask of documents where no kernel runs, made for some queries at a time.
+class MaskInParts:
+    """A mask of positions and documents where no kernel runs, made for some queries at a time.
 
     The mask of all queries and keys would take s x S numbers for each sequence.
 
     Attributes:
-        causal: Whether a query sees only keys up to its own position.
+        causal: Whether a query sees only keys up to its own position. The last query and the last
+            key are at the same position.
         window: How many keys a query sees at most if `causal`; 0 means all of its document.
+        bounds: `DocumentBounds.of_queries`, if queries do not leave their documents.
     """
 
-    bounds: Tensor
+    queries: int
     keys: int
     causal: bool
     window: int
     dtype: torch.dtype
+    device: torch.device
+    bounds: Tensor | None = None
 
     def whole(self) -> Tensor:
-        """Returns what is added to all scores [b, 1, s, S]."""
-        return self.part(slice(0, self.bounds.shape[-1]), slice(0, self.keys))
+        """Returns what is added to all scores, [b, 1, s, S] or [1, 1, s, S]."""
+        return self.part(slice(0, self.queries), slice(0, self.keys))
 
     def parts(self) -> Iterator[tuple[slice, slice]]:
         """Yields slices of queries in order, each with the slice of all keys that they may see."""
-        s = self.bounds.shape[-1]
-        for first in range(0, s, QUERIES):
-            after = min(first + QUERIES, s)
-            begin = max(0, first - self.window + 1) if self.window else 0
-            yield slice(first, after), slice(begin, after if self.causal else self.keys)
+        before = self.keys - self.queries  # keys before the first query, if causal
+        for first in range(0, self.queries, QUERIES):
+            after = min(first + QUERIES, self.queries)
+            begin = max(0, before + first - self.window + 1) if self.window else 0
+            yield slice(first, after), slice(begin, before + after if self.causal else self.keys)
 
     def part(self, queries: slice, keys: slice) -> Tensor:
-        """Returns what is added to the scores of some queries and keys, [b, 1, queries, keys]."""
-        device = self.bounds.device
-        key = torch.arange(keys.start, keys.stop, device=device)
-        first, after = self.bounds[:, :, queries, None].unbind(1)
-        seen = (key >= first) & (key < after)
-        if self.causal:
-            query = torch.arange(queries.start, queries.stop, device=device)[:, None]
-            seen &= key <= query
-            if self.window:
-                seen &= key > query - self.window
+        """Returns what is added to some scores, [b or 1, 1, queries, keys]."""
+        key = torch.arange(keys.start, keys.stop, device=self.device)[None, None]
+        query = torch.arange(queries.start, queries.stop, device=self.device)[:, None]
+        query = query + (self.keys - self.queries)
+        seen = key <= query if self.causal else torch.ones_like(key, dtype=torch.bool)
+        if self.window:
+            seen = seen & (key > query - self.window)
+        if self.bounds is not None:
+            first, after = self.bounds[:, :, queries, None].unbind(1)
+            seen = seen & (key >= first) & (key < after)
         return torch.where(seen, 0.0, -torch.inf).to(self.dtype).unsqueeze(1)
 
 
-def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask, scale: float) -> Tensor:
+def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: MaskInParts, scale: float) -> Tensor:
     """Computes attention from q [b, n, s, d] to k and v [b, m, S, d], where m divides n.
 
     The result [b, n, s, d] lies in memory as [b, s, n, d].
@@ -159,7 +164,7 @@ class _InParts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask, scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: MaskInParts, scale: float
     ) -> Tensor:
         out = empty_heads(q)
         for queries, keys in mask.parts():
@@ -247,7 +252,7 @@ class ScoreParts:
     window: Window | None = None
     documents: DocumentBounds | None = None
 
-    def sum(self, queries: int, dtype: torch.dtype) -> Tensor | SharedBias | DocumentMask | None:
+    def sum(self, queries: int, dtype: torch.dtype) -> Tensor | SharedBias | MaskInParts | None:
         """Returns the sum as one tensor, for attention that the kernels cannot compute."""
         mask = None if self.valid is None else self.valid[:, None, None, :]
         out = added_to_scores(
@@ -257,7 +262,7 @@ class ScoreParts:
         return out
 
 
-ScoreBias = Tensor | SharedBias | ScoreParts | DocumentMask  # what `added_to_scores` returns
+ScoreBias = Tensor | SharedBias | ScoreParts | MaskInParts  # what `added_to_scores` returns
 
 
 def added_to_scores(
@@ -278,13 +283,12 @@ def added_to_scores(
             last key are at the same position.
         fused: Whether attention may use the kernels of `gridformer.models.kernels`.
         documents: The bounds of documents, which a query does not leave; see `document_bounds`.
-            If `causal`, they are those of self-attention.
 
     Returns:
         [b or 1, n or 1, queries or 1, S], as a `SharedBias` if it needs gradients in another dtype;
-        or the parts of that where a kernel takes them. A `DocumentMask` for `documents` alone in
-        long sequences. None without `mask`, `bias_NST` and `documents` if no window hides a key:
-        attention applies causality by itself.
+        or the parts of that where a kernel takes them. A `MaskInParts` for `documents` and `window`
+        alone in long sequences. None without `mask`, `bias_NST` and `documents` if no window hides
+        a key: attention applies causality by itself.
     """
     if window is not None and window.size >= window.keys:
         window = None
@@ -301,10 +305,9 @@ def added_to_scores(
         valid = None if mask is None else mask[:, 0, 0, :]
         bias = None if bias_NST is None else bias_NST.contiguous()
         return ScoreParts(valid, bias, causal, window, documents)
-    alone = mask is None and bias_NST is None
-    if alone and documents is not None and queries > QUERIES:
-        size = 0 if window is None else window.size
-        return DocumentMask(documents.of_queries, seen, causal, size, dtype)
+    if mask is None and bias_NST is None and queries > QUERIES:
+        size, bounds = window.size if window else 0, documents.of_queries if documents else None
+        return MaskInParts(queries, seen, causal, size, dtype, device, bounds)
     if causal and (queries > 1 or window is not None):
         near = past(queries, seen, device, None if window is None else window.size)
         mask = near if mask is None else mask & near

@@ -15,7 +15,9 @@ MAX_HEAD_BYTES = 512  # tiles of a larger head do not fit into a GPU's shared me
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? valid, Tensor? bias, Tensor? documents, Tensor? counter"
 )
-_SETTINGS = "bool causal, float scale, int first_head, float p, int window"
+_SETTINGS = (
+    "bool causal, float scale, int first_head, float p, int window, int first_query, int first_key"
+)
 define(f"attention({_INPUTS}, {_SETTINGS}) -> (Tensor, Tensor)")
 define(
     f"attention_backward(Tensor grad, {_INPUTS}, Tensor? key_documents, Tensor out, Tensor lse, "
@@ -35,6 +37,8 @@ class Settings:
         p: The probability of dropping an attention probability; 0 means no dropout.
         window: How many keys a query sees at most if `causal`, of which the one at its own
             position is the last; 0 means all of them.
+        first_query: The global index of the first query, on which dropout depends.
+        first_key: The global index of the first key.
     """
 
     causal: bool
@@ -42,10 +46,15 @@ class Settings:
     first_head: int = 0
     p: float = 0.0
     window: int = 0
+    first_query: int = 0
+    first_key: int = 0
 
     def arguments(self) -> tuple[Any, ...]:
         """Returns them in the order of the operators' schemas."""
-        return self.causal, self.scale, self.first_head, self.p, self.window
+        return (
+            *(self.causal, self.scale, self.first_head, self.p, self.window),
+            *(self.first_query, self.first_key),
+        )
 
 
 def attention(

@@ -32,7 +32,7 @@ from gridformer.models.kernels.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["first_head"])
+@triton.jit(do_not_specialize=["first_head", "first_query", "first_key"])
 def forward(
     q,
     k,
@@ -49,6 +49,8 @@ def forward(
     out_strides,
     sizes,
     first_head,
+    first_query,
+    first_key,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -73,6 +75,7 @@ def forward(
             contiguous.
         counter: What dropout masks depend on, if `THRESHOLD`.
         lse: For backward, the logarithm of each query's sum of exponentials [b, n, s].
+        first_head, first_query, first_key: The global indices on which dropout depends.
         q_strides, k_strides, v_strides, out_strides, sizes: See `tiles`.
         VALID, BIAS, DOCUMENTS: Whether there are these.
         THRESHOLD: The value that random bits must reach for a probability to be kept.
@@ -116,8 +119,9 @@ def forward(
         shrink = tl.exp(largest - finite)
         exps = exps * shrink + tl.sum(p, 1)
         p = drop(
-            p, first_sample + sample, first_head + head, row, column, key_low, key_high, THRESHOLD
-        )
+            p, first_sample + sample, first_head + head, first_query + row, first_key + column,
+            key_low, key_high, THRESHOLD,
+        )  # fmt: skip
         total = product(p.to(tile_v.dtype), tile_v, total * shrink[:, None], PRECISION)
         largest = now
     some = exps > 0  # a query that sees no key gets zeros
@@ -152,7 +156,7 @@ def launch_attention(
             lse,
             *(x.stride()[:3] for x in (q, k, v, out)),
             _sizes(q, k),
-            settings.first_head,
+            *(settings.first_head, settings.first_query, settings.first_key),
             **_constants(settings, *masks),
             **tiles,
         )
@@ -185,8 +189,9 @@ def launch_attention_backward(
     inputs = (q, k, v, *_masks(q, *masks))
 
     def after(*tensors: Tensor) -> tuple[Any, ...]:
-        """Returns the arguments that follow the tensors: strides, sizes and the first head."""
-        return *(x.stride()[:3] for x in tensors), sizes, settings.first_head
+        """Returns the arguments that follow the tensors: strides, sizes and first indices."""
+        first = settings.first_head, settings.first_query, settings.first_key
+        return *(x.stride()[:3] for x in tensors), sizes, *first
 
     backward_queries[(heads * n_rows,)](
         *(*inputs, out, grad, lse, delta, grad_q),

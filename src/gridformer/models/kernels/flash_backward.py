@@ -21,7 +21,7 @@ from gridformer.models.kernels.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["first_head"])
+@triton.jit(do_not_specialize=["first_head", "first_query", "first_key"])
 def backward_queries(
     q,
     k,
@@ -43,6 +43,8 @@ def backward_queries(
     grad_q_strides,
     sizes,
     first_head,
+    first_query,
+    first_key,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -97,7 +99,9 @@ def backward_queries(
         grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION)
         grad_p = grad_p * tl.full([1, 1], GAIN, wide)
         at, of = first_sample + sample, first_head + head
-        grad_p = drop(grad_p, at, of, row, column, key_low, key_high, THRESHOLD)
+        grad_p = drop(
+            grad_p, at, of, first_query + row, first_key + column, key_low, key_high, THRESHOLD
+        )
         grad_x = tl.exp(x - log[:, None]) * (grad_p - row_delta[:, None])
         total = product(grad_x.to(tile_k.dtype), tile_k, total, PRECISION)
     total = total * tl.full([1, 1], SCALE, wide)
@@ -105,7 +109,7 @@ def backward_queries(
     store_rows(grad_q, grad_q_strides, total, first_row, n_rows, width, R, D)
 
 
-@triton.jit(do_not_specialize=["first_head"])
+@triton.jit(do_not_specialize=["first_head", "first_query", "first_key"])
 def backward_keys(
     q,
     k,
@@ -128,6 +132,8 @@ def backward_keys(
     grad_v_strides,
     sizes,
     first_head,
+    first_query,
+    first_key,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -187,7 +193,9 @@ def backward_keys(
             p = tl.exp(x - log[:, None])
             factor = tl.full([R, C], GAIN, wide)
             at, of = first_sample + sample, first_head + head
-            factor = drop(factor, at, of, row, column, key_low, key_high, THRESHOLD)
+            factor = drop(
+                factor, at, of, first_query + row, first_key + column, key_low, key_high, THRESHOLD
+            )
             dropped = (p * factor).to(tile_grad.dtype)
             total_v = product(tl.trans(dropped), tile_grad, total_v, PRECISION)
             grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION)
@@ -200,7 +208,7 @@ def backward_keys(
     store_rows(grad_v, grad_v_strides, total_v, start, n_columns, width, C, D)
 
 
-@triton.jit(do_not_specialize=["first_head"])
+@triton.jit(do_not_specialize=["first_head", "first_query", "first_key"])
 def backward_bias(
     q,
     k,
@@ -219,6 +227,8 @@ def backward_bias(
     grad_strides,
     sizes,
     first_head,
+    first_query,
+    first_key,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -272,7 +282,9 @@ def backward_bias(
         grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION)
         grad_p = grad_p * tl.full([1, 1], GAIN, wide)
         at, of = first_sample + sample, first_head + head
-        grad_p = drop(grad_p, at, of, row, column, key_low, key_high, THRESHOLD)
+        grad_p = drop(
+            grad_p, at, of, first_query + row, first_key + column, key_low, key_high, THRESHOLD
+        )
         total += tl.exp(x - log[:, None]) * (grad_p - row_delta[:, None])
     place = row[:, None].to(tl.int64) * n_columns + column[None, :]
     inside = (row < n_rows)[:, None] & (column < n_columns)[None, :]

@@ -171,7 +171,7 @@ def dropout_key(counter, THRESHOLD: tl.constexpr):
 
 @triton.jit
 def drop(x, sample, head, row, column, key_low, key_high, THRESHOLD: tl.constexpr):
-    """Zeroes elements of a tile [R, C] where dropout drops a probability."""
+    """Zeroes elements of a tile [R, C] where dropout drops a probability, by global indices."""
     if THRESHOLD > 0:
         joined = hash_index(tl.zeros_like(row).to(tl.uint32), sample)
         rows = hash_row(hash_index(hash_index(joined, head), row.to(tl.int64)), key_low)
