@@ -146,6 +146,34 @@ def test_fused_causal_attention_leaves_out_the_tiles_that_the_mask_hides(
         assert kernel_s(fused, window) == pytest.approx(150 / 32**2 * kernel_s(fused, full))
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "hides", "tiles"),
+    [
+        (512, 2048, 1, 13 + 14 + 15 + 16),  # of the 4 x 16 tiles of scores
+        (256, 4096, 1, 31 + 32),
+        (1024, 1024, 1, 36),
+        (512, 2048, 128, 4 * 2),  # a window that begins within a tile
+        (512, 2048, 0, 64),
+    ],
+)
+def test_the_last_queries_see_all_keys_before_them(
+    selene: Cluster, queries: int, keys: int, hides: int, tiles: int
+) -> None:
+    """So do times that were measured with as many queries as keys."""
+    device = selene.device.model_copy(update={"fused_attention": True})
+    square = AttentionRow("sdpa", "float16", 1, 1, 1, 1024, 1024, 64, True, False, 36.0)
+    full = square._replace(causal=False, us=64.0)  # a microsecond for each tile
+    tables = Tables(attention=(square, full))
+    flop = 4.0 * 64 * queries * keys
+    work = KernelWork("attention", flop, 1.0, "float16", (1, 1, queries, keys, 64, hides))
+    fused = selene.model_copy(update={"device": device})
+    all_of_it = kernel_s(fused, work._replace(shape=(1, 1, queries, keys, 64, 0)))
+    n_tiles = queries * keys / 128**2
+    assert kernel_s(fused, work) == pytest.approx(tiles / n_tiles * all_of_it)
+    measured = fused.model_copy(update={"tables": tables})
+    assert kernel_s(measured, work) == pytest.approx(tiles * 1e-6)
+
+
 def test_a_window_takes_less_time_than_the_causal_mask_that_was_measured(selene: Cluster) -> None:
     rows = tuple(
         AttentionRow(op, "float16", 1, 1, 1, 4096, 4096, 64, True, False, us)

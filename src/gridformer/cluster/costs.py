@@ -110,9 +110,10 @@ def _measured_s(cluster: Cluster, work: KernelWork) -> float | None:
     if work.kind == "attention" and len(shape) == 6:
         op = "gridformer" if work.op in ("attention", "attention_backward") else "sdpa"
         seconds = tables.attention_s(busy, work.dtype, shape, "backward" in work.op, op)
-        if seconds is not None and shape[5] > 1:  # a window hides more than the mask of any row
-            seen, measured = (computed_scores(*shape[2:4], hides) for hides in (shape[5], 1))
-            seconds *= seen / measured
+        if seconds is not None and shape[5]:
+            # A window hides more than the mask of any row, and fewer queries than keys hide less.
+            side = math.isqrt(shape[2] * shape[3])
+            seconds *= computed_scores(*shape[2:4], shape[5]) / computed_scores(side, side, 1)
         return seconds
     if work.kind == "memory":
         return tables.memory_s(busy, work.op, work.bytes, work.dtype)
