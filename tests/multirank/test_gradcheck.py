@@ -40,13 +40,17 @@ from tests.support.multirank.gradcheck_cases import (
     one_wanted,
     products_of,
     sections,
+    stationary_weights,
 )
 from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.pool import WorkerPool
 
 GRIDS = [(1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (3, 4)]
 
-MAKERS = {(r, c): {**products_of(r, c), **norm_and_loss_of(r, c)} for r, c in GRIDS}
+MAKERS = {
+    (r, c): {**products_of(r, c), **stationary_weights(r, c), **norm_and_loss_of(r, c)}
+    for r, c in GRIDS
+}
 for r, c in GRIDS:
     if r * c <= 9:  # they run over one axis, so 3x4 would only repeat others
         MAKERS[r, c] |= collectives_of(r, c)
@@ -87,6 +91,7 @@ DIFFERENCES = {
     "product_ab-gather-parts-bias",
     "product_abt-broadcast-bias",
     "product_ab-gather-keep_all-bias",
+    "product_stationary-s",
     "allreduce_identity-col",
     "cross_entropy",
 }
@@ -125,6 +130,7 @@ def test_gradients_equal_finite_differences(
 
 def makers_on_nccl(rows: int, cols: int) -> dict[str, CaseMaker]:
     found = {**products_of(rows, cols), **collectives_of(rows, cols)}
+    found |= stationary_weights(rows, cols)
     return found | (sections() if rows == 1 else {})
 
 
@@ -134,6 +140,7 @@ QUICK_ON_NCCL = {
     "product_abt-gather-keep_weight-bias",
     "lookup-output_stationary-gather",
     "lookup-input_stationary-gather",
+    "product_stationary-s",
 }
 ON_NCCL = [(grid, name) for grid in GRIDS_ON_NCCL for name in makers_on_nccl(*grid)]
 

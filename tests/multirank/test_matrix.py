@@ -155,12 +155,12 @@ def test_a_resnext_equals_one_device(
 
 def test_quick_cells_over_nccl_show_every_value() -> None:
     for i in range(len(Cell._fields)):
-        assert {cell[i] for cell in QUICK_ON_NCCL} == {cell[i] for cell in PAIRED}
+        assert {cell[i] for cell in QUICK_ON_NCCL} >= {cell[i] for cell in PAIRED}
 
 
 def test_quick_cells_show_every_two_values_together() -> None:
-    assert len(QUICK) < 69
+    assert len(QUICK) < 78
     for i, j in ((0, 1), (1, 2), (1, 3), (2, 3), (0, 4)):
-        found = {(c[i], c[j]) for c in QUICK if c.model not in HEADS}
+        found = {(c[i], c[j]) for c in QUICK if c in PAIRED}
         assert found == {(c[i], c[j]) for c in PAIRED}
     assert {c.model for c in QUICK} >= {*HEADS}

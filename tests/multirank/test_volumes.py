@@ -156,6 +156,34 @@ def test_optimus_layer(
         assert backward.count == {"product": +behind, **norms[1]}
 
 
+@pytest.mark.parametrize("keep", ["none", "inputs"])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("grid", full_unless(lambda grid: grid == (2, 3), GRIDS), ids=str)
+def test_stationary_weights_layer(
+    pool: WorkerPool, grid: tuple[int, int], sequence: bool, keep: str
+) -> None:
+    """Forward moves (c-1)/(rc) 4bsh + (r-1)/(rc) 12bsh, and no weight is sent, nor its gradient.
+
+    Backward moves as much, and once more what products gather unless it is kept.
+    """
+    rows, cols = grid
+    layout = {"scheme": "optimus", "rows": rows, "cols": cols, "stationary": "weight"}
+    layout |= {"sequence_parallel": sequence, "keep_gathered": keep}
+    over_cols, over_rows = (Fraction(n - 1, rows * cols) * BSH for n in (cols, rows))
+    again = (2 * over_cols, 5 * over_rows) if keep == "none" else (0, 0)
+    norm = 2 * 2 * Fraction(B * S, cols)  # two norms exchange two numbers per token each
+    gathered, reduced = (rows - 1) * norm, Fraction(2 * (rows - 1), rows) * norm
+    col, row = int(cols > 1), int(rows > 1)
+    for forward, backward in pool.run(rows * cols, one_layer, layout):
+        assert forward.by_axis == along(grid, 4 * over_cols, 12 * over_rows + gathered)
+        back = 4 * over_cols + again[0], 12 * over_rows + again[1] + reduced
+        assert backward.by_axis == along(grid, *back)
+        counts = Counter(all_gather=2 * (col + row), reduce_scatter=2 * (col + row))
+        assert forward.count["product"] == +counts
+        counts["all_gather"] += 2 * (col + row) * (keep == "none")
+        assert backward.count["product"] == +counts
+
+
 # --------------------------------------------------- predicted volumes
 
 
@@ -175,6 +203,12 @@ SAID: list[dict[str, Any]] = [
         for grid in GRIDS
         for stationary in ("auto", "output", "input")
         for keep in ("none", "inputs", "weights", "all")
+    ),
+    *(
+        {"scheme": "optimus", "rows": rows, "cols": cols, "stationary": "weight"}
+        | {"keep_gathered": keep, "sequence_parallel": keep == "none"}
+        for rows, cols in GRIDS
+        for keep in ("none", "inputs")
     ),
     *(
         optimus(grid, stationary=stationary, schedule=schedule)

@@ -71,7 +71,7 @@ scheme=megatron rows=2 cols=3
     layout.scheme=megatron uses layout.cols and cannot use layout.rows=2: use layout.rows=1 and
     layout.cols=6, or layout.rows=1, or layout.scheme=megatron_2d or optimus
 scheme=optimus sequence_parallel=true
-    layout.sequence_parallel=true belongs to scheme=megatron, not optimus: use
+    layout.sequence_parallel=true does not apply to optimus with stationary=auto: use
     layout.sequence_parallel=false
 scheme=subgraph branches=8
     model.n_heads=12 does not divide over layout.branches=8: use layout.branches=1, 2, 3, 4, 6
@@ -109,6 +109,16 @@ scheme=optimus rows=4 cols=4 devices_per_node=4 nodes_per_rack=3
 cluster=dgx-h10
     layout.cluster=dgx-h10 is not a shipped cluster, and there is no such file: use
     layout.cluster=dgx-h100
+scheme=optimus stationary=weight schedule=gather
+    layout.schedule=gather does not apply to optimus with stationary=weight: use
+    layout.schedule=auto
+scheme=optimus stationary=weight keep_gathered=weights
+    layout.keep_gathered=weights does not apply to optimus 1x1, stationary weights: use
+scheme=optimus stationary=weight rows=4 cols=2 model.n_heads=12
+    model.n_heads=12 does not divide over layout.rows=4 x layout.cols=2: use layout.rows=
+scheme=optimus stationary=weight cols=2 train.global_batch=3
+    train.global_batch=3 does not divide over layout.cols (2): use train.global_batch=2 or 4, or
+    layout.sequence_parallel=true
 nodes_per_rack=2
     layout.nodes_per_rack=2 needs layout.devices_per_node, which is 0: use layout.nodes_per_rack=0
 scheme=subgraph branches=2 dp=3 devices_per_node=4

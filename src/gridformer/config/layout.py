@@ -60,7 +60,8 @@ class LayoutConfig(Config):
     """The batch of each replica is divided into this number of micro-batches (m). They go through
     the model one after the other, and their gradients are accumulated."""
     sequence_parallel: bool = False
-    """For megatron, true shards the activations between sections along the sequence."""
+    """For megatron, true shards the activations between sections along the sequence. So it does
+    for optimus with stationary: weight, whose columns otherwise shard the batch."""
     scatter_gather: bool = True
     """For megatron with a pipeline, all devices of a stage have equal copies of the activations.
     true lets each device send one slice of them, and the next stage gathers the slices; false lets
@@ -69,10 +70,11 @@ class LayoutConfig(Config):
     """For optimus, the schedule determines how the operands of a product are communicated: one
     panel at a time (broadcast), one panel at a time while the next is on its way (pipelined), or
     all panels at once (gather)."""
-    stationary: Literal["auto", "output", "input"] = "auto"
-    """For optimus, one activation of each product stays where it is, and the other one is
-    communicated with the weight: the result stays (output) or the operand does (input). auto
-    communicates the narrower of the two."""
+    stationary: Literal["auto", "output", "input", "weight"] = "auto"
+    """For optimus, one matrix of each product stays where it is, and the other two are
+    communicated: the result stays (output), the operand does (input), or in all products the weight
+    does (weight), which moves less if a micro-batch has few tokens. auto communicates the weight
+    with the narrower of the two activations."""
     keep_gathered: Literal["auto", "none", "inputs", "weights", "all"] = "auto"
     """These gathered operands are kept instead of being gathered again: the inputs of a product
     until its backward pass (inputs), its weights until the step ends (weights), both (all), or

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gridformer import comm
 from gridformer.comm import Pending
 from gridformer.evaluate.loading import Trained
 from gridformer.models import Activations, Model
@@ -205,6 +204,6 @@ def whole_logits(model: Model, hidden_BSH: Tensor) -> Tensor | None:
     if logits.is_meta:  # on other sub-grids in D&SP-cSub
         return None
     if isinstance(loss, VocabParallelCrossEntropy):
-        logits = comm.all_gather(logits[..., : loss.width], loss.axis, -1, "logits")
+        logits = loss.whole(logits, "logits")
     logits = logits[..., : model.config.vocab_size]
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -167,7 +167,7 @@ def _at_targets(model: Model, logits: Tensor, wanted_BS: Tensor) -> tuple[Tensor
         x = x[..., : model.config.vocab_size]
         at = x.gather(-1, wanted_BS.unsqueeze(-1)).squeeze(-1)
         return at, x.amax(-1), x.logsumexp(-1)
-    x = x[..., : loss.width]
+    wanted_BS, x = loss.of_all(wanted_BS), x[..., : loss.width]
     first, width = loss.axis.index * x.shape[-1], x.shape[-1]
     n_words = min(max(0, loss.vocab_size - first), width)  # the rest is padding
     x = x.masked_fill(torch.arange(width, device=x.device) >= n_words, -torch.inf)
@@ -176,6 +176,7 @@ def _at_targets(model: Model, logits: Tensor, wanted_BS: Tensor) -> tuple[Tensor
     at = x.gather(-1, torch.where(here, wanted_BS - first, 0).unsqueeze(-1)).squeeze(-1)
     at = comm.all_reduce(at.masked_fill(~here, 0.0), loss.axis, label=LABEL)
     exp_sum = comm.all_reduce((x - top.unsqueeze(-1)).exp().sum(-1), loss.axis, label=LABEL)
+    at, top, exp_sum = (loss.of_mine(y) for y in (at, top, exp_sum))
     return at, top, exp_sum.log() + top
 
 

@@ -8,6 +8,7 @@
 | megatron_2d       | over row and col | b over row, s over col | all-gather, reduce-scatter of s |
 | optimus, gather   | over row and col | b over row, h over col | all-gather, reduce-scatter of h |
 | optimus, panels   | over row and col | b over row, h over col | SUMMA products panel by panel   |
+| optimus, weight   | over row and col | b/s over col, h/row    | both ends of a product          |
 | SUPER, D&SP       | over branch      | b over branch          | all-gather, reduce-scatter of b |
 | SUPER, D&SP-cSub  | over branch      | on the first branch    | broadcast, reduce               |
 

@@ -34,10 +34,13 @@ def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None =
     names = ("pp", "dp", *spec.mesh)
     axes = Axes.of(mesh_ranks(layout, block), names, device_type)
     samples, boundary = spec.samples_over(layout), spec.boundary(layout)
+    same = [] if boundary.activation_layout == "b" else [boundary.axis]
     if samples:
         axes = replace(axes, batch=axes[MESH_AXIS[samples]])
-    if boundary.activation_layout != "b":
-        axes = replace(axes, same_batch=axes[boundary.axis])
+    if boundary.h_over:
+        same.append(boundary.h_over)
+    if same:
+        axes = replace(axes, same_batch=axes[same[0] if len(same) == 1 else "grid"])
     return axes
 
 

@@ -5,6 +5,9 @@ Activations [b, s, h] are sharded b over rows and h over columns; weights are sh
 Every product is a SUMMA product (Algorithms 1 to 3, gridformer.parallel.tensor.summa). Attention is
 local, because a device holds n/c heads of b/r whole sequences. A norm sums its statistics along a
 row.
+
+With `stationary: weight` (gridformer.parallel.tensor.stationary), no product sends its weight.
+Activations are then sharded by tokens over columns and by h over rows.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from gridformer.parallel.scheme import (
     LayoutAxis,
     ModuleTable,
     SchemeSpec,
+    sequence_cuts,
 )
 
 if TYPE_CHECKING:
@@ -37,21 +41,41 @@ class Optimus(SchemeSpec):
 
     name = "optimus"
     axes = ("rows", "cols")
-    keys = ("schedule", "stationary")
+    keys = ("schedule", "stationary", "sequence_parallel")
 
     def boundary(self, layout: LayoutConfig) -> BoundarySpec:
+        if layout.stationary == "weight":
+            return BoundarySpec("col", "s" if layout.sequence_parallel else "b", h_over="row")
         return BoundarySpec("col", "h")
 
     def samples_over(self, layout: LayoutConfig) -> LayoutAxis | None:
+        if layout.stationary == "weight":
+            return None if layout.sequence_parallel else "cols"
         return "rows"
+
+    def keys_of(self, layout: LayoutConfig) -> tuple[str, ...]:
+        other = "sequence_parallel" if layout.stationary == "weight" else "schedule"
+        return ("stationary", other)
+
+    def describe(self, layout: LayoutConfig) -> str:
+        said = super().describe(layout)
+        if layout.stationary == "weight":
+            said += ", stationary weights" + ", sequence parallel" * layout.sequence_parallel
+        return said
 
     def cuts(self, run: RunConfig) -> Cuts:
         model = run.model
+        if run.layout.stationary == "weight":
+            grid = {"model.n_heads": model.n_heads, "model.ffn_size": model.ffn_size}
+            cols = sequence_cuts(run) if run.layout.sequence_parallel else {}
+            return {"rows": {"model.hidden_size": model.hidden_size}, "cols": cols, "grid": grid}
         both = {"model.ffn_size": model.ffn_size, "model.hidden_size": model.hidden_size}
         heads = {HEADS_WIDTH: model.n_heads * model.head_width} if model.head_dim else {}
         return {"rows": both | heads, "cols": {"model.n_heads": model.n_heads} | both}
 
     def gathers(self, layout: LayoutConfig) -> tuple[str, ...]:
+        if layout.stationary == "weight":
+            return ("none", "inputs")
         if layout.schedule in ("auto", "gather"):
             return ("none", "inputs", "weights", "all")
         return ("none",)
@@ -61,11 +85,17 @@ class Optimus(SchemeSpec):
             for rows in divisors(devices):
                 yield {"rows": rows, "cols": devices // rows}
 
+    def common(self, product: Product, layout: LayoutConfig) -> bool:
+        # Every column of devices computes these products for its own tokens.
+        return layout.stationary == "weight" and product.name in ("transform", "pooler")
+
     def stationary(self, product: Product, layout: LayoutConfig) -> Stationary:
-        """Returns which activation stays: by default the wider one.
+        """Returns which matrix stays: by default the wider activation.
 
         If both are equally wide, sections are entered and left as in other schemes.
         """
+        if layout.stationary == "weight":
+            return "weight"
         if product.parts:  # columns of all its parts lie side by side on one device
             return "output"
         if layout.stationary != "auto":
@@ -75,7 +105,7 @@ class Optimus(SchemeSpec):
         return super().stationary(product, layout)
 
     def savings(self, layout: LayoutConfig) -> tuple[list[Changes], list[Changes]]:
-        if layout.schedule == "pipelined":
+        if layout.schedule == "pipelined" or layout.stationary == "weight":
             return [], []
         return [], [{"layout.schedule": "pipelined"}]
 
@@ -85,8 +115,11 @@ class Optimus(SchemeSpec):
         from gridformer.parallel.sharding import ParamPlacement
         from gridformer.parallel.tensor.linear import Schedules, grid_product, grid_roles
         from gridformer.parallel.tensor.norm import VECTOR, GridNorm, shard_vectors
+        from gridformer.parallel.tensor.stationary import stationary_table
         from gridformer.parallel.tensor.summa import boundary_of
 
+        if layout.stationary == "weight":
+            return stationary_table(model, axes, choices, self.boundary(layout))
         schedules = Schedules(axes, boundary_of(self.boundary(layout), axes))
         roles: dict[str, Any] = {**grid_roles(model, axes, choices, schedules)}
         # Tables that are looked up locally (positions, segments, relative biases) are sharded over

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LayoutAxis = Literal["rows", "cols", "branches"]  # keys of a layout
 MESH_AXIS: dict[LayoutAxis, str] = {"rows": "row", "cols": "col", "branches": "branch"}
-Cuts = dict[LayoutAxis, dict[str, int]]
+Cuts = dict[LayoutAxis | Literal["grid"], dict[str, int]]  # grid: rows and cols together
 
 HEADS_WIDTH = "model.n_heads x model.head_dim"  # width of all heads together
 
@@ -42,10 +42,12 @@ class BoundarySpec:
             (gridformer.parallel.tensor.summa.gathered).
         activation_layout: The dimension that is sharded over the axis; or `replicated` if every
             device holds all of an activation; or `first` if only the first device holds it.
+        h_over: The mesh axis that shards h as well, if tokens are sharded over `axis`.
     """
 
     axis: str
     activation_layout: Literal["replicated", "first", "b", "s", "h"]
+    h_over: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,10 @@ class SchemeSpec:
         return rank_grid(sizes_of(layout), block)
 
     # ------------------------------------------------------------------ validation
+
+    def keys_of(self, layout: LayoutConfig) -> tuple[str, ...]:
+        """Returns those of `keys` that apply to a layout."""
+        return self.keys
 
     def cuts(self, run: RunConfig) -> Cuts:
         """Returns what each axis shards: for config keys, values that its size must divide."""

@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from gridformer.cluster.file import cluster_names, cluster_path, load_cluster
 from gridformer.config import LayoutConfig, RunConfig, any_of, divisors
@@ -77,10 +77,15 @@ def _keys(run: RunConfig) -> Iterator[Violation]:
     layout, spec, plain = run.layout, spec_of(run.layout), LayoutConfig()
     for key in dict.fromkeys(key for other in SPECS.values() for key in other.keys):
         value, default = getattr(layout, key), getattr(plain, key)
-        if key in spec.keys or value == default:
+        if key in spec.keys_of(layout) or value == default:
             continue
         owners = any_of(other.name for other in SPECS.values() if key in other.keys)
         text = f"layout.{key}={format_value(value)} belongs to scheme={owners}, not {spec.name}"
+        if key in spec.keys:
+            text = (
+                f"layout.{key}={format_value(value)} does not apply to {spec.name} with "
+                f"stationary={layout.stationary}"
+            )
         yield Violation(f"key {key}", text, [_one(f"layout.{key}", [default])])
 
 
@@ -220,20 +225,30 @@ def _pipeline(run: RunConfig) -> Iterator[Violation]:
 
 def _divides(run: RunConfig) -> Iterator[Violation]:
     for axis, cut in spec_of(run.layout).cuts(run).items():
-        size = getattr(run.layout, axis)
+        size, over = _size(run.layout, axis), (axis,) if axis != "grid" else ("rows", "cols")
+        said = " x ".join(f"layout.{one}={getattr(run.layout, one)}" for one in over)
         for key, value in cut.items():
             if value % size:
-                text = f"{key}={value} does not divide over layout.{axis}={size}"
+                text = f"{key}={value} does not divide over {said}"
                 yield Violation(f"{axis} cuts {key}", text, _dividing(run, axis, key, value))
 
 
-def _dividing(run: RunConfig, axis: LayoutAxis, key: str, value: int) -> list[Fix]:
+def _size(layout: LayoutConfig, axis: LayoutAxis | Literal["grid"]) -> int:
+    return layout.rows * layout.cols if axis == "grid" else int(getattr(layout, axis))
+
+
+def _dividing(
+    run: RunConfig, axis: LayoutAxis | Literal["grid"], key: str, value: int
+) -> list[Fix]:
     """Suggests sizes of the axis that divide what it shards, and nearby divisible values."""
     layout, model = run.layout, run.model
     cut = spec_of(layout).cuts(run)[axis]
-    largest = max(16, 2 * getattr(layout, axis))
+    largest = max(16, 2 * _size(layout, axis))
     sizes = [n for n in divisors(math.gcd(*cut.values())) if n <= largest]
-    fixes = [_one(f"layout.{axis}", sizes, len(sizes))]
+    own = (
+        [axis] if axis != "grid" else [one for one in ("rows", "cols") if getattr(layout, one) > 1]
+    )
+    fixes = [_one(f"layout.{one}", sizes, len(sizes)) for one in own]
     over = partial(_pieces, run)
     if key in ("model.n_heads", HEADS_WIDTH) and model.head_dim:
         width = over(HEADS_WIDTH)  # the factor of the width of all heads
@@ -258,7 +273,7 @@ def _dividing(run: RunConfig, axis: LayoutAxis, key: str, value: int) -> list[Fi
 def _pieces(run: RunConfig, key: str) -> int:
     """Returns the number that must divide a key's value, for all axes that shard it."""
     cuts = spec_of(run.layout).cuts(run)
-    return math.lcm(*(getattr(run.layout, axis) for axis, cut in cuts.items() if key in cut))
+    return math.lcm(*(_size(run.layout, axis) for axis, cut in cuts.items() if key in cut))
 
 
 def _batch(run: RunConfig) -> Iterator[Violation]:
@@ -273,7 +288,10 @@ def _batch(run: RunConfig) -> Iterator[Violation]:
         return
     names = " x ".join(f"{name} ({size})" for name, size in factors.items() if size > 1)
     text = f"train.global_batch={batch} does not divide over {names}"
-    yield Violation("batch", text, [_one("train.global_batch", _multiples_near(batch, parts), 2)])
+    fixes = [_one("train.global_batch", _multiples_near(batch, parts), 2)]
+    if axis and "sequence_parallel" in spec_of(layout).keys_of(layout):
+        fixes.append(_one("layout.sequence_parallel", [True]))
+    yield Violation("batch", text, fixes)
 
 
 def _length(run: RunConfig) -> Iterator[Violation]:

@@ -18,6 +18,7 @@ from gridformer.models.blocks import IGNORE, LayerNorm, RMSNorm
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 from gridformer.parallel.tensor.norm import GridNorm
+from gridformer.parallel.tensor.summa.stationary import Ends, WeightParts, weight_stationary
 from tests.support.multirank.cutting import COL, EACH, ROW, Case, CaseMaker, Dims, cut, join
 
 # How a product is computed: a schedule, and what it keeps. Each evaluation makes it again, because
@@ -125,6 +126,49 @@ def products_of(rows: int, cols: int) -> dict[str, CaseMaker]:
             makers[f"lookup-output-{name}"] = partial(lookup, how, True, both, 2 * cols, 2)
             makers[f"lookup-input-{name}"] = partial(lookup, how, False, 2 * cols, both, 2)
     return makers
+
+
+def stationary_section(rows: int, cols: int, dim: int, keep: bool, axes: Axes) -> Case:
+    """Open and close a section with weights that stay, tokens over columns by b or by s.
+
+    The opening weight has a part that rows divide, and one that each of them needs, as they need a
+    head of keys. Each copy of a bias is one variable.
+    """
+    wide, k, n = 2, 2 * rows, 3 * rows  # columns of the second part, and of the first on a row
+    own, b, s = wide * rows, 2 if dim else 2 * cols, 2 * cols if dim else 2
+    tokens: Dims = (None, COL, ROW) if dim else (COL, None, ROW)
+
+    def on_grid(x: Tensor, w: Tensor, bias: Tensor, w2: Tensor, bias2: Tensor) -> Tensor:
+        by_tokens, by_width = summa.Sharded(axes.col, dim), summa.Sharded(axes.row, -1)
+        opens = Ends(by_tokens, by_width, WeightParts(axes.row, (own, wide), (rows, 1)))
+        my_bias = cut(bias, (ROW, COL), axes)[0]
+        mine = cut(x, tokens, axes), cut(w, (ROW, COL), axes)
+        both = weight_stationary(*mine, my_bias, opens, keep).split(wide, -1)
+        inside, closes = both[0] * both[1], Ends(by_width, by_tokens)
+        my_bias = cut(bias2, (COL, ROW), axes)[0]
+        y = weight_stationary(inside, cut(w2, (COL, ROW), axes), my_bias, closes, keep)
+        return join(y, tokens, axes)
+
+    def plain(x: Tensor, w: Tensor, bias: Tensor, w2: Tensor, bias2: Tensor) -> Tensor:
+        y = (x @ w).unflatten(-1, (cols, -1))  # of each column
+        first, second = y[..., :own].unflatten(-1, (rows, -1)), y[..., own:].unsqueeze(-2)
+        biases = bias.view(rows, cols, -1).transpose(0, 1)
+        of_first = torch.stack([biases[:, i, i * wide : (i + 1) * wide] for i in range(rows)], 1)
+        inside = (first + of_first) * (second + biases[..., own:])
+        out = inside.flatten(-3) @ w2
+        of_tokens = bias2.repeat_interleave(2, 0)
+        return out + (of_tokens if dim else of_tokens.unsqueeze(1))
+
+    shapes = [(b, s, k), (k, cols * (own + wide)), (rows, cols * (own + wide))]
+    return Case([*shapes, (rows * cols * wide, n), (cols, n)], on_grid, plain)
+
+
+def stationary_weights(rows: int, cols: int) -> dict[str, CaseMaker]:
+    ways = {"b": (0, False), "s": (1, False), "s-keep_input": (1, True)}
+    return {
+        f"product_stationary-{name}": partial(stationary_section, rows, cols, *way)
+        for name, way in ways.items()
+    }
 
 
 def one_wanted() -> dict[str, CaseMaker]:

@@ -70,6 +70,11 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"scheme": "optimus", "rows": 2, "cols": 2},
         {"scheme": "optimus", "rows": 2, "cols": 1},
     ),
+    # In cells with dropout, columns shard the sequence instead of the batch.
+    "Optimus, stationary weights": (
+        {"scheme": "optimus", "rows": 2, "cols": 2, "stationary": "weight"},
+        {"scheme": "optimus", "rows": 2, "cols": 1, "stationary": "weight"},
+    ),
     "D&SP": ({"scheme": "subgraph", "branches": 2},) * 2,
     "D&SP-cSub": ({"scheme": "subgraph", "branches": 2, "common": "first"},) * 2,
 }
@@ -100,6 +105,8 @@ class Cell(NamedTuple):
 
     def _on(self, grid: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = dict(grid)
+        if found.get("stationary") == "weight" and self.dropout:
+            found["sequence_parallel"] = True
         if self.pp > 1:
             found |= {"pp": self.pp, "micro_batches": self.pp}
         if self.replicas != "none":
@@ -148,8 +155,20 @@ QUICK_HEADS = {
 }
 # One more cell with rows of several pairs, whose numbers processes gather.
 QUICK_PAIRS = {Cell("Transformer", "D&SP", 1, "none", True)}
+STATIONARY = "Optimus, stationary weights"
+QUICK_STATIONARY = {
+    Cell("GPT-2", STATIONARY, 2, "none", True),
+    Cell("GPT-2", STATIONARY, 1, "zero1", False),
+    Cell("BERT", STATIONARY, 1, "none", False),
+    Cell("T5", STATIONARY, 1, "none", False),
+    Cell("Transformer", STATIONARY, 1, "none", True),
+    Cell("Llama", STATIONARY, 1, "fsdp", False),
+    Cell("Llama", STATIONARY, 1, "none", True),
+    Cell("BERT, fine-tuned", STATIONARY, 1, "none", True),
+    Cell("Llama, fine-tuned", STATIONARY, 1, "none", False),
+}
 # The cells in which every pair of values occurs.
-PAIRED = [cell for cell in CELLS if cell.model not in HEADS]
+PAIRED = [cell for cell in CELLS if cell.model not in HEADS and cell.scheme != STATIONARY]
 
 
 def _quick() -> set[Cell]:
@@ -163,7 +182,7 @@ def _quick() -> set[Cell]:
         later = ADDED[n_added:]
         cells = [cell for cell in PAIRED if cell.scheme not in later and cell.model not in later]
         chosen = _chosen(cells, chosen)
-    return chosen | QUICK_HEADS | QUICK_PAIRS
+    return chosen | QUICK_HEADS | QUICK_PAIRS | QUICK_STATIONARY
 
 
 def _chosen(cells: list[Cell], before: set[Cell]) -> set[Cell]:
@@ -211,6 +230,8 @@ QUICK_ON_NCCL = {
     Cell("Transformer", "single", 4, "none", True),
     Cell("Llama", "Optimus", 1, "none", True),
     Cell("BERT, fine-tuned", "Megatron, sequence parallel", 1, "none", True),
+    Cell("Llama", STATIONARY, 1, "none", True),
+    Cell("T5", STATIONARY, 1, "none", False),
 }
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gridformer.config import RunConfig
-from gridformer.parallel.auto.products import Product, Work
+from gridformer.parallel.auto.products import Product, Work, blocks_over
 
 ScheduleName = Literal["broadcast", "pipelined", "gather"]
-Stationary = Literal["output", "input"]
+Stationary = Literal["output", "input", "weight"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Choice:
     """How one product is carried out.
 
     Attributes:
-        stationary: Which activation is not sent, the output or the input.
+        stationary: Which of output, input and weight is not sent.
         schedule: How the other operands travel (gridformer.parallel.tensor.summa).
         n_chunks: Number of chunks in which activations are gathered or summed.
         keep_input: Whether the gathered input is kept for the backward pass.
@@ -73,7 +73,8 @@ class Traffic:
 
     Attributes:
         col: Elements over the axis `col`: activations, along the rows of the grid.
-        row: Elements over the axis `row`: weights, down the columns of the grid.
+        row: Elements over the axis `row`, down the columns of the grid: weights, or activations
+            where weights are stationary.
         messages: Number of messages.
     """
 
@@ -125,6 +126,11 @@ class Choices:
         return self.products[name]
 
     @property
+    def holds_weights(self) -> bool:
+        """Whether weights are stationary, so that a device multiplies all tokens of a replica."""
+        return any(choice.stationary == "weight" for choice in self.products.values())
+
+    @property
     def replicated(self) -> bool:
         """Whether every device holds all of the activations between sections."""
         return self.between == "replicated"
@@ -159,6 +165,8 @@ class Choices:
 
         Only the first micro-batch of a step gathers kept weights.
         """
+        if choice.stationary == "weight":
+            return sum(self.ends(choice), Traffic(0.0, 0.0, 0))
         activation, weight = self._unit(choice)
         if choice.keep_weight and not first:
             weight = 0.0
@@ -172,6 +180,9 @@ class Choices:
 
     def backward(self, choice: Choice) -> Traffic:
         """Returns the traffic of one such product in the backward pass of a micro-batch."""
+        if choice.stationary == "weight":
+            enter, leave = self.ends(choice)
+            return leave + enter if choice.keep_input else leave + enter + enter
         activation, weight = self._unit(choice)
         if self.replicated:  # all-reduced at the start of the section
             return _traffic(2 * activation * (choice.stationary == "output"), weight, 1, 1)
@@ -214,6 +225,23 @@ class Choices:
         share = (self.cols - 1) / self.cols if self.replicated else 2 / self.cols
         return self.block_inputs * share * (self.cols > 1)
 
+    def ends(self, choice: Choice) -> tuple[Traffic, Traffic]:
+        """Returns the traffic to gather the input and to sum the output of a stationary weight."""
+        if choice.common:
+            return Traffic(0.0, 0.0, 0), Traffic(0.0, 0.0, 0)
+        product, r, c, n_out = choice.product, self.rows, self.cols, choice.product.n_out
+        if product.parts:
+            # Rows of devices that need the same heads of keys get a copy each.
+            n_out = sum(
+                n * r * c // math.prod(blocks_over(pieces, c, r)) for n, pieces in product.parts
+            )
+        tokens = self.work.rows_of(product) / (r * c)
+        if product.closes:
+            enter = _traffic(0.0, tokens * (r - 1) * product.n_in, 1, 1)
+            return enter, _traffic(tokens * (c - 1) * n_out, 0.0, 1, 1)
+        enter = _traffic(tokens * (c - 1) * product.n_in, 0.0, 1, 1)
+        return enter, _traffic(0.0, tokens * (r - 1) * n_out, 1, 1)
+
     def _unit(self, choice: Choice) -> tuple[float, float]:
         """Returns the elements received to gather the activation, and the weight, once."""
         product, r, c = choice.product, self.rows, self.cols
@@ -228,6 +256,8 @@ class Choices:
 
     def gathered_bytes(self, choice: Choice) -> float:
         """Returns the bytes that the `gather` schedule adds to a device's own blocks."""
+        if choice.stationary == "weight":
+            return self.activation_bytes(choice)
         product, rows = choice.product, 1 - 1 / self.rows
         weight = product.n_in * choice.n_out / self.cols * rows * self.work.itemsize
         return self.activation_bytes(choice) / choice.n_chunks + weight
@@ -235,6 +265,10 @@ class Choices:
     def activation_bytes(self, choice: Choice) -> float:
         """Returns the bytes of the full activation that is gathered or summed for one product."""
         product = choice.product
+        if choice.stationary == "weight" and not choice.common:
+            over = self._gathers_over(choice)
+            width = product.n_in * (over > 1) * over / (self.rows * self.cols)
+            return self.work.rows_of(product) * width * self.work.itemsize
         if self.cols == 1 or self.replicated or choice.common:
             return 0.0
         width = product.n_in if choice.stationary == "output" else choice.n_out
@@ -243,6 +277,9 @@ class Choices:
     def keeping(self, choice: Choice, inputs: bool, weights: bool) -> Choice:
         """Returns a choice that keeps these operands, where it gathers them."""
         gathers = choice.schedule == "gather"
+        if choice.stationary == "weight":
+            inputs = inputs and self._gathers_over(choice) > 1 and not choice.common
+            return replace(choice, keep_input=inputs)
         over_cols = self.cols > 1 and not self.replicated and not choice.common
         inputs = inputs and gathers and over_cols and choice.stationary == "output"
         weights = weights and gathers and self.rows > 1
@@ -254,6 +291,9 @@ class Choices:
     def kept_bytes(self, choice: Choice) -> float:
         """Returns the bytes that a device holds longer for what all such products keep."""
         product, work, total = choice.product, self.work, 0.0
+        if choice.keep_input and choice.stationary == "weight":
+            over = self._gathers_over(choice)
+            total += work.rows_of(product) * product.n_in * (over - 1) / (self.rows * self.cols)
         if choice.keep_input and choice.stationary == "output":
             total += work.rows_of(product) * product.n_in / self.rows * (1 - 1 / self.cols)
         if choice.keep_weight:
@@ -261,11 +301,15 @@ class Choices:
             total += product.n_in * choice.n_out / self.cols
         return total * product.count * work.itemsize
 
+    def _gathers_over(self, choice: Choice) -> int:
+        """Returns over how many devices the input of a stationary weight is gathered."""
+        return self.rows if choice.product.closes else self.cols
+
     # ------------------------------------------------------------------ tokens and panels
 
     def tokens(self, product: Product) -> int:
-        """Returns the rows of a product's input on one row of devices."""
-        return max(1, self.work.rows_of(product) // self.rows)
+        """Returns the rows of a product's input on one device, which has some of its columns."""
+        return max(1, self.work.rows_of(product) // (1 if self.holds_weights else self.rows))
 
     def head_tokens(self, choice: Choice) -> float:
         """Returns for how many tokens a device computes a product of the head."""

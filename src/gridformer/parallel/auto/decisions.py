@@ -195,7 +195,8 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
         over_branches = spec_of(layout).boundary(layout).axis == "branch"
         along = "over branches" if over_branches else "along rows"
         replicas = "gradients" if layout.dp_mode == "replicate" else "gradients and parameters"
-        axes = {"col": f"activations {along}", "row": "weights down columns", "dp": replicas}
+        down = "activations" if choices.holds_weights else "weights"
+        axes = {"col": f"activations {along}", "row": f"{down} down columns", "dp": replicas}
         axes |= {"pp": "between stages"}
         parts = [f"{axes[name]} {n_bytes / MIB:,.1f} MiB" for name, n_bytes in total.items()]
         console.print(Text(f"A device receives in a step, at most: {', '.join(parts)}."))
@@ -227,7 +228,7 @@ def _print_products(choices: Choices, layout: LayoutConfig, console: Console) ->
     console.print(
         "msgs, MiB: what a device receives for one such product in the forward and backward "
         f"pass of a micro-batch{' and for its recomputation' * again}. stationary: the "
-        "activation that is not sent."
+        "matrix that is not sent."
         + (" held: memory for what all such products together keep." if keeps else "")
         + (" out + n: n more columns, which several devices hold." if copied else "")
     )

@@ -310,7 +310,7 @@ def _options(rule: Choice, choices: Choices, layout: LayoutConfig) -> Iterator[C
     if "stationary" in spec.keys and layout.stationary == "auto" and turns:
         stationary = ("output", "input")
     schedules: tuple[ScheduleName, ...] = (rule.schedule,)
-    if "schedule" in spec.keys and layout.schedule == "auto":
+    if "schedule" in spec.keys_of(layout) and layout.schedule == "auto":
         schedules = _SCHEDULES
     most = min(MOST_CHUNKS, max_chunks(choices, layout, product))
     counts = [2**i for i in range(1, most.bit_length()) if 2**i <= most]
@@ -320,6 +320,8 @@ def _options(rule: Choice, choices: Choices, layout: LayoutConfig) -> Iterator[C
         inputs, weights = wish in ("inputs", "all"), wish in ("weights", "all")
         yield (option := choices.keeping(option, inputs, weights))
         if schedule != "gather" or option.keep_input or product.section == "head":
+            continue
+        if one == "weight":
             continue
         if choices.activation_bytes(option) > 0:
             yield from (replace(option, n_chunks=n) for n in counts)

@@ -75,6 +75,11 @@ def decide(
     chosen.reasons.extend(spec.reasons(chosen, layout))
     if "stationary" in spec.keys and layout.stationary == "auto":
         chosen.reasons.append(_why_stationary(chosen))
+    if chosen.holds_weights:
+        tokens = "a part of each sequence" if shape == "s" else "a part of the batch"
+        chosen.reasons.append(
+            f"stationary: no weight is sent; between sections a column of devices has {tokens}"
+        )
     chosen = replace(chosen, held_bytes=_held_bytes(chosen, model, layout.pp))
     chosen = _schedules(_chunked(chosen, layout), layout)
     chosen = _reshard(_cast(_at_once(_kept(chosen, layout)), layout), layout)
@@ -119,7 +124,7 @@ def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
     A head whose loss is computed in chunks gathers its table once, where panels of it would travel
     again for each chunk.
     """
-    if "schedule" not in spec_of(layout).keys:
+    if "schedule" not in spec_of(layout).keys_of(layout):
         return choices
     if layout.schedule != "auto":
         asked = layout.schedule
@@ -145,6 +150,8 @@ def _chunked(choices: Choices, layout: LayoutConfig) -> Choices:
     limit = max(CHUNK_BYTES, choices.held_bytes * CHUNK_SHARE)
 
     def cut(choice: Choice) -> Choice:
+        if choice.stationary == "weight":  # travels at once, for micro-batches have few tokens
+            return choice
         # What chunks cost: a weight gradient accumulated in float32.
         terms = choice.product.n_in * choice.n_out / choices.cols * 4 * (choices.rows > 1)
         if choices.activation_bytes(choice) <= max(SMALL_BYTES, terms):

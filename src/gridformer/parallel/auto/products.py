@@ -99,6 +99,17 @@ def blocks_of(pieces: int, columns: int) -> int:
     return math.gcd(pieces, columns) if pieces else columns
 
 
+def blocks_over(pieces: int, columns: int, rows: int) -> tuple[int, int]:
+    """Returns over how many blocks columns shard a part, and the rows what a column has of it.
+
+    Rows shard pieces only if columns do not share them, so that they are those of their queries.
+    """
+    over = blocks_of(pieces, columns)
+    if not pieces:
+        return over, rows
+    return over, blocks_of(pieces // over, rows) if over == columns else 1
+
+
 @lru_cache(maxsize=64)
 def products_of(model: ModelConfig) -> list[Product]:
     """Returns the distinct products of a model in forward order, with their counts."""

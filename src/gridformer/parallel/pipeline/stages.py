@@ -144,8 +144,8 @@ class StageIO:
         self.replicated_over = Axis("col")  # its ranks hold equal tensors
         boundary = spec_of(layout).boundary(layout)
         axis = axes[boundary.axis]
-        if boundary.activation_layout == "h":
-            self.width //= axis.size
+        if boundary.activation_layout == "h" or boundary.h_over:
+            self.width //= axes[boundary.h_over or boundary.axis].size
         if boundary.activation_layout == "s":
             self.parts = axis.size
         if boundary.activation_layout == "replicated" and layout.scatter_gather:

@@ -177,7 +177,8 @@ class GridMergedLinear(blocks.MergedParts):
         axes = schedules.axes
         for name in plain.names:
             part: MergedPart = getattr(plain, name)
-            weights, biases = _placements(part, bias, schedules)
+            over = schedules.boundary.col.name
+            weights, biases = merged_placements(part, bias, axes, over)
             shard_parameter(part, "weight", weights, axes)
             if part.bias is not None:
                 shard_parameter(part, "bias", biases, axes)
@@ -194,11 +195,14 @@ class GridMergedLinear(blocks.MergedParts):
         return self.split(summa.product_ab(x, weight, self.schedule, bias, ahead, keep_input))
 
 
-def _placements(
-    part: MergedPart, bias: ParamPlacement, schedules: Schedules
+def merged_placements(
+    part: MergedPart, bias: ParamPlacement, axes: Axes, over: str
 ) -> tuple[ParamPlacement, ParamPlacement]:
-    """Returns how the weight of a part is sharded, and its bias, given that of other parts."""
-    names = replicated(schedules.axes, part.pieces, schedules.boundary.col.name)
+    """Returns how the weight of a part is sharded, and its bias, given that of other parts.
+
+    `over` is the axis of the columns.
+    """
+    names = replicated(axes, part.pieces, over)
     if names is None:
         return OUTPUT_STATIONARY, bias
     weights = ParamPlacement(("row", names.block), copies=names.copy, partial=True)
@@ -214,13 +218,16 @@ def shard_heads(attention: nn.Module, model: ModelConfig, axis: Axis) -> None:
         attention.kv_heads = kv_heads_of(model.n_heads, model.kv_heads, axis.index, axis.size)
 
 
-def kv_heads_of(heads: int, kv_heads: int, index: int, columns: int) -> tuple[int, ...] | None:
+def kv_heads_of(
+    heads: int, kv_heads: int, index: int, columns: int, n_blocks: int = 0
+) -> tuple[int, ...] | None:
     """Returns which of a column's heads of keys each of its heads of queries reads.
 
     None means that equally many queries in a row read each of them. The model's heads of keys, and
-    the number of columns, divide its heads of queries.
+    the number of columns, divide its heads of queries. `n_blocks` is the number of blocks of
+    columns with different heads of keys, if it is not `blocks_of`.
     """
-    mine, n_blocks = heads // columns, blocks_of(kv_heads, columns)
+    mine, n_blocks = heads // columns, n_blocks or blocks_of(kv_heads, columns)
     held = kv_heads // n_blocks
     first = index // (columns // n_blocks) * held
     read = tuple((index * mine + i) // (heads // kv_heads) - first for i in range(mine))
@@ -356,16 +363,22 @@ class RowParallelLabelHead(nn.Module):
     """Logits [b, n_labels] = x W + b for x [b, h/c] and W [h/c, n_labels].
 
     Forward all-reduce of partial sums over columns, backward identity. Only column 0 has the bias
-    and adds it to its partial sum. Each row of devices holds a copy.
+    and adds it to its partial sum. Each row of devices holds a copy. With another `placement`, the
+    axis that shards W takes the place of the columns.
     """
 
     cast_parameters = ("weight",)
 
-    def __init__(self, plain: blocks.LabelHead, axes: Axes) -> None:
+    def __init__(
+        self,
+        plain: blocks.LabelHead,
+        axes: Axes,
+        placement: ParamPlacement | None = None,
+    ) -> None:
         super().__init__()
-        self.col, self.weight = axes.col, plain.weight
-        self.bias = None if self.col.index else plain.bias
-        placement = ParamPlacement(("col", None), copies="row", partial=True)
+        placement = placement or ParamPlacement(("col", None), copies="row", partial=True)
+        self.axis, self.weight = axes[str(placement.cut[0])], plain.weight
+        self.bias = None if self.axis.index else plain.bias
         shard_parameter(self, "weight", placement, axes)
         if self.bias is not None:
             shard_parameter(self, "bias", replace(placement, cut=(None,)), axes)
@@ -374,7 +387,7 @@ class RowParallelLabelHead(nn.Module):
         terms = linear(x_BH, self.weight, None)
         if self.bias is not None:
             terms = terms + self.bias.to(terms.dtype)
-        return autograd.allreduce_identity(terms, self.col)
+        return autograd.allreduce_identity(terms, self.axis)
 
 
 class SequenceParallelChosenToken(nn.Module):

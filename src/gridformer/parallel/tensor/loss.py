@@ -29,26 +29,53 @@ class VocabParallelCrossEntropy(nn.Module):
     Args:
         vocab_size: True size of the vocabulary.
         width: V/size, if the logits may have additional columns, which are left out.
+        axes: The axes that shard the vocabulary, the innermost first, if there are several.
+        samples: If the logits are those of the samples of all ranks of an axis, that axis. The
+            result is then the sum over this rank's samples, those of its targets.
     """
 
     def __init__(
-        self, axis: Axis, vocab_size: int, smoothing: float = 0.0, width: int | None = None
+        self,
+        axis: Axis,
+        vocab_size: int,
+        smoothing: float = 0.0,
+        width: int | None = None,
+        axes: tuple[Axis, ...] = (),
+        samples: Axis | None = None,
     ) -> None:
         super().__init__()
         self.axis, self.vocab_size, self.smoothing = axis, vocab_size, smoothing
-        self.width = width
+        self.width, self.axes = width, axes or (axis,)
+        self.samples = samples or Axis("samples")
 
     def forward(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        columns = logits_BSV.shape[-1]
+        columns, n_mine = logits_BSV.shape[-1], targets_BS.numel()
+        first = self.samples.index * n_mine
         out: Tensor = _VocabParallelCrossEntropy.apply(
             logits_BSV.reshape(-1, columns),
-            targets_BS.flatten(),
+            self.of_all(targets_BS).flatten(),
             self.axis,
             self.vocab_size,
             self.smoothing if self.training else 0.0,
             columns if self.width is None else self.width,
+            slice(first, first + n_mine),
         )
         return out
+
+    def of_all(self, targets_BS: Tensor) -> Tensor:
+        """Returns the targets of all samples of the logits, given those of this rank's."""
+        return comm.all_gather(targets_BS, self.samples, 0, "tokens")
+
+    def of_mine(self, x: Tensor) -> Tensor:
+        """Returns the part of x [b, ..] that belongs to this rank's samples."""
+        return x.chunk(self.samples.size)[self.samples.index]
+
+    def whole(self, logits_BSV: Tensor, label: str) -> Tensor:
+        """Returns the logits of the padded vocabulary, for this rank's samples."""
+        logits = logits_BSV if self.width is None else logits_BSV[..., : self.width]
+        for axis in self.axes:
+            logits = comm.all_gather(logits, axis, -1, label)
+        return self.of_mine(logits)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -61,6 +88,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         vocab_size: int,
         smoothing: float,
         width: int,
+        mine: slice,
     ) -> Tensor:
         first = axis.index * width
         dtype = torch.promote_types(logits_TV.dtype, torch.float32)
@@ -86,11 +114,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(softmax_TV, column_T, here, counts)
         ctx.shape, ctx.dtype, ctx.n_words = logits_TV.shape, logits_TV.dtype, n_words
         ctx.share, ctx.spread = 1.0 - smoothing, smoothing / vocab_size
-        return ((sum_T.log() - target_T) * counts).sum()
+        return ((sum_T.log() - target_T) * counts)[mine].sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        # The saved tensor becomes the gradient; autograd refuses a second backward pass.
+        # The saved tensor becomes the gradient; autograd refuses a second backward pass. The
+        # gradient of every rank's sum is the same, and so it is that of all samples.
         grad_TV, column_T, here, counts = ctx.saved_tensors
         if ctx.spread:
             grad_TV[:, : ctx.n_words] -= ctx.spread
@@ -98,9 +127,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         grad_TV.scatter_add_(1, column_T.unsqueeze(1), at_target)
         grad_TV.mul_((counts * grads[0]).unsqueeze(1))
         if grad_TV.shape == ctx.shape:
-            return grad_TV.to(ctx.dtype), None, None, None, None, None
+            return grad_TV.to(ctx.dtype), *[None] * 6
         width = grad_TV.shape[1]
         cast_TV = grad_TV.new_empty(ctx.shape, dtype=ctx.dtype)
         cast_TV[:, :width] = grad_TV
         cast_TV[:, width:] = 0
-        return cast_TV, None, None, None, None, None
+        return cast_TV, *[None] * 6

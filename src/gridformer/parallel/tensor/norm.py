@@ -17,6 +17,7 @@ from gridformer.parallel.sharding import ParamPlacement, shard_parameter
 # paper broadcasts and reduces these vectors along the columns in every layer; here all of them
 # travel once per step, in one message (gridformer.parallel.data.gradients).
 VECTOR = ParamPlacement(cut=("col",), copies="row", partial=True)
+VECTOR_OVER_ROWS = ParamPlacement(cut=("row",), copies="col", partial=True)  # stationary weights
 LABEL = "norm"
 
 
@@ -26,25 +27,32 @@ class GridNorm(nn.Module):
     LayerNorm all-gathers the (mean, variance) of each token and combines them, which avoids the
     cancellation of E[x²]-E[x]², and all-reduces two sums per token in the backward pass. RMSNorm
     all-reduces one sum per token in each direction.
+
+    With another `vector`, the axis that shards it takes the place of the columns.
     """
 
-    def __init__(self, plain: blocks.LayerNorm | blocks.RMSNorm, axes: Axes) -> None:
+    def __init__(
+        self,
+        plain: blocks.LayerNorm | blocks.RMSNorm,
+        axes: Axes,
+        vector: ParamPlacement = VECTOR,
+    ) -> None:
         super().__init__()
-        self.eps, self.col, self.weight = plain.eps, axes.col, plain.weight
+        self.eps, self.axis, self.weight = plain.eps, axes[str(vector.cut[0])], plain.weight
         self.scale = plain.scale if isinstance(plain, blocks.RMSNorm) else 1.0
         self.bias = plain.bias if isinstance(plain, blocks.LayerNorm) else None
-        shard_vectors(self, axes)
+        shard_vectors(self, axes, vector)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         weight = self.weight if self.scale == 1.0 else self.weight * self.scale
-        y_BSH: Tensor = _GridNorm.apply(x_BSH, weight, self.bias, self.eps, self.col)
+        y_BSH: Tensor = _GridNorm.apply(x_BSH, weight, self.bias, self.eps, self.axis)
         return y_BSH
 
 
-def shard_vectors(norm: nn.Module, axes: Axes) -> None:
-    """Shards the weight and the bias of a norm over the columns."""
+def shard_vectors(norm: nn.Module, axes: Axes, vector: ParamPlacement = VECTOR) -> None:
+    """Shards the weight and the bias of a norm over the columns, or as `vector` says."""
     for name, _ in list(norm.named_parameters()):
-        shard_parameter(norm, name, VECTOR, axes)
+        shard_parameter(norm, name, vector, axes)
 
 
 class _GridNorm(torch.autograd.Function):
