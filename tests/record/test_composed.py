@@ -213,7 +213,7 @@ def test_methods_are_those_of_the_complete_step(
     monkeypatch.setattr(rank, "record_step", noted)
     run = run_of(*METHODS[method])
     pairs = [*both(run)]
-    assert len(recorded) <= 4 * len(different_ranks(run, decide_run(run))), "few ranks"
+    assert len(recorded) <= 6 * len(different_ranks(run, decide_run(run))), "few ranks"
     for few, whole in pairs:
         same(few, whole)
         assert max(recorded) < run.model.n_layers * len(whole.step.parts), "few layers and passes"
