@@ -102,7 +102,7 @@ class Built:
         x = self.x.detach().requires_grad_()
         y: Tensor = self.stack(x)
         loss = (y * self.g).sum()
-        with self.sums.last_backward():
+        with self.sums.backward():
             loss.backward()
         reduce_gradients(self.stack.parameters(), self.axes, self.sums)
         self.optimizer.step()

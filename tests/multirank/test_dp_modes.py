@@ -102,23 +102,29 @@ HELD = {
     "first-odd": (FIRST, ODD),
 }
 HELD_CASES = [
-    (name, mode, micro_batches)
+    (name, mode, micro_batches, sync)
     for name in HELD
     for mode in ("replicate", "zero1", "fsdp")
-    for micro_batches in (1, 3)
+    for micro_batches, sync in ((1, "step"), (3, "step"), (3, "micro_batch"))
+    if mode != "replicate" or sync == "step"
+]
+QUICK_HELD = [
+    ("megatron", "fsdp", 1, "step"),
+    *(case for case in HELD_CASES if case[0] == "3-odd" and case[2:] != (3, "step")),
 ]
 
 
 @pytest.mark.parametrize(
     "case",
-    full_unless(lambda case: case in (("megatron", "fsdp", 1), ("3-odd", case[1], 1)), HELD_CASES),
+    full_unless(QUICK_HELD.__contains__, HELD_CASES),
     ids=lambda case: "-".join(map(str, case)),
 )
-def test_what_a_device_holds(pool: WorkerPool, case: tuple[str, str, int]) -> None:
+def test_what_a_device_holds(pool: WorkerPool, case: tuple[str, str, int, str]) -> None:
     """Optimizer state and gradients, or everything, take exactly 1/d of the elements."""
-    name, mode, micro_batches = case
+    name, mode, micro_batches, sync = case
     layout, model = HELD[name]
-    plan = LayoutConfig(**layout, dp_mode=mode, micro_batches=micro_batches)  # type: ignore[arg-type]
+    how = {**layout, "dp_mode": mode, "micro_batches": micro_batches, "gradient_sync": sync}
+    plan = LayoutConfig(**how)
     held = pool.run(plan.n_processes, memory_of, plan.model_dump(), model)
     for one in held:
         cut = mode != "replicate"
@@ -129,7 +135,7 @@ def test_what_a_device_holds(pool: WorkerPool, case: tuple[str, str, int]) -> No
         assert one.parameters == (one.share if mode == "fsdp" else one.whole)
         if mode == "fsdp":
             assert one.layers <= 2, "one that computes, and one that is about to"
-        if cut and micro_batches == 1 and "cols" not in layout:
+        if cut and (micro_batches == 1 or sync == "micro_batch") and "cols" not in layout:
             assert one.whole_gradients < one.whole / 2, "those that have been sent are let go of"
     if model is EVEN and mode != "replicate":
         assert {one.share for one in held} <= {one.whole // 2 for one in held}
@@ -208,15 +214,22 @@ def test_volumes(pool: WorkerPool, case: str) -> None:
 
     That is an all-reduce, whatever the number of micro-batches. Under fsdp, layers are gathered
     twice per micro-batch: 3 (d-1)/d P in all if nothing is outside the layers. If they stay until
-    the step ends, they are gathered once.
+    the step ends, they are gathered once. If each micro-batch sums its gradients, those travel as
+    often.
     """
     layout, model, micro_batches = VOLUMES[case]
     d = layout["dp"]
-    for mode, reshard in (("zero1", "layer"), ("fsdp", "layer"), ("fsdp", "step")):
+    for mode, reshard, sync in (
+        ("zero1", "layer", "step"),
+        ("fsdp", "layer", "step"),
+        ("fsdp", "step", "micro_batch"),
+    ):
         plan = {**layout, "dp_mode": mode, "reshard": reshard, "micro_batches": micro_batches}
+        plan["gradient_sync"] = sync
+        sums = micro_batches if sync == "micro_batch" else 1
         for one in pool.run(d, traffic_of, plan, model):
             every = one.in_layers + one.outside
-            assert one.moved["gradients"] == (d - 1) * every
+            assert one.moved["gradients"] == sums * (d - 1) * every
             times = 2 * micro_batches if (mode, reshard) == ("fsdp", "layer") else 1
             assert one.moved["parameters"] == (d - 1) * (times * one.in_layers + one.outside)
             assert one.kinds == {"gradients": {"reduce_scatter"}, "parameters": {"all_gather"}}

@@ -251,6 +251,10 @@ SHARDED: list[Layout] = [
     )
     for micro_batches in (1, 3)
 ]
+EACH_PASS: Layout = {"gradient_sync": "micro_batch", "micro_batches": 3}
+SHARDED += [
+    {**scheme, "dp_mode": mode, **EACH_PASS} for scheme in REPLICATED for mode in ("zero1", "fsdp")
+]
 SHARDED_FAMILIES: dict[str, Settings] = {
     "bert": {"family": "bert", "n_labels": 3},
     "t5": {"family": "t5", "n_decoder_layers": 1, "relative_buckets": 8},
@@ -263,6 +267,8 @@ QUICK_SHARDED: list[Layout] = [
     {**FIRST, "dp_mode": "fsdp", "micro_batches": 3},
     {**NOT_KEPT, "dp_mode": "fsdp", "micro_batches": 1},
     {**SEQUENCE, "dp_mode": "fsdp", "reshard": "step", "micro_batches": 3},
+    {**THREE, "dp_mode": "fsdp", **EACH_PASS},
+    {**NOT_KEPT, "dp_mode": "zero1", **EACH_PASS},
 ]
 
 
@@ -301,6 +307,7 @@ QUICK_PIPED: list[tuple[Layout, str]] = [
     (pipe(2, 1, **MEGATRON), "bert"),
     (pipe(2, 4, 2, **SHORT_LINE), "gpt2"),
     (pipe(2, 4, 2, dp=2, dp_mode="fsdp"), "gpt2"),
+    (pipe(2, 4, 2, dp=2, dp_mode="fsdp", gradient_sync="micro_batch"), "t5"),
     (pipe(2, 4, 2, scheme="optimus", rows=2, schedule="gather"), "gpt2"),
     (pipe(2, 3, **BRANCHES, common="first"), "bert"),
 ]

@@ -85,6 +85,7 @@ def test_quick_cases_show_something_of_everything(quick: list[tuple[int, Case]])
         "model.family": ModelConfig,
         "layout.scheme": LayoutConfig,
         "layout.dp_mode": LayoutConfig,
+        "layout.gradient_sync": LayoutConfig,
         "layout.common": LayoutConfig,
         "layout.attention": LayoutConfig,
         "layout.feed_forward": LayoutConfig,

@@ -136,7 +136,7 @@ def waits_in(layout: Layout, micro_batches: int) -> tuple[int, int, list[float]]
             for micro in range(micro_batches):
                 part = sample_part(axes, micro)
                 loss = model.loss_sum(part[:, :-1], part[:, 1:])
-                with sums.last_backward() if micro == micro_batches - 1 else nullcontext():
+                with sums.backward(last=micro == micro_batches - 1):
                     loss.backward()
             waited = sum(inside)
             reduce_gradients(model.parameters(), axes, sums)
@@ -173,7 +173,7 @@ def both_ways(layout: Layout, bucket_bytes: int) -> dict[str, float]:
             for micro in range(2):
                 part = sample_part(axes, micro)
                 loss = model.loss_sum(part[:, :-1], part[:, 1:])
-                with begun.last_backward() if begun and micro == 1 else nullcontext():
+                with begun.backward(last=micro == 1) if begun else nullcontext():
                     loss.backward()
             reduce_gradients(model.parameters(), axes, begun)
             found.append({name: grad.clone() for name, grad in gradients(model).items()})
@@ -213,7 +213,7 @@ def with_gaps(n_rounds: int) -> list[list[float]]:
             for parameter in parameters:
                 parameter.grad = None
             used = [i for i in range(7) if gets(i, rank, round)]
-            with sums.last_backward():
+            with sums.backward():
                 total = torch.stack([(10 * rank + i) * parameters[i].sum() for i in used]).sum()
                 total.backward()
             sums.finish()
@@ -243,7 +243,7 @@ def test_one_replica_sums_nothing() -> None:
     parameter = nn.Parameter(torch.ones(3))
     sums = GradientSums([(Axis("dp"), [parameter])], [parameter])
     assert not sums.parameters
-    with sums.last_backward():
+    with sums.backward():
         (2 * parameter).sum().backward()
     sums.finish()
     assert parameter.grad is not None

@@ -48,6 +48,11 @@ class LayoutConfig(Config):
     """With fsdp, a layer's gathered parameters are freed after its forward pass and after its
     backward pass (layer), or when the step ends (step). The latter gathers each of them once per
     step and needs memory for all of them. auto keeps them if there is enough memory."""
+    gradient_sync: Literal["step", "micro_batch"] = "step"
+    """With zero1 and fsdp and several micro-batches, gradients are summed over replicas in the last
+    backward pass of a step (step), until which each device holds those of all its parameters, or in
+    every backward pass (micro_batch), which sends them more often and keeps only a replica's
+    part."""
     pp: int = Field(default=1, ge=1, le=MOST_PROCESSES)
     """The model is divided over this number of pipeline-parallel ranks."""
     stages_per_rank: int = Field(default=1, ge=1, le=MOST_LAYERS)

@@ -259,6 +259,8 @@ def cheapest_first(run: RunConfig) -> Iterator[Changes]:
     yield from free
     if layout.dp > 1 and layout.dp_mode == "replicate":
         yield {"layout.dp_mode": "zero1"}
+    if layout.dp_mode != "replicate" and layout.micro_batches > 1:
+        yield {"layout.gradient_sync": "micro_batch"}
     if choices.reshard == "step":
         yield {"layout.reshard": "layer"}
     if train.recompute == "none":

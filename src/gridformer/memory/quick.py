@@ -54,9 +54,11 @@ def quick_peaks(run: RunConfig, choices: Choices) -> list[float]:
     states, outside = _states(run, choices)
     kept, layer = _activations(run, choices)
     shards = 1 if layout.dp_mode == "replicate" else layout.dp
-    sharers = 1 if m > 1 else shards  # gradients of several micro-batches are whole until the end
+    # Otherwise gradients of several micro-batches are whole until the end.
+    summed = m == 1 or layout.gradient_sync == "micro_batch"
+    sharers = shards if summed else 1
     column, block = _table_bytes(run, choices)
-    loss = _loss_bytes(run, choices) - (block / shards if m == 1 else 0.0)
+    loss = _loss_bytes(run, choices) - (block / shards if summed else 0.0)
     products = choices.products.values()
     elements = sum(one.elements for one in products if one.product.section != "head")
     gradients = elements / grid / sharers * 4 * (run.train.update != "in_backward")
@@ -70,7 +72,7 @@ def quick_peaks(run: RunConfig, choices: Choices) -> list[float]:
             if choices.reshard == "layer":
                 gathered += 2 * elements / grid / n_layers * choices.work.itemsize
         messages = 2 * min(BUCKET_BYTES, (block + elements / grid * 4) / 4)
-        layer += block * (1 - 1 / shards) * (m == 1)  # a table's gradient waits for the lookups
+        layer += block * (1 - 1 / shards) * summed  # a table's gradient waits for the lookups
     found = []
     for rank, share in enumerate(shares_of_ranks(run)):
         mine = sum(part * kept[stack] for stack, part in share.layers)
@@ -87,7 +89,7 @@ def quick_peaks(run: RunConfig, choices: Choices) -> list[float]:
         several = round(share.lookups * len(stacks)) + (share.head and run.model.tied_head) > 1
         table = (3 if several else 1) * block + column * (block < column)
         end = (flight - 1 - together) * mine + messages
-        end += (table - block / shards * (m == 1)) * (share.lookups > 0)
+        end += (table - block / shards * summed) * (share.lookups > 0)
         found.append(held + max(forward, backward, end))
     return found
 

@@ -163,14 +163,17 @@ class SchemeSpec:
         """Returns sentences for --explain that describe effects of the scheme itself."""
         return []
 
-    def replica_elements(self, choices: Choices, layout: LayoutConfig, again: float) -> float:
+    def replica_elements(
+        self, choices: Choices, layout: LayoutConfig, in_layers: float, others: float
+    ) -> float:
         """Returns the elements of gradients and sharded parameters received from replicas per step.
 
-        The parameters of a layer travel `again` times, all others twice, with ring collectives.
+        With ring collectives, the parameters of a layer travel `in_layers` times, all others
+        `others` times.
         """
         outside = choices.head_parameters
-        held = ((choices.parameters - outside) * again + outside * 2) / math.prod(self.grid(layout))
-        return (layout.dp - 1) / layout.dp * held
+        sent = (choices.parameters - outside) * in_layers + outside * others
+        return (layout.dp - 1) / layout.dp * sent / math.prod(self.grid(layout))
 
     def boundary_bytes(self, choices: Choices, layout: LayoutConfig, products: float) -> float:
         """Returns the bytes that a device receives at most over the boundary's axis in a step.

@@ -116,11 +116,13 @@ class Branched(SchemeSpec):
             )
         return sentences
 
-    def replica_elements(self, choices: Choices, layout: LayoutConfig, again: float) -> float:
+    def replica_elements(
+        self, choices: Choices, layout: LayoutConfig, in_layers: float, others: float
+    ) -> float:
         outside, inside = choices.head_parameters, choices.branched_parameters
-        common = (choices.parameters - outside - inside) * again + outside * 2
+        common = (choices.parameters - outside - inside) * in_layers + outside * others
         n = self.replicas(layout)
-        branches = (layout.dp - 1) / layout.dp * inside / layout.branches * again
+        branches = (layout.dp - 1) / layout.dp * inside / layout.branches * in_layers
         return branches + (n - 1) / n * common
 
     def boundary_bytes(self, choices: Choices, layout: LayoutConfig, products: float) -> float:

@@ -110,6 +110,13 @@ def _replicas(run: RunConfig) -> Iterator[Violation]:
         )
         fixes = [_one("layout.reshard", ["layer"]), _one("layout.dp_mode", ["fsdp"])]
         yield Violation("reshard", text, fixes)
+    if layout.gradient_sync == "micro_batch" and layout.dp_mode == "replicate":
+        text = (
+            "layout.gradient_sync=micro_batch lets each replica keep its part of gradients, but "
+            "layout.dp_mode=replicate has no parts"
+        )
+        fixes = [_one("layout.gradient_sync", ["step"]), _one("layout.dp_mode", ["zero1", "fsdp"])]
+        yield Violation("gradient_sync", text, fixes)
     if layout.dp_mode == "replicate" or spec_of(layout).replicas(layout) > 1:
         return
     text = (
@@ -118,6 +125,8 @@ def _replicas(run: RunConfig) -> Iterator[Violation]:
     replicate: Changes = {"layout.dp_mode": "replicate"}
     if layout.reshard == "step":
         replicate |= {"layout.reshard": "layer"}
+    if layout.gradient_sync == "micro_batch":
+        replicate |= {"layout.gradient_sync": "step"}
     yield Violation("dp_mode", text, [Fix(lambda: [replicate])])
 
 

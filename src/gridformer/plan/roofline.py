@@ -130,15 +130,16 @@ class _Step:
         part = 1 / spec_of(layout).replicas(layout) if sharded else 1.0
         op: Op = "reduce_scatter" if sharded else "all_reduce"
         k, held = layout.stages_per_rank, 0.0
+        sums = layout.micro_batches if layout.gradient_sync == "micro_batch" else 1
         beside = max(0.0, backward.device_s * (1 + (k - 1) * self.several) / k - self.gathers_s)
         for axis in ("dp", "replicas"):
             layers, table = self._held(share, common=axis == "replicas")
             held += sum(layers) + table
             # A cast, and what is copied to messages, of each matrix and about as many vectors.
-            load.launches += len(layers) * (1 + 2 * _PARAMETER[layout.dp_mode])
+            load.launches += len(layers) * (1 + 2 * _PARAMETER[layout.dp_mode] * sums)
             # The table's gradient is the last that is complete, and its parameters the first.
             table_s, seconds = (self._sent_s(op, one, axis) for one in ([table], layers))
-            load.exposed["dp"] += max(0.0, seconds - beside) + table_s
+            load.exposed["dp"] += sums * (max(0.0, seconds - beside) + table_s)
             beside = max(0.0, beside - seconds)
             if sharded:
                 updated = [table, *layers] if layout.dp_mode == "zero1" else [table]

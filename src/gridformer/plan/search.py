@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import TypeVar
 
 from gridformer.cluster.costs import Costs
@@ -172,15 +172,17 @@ class Search:
         """Returns an arrangement with settings that fit, or those with the least memory.
 
         It tries modes of replicas that shard more and more, until one fits without recomputation,
-        and with each mode smaller micro-batches and more recomputation.
+        and with each mode smaller micro-batches, sums in each of them, and more recomputation.
         """
         best: PlannedLayout | None = None
         tried: list[PlannedLayout] = []
         for mode in [{}] if layout_kind(run.layout) == REPLICAS else modes(run.layout):
             for m in micro_batches(run):
-                for recompute in ("none", "full"):
+                sharded = mode.get("layout.dp_mode", run.layout.dp_mode) == "fsdp"
+                syncs = ("step", "micro_batch") if sharded and m > 1 else ("step",)
+                for recompute, sync in product(("none", "full"), syncs):
                     changes = mode | {"train.recompute": recompute, "layout.micro_batches": m}
-                    other = changed(run, changes)
+                    other = changed(run, changes | {"layout.gradient_sync": sync})
                     if other is None:
                         continue
                     tried.append(one := self.estimated(other))

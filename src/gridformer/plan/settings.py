@@ -16,6 +16,8 @@ AXES: tuple[LayoutAxis, ...] = ("rows", "cols", "branches")
 # What an arrangement consists of besides the scheme, as `SchemeSpec.arrangements` yields it.
 _ARRANGED = (*AXES, "sequence_parallel", "common", "dp", "pp")
 Settings = Mapping[str, Any]  # values by dotted key, such as `layout.pp`
+# Keys that mean something only where replicas shard.
+_UNSHARDED = {"layout.reshard": "layer", "layout.gradient_sync": "step"}
 
 
 def changed(run: RunConfig, changes: Settings) -> RunConfig | None:
@@ -52,8 +54,11 @@ def _setting_changes(run: RunConfig) -> Iterator[Settings]:
         yield {"train.recompute": recompute}
     if spec.replicas(layout) > 1:
         for mode in ("replicate", "zero1", "fsdp"):
-            yield {"layout.dp_mode": mode, "layout.reshard": "layer"}
+            yield {"layout.dp_mode": mode, **_UNSHARDED}
         yield {"layout.dp_mode": "fsdp", "layout.reshard": "step"}
+        if layout.dp_mode != "replicate" and layout.micro_batches > 1:
+            sync = "step" if layout.gradient_sync == "micro_batch" else "micro_batch"
+            yield {"layout.gradient_sync": sync}
         if layout.dp_mode != "fsdp" and run.train.recompute == "full":
             # Neither of the two may fit by itself.
             yield {"layout.dp_mode": "fsdp", "train.recompute": "selective"}
@@ -121,7 +126,7 @@ def _moved(layout: LayoutConfig, more: str, less: str) -> dict[str, Any]:
             if getattr(layout, key) != getattr(plain, key)
         }
     if sizes["dp"] == 1 and layout.dp_mode != "replicate":
-        moved |= {"layout.dp_mode": "replicate", "layout.reshard": "layer"}
+        moved |= {"layout.dp_mode": "replicate", **_UNSHARDED}
     if sizes["pp"] == 1:
         moved["layout.stages_per_rank"] = 1
     same = layout.model_dump()

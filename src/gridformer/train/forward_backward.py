@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property
 
 import numpy as np
@@ -94,7 +94,7 @@ class WholeModel:
 
     Args:
         model: This rank's model.
-        sums: Sums gradients over replicas, beginning in the last micro-batch's backward pass.
+        sums: Sums gradients over replicas, beginning in backward passes.
 
     Attributes:
         follows: The micro-batches of a step that run; None for all. A record of a step has few.
@@ -117,8 +117,7 @@ class WholeModel:
             with self._timed("forward", number):
                 loss = finish(self.model.hidden(micro.batch), micro.batch)
             last = number == len(work) - 1
-            summing = self.sums.last_backward() if last else nullcontext()
-            with self._timed("backward", number), summing:
+            with self._timed("backward", number), self.sums.backward(last):
                 loss.backward()
 
     def evaluate(self, work: Sequence[MicroBatch], finish: Finish) -> None:

@@ -63,6 +63,7 @@ class Stepper:
         self.split = RowSplit(train.global_batch, self.micro_batches, axes)
         self.updates = Updates(model, train, axes)
         self.sums = self.updates.sums
+        self.sums.every_pass = layout is not None and layout.gradient_sync == "micro_batch"
         self.executor: Executor | WholeModel = WholeModel(model, self.sums)
         if axes.pp.size > 1:
             assert layout is not None, "a pipeline needs its layout"

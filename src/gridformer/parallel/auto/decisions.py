@@ -86,7 +86,7 @@ def traffic_of(run: RunConfig, choices: Choices) -> dict[str, float]:
     """Returns the bytes that one device receives over each axis in a step: `Decisions.traffic`."""
     layout, work = run.layout, choices.work
     steps = [choices.step(choice) for choice in choices.products.values()]
-    spec, again = spec_of(layout), _times_over_replicas(resolved(run, choices))
+    spec, times = spec_of(layout), _times_over_replicas(resolved(run, choices))
     activations = sum(step.col for step in steps) + work.micro_batches * choices.inputs_again()
     over_boundary = activations * work.itemsize
     # Gradients of replicated heads are summed on their owner, which sends the updated values back.
@@ -94,7 +94,7 @@ def traffic_of(run: RunConfig, choices: Choices) -> dict[str, float]:
     traffic = {
         "col": spec.boundary_bytes(choices, layout, over_boundary),
         "row": sum(step.row for step in steps) * work.itemsize,
-        "dp": spec.replica_elements(choices, layout, again) * parameter_bytes(run),
+        "dp": spec.replica_elements(choices, layout, *times) * parameter_bytes(run),
     }
     if layout.pp > 1:
         traffic = {axis: n_bytes / layout.pp for axis, n_bytes in traffic.items()}
@@ -158,17 +158,18 @@ def _why_these_stages(run: RunConfig, work: Work) -> str:
     )
 
 
-def _times_over_replicas(run: RunConfig) -> float:
+def _times_over_replicas(run: RunConfig) -> tuple[float, float]:
     """Returns how often a layer's parameters are sent per step: gathered, or as summed gradients.
 
     With fsdp gathered parameters have the dtype of the computation. Each of them counts as the
-    fraction of a parameter that has as many bytes.
+    fraction of a parameter that has as many bytes. The second number is that of other parameters.
     """
     layout = run.layout
+    sums = layout.micro_batches if layout.gradient_sync == "micro_batch" else 1
     if layout.dp_mode != "fsdp":
-        return 2
+        return 1 + sums, 1 + sums
     gathers = 2 * layout.micro_batches if layout.reshard != "step" else 1
-    return gathers * ITEMSIZE[run.train.dtype] / parameter_bytes(run) + 1
+    return gathers * ITEMSIZE[run.train.dtype] / parameter_bytes(run) + sums, 1 + sums
 
 
 # --------------------------------------------------------------------------- train --explain

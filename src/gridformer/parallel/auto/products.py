@@ -199,7 +199,8 @@ def parameter_bytes(run: RunConfig) -> int:
 def state_bytes(run: RunConfig, replicas: int) -> float:
     """Returns the bytes per parameter of value, gradient and two moments on one of its replicas.
 
-    Gradients of several micro-batches accumulate unsharded (gridformer.parallel.data.zero).
+    Gradients of several micro-batches accumulate unsharded, unless each pass sums its own
+    (gridformer.parallel.data.zero).
     Parameters that FSDP gathers are not counted, not even with `reshard: step`.
     """
     layout, train = run.layout, run.train
@@ -207,7 +208,7 @@ def state_bytes(run: RunConfig, replicas: int) -> float:
     value = part if layout.dp_mode == "fsdp" else 1.0
     gradient, moments = part, 2 * part
     if layout.micro_batches > 1:
-        gradient = 1.0
+        gradient = part if layout.gradient_sync == "micro_batch" else 1.0
     elif train.update == "in_backward":
         gradient /= run.model.n_layers
     if train.offload == "optimizer" and train.device != "cpu":

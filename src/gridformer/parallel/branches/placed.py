@@ -167,13 +167,10 @@ class Placed:
             last: False for all but the last of several batches whose gradients accumulate.
                 Gradients are summed over processes during the last one.
         """
-        with one_thread():
-            if not last:
-                loss.backward()
-                return
-            with self._sums.last_backward():
-                loss.backward()
-        self._sums.finish()
+        with one_thread(), self._sums.backward(last):
+            loss.backward()
+        if last:
+            self._sums.finish()
 
     def total(self, value: Tensor) -> float:
         """Returns the sum over processes of a value such as the loss; call it on every process."""

@@ -133,9 +133,12 @@ class GradientSums:
         order: All parameters in the model's order, which is the same on every rank of an axis.
         units: Sets of parameters that share no bucket with others. Without them, a bucket holds at
             most a quarter of the gradients, so that most of them travel early.
-        layer_bytes: The bytes of the gradients of the largest layer; see `last_backward`.
+        layer_bytes: The bytes of the gradients of the largest layer; see `backward`.
 
-    `around_last` returns a context manager that is entered around each last backward pass.
+    Attributes:
+        every_pass: Whether every backward pass sums its gradients, of which each replica then adds
+            up its part (`layout.gradient_sync: micro_batch`), or only the last one does.
+        around_last: Returns a context manager that is entered around each last backward pass.
     """
 
     def __init__(
@@ -146,10 +149,10 @@ class GradientSums:
         layer_bytes: int = 0,
     ) -> None:
         self._layer_bytes = layer_bytes
+        self.every_pass = False
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._armed: Collection[nn.Parameter] = ()
-        self._sent = 0
         self._waits = True
         self._room = 0
         self._held: deque[_Bucket] = deque()
@@ -171,6 +174,7 @@ class GradientSums:
             for parameter in bucket.parameters:
                 self._bucket_of[parameter] = bucket
                 parameter.register_post_accumulate_grad_hook(self._ready)
+        self._queue = deque(self._buckets)  # those to be sent, in order
 
     @staticmethod
     def of(
@@ -198,10 +202,12 @@ class GradientSums:
         return set(self._bucket_of)
 
     @contextmanager
-    def last_backward(self, complete: Collection[nn.Parameter] | None = None) -> Iterator[None]:
-        """Wraps the backward pass that completes gradients, and lets their sums start in it.
+    def backward(
+        self, last: bool = True, parameters: Collection[nn.Parameter] | None = None
+    ) -> Iterator[None]:
+        """Wraps a backward pass, and lets the sums of the gradients that it completes start in it.
 
-        Every parameter must be completed in one such context before `finish`; None completes all.
+        Every parameter must be completed in one last pass before `finish`.
 
         Reduce-scatters wait for earlier ones if this pass makes the first gradients, so that few
         full gradients exist at a time: over NCCL those of a layer, because with fewer the pass
@@ -210,16 +216,31 @@ class GradientSums:
         pipeline each stage would wait before it sends its last gradient to the stage before it, one
         stage after the other. Over gloo a message takes more memory than the gradients in it, so
         two at a time are in flight there.
+
+        Args:
+            last: Whether no later pass adds to these gradients. Without `every_pass` another pass
+                sends nothing.
+            parameters: Those whose gradients it completes; None for all.
         """
-        self._armed = self._bucket_of if complete is None else complete
-        first = all(parameter.grad is None for parameter in self._armed)
+        if not last and not self.every_pass:
+            yield
+            return
+        self._armed = self._bucket_of if parameters is None else parameters
+        if self.every_pass:
+            for bucket in self._held:
+                bucket.finish()
+            mine = {self._bucket_of[p] for p in self._armed if p in self._bucket_of}
+            self._queue = deque(bucket for bucket in self._buckets if bucket in mine)
+        first = self.every_pass or all(parameter.grad is None for parameter in self._armed)
         over_nccl = all(groups.over_nccl(bucket.axis.group) for bucket in self._buckets[:1])
         self._waits, self._room = first or not over_nccl, over_nccl * self._layer_bytes
         try:
-            with self.around_last():
+            with self.around_last() if last else nullcontext():
                 yield
         finally:
             self._armed = ()
+        while self.every_pass and self._queue:  # the pass did not reach all their parameters
+            self._send()
 
     def finish_of(self, parameters: Collection[nn.Parameter]) -> None:
         """Waits for the sums of a unit's gradients; those nearer to the model's end are sent first.
@@ -227,34 +248,34 @@ class GradientSums:
         All gradients of the unit, and of parameters nearer to the end, must be complete.
         """
         mine = {self._bucket_of[p] for p in parameters if p in self._bucket_of}
-        numbers = [i for i, bucket in enumerate(self._buckets) if bucket in mine]
-        while numbers and self._sent <= numbers[-1]:
-            self._buckets[self._sent].start()
-            self._sent += 1
-        for number in numbers:
-            self._buckets[number].finish()
+        while not mine.isdisjoint(self._queue):
+            self._queue.popleft().start()
+        for bucket in self._buckets:
+            if bucket in mine:
+                bucket.finish()
 
     def finish(self) -> None:
         """Waits for all sums. Call it once per step, after the backward passes."""
-        for bucket in self._buckets[self._sent :]:  # backward did not reach all its parameters
-            bucket.start()
-        self._sent = 0
+        while self._queue:  # backward did not reach all their parameters
+            self._queue.popleft().start()
+        self._queue = deque(self._buckets)
         for bucket in self._buckets:
             bucket.finish()
-            bucket.missing = set(bucket.parameters)
 
     def _ready(self, parameter: nn.Parameter) -> None:
         """Hook: sends all buckets whose turn it is and whose gradients are complete."""
         if parameter not in self._armed:
             return
         self._bucket_of[parameter].missing.discard(parameter)
-        while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
-            bucket = self._buckets[self._sent]
-            bucket.start()
-            self._sent += 1
-            if self._waits and bucket.sharded:
-                self._held.append(bucket)
-                self._wait_for_room()
+        while self._queue and not self._queue[0].missing:
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self._queue.popleft()
+        bucket.start()
+        if self._waits and bucket.sharded:
+            self._held.append(bucket)
+            self._wait_for_room()
 
     def _wait_for_room(self) -> None:
         """Waits for the earliest reduce-scatters while those in flight hold too much memory."""
@@ -284,6 +305,7 @@ class _Bucket:
         return self._pending is not None
 
     def start(self) -> None:
+        self.missing = set(self.parameters)  # for the next pass that is summed
         grads = [_grad(parameter) for parameter in self.parameters]
         if self._flat_bucket is None:
             flat = self._as_message(grads)
@@ -310,7 +332,7 @@ class _Bucket:
         return flat
 
     def finish(self) -> None:
-        """Waits for the sums and stores them as gradients. Further calls do nothing."""
+        """Waits for the sums and adds them to gradients. Further calls do nothing."""
         if self._pending is None:
             return
         total, self._pending = self._pending.wait(), None
@@ -318,7 +340,7 @@ class _Bucket:
             for parameter, sums in zip(self.parameters, self._flat_bucket.parts(total.view(-1))):
                 part = replica_part(parameter)
                 assert part is not None
-                part.grad = sums
+                part.grad = sums if part.grad is None else part.grad.add_(sums)
 
 
 def counted_square(parameters: Iterable[nn.Parameter], axes: Axes) -> Tensor:

@@ -7,8 +7,8 @@
 
 A part consists of adjacent rows of the local block, or of columns if the block is stored
 transposed: it is contiguous in memory, and a rectangle of the global tensor, as checkpoints store
-them. Gradients are summed once per step, so with several micro-batches every device accumulates
-full gradients until its last backward pass ends, with fsdp too.
+them. With several micro-batches every device accumulates full gradients until its last backward
+pass sums them, with fsdp too, unless each pass sums its own (`layout.gradient_sync: micro_batch`).
 """
 
 from __future__ import annotations

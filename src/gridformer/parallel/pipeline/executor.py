@@ -46,12 +46,13 @@ class Executor:
     """Runs micro-batches through the stages of a pipeline, together with the other ranks.
 
     Args:
-        sums: Sums gradients over replicas, starting in the last backward pass of each stage.
+        sums: Sums gradients over replicas, starting in backward passes of the stages.
         on_action: Called with an `Event` after each action, with times of the device.
 
     Attributes:
         stops_before: See StopsBefore; None leaves out nothing.
         dropped: Whether the last training step left out micro-batches.
+        parameters: Those of each of this rank's stages.
         follows: The schedule of this rank, instead of that of the layout; a record of a step has a
             shorter one.
     """
@@ -78,7 +79,7 @@ class Executor:
         self._itineraries: dict[tuple[int, bool], tuple[Itinerary, Completed]] = {}
         self._loading_runs = LOADING_RUNS if self.channel.on_device else 0
         self._n_runs: Counter[Hashable] = Counter()  # by the key of `_kernels_of`
-        self._parameters = {
+        self.parameters = {
             stage: {
                 parameter
                 for i in model.stages[stage]
@@ -134,13 +135,13 @@ class Executor:
         return self._itineraries[m, training]
 
     def _completed(self, itinerary: Itinerary) -> Completed:
-        left: set[nn.Parameter] = set().union(*self._parameters.values())
+        left: set[nn.Parameter] = set().union(*self.parameters.values())
         ended: set[int] = set()
         completed = {}
         for action in reversed(itinerary.actions):
             if action.kind == "backward" and action.stage not in ended:
                 ended.add(action.stage)
-                completed[action] = left & self._parameters[action.stage]
+                completed[action] = left & self.parameters[action.stage]
                 left -= completed[action]
         return completed
 
@@ -276,7 +277,8 @@ class _Run:
             self.model.dropout_rng.at(self.work[action.micro].rows)  # for recomputed blocks
             completed = self.complete.get(action)  # an empty set counts, too
             last = completed is not None
-            with self.executor.sums.last_backward(completed) if last else nullcontext():
+            reached = completed if last else self.executor.parameters[action.stage]
+            with self.executor.sums.backward(last, reached):
                 self.executor.backward(action, leaves, roots, grads)
             made = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves.values()]
             del grads, leaves, roots
