@@ -22,6 +22,8 @@ BRANCHES: Settings = {"scheme": "subgraph", "branches": 4}
 ZERO1: Settings = {"dp": 2, "dp_mode": "zero1"}
 FSDP: Settings = {"dp": 2, "dp_mode": "fsdp"}
 STEP: Settings = {"dp": 4, "dp_mode": "fsdp", "reshard": "step"}
+EACH_PASS: Settings = {"dp": 8, "dp_mode": "fsdp", "gradient_sync": "micro_batch"}
+EACH_PASS |= {"micro_batches": 4}
 FULL: Settings = {"recompute": "full"}
 
 
@@ -116,6 +118,8 @@ CASES += [
         ("transformer-big", {**GRID, "dp": 4, "dp_mode": "fsdp"}, FULL),
         ("bert-large", {**GRID, **STEP}, {}),
         *(("llama-3.2-1b", GRID, FULL), ("llama-3.2-1b", {**BRANCHES, **STEP}, FULL)),
+        ("llama-3.2-1b", {**EACH_PASS, **MEGATRON}, {}),
+        ("llama-3.2-1b", {**EACH_PASS, "shard_over": 2}, FULL),
         *(("llama-3.1-8b", STEP, FULL), ("llama-3.1-8b", {**ZERO1, "dp": 4}, FULL)),
         ("llama-3.1-8b", {"pp": 2, "micro_batches": 2}, {"offload": "optimizer"}),
     )

@@ -260,6 +260,27 @@ SHARDED_FAMILIES: dict[str, Settings] = {
     "t5": {"family": "t5", "n_decoder_layers": 1, "relative_buckets": 8},
     "transformer": {"family": "transformer", "norm_position": "pre"},
 }
+# Four replicas of which two neighbors shard, and branches, of whose common layers there are four.
+HYBRID: list[Layout] = [
+    {**scheme, **mode, "shard_over": 2}
+    for scheme in (
+        {"dp": 4},
+        SUPER,
+        {**SUPER, "dp": 4},
+        {**FIRST, "dp": 4},
+        {**SEQUENCE, "dp": 4},
+        {**WEIGHTS_TOO, "cols": 1, "dp": 4},
+        {**OPTIMUS, "cols": 1, "dp": 4},
+        {"dp": 4, "pp": 2, "stages_per_rank": 2},
+    )
+    for mode in (
+        {"dp_mode": "zero1", "micro_batches": 2},
+        {"dp_mode": "zero1", "gradient_sync": "micro_batch", "micro_batches": 2},
+        {"dp_mode": "fsdp", "micro_batches": 2},
+        {"dp_mode": "fsdp", "reshard": "step", "gradient_sync": "micro_batch", "micro_batches": 6},
+    )
+]
+QUICK_HYBRID = [HYBRID[2], HYBRID[5], HYBRID[-1]]
 QUICK_SHARDED: list[Layout] = [
     {**THREE, "dp_mode": "zero1", "micro_batches": 1},
     {**SUPER, "dp_mode": "zero1", "micro_batches": 1},
@@ -274,6 +295,8 @@ QUICK_SHARDED: list[Layout] = [
 
 def replicas() -> Iterator[Case]:
     yield from cases("sharded", SHARDED, QUICK_SHARDED, MODEL, global_batch=36)
+    model = {**MODEL, "n_layers": 4}
+    yield from cases("hybrid", HYBRID, QUICK_HYBRID, model, global_batch=48)
     for family, below, mode in itertools.product(
         SHARDED_FAMILIES, (SINGLE, OPTIMUS, FIRST, SEQUENCE), ("zero1", "fsdp")
     ):  # two stacks, score biases, several losses, and heads with their own parameters

@@ -116,10 +116,10 @@ def waits_in(layout: Layout, micro_batches: int) -> tuple[int, int, list[float]]
         inside: list[bool] = []
         held: list[float] = []
         flying: list[Any] = []
-        begin, finish = reductions._Bucket.start, reductions._Bucket.finish
+        begin, scattered = reductions._Bucket.start, reductions._Bucket.scattered
 
-        def begun(bucket: Any) -> None:
-            begin(bucket)
+        def begun(bucket: Any, final: bool) -> None:
+            begin(bucket, final)
             held.append(sum(map(size_of, flying[1:])) / layer)
             flying.append(bucket)
 
@@ -127,11 +127,11 @@ def waits_in(layout: Layout, micro_batches: int) -> tuple[int, int, list[float]]
             return sum(p.numel() * p.element_size() for p in bucket.parameters)
 
         def counted(bucket: Any) -> None:
-            inside.append(bucket._pending is not None)
+            inside.append(bucket.in_flight)
             flying[:] = [other for other in flying if other is not bucket]
-            finish(bucket)
+            scattered(bucket)
 
-        counting = patch.multiple(reductions._Bucket, start=begun, finish=counted)
+        counting = patch.multiple(reductions._Bucket, start=begun, scattered=counted)
         with counting:
             for micro in range(micro_batches):
                 part = sample_part(axes, micro)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from gridformer.config import LayoutConfig
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import TOLERANCE, compare, worst_of
 from tests.support.multirank.matrix import (
@@ -116,6 +117,14 @@ def test_equals_one_device_over_nccl(pool: WorkerPool, cell: Cell) -> None:
 GATHERED = [cell for cell in CELLS if cell.replicas == "fsdp" and not refusal(cell)]
 
 
+# Weights that stay gathered for a step, and replicas in two levels that sum in each micro-batch.
+FSDP: dict[str, dict[str, Any]] = {
+    "kept": {"reshard": "step"},
+    "hybrid": {"dp": 4, "shard_over": 2, "gradient_sync": "micro_batch"},
+}
+
+
+@pytest.mark.parametrize("how", FSDP)
 @pytest.mark.parametrize(
     "cell",
     full_unless(
@@ -123,13 +132,13 @@ GATHERED = [cell for cell in CELLS if cell.replicas == "fsdp" and not refusal(ce
     ),
     ids=lambda cell: cell.title,
 )
-def test_weights_gathered_once_a_step_equal_one_device_over_nccl(
-    pool: WorkerPool, cell: Cell
-) -> None:
-    """tests/multirank/test_dp_modes.py tests them over gloo."""
-    layout = {"micro_batches": 2, **cell.layout, "reshard": "step"}
-    how = layout, cell.config, SETTINGS, QUICK_STEPS, cell.documents, cell.task
-    worst_of(pool.run(n_of(cell), on_nccl, compare, *how))
+def test_choices_of_fsdp_equal_one_device_over_nccl(pool: WorkerPool, cell: Cell, how: str) -> None:
+    """tests/multirank/test_equal_one_device.py tests them over gloo."""
+    layout = {"micro_batches": 2, **cell.layout, **FSDP[how]}
+    case = layout, cell.config, SETTINGS, QUICK_STEPS, cell.documents, cell.task
+    n = LayoutConfig(**layout).n_processes
+    if n <= 16:
+        worst_of(pool.run(n, on_nccl, compare, *case))
 
 
 RESNEXT: dict[str, tuple[int, dict[str, Any]]] = {

@@ -115,8 +115,9 @@ SHAPES: list[dict[str, Any]] = [
 CUT = [{**shape, "dp_mode": mode} for shape in SHAPES for mode in ("zero1", "fsdp")]
 ALL = [{**shape, "dp_mode": "replicate"} for shape in SHAPES] + CUT
 THREE, INTERLEAVED = SHAPES[1], {"pp": 2, "stages_per_rank": 2, "micro_batches": 4}
-SOME += [*CUT, INTERLEAVED]
-QUICK = [FIRST, {**THREE, "dp_mode": "fsdp"}, INTERLEAVED]
+HYBRID = {"dp": 4, "dp_mode": "fsdp", "shard_over": 2}
+SOME += [{**HYBRID, "dp_mode": "zero1"}, *CUT, HYBRID, INTERLEAVED]
+QUICK = [FIRST, {**THREE, "dp_mode": "fsdp"}, HYBRID, INTERLEAVED]
 
 
 @pytest.mark.parametrize("layout", full_unless(QUICK.__contains__, SOME), ids=named)
@@ -149,6 +150,8 @@ QUICK_PAIRS = [
     ({**THREE, "dp_mode": "zero1"}, {**SHAPES[0], "dp_mode": "fsdp"}),
     ({**SHAPES[4], "dp_mode": "fsdp"}, {"scheme": "single"}),
     (INTERLEAVED, STAGES),
+    ({**SUPER, "dp_mode": "fsdp", "shard_over": 2}, HYBRID),
+    (HYBRID, {"scheme": "megatron", "cols": 2}),
     (ONE, {"pp": 2, "micro_batches": 4}),
 ]
 PAIRS += [

@@ -32,6 +32,14 @@ CASES: dict[str, tuple[str, str | dict[str, Any], dict[str, Any]]] = {
     "GPT-2, Optimus": ("dgx-h100", "gpt2-774m", OPTIMUS),
     "GPT-2, rows": ("dgx-h100", "gpt2-774m", {"scheme": "megatron_2d", "rows": 4, "cols": 1}),
     "Llama, ZeRO-1": ("dgx-h100", LLAMA, {"dp": 8, "dp_mode": "zero1"}),
+    "GPT-2, shards in a node": (
+        *("dgx-h100", "gpt2-774m"),
+        {**FSDP, "dp": 32, "shard_over": 8, "devices_per_node": 8},
+    ),
+    "GPT-2, sums in each micro-batch": (
+        *("dgx-h100", "gpt2-774m"),
+        {**FSDP, "dp": 32, "gradient_sync": "micro_batch", "micro_batches": 4},
+    ),
     "Llama, sequence": ("dgx-h100", LLAMA, {**MEGATRON, "sequence_parallel": True}),
     "Llama, pipeline": ("dgx-h100", LLAMA, PIPELINE),
     "T5, sub-graph": ("dgx-h100", "t5-large", {"scheme": "subgraph", "branches": 4}),

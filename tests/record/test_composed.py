@@ -97,6 +97,18 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"dtype": "bfloat16", "device": "cuda"},
         {"family": "llama", "n_layers": 2},
     ),
+    "sums in each micro-batch*": (
+        {"dp": 4, "dp_mode": "fsdp", "shard_over": 2, "gradient_sync": "micro_batch"}
+        | {"micro_batches": 5},
+        {"dtype": "bfloat16", "device": "cuda"},
+        {},
+    ),
+    "sums in each pass of a pipeline": (
+        {**MEGATRON, "dp": 2, "dp_mode": "zero1", "gradient_sync": "micro_batch"}
+        | {"stages_per_rank": 2},
+        {"device": "cuda"},
+        {},
+    ),
     # A single micro-batch is the first and the last one, and the stages of a rank are equal.
     "one micro-batch": (
         {**MEGATRON, "pp": 4, "micro_batches": 1, "stages_per_rank": 3, "dp": 2},
@@ -214,6 +226,7 @@ def test_methods_are_those_of_the_complete_step(
     run = run_of(*METHODS[method])
     pairs = [*both(run)]
     assert len(recorded) <= 6 * len(different_ranks(run, decide_run(run))), "few ranks"
+    assert len(recorded) <= 5 * len(different_ranks(run, decide_run(run))), "few ranks"
     for few, whole in pairs:
         same(few, whole)
         assert max(recorded) < run.model.n_layers * len(whole.step.parts), "few layers and passes"

@@ -30,6 +30,8 @@ _AXES = {
     "pp": "layout.pipeline=gpipe, or a smaller layout.pp",
     "dp": "another layout.dp_mode",
     "dp_branch": "another layout.dp_mode",
+    "dp_shard": "another layout.dp_mode or layout.shard_over",
+    "dp_replicate": "another layout.dp_mode or layout.shard_over",
     "row": "another layout.schedule, or other layout.rows and layout.cols",
     "col": "another layout.schedule, or other layout.rows and layout.cols",
     "grid": "another layout.schedule, or other layout.rows and layout.cols",

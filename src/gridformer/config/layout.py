@@ -48,6 +48,11 @@ class LayoutConfig(Config):
     """With fsdp, a layer's gathered parameters are freed after its forward pass and after its
     backward pass (layer), or when the step ends (step). The latter gathers each of them once per
     step and needs memory for all of them. auto keeps them if there is enough memory."""
+    shard_over: int = Field(default=0, ge=0, le=MOST_PROCESSES)
+    """With zero1 and fsdp, each group of this number of neighboring replicas shards what dp_mode
+    says, and the groups hold equal parts, whose gradients are summed across groups. With the
+    replicas of a node in a group, parameters are gathered inside nodes. 0 means that all replicas
+    are one group."""
     gradient_sync: Literal["step", "micro_batch"] = "step"
     """With zero1 and fsdp and several micro-batches, gradients are summed over replicas in the last
     backward pass of a step (step), until which each device holds those of all its parameters, or in
@@ -118,6 +123,11 @@ class LayoutConfig(Config):
     def n_processes(self) -> int:
         """The processes of a run, one for each device."""
         return self.rows * self.cols * self.branches * self.dp * self.pp
+
+    @property
+    def shards(self) -> int:
+        """The replicas over which `dp_mode` shards, if it shards anything."""
+        return self.shard_over or self.dp
 
     @property
     def n_stages(self) -> int:

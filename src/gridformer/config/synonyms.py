@@ -36,6 +36,8 @@ _WORDS: Final = {
     "layout.dp": "data_parallel data_parallel_size dp_degree dp_size num_replicas replicas",
     "layout.dp_mode": "ddp zero zero_optimization zero_stage",
     "layout.dp_mode=fsdp": "fsdp fully_sharded",
+    "layout.shard_over": "dp_shard data_parallel_shard_degree hsdp mics_shard_size "
+    "zero_hpz_partition_size",
     "layout.gradient_sync": "requires_gradient_sync sync_each_batch",
     "layout.micro_batches": "accumulate_grad_batches accumulation_steps chunks grad_accum "
     "grad_accum_steps gradient_accumulation gradient_accumulation_steps microbatches n_micro_batch "

@@ -261,6 +261,8 @@ def cheapest_first(run: RunConfig) -> Iterator[Changes]:
         yield {"layout.dp_mode": "zero1"}
     if layout.dp_mode != "replicate" and layout.micro_batches > 1:
         yield {"layout.gradient_sync": "micro_batch"}
+    if layout.shard_over:
+        yield {"layout.shard_over": 0}
     if choices.reshard == "step":
         yield {"layout.reshard": "layer"}
     if train.recompute == "none":

@@ -37,8 +37,8 @@ def states_of(run: RunConfig) -> float:
 def total_states(run: RunConfig) -> float:
     """Returns bytes of parameters, gradients and optimizer of all devices of one replica."""
     choices = decide(run.model, run.layout, replica_work(run))
-    copies = _copy_bytes(resolved(run, choices), choices, run.layout.dp)
-    return float(choices.parameters) * (state_bytes(run, run.layout.dp) + copies)
+    copies = _copy_bytes(resolved(run, choices), choices, run.layout.shards)
+    return float(choices.parameters) * (state_bytes(run, run.layout.shards) + copies)
 
 
 def quick_estimate(run: RunConfig) -> float:
@@ -53,7 +53,7 @@ def quick_peaks(run: RunConfig, choices: Choices) -> list[float]:
     n_layers, grid = sum(stacks.values()), choices.rows * choices.cols
     states, outside = _states(run, choices)
     kept, layer = _activations(run, choices)
-    shards = 1 if layout.dp_mode == "replicate" else layout.dp
+    shards = 1 if layout.dp_mode == "replicate" else layout.shards
     # Otherwise gradients of several micro-batches are whole until the end.
     summed = m == 1 or layout.gradient_sync == "micro_batch"
     sharers = shards if summed else 1
@@ -245,7 +245,7 @@ def _states(run: RunConfig, choices: Choices) -> tuple[dict[str, float], float]:
     everywhere = layout.branches if choices.between == "cut" else 1  # replicas of common layers
     for choice in choices.products.values():
         copies, of_grid = (everywhere, 1) if choice.common else (1, grid)
-        replicas = layout.dp * copies
+        replicas = layout.shard_over or layout.dp * copies
         in_head = choice.product.section == "head"
         each = state_bytes(run, replicas)
         # Of what is not in layers, FSDP gathers the parameters themselves.

@@ -109,7 +109,7 @@ def beyond_saving(run: RunConfig, room: Room) -> list[str]:
     least = elements / devices / layout.dp * (1 + moments) * parameter_bytes(run)
     if least <= room.n_bytes:
         return []
-    each = state_bytes(run, layout.dp)
+    each = state_bytes(run, layout.shards)
     alone = format_bytes(round(elements / devices * each))
     return [
         f"a rank would hold {alone} of parameters, gradients and optimizer alone; but {room.why}: "

@@ -23,12 +23,15 @@ class Axis:
     `index` is the coordinate of this device along the axis, 0 to size-1. The devices that differ
     only in this index form the group of the axis. An axis of size 1 needs no group, because its
     collectives do nothing. A larger axis without a group (`Axes.world`) uses the default group.
+    `across` is the axis of the ranks that have this index in other blocks of a larger axis, if this
+    is a block of one (`Axes.split_in_levels`).
     """
 
     name: str
     size: int = 1
     index: int = 0
     group: ProcessGroup | None = None
+    across: Axis | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -87,7 +90,7 @@ class Axes:
         pp_lines: The ranks along pp, one line for each place in the other axes.
         places: The rank at each place of the mesh; None for one process.
 
-    `split` creates further axes, which `axes[name]` returns.
+    `split` and `split_in_levels` create further axes, which `axes[name]` returns.
     """
 
     pp: Axis = Axis("pp")
@@ -132,6 +135,29 @@ class Axes:
                 made[split.row_copy] = self._copies(name, each, ("row",), split.row_copy)
             self.further.update(made)
         return split
+
+    def split_in_levels(self, name: str, size: int) -> None:
+        """Splits an axis into blocks of `size` adjacent ranks, and creates the axis across blocks.
+
+        The new axes are `{name}_shard` and its `across`, `{name}_replicate`. All processes must
+        call this in the same order.
+        """
+        import torch
+
+        if self.places is None:
+            return
+        over = [one for one in _TOGETHER.get(name, (name,)) if one in self.places.names]
+        ranks = torch.tensor(self.places.ranks).view(self.places.shape)
+        lines, here = _lines(ranks, self.places.names, over), self.world.index
+        blocks = [line[i : i + size] for line in lines for i in range(0, len(line), size)]
+        alike = [line[i::size] for line in lines for i in range(size)]
+        across = _axis_of(f"{name}_replicate", alike, here)
+        block = _axis_of(f"{name}_shard", blocks, here)
+        self.further.update({across.name: across, block.name: replace(block, across=across)})
+
+    def sharding(self, name: str) -> Axis:
+        """Returns the axis over which parameters with replicas along an axis are sharded."""
+        return self.further.get(f"{name}_shard") or self[name]
 
     def _copies(self, name: str, each: int, over: Sequence[str], new: str) -> Axis:
         """Creates the axis of the ranks in one block of `each` ranks along an axis."""

@@ -41,6 +41,9 @@ def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None =
         same.append(boundary.h_over)
     if same:
         axes = replace(axes, same_batch=axes[same[0] if len(same) == 1 else "grid"])
+    for name in ("dp", "dp_branch")[: 1 + (spec.replicas(layout) > layout.dp)]:
+        if 0 < layout.shard_over < axes[name].size:
+            axes.split_in_levels(name, layout.shard_over)
     return axes
 
 

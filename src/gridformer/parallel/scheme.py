@@ -171,9 +171,9 @@ class SchemeSpec:
         With ring collectives, the parameters of a layer travel `in_layers` times, all others
         `others` times.
         """
-        outside = choices.head_parameters
-        sent = (choices.parameters - outside) * in_layers + outside * others
-        return (layout.dp - 1) / layout.dp * sent / math.prod(self.grid(layout))
+        outside, every = choices.head_parameters, choices.parameters
+        sent = (every - outside) * in_layers + outside * others
+        return over_replicas(layout, layout.dp, sent, every) / math.prod(self.grid(layout))
 
     def boundary_bytes(self, choices: Choices, layout: LayoutConfig, products: float) -> float:
         """Returns the bytes that a device receives at most over the boundary's axis in a step.
@@ -195,6 +195,15 @@ class SchemeSpec:
     ) -> ModuleTable | None:
         """Returns the replacements of a plain model's modules; None if all of them stay."""
         return None
+
+
+def over_replicas(layout: LayoutConfig, n: int, sent: float, summed: float) -> float:
+    """Returns the elements received from n replicas, with ring collectives.
+
+    `sent` elements travel between those that shard, and of `summed` each its part across groups.
+    """
+    shards = layout.shard_over or n
+    return (shards - 1) / shards * sent + 2 * (1 / shards - 1 / n) * summed
 
 
 class Single(SchemeSpec):

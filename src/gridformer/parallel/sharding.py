@@ -52,6 +52,8 @@ class ParamShard:
         size: The shape of the global tensor, without padding.
         offset: Where the block begins in the global tensor. Elements of the block beyond `size` are
             padding and stay zero.
+        replicas: As in `ParamPlacement`. If replicas shard the block, it is the axis of those that
+            do, and that of a part the axis of those that hold the same part, or None.
         owned: Whether this device's copy is the owner.
         stages: Indices along pp of the ranks that hold and update the block, if there are several,
             as for the tied embedding of a pipeline.

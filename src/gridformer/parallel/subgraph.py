@@ -21,7 +21,14 @@ from gridformer.config import LayoutConfig, RunConfig
 from gridformer.mesh.node_placement import NodeBlock, split_messages, sub_grids
 from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.products import Product
-from gridformer.parallel.scheme import BoundarySpec, Cuts, LayoutAxis, ModuleTable, SchemeSpec
+from gridformer.parallel.scheme import (
+    BoundarySpec,
+    Cuts,
+    LayoutAxis,
+    ModuleTable,
+    SchemeSpec,
+    over_replicas,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -121,9 +128,10 @@ class Branched(SchemeSpec):
     ) -> float:
         outside, inside = choices.head_parameters, choices.branched_parameters
         common = (choices.parameters - outside - inside) * in_layers + outside * others
-        n = self.replicas(layout)
-        branches = (layout.dp - 1) / layout.dp * inside / layout.branches * in_layers
-        return branches + (n - 1) / n * common
+        branches = inside / layout.branches
+        shared = over_replicas(layout, layout.dp, branches * in_layers, branches)
+        every = choices.parameters - inside
+        return shared + over_replicas(layout, self.replicas(layout), common, every)
 
     def boundary_bytes(self, choices: Choices, layout: LayoutConfig, products: float) -> float:
         """Adds the slices and heads' outputs of `attention: outside` to what products receive.

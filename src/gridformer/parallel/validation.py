@@ -110,6 +110,18 @@ def _replicas(run: RunConfig) -> Iterator[Violation]:
         )
         fixes = [_one("layout.reshard", ["layer"]), _one("layout.dp_mode", ["fsdp"])]
         yield Violation("reshard", text, fixes)
+    n = layout.shard_over
+    if n and layout.dp_mode == "replicate":
+        text = (
+            f"layout.shard_over={n} is the number of replicas that shard, but "
+            "layout.dp_mode=replicate shards nothing"
+        )
+        fixes = [_one("layout.shard_over", [0]), _one("layout.dp_mode", ["fsdp"])]
+        yield Violation("shard_over", text, fixes)
+    elif n and (n == 1 or layout.dp % n):
+        text = f"layout.shard_over={n} does not divide layout.dp={layout.dp} into groups of several"
+        nearest = sorted({*divisors(layout.dp)} - {1}, key=lambda d: abs(d - n))
+        yield Violation("shard_over", text, [_one("layout.shard_over", [*nearest, 0], 3)])
     if layout.gradient_sync == "micro_batch" and layout.dp_mode == "replicate":
         text = (
             "layout.gradient_sync=micro_batch lets each replica keep its part of gradients, but "
@@ -127,6 +139,8 @@ def _replicas(run: RunConfig) -> Iterator[Violation]:
         replicate |= {"layout.reshard": "layer"}
     if layout.gradient_sync == "micro_batch":
         replicate |= {"layout.gradient_sync": "step"}
+    if layout.shard_over:
+        replicate |= {"layout.shard_over": 0}
     yield Violation("dp_mode", text, [Fix(lambda: [replicate])])
 
 

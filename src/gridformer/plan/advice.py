@@ -23,6 +23,8 @@ TRAVELS = {
     "row": "weights, down the columns of the grid",
     "branch": "activations, between the sub-grids",
     "dp": "gradients and parameters, between replicas",
+    "dp_shard": "gradients and parameters, between replicas that share them",
+    "dp_replicate": "gradients, between groups of replicas",
     "pp": "activations, between pipeline stages",
 }
 _LIMITS = {

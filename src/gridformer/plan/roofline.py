@@ -127,7 +127,8 @@ class _Step:
         """Returns the load of what a rank does once a step: casts, sums over replicas, updates."""
         layout, train, load = self.layout, self.run.train, Load(launches=_STEP)
         sharded = layout.dp_mode != "replicate"
-        part = 1 / spec_of(layout).replicas(layout) if sharded else 1.0
+        shards = layout.shard_over or spec_of(layout).replicas(layout)
+        part = 1 / shards if sharded else 1.0
         op: Op = "reduce_scatter" if sharded else "all_reduce"
         k, held = layout.stages_per_rank, 0.0
         sums = layout.micro_batches if layout.gradient_sync == "micro_batch" else 1
@@ -141,6 +142,12 @@ class _Step:
             table_s, seconds = (self._sent_s(op, one, axis) for one in ([table], layers))
             load.exposed["dp"] += sums * (max(0.0, seconds - beside) + table_s)
             beside = max(0.0, beside - seconds)
+            if layout.shard_over:  # parts, which travel a layer later
+                parts = [one * part for one in layers]
+                seconds = self._sent_s("all_reduce", parts, f"{axis} across")
+                table_s = self._sent_s("all_reduce", [table * part], f"{axis} across")
+                load.exposed["dp"] += max(0.0, seconds - beside) + table_s
+                beside = max(0.0, beside - seconds)
             if sharded:
                 updated = [table, *layers] if layout.dp_mode == "zero1" else [table]
                 load.exposed["dp"] += self._sent_s("all_gather", updated, axis)

@@ -17,7 +17,7 @@ AXES: tuple[LayoutAxis, ...] = ("rows", "cols", "branches")
 _ARRANGED = (*AXES, "sequence_parallel", "common", "dp", "pp")
 Settings = Mapping[str, Any]  # values by dotted key, such as `layout.pp`
 # Keys that mean something only where replicas shard.
-_UNSHARDED = {"layout.reshard": "layer", "layout.gradient_sync": "step"}
+_UNSHARDED = {"layout.reshard": "layer", "layout.shard_over": 0, "layout.gradient_sync": "step"}
 
 
 def changed(run: RunConfig, changes: Settings) -> RunConfig | None:
@@ -59,6 +59,12 @@ def _setting_changes(run: RunConfig) -> Iterator[Settings]:
         if layout.dp_mode != "replicate" and layout.micro_batches > 1:
             sync = "step" if layout.gradient_sync == "micro_batch" else "micro_batch"
             yield {"layout.gradient_sync": sync}
+        # Gathers may stay inside a node.
+        inside = layout.devices_per_node // (layout.n_processes // layout.dp // layout.pp)
+        if layout.dp_mode == "fsdp" and 1 < inside < layout.dp and not layout.shard_over:
+            yield {"layout.shard_over": inside}
+        elif layout.shard_over:
+            yield {"layout.shard_over": 0}
         if layout.dp_mode != "fsdp" and run.train.recompute == "full":
             # Neither of the two may fit by itself.
             yield {"layout.dp_mode": "fsdp", "train.recompute": "selective"}

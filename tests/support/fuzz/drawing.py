@@ -90,6 +90,7 @@ NUMBERS: dict[str, tuple[float, ...]] = {
     "layout.cols": (1, 2, 2, 2, 3, 4),
     "layout.branches": (1, 2, 2, 3, 4),
     "layout.dp": (1, 1, 1, 2, 2, 3),
+    "layout.shard_over": (0, 0, 0, 2, 2),
     "layout.pp": (1, 1, 1, 2, 2, 3, 4),
     "layout.stages_per_rank": (1, 1, 2, 2, 3),
     "layout.micro_batches": (1, 1, 2, 2, 3, 4),

@@ -228,7 +228,8 @@ def _places(
     layout: LayoutConfig, block: NodeBlock | None, costs: Costs
 ) -> dict[str, tuple[GroupPlace, ...]]:
     """Returns where groups of each axis with several ranks lie; of `pp` the pairs of neighbors."""
-    key = layout.scheme, *sizes_of(layout), layout.order, layout.common, block
+    within = layout.shard_over
+    key = layout.scheme, *sizes_of(layout), layout.order, layout.common, within, block
     if key in costs.axes:
         return costs.axes[key]
     spec, mesh = spec_of(layout), spec_of(layout).ranks(layout, block).numpy()
@@ -241,6 +242,12 @@ def _places(
     if (n := spec.replicas(layout)) > 1:
         replicas = mesh[0] if n > layout.dp else mesh[0].reshape(n, -1)[:, 0]
         places["replicas"] = groups.places(tuple(replicas.flatten().tolist()))
+        lines = {"dp": mesh[0].reshape(layout.dp, -1)[:, 0], "replicas": replicas}
+        for name, ranks in lines.items():
+            line = sorted(ranks.flatten().tolist())
+            if 0 < within < len(line):
+                places[name] = groups.places(tuple(line[:within]))
+                places[f"{name} across"] = groups.places(tuple(line[::within]))
     if mesh.size > 1:
         places["world"] = groups.places(tuple(range(mesh.size)))
     costs.axes[key] = places

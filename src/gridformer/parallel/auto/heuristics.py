@@ -252,7 +252,7 @@ def regathered_bytes(choices: Choices, layout: LayoutConfig) -> float:
     elements = 0.0
     for choice in choices.products.values():
         if choice.product.section != "head":
-            replicas = layout.dp * (layout.branches if choice.common else 1)
+            replicas = layout.shard_over or layout.dp * (layout.branches if choice.common else 1)
             devices = 1 if choice.common else choices.rows * choices.cols
             elements += choice.elements / devices * (1 - 1 / replicas)
     return elements * choices.work.itemsize / layout.pp
@@ -260,7 +260,7 @@ def regathered_bytes(choices: Choices, layout: LayoutConfig) -> float:
 
 def copies_bytes(choices: Choices, layout: LayoutConfig) -> float:
     """Returns the bytes of copies if weights are cast once a step; with fsdp those of its parts."""
-    replicas = layout.dp if layout.dp_mode == "fsdp" else 1
+    replicas = layout.shards if layout.dp_mode == "fsdp" else 1
     grid = choices.rows * choices.cols
     return choices.parameters * choices.work.itemsize / (grid * layout.pp * replicas)
 

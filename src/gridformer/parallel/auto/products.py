@@ -181,7 +181,7 @@ def replica_work(run: RunConfig) -> Work:
         sequences=sequences,
         micro_batches=layout.micro_batches,
         itemsize=ITEMSIZE[train.dtype],
-        state_bytes=state_bytes(run, layout.dp),
+        state_bytes=state_bytes(run, layout.shards),
         recompute=train.recompute,
         loss_chunk_tokens=train.loss_chunk_tokens,
         # Blocks that do not communicate are compiled whole, and compiled code keeps no copies.
@@ -197,7 +197,9 @@ def parameter_bytes(run: RunConfig) -> int:
 
 
 def state_bytes(run: RunConfig, replicas: int) -> float:
-    """Returns the bytes per parameter of value, gradient and two moments on one of its replicas.
+    """Returns the bytes per parameter of value, gradient and two moments on a device.
+
+    `replicas` share what `dp_mode` shards.
 
     Gradients of several micro-batches accumulate unsharded, unless each pass sums its own
     (gridformer.parallel.data.zero).

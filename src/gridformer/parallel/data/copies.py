@@ -91,9 +91,11 @@ def assert_copies_equal(model: nn.Module, axes: Axes) -> None:
         raise RuntimeError("; ".join(problems))
 
 
-def _held_along(parameter: nn.Parameter) -> tuple[str | None, str | None]:
+def _held_along(parameter: nn.Parameter) -> tuple[str | None, ...]:
     """Returns the axes along which other ranks hold the same values."""
-    return shard_of(stored(parameter)).replicas, shard_of(parameter).copies
+    part, copies = replica_part(parameter), shard_of(parameter).copies
+    across = shard_of(part).replicas if part is not None else None
+    return shard_of(stored(parameter)).replicas, across, copies
 
 
 def _unequal(held: Sequence[tuple[str, nn.Parameter]], axis: Axis) -> list[str]:

@@ -5,7 +5,8 @@ summed in this order, small tensors together in buckets:
 
     1. over copies, to the owner, where the gradients are partial sums
     2. over replicas: all-reduce, or reduce-scatter if replicas shard the update
-       (gridformer.parallel.data.zero), so that each receives only the sums of its parts
+       (gridformer.parallel.data.zero), so that each receives only the sums of its parts, which
+       are then all-reduced over other groups of replicas if there are any
     3. over the pipeline stages that share a parameter, each of which owns it
 
 The gradient norm counts every element once: on the owner, on the first replica and on the first of
@@ -153,6 +154,7 @@ class GradientSums:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._armed: Collection[nn.Parameter] = ()
+        self._complete: set[nn.Parameter] = set()
         self._waits = True
         self._room = 0
         self._held: deque[_Bucket] = deque()
@@ -227,20 +229,23 @@ class GradientSums:
             return
         self._armed = self._bucket_of if parameters is None else parameters
         if self.every_pass:
-            for bucket in self._held:
-                bucket.finish()
+            self._complete |= {*self._armed} if last else set()
             mine = {self._bucket_of[p] for p in self._armed if p in self._bucket_of}
             self._queue = deque(bucket for bucket in self._buckets if bucket in mine)
         first = self.every_pass or all(parameter.grad is None for parameter in self._armed)
         over_nccl = all(groups.over_nccl(bucket.axis.group) for bucket in self._buckets[:1])
-        self._waits, self._room = first or not over_nccl, over_nccl * self._layer_bytes
+        self._waits = first or not over_nccl
+        self._room = self._layer_bytes if over_nccl and first else 0
         try:
             with self.around_last() if last else nullcontext():
                 yield
         finally:
             self._armed = ()
-        while self.every_pass and self._queue:  # the pass did not reach all their parameters
-            self._send()
+        if self.every_pass:
+            while self._queue:  # the pass did not reach all their parameters
+                self._send()
+            for bucket in () if last else self._held:
+                bucket.scattered()
 
     def finish_of(self, parameters: Collection[nn.Parameter]) -> None:
         """Waits for the sums of a unit's gradients; those nearer to the model's end are sent first.
@@ -258,7 +263,7 @@ class GradientSums:
         """Waits for all sums. Call it once per step, after the backward passes."""
         while self._queue:  # backward did not reach all their parameters
             self._queue.popleft().start()
-        self._queue = deque(self._buckets)
+        self._queue, self._complete = deque(self._buckets), set()
         for bucket in self._buckets:
             bucket.finish()
 
@@ -272,8 +277,8 @@ class GradientSums:
 
     def _send(self) -> None:
         bucket = self._queue.popleft()
-        bucket.start()
-        if self._waits and bucket.sharded:
+        bucket.start(not self.every_pass or self._complete.issuperset(bucket.parameters))
+        if bucket.sharded and (self._waits or bucket.axis.across):
             self._held.append(bucket)
             self._wait_for_room()
 
@@ -281,31 +286,31 @@ class GradientSums:
         """Waits for the earliest reduce-scatters while those in flight hold too much memory."""
         held = self._held = deque(bucket for bucket in self._held if bucket.in_flight)
         while len(held) > _IN_FLIGHT and sum(b.n_bytes for b in islice(held, 1, None)) > self._room:
-            held.popleft().finish()
+            held.popleft().scattered()
 
 
 class _Bucket:
     """Gradients that are summed over an axis in one message.
 
     If the axis shards the parameters, the message is a reduce-scatter: each rank receives the sums
-    of its parts, and the full gradients are freed. Otherwise it is an all-reduce.
+    of its parts, and the full gradients are freed. Otherwise it is an all-reduce. What a block of
+    replicas has summed in all passes of a step is all-reduced across blocks.
     """
 
     def __init__(self, axis: Axis, parameters: Sequence[nn.Parameter]) -> None:
         self.axis, self.parameters = axis, list(parameters)
         self.missing = set(parameters)
+        self.in_flight = False  # whether a reduce-scatter was sent, and nobody has waited for it
+        self._final = True
         self._pending: comm.Pending | None = None
+        self._sum: Tensor | None = None  # of several passes, in which gradients of parts are views
         self.sharded = replica_part(self.parameters[0]) is not None
         self.n_bytes = sum(p.nbytes for p in parameters)
         self._flat_bucket = FlatBucket(self.parameters, axis) if self.sharded else None
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether the message has been sent, and nobody has waited for it."""
-        return self._pending is not None
-
-    def start(self) -> None:
-        self.missing = set(self.parameters)  # for the next pass that is summed
+    def start(self, final: bool = True) -> None:
+        """Sends the gradients; `final` says whether no later pass of the step does so again."""
+        self.missing, self._final = set(self.parameters), final
         grads = [_grad(parameter) for parameter in self.parameters]
         if self._flat_bucket is None:
             flat = self._as_message(grads)
@@ -317,6 +322,32 @@ class _Bucket:
             parameter.grad = None
         del grads
         self._pending = comm.start_reduce_scatter(flat, self.axis, 0, LABEL)
+        self.in_flight = True
+
+    def scattered(self) -> None:
+        """Waits for a reduce-scatter and adds its sums to gradients, which may then travel on."""
+        if not self.in_flight or self._pending is None or self._flat_bucket is None:
+            return
+        total, self._pending = self._pending.wait().view(-1), None
+        self.in_flight = False
+        parts = [part for p in self.parameters if (part := replica_part(p)) is not None]
+        if self._sum is not None and parts[0].grad is not None:
+            self._sum += total
+        else:
+            self._sum = total
+            for part, sums in zip(parts, self._flat_bucket.parts(total)):
+                part.grad = sums
+        if self._final:
+            total, self._sum = self._sum, None
+            if self.axis.across is not None:
+                self._pending = comm.start_all_reduce(total, self.axis.across, label=LABEL)
+
+    def finish(self) -> None:
+        """Waits for the sums, which become gradients. Further calls do nothing."""
+        self.scattered()
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
 
     def _as_message(self, grads: list[Tensor]) -> Tensor:
         """Returns the gradients as one message, and makes them views of it, where sums arrive.
@@ -330,17 +361,6 @@ class _Bucket:
             rows = part.view(_rows_of(parameter, parameter).shape)
             parameter.grad = rows.t() if shard_of(parameter).transposed else rows
         return flat
-
-    def finish(self) -> None:
-        """Waits for the sums and adds them to gradients. Further calls do nothing."""
-        if self._pending is None:
-            return
-        total, self._pending = self._pending.wait(), None
-        if self._flat_bucket is not None:
-            for parameter, sums in zip(self.parameters, self._flat_bucket.parts(total.view(-1))):
-                part = replica_part(parameter)
-                assert part is not None
-                part.grad = sums if part.grad is None else part.grad.add_(sums)
 
 
 def counted_square(parameters: Iterable[nn.Parameter], axes: Axes) -> Tensor:

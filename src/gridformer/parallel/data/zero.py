@@ -9,6 +9,7 @@ A part consists of adjacent rows of the local block, or of columns if the block 
 transposed: it is contiguous in memory, and a rectangle of the global tensor, as checkpoints store
 them. With several micro-batches every device accumulates full gradients until its last backward
 pass sums them, with fsdp too, unless each pass sums its own (`layout.gradient_sync: micro_batch`).
+With `layout.shard_over: N` only N neighboring replicas shard; parts have replicas in other groups.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def cut_over_replicas(parameter: nn.Parameter, axes: Axes, mode: Mode) -> None:
     """
     info = info_of(parameter)
     shard = info.shard
-    axis = axes[shard.replicas] if shard.replicas else Axis("none")
+    axis = axes.sharding(shard.replicas) if shard.replicas else Axis("none")
     if mode == "replicate" or axis.size == 1 or (mode == "zero1" and not shard.owned):
         return
     dim = 1 if shard.transposed else 0
@@ -47,8 +48,10 @@ def cut_over_replicas(parameter: nn.Parameter, axes: Axes, mode: Mode) -> None:
     offset = list(shard.offset)
     offset[dim] += start
     part = nn.Parameter(rows_here.clone() if mode == "fsdp" else rows_here)
-    set_info(part, ParamInfo(replace(shard, offset=tuple(offset), replicas=None), info.init))
-    set_info(parameter, replace(info, replica_part=part, resharded=mode == "fsdp"))
+    across = axis.across.name if axis.across else None
+    set_info(part, ParamInfo(replace(shard, offset=tuple(offset), replicas=across), info.init))
+    shard = replace(shard, replicas=axis.name)
+    set_info(parameter, replace(info, shard=shard, replica_part=part, resharded=mode == "fsdp"))
     if mode == "fsdp":
         free_storage(parameter)
 
