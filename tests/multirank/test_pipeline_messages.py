@@ -176,7 +176,7 @@ def sums_in_backward(layout: Layout) -> tuple[list[str], int]:
     started: dict[int, list[Tensor]] = {}
     for bucket in stepper.sums._buckets:
 
-        def start(bucket: Any = bucket, begin: Callable[[], None] = bucket.start) -> None:
+        def start(_: bool, bucket: Any = bucket, begin: Callable[[], None] = bucket.start) -> None:
             seen.append("sum")
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
             started[id(bucket)] = [grad.clone() for grad in grads]
@@ -189,7 +189,7 @@ def sums_in_backward(layout: Layout) -> tuple[list[str], int]:
             sums = torch.cat([p.grad.flatten() for p in bucket.parameters if p.grad is not None])
             late += not torch.allclose(comm.all_reduce(mine, bucket.axis), sums, rtol=1e-9)
 
-        bucket.start, bucket.finish = start, finish  # type: ignore[method-assign]
+        bucket.start, bucket.finish = start, finish  # type: ignore[assignment,method-assign]
     executor.on_action = lambda event: seen.append(event.kind)
     (read,) = reads_of(family("gpt2", n_labels=0), 1)
     read_tokens = lambda rows: {k: v for k, v in read(rows).items() if k in ("tokens", "targets")}  # noqa: E731
