@@ -414,6 +414,7 @@ def test_the_commands_start_processes(run_dir: Path, text_file: Path, tmp_path: 
     assert several.stdout == alone.stdout
     assert several.stdout.count("\n") == 3
     assert "tokens/s" in several.stderr
+    assert "layout: optimus 2x1, stationary weights, pp=2" in several.stderr
     want = json.loads(gridformer_alone(*evaluate, check=True).stdout)
     found = json.loads(gridformer_alone(*evaluate, *layout, check=True).stdout)
     for task, numbers in want["tasks"].items():

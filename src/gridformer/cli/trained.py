@@ -141,7 +141,7 @@ def generate(
     texts = [sys.stdin.read() if prompt == "-" else prompt]
     if prompts and not chat:
         texts = files.read_prompts(prompts)
-    with _job(run_dir, overrides, device, dtype, timeout or 600.0) as job:
+    with _job(run_dir, overrides, device, dtype, timeout or 600.0, None, batch_size, True) as job:
         check_options(job.run.model, given, chat)
         shown, stops = texts, None
         if chat:
@@ -217,7 +217,7 @@ def evaluate(
     asked += [TaskArgument("set", name) for name in sets or []]
     # For lm-evaluation-harness, rank 0 may download and prepare data for a long time.
     longest = 6 * 3600.0 if any(one.kind == "lm-eval" for one in asked) else 600.0
-    with _job(run_dir, overrides, device, dtype, timeout or longest, reads) as job:
+    with _job(run_dir, overrides, device, dtype, timeout or longest, reads, batch_size) as job:
         names = read_label_names(root_of(job.folder))
         check_tasks(job.run, asked, options, names, [*searched])
         launch(evaluate_worker, (job, asked, options, as_json), job.run.layout.n_processes)
@@ -231,17 +231,22 @@ def _job(
     dtype: str,
     timeout_s: float,
     length: int | None = None,
+    batch_size: int = 0,
+    decodes: bool = False,
 ) -> Iterator[Job]:
     """Yields a trained model and its layout, which fit together."""
     from gridformer.checkpoint.copies import url_of
     from gridformer.evaluate.loading import plan_job, run_directory
     from gridformer.launch.watch import UseWatch
+    from gridformer.parallel.registry import describe_layout
 
     with contextlib.ExitStack() as at_end:
         with waiting() as tell:
             folder = at_end.enter_context(run_directory(run_dir, partial(tell, "")))
             on, of = device_option(device), dtype_option(dtype)
-            job = plan_job(folder, overrides or [], on, length, of)
+            job = plan_job(folder, overrides or [], on, length, of, batch_size, decodes)
+        if job.run.layout.n_processes > 1:
+            print(f"layout: {describe_layout(job.run.layout)}", file=sys.stderr)
         name = url_of(run_dir) or str(run_dir)
         yield replace(job, name=name, timeout_s=timeout_s, watch=UseWatch())
 

@@ -37,13 +37,15 @@ from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.gradients import GradientSums
-from gridformer.parallel.fixes import Changes, Fix, Violation, with_fixes
+from gridformer.parallel.fixes import Changes, Fix, Violation, with_changes, with_fixes
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.tensor.summa import gathered_weights_scope
 from gridformer.parallel.validation import violations
 from gridformer.utils.errors import ConfigError, RemovedError
 from gridformer.utils.files import private_prefix
+
+FEW_TOKENS = 1.5  # times h: a layer's weights have 12 h² elements, and its activations 8 T h more
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,8 @@ def plan_job(
     device: DeviceChoice = "auto",
     length: int | None = None,
     dtype: DType | None = None,
+    batch_size: int = 0,
+    decodes: bool = False,
 ) -> Job:
     """Finds the checkpoint of a run and checks whether its model can be used on a layout.
 
@@ -223,6 +227,10 @@ def plan_job(
         length: How many tokens the model will read at once, so that a layout which shards them
             must divide that number; 0 means as many as it can, and None that any number will do.
         dtype: Type of the computation; None is the type of training.
+        batch_size: About how many texts go through the model together; 0 if that is not known. If
+            a pass has few tokens, a grid does not send its weights, unless the layout says how
+            products communicate or the model does not divide so.
+        decodes: Whether most passes read one token of each text.
 
     Raises:
         CheckpointError, DataError: See `load_for_inference`.
@@ -243,6 +251,12 @@ def plan_job(
     run = run.model_copy(update={"layout": chosen, "train": train})
     if run.model.family == "bert":
         length = length or 0  # padding takes part in its texts
+    one_token = decodes and run.model.family != "bert"
+    tokens = batch_size * (1 if one_token else length or run.model.max_seq_len)
+    if 0 < tokens < FEW_TOKENS * run.model.hidden_size:
+        few = with_changes(run, spec_of(chosen).for_few_tokens(chosen))
+        if few is not None and not _violations(few, length):
+            run, chosen = few, few.layout
     problems = [str(problem) for problem in with_fixes(run, partial(_violations, length=length))]
     problems += check_devices(device, chosen.n_processes)
     if problems:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from gridformer.config import LayoutConfig, RunConfig, divisors
 from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.products import Product
+from gridformer.parallel.fixes import Changes
 from gridformer.parallel.megatron import one_dimensional
 from gridformer.parallel.scheme import (
     BoundarySpec,
@@ -54,6 +55,10 @@ class Megatron2D(SchemeSpec):
 
     def samples_over(self, layout: LayoutConfig) -> LayoutAxis | None:
         return "rows"
+
+    def for_few_tokens(self, layout: LayoutConfig) -> Changes:
+        few: Changes = {"layout.scheme": "optimus", "layout.stationary": "weight"}
+        return few if layout.rows > 1 else {}
 
     def cuts(self, run: RunConfig) -> Cuts:
         model = run.model

@@ -57,6 +57,10 @@ class Optimus(SchemeSpec):
         other = "sequence_parallel" if layout.stationary == "weight" else "schedule"
         return ("stationary", other)
 
+    def for_few_tokens(self, layout: LayoutConfig) -> Changes:
+        open_ = layout.rows > 1 and layout.stationary == layout.schedule == "auto"
+        return {"layout.stationary": "weight"} if open_ else {}
+
     def describe(self, layout: LayoutConfig) -> str:
         said = super().describe(layout)
         if layout.stationary == "weight":

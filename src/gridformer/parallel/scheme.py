@@ -116,6 +116,10 @@ class SchemeSpec:
         """Returns those of `keys` that apply to a layout."""
         return self.keys
 
+    def for_few_tokens(self, layout: LayoutConfig) -> Changes:
+        """Returns what a layout leaves open that sends less if a pass has few tokens."""
+        return {}
+
     def cuts(self, run: RunConfig) -> Cuts:
         """Returns what each axis shards: for config keys, values that its size must divide."""
         return {}

@@ -152,9 +152,9 @@ def stationary_section(rows: int, cols: int, dim: int, keep: bool, axes: Axes) -
     def plain(x: Tensor, w: Tensor, bias: Tensor, w2: Tensor, bias2: Tensor) -> Tensor:
         y = (x @ w).unflatten(-1, (cols, -1))  # of each column
         first, second = y[..., :own].unflatten(-1, (rows, -1)), y[..., own:].unsqueeze(-2)
-        biases = bias.view(rows, cols, -1).transpose(0, 1)
-        of_first = torch.stack([biases[:, i, i * wide : (i + 1) * wide] for i in range(rows)], 1)
-        inside = (first + of_first) * (second + biases[..., own:])
+        biases = bias[0].view(cols, -1)  # that of the first row
+        of_first = biases[:, :own].unflatten(-1, (rows, -1))
+        inside = (first + of_first) * (second + biases[:, own:].unsqueeze(1))
         out = inside.flatten(-3) @ w2
         of_tokens = bias2.repeat_interleave(2, 0)
         return out + (of_tokens if dim else of_tokens.unsqueeze(1))

@@ -46,7 +46,7 @@ from gridformer.parallel.tensor.summa.stationary import (
 )
 
 CLOSING = ParamPlacement(("col", "row"))
-# Every row has the bias of its column, and uses a part of it.
+# Every row has the bias of its column, which the first one adds.
 OPENING_BIAS = ParamPlacement(("col",), copies="row", partial=True)
 SECTION = "section"  # the axis of the blocks of heads
 

@@ -27,6 +27,7 @@ from gridformer.models.blocks.gradient_sum import continued
 from gridformer.parallel.tensor.summa.gathered import (
     OneHot,
     Replicated,
+    add_bias,
     times,
     weight_operand,
 )
@@ -65,24 +66,9 @@ class WeightParts:
         """Returns the transpose of `by_rows`, which adds up columns that several rows got."""
         if len(self.widths) == 1 and self.blocks[0] == self.rows.size:
             return y
-        columns = y.unflatten(-1, (self.rows.size, -1)).split(self.local, -1)
-        return torch.cat(
-            [
-                part.unflatten(-2, (n, -1)).sum(-2).flatten(-2)
-                for part, n in zip(columns, self.blocks)
-            ],
-            -1,
-        )
-
-    def mine(self, y: Tensor) -> Tensor:
-        """Returns this row's columns of `by_rows`."""
-        return self.by_rows(y).chunk(self.rows.size, -1)[self.rows.index]
-
-    def put(self, y: Tensor) -> Tensor:
-        """Returns the transpose of `mine`, which is zero in the columns of other rows."""
-        slots = y.new_zeros(self.rows.size, *y.shape)
-        slots[self.rows.index] = y
-        return self.by_parts(slots.movedim(0, -2).flatten(-2))
+        parts = y.unflatten(-1, (self.rows.size, -1)).split(self.local, -1)
+        columns = [x.unflatten(-2, (n, -1)).sum(-2) for x, n in zip(parts, self.blocks)]
+        return torch.cat([x.flatten(-2) for x in columns], -1)
 
 
 @dataclass(frozen=True)
@@ -99,12 +85,12 @@ class Ends:
     def multiplied(self, whole: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns the output for a gathered input [.., K]."""
         y = times(whole, weight_operand(weight, whole.dtype).local)
-        out = self.leave.reduce_scatter(self.parts.by_rows(y) if self.parts else y).wait()
-        if bias is None:
-            return out
-        full = cast(bias, out.dtype)
-        # The product of one device alone may be a view of what autograd has saved.
-        return out.add_(self.parts.mine(full) if self.parts else full)
+        if self.parts is None:
+            out = self.leave.reduce_scatter(y).wait()
+            return out if bias is None else out.add_(cast(bias, out.dtype))
+        if bias is not None and self.parts.rows.index == 0:
+            add_bias(y, bias)
+        return self.leave.reduce_scatter(self.parts.by_rows(y)).wait()
 
 
 def weight_stationary(
@@ -118,8 +104,8 @@ def weight_stationary(
     Args:
         x: This device's part of the input.
         weight: [K, N] for a gathered input [.., K].
-        bias: [N] if `ends` has parts, whose gradient is then a partial sum over rows; otherwise the
-            part of it that is added to this device's part of the output.
+        bias: [N] if `ends` has parts: the first row adds it before the sum, and alone has a
+            gradient that is not zero. Otherwise that of this device's part of the output.
         keep_input: Whether the gathered input is kept for the backward pass.
     """
     gathered = x.detach()
@@ -174,9 +160,10 @@ class _Saved(torch.autograd.Function):
             else:
                 grad_weight = (rows @ grad.flatten(0, -2)).to(weight.dtype)
         if ctx.bias is not None:
-            own = grads[0].flatten(0, -2).sum(0)
-            own = own if ends.parts is None else ends.parts.put(own)
-            grad_bias = own.to(ctx.bias.dtype)
+            own = grads[0] if ends.parts is None else grad
+            grad_bias = own.flatten(0, -2).sum(0).to(ctx.bias.dtype)
+            if ends.parts is not None and ends.parts.rows.index:
+                grad_bias.zero_()
         grad_x = None if leaving is None else leaving.wait()
         return grad_x, grad_weight, grad_bias, None, None
 
