@@ -18,9 +18,9 @@ if not (torch.cuda.is_available() and library.available(torch.device("cuda", 0),
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_have_the_bits_of_the_reference(name: str, dtype: torch.dtype) -> None:
-    shape, first, block, p = MASKS[name]
+    shape, first, places, p = MASKS[name]
     x = torch.randn(shape, dtype=dtype, device="cuda")
-    where = counter_of(first, "cuda"), block[0] * shape[1], block[1] * shape[2], p
+    where = counter_of(first, "cuda"), *places, p
     assert torch.equal(torch.ops.gridformer.masked(x, *where), drop_elements(x, *where))
 
 

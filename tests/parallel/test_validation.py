@@ -31,9 +31,18 @@ scheme=optimus rows=4 model.ffn_size=50
     model.ffn_size=50 does not divide over layout.rows=4: use layout.rows=1
 scheme=megatron cols=4 sequence_parallel=true data.seq_len=22
     data.seq_len=22 does not divide over layout.cols=4: use layout.cols=1
-scheme=optimus rows=2 dp=2 train.global_batch=10
+scheme=optimus rows=2 dp=2 rows_over=batch train.global_batch=10
     train.global_batch=10 does not divide over layout.dp (2) x layout.rows (2): use
-    train.global_batch=8 or 12
+    train.global_batch=8 or 12, or layout.rows_over=sequence
+scheme=optimus rows=2 train.global_batch=1 data.seq_len=22
+    train.global_batch=1 does not divide over layout.rows (2): use train.global_batch=2 or 4, or
+    data.seq_len=20
+scheme=megatron_2d rows=4 cols=3 rows_over=sequence data.seq_len=12
+    data.seq_len=12 does not divide into the 24 parts of layout.rows_over=sequence on megatron_2d
+    4x3: use data.seq_len=24, or layout.rows_over=batch
+scheme=megatron cols=2 rows_over=sequence
+    layout.rows_over=sequence belongs to scheme=megatron_2d or optimus, not megatron: use
+    layout.rows_over=auto
 dp=3 micro_batches=5 train.global_batch=10
     train.global_batch=10 does not divide over layout.dp (3) x layout.micro_batches (5): use
     train.global_batch=15
@@ -177,8 +186,9 @@ def test_a_first_sub_grid_alone_shares_no_samples_over_branches() -> None:
     [
         ({"dp": 3}, 3),
         ({"scheme": "megatron", "cols": 4, "dp": 2}, 2),
-        ({"scheme": "megatron_2d", "rows": 2, "cols": 2, "dp": 3}, 6),
-        ({"scheme": "optimus", "rows": 2, "cols": 2, "dp": 2}, 4),
+        ({"scheme": "megatron_2d", "rows": 2, "rows_over": "batch", "dp": 3}, 6),
+        ({"scheme": "optimus", "rows": 2, "rows_over": "batch", "dp": 2}, 4),
+        ({"scheme": "optimus", "rows": 2, "rows_over": "sequence", "dp": 2}, 2),
         ({"scheme": "subgraph", "branches": 4, "dp": 2}, 8),
         ({"scheme": "subgraph", "branches": 4, "dp": 2, "common": "first"}, 2),
     ],

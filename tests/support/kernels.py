@@ -38,10 +38,11 @@ NO_LOOPS = "Triton's interpreter runs no loops with this version of numpy; a new
 
 KEY = rng.key(1234, 7, "layers.0.dropout1")
 # shape, first sample, block along s and h, probability
-MASKS: dict[str, tuple[tuple[int, int, int], int, tuple[int, int], float]] = {
-    "several tiles": ((1, 3, 1030), 5, (0, 0), 0.3),
-    "a block": ((2, 7, 24), 2**33 + 5, (2, 1), 0.1),
-    "far away": ((1, 3, 6), 2**32 - 1, (700_000_000, 800_000_000), 1 - 2**-40),
+MASKS: dict[str, tuple[tuple[int, int, int], int, tuple[int, int, int, int], float]] = {
+    "several tiles": ((1, 3, 1030), 5, (0, 3, 0, 0), 0.3),
+    "a block": ((2, 7, 24), 2**33 + 5, (14, 7, 0, 24), 0.1),
+    "two runs of tokens": ((2, 8, 24), 5, (16, 3, 40, 0), 0.3),
+    "far away": ((1, 3, 6), 2**32 - 1, (2_100_000_000, 3, 0, 4_800_000_000), 1 - 2**-40),
 }
 Sizes = tuple[int, int, int, int, int]  # samples, heads, queries, keys, head size
 ATTENTION: dict[str, tuple[Sizes, bool, bool, bool, float, int, int]] = {

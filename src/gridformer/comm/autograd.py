@@ -8,7 +8,7 @@ network are entered and left through such pairs. Every pair returns x itself on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -45,6 +45,87 @@ def allreduce_identity(x: Tensor, axis: Axis, label: str = "leave") -> Tensor:
         lambda x: comm.all_reduce(x.clone(), axis, label=label),
         lambda grad: grad,
     )
+
+
+def allreduce_allreduce(x: Tensor, axis: Axis, label: str = "leave") -> Tensor:
+    """Forward all-reduce of partial sums, backward all-reduce, for a result that differs in use.
+
+    Each rank's gradient is a part of that of the sum, as if one rank alone computed with it.
+    """
+    return _apply(
+        x,
+        axis,
+        lambda x: comm.all_reduce(x.clone(), axis, label=label),
+        lambda grad: comm.all_reduce(grad.clone(), axis, label=label),
+    )
+
+
+class StartedGather:
+    """Forward all-gather on dimension 0 until `wait`, backward reduce-scatter of the gradient.
+
+    The gradient is sent as soon as it is there, and received when that of x is needed. Gathers that
+    are started together and waited for one after the other thus travel while the rest of the
+    network computes, both ways.
+
+    Args:
+        x: This rank's part [k, ..].
+        order: Which of the equal blocks of the gathered tensor the blocks of the result are.
+    """
+
+    def __init__(self, x: Tensor, axis: Axis, label: str, order: Sequence[int]) -> None:
+        self._messages = _Messages(axis, label, order)
+        self._place: Tensor = _StartGather.apply(x, self._messages)
+
+    def wait(self) -> Tensor:
+        """Returns the gathered tensor [size*k, ..]."""
+        out: Tensor = _WaitForGather.apply(self._place, self._messages)
+        for listener in listeners:
+            listener(self._place)
+            listener(out)
+        return out
+
+
+class _Messages:
+    """The messages of a `StartedGather`, in both directions."""
+
+    def __init__(self, axis: Axis, label: str, order: Sequence[int]) -> None:
+        self.axis, self.label, self.order = axis, label, order
+        self.pending: comm.Pending | None = None
+
+    def wait(self) -> Tensor:
+        pending, self.pending = self.pending, None
+        assert pending is not None
+        return pending.wait()
+
+
+class _StartGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, messages: _Messages) -> Tensor:
+        ctx.messages = messages
+        messages.pending = comm.start_all_gather(x, messages.axis, 0, messages.label)
+        # A placeholder, which holds one element.
+        return x.new_empty(()).expand(messages.axis.size * x.shape[0], *x.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.messages.wait(), None
+
+
+class _WaitForGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, place: Tensor, messages: _Messages) -> Tensor:
+        ctx.messages = messages
+        blocks = messages.wait().chunk(len(messages.order))
+        return torch.cat([blocks[i] for i in messages.order])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        messages, grad = ctx.messages, grads[0]
+        blocks, n = grad.chunk(len(messages.order)), len(messages.order)
+        places = sorted(range(n), key=messages.order.__getitem__)
+        sent = torch.cat([blocks[i] for i in places])
+        messages.pending = comm.start_reduce_scatter(sent, messages.axis, 0, messages.label)
+        return grad.new_empty(()).expand(grad.shape), None
 
 
 def alltoall(x: Tensor, axis: Axis, split_dim: int, join_dim: int, label: str) -> Tensor:

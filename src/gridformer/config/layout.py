@@ -72,6 +72,11 @@ class LayoutConfig(Config):
     sequence_parallel: bool = False
     """For megatron, true shards the activations between sections along the sequence. So it does
     for optimus with stationary: weight, whose columns otherwise shard the batch."""
+    rows_over: Literal["auto", "batch", "sequence"] = "auto"
+    """For megatron_2d and optimus, the rows of the grid divide the sequences of a micro-batch
+    (batch), or the tokens of each sequence (sequence), whose attention then gathers keys and values
+    over rows. auto divides the sequences of a micro-batch where their number allows it, and
+    otherwise each of them."""
     scatter_gather: bool = True
     """For megatron with a pipeline, all devices of a stage have equal copies of the activations.
     true lets each device send one slice of them, and the next stage gathers the slices; false lets
@@ -128,6 +133,11 @@ class LayoutConfig(Config):
     def shards(self) -> int:
         """The replicas over which `dp_mode` shards, if it shards anything."""
         return self.shard_over or self.dp
+
+    @property
+    def sequence_rows(self) -> int:
+        """The rows of the grid that divide each sequence; 1 if they divide the batch."""
+        return self.rows if self.rows_over == "sequence" else 1
 
     @property
     def n_stages(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from gridformer.data import Tokenizer, TokenSplit
 from gridformer.data.run_data import RunData
 from gridformer.evaluate.beams import BeamSearch, search_in_batches
 from gridformer.evaluate.loading import Trained
+from gridformer.mesh import Axis
+from gridformer.models.blocks import SequenceRows
 from gridformer.train.metrics import complete_lines
 from gridformer.train.step import Stepper
 from gridformer.utils.files import writing
@@ -72,7 +75,8 @@ class Bleu:
             return {}
         import sacrebleu
 
-        trained = self._model(stepper)
+        trained, sequence = self._model(stepper), stepper.model.sequence
+        stepper.model.reads_tokens(SequenceRows())  # generation divides texts over rows
         scores, shown = {}, []
         for name, pairs in self.sets.items():
             ids = search_in_batches(trained, [source for source, _, _ in pairs], self.how)
@@ -84,6 +88,7 @@ class Bleu:
             for (_, source, reference), text in [*zip(pairs, said)][:_SHOWN]:
                 line = {"step": step, "prompt": source, "text": text, "reference": reference}
                 shown.append({**line, **several})
+        stepper.model.reads_tokens(sequence)
         if stepper.axes.world.index == 0:
             self._write(step, shown)
         return scores
@@ -92,6 +97,9 @@ class Bleu:
         """Returns the model that is being trained as one that generates."""
         if self._trained is None:
             layout, axes = self.run.layout, stepper.axes
+            if layout.sequence_rows > 1:
+                layout = layout.model_copy(update={"rows_over": "batch"})
+                axes = replace(axes, batch=axes.row, sequence=Axis("sequence"))
             self._trained = Trained(self.run, stepper.model, self.tokenizer, layout, axes)
             # It has the channels between stages; the property would open further ones.
             vars(self._trained)["executor"] = stepper.executor

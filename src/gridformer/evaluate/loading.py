@@ -247,6 +247,11 @@ def plan_job(
         raise ConfigError(*wrong)
     values = run.model_dump(mode="json")
     chosen = parse_run({**values, "layout": {}}, overrides).layout
+    if chosen.rows_over == "sequence":
+        raise ConfigError(
+            "layout.rows_over=sequence is for training: a trained model divides texts over rows; "
+            "use layout.rows_over=batch"
+        )
     train = run.train.model_copy(update={"dtype": dtype or run.train.dtype})
     run = run.model_copy(update={"layout": chosen, "train": train})
     if run.model.family == "bert":

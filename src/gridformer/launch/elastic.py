@@ -19,7 +19,7 @@ from gridformer.config import LayoutConfig, RunConfig, divisors
 from gridformer.mesh.gpus import gpus_are_shared
 from gridformer.mesh.launch_env import rank_env
 from gridformer.parallel.registry import describe_layout, spec_of
-from gridformer.parallel.validation import violations
+from gridformer.parallel.validation import violations, with_rows_over
 from gridformer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def layouts_for(run: RunConfig, n: int) -> Iterator[RunConfig]:
             layout = one.run.layout.model_copy(update={"cluster": run.layout.cluster})
             other = one.run.model_copy(update={"layout": layout})
             if not violations(other):
-                yield other
+                yield with_rows_over(other)
         return
     from gridformer.memory.layouts import candidates
 
@@ -131,7 +131,7 @@ def _carried_over(run: RunConfig, arrangement: LayoutConfig) -> RunConfig | None
             layout = base.model_copy(update={"micro_batches": micro_batches})
             other = run.model_copy(update={"layout": layout})
             if not violations(other):
-                return other
+                return with_rows_over(other)
     return None
 
 

@@ -359,8 +359,7 @@ def read_run_without_data(
         keys = ["seq_len"] + ["source_len"] * (run.model.two_stacks and not run.data.source_len)
         data = run.data.model_copy(update=dict.fromkeys(keys, ESTIMATED_TOKENS))
         run = run.model_copy(update={"data": data})
-    check_layout(run)
-    return run
+    return check_layout(run)
 
 
 def _read(path: Path | str, overrides: list[str] | tuple[str, ...]) -> tuple[RunConfig, list[str]]:
@@ -372,7 +371,7 @@ def _read(path: Path | str, overrides: list[str] | tuple[str, ...]) -> tuple[Run
     except (DataError, ConfigError) as error:
         problems += error.args
     try:
-        check_layout(run)
+        run = check_layout(run)
     except ConfigError as error:
         problems += error.problems
     return run, problems

@@ -30,7 +30,7 @@ from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import replica_work
 from gridformer.parallel.fixes import Changes, with_changes
 from gridformer.parallel.registry import spec_of
-from gridformer.parallel.validation import violations
+from gridformer.parallel.validation import violations, with_rows_over
 from gridformer.record.step import STATES
 from gridformer.utils.units import format_bytes, format_setting
 
@@ -292,4 +292,4 @@ def smaller_batches(run: RunConfig) -> Iterator[Changes]:
 def valid_change(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
     """Returns the run with other values by dotted key, or None if they make it invalid."""
     other = with_changes(run, changes)
-    return None if other is None or violations(other) else other
+    return None if other is None or violations(other) else with_rows_over(other)

@@ -85,8 +85,10 @@ class Axes:
         dp_branch: dp and branch together.
         batch: The axis over which the samples of one replica's micro-batch are sharded. It is one
             of the axes above, or has size 1.
-        same_batch: The axis along which devices receive the same samples. It is one of the axes
-            above, or has size 1.
+        sequence: The axis over which the tokens of each sequence are sharded where every device
+            attends for its own tokens: `row`, or an axis of size 1.
+        same_batch: The axis along which devices receive the same tokens of the same samples. It is
+            one of the axes above, or has size 1.
         pp_lines: The ranks along pp, one line for each place in the other axes.
         places: The rank at each place of the mesh; None for one process.
 
@@ -101,6 +103,7 @@ class Axes:
     branch: Axis = Axis("branch")
     dp_branch: Axis = Axis("dp_branch")
     batch: Axis = Axis("batch")
+    sequence: Axis = Axis("sequence")
     same_batch: Axis = Axis("same_batch")
     world: Axis = Axis("world")
     device_type: str = "cpu"

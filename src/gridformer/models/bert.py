@@ -24,6 +24,7 @@ from gridformer.models.blocks import (
     PaddingMask,
     PositionEmbedding,
     Role,
+    ScoreBias,
     SegmentEmbedding,
     Spread,
     Style,
@@ -95,7 +96,9 @@ class BERT(OneStack):
     def embed(self, batch: Batch, start: int) -> Tensor:
         tokens_BS = batch["tokens"]
         segments_BS = batch.get("segments", torch.zeros_like(tokens_BS))
-        hidden = self.tokens(tokens_BS) + self.positions(tokens_BS.shape[1], 0)
+        hidden = self.tokens(tokens_BS) + self.positions(
+            tokens_BS.shape[1], 0, batch.get("positions")
+        )
         hidden = hidden + self.segments(segments_BS)
         if self.post:
             hidden = self.embedding_norm(hidden)
@@ -108,8 +111,13 @@ class BERT(OneStack):
         assert not caches, "an encoder sees all tokens at once"
         if "valid" not in batch:
             return (None,)
-        s, valid = batch["tokens"].shape[1], self.mask(batch["valid"])
-        return (added_to_scores(s, dtype, valid, fused=self.fused),)
+        valid = self.mask(batch["valid"])
+
+        def of(queries: slice) -> ScoreBias | None:
+            n = queries.stop - queries.start
+            return added_to_scores(n, dtype, valid, fused=self.fused)
+
+        return (self.sequence.each_segment(self.length(batch["tokens"]), of),)
 
     def after_layers(self, hidden_BSH: Tensor) -> Tensor:
         if self.post:

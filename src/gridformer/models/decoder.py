@@ -21,6 +21,7 @@ from gridformer.models.blocks import (
     RMSNorm,
     RotaryPositions,
     ScoreBias,
+    SegmentBias,
     Spread,
     Style,
     StyledLayer,
@@ -29,7 +30,6 @@ from gridformer.models.blocks import (
     UntiedHead,
     Window,
     added_to_scores,
-    document_bounds,
 )
 from gridformer.models.model import Link, OneStack, build_layers
 from gridformer.utils.batch import Batch
@@ -59,22 +59,30 @@ class DecoderOnly(OneStack):
 
     def added_to_scores(
         self, batch: Batch, dtype: torch.dtype, start: int, caches: Sequence[KVCache] | None
-    ) -> ScoreBias | None:
+    ) -> SegmentBias:
         """Returns the mask of padding, documents and windows; without them attention is causal."""
         if not self.window and "documents" not in batch and "valid" not in batch:
             return None
-        tokens_BS = batch["tokens"]
-        s, valid, bounds, near = tokens_BS.shape[1], None, None, None
-        if self.window:
-            past = min(start, self.window - 1) if caches else 0
-            keys = past + s
-            near = Window(self.window, keys, tokens_BS.device)
+        tokens_BS, valid, documents = batch["tokens"], None, None
+        past = min(start, self.window - 1) if caches and self.window else 0
         if "documents" in batch:  # padding has a number of its own
-            bounds = document_bounds(self.rows(batch["documents"]))
+            documents = self.rows(batch["documents"])
         elif "valid" in batch:
             valid = self.mask(batch["valid"])
         fused = self.fused and not caches
-        return added_to_scores(s, dtype, valid, None, True, fused, near, bounds)
+
+        def of(queries: slice) -> ScoreBias | None:
+            keys, near, seen, bounds = past + queries.stop, None, None, None
+            if self.window:
+                near = Window(self.window, keys, tokens_BS.device)
+            if valid is not None:
+                seen = valid[..., :keys]
+            if documents is not None:
+                bounds = self.sequence.document_bounds(documents, queries, keys)
+            n = queries.stop - queries.start
+            return added_to_scores(n, dtype, seen, None, True, fused, near, bounds)
+
+        return self.sequence.each_segment(self.length(tokens_BS), of)
 
     def before_head(self) -> tuple[nn.Module, ...]:
         return (self.norm,)
@@ -149,7 +157,7 @@ class Llama(DecoderOnly):
     ) -> tuple[Any, ...]:
         tokens_BS = batch["tokens"]
         places = self.rows(batch["positions"]) if "positions" in batch else None
-        rotation = self.rotary(tokens_BS.shape[1], start, tokens_BS.device, dtype, places)
+        rotation = self.rotary(self.length(tokens_BS), start, tokens_BS.device, dtype, places)
         return rotation, self.added_to_scores(batch, dtype, start, caches)
 
     def links(self) -> list[Link]:

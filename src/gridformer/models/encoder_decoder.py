@@ -17,6 +17,7 @@ from gridformer.models.blocks import (
     PaddingMask,
     RelativeBias,
     RMSNorm,
+    ScoreBias,
     SinusoidalPositions,
     Spread,
     Style,
@@ -128,11 +129,17 @@ class EncoderDecoder(Model):
             hidden = encoder.dropout(self._cast(self.embed(source, 0, positions)))
 
         if encoder_layers:
-            s = batch["source"].shape[1]
-            bias = encoder.bias(s, s) if self.relative else None
-            within = None if pairs is None else document_bounds(pairs)
-            mask = added_to_scores(s, hidden.dtype, seen, bias, fused=self.fused, documents=within)
-            del bias  # `mask` does not share its memory
+            length = self.length(batch["source"])
+
+            def in_source(queries: slice) -> ScoreBias | None:
+                n, within = queries.stop - queries.start, None
+                bias = encoder.bias(n, length, queries.start) if self.relative else None
+                if pairs is not None:
+                    within = self.sequence.document_bounds(pairs, queries, length)
+                fused = self.fused
+                return added_to_scores(n, hidden.dtype, seen, bias, fused=fused, documents=within)
+
+            mask = self.sequence.each_segment(length, in_source)
         for _, layer in encoder_layers:
             hidden = self.recompute.block(layer, hidden, mask)
 
@@ -144,18 +151,26 @@ class EncoderDecoder(Model):
 
         if decoder_layers:
             fused = self.fused and not caches
-            s = batch["tokens"].shape[1]
-            bias = decoder.bias(s, start + s) if self.relative else None
+            s, dtype = self.length(batch["tokens"]), hidden.dtype
             valid = self.mask(batch["valid"]) if "valid" in batch else None
-            within = across = None
-            if pairs is not None:
-                of_tokens = self.rows(batch["documents"])
-                within, across = document_bounds(of_tokens), document_bounds(of_tokens, pairs)
-            mask = added_to_scores(
-                s, hidden.dtype, valid, bias, causal=True, fused=fused, documents=within
-            )
-            del bias
-            memory_mask = added_to_scores(s, hidden.dtype, seen, fused=fused, documents=across)
+            of_tokens = None if pairs is None else self.rows(batch["documents"])
+
+            def in_target(queries: slice) -> ScoreBias | None:
+                n, keys, within = queries.stop - queries.start, start + queries.stop, None
+                bias = decoder.bias(n, keys, start + queries.start) if self.relative else None
+                if of_tokens is not None:
+                    within = self.sequence.document_bounds(of_tokens, queries, keys)
+                here = None if valid is None else valid[..., :keys]
+                return added_to_scores(n, dtype, here, bias, True, fused, documents=within)
+
+            def to_source(queries: slice) -> ScoreBias | None:
+                n, across = queries.stop - queries.start, None
+                if of_tokens is not None:
+                    across = document_bounds(of_tokens[:, queries], pairs)
+                return added_to_scores(n, dtype, seen, fused=fused, documents=across)
+
+            mask = self.sequence.each_segment(s, in_target)
+            memory_mask = self.sequence.each_segment(s, to_source)
         for i, layer in decoder_layers:
             cache = caches[i] if caches else None
             hidden = self.recompute.block(layer, hidden, mask, cache, memory, memory_mask)
@@ -273,5 +288,5 @@ class Transformer(EncoderDecoder):
 
     def embed(self, tokens_BS: Tensor, start: int, positions: Tensor | None = None) -> Tensor:
         x: Tensor = self.tokens(tokens_BS) * math.sqrt(self.config.hidden_size)
-        waves: Tensor = self.positions(tokens_BS.shape[1], start, x, positions)
+        waves: Tensor = self.positions(self.length(tokens_BS), start, x, positions)
         return x + waves

@@ -31,6 +31,7 @@ from gridformer.models.blocks import (
     PooledDropout,
     Recompute,
     RecomputeMode,
+    SequenceRows,
     SpanHead,
     TiedHead,
     TokenEmbedding,
@@ -121,6 +122,7 @@ class Model(nn.Module):
             means all of them.
         recompute: Which activations of layers are kept for the backward pass.
         fused: Whether GPUs use `gridformer.models.kernels`; `uses_kernels` sets it.
+        sequence: Which tokens of the sequences of a batch the model gets; `reads_tokens` sets it.
 
     Raises:
         ValueError: `config.vocab_size` is not known yet.
@@ -145,6 +147,7 @@ class Model(nn.Module):
         self.loss_chunk_tokens = 0
         self.recompute = Recompute()
         self.fused = True
+        self.sequence = SequenceRows()
 
     # ------------------------------------------------------------------ implemented by a family
 
@@ -294,6 +297,21 @@ class Model(nn.Module):
         for module in self.modules():
             if isinstance(module, Attention | CrossAttention):
                 module.recompute = self.recompute
+
+    def reads_tokens(self, sequence: SequenceRows) -> None:
+        """Sets which tokens of every sequence the model gets, if rows of a grid divide them.
+
+        A batch then has these tokens, targets, segments and positions, and `valid` and documents of
+        whole sequences; see gridformer.train.forward_backward.
+        """
+        self.sequence = sequence
+        for module in self.modules():
+            if isinstance(module, Attention | CrossAttention):
+                module.sequence = sequence
+
+    def length(self, tokens_BS: Tensor) -> int:
+        """Returns the length of the sequences of which a batch has these tokens."""
+        return tokens_BS.shape[1] * self.sequence.n
 
     def uses_kernels(self, fused: bool) -> None:
         """Sets whether GPUs use `gridformer.models.kernels`, or PyTorch's operators only."""

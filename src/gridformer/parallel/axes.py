@@ -37,6 +37,8 @@ def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None =
     same = [] if boundary.activation_layout == "b" else [boundary.axis]
     if samples:
         axes = replace(axes, batch=axes[MESH_AXIS[samples]])
+    if layout.sequence_rows > 1:
+        axes = replace(axes, sequence=axes.row)
     if boundary.h_over:
         same.append(boundary.h_over)
     if same:

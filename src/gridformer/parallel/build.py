@@ -28,6 +28,7 @@ from gridformer.parallel.sharding import (
     set_info,
     shard_parameter,
 )
+from gridformer.parallel.tensor.sequence import GatheringRows
 from gridformer.utils import rng
 
 PARAMETER_DTYPE = {
@@ -63,6 +64,8 @@ def parallelize(
     table = spec_of(layout).table(model, axes, choices, layout)
     if table is not None:
         apply_table(model, table, axes)
+    if axes.sequence.size > 1:
+        model.reads_tokens(GatheringRows.over(axes.sequence))
     return model
 
 

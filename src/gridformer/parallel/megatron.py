@@ -108,18 +108,17 @@ def one_dimensional(
     from gridformer.parallel.sharding import ParamPlacement
     from gridformer.parallel.tensor.linear import (
         Schedules,
-        SequenceParallelChosenToken,
-        SequenceParallelJoin,
         grid_product,
         grid_roles,
     )
+    from gridformer.parallel.tensor.sequence import ChosenTokenOfParts, JoinedSequence, tokens_of
     from gridformer.parallel.tensor.summa import Replicated, boundary_of
 
     col, cuts_sequence = axes.col, boundary.activation_layout == "s"
     schedules = Schedules(axes, boundary_of(boundary, axes))
     of_chosen = Schedules(axes, Replicated(col))  # every device has the chosen tokens
     opening = ParamPlacement(("col",), copies="row", partial=True)
-    part = (col.index, col.size) if cuts_sequence else (0, 1)
+    tokens = tokens_of(axes, cuts_sequence)
 
     def everywhere(parameter: nn.Parameter) -> ParamPlacement:
         return replace(whole, cut=(None,) * parameter.dim())
@@ -132,13 +131,13 @@ def one_dimensional(
         return grid_product(plain, choices[plain.role.product], opening, of_chosen)
 
     def positions(plain: blocks.PositionEmbedding | blocks.SegmentEmbedding) -> None:
-        plain.part = part
+        plain.part = tokens.part
 
     def dropout(plain: blocks.Dropout) -> None:
-        plain.block = (col.index, 0)
+        plain.sequence = tokens
 
     def pooled_dropout(plain: blocks.PooledDropout) -> None:
-        plain.block = (0, col.index)  # the pooler's columns are sharded
+        plain.block = col.index  # the pooler's columns are sharded
 
     roles: dict[str, Any] = {
         **grid_roles(model, axes, choices, schedules),
@@ -156,7 +155,7 @@ def one_dimensional(
     if cuts_sequence:
         roles |= {
             "dropout": dropout,
-            "chosen_token": lambda plain: SequenceParallelChosenToken(axes),
-            "whole_sequence": lambda plain: SequenceParallelJoin(axes),
+            "chosen_token": lambda plain: ChosenTokenOfParts(axes, tokens),
+            "whole_sequence": lambda plain: JoinedSequence(axes, tokens),
         }
     return ModuleTable(roles, rest=everywhere, partition=partition)

@@ -49,12 +49,13 @@ class Megatron2D(SchemeSpec):
 
     name = "megatron_2d"
     axes = ("rows", "cols")
+    keys = ("rows_over",)
 
     def boundary(self, layout: LayoutConfig) -> BoundarySpec:
         return BoundarySpec("col", "s")
 
     def samples_over(self, layout: LayoutConfig) -> LayoutAxis | None:
-        return "rows"
+        return "rows" if layout.sequence_rows == 1 else None
 
     def for_few_tokens(self, layout: LayoutConfig) -> Changes:
         few: Changes = {"layout.scheme": "optimus", "layout.stationary": "weight"}

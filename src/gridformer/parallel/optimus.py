@@ -41,7 +41,7 @@ class Optimus(SchemeSpec):
 
     name = "optimus"
     axes = ("rows", "cols")
-    keys = ("schedule", "stationary", "sequence_parallel")
+    keys = ("schedule", "stationary", "sequence_parallel", "rows_over")
 
     def boundary(self, layout: LayoutConfig) -> BoundarySpec:
         if layout.stationary == "weight":
@@ -51,11 +51,12 @@ class Optimus(SchemeSpec):
     def samples_over(self, layout: LayoutConfig) -> LayoutAxis | None:
         if layout.stationary == "weight":
             return None if layout.sequence_parallel else "cols"
-        return "rows"
+        return "rows" if layout.sequence_rows == 1 else None
 
     def keys_of(self, layout: LayoutConfig) -> tuple[str, ...]:
-        other = "sequence_parallel" if layout.stationary == "weight" else "schedule"
-        return ("stationary", other)
+        if layout.stationary == "weight":
+            return ("stationary", "sequence_parallel")
+        return ("schedule", "stationary", "rows_over")
 
     def for_few_tokens(self, layout: LayoutConfig) -> Changes:
         open_ = layout.rows > 1 and layout.stationary == layout.schedule == "auto"
@@ -119,11 +120,17 @@ class Optimus(SchemeSpec):
         from gridformer.parallel.sharding import ParamPlacement
         from gridformer.parallel.tensor.linear import Schedules, grid_product, grid_roles
         from gridformer.parallel.tensor.norm import VECTOR, GridNorm, shard_vectors
+        from gridformer.parallel.tensor.sequence import (
+            ChosenTokenOfParts,
+            JoinedSequence,
+            tokens_of,
+        )
         from gridformer.parallel.tensor.stationary import stationary_table
         from gridformer.parallel.tensor.summa import boundary_of
 
         if layout.stationary == "weight":
             return stationary_table(model, axes, choices, self.boundary(layout))
+        tokens = tokens_of(axes, over_columns=False)
         schedules = Schedules(axes, boundary_of(self.boundary(layout), axes))
         roles: dict[str, Any] = {**grid_roles(model, axes, choices, schedules)}
         # Tables that are looked up locally (positions, segments, relative biases) are sharded over
@@ -143,7 +150,10 @@ class Optimus(SchemeSpec):
             plain.columns = (axes.col.index, axes.col.size)
 
         def dropout(plain: blocks.Dropout) -> None:
-            plain.block = (0, axes.col.index)
+            plain.sequence, plain.block = tokens, axes.col.index
+
+        def pooled_dropout(plain: blocks.PooledDropout) -> None:
+            plain.block = axes.col.index
 
         roles |= {
             "opening": linear,
@@ -157,7 +167,12 @@ class Optimus(SchemeSpec):
             "relative_bias": over_columns,
             "sinusoidal_positions": waves,
             "dropout": dropout,
-            "pooled_dropout": dropout,
+            "pooled_dropout": pooled_dropout,
             "token_head": roles["label_head"],
         }
+        if tokens.n > 1:
+            roles |= {
+                "chosen_token": lambda plain: ChosenTokenOfParts(axes, tokens),
+                "whole_sequence": lambda plain: JoinedSequence(axes, tokens),
+            }
         return ModuleTable(roles)

@@ -106,6 +106,12 @@ class SchemeSpec:
         axis = self.samples_over(layout)
         return layout.dp * (int(getattr(layout, axis)) if axis else 1)
 
+    def sequence_parts(self, layout: LayoutConfig) -> int:
+        """Returns into how many equal parts the sequences must divide; see `SequenceRows`."""
+        over_columns = self.boundary(layout).activation_layout == "s"
+        cols, rows = layout.cols if over_columns else 1, layout.sequence_rows
+        return rows * math.lcm(2, cols) if rows > 1 else cols
+
     def ranks(self, layout: LayoutConfig, block: NodeBlock | None) -> Tensor:
         """Returns the rank at each position of the mesh, int64 [pp, dp, *mesh]."""
         return rank_grid(sizes_of(layout), block)

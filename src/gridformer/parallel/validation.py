@@ -12,15 +12,18 @@ from gridformer.cluster.file import cluster_names, cluster_path, load_cluster
 from gridformer.config import LayoutConfig, RunConfig, any_of, divisors
 from gridformer.parallel.fixes import Changes, Fix, Refusal, Violation, with_fixes
 from gridformer.parallel.registry import SPECS, spec_of
-from gridformer.parallel.scheme import HEADS_WIDTH, LayoutAxis
+from gridformer.parallel.scheme import HEADS_WIDTH, LayoutAxis, sequence_cuts
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.units import format_value
 
 AXES: tuple[LayoutAxis, ...] = ("rows", "cols", "branches")
 
 
-def check_layout(run: RunConfig) -> None:
+def check_layout(run: RunConfig) -> RunConfig:
     """Raises an error if a run's model and batch do not fit its layout.
+
+    Returns:
+        The run; see `with_rows_over`.
 
     Raises:
         ConfigError: It lists every broken rule with changes that work.
@@ -28,6 +31,25 @@ def check_layout(run: RunConfig) -> None:
     refusals = problems(run)
     if refusals:
         raise ConfigError(*(str(problem) for problem in refusals))
+    return with_rows_over(run)
+
+
+def with_rows_over(run: RunConfig) -> RunConfig:
+    """Returns the run with `layout.rows_over: sequence` where auto means that.
+
+    That is where the rows cannot divide the sequences of a micro-batch, but the tokens of each.
+    """
+    layout, spec = run.layout, spec_of(run.layout)
+    if layout.rows_over != "auto" or layout.rows == 1 or "rows_over" not in spec.keys_of(layout):
+        return run
+    sequences, rest = divmod(run.train.global_batch, layout.dp * layout.micro_batches)
+    changed = run.model_copy(update={"layout": _over_sequence(layout)})
+    possible = not rest and sequences % layout.rows and not [*_sequence_parts(changed)]
+    return changed if possible else run
+
+
+def _over_sequence(layout: LayoutConfig) -> LayoutConfig:
+    return layout.model_copy(update={"rows_over": "sequence"})
 
 
 def problems(run: RunConfig) -> list[Refusal]:
@@ -37,6 +59,7 @@ def problems(run: RunConfig) -> list[Refusal]:
 
 def violations(run: RunConfig) -> list[Violation]:
     """Returns every broken rule of a run, with changes that may fix it."""
+    run = with_rows_over(run)
     return [broken for rule in _RULES for broken in rule(run)]
 
 
@@ -314,7 +337,30 @@ def _batch(run: RunConfig) -> Iterator[Violation]:
     fixes = [_one("train.global_batch", _multiples_near(batch, parts), 2)]
     if axis and "sequence_parallel" in spec_of(layout).keys_of(layout):
         fixes.append(_one("layout.sequence_parallel", [True]))
+    if axis == "rows":  # or the rows divide each sequence
+        over = run.model_copy(update={"layout": _over_sequence(layout)})
+        fixes += [_one("layout.rows_over", ["sequence"]), Fix(lambda: [_nearest_lengths(over)])]
     yield Violation("batch", text, fixes)
+
+
+def _sequence_parts(run: RunConfig) -> Iterator[Violation]:
+    """Rows that divide each sequence have two chunks of it each, which columns may divide, too."""
+    layout = run.layout
+    parts = spec_of(layout).sequence_parts(layout)
+    for key, value in sequence_cuts(run).items() if layout.sequence_rows > 1 else ():
+        if value % parts:
+            text = (
+                f"{key}={value} does not divide into the {parts} parts of "
+                f"layout.rows_over=sequence on {spec_of(layout).describe(layout)}"
+            )
+            fixes = [Fix(lambda: [_nearest_lengths(run)]), _one("layout.rows_over", ["batch"])]
+            yield Violation(f"rows over {key}", text, fixes)
+
+
+def _nearest_lengths(run: RunConfig) -> Changes:
+    """Returns the nearest lengths of sequences that a layout can divide."""
+    parts = spec_of(run.layout).sequence_parts(run.layout)
+    return {key: _multiples_near(value, parts)[0] for key, value in sequence_cuts(run).items()}
 
 
 def _length(run: RunConfig) -> Iterator[Violation]:
@@ -322,7 +368,7 @@ def _length(run: RunConfig) -> Iterator[Violation]:
     if run.seq_len <= longest or run.model.two_stacks:  # which have no position table
         return
     text = f"data.seq_len={run.seq_len} is longer than model.max_seq_len={longest}"
-    step = _pieces(run, "data.seq_len")
+    step = spec_of(run.layout).sequence_parts(run.layout)
     shorter = _one("data.seq_len", range(longest // step * step, 0, -step))
     yield Violation("length", text, [shorter, _one("model.max_seq_len", [run.seq_len])])
 
@@ -335,6 +381,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _pipeline,
     _divides,
     _batch,
+    _sequence_parts,
     _nodes,
     _racks,
     _cluster,

@@ -9,7 +9,7 @@ from typing import Any
 from gridformer.config import LayoutConfig, RunConfig, divisors
 from gridformer.parallel.registry import SPECS, spec_of
 from gridformer.parallel.scheme import LayoutAxis
-from gridformer.parallel.validation import violations
+from gridformer.parallel.validation import violations, with_rows_over
 
 STAGES_PER_RANK = (1, 2, 3, 4, 6, 8, 12)
 AXES: tuple[LayoutAxis, ...] = ("rows", "cols", "branches")
@@ -32,7 +32,7 @@ def changed(run: RunConfig, changes: Settings) -> RunConfig | None:
             name: getattr(run, name).model_copy(update=values) for name, values in sections.items()
         }
     )
-    return None if violations(other) else other
+    return None if violations(other) else with_rows_over(other)
 
 
 def neighbors(run: RunConfig) -> Iterator[tuple[Settings, RunConfig]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -15,6 +16,7 @@ from gridformer import comm
 from gridformer.data.samples.order import Rows
 from gridformer.mesh import Axes
 from gridformer.models import Model
+from gridformer.models.blocks import IGNORE, SequenceRows
 from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline import Executor, OnAction, StopsBefore, timed
 from gridformer.parallel.tensor.summa import gathered_weights_scope
@@ -27,7 +29,10 @@ Losses = dict[str, Tensor]
 Finish = Callable[[Tensor, Batch], None]
 # Reads rows of a step's global batch; see gridformer.utils.batch.
 ReadRows = Callable[[Rows], Batch]
-# The keys of a batch whose tensors have an entry for every sequence.
+# The keys of a batch whose tensors have an entry for every token that a device has, those of
+# targets of sequences, and those with an entry for every sequence of a sample.
+_OF_TOKENS = ("tokens", "targets", "positions", "segments", "source", "source_positions")
+_COUNTED = ("pair", "labels", "answer")
 _OF_SEQUENCES = ("tokens", "valid", "segments", "source", "source_valid", "at")
 
 
@@ -83,10 +88,33 @@ class RowSplit:
         return [
             MicroBatch(
                 slice(n * rows[micro].start, n * rows[micro].stop),
-                {key: part[micro] for key, part in parts.items()},
+                self._of_row({key: part[micro] for key, part in parts.items()}),
             )
             for micro in range(self.n_micro)
         ]
+
+    def _of_row(self, batch: Batch) -> Batch:
+        """Returns what this row of the grid has of a micro-batch, if rows divide each sequence.
+
+        That is its tokens and all that is local in tokens. Which tokens are padding, and documents,
+        stay whole, as attention sees the keys of all rows. What belongs to a sequence counts on the
+        first row only.
+        """
+        sequence = SequenceRows(self.axes.sequence.index, self.axes.sequence.size)
+        if sequence.n == 1:
+            return batch
+        batch = dict(batch)
+        for tokens, positions in (("tokens", "positions"), ("source", "source_positions")):
+            if tokens in batch and positions not in batch:
+                device, s = batch[tokens].device, batch[tokens].shape[1]
+                batch[positions] = torch.arange(s, device=device).unsqueeze(0)
+        batch |= {key: sequence.of_row(batch[key]) for key in _OF_TOKENS if key in batch}
+        if sequence.index:
+            others = {key: batch[key] for key in _COUNTED if key in batch}
+            batch |= {key: torch.full_like(x, _nothing(x)) for key, x in others.items()}
+            if "item" in batch:  # the row of those that are left out
+                batch["item"] = torch.full_like(batch["item"], -1)
+        return batch
 
 
 class WholeModel:
@@ -218,8 +246,9 @@ class Passes:
                 batch = on_device(read(split.all_rows), device)
                 counts = Model.counts(batch)
                 for name, loss in self.evaluate(split.micro_batches(batch), also).items():
-                    # All ranks of a pipeline read the same rows. Only the last stage has losses.
-                    count = counts[name] * int(axes.pp.index == 0)
+                    # All ranks of a pipeline, and rows that divide each sequence, read the same
+                    # rows of the batch. Only the last stage has losses.
+                    count = counts[name] * int(axes.pp.index == axes.sequence.index == 0)
                     both = torch.stack((loss, count.to(loss.dtype)))
                     totals[name] = totals[name] + both if name in totals else both
         # One of the ranks that hold the same rows counts them.
@@ -227,6 +256,11 @@ class Passes:
         means = comm.all_reduce(sums, axes.world, label="metrics").tolist()
         parts = {name: loss / max(1.0, count) for name, (loss, count) in zip(totals, means)}
         return Evaluation(sum(parts.values()), parts)
+
+
+def _nothing(targets: Tensor) -> float:
+    """Returns the target that does not count."""
+    return math.nan if targets.is_floating_point() else IGNORE
 
 
 def on_device(rows: Batch, device: torch.device) -> Batch:

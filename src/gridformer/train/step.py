@@ -197,8 +197,9 @@ class Stepper:
         """Counts targets of each loss, and [tokens read, flags raised], over the global batch."""
         counts = Model.counts(batch)
         mine = [*counts.values(), Model.n_tokens(batch)]
-        # All ranks of a pipeline read the same rows.
-        mine = [count * self._first * int(self.axes.pp.index == 0) for count in mine]
+        # All ranks of a pipeline, and rows that divide each sequence, read the same rows.
+        first = int(self.axes.pp.index == self.axes.sequence.index == 0)
+        mine = [count * self._first * first for count in mine]
         mine.append(torch.full_like(mine[0], flag))
         totals = comm.all_reduce(torch.stack(mine), self.axes.world, label="metrics")
         return dict(zip(counts, totals.unbind())), totals[-2:]

@@ -61,14 +61,13 @@ def test_masks_have_the_bits_of_the_reference(
     cpu: InProcess, name: str, dtype: torch.dtype
 ) -> None:
     """So have the results, NaN, infinity and negative zero included, and those of a transpose."""
-    shape, first, block, p = MASKS[name]
+    shape, first, places, p = MASKS[name]
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(shape, generator=generator).to(dtype)
     x[0, 0, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])
     if dtype == torch.bfloat16:
         x = torch.ones(shape, dtype=dtype)
-    _, s, h = shape
-    where = counter_of(first), block[0] * s, block[1] * h, p
+    where = counter_of(first), *places, p
     for y in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
         got, want = cpu(masked, y, *where), drop_elements(y, *where)
         if dtype == torch.bfloat16:
@@ -157,7 +156,7 @@ def check_operators() -> None:
     tests = ("test_schema", "test_faketensor")
     x = torch.randn(2, 3, 4).transpose(0, 1)
     for op in (ops.masked, ops.masked_unfused):
-        torch.library.opcheck(op.default, (x, counter_of(3), 0, 0, 0.1), test_utils=tests)
+        torch.library.opcheck(op.default, (x, counter_of(3), 0, 3, 0, 0, 0.1), test_utils=tests)
     scores = (counter_of(3), (b, n, s, seen), (0, 2, 1), 0.1)
     torch.library.opcheck(ops.keep_scores.default, scores, test_utils=tests)
     torch.library.opcheck(ops.attention.default, (*found, *settings), test_utils=tests)

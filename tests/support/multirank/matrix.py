@@ -167,8 +167,26 @@ QUICK_STATIONARY = {
     Cell("BERT, fine-tuned", STATIONARY, 1, "none", True),
     Cell("Llama, fine-tuned", STATIONARY, 1, "none", False),
 }
+# The schemes whose rows divide each sequence, and the quick cells of them: of each family, and of
+# all that a row does otherwise.
+OVER_SEQUENCE = ("Megatron 2-D, rows over s", "Optimus, rows over s")
+QUICK_OVER_SEQUENCE = {
+    Cell("GPT-2", "Megatron 2-D, rows over s", 1, "none", True),
+    Cell("GPT-2", "Optimus, rows over s", 2, "fsdp", False),
+    Cell("Llama", "Megatron 2-D, rows over s", 1, "none", False),
+    Cell("Llama", "Optimus, rows over s", 1, "none", True),
+    Cell("BERT", "Optimus, rows over s", 1, "zero1", True),
+    Cell("T5", "Megatron 2-D, rows over s", 2, "none", False),
+    Cell("Transformer", "Optimus, rows over s", 1, "none", True),
+    Cell("BERT, fine-tuned", "Megatron 2-D, rows over s", 1, "none", True),
+    Cell("Llama, fine-tuned", "Optimus, rows over s", 1, "none", False),
+}
 # The cells in which every pair of values occurs.
-PAIRED = [cell for cell in CELLS if cell.model not in HEADS and cell.scheme != STATIONARY]
+PAIRED = [
+    cell
+    for cell in CELLS
+    if cell.model not in HEADS and cell.scheme not in (STATIONARY, *OVER_SEQUENCE)
+]
 
 
 def _quick() -> set[Cell]:
@@ -182,7 +200,7 @@ def _quick() -> set[Cell]:
         later = ADDED[n_added:]
         cells = [cell for cell in PAIRED if cell.scheme not in later and cell.model not in later]
         chosen = _chosen(cells, chosen)
-    return chosen | QUICK_HEADS | QUICK_PAIRS | QUICK_STATIONARY
+    return chosen | QUICK_HEADS | QUICK_PAIRS | QUICK_STATIONARY | QUICK_OVER_SEQUENCE
 
 
 def _chosen(cells: list[Cell], before: set[Cell]) -> set[Cell]:
@@ -232,6 +250,8 @@ QUICK_ON_NCCL = {
     Cell("BERT, fine-tuned", "Megatron, sequence parallel", 1, "none", True),
     Cell("Llama", STATIONARY, 1, "none", True),
     Cell("T5", STATIONARY, 1, "none", False),
+    Cell("GPT-2", "Optimus, rows over s", 2, "fsdp", False),
+    Cell("T5", "Megatron 2-D, rows over s", 2, "none", False),
 }
 
 

@@ -69,4 +69,5 @@ from gridformer.models.blocks.scores import (
     added_to_scores,
     document_bounds,
 )
+from gridformer.models.blocks.sequence import SegmentBias, SequenceRows
 from gridformer.utils.batch import IGNORE

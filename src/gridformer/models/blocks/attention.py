@@ -17,6 +17,12 @@ from gridformer.models.blocks.norm import HeadNorm
 from gridformer.models.blocks.recompute import Recompute
 from gridformer.models.blocks.rotary import Rotation
 from gridformer.models.blocks.scores import MaskInParts, ScoreBias, ScoreParts, SharedBias, past
+from gridformer.models.blocks.sequence import (
+    SegmentBias,
+    SequenceRows,
+    attend_over_rows,
+    head_chunks,
+)
 from gridformer.models.kernels import attention as kernel
 from gridformer.models.kernels import library
 
@@ -36,6 +42,20 @@ class _Heads(DropoutSite):
         self.scale = 1.0 / math.sqrt(self.head_dim) if scaled else 1.0
         self.head_block = 0  # index of the block of heads that this device holds
         self.recompute = Recompute()
+        self.sequence = SequenceRows()
+
+    def _heads_of(
+        self, q_BNSD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, causal: bool, masks: SegmentBias
+    ) -> Tensor:
+        """Returns `_attend`, to the tokens of all rows where they divide the sequence."""
+        if self.sequence.n == 1:
+            assert not isinstance(masks, tuple)
+            return self._attend(q_BNSD, k_BNTD, v_BNTD, causal, masks)
+        # Masks of dropout count the heads of a device, and a table those of all its queries.
+        whole = (self.training and self.p > 0.0) or getattr(self, "kv_heads", None) is not None
+        n_chunks = 1 if whole else head_chunks(k_BNTD.shape[1], masks)
+        qkv = q_BNSD, k_BNTD, v_BNTD
+        return attend_over_rows(self.sequence, self._attend, *qkv, causal, masks, n_chunks)
 
     def _attend(
         self,
@@ -170,7 +190,7 @@ class Attention(_Heads):
     def forward(
         self,
         x_BSH: Tensor,
-        mask: ScoreBias | None = None,
+        mask: SegmentBias = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """Attends from x [b, s, h] to itself, and to the tokens in `cache`, which it extends.
@@ -180,7 +200,7 @@ class Attention(_Heads):
         q, k, v = _heads(self.qkv(x_BSH), 3, self.head_dim)
         if cache is not None:
             k, v = cache.append(k, v)
-        heads = self.recompute.attention(self._attend, q, k, v, self.causal, mask)
+        heads = self.recompute.attention(self._heads_of, q, k, v, self.causal, mask)
         out: Tensor = self.out(heads)
         return out
 
@@ -205,7 +225,7 @@ class CrossAttention(_Heads):
         self,
         x_BSH: Tensor,
         memory_BTH: Tensor,
-        mask: ScoreBias | None = None,
+        mask: SegmentBias = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """Attends from x to the encoder's output, which is read only once with a cache.
@@ -219,7 +239,7 @@ class CrossAttention(_Heads):
             k, v = _heads(self.kv(memory_BTH), 2, self.head_dim)
         if cache is not None:
             cache.source = k, v
-        heads = self.recompute.attention(self._attend, q, k, v, False, mask)
+        heads = self.recompute.attention(self._heads_of, q, k, v, False, mask)
         out: Tensor = self.out(heads)
         return out
 
@@ -303,7 +323,7 @@ class GroupedAttention(Attention):
         self,
         x_BSH: Tensor,
         rotation: Rotation,
-        mask: ScoreBias | None = None,
+        mask: SegmentBias = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """Attends from x [b, s, h] to itself, and to the tokens in `cache`, which it extends.
@@ -317,12 +337,22 @@ class GroupedAttention(Attention):
         q, k, v = (part.transpose(1, 2) for part in (rotation.of(q), rotation.of(k), v))
         if cache is not None:
             k, v = cache.append(k, v, self.window)
-        heads = self.recompute.attention(self._grouped, q, k, v, mask)
+        heads = self.recompute.attention(self._heads_of, q, k, v, True, mask)
         out: Tensor = self.out(heads)
         return out
 
-    def _grouped(self, q: Tensor, k: Tensor, v: Tensor, mask: ScoreBias | None) -> Tensor:
+    def _attend(
+        self,
+        q_BNSD: Tensor,
+        k_BNTD: Tensor,
+        v_BNTD: Tensor,
+        causal: bool,
+        mask: ScoreBias | None,
+        first_query: int = 0,
+        first_key: int = 0,
+    ) -> Tensor:
+        k, v = k_BNTD, v_BNTD
         if self.kv_heads is not None:
             # Views are stacked, because indexing would send the indices to a GPU at each call.
             k, v = (torch.stack([x[:, i] for i in self.kv_heads], 1) for x in (k, v))
-        return self._attend(q, k, v, True, mask)
+        return super()._attend(q_BNSD, k, v, causal, mask, first_query, first_key)

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from gridformer.models.blocks.sequence import SequenceRows
 from gridformer.models.kernels import library
 from gridformer.models.kernels.library import LIBRARY, define
 from gridformer.utils import rng
@@ -123,20 +124,22 @@ class DropoutSite(nn.Module):
 class Dropout(DropoutSite):
     """Dropout whose mask is a function of (seed, step, site, global element index).
 
-    The input is [b, s, h] or a block of it; `block` holds the indices along s and along h of the
-    block on this device. With `fused` a GPU computes mask and product in one kernel.
+    The input is [b, s, h] or a block of it: `sequence` says which tokens this device has, and
+    `block` is the index of its block of columns. With `fused` a GPU computes mask and product in
+    one kernel.
     """
 
-    block = (0, 0)
+    sequence = SequenceRows()
+    block = 0
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x_BSH
         _, s, h = x_BSH.shape
-        token, column = self.block[0] * s, self.block[1] * h
+        tokens, column = self.sequence.runs(s), self.block * h
         fused = self.fused and library.available(x_BSH.device, x_BSH.dtype)
         counter = self.counter(x_BSH.device)
-        out: Tensor = _Masked.apply(x_BSH, counter, token, column, self.p, fused)
+        out: Tensor = _Masked.apply(x_BSH, counter, *tokens, column, self.p, fused)
         return out
 
 
@@ -149,36 +152,53 @@ class _Masked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_BSH: Tensor, counter: Tensor, token: int, column: int, p: float, fused: bool
+        ctx: Any,
+        x_BSH: Tensor,
+        counter: Tensor,
+        token: int,
+        split: int,
+        skipped: int,
+        column: int,
+        p: float,
+        fused: bool,
     ) -> Tensor:
         # Recomputation would run until the counter is saved; a compiled block is run as a whole.
         ctx.counter = None if torch.compiler.is_compiling() else counter
         if torch.compiler.is_compiling():
             ctx.save_for_backward(counter)
-        ctx.rest = token, column, p, fused
-        return _masked(x_BSH, counter, token, column, p, fused)
+        ctx.rest = token, split, skipped, column, p, fused
+        return _masked(x_BSH, counter, *ctx.rest)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (counter,) = ctx.saved_tensors or (ctx.counter,)
-        return _masked(grads[0], counter, *ctx.rest), None, None, None, None, None
+        return _masked(grads[0], counter, *ctx.rest), *[None] * 7
 
 
-def _masked(x: Tensor, counter: Tensor, token: int, column: int, p: float, fused: bool) -> Tensor:
+def _masked(x: Tensor, counter: Tensor, *where: Any) -> Tensor:
+    *indices_and_p, fused = where
     if not fused and not torch.compiler.is_compiling():
-        return drop_elements(x, counter, token, column, p)
+        return drop_elements(x, counter, *indices_and_p)
     ops = torch.ops.gridformer
-    out: Tensor = (ops.masked if fused else ops.masked_unfused)(x, counter, token, column, p)
+    out: Tensor = (ops.masked if fused else ops.masked_unfused)(x, counter, *indices_and_p)
     return out
 
 
-def drop_elements(x_BSH: Tensor, counter: Tensor, token: int, column: int, p: float) -> Tensor:
-    """Zeroes elements of x with probability p and multiplies the others by 1 / (1 - p)."""
+def drop_elements(
+    x_BSH: Tensor, counter: Tensor, token: int, split: int, skipped: int, column: int, p: float
+) -> Tensor:
+    """Zeroes elements of x with probability p and multiplies the others by 1 / (1 - p).
+
+    `token`, `split` and `skipped` are those of `SequenceRows.runs`, `column` is the first column.
+    """
     b, s, h = x_BSH.shape
     low, high, first_sample, _ = counter.unbind()
     # Runs on some rows at a time: the random integers take several times the memory of x.
     samples = (indices(0, b, x_BSH) + first_sample).view(b, 1)
-    rows = rng.hash_indices(samples, indices(token, s, x_BSH)).view(-1)
+    places = indices(token, s, x_BSH)
+    if skipped:
+        places = places + (places >= token + split) * skipped
+    rows = rng.hash_indices(samples, places).view(-1)
     columns = indices(column, h, x_BSH)
     flat = x_BSH.reshape(-1, h)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
@@ -223,24 +243,25 @@ def indices(start: int, n: int, like: Tensor) -> Tensor:
 # A GPU's kernel `masked` computes the bits of `drop_elements`, the mask in registers. Compiled code
 # calls the two functions as operators, which the compiler does not trace: it then gives the same
 # bits as uncompiled code, and does not keep 64-bit random integers for the backward pass.
-define("masked(Tensor x, Tensor counter, int token, int column, float p) -> Tensor")
-define("masked_unfused(Tensor x, Tensor counter, int token, int column, float p) -> Tensor")
+_WHERE = "int token, int split, int skipped, int column, float p"
+define(f"masked(Tensor x, Tensor counter, {_WHERE}) -> Tensor")
+define(f"masked_unfused(Tensor x, Tensor counter, {_WHERE}) -> Tensor")
 define("keep_scores(Tensor counter, int[] shape, int[] first, float p) -> Tensor")
 torch.library.impl(LIBRARY, "masked_unfused", "CompositeExplicitAutograd")(drop_elements)
 torch.library.impl(LIBRARY, "keep_scores", "CompositeExplicitAutograd")(_keep_scores)
 
 
 @torch.library.impl(LIBRARY, "masked", "CUDA")
-def _(x: Tensor, counter: Tensor, token: int, column: int, p: float) -> Tensor:
+def _(x: Tensor, counter: Tensor, *where: Any) -> Tensor:
     from gridformer.models.kernels import masking
 
     with torch.cuda.device(x.device):
-        return masking.launch_masking(x, counter, token, column, p)
+        return masking.launch_masking(x, counter, *where)
 
 
 @torch.library.register_fake("gridformer::masked", lib=LIBRARY)
 @torch.library.register_fake("gridformer::masked_unfused", lib=LIBRARY)
-def _(x: Tensor, counter: Tensor, token: int, column: int, p: float) -> Tensor:
+def _(x: Tensor, counter: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

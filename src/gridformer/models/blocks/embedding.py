@@ -61,9 +61,10 @@ class SinusoidalPositions(nn.Module):
 
         It is this device's part of them, in the dtype of `like`, but at least in float32.
         """
-        first, size = chunk_bounds(s, self.part)
         if positions is not None:
+            first, size = chunk_bounds(positions.shape[1], self.part)
             return F.embedding(positions[:, first : first + size], self._waves(0, s, like))
+        first, size = chunk_bounds(s, self.part)
         return self._waves(start + first, size, like)
 
     def _waves(self, first: int, size: int, like: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from gridformer.models.blocks.linear import (
 )
 from gridformer.models.blocks.norm import NormKind, RMSNorm, new_norm
 from gridformer.models.blocks.rotary import Rotation
-from gridformer.models.blocks.scores import ScoreBias
+from gridformer.models.blocks.sequence import SegmentBias
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,10 @@ class StyledLayer(Layer):
     def forward(
         self,
         x: Tensor,
-        mask: ScoreBias | None = None,
+        mask: SegmentBias = None,
         cache: KVCache | None = None,
         memory: Tensor | None = None,
-        memory_mask: ScoreBias | None = None,
+        memory_mask: SegmentBias = None,
     ) -> Tensor:
         """Runs the layer on x [b, s, h]."""
         if self.post:
@@ -205,7 +205,7 @@ class GatedLayer(Layer):
         self,
         x: Tensor,
         rotation: Rotation,
-        mask: ScoreBias | None = None,
+        mask: SegmentBias = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """Runs the layer on x [b, s, h]; for the other arguments see `GroupedAttention`."""

@@ -13,7 +13,7 @@ from gridformer.models.kernels.tiles import hash_column, hash_index, hash_row, k
 _ELEMENTS = 2048  # of a program's tile: 16 for each of 128 threads
 
 
-@triton.jit(do_not_specialize=["first_token", "first_column"])
+@triton.jit(do_not_specialize=["first_token", "split", "skipped", "first_column"])
 def _masked(
     x,
     out,
@@ -22,6 +22,8 @@ def _masked(
     n_columns,
     n_tokens,
     first_token,
+    split,
+    skipped,
     first_column,
     THRESHOLD: tl.constexpr,
     SCALE: tl.constexpr,
@@ -33,7 +35,8 @@ def _masked(
     column = (program % n_blocks).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     key_low, key_high, first_sample = load_counter(counter)
     joined = hash_index(tl.zeros([ROWS], tl.uint32), first_sample + row // n_tokens)
-    joined = hash_index(joined, first_token + row % n_tokens)
+    token = row % n_tokens
+    joined = hash_index(joined, first_token + token + tl.where(token >= split, skipped, 0))
     keep = kept(hash_row(joined, key_low), hash_column(first_column + column, key_high), THRESHOLD)
     place = row[:, None] * n_columns + column[None, :]
     inside = (row < n_rows)[:, None] & (column < n_columns)[None, :]
@@ -46,7 +49,13 @@ def _masked(
 
 
 def launch_masking(
-    x_BSH: Tensor, counter: Tensor, first_token: int, first_column: int, p: float
+    x_BSH: Tensor,
+    counter: Tensor,
+    first_token: int,
+    split: int,
+    skipped: int,
+    first_column: int,
+    p: float,
 ) -> Tensor:
     """Drops elements of x on a GPU as `gridformer.models.blocks.dropout.drop_elements` does."""
     x_BSH = x_BSH.contiguous()
@@ -66,6 +75,8 @@ def launch_masking(
         h,
         x_BSH.shape[1],
         first_token,
+        split,
+        skipped,
         first_column,
         THRESHOLD=threshold(p),
         SCALE=1.0 / (1.0 - p),

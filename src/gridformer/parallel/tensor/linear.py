@@ -22,7 +22,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridformer.comm import autograd
@@ -388,40 +387,3 @@ class RowParallelLabelHead(nn.Module):
         if self.bias is not None:
             terms = terms + self.bias.to(terms.dtype)
         return autograd.allreduce_identity(terms, self.axis)
-
-
-class SequenceParallelChosenToken(nn.Module):
-    """Selects one token of each sequence where s is sharded over columns.
-
-    x [b, s/c, h] and global positions [b] give [b, h] on every column: forward all-reduce, backward
-    identity.
-    """
-
-    def __init__(self, axes: Axes) -> None:
-        super().__init__()
-        self.col = axes.col
-
-    def forward(self, x_BSH: Tensor, at_B: Tensor) -> Tensor:
-        b, part, _ = x_BSH.shape
-        local = at_B - self.col.index * part
-        here = (local >= 0) & (local < part)
-        mine = x_BSH[torch.arange(b, device=at_B.device), torch.where(here, local, 0)]
-        terms = mine * here.unsqueeze(-1).to(mine.dtype)
-        return autograd.allreduce_identity(terms, self.col)
-
-
-class SequenceParallelJoin(nn.Module):
-    """Returns logits [b, s, n] on every column, given each column's [b, s/c, n]; n is small.
-
-    Forward all-reduce of logits that are zero at the other columns' tokens, backward identity.
-    """
-
-    def __init__(self, axes: Axes) -> None:
-        super().__init__()
-        self.col = axes.col
-
-    def forward(self, logits_BSN: Tensor) -> Tensor:
-        part, before = logits_BSN.shape[1], self.col.index
-        after = self.col.size - before - 1
-        terms = F.pad(logits_BSN, (0, 0, before * part, after * part))
-        return autograd.allreduce_identity(terms, self.col)

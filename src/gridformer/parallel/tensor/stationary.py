@@ -30,13 +30,12 @@ from gridformer.parallel.tensor.branched import GatheredMask, GatheredRows
 from gridformer.parallel.tensor.linear import (
     OUTPUT_STATIONARY,
     RowParallelLabelHead,
-    SequenceParallelChosenToken,
-    SequenceParallelJoin,
     kv_heads_of,
     merged_placements,
 )
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 from gridformer.parallel.tensor.norm import VECTOR_OVER_ROWS, GridNorm, shard_vectors
+from gridformer.parallel.tensor.sequence import ChosenTokenOfParts, JoinedSequence, tokens_of
 from gridformer.parallel.tensor.summa import Replicated, Sharded, boundary_of
 from gridformer.parallel.tensor.summa.stationary import (
     Ends,
@@ -176,7 +175,7 @@ def stationary_table(model: Model, axes: Axes, choices: Choices, spec: BoundaryS
     samples = Axis("samples") if by_sequence else col
     block = col.index * row.size + row.index
     axes.further[SECTION] = Axis(SECTION, row.size * col.size, block)
-    part = (col.index, col.size) if by_sequence else (0, 1)
+    local = tokens_of(axes, by_sequence)
     multiple = row.size * col.size  # of a vocabulary, whose blocks are those of sections
     table = ParamPlacement(("col", "row"), pad=(multiple, 0))
     n_words = -(-config.vocab_size // multiple)
@@ -225,17 +224,17 @@ def stationary_table(model: Model, axes: Axes, choices: Choices, spec: BoundaryS
         return None
 
     def positions(plain: blocks.PositionEmbedding | blocks.SegmentEmbedding) -> None:
-        plain.part = part
+        plain.part = local.part
         shard_parameter(plain, "weight", replace(VECTOR_OVER_ROWS, cut=(None, "row")), axes)
 
     def waves(plain: blocks.SinusoidalPositions) -> None:
-        plain.part, plain.columns = part, (row.index, row.size)
+        plain.part, plain.columns = local.part, (row.index, row.size)
 
     def dropout(plain: blocks.Dropout) -> None:
-        plain.block = (col.index if by_sequence else 0, row.index)
+        plain.sequence, plain.block = local, row.index
 
     def pooled_dropout(plain: blocks.PooledDropout) -> None:
-        plain.block = (0, row.index)
+        plain.block = row.index
 
     def head(plain: blocks.TiedHead) -> nn.Module:
         return StationaryTiedHead(plain, opens, choices["head"].keep_input, table, axes)
@@ -270,8 +269,8 @@ def stationary_table(model: Model, axes: Axes, choices: Choices, spec: BoundaryS
     }
     if by_sequence:
         roles |= {
-            "chosen_token": lambda plain: SequenceParallelChosenToken(axes),
-            "whole_sequence": lambda plain: SequenceParallelJoin(axes),
+            "chosen_token": lambda plain: ChosenTokenOfParts(axes, local),
+            "whole_sequence": lambda plain: JoinedSequence(axes, local),
         }
     else:
         roles |= {
