@@ -479,8 +479,56 @@ def sub_grids() -> Iterator[Case]:
         yield Case(name, {**BRANCHES, "common": "first", **layout}, config, settings, quick)
 
 
+# --------------------------------------------------- rows over the sequence
+
+
+def over_sequence(scheme: str, rows: int, cols: int, **more: Any) -> Layout:
+    return {"scheme": scheme, "rows": rows, "cols": cols, "rows_over": "sequence", **more}
+
+
+ALONE_IN_STEP = {"micro_batches": 24}  # micro-batches of one sequence
+GROUPED: Settings = {"family": "llama", "n_kv_heads": 6, "qk_norm": True}
+SELECTIVE: Settings = {"recompute": "selective"}
+# On one row of three columns a column's part of the tokens lies in both chunks of the row.
+ROWS: dict[str, tuple[Layout, Settings, Settings, bool]] = {
+    "one sequence": (over_sequence("megatron_2d", 4, 1, **ALONE_IN_STEP), {}, {}, True),
+    "one sequence, grid": (over_sequence("optimus", 2, 2, **ALONE_IN_STEP), GROUPED, {}, False),
+    "both chunks": (over_sequence("megatron_2d", 2, 3), EVERYTHING, SELECTIVE, True),
+    "recomputed": (over_sequence("optimus", 3, 1), GROUPED, {"recompute": "full"}, True),
+    "recomputed scores": (over_sequence("optimus", 4, 1), GROUPED, SELECTIVE, False),
+    "panels": (
+        over_sequence("optimus", 3, 2, schedule="pipelined"),
+        {**MODELS["t5"], "dropout": 0.1, "attention_dropout": 0.1},
+        {"recompute": "full", "loss_chunk_tokens": 24},
+        False,
+    ),
+    "broadcasts": (over_sequence("optimus", 2, 2, schedule="broadcast"), {}, IN_BACKWARD, False),
+    "windows": (
+        over_sequence("megatron_2d", 3, 1, dp=2, dp_mode="fsdp"),
+        {**GROUPED, "window": 7, "attention_dropout": 0.1},
+        {"recompute": "full"},
+        False,
+    ),
+    "interleaved": (
+        over_sequence("optimus", 2, 1, **pipe(2, 4, 2)),
+        {**PIPED_MODELS["transformer"], "norm_position": "pre"},
+        SELECTIVE,
+        False,
+    ),
+    "float32": (over_sequence("megatron_2d", 2, 2), {}, {"dtype": "float32"}, False),
+}
+
+
+def rows_over_sequence() -> Iterator[Case]:
+    for name, (layout, model, train, quick) in ROWS.items():
+        yield Case(name, layout, model, {"dtype": "float64", **train}, quick)
+
+
 CASES = sorted(
-    [*grids(), *families(), *replicas(), *pipelines(), *methods(), *sub_grids()],
+    [
+        *(*grids(), *families(), *replicas(), *pipelines(), *methods(), *sub_grids()),
+        *rows_over_sequence(),
+    ],
     key=lambda case: n_of(case.layout),  # process groups are rebuilt whenever their size changes
 )
 
@@ -493,6 +541,7 @@ def test_equals_one_device(pool: WorkerPool, case: Case) -> None:
 
 ROUNDED: list[Case] = [
     *(Case("grid", one, {}, {}, one in (LINE, SQUARE)) for one in [*NARROW, *SOME_PRODUCTS]),
+    Case("rows", over_sequence("megatron_2d", 2, 2), GROUPED, {"recompute": "full"}, False),
     *(
         Case("branches", subgraph(2, **kind), {"max_seq_len": 12}, {}, kind in KINDS[::5])
         for kind in KINDS

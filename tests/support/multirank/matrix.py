@@ -77,6 +77,14 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "D&SP": ({"scheme": "subgraph", "branches": 2},) * 2,
     "D&SP-cSub": ({"scheme": "subgraph", "branches": 2, "common": "first"},) * 2,
+    "Megatron 2-D, rows over s": (
+        {"scheme": "megatron_2d", "rows": 2, "cols": 2, "rows_over": "sequence"},
+        {"scheme": "megatron_2d", "rows": 2, "cols": 1, "rows_over": "sequence"},
+    ),
+    "Optimus, rows over s": (
+        {"scheme": "optimus", "rows": 2, "cols": 2, "rows_over": "sequence"},
+        {"scheme": "optimus", "rows": 2, "cols": 1, "rows_over": "sequence"},
+    ),
 }
 # Schemes and models added after the quick cells were chosen, in order.
 ADDED = ("Megatron 2-D", "Llama", "BERT, fine-tuned")
