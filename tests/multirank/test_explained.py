@@ -34,7 +34,7 @@ from tests.support.multirank.memory import a_run
 from tests.support.multirank.pool import WorkerPool
 
 B = 12
-COUNTED = ("product", "kept", "slice", "concat")
+COUNTED = ("product", "kept", "slice", "concat", "attention")
 GRID: Layout = {"scheme": "optimus", "rows": 2, "cols": 2}
 SUPER: Layout = {"scheme": "subgraph", "branches": 4}
 LAYOUTS: dict[str, Layout] = {
@@ -50,6 +50,8 @@ LAYOUTS: dict[str, Layout] = {
     "optimus, kept": {**GRID, "keep_gathered": "all"},
     "optimus, broadcast": {**GRID, "schedule": "broadcast", "keep_gathered": "none"},
     "optimus, micro-batches": {**GRID, "keep_gathered": "weights", "micro_batches": 3},
+    "rows over the sequence": {**GRID, "rows_over": "sequence", "keep_gathered": "none"},
+    "2-D, rows over the sequence": {**GRID, "scheme": "megatron_2d", "rows_over": "sequence"},
     "D&SP": SUPER,
     "D&SP, outside": {**SUPER, "attention": "outside", "keep_gathered": "none"},
     "cSub": {**SUPER, "common": "first"},

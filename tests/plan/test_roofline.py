@@ -23,6 +23,7 @@ LLAMA |= {"n_kv_heads": 8, "ffn_size": 8192, "max_seq_len": 1024}
 FSDP = {"dp": 8, "dp_mode": "fsdp"}
 MEGATRON = {"scheme": "megatron", "cols": 4}
 OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}
+SEQUENCE = {"scheme": "megatron_2d", "rows": 4, "cols": 1, "rows_over": "sequence"}
 PIPELINE = {"pp": 4, "micro_batches": 8}
 SMALL, SLOW = "megatron-1.2b", "frontera-rtx5000"
 # Large enough that devices, and not the host, determine the time; few layers, so that it is quick.
@@ -42,6 +43,8 @@ CASES: dict[str, tuple[str, str | dict[str, Any], dict[str, Any]]] = {
     ),
     "Llama, sequence": ("dgx-h100", LLAMA, {**MEGATRON, "sequence_parallel": True}),
     "Llama, pipeline": ("dgx-h100", LLAMA, PIPELINE),
+    "Llama, rows over the sequence": ("dgx-h100", LLAMA, {**SEQUENCE, "cols": 2}),
+    "T5, rows over the sequence": ("dgx-h100", "t5-large", {**SEQUENCE, "scheme": "optimus"}),
     "T5, sub-graph": ("dgx-h100", "t5-large", {"scheme": "subgraph", "branches": 4}),
     "cSub": ("dgx-h100", "bert-large", {"scheme": "subgraph", "branches": 2, "common": "first"}),
     "slow links": (SLOW, SMALL, {**PIPELINE, "dp": 8, "pp": 8}),

@@ -191,6 +191,19 @@ def test_processes_on_a_cpu_share_its_memory() -> None:
     assert Search(asked.run, machine, 2, asked.costs).cluster.processes == 2
 
 
+def test_rows_divide_one_long_sequence() -> None:
+    """So they do if a batch has fewer sequences than rows, or to have more micro-batches."""
+    layouts, _ = Search(run_of(batch=1), cluster(), 8).ranked()
+    grids = [one for one in layouts if one.run.layout.rows > 1]
+    assert {(one.run.layout.rows, one.run.layout.cols) for one in grids} >= {(8, 1), (4, 2), (2, 4)}
+    assert {one.run.layout.rows_over for one in grids} == {"sequence"}
+    assert all("over the sequence" in one.name for one in grids)
+    layout = ("layout.scheme=optimus", "layout.rows=4", "layout.cols=2", "layout.micro_batches=2")
+    changes = [change for change, _ in neighbors(run_of("gpt2-774m", *layout, batch=8))]
+    changes = [change for change in changes if "layout.rows_over" in change]
+    assert changes == [{"layout.rows_over": "sequence", "layout.micro_batches": 4}]
+
+
 def test_nodes_of_a_cluster_with_racks_are_ordered_by_rack() -> None:
     node, outer = cluster().levels
     rack = outer.model_copy(update={"name": "rack", "size": 4 * node.size})

@@ -20,6 +20,7 @@ from gridformer.parallel.registry import spec_of
 _SCORE = 12  # bytes of a score that is not in a fused kernel, in the backward pass of its layer
 _NORM_COPIES = 5  # of an activation, in float32, in the backward pass of an RMSNorm
 _FREED = 0.6  # the fraction of what a layer has kept that is free by then
+_KEYS_COPIES = 4  # of gathered keys and values, with their gradients, in a backward pass
 _PANELS = 8  # panels of activations for which a product that goes panel by panel has room
 _GATHERED, _RECEIVED = 2, 3  # copies of a gathered activation in a backward pass, more over gloo
 
@@ -140,6 +141,9 @@ def _activations(run: RunConfig, choices: Choices) -> tuple[dict[str, float], fl
                 heads, groups = run.model.n_heads, run.model.kv_heads
                 one += whole * choice.n_out * (heads + groups) / (heads + 2 * groups)
             layer = max(layer, _wide(run, choices, choice, whole * choice.n_out))
+            gathered = choices.gathered_keys(choice) * item
+            one += gathered * (1 - 1 / choices.sequence_rows) * (work.recompute != "selective")
+            layer = max(layer, _KEYS_COPIES * gathered)
         kept[stack_of(product)] += one * product.count
         kept[stack_of(product)] += choices.kept_bytes(replace(choice, keep_weight=False))
     residual = max(work.tokens, work.source) * h * between

@@ -24,6 +24,8 @@ def describe_layout(layout: LayoutConfig) -> str:
     mode = layout.dp_mode
     sharded = f" ({mode})" if mode != "replicate" else ""
     parts = [spec_of(layout).describe(layout)]
+    if layout.sequence_rows > 1:
+        parts[0] += " over the sequence"
     if layout.dp == 1:
         parts[0] += sharded
     else:

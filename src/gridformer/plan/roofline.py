@@ -21,7 +21,7 @@ from gridformer.memory.room import room_on
 from gridformer.parallel.auto.cost import Choice, resolved
 from gridformer.parallel.auto.decisions import decisions_of
 from gridformer.parallel.auto.fastest import Load, ProductTimes
-from gridformer.parallel.auto.products import parameter_bytes
+from gridformer.parallel.auto.products import blocks_of, parameter_bytes
 from gridformer.parallel.data.buckets import BUCKET_BYTES
 from gridformer.parallel.pipeline.partition import (
     StageShares,
@@ -177,10 +177,19 @@ class _Step:
             if again and not choice.product.ends_block:
                 backward.add(there, choice.product.count)  # with the kernels around it
             layer += self._elements(choice) / n * self.item
-        for there_s, back_s in self._attention(stack):
-            forward.add(Load(attention=there_s, launches=1), n)
-            back_s += there_s * (self.work.recompute != "none")
-            backward.add(Load(attention=back_s, launches=3), n)
+        recomputes = self.work.recompute != "none"
+        keyed = [choice for choice in products if choice.product.keys]
+        for choice, (there_s, back_s) in zip(keyed, self._attention(stack)):
+            there, back = Load(attention=there_s, launches=1), Load(attention=back_s, launches=2)
+            if self.choices.sequence_rows > 1:
+                chunks = self._keys_chunks(stack)
+                there.launches, back.launches = 2 * chunks, 4 * chunks
+                gathers = self.times.keys(choice, chunks, there_s, back_s)
+                for load, one in zip((there, back), gathers):
+                    load.add(one)
+            back.add(there, recomputes)
+            forward.add(there, n)
+            backward.add(back, n)
         inputs = self.choices.inputs_again() * self.item / self.run.model.n_layers
         gather = self.times.message("all_gather", inputs, self.times.axis)
         backward.exposed[self.times.axis] += n * gather.seconds
@@ -232,19 +241,35 @@ class _Step:
     def _attention(self, stack: str) -> Iterator[tuple[float, float]]:
         """Yields the seconds of each kind of attention in a layer of a stack, of both passes."""
         model, s, source = self.run.model, self.run.seq_len, self.run.source_len
-        batch = max(1, self.work.sequences // self.choices.rows)
+        batch, rows = self.choices.row_sequences, self.choices.sequence_rows
         heads, d = max(1, model.n_heads // self.choices.cols), model.head_width
         causal = stack == "decoder" or model.family in ("gpt2", "llama")
         own = stack == "encoder" or model.attention_dropout or self.run.data.document_mask
         hides = min(model.window or 1, s) if causal else 0
         kinds = [(source, source, 0) if stack == "encoder" else (s, s, hides)]
+        op = "attention" if own else "sdpa"
         for queries, keys, hidden in [*kinds, *[(s, source, 0)] * (stack == "decoder")]:
-            shape, scores = (batch, heads, queries, keys, d, hidden), batch * heads * queries * keys
-            moved = 2 * batch * heads * (queries + keys) * d * self.item
-            op = "attention" if own else "sdpa"
-            work = KernelWork("attention", 4.0 * scores * d, moved, self.times.dtype, shape, op)
-            back = work._replace(flop=2 * work.flop, bytes=2 * moved, op=f"{op}_backward")
-            yield self.costs.kernel_s(work), self.costs.kernel_s(back)
+            segments = [(queries, keys)]
+            if rows > 1:  # those of the first row; all rows have as much work
+                part = queries // (2 * rows)
+                segments = [(part, part if hidden else keys), (part, keys)]
+            there_s = back_s = 0.0
+            for n, seen in segments:
+                shape, scores = (batch, heads, n, seen, d, hidden), batch * heads * n * seen
+                moved = 2 * batch * heads * (n + seen) * d * self.item
+                work = KernelWork("attention", 4.0 * scores * d, moved, self.times.dtype, shape, op)
+                back = work._replace(flop=2 * work.flop, bytes=2 * moved, op=f"{op}_backward")
+                there_s += self.costs.kernel_s(work)
+                back_s += self.costs.kernel_s(back)
+            yield there_s, back_s
+
+    def _keys_chunks(self, stack: str) -> int:
+        """Returns in how many chunks of heads attention gathers keys and values over rows."""
+        model, most = self.run.model, 4  # as gridformer.models.blocks.sequence
+        if model.attention_dropout or (model.family == "t5" and stack == "encoder"):
+            return 1
+        heads = model.kv_heads // blocks_of(model.kv_heads, self.choices.cols)
+        return next(n for n in range(most, 0, -1) if heads % n == 0)
 
     def _head(self) -> tuple[Load, Load]:
         forward, backward = Load(), Load()

@@ -68,6 +68,15 @@ def _setting_changes(run: RunConfig) -> Iterator[Settings]:
         if layout.dp_mode != "fsdp" and run.train.recompute == "full":
             # Neither of the two may fit by itself.
             yield {"layout.dp_mode": "fsdp", "train.recompute": "selective"}
+    if (
+        layout.rows > 1 == layout.sequence_rows
+        and "rows_over" in spec.keys
+        and here + 1 == len(sizes)
+    ):
+        # Rows that divide each sequence need no more than one of them in a micro-batch.
+        every = divisors(run.train.global_batch // layout.dp)
+        for m in [m for m in every if m > layout.micro_batches][:1]:
+            yield {"layout.rows_over": "sequence", "layout.micro_batches": m}
     if layout.pp > 1:
         yield from ({"layout.stages_per_rank": k} for k in STAGES_PER_RANK)
     if layout.n_processes > 1 and layout.devices_per_node and spec.node_blocks:
@@ -114,7 +123,7 @@ def single_changes(run: RunConfig) -> Iterator[tuple[Settings, RunConfig]]:
 
 def arrangement(layout: LayoutConfig) -> tuple[Any, ...]:
     """Returns how a layout arranges the devices; two layouts may have the same arrangement."""
-    return (layout.scheme, *(getattr(layout, key) for key in _ARRANGED))
+    return (layout.scheme, layout.sequence_rows, *(getattr(layout, key) for key in _ARRANGED))
 
 
 def _moved(layout: LayoutConfig, more: str, less: str) -> dict[str, Any]:

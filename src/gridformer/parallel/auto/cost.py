@@ -102,6 +102,7 @@ class Choices:
         table: Elements of an embedding's table that the head does not share.
         held_bytes: Approximate bytes that a device holds if nothing is kept gathered.
         block_inputs: Elements of the inputs of all blocks in one micro-batch.
+        sequence_rows: Rows that divide each sequence, over which attention gathers keys and values.
         cast_once: Whether a weight is cast to the type of the computation once a step and the copy
             is kept for all products of the step, or cast for each product.
         reshard: When layers free the parameters that they gather, with fsdp.
@@ -117,6 +118,7 @@ class Choices:
     table: int = 0
     held_bytes: float = 0.0
     block_inputs: float = 0.0
+    sequence_rows: int = 1
     cast_once: bool = True
     reshard: Literal["layer", "step"] = "layer"
     reasons: list[str] = field(default_factory=list)
@@ -242,6 +244,19 @@ class Choices:
         enter = _traffic(tokens * (c - 1) * product.n_in, 0.0, 1, 1)
         return enter, _traffic(0.0, tokens * (r - 1) * n_out, 1, 1)
 
+    def gathered_keys(self, choice: Choice) -> float:
+        """Returns the elements of keys and values that attention gathers over rows in a layer."""
+        product = choice.product
+        if self.sequence_rows == 1 or not product.keys:
+            return 0.0
+        return self.work.rows_of(product) * (product.keys + product.copied) / self.cols
+
+    def received_keys(self) -> float:
+        """Returns the elements of keys and values, or of their gradients, received in a step."""
+        each = sum(self.gathered_keys(c) * c.product.count for c in self.products.values())
+        times = 2 + (self.work.recompute != "none")  # gathered, and gradients summed
+        return each * (1 - 1 / self.sequence_rows) * times * self.work.micro_batches
+
     def _unit(self, choice: Choice) -> tuple[float, float]:
         """Returns the elements received to gather the activation, and the weight, once."""
         product, r, c = choice.product, self.rows, self.cols
@@ -306,6 +321,11 @@ class Choices:
         return self.rows if choice.product.closes else self.cols
 
     # ------------------------------------------------------------------ tokens and panels
+
+    @property
+    def row_sequences(self) -> int:
+        """The sequences of a micro-batch of which a row of devices has tokens."""
+        return max(1, self.work.sequences * self.sequence_rows // self.rows)
 
     def tokens(self, product: Product) -> int:
         """Returns the rows of a product's input on one device, which has some of its columns."""

@@ -93,7 +93,7 @@ def traffic_of(run: RunConfig, choices: Choices) -> dict[str, float]:
     over_boundary += choices.copied_parameters * parameter_bytes(run)
     traffic = {
         "col": spec.boundary_bytes(choices, layout, over_boundary),
-        "row": sum(step.row for step in steps) * work.itemsize,
+        "row": (sum(step.row for step in steps) + choices.received_keys()) * work.itemsize,
         "dp": spec.replica_elements(choices, layout, *times) * parameter_bytes(run),
     }
     if layout.pp > 1:
@@ -199,6 +199,8 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
         down = "activations" if choices.holds_weights else "weights"
         axes = {"col": f"activations {along}", "row": f"{down} down columns", "dp": replicas}
         axes |= {"pp": "between stages"}
+        if choices.sequence_rows > 1:
+            axes["row"] = "weights, keys and values down columns"
         parts = [f"{axes[name]} {n_bytes / MIB:,.1f} MiB" for name, n_bytes in total.items()]
         console.print(Text(f"A device receives in a step, at most: {', '.join(parts)}."))
     for reason in choices.reasons:

@@ -40,6 +40,9 @@ _OPS: dict[str, tuple[Op | None, Op]] = {
 # whatever its choice; for each axis over which operands travel; and more for each chunk (copies,
 # gradients cast and added up) or panel (two messages, a product and the sum of its terms).
 _AROUND, _PER_AXIS, _PER_CHUNK, _PER_PANEL = (6, 12), (2, 4), (4, 7), (4, 8)
+# Passes over gathered keys and values, forward and backward: they are put in order, and gradients
+# of two segments of queries are added up.
+_KEYS_PASSES = 2, 8
 _STATISTICS = 8  # bytes that a norm sends for each token: two sums in float32
 
 
@@ -191,9 +194,7 @@ class ProductTimes:
             forward.exposed[self.axis] += _in_turns(leave, chunks, one)
             backward.exposed[self.axis] += _in_turns(enter, chunks, grad_x + grad_w)
         # Chunks of activations are copied, and blocks that are not contiguous in a message.
-        scattered = self.between == "h" or (
-            self.between == "s" and self.work.sequences > choices.rows
-        )
+        scattered = self.between == "h" or (self.between == "s" and choices.row_sequences > 1)
         copied = 2 * travels * ((scattered and cols > 1) + (chunks > 1))
         forward.memory += costs.moved_s(copied)
         backward.memory += costs.moved_s(copied * (1 + keeps_output))
@@ -208,6 +209,29 @@ class ProductTimes:
             if not choice.keep_weight and not alone:
                 backward.exposed["row"] += gather.beside(back_s)
         return forward, backward
+
+    def keys(self, choice: Choice, n: int, there_s: float, back_s: float) -> tuple[Load, Load]:
+        """Returns the loads of gathering a layer's keys and values over rows, and of its gradient.
+
+        The chunks of heads travel behind attention of those before them.
+
+        Args:
+            n: The number of chunks.
+            there_s: Seconds of attention in the forward pass.
+            back_s: Seconds of attention in the backward pass, without what is recomputed.
+        """
+        loads = Load(), Load()
+        n_bytes = self.choices.gathered_keys(choice) * self.work.itemsize
+        gather, scatter = (
+            self.message(op, n_bytes / n, "row") for op in ("all_gather", "reduce_scatter")
+        )
+        for load, message, seconds, passes in zip(
+            loads, (gather, scatter), (there_s, back_s), _KEYS_PASSES
+        ):
+            load.exposed["row"] += _in_turns(message, n, seconds)
+            load.memory += self.costs.moved_s(passes * n_bytes)
+            load.launches += n * passes
+        return loads
 
     def message(self, op: Op | None, n_bytes: float, axis: str) -> MessageTime:
         """Returns the time of a message, if there is one; 0 on an axis of one rank.
@@ -286,7 +310,7 @@ def max_chunks(choices: Choices, layout: LayoutConfig, product: Product) -> int:
     """Returns the most chunks into which the activation of a product can be cut."""
     work, between = choices.work, spec_of(layout).boundary(layout).activation_layout
     if between == "s":  # chunks of whole sequences
-        return work.sequences // choices.rows
+        return choices.row_sequences
     if between == "b":  # chunks of all sequences
         return work.rows_of(product) // max(1, work.sequences)
     return work.rows_of(product) // choices.rows

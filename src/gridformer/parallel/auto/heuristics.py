@@ -69,10 +69,25 @@ def decide(
     read, written = (work.source, work.tokens) if model.two_stacks else (work.tokens, 0)
     layers_read = model.n_layers * read + model.n_decoder_layers * written
     inputs = float(layers_read * model.hidden_size)
-    chosen = Choices(rows, cols, work, products, between, parameters, table, block_inputs=inputs)
+    chosen = Choices(
+        rows,
+        cols,
+        work,
+        products,
+        between,
+        parameters,
+        table,
+        block_inputs=inputs,
+        sequence_rows=layout.sequence_rows,
+    )
     axis = "branches" if "branches" in spec.axes else "columns"
     chosen.reasons.extend(_replicated_heads(chosen, model, axis))
     chosen.reasons.extend(spec.reasons(chosen, layout))
+    if chosen.sequence_rows > 1:
+        chosen.reasons.append(
+            "rows_over: each row has two parts of every sequence, and attention receives keys and "
+            f"values of {format_bytes(chosen.received_keys() * work.itemsize)} per step over rows"
+        )
     if "stationary" in spec.keys and layout.stationary == "auto":
         chosen.reasons.append(_why_stationary(chosen))
     if chosen.holds_weights:

@@ -84,6 +84,15 @@ class Product:
     parts: tuple[tuple[int, int], ...] = ()
     copied: int = 0
 
+    @property
+    def keys(self) -> int:
+        """Columns of W that compute keys and values of attention, without those in `copied`."""
+        if self.section != "attention" or not self.name.endswith("kv"):
+            return 0
+        if self.parts:
+            return sum(width for width, _ in self.parts[1:])
+        return 2 * self.n_out // 3 if self.name.endswith("qkv") else self.n_out
+
     def over(self, columns: int) -> Product:
         """Returns the product with what `columns` devices hold of its parts."""
         extra = (n * (columns // blocks_of(pieces, columns) - 1) for n, pieces in self.parts)
