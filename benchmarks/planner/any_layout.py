@@ -31,9 +31,10 @@ _SCHEMES: tuple[dict[str, int | str], ...] = (
     *({"scheme": "megatron", "cols": cols} for cols in (2, 4, 8)),
     *({"scheme": "megatron", "cols": cols, "sequence_parallel": "true"} for cols in (2, 4, 8)),
     *(
-        {"scheme": scheme, "rows": rows, "cols": cols}
+        {"scheme": scheme, "rows": rows, "cols": cols, "rows_over": over}
         for scheme in ("optimus", "megatron_2d")
         for rows, cols in ((2, 2), (2, 4), (4, 2), (4, 4))
+        for over in ("batch", "sequence")
     ),
     *({"scheme": "subgraph", "branches": branches} for branches in (2, 4)),
 )
@@ -46,7 +47,9 @@ def layouts(seed: int) -> Iterator[tuple[int, str]]:
         scheme = draw.choice(_SCHEMES)
         pp, dp = draw.choice((1, 2, 4, 8, 16, 24, 32, 48, 64)), 2 ** draw.randrange(6)
         micro = draw.choice((1, pp, 3 * pp // 2, 2 * pp, 4 * pp, 8 * pp)) or 1
-        width = int(scheme.get("branches", scheme.get("rows", 1)))  # samples are divided by it, too
+        # Samples are divided by it, too.
+        width = int(scheme.get("branches", scheme.get("rows", 1)))
+        width = 1 if scheme.get("rows_over") == "sequence" else width
         settings = {
             **{f"layout.{key}": value for key, value in scheme.items()},
             "layout.pp": pp,

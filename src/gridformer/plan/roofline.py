@@ -180,7 +180,10 @@ class _Step:
         recomputes = self.work.recompute != "none"
         keyed = [choice for choice in products if choice.product.keys]
         for choice, (there_s, back_s) in zip(keyed, self._attention(stack)):
-            there, back = Load(attention=there_s, launches=1), Load(attention=back_s, launches=2)
+            there, back = (
+                Load(attention=there_s, launches=1),
+                Load(attention=back_s, launches=3 - recomputes),
+            )
             if self.choices.sequence_rows > 1:
                 chunks = self._keys_chunks(stack)
                 there.launches, back.launches = 2 * chunks, 4 * chunks

@@ -148,7 +148,9 @@ class Search:
             racked = 0  # racks of different sizes
         for layout in candidates(self.n_devices):
             parts = spec_of(layout).batch_parts(layout)
-            if self.run.train.global_batch % parts and "rows_over" in spec_of(layout).keys:
+            if self.run.train.global_batch % parts and "rows_over" in spec_of(layout).keys_of(
+                layout
+            ):
                 layout = layout.model_copy(update={"rows_over": "sequence"})
                 parts = layout.dp
             if self.run.train.global_batch % parts:

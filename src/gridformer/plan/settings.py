@@ -70,7 +70,7 @@ def _setting_changes(run: RunConfig) -> Iterator[Settings]:
             yield {"layout.dp_mode": "fsdp", "train.recompute": "selective"}
     if (
         layout.rows > 1 == layout.sequence_rows
-        and "rows_over" in spec.keys
+        and "rows_over" in spec.keys_of(layout)
         and here + 1 == len(sizes)
     ):
         # Rows that divide each sequence need no more than one of them in a micro-batch.
