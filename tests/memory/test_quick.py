@@ -69,16 +69,13 @@ CASES += [
     Case({**GROUPED, "max_seq_len": 4096}, {**MEGATRON, "cols": 2}, {**BF16, **how}, 0.9, 1.25, q)
     for how, q in (({}, False), (FULL, True))
 ]
-# One long sequence, all of whose keys and values are gathered for each layer.
+# Keys and values of long sequences are gathered for each layer.
 ROWS: Settings = {"rows": 4, "cols": 2, "rows_over": "sequence"}
+LONG: Settings = {**GROUPED, "n_layers": 8, "max_seq_len": 16384}
 CASES += [
-    Case(
-        {**GROUPED, "n_layers": 8, "max_seq_len": 16384},
-        *({**ROWS, "scheme": scheme}, {**BF16, "global_batch": 1, "recompute": recompute}),
-        *(0.9, 1.25, scheme == "megatron_2d"),
-    )
+    Case(LONG, {**ROWS, "scheme": scheme}, {**BF16, **how}, 0.9, 1.25, scheme == "megatron_2d")
     for scheme in ("megatron_2d", "optimus")
-    for recompute in ("none", "selective", "full")
+    for how in ({"recompute": "none"}, {"recompute": "selective"}, FULL)
 ]
 # As on clusters of the time before fused attention, whose files say `fused_attention`. The head
 # counts as a layer, which of few layers is a large part.
