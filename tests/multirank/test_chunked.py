@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +101,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "stages": {**GRID, "rows": 1, "pp": 2, "micro_batches": 4},
     "fsdp": {**GRID, "rows": 1, "dp": 2, "dp_mode": "fsdp"},
     "sequence": {**SEQUENCE, "keep_gathered": "none"},
+    "tokens": {**SEQUENCE, "cols": 3, "keep_gathered": "none", "micro_batches": 24},
+    # These chunks only hide messages.
+    "hidden, grid": GRID,
+    "hidden, replicated": {"scheme": "megatron", "cols": 2},
+    "hidden, sequence": {**SEQUENCE, "keep_gathered": "none"},
+    "hidden, tokens": {**SEQUENCE, "cols": 3, "keep_gathered": "none", "micro_batches": 24},
+    "hidden, tokens over rows": {
+        **{"scheme": "megatron_2d", "rows": 2, "cols": 2, "keep_gathered": "weights"},
+        **{"dp": 2, "dp_mode": "zero1", "micro_batches": 6},
+    },
+    "hidden, D&SP": BRANCHES,
     "D&SP": BRANCHES,
     "D&SP-cSub": {**BRANCHES, "common": "first"},
 }
@@ -108,20 +119,28 @@ QUICK = {
     ("grid, inputs stay", "BERT", "none"),
     ("sequence", "Transformer", "none"),
     ("D&SP", "GPT-2", "full"),
+    ("tokens", "GPT-2", "none"),
+    ("hidden, replicated", "BERT", "none"),
+    ("hidden, tokens", "T5", "full"),
+    ("hidden, tokens over rows", "Llama", "none"),
 }
 
 
-def compare_in_parts(*args: Any) -> dict[str, float]:
+def compare_in_parts(hides: bool, *args: Any) -> dict[str, float]:
     real, cuts = summa.Gathered.chunks, []
 
-    def watched(schedule: summa.Gathered, shape: torch.Size) -> list[slice]:
+    def watched(schedule: summa.Gathered, shape: torch.Size) -> Sequence[summa.Chunk]:
         cuts.append(real(schedule, shape))
         return cuts[-1]
 
     def in_three(choices: Choices, _: LayoutConfig) -> Choices:
         """Everything that travels whole travels in three chunks."""
-        travels = choices.activation_bytes
-        return rules._each(choices, lambda one: replace(one, n_chunks=3) if travels(one) else one)
+
+        def cut(one: Choice) -> Choice:
+            travels = choices.activation_bytes(one) or (choices.replicated and not one.common)
+            return replace(one, n_chunks=3, whole_backward=hides) if travels else one
+
+        return rules._each(choices, cut)
 
     with (
         patch.object(rules, "_chunked", in_three),
@@ -150,7 +169,8 @@ def test_equals_one_device(pool: WorkerPool, name: str, model: str, recompute: s
     config = {"n_layers": 2, "max_seq_len": 12, "dropout": 0.1, **MODELS[model]}
     settings = {**SETTINGS, "recompute": recompute, "global_batch": 24}
     n = LayoutConfig(**layout).n_processes
-    for worst in pool.run(n, compare_in_parts, layout, config, settings, STEPS):
+    hides = name.startswith("hidden")
+    for worst in pool.run(n, compare_in_parts, hides, layout, config, settings, STEPS):
         assert max(worst.values()) <= TOLERANCE["float64"], worst
 
 

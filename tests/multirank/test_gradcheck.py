@@ -141,6 +141,9 @@ QUICK_ON_NCCL = {
     "lookup-output_stationary-gather",
     "lookup-input_stationary-gather",
     "product_stationary-s",
+    "section_opens-sequence-hidden",
+    "section_closes-sequence-hidden",
+    "section_closes-replicated-hidden",
 }
 ON_NCCL = [(grid, name) for grid in GRIDS_ON_NCCL for name in makers_on_nccl(*grid)]
 

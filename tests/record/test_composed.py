@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,12 @@ from gridformer.cluster.file import load_cluster
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.memory.estimate import Changes, changes_of
 from gridformer.memory.room import on_gpu
+from gridformer.parallel.auto import heuristics
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check_layout
 from gridformer.plan.predict import Recorded, different_ranks, price
 from gridformer.record import Start, Trace, layers, rank
-from gridformer.record.events import Held
+from gridformer.record.events import Held, Kernel, Wait
 from gridformer.record.itineraries import shortened
 from gridformer.record.layers import NotPeriodicError
 from gridformer.record.rank import RankRecord, record_ranks
@@ -232,6 +234,30 @@ def test_methods_are_those_of_the_complete_step(
         assert max(recorded) < run.model.n_layers * len(whole.step.parts), "few layers and passes"
     few_s, whole_s = (seconds(run, [pair[i].trace for pair in pairs]) for i in (0, 1))
     assert few_s == pytest.approx(whole_s, abs=1e-6 * whole_s["step"])
+
+
+def test_chunks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chunks of each of four sequences: the next one is on its way before one is multiplied."""
+    monkeypatch.setattr(
+        heuristics,
+        "_chunked",
+        lambda choices, _: heuristics._each(
+            choices, lambda one: replace(one, n_chunks=8, whole_backward=True)
+        ),
+    )
+    layout = {"scheme": "megatron", "cols": 2, "sequence_parallel": True, "keep_gathered": "none"}
+    run = run_of(layout, {"device": "cuda"}, {"family": "llama"})
+    for few, whole in both(run):
+        same(few, whole)
+        on_their_way: list[int] = []
+        for event in few.trace.unfolded():
+            if isinstance(event, Start) and event.op == "all_gather":
+                on_their_way.append(event.number)
+            elif isinstance(event, Wait) and event.number in on_their_way:
+                on_their_way.remove(event.number)
+            elif isinstance(event, Kernel) and event.op == "bmm" and event.shape[0] == 2:
+                break  # the first product of a chunk, whose tokens come from two devices
+        assert len(on_their_way) == 1
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -201,10 +201,11 @@ class Costs:
             self._kernels[work] = kernel_s(self.cluster, work)
         return self._kernels[work]
 
-    def product_s(self, m: int, n: int, k: int, dtype: str, itemsize: int) -> float:
-        """Returns the seconds of a product [m, k] x [k, n] whose operands are read once."""
-        n_bytes = (m * k + k * n + m * n) * itemsize
-        return self.kernel_s(KernelWork("product", 2.0 * m * n * k, n_bytes, dtype, (1, m, n, k)))
+    def product_s(self, m: int, n: int, k: int, dtype: str, itemsize: int, batch: int = 1) -> float:
+        """Returns the seconds of products of several [m, k] and one [k, n], which are read once."""
+        n_bytes = (batch * m * (k + n) + k * n) * itemsize
+        flop, shape = 2.0 * batch * m * n * k, (batch, m, n, k)
+        return self.kernel_s(KernelWork("product", flop, n_bytes, dtype, shape))
 
     def moved_s(self, n_bytes: float) -> float:
         """Returns the seconds of a memory-bound kernel that reads and writes this many bytes."""

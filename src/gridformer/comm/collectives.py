@@ -77,6 +77,7 @@ class _Exchange(Pending):
         own: This rank's own block; None if it is given later.
         dim: The dimension along which blocks are joined; None sums them.
         later: Whether the message may still be on its way when this returns.
+        out: Where the result is written; None makes a tensor for it.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class _Exchange(Pending):
         own: Tensor | None,
         dim: int | None = None,
         later: bool = True,
+        out: Tensor | None = None,
     ) -> None:
         n, one = len(blocks), blocks[0]
         # `reshape` alone would give a view with gaps if a column of a wider matrix is sent.
@@ -101,6 +103,7 @@ class _Exchange(Pending):
             self._result.view(-1), sent, sizes, sizes, group=axis.group, async_op=later
         )
         self.own, self._index, self._dim, self._noted = own, axis.index, dim, noted
+        self._out = out
         if noted is not None:
             noted.started()
 
@@ -118,10 +121,15 @@ class _Exchange(Pending):
             noted.end()
         received, sent, at = self._result, self._sent, self._index
         self._sent = None
+        out, self._out = self._out, None
         if self._dim is not None:
-            self._result = torch.cat([*received[:at], own, *received[at:]], self._dim)
+            blocks = [*received[:at], own, *received[at:]]
+            self._result = torch.cat(blocks, self._dim) if out is None else out
+            if out is not None:
+                torch.cat(blocks, self._dim, out=out)
         else:
-            self._result = (received[0] if len(received) == 1 else received.sum(0)).add_(own)
+            total = received[0] if len(received) == 1 else received.sum(0)
+            self._result = total.add_(own) if out is None else torch.add(total, own, out=out)
         if self._dim is not None or len(received) > 1:
             free_storage(received)
         if self._copied and sent is not None:
@@ -250,11 +258,11 @@ def all_gather(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
 
 
 def start_all_gather(
-    x: Tensor, axis: Axis, dim: int, label: str = "", later: bool = True
+    x: Tensor, axis: Axis, dim: int, label: str = "", later: bool = True, out: Tensor | None = None
 ) -> Pending:
-    """Starts `all_gather`."""
+    """Starts `all_gather`, whose result is in `out`, a contiguous tensor, if that is given."""
     if axis.size == 1:
-        return Pending(x)
+        return Pending(x if out is None else out.copy_(x))
     dim %= x.dim()
     x = x.contiguous()
     noted = (
@@ -263,10 +271,13 @@ def start_all_gather(
         else None
     )
     if axis.over_nccl:
-        blocks = x.new_empty((axis.size, *x.shape))
+        in_order = out is not None and x.shape[:dim].numel() == 1  # blocks lie there one by one
+        blocks = out if out is not None and in_order else x.new_empty((axis.size, *x.shape))
         work = _all_gather(blocks.view(-1), x.view(-1), group=axis.group, async_op=later)
-        return _Joined(blocks, work, noted, x, dim)
-    return _Exchange([x] * (axis.size - 1), axis, noted, x, dim, later)
+        if in_order:
+            return Pending(blocks, work, noted, x)
+        return _Joined(blocks, work, noted, x, dim, out)
+    return _Exchange([x] * (axis.size - 1), axis, noted, x, dim, later, out)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
@@ -281,11 +292,11 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
 
 
 def start_reduce_scatter(
-    x: Tensor, axis: Axis, dim: int, label: str = "", later: bool = True
+    x: Tensor, axis: Axis, dim: int, label: str = "", later: bool = True, out: Tensor | None = None
 ) -> Pending:
-    """Starts `reduce_scatter`."""
+    """Starts `reduce_scatter`, whose result is in `out`, a contiguous tensor, if that is given."""
     if axis.size == 1:
-        return Pending(x)
+        return Pending(x if out is None else out.copy_(x))
     dim %= x.dim()
     if x.shape[dim] % axis.size:
         raise ValueError(
@@ -299,9 +310,9 @@ def start_reduce_scatter(
     )
     blocks = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0)
     if axis.over_nccl:
-        return _reduce_scatter_blocks(blocks.contiguous(), axis, noted, later)
+        return _reduce_scatter_blocks(blocks.contiguous(), axis, noted, later, out)
     at = axis.index
-    return _Exchange([*blocks[:at], *blocks[at + 1 :]], axis, noted, blocks[at], None, later)
+    return _Exchange([*blocks[:at], *blocks[at + 1 :]], axis, noted, blocks[at], None, later, out)
 
 
 def barrier(axes: tuple[Axis, ...]) -> None:
@@ -318,22 +329,38 @@ def barrier(axes: tuple[Axis, ...]) -> None:
 class _Joined(Pending):
     """Blocks [size, *block] gathered over NCCL, which are joined along a dimension of a block."""
 
-    def __init__(self, blocks: Tensor, work: Any, noted: Noted, sent: Tensor, dim: int) -> None:
+    def __init__(
+        self,
+        blocks: Tensor,
+        work: Any,
+        noted: Noted,
+        sent: Tensor,
+        dim: int,
+        out: Tensor | None = None,
+    ) -> None:
         super().__init__(blocks, work, noted, sent)
         self._dim: int | None = dim
+        self._out = out
 
     def wait(self) -> Tensor:
         super().wait()
         if self._dim is not None:
-            self._result = self._result.movedim(0, self._dim).flatten(self._dim, self._dim + 1)
-            self._dim = None
+            blocks, out = self._result.movedim(0, self._dim), self._out
+            if out is None:
+                self._result = blocks.flatten(self._dim, self._dim + 1)
+            else:
+                self._result = out
+                out.view(blocks.shape).copy_(blocks)
+            self._dim = self._out = None
         return self._result
 
 
-def _reduce_scatter_blocks(blocks: Tensor, axis: Axis, noted: Noted, later: bool = True) -> Pending:
+def _reduce_scatter_blocks(
+    blocks: Tensor, axis: Axis, noted: Noted, later: bool = True, out: Tensor | None = None
+) -> Pending:
     """Reduce-scatters contiguous blocks [size, *block] to this rank's sum [*block]."""
     # Not empty_like of a block as it was before stacking: that keeps the strides of a transposed
     # block, and `view(-1)` then fails. `blocks` are contiguous, and so is `out`.
-    out = blocks.new_empty(blocks.shape[1:])
+    out = blocks.new_empty(blocks.shape[1:]) if out is None else out
     work = _reduce_scatter(out.view(-1), blocks.view(-1), group=axis.group, async_op=later)
     return Pending(out, work, noted, blocks)

@@ -169,7 +169,7 @@ def _activations(run: RunConfig, choices: Choices) -> tuple[dict[str, float], fl
 
 def _wide(run: RunConfig, choices: Choices, choice: Choice, out: float) -> float:
     """Returns the bytes of the gradients of a product's output with what it gathers meanwhile."""
-    whole = choices.activation_bytes(choice) / choice.n_chunks
+    whole = choices.held_at_a_time(choice)
     if not whole:
         return out
     if choice.schedule != "gather":  # its sums are in float32 until the last panel has come

@@ -20,7 +20,7 @@ from gridformer.memory.quick import quick_peaks
 from gridformer.memory.room import room_on
 from gridformer.parallel.auto.cost import Choice, resolved
 from gridformer.parallel.auto.decisions import decisions_of
-from gridformer.parallel.auto.fastest import Load, ProductTimes
+from gridformer.parallel.auto.fastest import CAST_BYTES, NORM_LAUNCHES, Load, ProductTimes
 from gridformer.parallel.auto.products import blocks_of, parameter_bytes
 from gridformer.parallel.data.buckets import BUCKET_BYTES
 from gridformer.parallel.pipeline.partition import (
@@ -33,14 +33,8 @@ from gridformer.parallel.registry import spec_of
 from gridformer.plan.predict import on_device_type, unfused
 from gridformer.utils.units import GIB
 
-# Passes of memory-bound kernels, forward and backward: over an activation between sections (a norm
-# in float32, which casts its result, and what is added after a section) and over one inside.
-_NORM, _RMS_NORM, _RESIDUAL = (2, 3), (7, 17.5), (3, 3)
-_GRID_NORM, _GRID_LAUNCHES = (5, 19), (10, 14)  # where devices sum the statistics of a norm
-_INSIDE, _JOINED = (1, 3.5), (3, 8)  # joined products are rotated, or parts of them multiplied
-_BIAS = 2, 1  # forward only where the product is sharded
+# Passes of memory-bound kernels over logits.
 _LOGITS, _SHARDED_LOGITS = 6, 10  # in float32, forward and backward together
-_CAST = 6  # bytes of casting an element between types of 2 and 4 bytes
 _UPDATE, _MOMENTS = 32, 16  # bytes of a parameter: that its update moves, and that a host may have
 # Kernels that move little: of a step, of a parameter once a step, and of a chunk of the loss.
 _STEP, _PARAMETER, _CHUNK = 70, {"replicate": 1, "zero1": 4, "fsdp": 3}, (15, 30)
@@ -154,7 +148,7 @@ class _Step:
         if self.item == 2:
             copies = 1 if self.choices.cast_once else 2 * layout.micro_batches
             cast = held * (part if layout.dp_mode == "fsdp" else 1)
-            load.memory += self.costs.moved_s(_CAST * cast * copies)
+            load.memory += self.costs.moved_s(CAST_BYTES * cast * copies)
         held *= part * self.wide / 4
         load.memory += self.costs.moved_s(_UPDATE * held)
         if train.offload == "optimizer":
@@ -171,7 +165,9 @@ class _Step:
         products = [one for one in every if one.product.section != "head"]
         products = [one for one in products if stack_of(one.product) == stack]
         for choice, (there, back) in zip(products, self._in_turns(products)):
-            for load, one, around in zip((forward, backward), (there, back), self._around(choice)):
+            for load, one, around in zip(
+                (forward, backward), (there, back), self.times.around(choice)
+            ):
                 one.add(around)
                 load.add(one, choice.product.count)
             if again and not choice.product.ends_block:
@@ -217,30 +213,6 @@ class _Step:
         before = [(loads[i - 1][0].compute_s, after[i][1].compute_s / 2) for i in range(len(loads))]
         return [self.times.passes(choice, one) for choice, one in zip(products, before)]
 
-    def _around(self, choice: Choice) -> Iterator[Load]:
-        """Yields the loads of the memory-bound kernels around a product, forward and backward."""
-        product, choices, item = choice.product, self.choices, self.item
-        h, wide, casts = self.run.model.hidden_size, max(4, item), 2 * (item == 2)
-        cut = 1 if choices.between != "cut" else choices.cols
-        sharded = not choice.common and choices.rows * choices.cols > 1
-        norm, inner = (_RMS_NORM if product.rms else _NORM), (_JOINED if product.parts else _INSIDE)
-        summed = self.times.between == "h" and choices.cols > 1
-        norm = _GRID_NORM if summed else norm
-        for way in range(2):
-            bias = product.bias * _BIAS[way] * (sharded or way)
-            launches = (bias > 0) + way * (1 + casts / 2) * (1 + product.bias)  # and gradients
-            if product.closes:
-                n_bytes = (_RESIDUAL[way] + bias) * item * h / cut
-                launches += 1
-            else:
-                n_bytes = (norm[way] * wide + casts * _CAST) * h / cut
-                n_bytes += (inner[way] + bias) * item * choice.n_out / choices.cols
-                alone = norm[way] / 2 + 2 if product.rms else 1
-                launches += (_GRID_LAUNCHES[way] if summed else alone) + casts
-                launches += inner[way] if product.parts else 1
-            seconds = self.costs.moved_s(choices.tokens(product) * n_bytes)
-            yield Load(memory=seconds, launches=launches)
-
     def _attention(self, stack: str) -> Iterator[tuple[float, float]]:
         """Yields the seconds of each kind of attention in a layer of a stack, of both passes."""
         model, s, source = self.run.model, self.run.seq_len, self.run.source_len
@@ -285,10 +257,10 @@ class _Step:
             if is_head:
                 cols = 1 if choice.common else self.choices.cols
                 passes = _LOGITS if cols == 1 else _SHARDED_LOGITS
-                each = passes * max(4, self.item) + 2 * _CAST * (self.item == 2)
+                each = passes * max(4, self.item) + 2 * CAST_BYTES * (self.item == 2)
                 logits = self.choices.head_tokens(choice) * choice.product.n_out / cols
                 forward.memory += self.costs.moved_s(logits * each)
-                norm = sum(_GRID_LAUNCHES) * (cols > 1 and self.times.between == "h")
+                norm = sum(NORM_LAUNCHES) * (cols > 1 and self.times.between == "h")
                 forward.launches += (_CHUNK[cols > 1] + norm) * self.choices.loss_chunks(choice)
         return forward, backward
 

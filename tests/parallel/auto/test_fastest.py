@@ -113,6 +113,18 @@ def test_panels_count_what_is_summed_up_panel_by_panel() -> None:
     assert {choice.schedule for choice in decide_run(run).choices.products.values()} == {"gather"}
 
 
+def test_chunks_of_tokens_hide_messages_while_the_host_keeps_ahead() -> None:
+    """Those of a long sequence take longer than the launches that hide them."""
+    layout = {"scheme": "megatron", "cols": 8, "sequence_parallel": True, "cluster": "gb200-nvl72"}
+    sections = {"model": "llama-3.1-8b", "data": {"path": "somewhere"}, "layout": layout}
+    more = ["data.seq_len=65536", "train.global_batch=1", "train.dtype=bfloat16"]
+    chosen = decide_run(parse_run(sections, more)).choices
+    assert min(chosen[name].n_chunks for name in ("up", "down")) > 1
+    assert chosen["up"].whole_backward
+    short = decide_run(parse_run(sections, [*more, "data.seq_len=1024"])).choices
+    assert max(choice.n_chunks for choice in short.products.values()) == 1
+
+
 CLUSTER = yaml.safe_load((configs_dir() / "clusters" / f"{SLOW}.yaml").read_text(encoding="utf-8"))
 
 

@@ -186,21 +186,34 @@ def one_wanted() -> dict[str, CaseMaker]:
 # --------------------------------------------------------------------------- Megatron's sections
 
 # On one row of devices, activations between sections are whole on all of them, or sharded over s,
-# or over b as with sub-graphs; they are gathered at once or in chunks.
+# or over b as with sub-graphs; they are gathered at once or in chunks: of sequences, of tokens of
+# each, or such as only hide messages.
 BETWEEN: dict[str, Dims] = {
     "replicated": (None, None, None),
+    "replicated-hidden": (None, None, None),
     "sequence": (None, COL, None),
     "sequence-parts": (None, COL, None),
+    "sequence-tokens": (None, COL, None),
+    "sequence-hidden": (None, COL, None),
     "samples-parts": (COL, None, None),
+    "samples-hidden": (COL, None, None),
 }
+CHUNKS = {"parts": 2, "tokens": 4, "hidden": 4}
 
 
 def _one_row(between: str, axes: Axes) -> summa.Gathered:
-    dims, parts = BETWEEN[between], 2 if between.endswith("parts") else 1
+    dims, (_, _, chunks) = BETWEEN[between], between.partition("-")
     boundary = summa.Replicated(axes.col)
     if COL in dims:
         boundary = summa.Sharded(axes.col, dims.index(COL))
-    return summa.Gathered(axes, boundary, parts)
+    return summa.Gathered(axes, boundary, CHUNKS.get(chunks, 1), chunks == "hidden")
+
+
+def _tokens(between: str, cols: int) -> tuple[int, int]:
+    """Return b and s: three tokens of each device make two unequal chunks of each sequence."""
+    if between in ("sequence-tokens", "sequence-hidden"):
+        return 2, 3 * cols
+    return cols, cols
 
 
 def section_opens(between: str, keep_input: bool, axes: Axes) -> Case:
@@ -213,7 +226,7 @@ def section_opens(between: str, keep_input: bool, axes: Axes) -> Case:
         return join(c, (None, None, COL), axes)
 
     cols = axes.col.size
-    shapes: list[tuple[int, ...]] = [(cols, cols, 3), (3, 2 * cols), (2 * cols,)]
+    shapes: list[tuple[int, ...]] = [(*_tokens(between, cols), 3), (3, 2 * cols), (2 * cols,)]
     return Case(shapes, on_grid, lambda a, w, bias: a @ w + bias)
 
 
@@ -222,7 +235,7 @@ def section_closes(between: str, axes: Axes) -> Case:
 
     The bias is one variable that all devices hold, or one on each device, which sees its part of C.
     """
-    cols, whole = axes.col.size, between == "replicated"
+    cols, whole = axes.col.size, between.startswith("replicated")
 
     def on_grid(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
         mine = cut(a, (None, None, COL), axes), cut(w, (None, COL), axes)
@@ -231,10 +244,10 @@ def section_closes(between: str, axes: Axes) -> Case:
         return join(c, BETWEEN[between], axes)
 
     def plain(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-        each = bias.unsqueeze(1) if between.startswith("samples") else bias
-        return a @ w.t() + each
+        each = bias if whole else bias.repeat_interleave(a.shape[1] // cols, 0)  # of each token
+        return a @ w.t() + (bias.unsqueeze(1) if between.startswith("samples") else each)
 
-    shapes: list[tuple[int, ...]] = [(cols, cols, 2 * cols), (3, 2 * cols)]
+    shapes: list[tuple[int, ...]] = [(*_tokens(between, cols), 2 * cols), (3, 2 * cols)]
     return Case([*shapes, (1 if whole else cols, 3)], on_grid, plain)
 
 

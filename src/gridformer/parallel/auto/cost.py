@@ -28,6 +28,8 @@ class Choice:
         stationary: Which of output, input and weight is not sent.
         schedule: How the other operands travel (gridformer.parallel.tensor.summa).
         n_chunks: Number of chunks in which activations are gathered or summed.
+        whole_backward: Whether chunks only hide messages, and save no memory: the backward pass
+            holds whole activations, and has chunks only where both products wait for a message.
         keep_input: Whether the gathered input is kept for the backward pass.
         keep_weight: Whether the gathered weight is kept for the whole step.
         common: Whether every process computes the full product for its own samples.
@@ -37,6 +39,7 @@ class Choice:
     stationary: Stationary = "output"
     schedule: ScheduleName = "gather"
     n_chunks: int = 1
+    whole_backward: bool = False
     keep_input: bool = False
     keep_weight: bool = False
     common: bool = False
@@ -173,7 +176,8 @@ class Choices:
         if choice.keep_weight and not first:
             weight = 0.0
         if self.replicated:  # all-reduced at the end of a section
-            return _traffic(2 * activation * (choice.stationary == "input"), weight, 1, 1)
+            closes = choice.stationary == "input"
+            return _traffic(2 * activation * closes, weight, choice.n_chunks, 1)
         if choice.schedule != "gather":  # the panels of the table travel for each chunk of tokens
             chunks = self.loss_chunks(choice)
             steps = self.panels * chunks
@@ -186,15 +190,18 @@ class Choices:
             enter, leave = self.ends(choice)
             return leave + enter if choice.keep_input else leave + enter + enter
         activation, weight = self._unit(choice)
+        chunks = choice.n_chunks
+        if choice.whole_backward and choice.stationary == "output":
+            chunks = 1
         if self.replicated:  # all-reduced at the start of the section
-            return _traffic(2 * activation * (choice.stationary == "output"), weight, 1, 1)
+            return _traffic(2 * activation * (choice.stationary == "output"), weight, chunks, 1)
         if choice.schedule != "gather":
             chunks = self.loss_chunks(choice)
             steps = 2 * self.panels * chunks
             return _traffic(2 * activation, 2 * weight * chunks, steps, steps)
         inputs = 1 + (choice.stationary == "output" and not choice.keep_input)  # gathered again
         weights = 1 + (not choice.keep_weight)
-        return _traffic(inputs * activation, weights * weight, inputs * choice.n_chunks, weights)
+        return _traffic(inputs * activation, weights * weight, inputs * chunks, weights)
 
     def again(self, choice: Choice) -> Traffic:
         """Returns the traffic of the recomputed forward pass, in addition to `backward`."""
@@ -275,7 +282,12 @@ class Choices:
             return self.activation_bytes(choice)
         product, rows = choice.product, 1 - 1 / self.rows
         weight = product.n_in * choice.n_out / self.cols * rows * self.work.itemsize
-        return self.activation_bytes(choice) / choice.n_chunks + weight
+        return self.held_at_a_time(choice) + weight
+
+    def held_at_a_time(self, choice: Choice) -> float:
+        """Returns the most bytes that are gathered of an activation at a time for one product."""
+        chunks = 1 if choice.whole_backward else choice.n_chunks
+        return self.activation_bytes(choice) / chunks
 
     def activation_bytes(self, choice: Choice) -> float:
         """Returns the bytes of the full activation that is gathered or summed for one product."""
@@ -300,8 +312,9 @@ class Choices:
         weights = weights and gathers and self.rows > 1
         if (inputs, weights) == (choice.keep_input, choice.keep_weight):
             return choice
-        n_chunks = 1 if inputs else choice.n_chunks
-        return replace(choice, keep_input=inputs, keep_weight=weights, n_chunks=n_chunks)
+        chunks = (1, False) if inputs else (choice.n_chunks, choice.whole_backward)
+        option = replace(choice, keep_input=inputs, keep_weight=weights)
+        return replace(option, n_chunks=chunks[0], whole_backward=chunks[1])
 
     def kept_bytes(self, choice: Choice) -> float:
         """Returns the bytes that a device holds longer for what all such products keep."""

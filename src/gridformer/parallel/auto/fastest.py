@@ -36,10 +36,19 @@ _OPS: dict[str, tuple[Op | None, Op]] = {
     "replicated": (None, "all_reduce"),
     "first": ("broadcast", "reduce"),
 }
-# Kernels and messages that the host launches, in a forward and in a backward pass: around a product
+# Kernels and messages that the host launches, in a forward and in a backward pass: for a product
 # whatever its choice; for each axis over which operands travel; and more for each chunk (copies,
-# gradients cast and added up) or panel (two messages, a product and the sum of its terms).
-_AROUND, _PER_AXIS, _PER_CHUNK, _PER_PANEL = (6, 12), (2, 4), (4, 7), (4, 8)
+# gradients cast and added up, or a message, a copy and a product if it only hides a message) or
+# panel (two messages, a product and the sum of its terms).
+_PER_AXIS, _PER_CHUNK, _PER_HIDDEN, _PER_PANEL = (2, 4), (4, 7), (2, 3), (4, 8)
+# Passes of memory-bound kernels, forward and backward: over an activation between sections (a norm
+# in float32, which casts its result, and what is added after a section) and over one inside.
+_NORM, _RMS_NORM, _RESIDUAL = (2, 3), (7, 17.5), (3, 3)
+_GRID_NORM, NORM_LAUNCHES = (5, 19), (10, 14)  # where devices sum the statistics of a norm
+_INSIDE, _JOINED = (1, 3.5), (3, 8)  # joined products are rotated, or parts of them multiplied
+_BIAS = 2, 1  # forward only where the product is sharded
+CAST_BYTES = 6  # of casting an element between types of 2 and 4 bytes
+_LAUNCH_PRICES = (0.0, 1.0, 0.5, 0.2)  # of a second of the host, which runs ahead of a GPU
 # Passes over gathered keys and values, forward and backward: they are put in order, and gradients
 # of two segments of queries are added up.
 _KEYS_PASSES = 2, 8
@@ -101,20 +110,61 @@ class ProductTimes:
         boundary = spec_of(layout).boundary(layout)
         self.axis, self.between = boundary.axis, boundary.activation_layout
         self.dtype = choices.work.dtype or "float32"
+        self.launch_price, self._totals = 1.0, dict[Choice, tuple[float, float]]()
         self.places = _places(layout, block, costs)
 
     def step_s(self, choice: Choice) -> float:
-        """Returns the seconds of all such products in a step, the messages included."""
+        """Returns the seconds of all such products in a step, the messages included.
+
+        The host's seconds count by `launch_price`.
+        """
+        device_s, host_s = self.totals(choice)
+        return device_s + self.launch_price * host_s
+
+    def totals(self, choice: Choice) -> tuple[float, float]:
+        """Returns the seconds of the device and of the host for all such products in a step.
+
+        They include what is computed around a product in a layer, except for attention.
+        """
         product, work = choice.product, self.work
         if choice.common:
-            return 0.0  # the same for every choice
-        launch_s = self.costs.cluster.host.launch_us.value * 1e-6
-        both = self.passes(choice)
-        for load, n in zip(both, _AROUND):
-            load.launches += n
-        forward, backward = (load.on(self.costs, launch_s) for load in both)
-        again = work.recompute == "full" and product.section != "head" and not product.ends_block
-        return product.count * work.micro_batches * (forward * (1 + again) + backward)
+            return 0.0, 0.0  # the same for every choice
+        if choice not in self._totals:
+            forward, backward = self.passes(choice)
+            if product.section != "head":
+                for load, around in zip((forward, backward), self.around(choice)):
+                    load.add(around)
+            again = work.recompute == "full" and product.section != "head"
+            backward.add(forward, 1 + (again and not product.ends_block))
+            launch_s = self.costs.cluster.host.launch_us.value * 1e-6
+            n = product.count * work.micro_batches
+            self._totals[choice] = n * backward.device_s, n * backward.launches * launch_s
+        return self._totals[choice]
+
+    def around(self, choice: Choice) -> Iterator[Load]:
+        """Yields the loads of the memory-bound kernels around a product, forward and backward."""
+        product, choices, item = choice.product, self.choices, self.work.itemsize
+        h = product.n_out if product.closes else product.n_in
+        wide, casts = max(4, item), 2 * (item == 2)
+        cut = 1 if choices.between != "cut" else choices.cols
+        sharded = not choice.common and choices.rows * choices.cols > 1
+        norm, inner = (_RMS_NORM if product.rms else _NORM), (_JOINED if product.parts else _INSIDE)
+        summed = self.between == "h" and choices.cols > 1
+        norm = _GRID_NORM if summed else norm
+        for way in range(2):
+            bias = product.bias * _BIAS[way] * (sharded or way)
+            launches = (bias > 0) + way * (1 + casts / 2) * (1 + product.bias)  # and gradients
+            if product.closes:
+                n_bytes = (_RESIDUAL[way] + bias) * item * h / cut
+                launches += 1
+            else:
+                n_bytes = (norm[way] * wide + casts * CAST_BYTES) * h / cut
+                n_bytes += (inner[way] + bias) * item * choice.n_out / choices.cols
+                alone = norm[way] / 2 + 2 if product.rms else 1
+                launches += (NORM_LAUNCHES[way] if summed else alone) + casts
+                launches += inner[way] if product.parts else 1
+            seconds = self.costs.moved_s(choices.tokens(product) * n_bytes)
+            yield Load(memory=seconds, launches=launches)
 
     def passes(
         self, choice: Choice, before: tuple[float, float] | None = None
@@ -133,33 +183,40 @@ class ProductTimes:
         grid = rows * cols
         gathers, keeps_output = choice.schedule == "gather", choice.stationary == "output"
         chunks = max(choice.n_chunks, choices.loss_chunks(choice))
+        whole = choice.whole_backward
+        # In how many chunks gradients of activations are multiplied, and those of the weight.
+        turns, sums = 1 if whole and keeps_output else chunks, 1 if whole else chunks
         panels = 1 if gathers else choices.panels
-        steps = chunks * panels
+        steps, apart = chunks * panels, self._rows_apart(choice)
         tokens = choices.head_tokens(choice)
         k, n = product.n_in, choice.n_out
         travels = tokens * (k if keeps_output else n) * item
         k, n = (k, max(1, n // cols)) if keeps_output else (max(1, k // cols), n)
         weight = k * n
-        m, k = max(1, int(tokens / chunks)), max(1, k // panels)
+        k = max(1, k // panels)
 
-        def product_s(m: int, n: int, k: int) -> float:
-            return steps * costs.product_s(m, n, k, self.dtype, item)
+        def product_s(chunks: int, n: int, k: int) -> float:
+            batch = apart if chunks > 1 else 1
+            m = max(1, int(tokens / chunks / batch))
+            return chunks * panels * costs.product_s(m, n, k, self.dtype, item, batch)
 
         # The gradient of a gathered weight is multiplied block by block.
         blocks = rows if gathers and chunks == choice.n_chunks else 1
-        one, grad_x = product_s(m, n, k), product_s(m, k, n)
-        grad_w = blocks * product_s(max(1, k // blocks), n, m)
-        more = _PER_CHUNK if gathers else _PER_PANEL
-        parts = steps if steps > 1 else 0
+        one, grad_x = product_s(chunks, n, k), product_s(turns, k, n)
+        m = max(1, int(tokens / sums))
+        one_block = costs.product_s(max(1, k // blocks), n, m, self.dtype, item)
+        grad_w = sums * panels * blocks * one_block
+        more = (_PER_HIDDEN if whole else _PER_CHUNK) if gathers else _PER_PANEL
         axes = (rows > 1) + (cols > 1)
-        launches = [parts * more[way] + axes * _PER_AXIS[way] for way in range(2)]
+        parts = [several if several > 1 else 0 for several in (steps, turns * panels)]
+        launches = [parts[way] * more[way] + axes * _PER_AXIS[way] for way in range(2)]
         forward = Load(one, launches=1 + launches[0])
         backward = Load(grad_x + grad_w, launches=1 + blocks + launches[1])
         # A product adds up its weight's gradient itself, unless chunks, rows or parts are joined.
         added = weight * (2 * max(4, item) + item)
         joins = rows > 1 or product.parts or item >= 4
         n_bytes = added / rows * bool(joins) + 2 * item * weight * (rows > 1)
-        n_bytes += (chunks > 1) * chunks * added * (grid > 1)
+        n_bytes += (sums > 1) * sums * added * (grid > 1)
         backward.memory = costs.moved_s(n_bytes)
         if choice.common:
             return forward, backward
@@ -183,21 +240,27 @@ class ProductTimes:
                 backward.exposed[axis] += _in_turns(panel, 2 * steps, backward.products * hides)
             return forward, backward
         enter, leave = (
-            self.message(op, travels / chunks, self.axis) for op in _OPS[choices.between]
+            [self.message(op, travels / n, self.axis) for n in (chunks, turns)]
+            for op in _OPS[choices.between]
         )
         if keeps_output:
-            forward.exposed[self.axis] += _in_turns(enter, chunks, one)
-            backward.exposed[self.axis] += chunks * leave.beside(grad_w / chunks)
+            forward.exposed[self.axis] += _in_turns(enter[0], chunks, one)
+            backward.exposed[self.axis] += turns * leave[1].beside(grad_w / turns)
             if not choice.keep_input:
-                backward.exposed[self.axis] += chunks * enter.beside(grad_x / chunks)
+                backward.exposed[self.axis] += turns * enter[1].beside(grad_x / turns)
         else:
-            forward.exposed[self.axis] += _in_turns(leave, chunks, one)
-            backward.exposed[self.axis] += _in_turns(enter, chunks, grad_x + grad_w)
-        # Chunks of activations are copied, and blocks that are not contiguous in a message.
-        scattered = self.between == "h" or (self.between == "s" and choices.row_sequences > 1)
-        copied = 2 * travels * ((scattered and cols > 1) + (chunks > 1))
-        forward.memory += costs.moved_s(copied)
-        backward.memory += costs.moved_s(copied * (1 + keeps_output))
+            forward.exposed[self.axis] += _in_turns(leave[0], chunks, one)
+            waiting = grad_x + (0 if whole else grad_w)
+            backward.exposed[self.axis] += _in_turns(enter[1], turns, waiting)
+        if cols > 1:
+            # Blocks of activations are copied that are not contiguous in a message.
+            copied = [2 * travels * self._scattered(n) for n in (chunks, turns)]
+            copied[1] *= 1 + keeps_output
+            # So is the other factor of a weight's gradient if its tokens lie apart.
+            beside = 2 * tokens * (n if keeps_output else k) * item
+            copied[1] += beside * (turns > 1 and apart > 1)
+            forward.memory += costs.moved_s(copied[0])
+            backward.memory += costs.moved_s(copied[1])
         if rows > 1:
             gather = self.message("all_gather", weight * item, "row")
             scatter = self.message("reduce_scatter", weight * item, "row")
@@ -232,6 +295,17 @@ class ProductTimes:
             load.memory += self.costs.moved_s(passes * n_bytes)
             load.launches += n * passes
         return loads
+
+    def _rows_apart(self, choice: Choice) -> int:
+        """Returns how many rows of tokens of a chunk lie apart in the full activation."""
+        if self.between == "b" and choice.n_chunks > 1:
+            return max(1, self.work.sequences)
+        inside = self.between == "s" and choice.n_chunks > self.choices.row_sequences
+        return self.choices.cols if inside else 1
+
+    def _scattered(self, chunks: int) -> bool:
+        """Whether a message of a chunk of an activation has blocks that are not contiguous."""
+        return self.between == "h" or (self.between == "s" and self.choices.row_sequences > chunks)
 
     def message(self, op: Op | None, n_bytes: float, axis: str) -> MessageTime:
         """Returns the time of a message, if there is one; 0 on an axis of one rank.
@@ -293,10 +367,20 @@ def fastest_choices(
     # What a device has left for operands that are gathered or kept.
     held, limit = by_rules.held_bytes, by_rules.work.memory_gib or cluster.limit_gib
     room = max(MEMORY_SHARE * limit * GIB - held, held * spec_of(layout).keep_share)
-    best = {
-        c.product.name: _best(c, by_rules, layout, times, room) for c in by_rules.products.values()
-    }
-    fastest = replace(by_rules, products=_keep(best, by_rules, layout, times, room))
+    found = list[tuple[float, float, dict[str, Choice]]]()
+    for price in (1.0,) if times.costs.on_cpu else _LAUNCH_PRICES:
+        times.launch_price = price
+        best = {
+            c.product.name: _best(c, by_rules, layout, times, room)
+            for c in by_rules.products.values()
+        }
+        products = _keep(best, by_rules, layout, times, room)
+        device_s, host_s = map(sum, zip(*map(times.totals, products.values())))
+        found.append((max(device_s, host_s), price, products))
+        if host_s <= device_s:
+            break
+    _, times.launch_price, products = min(found, key=lambda one: one[0])
+    fastest = replace(by_rules, products=products)
     timed = {
         name: Timed(times.step_s(choice), by_rules[name], times.step_s(by_rules[name]))
         for name, choice in fastest.products.items()
@@ -309,11 +393,19 @@ def fastest_choices(
 def max_chunks(choices: Choices, layout: LayoutConfig, product: Product) -> int:
     """Returns the most chunks into which the activation of a product can be cut."""
     work, between = choices.work, spec_of(layout).boundary(layout).activation_layout
-    if between == "s":  # chunks of whole sequences
-        return choices.row_sequences
     if between == "b":  # chunks of all sequences
         return work.rows_of(product) // max(1, work.sequences)
-    return work.rows_of(product) // choices.rows
+    return work.rows_of(product) // choices.rows // (choices.cols if between == "s" else 1)
+
+
+def _chunk_counts(choices: Choices, layout: LayoutConfig, product: Product) -> list[int]:
+    """Returns the numbers of chunks to try; over s those of whole sequences or of parts of each."""
+    most = min(MOST_CHUNKS, max_chunks(choices, layout, product))
+    counts = [2**i for i in range(1, most.bit_length()) if 2**i <= most]
+    if spec_of(layout).boundary(layout).activation_layout == "s":
+        each = choices.row_sequences
+        counts = [n if n <= each else n // each * each for n in counts]
+    return counts
 
 
 def _best(
@@ -343,8 +435,7 @@ def _options(rule: Choice, choices: Choices, layout: LayoutConfig) -> Iterator[C
     schedules: tuple[ScheduleName, ...] = (rule.schedule,)
     if "schedule" in spec.keys_of(layout) and layout.schedule == "auto":
         schedules = _SCHEDULES
-    most = min(MOST_CHUNKS, max_chunks(choices, layout, product))
-    counts = [2**i for i in range(1, most.bit_length()) if 2**i <= most]
+    counts = _chunk_counts(choices, layout, product)
     for one, schedule in itertools.product(stationary, schedules):
         option = replace(rule, stationary=one, schedule=schedule, n_chunks=1)
         wish = layout.keep_gathered
@@ -356,6 +447,8 @@ def _options(rule: Choice, choices: Choices, layout: LayoutConfig) -> Iterator[C
             continue
         if choices.activation_bytes(option) > 0:
             yield from (replace(option, n_chunks=n) for n in counts)
+        if choices.between == "cut" or (choices.replicated and one == "input"):
+            yield from (replace(option, n_chunks=n, whole_backward=True) for n in counts)
 
 
 def _keep(

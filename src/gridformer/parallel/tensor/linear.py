@@ -52,12 +52,12 @@ class Schedules:
 
     def __init__(self, axes: Axes, boundary: summa.Replicated) -> None:
         self.axes, self.boundary = axes, boundary
-        self._made: dict[tuple[str, int], summa.Schedule] = {}
+        self._made: dict[tuple[str, int, bool], summa.Schedule] = {}
         self._last: summa.GatheredWeight | None = None
 
     def __getitem__(self, choice: Choice) -> summa.Schedule:
         """Returns the schedule that `choice` names, created on first use."""
-        key = choice.schedule, choice.n_chunks
+        key = choice.schedule, choice.n_chunks, choice.whole_backward
         if key not in self._made:
             match choice.schedule:
                 case "broadcast":
@@ -65,7 +65,7 @@ class Schedules:
                 case "pipelined":
                     self._made[key] = summa.Pipelined(self.axes)
                 case "gather":
-                    self._made[key] = summa.Gathered(self.axes, self.boundary, choice.n_chunks)
+                    self._made[key] = summa.Gathered(self.axes, self.boundary, *key[1:])
         return self._made[key]
 
     def gathered_weight(self, choice: Choice) -> summa.GatheredWeight | None:

@@ -15,6 +15,7 @@ from gridformer.parallel.tensor.summa.autograd import (
     whole_column,
 )
 from gridformer.parallel.tensor.summa.gathered import (
+    Chunk,
     Gathered,
     Operand,
     Replicated,

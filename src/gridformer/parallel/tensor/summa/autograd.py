@@ -166,7 +166,7 @@ class _AB(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (a,), b, schedule = ctx.saved_tensors, ctx.weight, ctx.schedule
+        (a,), b, schedule = ctx.saved_tensors, ctx.weight, ctx.schedule.in_backward
         wants_a, wants_b = ctx.needs_input_grad[:2]
         grad, operand = Operand(grads[0]), Operand(a, Pending(a) if ctx.whole else None)
         padded, ahead = grads[0].shape[-1] > b.shape[1], ctx.gathered_weight

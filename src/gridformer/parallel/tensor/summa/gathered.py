@@ -13,7 +13,7 @@ activation is gathered along its row, and how a sum of activations is reduce-sca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from gridformer.parallel.scheme import BoundarySpec
 
 LABEL = "product"
 ALL = slice(None)  # the chunk of an activation that is gathered at once
+Chunk = slice | tuple[slice, ...]  # what a chunk has of a part of an activation
 
 # --------------------------------------------------------------------------- boundaries
 
@@ -42,19 +43,22 @@ class Replicated:
     col: Axis
 
     @property
-    def chunk_dim(self) -> int | None:
-        """The dimension of [b, s, h] that is cut into chunks; None for b and s together.
+    def gathers(self) -> bool:
+        """Whether an activation travels when a section is entered."""
+        return False
 
-        It is not sharded, so any chunk can be gathered or reduce-scattered by itself.
+    def gather(self, x: Tensor, out: Tensor | None = None) -> Pending:
+        """Starts to gather the full activation from this device's part x of it.
+
+        The result may be written to `out`, which is contiguous, or be another tensor.
         """
-        return None
-
-    def gather(self, x: Tensor) -> Pending:
-        """Starts to gather the full activation from this device's part x of it."""
         return Pending(x)
 
-    def reduce_scatter(self, partial: Tensor) -> Pending:
-        """Starts to sum `partial` over devices, each of which keeps its part; may overwrite it."""
+    def reduce_scatter(self, partial: Tensor, out: Tensor | None = None) -> Pending:
+        """Starts to sum `partial` over devices, each of which keeps its part; may overwrite it.
+
+        The result may be written to `out` if that is contiguous, or be another tensor.
+        """
         return comm.start_all_reduce(partial, self.col, label=LABEL)
 
     def full(self, shape: torch.Size) -> list[int]:
@@ -65,32 +69,59 @@ class Replicated:
         """Returns the shape of a part of an activation, given that of the full one."""
         return list(shape)
 
-    def max_chunks(self, shape: torch.Size) -> int:
-        """Returns the most chunks of activations of that shape, full or sharded alike."""
-        return shape[:-1].numel() if self.chunk_dim is None else shape[self.chunk_dim]
+    def chunks(self, shape: torch.Size, n: int) -> Sequence[Chunk]:
+        """Returns at most n chunks of a part of that shape, of nearly equal sizes."""
+        return _ranges(shape[:-1].numel(), n)
 
-    def chunk(self, x: Tensor, indices: slice) -> Tensor:
-        """Returns a view of a chunk of an activation, whether full or sharded."""
-        if self.chunk_dim is None:
-            return x.flatten(0, -2)[indices]
-        return x[indices] if self.chunk_dim == 0 else x[:, indices]
+    def of_part(self, x: Tensor, chunk: Chunk) -> Tensor:
+        """Returns a view of a chunk of a part of an activation."""
+        return x.flatten(0, -2)[chunk]
+
+    def of_full(self, x: Tensor, chunk: Chunk) -> Tensor:
+        """Returns a view of what a full activation has of a chunk of every device's part."""
+        return x.flatten(0, -2)[chunk]
 
 
 @dataclass(frozen=True)
 class Sharded(Replicated):
-    """Activations are sharded along `dim`: 0 for b, 1 for s, -1 for h."""
+    """Activations are sharded along `dim`: 0 for b, 1 for s, -1 for h.
+
+    Chunks over s are some sequences, or tokens of one: those of all devices together then lie apart
+    in the full activation. Chunks over b are tokens of all sequences.
+    """
 
     dim: int
 
     @property
-    def chunk_dim(self) -> int | None:
-        return {0: 1, 1: 0}.get(self.dim)
+    def gathers(self) -> bool:
+        return True
 
-    def gather(self, x: Tensor) -> Pending:
-        return comm.start_all_gather(x, self.col, self.dim, LABEL)
+    def gather(self, x: Tensor, out: Tensor | None = None) -> Pending:
+        if out is not None:
+            out = out.view(self.full(x.shape))
+        return comm.start_all_gather(x, self.col, self.dim, LABEL, out=out)
 
-    def reduce_scatter(self, partial: Tensor) -> Pending:
-        return comm.start_reduce_scatter(partial, self.col, self.dim, LABEL)
+    def reduce_scatter(self, partial: Tensor, out: Tensor | None = None) -> Pending:
+        if out is not None:
+            partial = partial.view(self.full(out.shape))
+        return comm.start_reduce_scatter(partial, self.col, self.dim, LABEL, out=out)
+
+    def chunks(self, shape: torch.Size, n: int) -> Sequence[Chunk]:
+        if self.dim == 0:
+            return [(ALL, tokens) for tokens in _ranges(shape[1], n)]
+        if self.dim == 1 and n > shape[0]:
+            tokens = [_ranges(shape[1], len(range(i, n, shape[0]))) for i in range(shape[0])]
+            return [(slice(i, i + 1), one) for i, each in enumerate(tokens) for one in each]
+        return _ranges(shape[0], n) if self.dim == 1 else super().chunks(shape, n)
+
+    def of_part(self, x: Tensor, chunk: Chunk) -> Tensor:
+        return super().of_part(x, chunk) if self.dim == -1 else x[chunk]
+
+    def of_full(self, x: Tensor, chunk: Chunk) -> Tensor:
+        if self.dim == 1 and isinstance(chunk, tuple):
+            sequence, tokens = chunk
+            return x[sequence].unflatten(1, (self.col.size, -1))[0, :, tokens]
+        return self.of_part(x, chunk)
 
     def full(self, shape: torch.Size) -> list[int]:
         return [*shape[: self.dim], shape[self.dim] * self.col.size, *shape[self.dim :][1:]]
@@ -108,12 +139,16 @@ class OnFirst(Replicated):
 
     device: torch.device
 
-    def gather(self, x: Tensor) -> Pending:
+    @property
+    def gathers(self) -> bool:
+        return True
+
+    def gather(self, x: Tensor, out: Tensor | None = None) -> Pending:
         first = self.col.index == 0
         real = x.contiguous() if first else torch.empty(x.shape, dtype=x.dtype, device=self.device)
         return comm.start_broadcast(real, self.col, 0, LABEL)
 
-    def reduce_scatter(self, partial: Tensor) -> Pending:
+    def reduce_scatter(self, partial: Tensor, out: Tensor | None = None) -> Pending:
         total = comm.start_reduce(partial.contiguous(), self.col, 0, LABEL)
         return total if self.col.index == 0 else Pending(partial.to("meta"), total)
 
@@ -126,6 +161,14 @@ def boundary_of(spec: BoundarySpec, axes: Axes) -> Replicated:
     if spec.activation_layout == "first":
         return OnFirst(axis, torch.device(axes.device_type))
     return Sharded(axis, {"b": 0, "s": 1, "h": -1}[spec.activation_layout])
+
+
+def _ranges(size: int, n: int) -> list[slice]:
+    """Returns at most n ranges of nearly equal lengths that cover `size` indices."""
+    n = max(1, min(n, size))
+    each, longer = divmod(size, n)
+    ends = [each * i + min(i, longer) for i in range(n + 1)]
+    return [slice(*ends[i : i + 2]) for i in range(n)]
 
 
 # --------------------------------------------------------------------------- operands
@@ -163,7 +206,7 @@ class OneHot:
     def added_up(self, grad: Tensor) -> Tensor:
         """Multiplies this matrix's transpose by grad [..., N]: rows summed by token, [size, N]."""
         here, local = self._here()
-        grad = (grad * here.unsqueeze(-1).to(grad.dtype)).flatten(0, -2)
+        grad = grad.flatten(0, -2) * here.reshape(-1, 1).to(grad.dtype)
         return grad.new_zeros((self.size, grad.shape[-1])).index_add_(0, local.flatten(), grad)
 
     def _here(self) -> tuple[Tensor, Tensor]:
@@ -215,6 +258,22 @@ def times(a: Any, b: Tensor) -> Tensor:
     return (a if a.is_contiguous() else as_rows(a)) @ b
 
 
+def _chunk_times(a: Any, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Multiplies a chunk [.., K] by b [K, N]: [.., N], in `out` if that is given.
+
+    Rows of tokens [c, k, K], or [c, k, N] in `out`, that lie apart are multiplied by one kernel
+    where they are, without a copy.
+    """
+    if isinstance(a, OneHot):
+        return a.rows_of(b)
+    if a.dim() < 3 or (a.is_contiguous() and (out is None or out.is_contiguous())):
+        rows = None if out is None else out.flatten(0, -2)
+        c = torch.mm(a.flatten(0, -2), b, out=rows)
+        return c.view(*a.shape[:-1], -1) if out is None else out
+    apart = a.view(*(a if out is None else out).shape[:-1], -1)
+    return torch.bmm(apart, b.expand(len(apart), -1, -1), out=out)
+
+
 def transposed_times(a: Any, b: Any) -> Tensor:
     """Multiplies the transpose of a [.., M] by b [.., N]: [M, N], summed over leading dims."""
     if isinstance(a, OneHot):
@@ -248,16 +307,30 @@ class Gathered:
         axes: Axes of the grid.
         boundary: How activations are sharded between sections.
         n_chunks: Number of chunks of each activation; fewer if it has fewer indices to divide.
+        whole_backward: Whether chunks only hide messages, and need not save memory: the gradient of
+            a weight is then one product of whole activations. Not with `OnFirst`.
 
     Attributes:
         adds_gradients: Whether `atb` adds to a gradient where it multiplies.
         sums_elsewhere: Whether another device has the sums of `abt`.
     """
 
-    def __init__(self, axes: Axes, boundary: Replicated, n_chunks: int = 1) -> None:
+    def __init__(
+        self, axes: Axes, boundary: Replicated, n_chunks: int = 1, whole_backward: bool = False
+    ) -> None:
         self.row, self.boundary, self.n_chunks = axes.row, boundary, n_chunks
+        self._at_once = Gathered(axes, boundary) if whole_backward else None
         self.adds_gradients = axes.row.size == 1
         self.sums_elsewhere = isinstance(boundary, OnFirst) and boundary.col.index > 0
+
+    @property
+    def in_backward(self) -> Gathered:
+        """The schedule of the gradients of A B.
+
+        Messages of whole activations travel behind the one of both products that does not wait for
+        them, so chunks hide no more.
+        """
+        return self._at_once or self
 
     def start(self, activation: Operand | None, weight: Operand | None) -> None:
         """Starts to gather operands; several chunks are gathered one by one as they are used."""
@@ -288,12 +361,13 @@ class Gathered:
         if b.whole is None:
             self.start(None, b)
         column = b.whole.wait().t()  # type: ignore[union-attr]
-        shape = torch.Size((*a.local.shape[:-1], column.shape[1]))
-        if self.n_chunks == 1 or len(chunks := self.chunks(shape)) == 1:
+        part = self.boundary.part(torch.Size((*a.local.shape[:-1], column.shape[1])))
+        if len(chunks := self.chunks(torch.Size(part))) == 1:
             return self.boundary.reduce_scatter(times(a.local, column))
-        total = _ChunkedSum(self.boundary, shape)
+        device = torch.device("meta") if self.sums_elsewhere else column.device
+        total = _ChunkedSum(self.boundary, column.new_empty(part, device=device))
         for chunk in chunks:
-            total.start(chunk, times(self._cut(a.local, chunk), column))
+            total.start(chunk, self._cut(a.local, chunk), column)
         return total
 
     def atb(self, a: Operand, b: Operand, into: GradientSum | None = None) -> Pending:
@@ -317,6 +391,10 @@ class Gathered:
 
         a [.., K/c], b [K/r, N/c], c [.., M/c]. The weight B may still be in flight.
         """
+        if self._at_once is not None and a.whole is None and self.boundary.gathers:
+            chunks = self.chunks(a.local.shape)
+            if len(chunks) > 1:
+                return self._ab_and_whole_atb(a, b, c, chunks, into)
         ab = terms = atc = None
         for chunk, arriving in self._arriving(a):
             whole = arriving.wait()
@@ -330,6 +408,32 @@ class Gathered:
         assert ab is not None
         return ab, atc or self._sum_terms(terms, a.local.dtype, into)
 
+    def _ab_and_whole_atb(
+        self, a: Operand, b: Operand, c: Operand, chunks: Sequence[Chunk], into: GradientSum | None
+    ) -> tuple[Tensor, Pending]:
+        """`ab_and_atb`: chunks of A are multiplied by B as they arrive, then Aᵀ C is one product.
+
+        Tokens of both factors of that lie in the order in which they arrive.
+        """
+        full = torch.Size(self.boundary.full(a.local.shape))
+        whole, ab = a.local.new_empty((full[:-1].numel(), full[-1])), None
+        mine = [self._cut(c.local, chunk) for chunk in chunks]
+        sizes = [one.shape[:-1].numel() for one in mine]
+        in_order = isinstance(chunks[0], slice)
+        other = (
+            c.local.flatten(0, -2)
+            if in_order
+            else c.local.new_empty(*whole.shape[:1], c.local.shape[-1])
+        )
+        column = b.whole.wait()  # type: ignore[union-attr]
+        arriving = self._one_ahead(a.local, chunks, whole.split(sizes))
+        for one, place, (chunk, coming) in zip(mine, other.split(sizes), arriving):
+            if not in_order:
+                place.view(one.shape).copy_(one)
+            ab = self._store(ab, a, chunk, coming.wait(), column)
+        assert ab is not None
+        return ab, self._sum_down(whole, other, into)
+
     def shape_of_ab(self, a: Tensor, n_columns: int) -> list[int]:
         """Returns the shape of A B for a local block [.., K/c] of A and [K/r, n_columns] of B."""
         return [*self.boundary.full(a.shape)[:-1], n_columns]
@@ -340,53 +444,49 @@ class Gathered:
 
     # ------------------------------------------------------------------ chunks
 
-    def chunks(self, shape: torch.Size) -> list[slice]:
-        """Returns the indices of each chunk of an activation, of nearly equal sizes."""
-        n_chunks = min(self.n_chunks, self.boundary.max_chunks(shape)) if self.n_chunks > 1 else 1
-        if n_chunks <= 1:
+    def chunks(self, shape: torch.Size) -> Sequence[Chunk]:
+        """Returns the chunks of a part of an activation."""
+        if self.n_chunks == 1 or len(chunks := self.boundary.chunks(shape, self.n_chunks)) == 1:
             return [ALL]
-        size, larger = divmod(self.boundary.max_chunks(shape), n_chunks)
-        ends = [size * i + min(i, larger) for i in range(n_chunks + 1)]
-        return [slice(*ends[i : i + 2]) for i in range(n_chunks)]
+        return chunks
 
-    def _arriving(self, a: Operand) -> Iterable[tuple[slice, Pending]]:
-        """Returns (indices, gathered chunk) of an activation in order.
+    def _arriving(self, a: Operand) -> Iterable[tuple[Chunk, Pending]]:
+        """Returns (chunk, its gathered form) of an activation in order.
 
         The caller holds the only reference to a chunk, and drops it before asking for the next.
         """
         whole, a.whole = a.whole, None
         if whole is not None:  # kept for the backward pass, one-hot, or a single chunk
             return [(ALL, whole)]
-        chunks = self.chunks(a.local.shape)
+        chunks = self.chunks(a.local.shape) if self.boundary.gathers else [ALL]
         if len(chunks) == 1:
             return [(ALL, self.boundary.gather(a.local))]
-        return self._one_ahead(a.local, chunks)
+        return self._one_ahead(a.local, chunks, [None] * len(chunks))
 
-    def _one_ahead(self, local: Tensor, chunks: list[slice]) -> Iterator[tuple[slice, Pending]]:
+    def _one_ahead(
+        self, local: Tensor, chunks: Sequence[Chunk], places: Sequence[Tensor | None]
+    ) -> Iterator[tuple[Chunk, Pending]]:
+        """Yields chunks that are gathered, if they can be in `places`, one ahead of the caller."""
         coming: list[Pending] = []
-        for number, chunk in enumerate(chunks):
-            coming.append(self.boundary.gather(self.boundary.chunk(local, chunk)))
+        for number, (chunk, place) in enumerate(zip(chunks, places)):
+            coming.append(self.boundary.gather(self.boundary.of_part(local, chunk), place))
             if number:
                 yield chunks[number - 1], coming.pop(0)
         yield chunks[-1], coming.pop()
 
-    def _cut(self, x: Any, chunk: slice) -> Any:
+    def _cut(self, x: Any, chunk: Chunk) -> Any:
         if isinstance(x, OneHot):
-            tokens = self.boundary.chunk(x.tokens.unsqueeze(-1), chunk).squeeze(-1)
+            tokens = self.boundary.of_full(x.tokens.unsqueeze(-1), chunk).squeeze(-1)
             return OneHot(tokens, x.first, x.size)
-        return self.boundary.chunk(x, chunk)
+        return self.boundary.of_full(x, chunk)
 
-    def _store(self, c: Tensor | None, a: Operand, chunk: slice, x: Any, column: Tensor) -> Tensor:
+    def _store(self, c: Tensor | None, a: Operand, chunk: Chunk, x: Any, column: Tensor) -> Tensor:
         """Stores x [.., K] times column [K, N] as a chunk of the result C, and returns C."""
         if chunk == ALL:
             return times(x, column)
         if c is None:
             c = x.new_empty(self.shape_of_ab(a.local, column.shape[1]))
-        place = self.boundary.chunk(c, chunk)
-        if place.is_contiguous():
-            torch.matmul(x, column, out=place)
-        else:
-            place.copy_(times(x, column))
+        _chunk_times(x, column, self.boundary.of_full(c, chunk))
         return c
 
     # ------------------------------------------------------------------ gradients of weights
@@ -447,25 +547,25 @@ class _OwnLast(Pending):
 class _ChunkedSum(Pending):
     """An activation that is reduce-scattered chunk by chunk; the last one may be on its way."""
 
-    def __init__(self, boundary: Replicated, shape: torch.Size) -> None:
-        self._boundary, self._shape = boundary, boundary.part(shape)
-        self._total: Tensor | None = None
-        self._coming: tuple[slice, Pending] | None = None
+    def __init__(self, boundary: Replicated, total: Tensor) -> None:
+        self._boundary, self._total = boundary, total
+        self._coming: tuple[Tensor, Pending] | None = None
 
-    def start(self, chunk: slice, terms: Tensor) -> None:
-        """Waits for the previous chunk, then starts to reduce-scatter partial sums of this one."""
+    def start(self, chunk: Chunk, a: Any, column: Tensor) -> None:
+        """Multiplies a chunk, and starts to reduce-scatter it when the one before has come."""
+        place = self._boundary.of_part(self._total, chunk)
+        in_place = not self._boundary.gathers  # is all-reduced where it is
+        terms = _chunk_times(a, column, place if in_place else None)
         self._store()
-        self._coming = chunk, self._boundary.reduce_scatter(terms)
+        contiguous = place.is_contiguous() and place.device == terms.device
+        self._coming = place, self._boundary.reduce_scatter(terms, place if contiguous else None)
 
     def wait(self) -> Tensor:
         self._store()
-        assert self._total is not None
         return self._total
 
     def _store(self) -> None:
         if self._coming is not None:
-            (chunk, pending), self._coming = self._coming, None
-            x = pending.wait()
-            if self._total is None:
-                self._total = x.new_empty(self._shape)
-            self._boundary.chunk(self._total, chunk).copy_(x)
+            (place, pending), self._coming = self._coming, None
+            if (x := pending.wait()) is not place:
+                place.copy_(x)

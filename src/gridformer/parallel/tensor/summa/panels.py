@@ -98,6 +98,11 @@ class Broadcast:
         self.row, self.col = axes.row, axes.col
         self.workspace = Workspace()
 
+    @property
+    def in_backward(self) -> Broadcast:
+        """The schedule of the gradients of A B."""
+        return self
+
     # ------------------------------------------------------------------ the algorithms
 
     def ab(self, a: Operand, b: Operand) -> Tensor:
