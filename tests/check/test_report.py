@@ -75,16 +75,14 @@ def only(report: Report) -> Problem:
 def strides_kept() -> AbstractContextManager[object]:
     """The result of a reduce-scatter keeps the strides of a transposed block, as it once did."""
 
-    def add(total: comm.SumOfBlocks, own: Tensor) -> Pending:
-        axis = total._axis
-        terms = torch.stack([*total._others[: axis.index], own, *total._others[axis.index :]])
-        out = torch.empty_like(own)
-        work = collectives._reduce_scatter(
-            out.view(-1), terms.view(-1), group=axis.group, async_op=True
-        )
-        return Pending(out, work, None, terms)
+    def start(x: Tensor, axis: Axis, dim: int, *_: Any) -> Pending:
+        dim %= x.dim()
+        blocks = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0)
+        out, sent = torch.empty_like(blocks[0]), blocks.reshape(-1)
+        work = collectives._reduce_scatter(out.view(-1), sent, group=axis.group, async_op=True)
+        return Pending(out, work, None, sent)
 
-    return patch.object(comm.SumOfBlocks, "add", add)
+    return patch.object(comm, "start_reduce_scatter", start)
 
 
 def counts_left_on_the_device() -> AbstractContextManager[object]:

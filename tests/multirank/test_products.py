@@ -20,6 +20,7 @@ from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.summa import gathered, gathered_weights_scope, panels
 from tests.support.multirank.cutting import cut, grid_axes
 from tests.support.multirank.exactness import batch_of, built, tiny
+from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.pool import WorkerPool
 
 ROW, COL = "row", "col"
@@ -185,17 +186,88 @@ def test_sums_travel_while_the_other_gradient_is_multiplied(pool: WorkerPool) ->
             "have reduce_scatter row",
             "have reduce_scatter col",
         ]
-        # dB's sum is in flight during dA's product, and during this rank's part of dB.
+        # dB's sum is in flight during this rank's part of dB, and during dA's product.
         assert set(found["abt backward"][:2]) == asked
         assert found["abt backward"][2:] == [
             "have all_gather col",
             "multiply",
             "send reduce_scatter row",
-            "have all_gather row",
             "multiply",
+            "have all_gather row",
             "multiply",
             "have reduce_scatter row",
         ]
+
+
+# --------------------------------------------------- sums that are waited for later
+
+
+class Chain(nn.Module):
+    """Two products, the second of which leaves the sum of its gradient to the first."""
+
+    def __init__(self, rows: int, cols: int, input_stationary: bool) -> None:
+        super().__init__()
+        axes, n = grid_axes(rows, cols), 2 * rows * cols
+        self.schedule = summa.Gathered(axes, summa.Sharded(axes.col, -1))
+        self.turned = input_stationary
+        self.weights = nn.ParameterList(
+            cut(matrix(n, n, seed=seed), (COL, ROW) if seed and self.turned else (ROW, COL), axes)
+            for seed in range(2)
+        )
+        self.x = cut(matrix(n, n, seed=2), (ROW, COL), axes)
+        first, second = (summa.GatheredWeight(axes.row, keeps=False) for _ in range(2))
+        first.after, second.before = second, first
+        second.parameters, second.turned = lambda: (self.weights[1],), self.turned
+        self.first, self.gathered_weight = first, second
+        first.open()
+
+    def forward(self, cut_between: bool = False) -> Tensor:
+        y = summa.product_ab(self.x, self.weights[0], self.schedule, weight=self.first)
+        y, w, how = y.detach() if cut_between else y, self.weights[1], self.gathered_weight
+        if self.turned:
+            return summa.product_abt(y, w.t(), self.schedule, weight=how)
+        return summa.product_ab(y, w, self.schedule, weight=how)
+
+
+def leaving(input_stationary: bool) -> list[str]:
+    """Return the events of a backward pass, after comparing gradients of several passes."""
+    chain = Chain(3, 2, input_stationary)
+
+    def gradients() -> list[Tensor]:
+        chain.zero_grad()
+        for _ in range(2):  # the second one adds to the gradients of the first
+            chain().square().sum().backward()
+        return [p.grad for p in chain.weights if p.grad is not None]
+
+    plain = gradients()  # outside of a scope nothing is left to others
+    with gathered_weights_scope(chain):
+        for mine, theirs in zip(gradients(), plain, strict=True):
+            torch.testing.assert_close(mine, theirs)
+        loss = chain().sum()
+        with watched() as events:
+            torch.autograd.backward(loss, retain_graph=True)
+        assert torch.autograd.grad(loss, chain.weights[1])[0].isfinite().all()  # and once more
+        frozen = chain.weights[1].requires_grad_(False)
+        chain().sum().backward()
+        frozen.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="gradient was lost"), gathered_weights_scope(chain):
+        chain(cut_between=True).sum().backward()
+    return events
+
+
+@pytest.mark.parametrize("input_stationary", [False, True])
+@pytest.mark.parametrize("way", ["gloo", "nccl"])
+def test_a_sum_travels_while_the_product_before_goes_backward(
+    pool: WorkerPool, way: str, input_stationary: bool
+) -> None:
+    how = (on_nccl, leaving) if way == "nccl" else (leaving,)
+    for events in pool.run(6, *how, input_stationary):
+        sums = [i for i, event in enumerate(events) if event.endswith("reduce_scatter row")]
+        first_sent, *_, last_waited = sums
+        assert [events[i][:4] for i in sums] == ["send", "send", "have", "have"], events
+        assert events[first_sent:last_waited].count("multiply") >= 1, events
+        # Over gloo the blocks of others are multiplied first.
+        assert events.count("multiply") == (3 if way == "nccl" else 7), events
 
 
 # --------------------------------------------------- weights that are kept

@@ -138,41 +138,25 @@ class _Exchange(Pending):
 
 
 class SumOfBlocks:
-    """A reduce-scatter of blocks that are computed one after the other, each rank's own one last.
+    """A reduce-scatter over gloo of blocks that are computed one by one, each rank's own one last.
 
-    Over gloo the other blocks travel while the caller computes its own one, so they never all exist
-    at the same time. Call `add` once.
-
-    Attributes:
-        in_flight: Whether the other blocks are on their way already.
+    The blocks of others travel while the caller computes its own one. NCCL needs all of them at
+    once, as `start_reduce_scatter` takes them. Call `add` once.
     """
 
     def __init__(self, others: list[Tensor], axis: Axis, label: str) -> None:
-        self._axis, self._others, self._label = axis, others, label
-        self._started: _Exchange | None = None
-        self.in_flight = False
-        self._noted: Noted = None
-        if axis.size > 1:
-            one = others[0]
-            moved = (axis.size - 1) * one.numel()
-            if recorders or progress.active:
-                self._noted = note("reduce_scatter", axis, moved, one, label, n=axis.size)
-            del one
-            if not axis.over_nccl:
-                self.in_flight = True
-                self._started = _Exchange(others, axis, self._noted, None)
+        assert not axis.over_nccl, "over NCCL all blocks are one message"
+        one, noted = others[0], None
+        if recorders or progress.active:
+            moved = len(others) * one.numel()
+            noted = note("reduce_scatter", axis, moved, one, label, n=axis.size)
+        del one
+        self._started = _Exchange(others, axis, noted, None)
 
     def add(self, own: Tensor) -> Pending:
         """Adds this rank's block, and returns the message of its sum over all ranks."""
-        if self._started is not None:
-            self._started.own = own
-            return self._started
-        if self._axis.size == 1:
-            return Pending(own)
-        at, others = self._axis.index, self._others
-        blocks = torch.stack([*others[:at], own, *others[at:]]).contiguous()
-        others.clear()
-        return _reduce_scatter_blocks(blocks, self._axis, self._noted)
+        self._started.own = own
+        return self._started
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") -> Tensor:

@@ -205,12 +205,19 @@ class _Step:
         return forward, backward
 
     def _in_turns(self, products: Sequence[Choice]) -> list[tuple[Load, Load]]:
-        """Returns the loads of a layer's products; weights are gathered during those before."""
+        """Returns the loads of a layer's products.
+
+        Weights are gathered during the products before, and the sums of their gradients travel
+        during those of the backward pass after.
+        """
         loads = [self.times.passes(choice) for choice in products]
         if self.choices.rows == 1:
             return loads
-        after = [*loads[1:], loads[0]]
-        before = [(loads[i - 1][0].compute_s, after[i][1].compute_s / 2) for i in range(len(loads))]
+        halves = [back.compute_s / 2 for _, back in loads]
+        before = [
+            (loads[i - 1][0].compute_s, halves[(i + 1) % len(loads)], halves[i - 1])
+            for i in range(len(loads))
+        ]
         return [self.times.passes(choice, one) for choice, one in zip(products, before)]
 
     def _attention(self, stack: str) -> Iterator[tuple[float, float]]:

@@ -40,6 +40,7 @@ from gridformer.parallel.data.gradients import (
 )
 from gridformer.parallel.data.zero import replica_part
 from gridformer.parallel.sharding import shard_of
+from gridformer.parallel.tensor.summa import sum_within_blocks
 
 LABEL = "norms"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -127,6 +128,7 @@ class Updates:
         in_flight = axes.dp.size > 1 or not in_layers.isdisjoint(self.sums.parameters)
         self._lag = int(in_flight)
         if self.in_backward:
+            sum_within_blocks(model)
             for number, layer in enumerate(layers):
                 model.recompute.before_backward(layer, partial(self._reach, number))
             self.sums.around_last = self._around_last

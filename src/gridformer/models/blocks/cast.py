@@ -147,11 +147,12 @@ def transposed(parameter: Tensor) -> Tensor:
 class _Transposed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         return parameter.new_empty(()).expand(parameter.shape[1], parameter.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].t()
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
+        return None if grads[0] is None else grads[0].t()
 
 
 def _joined(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

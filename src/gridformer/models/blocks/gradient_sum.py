@@ -166,3 +166,12 @@ def continued(weight: Tensor) -> GradientSum | None:
     shape = parameter.shape[::-1] if by_columns else parameter.shape
     turned = (weight is parameter) == by_columns
     return GradientSum(shape, parameter.dtype, begin, slot.elements, turned)
+
+
+def added_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Returns a gradient of a parameter, added to that of earlier micro-batches if possible."""
+    total = continued(parameter)
+    if total is None:
+        return gradient.to(parameter.dtype)
+    total.add(gradient)
+    return total.value

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridformer.models.blocks.cast import cast, stand_for, stands_for_parameters
-from gridformer.models.blocks.gradient_sum import continued, sum_behind
+from gridformer.models.blocks.gradient_sum import added_gradient, continued, sum_behind
 from gridformer.models.kernels.products import wide_product
 from gridformer.utils.tensors import TensorAttribute
 
@@ -291,6 +291,7 @@ def side_by_side(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 class _SideBySide(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.widths = [parameter.shape[-1] for parameter in parameters]
         ctx.parameters = parameters
         first = parameters[0]
@@ -298,15 +299,8 @@ class _SideBySide(torch.autograd.Function):
         return first.new_empty((), dtype=dtype).expand(shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if grads[0] is None:  # the product before returns the gradients
+            return None, *[None] * len(ctx.parameters)
         parts = grads[0].split(ctx.widths, -1)
-        return None, *map(_added, ctx.parameters, parts)
-
-
-def _added(parameter: Tensor, part: Tensor) -> Tensor:
-    """Returns the gradient of a parameter, added to that of earlier micro-batches if possible."""
-    total = continued(parameter)
-    if total is None:
-        return part.to(parameter.dtype)
-    total.add(part)
-    return total.value
+        return None, *map(added_gradient, ctx.parameters, parts)

@@ -167,7 +167,7 @@ class ProductTimes:
             yield Load(memory=seconds, launches=launches)
 
     def passes(
-        self, choice: Choice, before: tuple[float, float] | None = None
+        self, choice: Choice, before: tuple[float, float, float] | None = None
     ) -> tuple[Load, Load]:
         """Returns the loads of one such product in a micro-batch, forward and backward.
 
@@ -175,8 +175,9 @@ class ProductTimes:
         products that does not wait for them.
 
         Args:
-            before: Seconds of what is computed while its weight is gathered, forward and backward;
-                None takes it to be as long as this product.
+            before: Seconds of what is computed while its weight is gathered, forward and backward,
+                and while the weight's gradient is summed; None takes them to be those of this
+                product.
         """
         product, choices, costs, item = choice.product, self.choices, self.costs, self.work.itemsize
         rows, cols = (1, 1) if choice.common else (choices.rows, choices.cols)
@@ -200,8 +201,8 @@ class ProductTimes:
             m = max(1, int(tokens / chunks / batch))
             return chunks * panels * costs.product_s(m, n, k, self.dtype, item, batch)
 
-        # The gradient of a gathered weight is multiplied block by block.
-        blocks = rows if gathers and chunks == choice.n_chunks else 1
+        # Over gloo the gradient of a gathered weight is multiplied block by block.
+        blocks = rows if gathers and chunks == choice.n_chunks and costs.on_cpu else 1
         one, grad_x = product_s(chunks, n, k), product_s(turns, k, n)
         m = max(1, int(tokens / sums))
         one_block = costs.product_s(max(1, k // blocks), n, m, self.dtype, item)
@@ -215,7 +216,7 @@ class ProductTimes:
         # A product adds up its weight's gradient itself, unless chunks, rows or parts are joined.
         added = weight * (2 * max(4, item) + item)
         joins = rows > 1 or product.parts or item >= 4
-        n_bytes = added / rows * bool(joins) + 2 * item * weight * (rows > 1)
+        n_bytes = added / rows * bool(joins) + 2 * item * weight * (blocks > 1)
         n_bytes += (sums > 1) * sums * added * (grid > 1)
         backward.memory = costs.moved_s(n_bytes)
         if choice.common:
@@ -266,9 +267,10 @@ class ProductTimes:
             scatter = self.message("reduce_scatter", weight * item, "row")
             uses = self.work.micro_batches if choice.keep_weight else 1
             alone = chunks > choice.n_chunks  # a head is gathered before the chunks of its loss
-            there_s, back_s = before or (forward.device_s, backward.compute_s / 2)
+            half = backward.compute_s / 2
+            there_s, back_s, sum_s = before or (forward.device_s, half, half)
             forward.exposed["row"] += gather.beside(0 if alone else there_s) / uses
-            backward.exposed["row"] += scatter.beside(0 if alone else grad_x)
+            backward.exposed["row"] += scatter.beside(0 if alone else sum_s)
             if not choice.keep_weight and not alone:
                 backward.exposed["row"] += gather.beside(back_s)
         return forward, backward

@@ -117,6 +117,9 @@ class FSDPUnit:
 
     def _before_backward(self, _: Tensor) -> None:
         self._in_backward, self._missing = True, set(self.parameters)
+        # The last sum of a gradient of the layer after this one may still be on its way.
+        if self.after is not None and self.after.reshards and self.after._in_backward:
+            self.after.reshard()
         self.unshard()
         if self.before is not None:
             self.before.prefetch()

@@ -17,7 +17,7 @@ its own queries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,14 +78,18 @@ class Schedules:
         weight: summa.GatheredWeight | None,
         block: Callable[[], Tensor],
         ends_block: bool = False,
+        parameters: Callable[[], Sequence[Tensor]] | None = None,
+        turned: bool = False,
     ) -> None:
         """Links the weight of a product to that of the previous product, which prefetches it.
 
-        Modules are built in forward order. `block` returns the local block of the weight.
+        Modules are built in forward order. `block` returns the local block of the weight. For the
+        others see `GatheredWeight`.
         """
         if weight is None:
             return
         weight.block, weight.ends_block = block, ends_block
+        weight.parameters, weight.turned = parameters, turned
         if self._last is not None:
             self._last.after, weight.before = weight, self._last
         self._last = weight
@@ -145,7 +149,10 @@ class GridLinear(nn.Module):
         shard_parameter(self, "weight", placement, schedules.axes)
         if plain.bias is not None:
             shard_parameter(self, "bias", bias, schedules.axes)
-        schedules.chain(self.gathered_weight, self._block, self.ends_block)
+        # A chunked loss runs products of the head again and again, and their backward passes.
+        once = None if plain.role.section == "head" else lambda: (self.weight,)
+        turned = not self.output_stationary
+        schedules.chain(self.gathered_weight, self._block, self.ends_block, once, turned)
 
     def _block(self) -> Tensor:
         weight = materialized(self.weight)  # its layer may not have been reached yet
@@ -182,7 +189,10 @@ class GridMergedLinear(blocks.MergedParts):
             if part.bias is not None:
                 shard_parameter(part, "bias", biases, axes)
             self.add_module(name, part)
-        schedules.chain(self.gathered_weight, self._block)
+        schedules.chain(self.gathered_weight, self._block, parameters=self._weights)
+
+    def _weights(self) -> list[Tensor]:
+        return [part.weight for part in self.parts()]
 
     def _block(self) -> Tensor:
         weights = [materialized(part.weight) for part in self.parts()]

@@ -27,4 +27,5 @@ from gridformer.parallel.tensor.summa.weights import (
     GatheredWeight,
     GatheredWeightsScope,
     gathered_weights_scope,
+    sum_within_blocks,
 )

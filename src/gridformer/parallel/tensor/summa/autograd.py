@@ -7,7 +7,8 @@ The set of three products is closed under differentiation (Xu et al. 2021):
     C = Aᵀ B    dA = B dCᵀ    dB = A dC
 
 A backward pass first starts to gather the operands of both gradients. The sum of the first gradient
-travels while the second one is multiplied.
+travels while the second one is multiplied, and that of a weight's gradient while the product before
+goes backward.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ from gridformer.parallel.tensor.summa.gathered import (
     weight_operand,
 )
 from gridformer.parallel.tensor.summa.panels import Broadcast
-from gridformer.parallel.tensor.summa.weights import GatheredWeight
+from gridformer.parallel.tensor.summa.weights import DeferredSum, GatheredWeight
 
 Schedule = Gathered | Broadcast  # how the products of a model communicate
+# Whom a product leaves the sum of its weight's gradient to, and the sum that is left to it.
+Sums = tuple[DeferredSum | None, DeferredSum | None]
+_ALONE: Sums = (None, None)
 
 
 def product_ab(
@@ -56,8 +60,10 @@ def product_ab(
         padded: Whether C may have the additional columns of the cast copy of B; needs `Gathered`.
         ends_block: Whether a block that may be recomputed ends with C.
     """
-    operand = Operand(a)
-    out: Tensor = _AB.apply(a, b, bias, operand, schedule, weight, keep_input, padded, ends_block)
+    operand, sums = Operand(a), weight.deferred(a, b) if weight and weight.is_open else _ALONE
+    how = schedule, weight, sums, keep_input, padded, ends_block
+    left = sums[1].parameters if sums[1] else ()
+    out: Tensor = _AB.apply(a, b, bias, operand, *how, *left)
     if ends_block:
         out = _Computed.apply(out, lambda: _ab(operand, b, bias, schedule, weight, padded))
     return out
@@ -76,7 +82,9 @@ def product_abt(
     Partial sums of C are reduced along the rows of the grid, and B is sent down its columns. Local
     blocks are a [.., K/c], b [N/r, K/c], bias [N/c] and the result [.., N/c]; see `product_ab`.
     """
-    out: Tensor = _ABt.apply(a, b, bias, schedule, weight, ends_block)
+    sums = weight.deferred(a, b) if weight and weight.is_open else _ALONE
+    left = sums[1].parameters if sums[1] else ()
+    out: Tensor = _ABt.apply(a, b, bias, schedule, weight, sums, ends_block, *left)
     if ends_block:
         out = _Computed.apply(out, lambda: _abt(a, b, bias, schedule, weight))
     return out
@@ -148,9 +156,11 @@ class _AB(torch.autograd.Function):
         operand: Operand,
         schedule: Schedule,
         weight: GatheredWeight | None,
+        sums: Sums,
         keep_input: bool,
         padded: bool,
         ends_block: bool,
+        *_: Tensor,
     ) -> Tensor:
         kept = None
         if keep_input:
@@ -160,6 +170,7 @@ class _AB(torch.autograd.Function):
         ctx.save_for_backward(a if kept is None else kept.wait())
         # The weight itself has a cast copy, which a recomputed saved tensor lacks.
         ctx.schedule, ctx.gathered_weight, ctx.weight, ctx.bias = schedule, weight, b, bias
+        ctx.sums = sums
         if ends_block:
             return b.new_empty((), dtype=a.dtype).expand(schedule.shape_of_ab(a, b.shape[1]))
         return _ab(operand, b, bias, schedule, weight, padded)
@@ -176,17 +187,15 @@ class _AB(torch.autograd.Function):
             ahead.prefetch_previous(a.dtype)
         grad_a = schedule.abt(grad, weight) if wants_a else None
         del weight  # frees what was gathered of it
-        into = _continued(schedule, b, a.dtype) if wants_b else None
+        into = _continued(ctx, a.dtype) if wants_b else None
         grad_b = schedule.atb(operand, grad, into) if wants_b else None
         grad_bias = _bias_gradient(ctx, grads[0])
         # Waits for grad_b first: the sum of grad_a may then travel longer.
-        grad_weight = _weight_gradient(grad_b, into, b)
-        return (
-            None if grad_a is None else grad_a.wait().to(a.dtype),
-            grad_weight,
-            grad_bias,
-            *[None] * 6,
-        )
+        grad_weight = _weight_gradient(ctx, grad_b, into)
+        del grad_b
+        grad_a = None if grad_a is None else grad_a.wait().to(a.dtype)
+        left = ctx.sums[1].gradients(ctx.needs_input_grad[10:]) if ctx.sums[1] else ()
+        return grad_a, grad_weight, grad_bias, *[None] * 7, *left
 
 
 def _ab(
@@ -257,10 +266,13 @@ class _ABt(torch.autograd.Function):
         bias: Tensor | None,
         schedule: Schedule,
         weight: GatheredWeight | None,
+        sums: Sums,
         ends_block: bool,
+        *_: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(a)
         ctx.schedule, ctx.gathered_weight, ctx.weight, ctx.bias = schedule, weight, b, bias
+        ctx.sums = sums
         if ends_block:
             device = torch.device("meta") if schedule.sums_elsewhere else a.device
             return a.new_empty((), device=device).expand(schedule.shape_of_abt(a, b.shape[0]))
@@ -277,7 +289,7 @@ class _ABt(torch.autograd.Function):
             ahead.prefetch_previous(a.dtype)
         grad_a: Tensor | None = None
         grad_b: Pending | None = None
-        into = _continued(schedule, b, a.dtype) if wants_b else None
+        into = _continued(ctx, a.dtype) if wants_b else None
         if wants_a and wants_b:
             grad_a, grad_b = schedule.ab_and_atb(grad, weight, operand, into)
         elif wants_b:
@@ -286,8 +298,11 @@ class _ABt(torch.autograd.Function):
             grad_a = schedule.ab(grad, weight)
         del weight  # frees what was gathered of it
         grad_bias = _bias_gradient(ctx, grads[0])
-        grad_weight = _weight_gradient(grad_b, into, b)
-        return None if grad_a is None else grad_a.to(a.dtype), grad_weight, grad_bias, *[None] * 3
+        grad_weight = _weight_gradient(ctx, grad_b, into)
+        del grad_b
+        grad_a = None if grad_a is None else grad_a.to(a.dtype)
+        left = ctx.sums[1].gradients(ctx.needs_input_grad[7:]) if ctx.sums[1] else ()
+        return grad_a, grad_weight, grad_bias, *[None] * 4, *left
 
 
 def _abt(
@@ -349,23 +364,27 @@ def _bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
     return grad.flatten(0, -2).sum(0)[: len(bias)].to(bias.dtype)
 
 
-def _continued(schedule: Schedule, weight: Tensor, dtype: torch.dtype) -> GradientSum | None:
+def _continued(ctx: Any, dtype: torch.dtype) -> GradientSum | None:
     """Returns the gradient to which a product adds; None if that is left to autograd.
 
     Autograd adds a gradient that was summed over devices just as well, unless it must be cast.
     """
-    return continued(weight) if schedule.adds_gradients or dtype != weight.dtype else None
+    if ctx.sums[0] is not None:
+        return None
+    adds = ctx.schedule.adds_gradients or dtype != ctx.weight.dtype
+    return continued(ctx.weight) if adds else None
 
 
-def _weight_gradient(
-    gradient: Pending | None, into: GradientSum | None, weight: Tensor
-) -> Tensor | None:
+def _weight_gradient(ctx: Any, gradient: Pending | None, into: GradientSum | None) -> Tensor | None:
     """Waits for a weight's gradient, and adds it to that of earlier micro-batches.
 
-    The gradient may have more columns than the weight. A product may have added it already.
+    The gradient may have more columns than the weight. A product may have added it already. The
+    result is None if the gradient is left to the product before.
     """
-    if gradient is None:
+    later: DeferredSum | None = ctx.sums[0]
+    if gradient is None or (later is not None and later.give(gradient)):
         return None
+    weight: Tensor = ctx.weight
     if into is not None and into.begun:
         gradient.wait()
         return into.value

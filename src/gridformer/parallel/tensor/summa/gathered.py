@@ -494,20 +494,19 @@ class Gathered:
     def _sum_down(self, whole: Any, local: Any, into: GradientSum | None) -> Pending:
         """Computes Aᵀ B of a gathered A, summed down the column; this device keeps its rows.
 
-        The blocks of other devices are multiplied first, and travel until its own is multiplied.
+        NCCL needs all rows at once, so that they are one product. Over gloo the blocks of other
+        devices are multiplied first, and travel while its own is multiplied.
         """
         if self.row.size == 1:
             if into is not None:
                 return Pending(_add_transposed_times(into, whole, local))
             return Pending(transposed_times(whole, local))
-        blocks, others = whole.split(whole.shape[-1] // self.row.size, -1), []
-        for index, block in enumerate(blocks):
-            if index != self.row.index:
-                others.append(transposed_times(block, local))
-        total, own = comm.SumOfBlocks(others, self.row, LABEL), blocks[self.row.index]
-        if total.in_flight:
-            return _OwnLast(total, own, local)
-        return total.add(transposed_times(own, local))
+        if self.row.over_nccl:
+            return comm.start_reduce_scatter(transposed_times(whole, local), self.row, 0, LABEL)
+        blocks = [*whole.split(whole.shape[-1] // self.row.size, -1)]
+        own = blocks.pop(self.row.index)
+        others = [transposed_times(block, local) for block in blocks]
+        return comm.SumOfBlocks(others, self.row, LABEL).add(transposed_times(own, local))
 
     def _accumulate(self, terms: Tensor | None, a: Any, b: Any, into: GradientSum | None) -> Tensor:
         """Adds Aᵀ B of a chunk in float32 at least, as a single product accumulates its terms."""
@@ -522,26 +521,13 @@ class Gathered:
         return terms
 
     def _sum_terms(self, terms: Any, dtype: torch.dtype, into: GradientSum | None) -> Pending:
-        n, at = self.row.size, self.row.index
-        if n == 1:
+        if self.row.size == 1:
             return Pending(terms if into is not None else terms.to(dtype))
-        blocks = [*terms.to(dtype).chunk(n)]
-        own = blocks.pop(at).clone()  # of its own memory, so that of all terms is freed
+        if self.row.over_nccl:
+            return comm.start_reduce_scatter(terms.to(dtype), self.row, 0, LABEL)
+        blocks = [*terms.to(dtype).chunk(self.row.size)]
+        own = blocks.pop(self.row.index).clone()  # of its own memory, so that all terms are freed
         return comm.SumOfBlocks(blocks, self.row, LABEL).add(own)
-
-
-class _OwnLast(Pending):
-    """A sum of blocks Aᵀ B that are on their way; `wait` multiplies this device's block."""
-
-    def __init__(self, total: comm.SumOfBlocks, a: Any, b: Any) -> None:
-        self._total = total
-        self._factors: tuple[Any, ...] = a, b
-
-    def wait(self) -> Tensor:
-        if self._factors:
-            own, self._factors = transposed_times(*self._factors), ()
-            self._result = self._total.add(own).wait()
-        return self._result
 
 
 class _ChunkedSum(Pending):

@@ -1,30 +1,71 @@
-"""Where weights are gathered ahead of their product, or kept gathered for a step.
+"""Where weights are gathered ahead of their product or kept for a step, and gradients summed late.
 
-Both are optional: without a `GatheredWeight`, a product gathers its weight when it needs it and
-frees it afterward.
+All are optional: without a `GatheredWeight`, a product gathers its weight when it needs it,
+frees it afterward, and waits for the sum of its gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from gridformer import comm
+from gridformer.comm import Pending
 from gridformer.mesh import Axis
 from gridformer.models import blocks
 from gridformer.models.blocks.cast import cast, padded_columns
+from gridformer.models.blocks.gradient_sum import added_gradient
 from gridformer.parallel.data.fsdp import gathered
 from gridformer.parallel.tensor.summa.gathered import LABEL, Operand, weight_operand
 from gridformer.utils.torch_private import in_backward
 
 
+class DeferredSum:
+    """A weight's gradient, whose sum over rows travels while the product before goes backward.
+
+    The autograd node of that product has the parameters of the weight as further inputs. It waits
+    for the sum at the end of its own backward pass and returns it as their gradients, in place of
+    the node of the weight's own product. Autograd runs no parameter's hooks until both have run.
+
+    Attributes:
+        parameters: The parameters of the weight, which lie side by side if there are several.
+    """
+
+    __slots__ = ("_given", "_over", "_weight", "parameters")
+
+    def __init__(self, weight: GatheredWeight, parameters: Sequence[Tensor]) -> None:
+        self.parameters, self._weight = parameters, weight
+        self._given: Pending | None = None
+        self._over = False
+
+    def give(self, total: Pending) -> bool:
+        """Leaves a sum to the product before, or returns that its backward pass is over."""
+        if not self._over:
+            self._given, self._weight.unread = total, self._weight.unread + 1
+        return not self._over
+
+    def gradients(self, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """Waits for the sum, if there is one, and returns the gradients of the parameters."""
+        total, self._given, self._over = self._given, None, True
+        if total is None:
+            return [None] * len(self.parameters)
+        self._weight.unread -= 1
+        whole = total.wait().t() if self._weight.turned else total.wait()
+        del total
+        widths = [parameter.shape[-1] for parameter in self.parameters]
+        parts = whole.split(widths, -1) if len(widths) > 1 else (whole,)
+        each = zip(self.parameters, parts, wanted)
+        return [added_gradient(parameter, part) if x else None for parameter, part, x in each]
+
+
 class GatheredWeight:
     """Keeps or prefetches the gathered weight of one product, between `open` and `close`.
 
-    The caller opens it only while weights do not change. `close` frees everything.
+    Between them the sum of the weight's gradient is also left to the product before, see
+    `DeferredSum`. The caller opens it only while weights do not change. `close` frees everything.
 
     Args:
         keeps: Whether the gathered column of the weight is kept from its first product until
@@ -36,6 +77,12 @@ class GatheredWeight:
         after: The weight of the next product in forward order.
         before: The weight of the previous product in forward order.
         ends_block: Whether the next product belongs to another block.
+        parameters: Returns the parameters that form the weight, for a product that runs once in a
+            pass, after the previous product; None for others.
+        turned: Whether the weight is the transpose of its parameter.
+        defers: Whether the sum of the gradient is left to the previous product.
+        is_open: Whether `open` was called, and `close` was not.
+        unread: How many sums were left to the previous product, which has not waited for them.
     """
 
     def __init__(self, row: Axis, keeps: bool = True) -> None:
@@ -44,12 +91,15 @@ class GatheredWeight:
         self.after: GatheredWeight | None = None
         self.before: GatheredWeight | None = None
         self.ends_block = False
-        self._open = False
+        self.parameters: Callable[[], Sequence[Tensor]] | None = None
+        self.turned, self.defers, self.unread = False, True, 0
+        self._deferred: DeferredSum | None = None
+        self.is_open = False
         self._operands: dict[tuple[torch.dtype, bool], Operand] = {}
 
     def operand(self, weight: Tensor, dtype: torch.dtype, padded: bool = False) -> Operand:
         """Returns the weight [K/r, N/c] in `dtype`, with what is already gathered of it."""
-        if not self._open:
+        if not self.is_open:
             return weight_operand(weight, dtype, padded)
         # The lookup of the table and the head share it, unless their blocks differ.
         key = dtype, padded and padded_columns(weight, dtype) > weight.shape[1]
@@ -63,12 +113,12 @@ class GatheredWeight:
     def prefetch_next(self, dtype: torch.dtype) -> None:
         """Starts to gather the weight of the next product, while this one multiplies."""
         # A block that is recomputed in the backward pass is followed by an earlier block.
-        if self._open and self.after is not None and not (self.ends_block and in_backward()):
+        if self.is_open and self.after is not None and not (self.ends_block and in_backward()):
             self.after.prefetch(dtype)
 
     def prefetch_previous(self, dtype: torch.dtype) -> None:
         """Starts to gather the weight of the previous product, which comes next in backward."""
-        if self._open and self.before is not None:
+        if self.is_open and self.before is not None:
             self.before.prefetch(dtype)
 
     def prefetch(self, dtype: torch.dtype) -> None:
@@ -79,14 +129,38 @@ class GatheredWeight:
             started = comm.start_all_gather(local, self.row, 0, LABEL)
             self._operands[key] = Operand(local, started)
 
+    def deferred(self, a: Tensor, b: Tensor) -> tuple[DeferredSum | None, DeferredSum | None]:
+        """Returns whom a product of a and b leaves its sum to, and the sum that is left to it."""
+        if not torch.is_grad_enabled():
+            return None, None
+        mine, self._deferred = self._deferred, None
+        # A product whose operands need no gradient has no backward pass.
+        after = self.after if a.requires_grad or b.requires_grad else None
+        # The nodes of what is recomputed are not used.
+        if after is None or after.parameters is None or not after.defers or in_backward():
+            return mine, None
+        after._deferred = DeferredSum(after, after.parameters())
+        return mine, after._deferred
+
     def open(self) -> None:
         """Allows the weight to be kept and prefetched; it must not change until `close`."""
-        self._open = True
+        self.is_open, self.unread = True, 0
 
     def close(self) -> None:
         """Frees what is gathered."""
-        self._open = False
+        self.is_open, self._deferred = False, None
         self._operands = {}
+
+
+def sum_within_blocks(model: nn.Module) -> None:
+    """Leaves no sum of a gradient to a product of another block.
+
+    All gradients of a block are then complete before the backward pass of the block before it.
+    """
+    for module in model.modules():
+        weight = vars(module).get("gathered_weight")
+        if weight is not None and weight.before is not None and weight.before.ends_block:
+            weight.defers = False
 
 
 class GatheredWeightsScope:
@@ -116,6 +190,11 @@ class GatheredWeightsScope:
                 if self.in_pipeline:  # while a rank waits for its first micro-batch
                     blocks.make_copies(self.copied)
                 yield
+            if any(weight.unread for weight in self.weights):
+                raise RuntimeError(
+                    "a weight's gradient was lost: the product before it in the order of the "
+                    "model's modules has no part in the loss, or runs in another order"
+                )
         finally:
             for weight in self.weights:
                 weight.close()
