@@ -147,8 +147,8 @@ def _activations(run: RunConfig, choices: Choices) -> tuple[dict[str, float], fl
         kept[stack_of(product)] += one * product.count
         kept[stack_of(product)] += choices.kept_bytes(replace(choice, keep_weight=False))
     if choices.rows > 1:  # the sum of a weight's gradient travels during the backward pass before
-        gathered = [c for c in choices.products.values() if c.schedule == "gather"]
-        sent = [c.elements / c.product.count for c in gathered if c.product.section != "head"]
+        summed = [c for c in choices.products.values() if c.schedule == "gather"]
+        sent = [c.elements / c.product.count for c in summed if c.product.section != "head"]
         layer += max(sent, default=0.0) / choices.cols * (1 + 1 / choices.rows) * item
     residual = max(work.tokens, work.source) * h * between
     of_a_layer = sum(kept.values()) / sum(stacks.values())
