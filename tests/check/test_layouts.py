@@ -64,6 +64,7 @@ QUICK = [
     Case("Llama", {"pp": 4, "micro_batches": 6}, {}),
     Case("GPT-2", {**OPTIMUS, "schedule": "pipelined"}, BF16),
     Case("GPT-2", {**CSUB, "dp": 2}, IN_BACKWARD),
+    Case("GPT-2", {**CSUB, "pp": 2, "micro_batches": 6}, {}),
 ]
 CELLS = [cell for cell in sorted(matrix.QUICK) if not refusal(cell)]
 CASES = [*QUICK, *DEEP, *WIDE, *CELLS]

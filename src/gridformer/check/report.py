@@ -114,12 +114,17 @@ def report_of(run: RunConfig, traces: Sequence[Trace]) -> Report:
     Their messages are compared if all of them are complete.
     """
     problems = [*_own(run, traces)]
-    # The members of a group have the same schedule, so that such parts fit again.
-    programs = {trace.rank: [*trace.unfolded(once=True)] for trace in traces}
     # What a rank does after an error is not known, so nothing can be said about ranks that wait for
     # it.
-    if all(trace.complete for trace in traces):
-        problems += [*_groups(traces), *_drift(programs), *message_problems(simulate(programs))]
+    complete = all(trace.complete for trace in traces)
+    # Parts that occur again are left out, unless that leaves something else. A member of a group
+    # may wait inside a part for what another one does not, such as a message between stages.
+    for once in (True, False):
+        programs = {trace.rank: [*trace.unfolded(once)] for trace in traces}
+        between = [*_drift(programs), *message_problems(simulate(programs))] if complete else []
+        if not between:
+            break
+    problems += [*(_groups(traces) if complete else ()), *between]
     starts = sum(isinstance(event, Start) for events in programs.values() for event in events)
     fullest = max((trace.reads for trace in traces), key=len, default=[])
     reads = Counter(read.place for read in fullest)
