@@ -93,6 +93,8 @@ DIFFERENCES = {
     "product_ab-gather-keep_all-bias",
     "product_stationary-s",
     "allreduce_identity-col",
+    "allreduce_allreduce",
+    "attention_over_rows-causal-chunks",
     "cross_entropy",
 }
 
@@ -144,6 +146,7 @@ QUICK_ON_NCCL = {
     "section_opens-sequence-hidden",
     "section_closes-sequence-hidden",
     "section_closes-replicated-hidden",
+    "attention_over_rows-causal-chunks",
 }
 ON_NCCL = [(grid, name) for grid in GRIDS_ON_NCCL for name in makers_on_nccl(*grid)]
 

@@ -85,6 +85,21 @@ def test_megatron_layer(pool: WorkerPool, cols: int, sequence: bool, keep: str) 
         assert (forward.count, backward.count) == tuple({"product": count} for count in counts)
 
 
+@pytest.mark.parametrize("grid", [(2, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("scheme", ["megatron_2d", "optimus"])
+def test_rows_over_the_sequence(pool: WorkerPool, scheme: str, grid: tuple[int, int]) -> None:
+    """Attention gathers keys and values: (r-1)/r 2bsh/c; nothing else differs from other rows."""
+    rows, cols = grid
+    layout = {"scheme": scheme, "rows": rows, "cols": cols, "rows_over": "sequence"}
+    usual = pool.run(rows * cols, one_layer, {**layout, "rows_over": "batch"})
+    chunks = {12: 4, 6: 3}[CONFIG.n_heads // cols]
+    for found, others in zip(pool.run(rows * cols, one_layer, layout), usual):
+        for one, other, op in zip(found, others, ("all_gather", "reduce_scatter")):
+            assert one.moved.pop("attention") == Fraction(rows - 1, rows * cols) * 2 * BSH
+            assert one.count.pop("attention") == Counter({op: chunks})
+            assert (one.moved, one.count) == (other.moved, other.count)
+
+
 @pytest.mark.parametrize("keep", ["none", "inputs", "weights", "all"])
 @pytest.mark.parametrize("grid", full_unless(lambda grid: grid == (2, 3), GRIDS), ids=str)
 def test_megatron_2d_layer(pool: WorkerPool, grid: tuple[int, int], keep: str) -> None:

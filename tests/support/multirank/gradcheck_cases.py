@@ -14,10 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from gridformer.comm import autograd
 from gridformer.mesh import Axes
-from gridformer.models.blocks import IGNORE, LayerNorm, RMSNorm
+from gridformer.models.blocks import IGNORE, LayerNorm, RMSNorm, SequenceRows
+from gridformer.models.blocks.scores import past
+from gridformer.models.blocks.sequence import attend_over_rows
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 from gridformer.parallel.tensor.norm import GridNorm
+from gridformer.parallel.tensor.sequence import GatheringRows
 from gridformer.parallel.tensor.summa.stationary import Ends, WeightParts, weight_stationary
 from tests.support.multirank.cutting import COL, EACH, ROW, Case, CaseMaker, Dims, cut, join
 
@@ -366,6 +369,51 @@ def allreduce_identity(name: str, axes: Axes) -> Case:
     return Case([(axes.row.size, axes.col.size, 2, 3)], on_grid, lambda x: x.sum(dim).clone())
 
 
+def allreduce_allreduce(axes: Axes) -> Case:
+    """Sum one variable per device down a column; the results are one variable per device, too."""
+
+    def on_grid(x: Tensor) -> Tensor:
+        mine = cut(x, (*EACH, None, None), axes)
+        return join(autograd.allreduce_allreduce(mine, axes.row), (*EACH, None, None), axes)
+
+    def plain(x: Tensor) -> Tensor:
+        return x.sum(0, keepdim=True).expand_as(x)
+
+    return Case([(axes.row.size, axes.col.size, 2, 3)], on_grid, plain)
+
+
+def attention_over_rows(causal: bool, n_chunks: int, axes: Axes) -> Case:
+    """Attention of sequences whose tokens rows divide; columns divide the heads."""
+    rows, d, s = GatheringRows.over(axes.row), 2, 4 * axes.row.size
+    order = torch.cat([SequenceRows(i, rows.n).of_row(torch.arange(s)) for i in range(rows.n)])
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Any, first_query: int
+    ) -> Tensor:
+        seen = past(q.shape[2], k.shape[2], q.device) if causal else None
+        out = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2)
+
+    def on_grid(*qkv: Tensor) -> Tensor:
+        q, k, v = (cut(x[:, :, order], (None, COL, ROW, None), axes) for x in qkv)
+        out = attend_over_rows(rows, attend, q, k, v, causal, None, n_chunks)
+        return join(out, (None, ROW, COL), axes)[:, order.argsort()]
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2)
+
+    heads = n_chunks * axes.col.size
+    return Case([(2, 2 * heads, s, d), (2, heads, s, d), (2, heads, s, d)], on_grid, plain)
+
+
 def collectives_of(rows: int, cols: int) -> dict[str, CaseMaker]:
     axes = [name for name, size in ((ROW, rows), (COL, cols)) if size > 1]
-    return {f"allreduce_identity-{name}": partial(allreduce_identity, name) for name in axes}
+    found: dict[str, CaseMaker] = {
+        f"allreduce_identity-{name}": partial(allreduce_identity, name) for name in axes
+    }
+    if rows > 1:
+        found["allreduce_allreduce"] = allreduce_allreduce
+        found["attention_over_rows"] = partial(attention_over_rows, False, 1)
+        found["attention_over_rows-causal-chunks"] = partial(attention_over_rows, True, 3)
+    return found

@@ -20,7 +20,9 @@ from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.cost import Choices, Traffic
 from gridformer.parallel.tensor.summa import gathered_weights_scope
-from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
+from gridformer.train.forward_backward import RowSplit
+from gridformer.utils.batch import next_words
+from tests.support.multirank.exactness import CPU, axes_of, batch_of, rows_of, tiny
 
 B = 12  # sequences; divisible by 1, 2, 3 and 4
 CONFIG = tiny()
@@ -72,10 +74,12 @@ def passes(layout: LayoutConfig, config: ModelConfig) -> tuple[Recorder, Recorde
     torch.set_num_threads(1)
     axes = axes_of(layout)
     model = build_parallel(config, layout, axes, 1, CPU)
-    part = batch_of(0, config, B).chunk(axes.batch.size)[axes.batch.index]
+    split = RowSplit(B, 1, axes)
+    read = rows_of(next_words(batch_of(0, config, B)))
+    (part,) = split.micro_batches(read(split.all_rows))
     with gathered_weights_scope(model):
         with record_messages() as forward:
-            loss = model.loss_sum(part[:, :-1], part[:, 1:])
+            loss = model.losses(part.batch)["tokens"]
         with record_messages() as backward:
             loss.backward()
     # Everything is float32, or ids of words.
