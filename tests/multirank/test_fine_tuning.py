@@ -215,6 +215,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "optimus": {"scheme": "optimus", "rows": 2, "cols": 2},
     "sequence parallel": {"scheme": "megatron", "cols": 2, "sequence_parallel": True, "dp": 2},
     "2d": {"scheme": "megatron_2d", "rows": 2, "cols": 2},
+    "rows over s": {"scheme": "megatron_2d", "rows": 2, "cols": 2, "rows_over": "sequence"},
     "d&sp": {"scheme": "subgraph", "branches": 2, "micro_batches": 2},
     "csub": {"scheme": "subgraph", "branches": 2, "common": "first"},
     "pipeline": {"pp": 2, "micro_batches": 2, "dp": 2, "dp_mode": "zero1"},
@@ -226,6 +227,7 @@ QUICK = [
     ("race", "gpt2", "sequence parallel"),
     ("race", "t5", "pipeline"),
     ("squad", "bert", "sequence parallel"),
+    ("squad", "bert", "rows over s"),
     ("mnli", "bert", "pipeline"),
     ("sts-b", "llama", "optimus"),
 ]
@@ -269,6 +271,7 @@ LAYOUTS_BLEU: dict[str, dict[str, Any]] = {
     "pipeline": {"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 2},
     "sequence": {"scheme": "megatron", "cols": 2, "sequence_parallel": True},
     "optimus": {"scheme": "optimus", "rows": 2, "cols": 2},
+    "rows": {"scheme": "optimus", "rows": 2, "cols": 1, "rows_over": "sequence"},
     "subgraph": {"scheme": "subgraph", "branches": 2, "common": "first"},
     "fsdp": {"scheme": "single", "dp": 2, "dp_mode": "fsdp"},
 }
