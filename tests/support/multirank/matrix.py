@@ -70,13 +70,13 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"scheme": "optimus", "rows": 2, "cols": 2},
         {"scheme": "optimus", "rows": 2, "cols": 1},
     ),
+    "D&SP": ({"scheme": "subgraph", "branches": 2},) * 2,
+    "D&SP-cSub": ({"scheme": "subgraph", "branches": 2, "common": "first"},) * 2,
     # In cells with dropout, columns shard the sequence instead of the batch.
     "Optimus, stationary weights": (
         {"scheme": "optimus", "rows": 2, "cols": 2, "stationary": "weight"},
         {"scheme": "optimus", "rows": 2, "cols": 1, "stationary": "weight"},
     ),
-    "D&SP": ({"scheme": "subgraph", "branches": 2},) * 2,
-    "D&SP-cSub": ({"scheme": "subgraph", "branches": 2, "common": "first"},) * 2,
     "Megatron 2-D, rows over s": (
         {"scheme": "megatron_2d", "rows": 2, "cols": 2, "rows_over": "sequence"},
         {"scheme": "megatron_2d", "rows": 2, "cols": 1, "rows_over": "sequence"},
