@@ -111,6 +111,21 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"device": "cuda"},
         {},
     ),
+    "layers of two kinds*": (
+        {**MEGATRON, "dp": 2, "dp_mode": "fsdp"},
+        {"recompute": "full", "recompute_layers": 5, "device": "cuda"},
+        {},
+    ),
+    "layers of two kinds in two stacks": (
+        {"micro_batches": 2},
+        {"recompute": "except_attention", "recompute_layers": 4, "dtype": "bfloat16"},
+        {"family": "t5"},
+    ),
+    "attention is kept*": (
+        {"scheme": "megatron_2d", "rows": 2, "cols": 2, "dp": 2},
+        {"recompute": "except_attention", "device": "cuda", "dtype": "bfloat16"},
+        {"family": "llama", "attention_dropout": 0.1},
+    ),
     # A single micro-batch is the first and the last one, and the stages of a rank are equal.
     "one micro-batch": (
         {**MEGATRON, "pp": 4, "micro_batches": 1, "stages_per_rank": 3, "dp": 2},

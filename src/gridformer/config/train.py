@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from gridformer.config.base import AnyPath, Config, any_of
-from gridformer.utils.units import MOST_TOKENS
+from gridformer.utils.units import MOST_LAYERS, MOST_TOKENS
 
 Logger = Literal["tensorboard", "wandb", "mlflow"]
 DType = Literal["float32", "float64", "bfloat16", "float16"]
@@ -137,9 +137,13 @@ class TrainConfig(Config):
     deterministic: bool = False
     """true uses deterministic kernels only, so that the same run on the same GPUs gives the same
     bits. Steps are slower."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full", "except_attention"] = "none"
     """These activations are recomputed in the backward pass instead of kept: none, the attention
-    scores (selective), or everything in a block except its input (full)."""
+    scores (selective), everything in a block except its input (full), or except its input and the
+    result of fused attention (except_attention), which saves much time with long sequences."""
+    recompute_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
+    """With full and except_attention, this number of layers is recomputed, the first ones of each
+    stage of a pipeline, and of both stacks of a model that has two. 0 means all layers."""
     update: Literal["after_backward", "in_backward"] = "after_backward"
     """Parameters are updated after the backward pass or in it. in_backward updates a layer's
     matrices as soon as their gradients are complete and then frees those gradients, so the
@@ -247,7 +251,22 @@ class TrainConfig(Config):
         """Whether a run ever saves while training goes on, for which it needs memory for copies."""
         return self.async_save and 0 < self.save_every < self.steps
 
+    @property
+    def recomputes_blocks(self) -> bool:
+        """Whether whole blocks are recomputed."""
+        return self.recompute in ("full", "except_attention")
+
     def _problems(self) -> Iterator[str]:
+        if self.recompute_layers and not self.recomputes_blocks:
+            yield (
+                f"recompute_layers={self.recompute_layers} is a number of blocks, but recompute="
+                f"{self.recompute} recomputes none; use recompute=full or recompute_layers=0"
+            )
+        if self.recompute == "except_attention" and self.compile:
+            yield (
+                "recompute=except_attention: compiled blocks do not keep the result of attention; "
+                "use recompute=full or compile=false"
+            )
         if self.on_divergence == "rollback" and self.rollback_checkpoints > self.keep_checkpoints:
             yield (
                 f"rollback_checkpoints={self.rollback_checkpoints}, but keep_checkpoints="

@@ -7,6 +7,7 @@ A family implements `run`, which turns a batch into hidden states, and `token_lo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -291,9 +292,22 @@ class Model(nn.Module):
 
     # ------------------------------------------------------------------ for the families
 
-    def recomputes(self, mode: RecomputeMode) -> None:
-        """Sets which activations are recomputed; see `gridformer.models.blocks.Recompute`."""
+    def recomputes(self, mode: RecomputeMode, layers: int = 0) -> None:
+        """Sets which activations are recomputed; see `gridformer.models.blocks.Recompute`.
+
+        `layers` is how many layers of each stack in a stage are recomputed, the first ones; 0 means
+        all of them.
+        """
         self.recompute.mode = mode
+        names = [link.name for link in self.links()]
+        whole: set[str] = set()
+        for stage in (self.stages or (range(len(names)),)) if layers else ():
+            seen: Counter[str] = Counter()
+            for name in (names[i] for i in stage):
+                stack, _, number = name.rpartition(".")
+                seen[stack] += number.isdigit()
+                whole |= {name} if number.isdigit() and seen[stack] > layers else set()
+        self.recompute.whole = {part for name, part in self.named_modules() if name in whole}
         for module in self.modules():
             if isinstance(module, Attention | CrossAttention):
                 module.recompute = self.recompute

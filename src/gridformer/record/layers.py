@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,11 +35,19 @@ class NotPeriodicError(Exception):
 # --------------------------------------------------------------------------- models with few layers
 
 
-def removable(run: RunConfig, decisions: Decisions, kept: int, worth: int | None = None) -> int:
+class Fewer(NamedTuple):
+    """How many layers of each stage are left out: some that are recomputed, and others."""
+
+    recomputed: int
+    others: int
+
+
+def removable(run: RunConfig, decisions: Decisions, kept: int, worth: int | None = None) -> Fewer:
     """Returns how many layers of each stage may be left out; 0 if the whole model is to be run.
 
     Without a pipeline, this is the number for each stack of layers. The shortest stage of the
-    shorter model keeps `kept` layers. If less than `worth` could be left out, all are run.
+    shorter model keeps `kept` layers of both kinds, or all. If less than `worth` layers could be
+    left out, all are run. With `train.recompute_layers: 0` there are no recomputed ones.
     """
     worth = _WORTH if worth is None else worth
     model = run.model
@@ -48,19 +56,25 @@ def removable(run: RunConfig, decisions: Decisions, kept: int, worth: int | None
     else:
         stages = stages_of(model, run.layout.n_stages, decisions.choices.work)
         least = min(_longest(model, stage)[1] for stage in stages)
-    return least - kept if least >= kept + worth else 0
+    # A stage with an encoder and a decoder may have fewer recomputed layers of one of them.
+    first = min(least, run.train.recompute_layers)
+    recomputed = 0 if model.two_stacks and run.layout.pp > 1 else max(0, first - kept)
+    fewer = Fewer(recomputed, max(0, least - first - kept))
+    return fewer if sum(fewer) >= worth else Fewer(0, 0)
 
 
 @contextmanager
-def without_layers(run: RunConfig, decisions: Decisions, n: int) -> Iterator[RunConfig]:
-    """Yields the run with n layers fewer in each stage, whose stages are cut so inside the context.
+def without_layers(run: RunConfig, decisions: Decisions, fewer: Fewer) -> Iterator[RunConfig]:
+    """Yields the run with fewer layers in each stage, whose stages are cut so inside the context.
 
     A stage with layers of an encoder and of a decoder loses some of those that it has more of.
     """
-    model, layout = run.model, run.layout
+    model, layout, n = run.model, run.layout, sum(fewer)
     if not n:
         yield run
         return
+    first = {"recompute_layers": run.train.recompute_layers - fewer.recomputed}
+    run = run.model_copy(update={"train": run.train.model_copy(update=first)})
     if layout.pp == 1:
         changes = {"n_layers": model.n_layers - n}
         if model.two_stacks:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from typing import NamedTuple
 
 from gridformer.config import RunConfig
@@ -32,7 +33,13 @@ from gridformer.record.events import (
     Wait,
 )
 from gridformer.record.itineraries import ShortSchedule, in_order, shortened, stages_held
-from gridformer.record.layers import NotPeriodicError, removable, with_layers, without_layers
+from gridformer.record.layers import (
+    Fewer,
+    NotPeriodicError,
+    removable,
+    with_layers,
+    without_layers,
+)
 from gridformer.record.step import PASSES, RecordOptions, StepPart, StepRecord, record_step
 from gridformer.utils.process import is_copy, no_garbage_collection, on_all_cores
 
@@ -135,18 +142,20 @@ class _Line:
     decisions: Decisions
     how: RecordOptions
 
-    def left_out(self, kept: int) -> list[int]:
-        """Returns how many layers a stage loses in the longer step, and in the shorter one if any.
+    def left_out(self, kept: int) -> list[Fewer]:
+        """Returns how many layers a stage loses in the longest step, and in shorter ones if any.
 
         Args:
             kept: How many layers the shortest stage of the shorter step keeps; 0 keeps all.
         """
         if self.how.extent == "few layers":
             return [removable(self.run, self.decisions, kept + 1, 0)]
-        n = removable(self.run, self.decisions, kept) if kept else 0
-        return [n - 1, n] if n and self.how.extent == "composed" else [0]
+        fewer = removable(self.run, self.decisions, kept) if kept else Fewer(0, 0)
+        if self.how.extent != "composed":
+            return [Fewer(0, 0)]
+        return [Fewer(*each) for each in product(*((n - 1, n) if n else (0,) for n in fewer))]
 
-    def recorded(self, fewer: int) -> StepRecord:
+    def recorded(self, fewer: Fewer) -> StepRecord:
         """Records the short step of the first rank with so many layers fewer in each stage."""
         if time.monotonic() > self.how.until:
             return StepRecord(Trace(self.ranks[0]))
@@ -161,7 +170,7 @@ class _Line:
             record.trace.events = []
         return record
 
-    def composed(self, records: dict[int, StepRecord]) -> list[RankRecord]:
+    def composed(self, records: dict[Fewer, StepRecord]) -> list[RankRecord]:
         """Returns the records of ranks that follow from short steps with so many layers fewer."""
         longer = next(iter(records.values()))
         if not longer.parts:
@@ -181,17 +190,27 @@ class _Line:
                 ranks.append(RankRecord(trace, record, order))
         return ranks
 
-    def _with_layers(self, records: dict[int, StepRecord]) -> StepRecord:
+    def _with_layers(self, records: dict[Fewer, StepRecord]) -> StepRecord:
         """Returns the record of a step with all layers."""
         for kept in _KEPT:
             numbers = self.left_out(kept)
             records |= {n: self.recorded(n) for n in numbers if n not in records}
-            longer, *shorter = (records[n] for n in numbers)
-            if not shorter:
-                return longer
+            if len(numbers) == 1:
+                return records[numbers[0]]
+            longest = numbers[0]
             with suppress(NotPeriodicError):
-                return with_layers(shorter[0], longer, numbers[0])
-        return self.recorded(0)
+                # First all layers that are not recomputed, and then the others.
+                full: dict[int, StepRecord] = {}
+                for n in {n.recomputed: None for n in numbers}:
+                    longer, *shorter = (records[one] for one in numbers if one.recomputed == n)
+                    full[n] = longer
+                    if shorter:
+                        full[n] = with_layers(shorter[0], longer, longest.others)
+                longer, *shorter = full.values()
+                if not shorter:
+                    return longer
+                return with_layers(shorter[0], longer, longest.recomputed)
+        return self.recorded(Fewer(0, 0))
 
     @cached_property
     def _stages(self) -> list[list[int]]:

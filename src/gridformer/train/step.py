@@ -57,7 +57,7 @@ class Stepper:
     ) -> None:
         self.model, self.train, self.axes = model, train, axes
         model.loss_chunk_tokens = train.loss_chunk_tokens
-        model.recomputes(train.recompute)
+        model.recomputes(train.recompute, train.recompute_layers)
         model.uses_kernels(train.kernels == "fused")
         self.micro_batches = layout.micro_batches if layout else 1
         self.split = RowSplit(train.global_batch, self.micro_batches, axes)

@@ -33,6 +33,16 @@ def base_of(x: Tensor) -> Tensor:
     return x if x._base is None else x._base
 
 
+def is_same_view(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two tensors are the same view of the same memory, which fake ones have not.
+
+    `Tensor.is_set_to` would ask the device.
+    """
+    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    places = ((x.storage_offset(), x.shape, x.stride()) for x in (a, b))
+    return same and next(places) == next(places)
+
+
 def named_group(name: str) -> AbstractContextManager[None]:
     """Names the group that is created inside the context; its members meet under this name.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -84,8 +85,8 @@ class _Heads(DropoutSite):
             mask = self._lower_right(q_BNSD, seen, fits)
         if isinstance(mask, MaskInParts):
             if not dropped:
-                in_parts = scores_module.attention_in_parts
-                o_BNSD = in_parts(q_BNSD, k_BNTD, v_BNTD, mask, self.scale)
+                in_parts = partial(scores_module.attention_in_parts, mask=mask, scale=self.scale)
+                o_BNSD = self.recompute.fused(in_parts, q_BNSD, k_BNTD, v_BNTD)
                 return o_BNSD.transpose(1, 2).reshape(b, s, -1)
             mask = mask.whole()
         if isinstance(mask, SharedBias):
@@ -101,9 +102,14 @@ class _Heads(DropoutSite):
         else:
             causal = causal and mask is None
             shared = {"enable_gqa": True} if k_BNTD.shape[1] < q_BNSD.shape[1] else {}
-            o_BNSD = F.scaled_dot_product_attention(
-                q_BNSD, k_BNTD, v_BNTD, mask, is_causal=causal, scale=self.scale, **shared
+            attend = partial(
+                F.scaled_dot_product_attention,
+                attn_mask=mask,
+                is_causal=causal,
+                scale=self.scale,
+                **shared,
             )
+            o_BNSD = self.recompute.fused(attend, q_BNSD, k_BNTD, v_BNTD)
         return o_BNSD.transpose(1, 2).reshape(b, s, -1)
 
     @staticmethod
@@ -137,9 +143,15 @@ class _Heads(DropoutSite):
             settings = kernel.Settings(
                 parts.causal, self.scale, head, self.p, window, first_query, first_key
             )
-        return kernel.attention(
-            q, k, v, parts.valid, parts.bias, settings, parts.documents, counter
+        attend = partial(
+            kernel.attention,
+            valid_BT=parts.valid,
+            bias_NST=parts.bias,
+            settings=settings,
+            documents=parts.documents,
+            counter=counter,
         )
+        return self.recompute.fused(attend, q, k, v)
 
     def _unfused(
         self,

@@ -1,9 +1,12 @@
 """Which activations of blocks are kept for the backward pass, and which are recomputed.
 
-    none        keeps everything that backward needs
-    selective   recomputes scores and probabilities of attention (Korthikanti et al. 2022); with a
-                fused kernel they never exist
-    full        keeps only the input of each block, sharded over the devices that would all hold it
+    none              keeps everything that backward needs
+    selective         recomputes scores and probabilities of attention (Korthikanti et al. 2022);
+                      with a fused kernel they never exist
+    full              keeps only the input of each block, sharded over the devices that would all
+                      hold it
+    except_attention  also keeps the results of fused attention, and what its kernel saves besides
+                      queries, keys and values, so that these are recomputed and attention is not
 
 Recomputation stops as soon as backward has what it needs: the last product of a block is not
 recomputed unless a norm reads it.
@@ -19,7 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-Mode = Literal["none", "selective", "full"]
+from gridformer.utils.torch_private import is_same_view
+
+Mode = Literal["none", "selective", "full", "except_attention"]
+BLOCKS = ("full", "except_attention")  # the modes that recompute whole blocks
 
 
 class ActivationPartition(Protocol):
@@ -72,6 +78,66 @@ class _Begin(torch.autograd.Function):
         return grads[0]
 
 
+class _Anchor(torch.autograd.Function):
+    """An identity of queries, keys and values that saves them where the block's are recomputed."""
+
+    @staticmethod
+    def forward(ctx: Any, *heads: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*heads)
+        return tuple(x.view_as(x) for x in heads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
+class _Known(torch.autograd.Function):
+    """Returns a result that is known, and saves queries, keys and values as `_Anchor` does."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *heads: Tensor) -> Tensor:
+        ctx.save_for_backward(*heads)
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        raise AssertionError("the graph of a recomputation has no backward pass")
+
+
+class _KeptAttention:
+    """The results of attention in one run of a block, in order, for its recomputation."""
+
+    def __init__(self) -> None:
+        self.results: list[Tensor] = []
+        self.again: list[Tensor] | None = None  # those that the recomputation has not taken yet
+
+    def run(self, attend: Callable[..., Tensor], heads: tuple[Tensor, ...]) -> Tensor:
+        """Returns attend(*heads); a recomputation takes the result from before."""
+        if self.again is not None:
+            known: Tensor = _Known.apply(self.again.pop(0), *heads)
+            return known
+        heads = _Anchor.apply(*heads)
+        anchor, saved = heads[0].grad_fn, list[Tensor]()
+
+        def pack(x: Tensor) -> Tensor | int:
+            for i, head in enumerate(heads):
+                if is_same_view(x, head):
+                    return i
+            return x.detach()  # a result with its graph would keep itself alive
+
+        def unpack(x: Tensor | int) -> Tensor:
+            if isinstance(x, Tensor):
+                return x
+            if not saved:  # they may be read only once
+                saved.extend(anchor.saved_tensors)  # type: ignore[union-attr]
+            return saved[x]
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            result = attend(*heads)
+        self.results.append(result.detach())
+        return result
+
+
 @dataclass
 class Recompute:
     """Runs the blocks of a model and recomputes their activations as configured.
@@ -79,6 +145,7 @@ class Recompute:
     Attributes:
         mode: What is recomputed; see the module's docstring.
         partition: How each block's input is partitioned with `full`, if other devices hold it, too.
+        whole: Blocks that are not recomputed with `full` and `except_attention`.
         stops_early: Whether recomputation may begin when this device first needs a saved tensor and
             stop as soon as it needs no more. False if other devices wait for its messages.
     """
@@ -86,6 +153,8 @@ class Recompute:
     mode: Mode = "none"
     partition: ActivationPartition | None = None
     stops_early: bool = True
+    whole: set[nn.Module] = field(default_factory=set)
+    _kept: _KeptAttention | None = None
     _hooks: dict[nn.Module, list[Callable[[Tensor], None]]] = field(default_factory=dict)
 
     def before_backward(self, block: nn.Module, hook: Callable[[Tensor], None]) -> None:
@@ -110,13 +179,17 @@ class Recompute:
         return out
 
     def _run(self, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
-        if self.mode != "full" or not torch.is_grad_enabled():
+        if self.mode not in BLOCKS or block in self.whole or not torch.is_grad_enabled():
             out: Tensor = block(x, *rest)
             return out
-        entering = _Input(x)
+        entering, kept = _Input(x), _KeptAttention()
 
         def run() -> Tensor:  # without arguments, which torch expects to be on one device
-            result: Tensor = block(entering.take(), *rest)
+            self._kept = kept if self.mode == "except_attention" else None
+            try:
+                result: Tensor = block(entering.take(), *rest)
+            finally:  # torch ends a recomputation by an exception
+                self._kept, kept.again = None, [*kept.results]
             return result if self.stops_early else _Begin.apply(result)
 
         with set_checkpoint_early_stop(self.stops_early):
@@ -130,3 +203,7 @@ class Recompute:
             return run(*args)
         out: Tensor = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
         return out
+
+    def fused(self, attend: Callable[..., Tensor], *heads: Tensor) -> Tensor:
+        """Runs a fused kernel of attention, `attend(*heads)`, of queries, keys and values."""
+        return attend(*heads) if self._kept is None else self._kept.run(attend, heads)
