@@ -24,6 +24,7 @@ FSDP: Settings = {"dp": 2, "dp_mode": "fsdp"}
 STEP: Settings = {"dp": 4, "dp_mode": "fsdp", "reshard": "step"}
 EACH_PASS: Settings = {"dp": 8, "dp_mode": "fsdp", "gradient_sync": "micro_batch"}
 EACH_PASS |= {"micro_batches": 4}
+EXCEPT: Settings = {"recompute": "except_attention"}
 FULL: Settings = {"recompute": "full"}
 
 
@@ -128,6 +129,9 @@ CASES += [
         *(("llama-3.2-1b", GRID, FULL), ("llama-3.2-1b", {**BRANCHES, **STEP}, FULL)),
         ("llama-3.2-1b", {**EACH_PASS, **MEGATRON}, {}),
         ("llama-3.2-1b", {**EACH_PASS, "shard_over": 2}, FULL),
+        ("llama-3.2-1b", MEGATRON, {**FULL, "recompute_layers": 4}),
+        ("llama-3.2-1b", {"pp": 2, "micro_batches": 4}, {**EXCEPT, "recompute_layers": 3}),
+        ("llama-3.2-1b", {**SEQUENCE, **STEP}, EXCEPT),
         *(("llama-3.1-8b", STEP, FULL), ("llama-3.1-8b", {**ZERO1, "dp": 4}, FULL)),
         ("llama-3.1-8b", {"pp": 2, "micro_batches": 2}, {"offload": "optimizer"}),
     )

@@ -377,13 +377,14 @@ def pipelines() -> Iterator[Case]:
 METHODS: dict[str, Settings] = {
     "full": {"recompute": "full", "loss_chunk_tokens": 21},
     "selective": {"recompute": "selective", "loss_chunk_tokens": 50},
+    "some layers": {"recompute": "except_attention", "recompute_layers": 1},
     "in_backward": IN_BACKWARD,
     "clip_by_layer": {"clip_by": "layer"},
     "in_backward, not clipped": {"update": "in_backward", "clip_norm": 0.0},
     "offload": {"offload": "optimizer"},
     "all": {**IN_BACKWARD, "offload": "optimizer", "recompute": "full", "loss_chunk_tokens": 21},
 }
-UPDATES = [*METHODS][2:]
+UPDATES = [*METHODS][3:]
 POSSIBLE = [cell for cell in CELLS if n_of_cell(cell) <= 8 and not refusal(cell)]
 # Of two equally useful cells, choose the one with dropout, whose masks must be made again.
 TELLING = sorted(
@@ -434,6 +435,8 @@ def of_cell(method: str, cell: Cell, quick: bool) -> Case:
 def methods() -> Iterator[Case]:
     for cell in POSSIBLE:
         yield of_cell("full", cell, cell in RECOMPUTED)
+        kept = not cell.dropout and cell in QUICK and cell.pp * n_of_cell(cell) <= 4
+        yield of_cell("some layers", cell, kept)
         if cell.dropout and n_of_cell(cell) <= 4:  # masks of probabilities, which no scheme changes
             quick = (cell.model, cell.scheme) == ("BERT", "Optimus")
             quick = quick and (cell.pp, cell.replicas) == (1, "none")

@@ -161,22 +161,25 @@ def test_all_products_but_the_last_are_recomputed(
 ) -> None:
     """The last product runs again only if a norm reads it (post-norm).
 
-    Selective recomputation repeats only what is inside attention.
+    Selective recomputation repeats only what is inside attention, and `except_attention` all but
+    that.
     """
     config, layout = config_of(family), SCHEMES[scheme]
     n = LayoutConfig(**layout).n_processes
     inside, last = products_of(config)
     again = inside - (0 if config.norm_position == "post" else last)
-    plain, full, selective = (
+    plain, full, selective, kept = (
         pool.run(n, multiplied, layout, config, mode, dtype)
-        for mode in ("none", "full", "selective")
+        for mode in ("none", "full", "selective", "except_attention")
     )
-    for (forward, backward, _), mine in zip(plain, full):
-        assert mine[:2] == (forward, backward + again // n)
+    attentions_of = sum(1 + layer.crossed for layer in layers_of(config))
+    for (forward, backward, _), mine, others in zip(plain, full, kept):
+        assert mine == (forward, backward + again // n, attentions_of)
+        assert others == (*mine[:2], 0)
     for (forward, backward, attentions), mine in zip(plain, selective):
         assert mine[:2] == (forward, backward)
         assert attentions == 0
-        assert mine[2] == sum(1 + layer.crossed for layer in layers_of(config))
+        assert mine[2] == attentions_of
 
 
 # --------------------------------------------------- memory
@@ -233,6 +236,9 @@ def test_a_block_keeps_its_share_of_its_input_alone(
     s = config.max_seq_len * (2 if config.two_stacks else 1)  # an encoder's layers count too
     share = 4 * B * s * config.hidden_size / n
     assert pool.run(n, one_layer, layout, config, "full") == [share] * n
+    if family == "GPT-2":  # also the result of attention, and a number for each head and token
+        share += 4 * B * s * config.n_heads * (config.head_width + 1) / n
+        assert pool.run(n, one_layer, layout, config, "except_attention") == [share] * n
 
 
 @pytest.mark.parametrize("scheme", full_unless(lambda name: name == "gather", SCHEMES))

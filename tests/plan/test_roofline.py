@@ -22,6 +22,7 @@ LLAMA: dict[str, Any] = {"family": "llama", "n_layers": 4, "hidden_size": 2048, 
 LLAMA |= {"n_kv_heads": 8, "ffn_size": 8192, "max_seq_len": 1024}
 FSDP = {"dp": 8, "dp_mode": "fsdp"}
 MEGATRON = {"scheme": "megatron", "cols": 4}
+SEQUENCE = {**MEGATRON, "sequence_parallel": True}
 OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}
 SEQUENCE = {"scheme": "megatron_2d", "rows": 4, "cols": 1, "rows_over": "sequence"}
 PIPELINE = {"pp": 4, "micro_batches": 8}
@@ -41,7 +42,7 @@ CASES: dict[str, tuple[str, str | dict[str, Any], dict[str, Any]]] = {
         *("dgx-h100", "gpt2-774m"),
         {**FSDP, "dp": 32, "gradient_sync": "micro_batch", "micro_batches": 4},
     ),
-    "Llama, sequence": ("dgx-h100", LLAMA, {**MEGATRON, "sequence_parallel": True}),
+    "Llama, sequence": ("dgx-h100", LLAMA, SEQUENCE),
     "Llama, pipeline": ("dgx-h100", LLAMA, PIPELINE),
     "Llama, rows over the sequence": ("dgx-h100", LLAMA, {**SEQUENCE, "cols": 2}),
     "T5, rows over the sequence": ("dgx-h100", "t5-large", {**SEQUENCE, "scheme": "optimus"}),
@@ -80,6 +81,19 @@ def test_messages_of_many_replicas_count_one_by_one(mode: str) -> None:
     run = run_of("gpt2-1.5b", {"dp": 256, "dp_mode": mode}, global_batch=256)
     wanted = predict(run, cluster(), memory=False).step_s
     assert estimate(run, cluster()).step_s == pytest.approx(wanted, rel=0.15)
+
+
+@pytest.mark.parametrize("how", [{"recompute_layers": 2}, {"recompute": "except_attention"}])
+def test_what_is_recomputed_counts(how: dict[str, Any]) -> None:
+    """By as much as in traces, with long sequences."""
+    model = {**LLAMA, "max_seq_len": 16384}
+    runs = [
+        run_of(model, SEQUENCE, global_batch=1, **{"recompute": "full", **one}) for one in ({}, how)
+    ]
+    full, less = (predict(run, cluster(), memory=False).step_s for run in runs)
+    ours, saved = (estimate(run, cluster()).step_s for run in runs)
+    assert saved / ours == pytest.approx(less / full, abs=0.03)
+    assert less < 0.97 * full
 
 
 def test_a_chunked_head_by_panels_takes_longer() -> None:

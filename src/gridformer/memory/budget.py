@@ -275,6 +275,10 @@ def cheapest_first(run: RunConfig) -> Iterator[Changes]:
     yield from slower
     if layout.dp > 1 and layout.dp_mode != "fsdp":
         yield {"layout.dp_mode": "fsdp"}
+    if not train.recomputes_blocks:
+        yield {"train.recompute": "except_attention"}
+    if train.recompute_layers:
+        yield {"train.recompute_layers": 0}
     if train.recompute != "full":
         yield {"train.recompute": "full"}
     if train.offload == "none" and on_gpu(run):

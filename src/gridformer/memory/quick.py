@@ -162,11 +162,18 @@ def _activations(run: RunConfig, choices: Choices) -> tuple[dict[str, float], fl
         layer += most * (_SCORE + each * (work.recompute == "selective"))
         if work.recompute != "selective":
             kept = {stack: kept[stack] + scores[stack] * each for stack in stacks}
-    if work.recompute == "full":
+    if part := work.recomputed:
         layer += max(kept[stack] / n for stack, n in stacks.items())
         tokens = {stack: work.source if stack == "encoder" else work.tokens for stack in stacks}
         share = grid if choices.between != "first" else 1
-        kept = {stack: n * tokens[stack] * h * item / share for stack, n in stacks.items()}
+        of_a_token = dict.fromkeys(stacks, h * item / share)
+        if work.recompute == "except_attention" and not scores:  # its result and log-sum-exp
+            result = run.model.n_heads * (run.model.head_width * item + max(4, item)) / grid
+            of_a_token = {s: n + result * (1 + (s == "decoder")) for s, n in of_a_token.items()}
+        kept = {
+            stack: (1 - part) * kept[stack] + part * n * tokens[stack] * of_a_token[stack]
+            for stack, n in stacks.items()
+        }
         layer += max(tokens.values()) * h * item * (choices.between == "replicated")
     return kept, layer
 

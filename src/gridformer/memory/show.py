@@ -147,6 +147,7 @@ def _title(run: RunConfig) -> str:
         f"{name}={value}"
         for name, value, plain in (
             ("recompute", train.recompute, "none"),
+            ("recompute_layers", train.recompute_layers, 0),
             ("update", train.update, "after_backward"),
             ("offload", train.offload, "none"),
         )

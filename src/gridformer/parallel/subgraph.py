@@ -148,7 +148,7 @@ class Branched(SchemeSpec):
         for product in (choice.product for choice in choices.products.values()):
             if product.section == "attention":
                 width = product.n_in if product.closes else product.n_out + product.copied
-                times = 3 if work.recompute == "full" else 2
+                times = 2 + work.recomputed
                 every += times * width * product.count * work.rows_of(product)
         every *= work.micro_batches * work.itemsize
         if layout.common == "first":

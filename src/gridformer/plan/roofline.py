@@ -160,7 +160,9 @@ class _Step:
     def _layers(self, stack: str, n: int) -> tuple[Load, Load]:
         """Returns the loads of all layers of a stack in a micro-batch."""
         forward, backward, layer = Load(), Load(), 0.0
-        again = self.work.recompute == "full"
+        again, attention = self.work.recomputed, float(self.work.recompute == "selective")
+        if self.work.recompute == "full":
+            attention = again
         every = self.choices.products.values()
         products = [one for one in every if one.product.section != "head"]
         products = [one for one in products if stack_of(one.product) == stack]
@@ -171,14 +173,13 @@ class _Step:
                 one.add(around)
                 load.add(one, choice.product.count)
             if again and not choice.product.ends_block:
-                backward.add(there, choice.product.count)  # with the kernels around it
+                backward.add(there, choice.product.count * again)  # with the kernels around it
             layer += self._elements(choice) / n * self.item
-        recomputes = self.work.recompute != "none"
         keyed = [choice for choice in products if choice.product.keys]
         for choice, (there_s, back_s) in zip(keyed, self._attention(stack)):
             there, back = (
                 Load(attention=there_s, launches=1),
-                Load(attention=back_s, launches=3 - recomputes),
+                Load(attention=back_s, launches=3 - attention),
             )
             if self.choices.sequence_rows > 1:
                 chunks = self._keys_chunks(stack)
@@ -186,7 +187,7 @@ class _Step:
                 gathers = self.times.keys(choice, chunks, there_s, back_s)
                 for load, one in zip((there, back), gathers):
                     load.add(one)
-            back.add(there, recomputes)
+            back.add(there, attention)
             forward.add(there, n)
             backward.add(back, n)
         inputs = self.choices.inputs_again() * self.item / self.run.model.n_layers

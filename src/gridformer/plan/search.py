@@ -186,8 +186,9 @@ class Search:
                 sharded = mode.get("layout.dp_mode", run.layout.dp_mode) == "fsdp"
                 syncs = ("step", "micro_batch") if sharded and m > 1 else ("step",)
                 for recompute, sync in product(("none", "full"), syncs):
-                    changes = mode | {"train.recompute": recompute, "layout.micro_batches": m}
-                    other = changed(run, changes | {"layout.gradient_sync": sync})
+                    changes = mode | {"train.recompute": recompute, "train.recompute_layers": 0}
+                    changes |= {"layout.micro_batches": m, "layout.gradient_sync": sync}
+                    other = changed(run, changes)
                     if other is None:
                         continue
                     tried.append(one := self.estimated(other))
@@ -210,6 +211,24 @@ class Search:
             if fastest.step_s >= best.step_s * 0.999:
                 break
             best = fastest
+        return self.fewest_recomputed(best)
+
+    def fewest_recomputed(self, best: PlannedLayout) -> PlannedLayout:
+        """Recomputes no more layers of each stage than memory demands, where it recomputes all."""
+        run = best.run
+        if not run.train.recomputes_blocks or run.train.recompute_layers:
+            return best
+        model = run.model
+        layers = model.n_layers + model.n_decoder_layers * model.two_stacks
+        low, high = 1, layers // run.layout.n_stages if run.layout.pp > 1 else layers
+        while low < high:
+            k = (low + high) // 2
+            other = changed(run, {"train.recompute_layers": k})
+            one = self.estimated(other) if other is not None else best
+            if self.fits(one, 1.0):
+                best, high = one, k
+            else:
+                low = k + 1
         return best
 
     def for_cluster(self, one: PlannedLayout) -> PlannedLayout:

@@ -50,8 +50,11 @@ def _setting_changes(run: RunConfig) -> Iterator[Settings]:
     for index in (here - 2, here - 1, here + 1, here + 2):
         if 0 <= index < len(sizes):
             yield {"layout.micro_batches": sizes[index]}
-    for recompute in ("none", "selective", "full"):
-        yield {"train.recompute": recompute}
+    compiled = run.train.compile  # where the result of attention is not kept
+    for recompute in ("none", "selective", "full", "except_attention")[: 3 if compiled else 4]:
+        yield {"train.recompute": recompute, "train.recompute_layers": 0}
+    if k := run.train.recompute_layers:
+        yield {"train.recompute_layers": k + -(-k // 4)}
     if spec.replicas(layout) > 1:
         for mode in ("replicate", "zero1", "fsdp"):
             yield {"layout.dp_mode": mode, **_UNSHARDED}
@@ -67,7 +70,8 @@ def _setting_changes(run: RunConfig) -> Iterator[Settings]:
             yield {"layout.shard_over": 0}
         if layout.dp_mode != "fsdp" and run.train.recompute == "full":
             # Neither of the two may fit by itself.
-            yield {"layout.dp_mode": "fsdp", "train.recompute": "selective"}
+            plain = {"train.recompute": "selective", "train.recompute_layers": 0}
+            yield {"layout.dp_mode": "fsdp", **plain}
     if (
         layout.rows > 1 == layout.sequence_rows
         and "rows_over" in spec.keys_of(layout)

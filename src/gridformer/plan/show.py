@@ -25,8 +25,14 @@ ROWS_ALONE = (
     "does, but within one replica. Only 2-D grids shard weights in two dimensions."
 )
 # What a plan states of the section `train`, besides what differs from the defaults.
-STATED = ("global_batch", "dtype", "recompute")
+STATED = ("global_batch", "dtype", "recompute", "recompute_layers")
 NO_DATA = "SET-ME"  # the data.path of a run made from a model's name alone
+
+
+def _recomputed(train: TrainConfig) -> str:
+    """Returns what is recomputed, such as `full` or `full, 8 layers`."""
+    layers = f", {train.recompute_layers} layers" if train.recompute_layers else ""
+    return train.recompute.replace("_", " ") + layers
 
 
 def print_prediction(
@@ -199,7 +205,7 @@ COLUMNS: dict[str, Callable[[PlannedLayout, Prediction], str]] = {
     "s a\nstep": lambda _, p: f"{p.step_s:.4g}",
     "\nGiB": lambda _, p: f"{p.peak_gib:.1f}",
     "micro-\nbatches": lambda one, _: str(one.run.layout.micro_batches),
-    "\nrecompute": lambda one, _: one.run.train.recompute,
+    "\nrecompute": lambda one, _: _recomputed(one.run.train),
     "TFLOP/s\na device": lambda _, p: f"{p.model_tflops_per_device:.3g}",
     "s in\nmessages": lambda _, p: f"{p.exposed_communication_s:.3g}",
     "\nkind": lambda one, _: words_of_kind(one),

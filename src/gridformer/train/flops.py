@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from gridformer.config import ModelConfig, RunConfig
+from gridformer.parallel.auto.products import recompute_share
 
 TERA = 1e12
 # TFLOP/s of float16, bfloat16, TF32, float32 and float64, on tensor cores where they support it; 0
@@ -73,9 +74,12 @@ class StepFlops:
         layers, scores, last = map(sum, zip(*stacks))
         forward = layers + (0 if layers_only else _heads(model, s))
         again = 0
-        if run.train.recompute == "full":
+        if run.train.recomputes_blocks:
             # Nothing reads the result of the last product, except for a norm after the layer.
             again = layers - last * (stops_early and model.norm_position == "pre")
+            if run.train.recompute == "except_attention":  # whose kernel is fused
+                again -= 2 * scores
+            again = round(again * recompute_share(run))
         elif run.train.recompute == "selective":  # a fused kernel has both products
             again = scores * (1 if model.attention_dropout > 0.0 else 2)
         sequences = run.train.global_batch * run.sequences_per_sample

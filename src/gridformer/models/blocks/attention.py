@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -102,13 +103,8 @@ class _Heads(DropoutSite):
         else:
             causal = causal and mask is None
             shared = {"enable_gqa": True} if k_BNTD.shape[1] < q_BNSD.shape[1] else {}
-            attend = partial(
-                F.scaled_dot_product_attention,
-                attn_mask=mask,
-                is_causal=causal,
-                scale=self.scale,
-                **shared,
-            )
+            plain: Callable[..., Tensor] = F.scaled_dot_product_attention
+            attend = partial(plain, attn_mask=mask, is_causal=causal, scale=self.scale, **shared)
             o_BNSD = self.recompute.fused(attend, q_BNSD, k_BNTD, v_BNTD)
         return o_BNSD.transpose(1, 2).reshape(b, s, -1)
 

@@ -117,10 +117,10 @@ class _KeptAttention:
             known: Tensor = _Known.apply(self.again.pop(0), *heads)
             return known
         heads = _Anchor.apply(*heads)
-        anchor, saved = heads[0].grad_fn, list[Tensor]()
+        anchor, saved, anchored = heads[0].grad_fn, list[Tensor](), [*heads]
 
         def pack(x: Tensor) -> Tensor | int:
-            for i, head in enumerate(heads):
+            for i, head in enumerate(anchored):
                 if is_same_view(x, head):
                     return i
             return x.detach()  # a result with its graph would keep itself alive
@@ -134,6 +134,7 @@ class _KeptAttention:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             result = attend(*heads)
+        anchored.clear()  # what is packed keeps these functions
         self.results.append(result.detach())
         return result
 

@@ -206,7 +206,7 @@ class Choices:
     def again(self, choice: Choice) -> Traffic:
         """Returns the traffic of the recomputed forward pass, in addition to `backward`."""
         product = choice.product
-        if self.work.recompute != "full" or product.section == "head" or product.ends_block:
+        if not self.work.recomputed or product.section == "head" or product.ends_block:
             return Traffic(0.0, 0.0, 0)
         return self.forward(choice, first=False)
 
@@ -215,7 +215,9 @@ class Choices:
         m, count = self.work.micro_batches, choice.product.count
         first = self.forward(choice)
         later = self.forward(choice, first=False) if choice.keep_weight else first
-        back = self.backward(choice) + self.again(choice)
+        again, share = self.again(choice), self.work.recomputed
+        again = Traffic(again.col * share, again.row * share, round(again.messages * share))
+        back = self.backward(choice) + again
         return Traffic(
             count * (first.col + (m - 1) * later.col + m * back.col),
             count * (first.row + (m - 1) * later.row + m * back.row),
@@ -229,10 +231,10 @@ class Choices:
         part of it and gathers the others. If only the first device of a row has it, it scatters
         parts to the others in the forward pass and gathers them in the backward pass.
         """
-        if self.work.recompute != "full" or self.between == "cut":
+        if not self.work.recomputed or self.between == "cut":
             return 0.0
         share = (self.cols - 1) / self.cols if self.replicated else 2 / self.cols
-        return self.block_inputs * share * (self.cols > 1)
+        return self.block_inputs * share * (self.cols > 1) * self.work.recomputed
 
     def ends(self, choice: Choice) -> tuple[Traffic, Traffic]:
         """Returns the traffic to gather the input and to sum the output of a stationary weight."""

@@ -216,7 +216,7 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
 
 def _print_products(choices: Choices, layout: LayoutConfig, console: Console) -> None:
     """Prints the table of choices and of one device's traffic, and that of their seconds."""
-    again = choices.work.recompute == "full"
+    again = choices.work.recomputed > 0
     every, wide = choices.products.values(), console.width >= _WIDE
     keeps = any(choice.kept for choice in every)
     copied = any(choice.product.copied and not choice.common for choice in every)

@@ -134,8 +134,8 @@ class ProductTimes:
             if product.section != "head":
                 for load, around in zip((forward, backward), self.around(choice)):
                     load.add(around)
-            again = work.recompute == "full" and product.section != "head"
-            backward.add(forward, 1 + (again and not product.ends_block))
+            again = work.recomputed * (product.section != "head" and not product.ends_block)
+            backward.add(forward, 1 + again)
             launch_s = self.costs.cluster.host.launch_us.value * 1e-6
             n = product.count * work.micro_batches
             self._totals[choice] = n * backward.device_s, n * backward.launches * launch_s

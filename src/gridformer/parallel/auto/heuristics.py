@@ -306,9 +306,9 @@ def _held_bytes(choices: Choices, model: ModelConfig, pp: int) -> float:
         if product.section != "head":
             width = product.n_in + (0 if product.closes else choice.n_out)
             layers += work.rows_of(product) * product.count * width
-    if work.recompute == "full":  # inputs of all blocks, and one block
+    if share := work.recomputed:  # inputs of blocks, and one block
         blocks = (work.tokens + work.source) * model.hidden_size * model.n_layers
-        layers = blocks + layers / model.n_layers
+        layers = share * blocks + (1 - share) * layers + layers / model.n_layers
     with_logits = min(work.tokens, (work.loss_chunk_tokens or work.tokens) * choices.rows)
     logits = with_logits * model.vocab_size * (work.itemsize + 4)
     activations = layers * work.itemsize

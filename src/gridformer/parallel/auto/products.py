@@ -29,6 +29,7 @@ class Work:
         source: Source tokens of the micro-batch, for models with an encoder and a decoder.
         sequences: Sequences of the micro-batch.
         recompute, cast, memory_gib: Those of `train` in the run.
+        recompute_share: The fraction of layers to which `recompute` applies, where it is blocks.
         loss_chunk_tokens: Tokens whose logits exist at a time on a row of the grid; 0 for all.
         dtype: The type of products, which may be tf32; empty for float32.
     """
@@ -39,11 +40,18 @@ class Work:
     state_bytes: float = 16
     source: int = 0
     sequences: int = 0
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full", "except_attention"] = "none"
+    recompute_share: float = 1.0
     loss_chunk_tokens: int = 0
     cast: Literal["auto", "step", "use"] = "auto"
     dtype: str = ""
     memory_gib: float = 0.0
+
+    @property
+    def recomputed(self) -> float:
+        """The fraction of blocks that are recomputed."""
+        blocks = self.recompute in ("full", "except_attention")
+        return self.recompute_share if blocks else 0.0
 
     def rows_of(self, product: Product) -> int:
         """Returns the number of rows of a product's input, over all devices of the grid."""
@@ -192,12 +200,23 @@ def replica_work(run: RunConfig) -> Work:
         itemsize=ITEMSIZE[train.dtype],
         state_bytes=state_bytes(run, layout.shards),
         recompute=train.recompute,
+        recompute_share=recompute_share(run),
         loss_chunk_tokens=train.loss_chunk_tokens,
         # Blocks that do not communicate are compiled whole, and compiled code keeps no copies.
         cast="use" if train.compile and devices == 1 else train.cast,
         dtype="tf32" if train.tf32 and train.dtype == "float32" else train.dtype,
         memory_gib=train.memory_gib or 0.0,
     )
+
+
+def recompute_share(run: RunConfig) -> float:
+    """Returns the fraction of layers that `train.recompute_layers` names, with equal stages."""
+    model, k = run.model, run.train.recompute_layers
+    stacks = [model.n_layers, model.n_decoder_layers * model.two_stacks]
+    if run.layout.pp > 1:
+        stacks = [sum(stacks)]
+        k *= run.layout.n_stages
+    return sum(min(k, n) for n in stacks) / sum(stacks) if k else 1.0
 
 
 def parameter_bytes(run: RunConfig) -> int:
