@@ -160,9 +160,8 @@ class _Step:
     def _layers(self, stack: str, n: int) -> tuple[Load, Load]:
         """Returns the loads of all layers of a stack in a micro-batch."""
         forward, backward, layer = Load(), Load(), 0.0
-        again, attention = self.work.recomputed, float(self.work.recompute == "selective")
-        if self.work.recompute == "full":
-            attention = again
+        again = self.work.recomputed
+        attends_again = 1.0 if self.work.recompute == "selective" else again
         every = self.choices.products.values()
         products = [one for one in every if one.product.section != "head"]
         products = [one for one in products if stack_of(one.product) == stack]
@@ -179,7 +178,7 @@ class _Step:
         for choice, (there_s, back_s) in zip(keyed, self._attention(stack)):
             there, back = (
                 Load(attention=there_s, launches=1),
-                Load(attention=back_s, launches=3 - attention),
+                Load(attention=back_s, launches=3 - attends_again),
             )
             if self.choices.sequence_rows > 1:
                 chunks = self._keys_chunks(stack)
@@ -187,8 +186,10 @@ class _Step:
                 gathers = self.times.keys(choice, chunks, there_s, back_s)
                 for load, one in zip((there, back), gathers):
                     load.add(one)
-            back.add(there, attention)
             forward.add(there, n)
+            if self.work.recompute == "except_attention":  # keys and values are gathered again
+                there.attention = 0.0
+            back.add(there, attends_again)
             backward.add(back, n)
         inputs = self.choices.inputs_again() * self.item / self.run.model.n_layers
         gather = self.times.message("all_gather", inputs, self.times.axis)

@@ -15,7 +15,15 @@ from tests.support.fuzz.drawing import Sections, draw_run, run_of, shortened
 QUICK = 40  # the seeds below this are those of `make test`, and use few processes
 LARGEST, USUAL, FEW = 16, 8, 4  # processes: of one case in eight, of the others, and of quick ones
 # Settings that a run may change when it moves without changing its numbers.
-METHODS = {"recompute", "update", "offload", "loss_chunk_tokens", "sanity_checks", "compile"}
+METHODS = {
+    "recompute",
+    "recompute_layers",
+    "update",
+    "offload",
+    "loss_chunk_tokens",
+    "sanity_checks",
+    "compile",
+}
 
 
 @dataclass(frozen=True)

@@ -256,7 +256,12 @@ def distance(model: Model, got: Tensors, want: Tensors, least: float = 0.0) -> f
 
 def without_methods(settings: TrainConfig) -> TrainConfig:
     """Return the settings without any memory-saving method."""
-    plain: dict[str, Any] = {"recompute": "none", "update": "after_backward", "offload": "none"}
+    plain: dict[str, Any] = {
+        "recompute": "none",
+        "recompute_layers": 0,
+        "update": "after_backward",
+        "offload": "none",
+    }
     return settings.model_copy(update={**plain, "loss_chunk_tokens": 0})
 
 

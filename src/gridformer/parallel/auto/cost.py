@@ -263,7 +263,8 @@ class Choices:
     def received_keys(self) -> float:
         """Returns the elements of keys and values, or of their gradients, received in a step."""
         each = sum(self.gathered_keys(c) * c.product.count for c in self.products.values())
-        times = 2 + (self.work.recompute != "none")  # gathered, and gradients summed
+        again = 1 if self.work.recompute == "selective" else self.work.recomputed
+        times = 2 + again  # gathered, and gradients summed
         return each * (1 - 1 / self.sequence_rows) * times * self.work.micro_batches
 
     def _unit(self, choice: Choice) -> tuple[float, float]:
