@@ -397,7 +397,7 @@ RECOMPUTED = {
     for wanted in zip(itertools.cycle(MATRIX_MODELS), SCHEMES, MODES)
 } | {next(cell for cell in TELLING if cell.pp == 2)}
 # One for each scheme, without dropout, so that attention is fused.
-KEPT = {
+ATTENTION_KEPT = {
     *{cell.scheme: cell for cell in sorted(QUICK) if cell in POSSIBLE and not cell.dropout}.values()
 }
 UPDATED = sorted(
@@ -439,7 +439,7 @@ def of_cell(method: str, cell: Cell, quick: bool) -> Case:
 def methods() -> Iterator[Case]:
     for cell in POSSIBLE:
         yield of_cell("full", cell, cell in RECOMPUTED)
-        yield of_cell("some layers", cell, cell in KEPT)
+        yield of_cell("some layers", cell, cell in ATTENTION_KEPT)
         if cell.dropout and n_of_cell(cell) <= 4:  # masks of probabilities, which no scheme changes
             quick = (cell.model, cell.scheme) == ("BERT", "Optimus")
             quick = quick and (cell.pp, cell.replicas) == (1, "none")
