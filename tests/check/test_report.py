@@ -75,7 +75,7 @@ def only(report: Report) -> Problem:
 def strides_kept() -> AbstractContextManager[object]:
     """The result of a reduce-scatter keeps the strides of a transposed block, as it once did."""
 
-    def start(x: Tensor, axis: Axis, dim: int, *_: Any) -> Pending:
+    def start(x: Tensor, axis: Axis, dim: int, *_: Any, **__: Any) -> Pending:
         dim %= x.dim()
         blocks = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0)
         out, sent = torch.empty_like(blocks[0]), blocks.reshape(-1)
