@@ -132,6 +132,7 @@ def _activations(run: RunConfig, choices: Choices) -> tuple[dict[str, float], fl
         else:
             # LayerNorm of whole rows keeps its input in float32.
             local = boundary.activation_layout == "h" and choices.cols > 1
+            local |= bool(boundary.h_over) and choices.rows > 1
             norm = 1.0 if rms or local else max(4, item) / item
             if product.reads == "source" and stack_of(product) == "decoder":  # is kept once for all
                 norm = -1.0
@@ -181,6 +182,8 @@ def _activations(run: RunConfig, choices: Choices) -> tuple[dict[str, float], fl
 def _wide(run: RunConfig, choices: Choices, choice: Choice, out: float) -> float:
     """Returns the bytes of the gradients of a product's output with what it gathers meanwhile."""
     whole = choices.held_at_a_time(choice)
+    if choice.stationary == "weight":  # with what is summed over rows
+        return out * (1 + choices.rows) + whole
     if not whole:
         return out
     if choice.schedule != "gather":  # its sums are in float32 until the last panel has come
@@ -219,6 +222,8 @@ def _table_bytes(run: RunConfig, choices: Choices) -> tuple[float, float]:
     table = run.model.vocab_size * run.model.hidden_size * 4.0
     if "head" in choices.products and choices["head"].common:
         return table, table
+    if choices.holds_weights:
+        return table / choices.within, table / choices.within
     return table / choices.cols, table / choices.cols / choices.rows
 
 
@@ -228,10 +233,10 @@ def _loss_bytes(run: RunConfig, choices: Choices) -> float:
         return 0.0
     head, item = choices["head"], choices.work.itemsize
     column, block = _table_bytes(run, choices)
-    sharded = not head.common and choices.cols > 1
+    sharded = not head.common and choices.within > 1
     rows = choices.head_tokens(head) if choices.between == "cut" else float(choices.work.tokens)
     rows = min(rows, choices.work.loss_chunk_tokens or rows)
-    logits = rows * run.model.vocab_size / (choices.cols if sharded else 1)
+    logits = rows * run.model.vocab_size / (choices.within if sharded else 1)
     wide = max(4, item)
     forward = logits * (item * (item < wide or sharded) + wide * (1 if sharded else 2))
     in_chunks = choices.loss_chunks(head) > 1

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from gridformer.models import Model, blocks
 
 
+MOST_TOKENS = 2  # times h, of a micro-batch for which a search tries stationary weights
+
+
 class Optimus(SchemeSpec):
     """The spec of Optimus on any r x c grid; the paper's grids are square."""
 
@@ -88,7 +91,9 @@ class Optimus(SchemeSpec):
     def arrangements(self, devices: int) -> Iterator[dict[str, Any]]:
         if devices > 1:
             for rows in divisors(devices):
-                yield {"rows": rows, "cols": devices // rows}
+                yield (grid := {"rows": rows, "cols": devices // rows})
+                if rows > 1:  # with one row no weight is sent anyway
+                    yield {**grid, "stationary": "weight", "sequence_parallel": True}
 
     def common(self, product: Product, layout: LayoutConfig) -> bool:
         # Every column of devices computes these products for its own tokens.
@@ -108,6 +113,13 @@ class Optimus(SchemeSpec):
         if product.n_in != product.n_out:
             return "input" if product.n_in > product.n_out else "output"
         return super().stationary(product, layout)
+
+    def may_win(self, run: RunConfig) -> bool:
+        """Stationary weights send more than other layouts where micro-batches have many tokens."""
+        layout, few = run.layout, MOST_TOKENS * run.model.hidden_size
+        n_micro = layout.dp * layout.micro_batches
+        tokens = run.train.global_batch * run.seq_len
+        return layout.stationary != "weight" or tokens <= few * n_micro
 
     def savings(self, layout: LayoutConfig) -> tuple[list[Changes], list[Changes]]:
         if layout.schedule == "pipelined" or layout.stationary == "weight":

@@ -152,6 +152,10 @@ class SchemeSpec:
         if devices > 1:
             yield {"cols": devices}
 
+    def may_win(self, run: RunConfig) -> bool:
+        """Whether a search estimates this arrangement of the devices."""
+        return True
+
     # ------------------------------------------------------------------ what `auto` decides
 
     def grid(self, layout: LayoutConfig) -> tuple[int, int]:

@@ -226,7 +226,7 @@ class _Step:
         """Yields the seconds of each kind of attention in a layer of a stack, of both passes."""
         model, s, source = self.run.model, self.run.seq_len, self.run.source_len
         batch, rows = self.choices.row_sequences, self.choices.sequence_rows
-        heads, d = max(1, model.n_heads // self.choices.cols), model.head_width
+        heads, d = max(1, model.n_heads // self.choices.within), model.head_width
         causal = stack == "decoder" or model.family in ("gpt2", "llama")
         own = stack == "encoder" or model.attention_dropout or self.run.data.document_mask
         hides = min(model.window or 1, s) if causal else 0
@@ -264,12 +264,12 @@ class _Step:
             for load, one in zip((forward, backward), self.times.passes(choice)):
                 load.add(one)
             if is_head:
-                cols = 1 if choice.common else self.choices.cols
+                cols = 1 if choice.common else self.choices.within
                 passes = _LOGITS if cols == 1 else _SHARDED_LOGITS
                 each = passes * max(4, self.item) + 2 * CAST_BYTES * (self.item == 2)
                 logits = self.choices.head_tokens(choice) * choice.product.n_out / cols
                 forward.memory += self.costs.moved_s(logits * each)
-                norm = sum(NORM_LAUNCHES) * (cols > 1 and self.times.between == "h")
+                norm = sum(NORM_LAUNCHES) * (self.times.norm_axis in self.times.places)
                 forward.launches += (_CHUNK[cols > 1] + norm) * self.choices.loss_chunks(choice)
         return forward, backward
 
@@ -277,14 +277,16 @@ class _Step:
         """Returns the loads of looking up tokens in a table that may be sharded over a grid."""
         loads, axis = (Load(), Load()), self.times.axis
         common, rows = self.choices["head"].common, max(1, self.choices.rows)
-        column = self._elements(self.choices["head"]) * (1 if common else rows) * self.wide
+        holds = common or self.choices.holds_weights
+        column = self._elements(self.choices["head"]) * (1 if holds else rows) * self.wide
         read = (self.work.tokens + self.work.source) / rows * self.run.model.hidden_size * self.wide
         ops: tuple[Op, Op] = "all_gather", "reduce_scatter"
         for way, (load, op) in enumerate(zip(loads, ops)):
             load.memory = self.costs.moved_s(2 * read + 3 * column * way)
             if not common:
                 load.exposed[axis] += self.times.message("reduce_scatter", read, axis).seconds
-                load.exposed["row"] += self.times.message(op, column, "row").seconds
+                if not holds:
+                    load.exposed["row"] += self.times.message(op, column, "row").seconds
         return loads
 
     # ------------------------------------------------------------------ parameters

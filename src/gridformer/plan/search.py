@@ -161,7 +161,7 @@ class Search:
             layout = layout.model_copy(update=placement | {"micro_batches": fewest})
             for mode in modes(layout) if layout_kind(layout) == REPLICAS else [{}]:
                 run = changed(self.run.model_copy(update={"layout": layout}), mode)
-                if run is not None:
+                if run is not None and spec_of(layout).may_win(run):
                     yield run
 
     def estimated(self, run: RunConfig) -> PlannedLayout:

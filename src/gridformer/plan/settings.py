@@ -14,7 +14,7 @@ from gridformer.parallel.validation import violations, with_rows_over
 STAGES_PER_RANK = (1, 2, 3, 4, 6, 8, 12)
 AXES: tuple[LayoutAxis, ...] = ("rows", "cols", "branches")
 # What an arrangement consists of besides the scheme, as `SchemeSpec.arrangements` yields it.
-_ARRANGED = (*AXES, "sequence_parallel", "common", "dp", "pp")
+_ARRANGED = (*AXES, "sequence_parallel", "stationary", "common", "dp", "pp")
 Settings = Mapping[str, Any]  # values by dotted key, such as `layout.pp`
 # Keys that mean something only where replicas shard.
 _UNSHARDED = {"layout.reshard": "layer", "layout.shard_over": 0, "layout.gradient_sync": "step"}

@@ -136,6 +136,11 @@ class Choices:
         return any(choice.stationary == "weight" for choice in self.products.values())
 
     @property
+    def within(self) -> int:
+        """Over how many devices heads, columns of a feed-forward and logits are divided."""
+        return self.rows * self.cols if self.holds_weights else self.cols
+
+    @property
     def replicated(self) -> bool:
         """Whether every device holds all of the activations between sections."""
         return self.between == "replicated"
@@ -341,7 +346,8 @@ class Choices:
     @property
     def row_sequences(self) -> int:
         """The sequences of a micro-batch of which a row of devices has tokens."""
-        return max(1, self.work.sequences * self.sequence_rows // self.rows)
+        rows = 1 if self.holds_weights else self.rows
+        return max(1, self.work.sequences * self.sequence_rows // rows)
 
     def tokens(self, product: Product) -> int:
         """Returns the rows of a product's input on one device, which has some of its columns."""

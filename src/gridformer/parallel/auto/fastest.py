@@ -109,6 +109,8 @@ class ProductTimes:
         self.choices, self.work, self.costs = choices, choices.work, costs
         boundary = spec_of(layout).boundary(layout)
         self.axis, self.between = boundary.axis, boundary.activation_layout
+        # The axis over which norms sum; empty if a device has whole rows.
+        self.norm_axis = boundary.h_over or boundary.axis * (self.between == "h")
         self.dtype = choices.work.dtype or "float32"
         self.launch_price, self._totals = 1.0, dict[Choice, tuple[float, float]]()
         self.places = _places(layout, block, costs)
@@ -146,10 +148,10 @@ class ProductTimes:
         product, choices, item = choice.product, self.choices, self.work.itemsize
         h = product.n_out if product.closes else product.n_in
         wide, casts = max(4, item), 2 * (item == 2)
-        cut = 1 if choices.between != "cut" else choices.cols
+        cut = 1 if choices.between != "cut" else choices.within
         sharded = not choice.common and choices.rows * choices.cols > 1
         norm, inner = (_RMS_NORM if product.rms else _NORM), (_JOINED if product.parts else _INSIDE)
-        summed = self.between == "h" and choices.cols > 1
+        summed = self.norm_axis in self.places
         norm = _GRID_NORM if summed else norm
         for way in range(2):
             bias = product.bias * _BIAS[way] * (sharded or way)
@@ -159,7 +161,7 @@ class ProductTimes:
                 launches += 1
             else:
                 n_bytes = (norm[way] * wide + casts * CAST_BYTES) * h / cut
-                n_bytes += (inner[way] + bias) * item * choice.n_out / choices.cols
+                n_bytes += (inner[way] + bias) * item * choice.n_out / choices.within
                 alone = norm[way] / 2 + 2 if product.rms else 1
                 launches += (NORM_LAUNCHES[way] if summed else alone) + casts
                 launches += inner[way] if product.parts else 1
@@ -179,6 +181,8 @@ class ProductTimes:
                 and while the weight's gradient is summed; None takes them to be those of this
                 product.
         """
+        if choice.stationary == "weight" and not choice.common:
+            return self._stationary(choice)
         product, choices, costs, item = choice.product, self.choices, self.costs, self.work.itemsize
         rows, cols = (1, 1) if choice.common else (choices.rows, choices.cols)
         grid = rows * cols
@@ -221,8 +225,8 @@ class ProductTimes:
         backward.memory = costs.moved_s(n_bytes)
         if choice.common:
             return forward, backward
-        if product.normed and self.between == "h":  # its own message
-            waits = self.message("all_reduce", tokens * _STATISTICS, self.axis).seconds
+        if product.normed and self.norm_axis:  # its own message
+            waits = self.message("all_reduce", tokens * _STATISTICS, self.norm_axis).seconds
             forward.exposed[self.axis] += waits
             backward.exposed[self.axis] += waits
         if not gathers:
@@ -308,6 +312,40 @@ class ProductTimes:
     def _scattered(self, chunks: int) -> bool:
         """Whether a message of a chunk of an activation has blocks that are not contiguous."""
         return self.between == "h" or (self.between == "s" and self.choices.row_sequences > chunks)
+
+    def _stationary(self, choice: Choice) -> tuple[Load, Load]:
+        """Returns the loads of a product whose weight stays, all of whose messages are waited for.
+
+        Only the gradient of the input travels during a product, that of the weight.
+        """
+        product, choices, item = choice.product, self.choices, self.work.itemsize
+        r, c, tokens = choices.rows, choices.cols, choices.tokens(product)
+        enter, leave, over = (
+            ("row", self.axis, (c, r)) if product.closes else (self.axis, "row", (r, c))
+        )
+        k, n = max(1, product.n_in // over[0]), max(1, choice.n_out // over[1])
+
+        def product_s(m: int, n: int, k: int) -> float:
+            return self.costs.product_s(m, n, k, self.dtype, item)
+
+        grad_w = product_s(k, n, tokens)
+        forward = Load(product_s(tokens, n, k), launches=1 + 2 * _PER_AXIS[0])
+        backward = Load(product_s(tokens, k, n) + grad_w, launches=2 + 2 * _PER_AXIS[1])
+        x, y = tokens * k * item, tokens * n * item
+        forward.exposed[enter] += self.message("all_gather", x, enter).seconds
+        forward.exposed[leave] += self.message("reduce_scatter", y, leave).seconds
+        backward.exposed[leave] += self.message("all_gather", y, leave).seconds
+        backward.exposed[enter] += self.message("reduce_scatter", x, enter).beside(grad_w)
+        if not choice.keep_input:
+            again = self.message("all_gather", x, enter)
+            backward.exposed[enter] += again.beside(backward.products - grad_w)
+        if product.normed:
+            norm = self.message("all_reduce", tokens / c * _STATISTICS, self.norm_axis)
+            for load in (forward, backward):
+                load.exposed[self.norm_axis] += norm.seconds
+        for load in (forward, backward):  # blocks of features are not contiguous
+            load.memory += self.costs.moved_s(2 * (x if product.closes else y) * (r > 1))
+        return forward, backward
 
     def message(self, op: Op | None, n_bytes: float, axis: str) -> MessageTime:
         """Returns the time of a message, if there is one; 0 on an axis of one rank.
