@@ -122,7 +122,7 @@ def test_one_reason_for_all_that_fail_alike() -> None:
     assert len({reason.why for reason in said}) == len(said)
     assert sum(reason.n_layouts for reason in said) == len(failing)
     heads = next(r for r in said if r.why == "model.n_heads=6 does not divide")
-    assert heads.where == "branches=4 to 20; cols=4 to 20"
+    assert heads.where == "branches=4 to 20; cols=2 to 20; rows=2, 4"  # rows of stationary weights
     stages = next(r for r in said if r.why.startswith("more stages than layers"))
     assert stages.where == "pp=5, 10, 20"
 
