@@ -112,10 +112,11 @@ def one_dimensional(
         grid_roles,
     )
     from gridformer.parallel.tensor.sequence import ChosenTokenOfParts, JoinedSequence, tokens_of
-    from gridformer.parallel.tensor.summa import Replicated, boundary_of
+    from gridformer.parallel.tensor.summa import InRankOrder, Replicated, boundary_of
 
     col, cuts_sequence = axes.col, boundary.activation_layout == "s"
-    schedules = Schedules(axes, boundary_of(boundary, axes))
+    in_order = InRankOrder(col) if cuts_sequence else None  # a feed-forward treats tokens alike
+    schedules = Schedules(axes, boundary_of(boundary, axes), in_order)
     of_chosen = Schedules(axes, Replicated(col))  # every device has the chosen tokens
     opening = ParamPlacement(("col",), copies="row", partial=True)
     tokens = tokens_of(axes, cuts_sequence)

@@ -259,7 +259,7 @@ class ProductTimes:
             backward.exposed[self.axis] += _in_turns(enter[1], turns, waiting)
         if cols > 1:
             # Blocks of activations are copied that are not contiguous in a message.
-            copied = [2 * travels * self._scattered(n) for n in (chunks, turns)]
+            copied = [2 * travels * self._scattered(choice, n) for n in (chunks, turns)]
             copied[1] *= 1 + keeps_output
             # So is the other factor of a weight's gradient if its tokens lie apart.
             beside = 2 * tokens * (n if keeps_output else k) * item
@@ -306,12 +306,15 @@ class ProductTimes:
         """Returns how many rows of tokens of a chunk lie apart in the full activation."""
         if self.between == "b" and choice.n_chunks > 1:
             return max(1, self.work.sequences)
-        inside = self.between == "s" and choice.n_chunks > self.choices.row_sequences
-        return self.choices.cols if inside else 1
+        # A feed-forward gathers tokens device by device.
+        whole = 1 if choice.product.section == "feed_forward" else self.choices.row_sequences
+        return self.choices.cols if self.between == "s" and choice.n_chunks > whole else 1
 
-    def _scattered(self, chunks: int) -> bool:
+    def _scattered(self, choice: Choice, chunks: int) -> bool:
         """Whether a message of a chunk of an activation has blocks that are not contiguous."""
-        return self.between == "h" or (self.between == "s" and self.choices.row_sequences > chunks)
+        if self.between == "s" and choice.product.section != "feed_forward":
+            return self.choices.row_sequences > chunks
+        return self.between == "h"
 
     def _stationary(self, choice: Choice) -> tuple[Load, Load]:
         """Returns the loads of a product whose weight stays, all of whose messages are waited for.

@@ -48,16 +48,25 @@ INPUT_STATIONARY = ParamPlacement(cut=("col", "row"), transposed=True)  # B is r
 
 
 class Schedules:
-    """The schedules of a model: one object for each kind, so that products share its workspace."""
+    """The schedules of a model: one object for each kind, so that products share its workspace.
 
-    def __init__(self, axes: Axes, boundary: summa.Replicated) -> None:
-        self.axes, self.boundary = axes, boundary
-        self._made: dict[tuple[str, int, bool], summa.Schedule] = {}
+    Args:
+        axes: Axes of the grid.
+        boundary: How activations are sharded between sections.
+        feed_forward: How feed-forward sections gather them; None for the same way.
+    """
+
+    def __init__(
+        self, axes: Axes, boundary: summa.Replicated, feed_forward: summa.Replicated | None = None
+    ) -> None:
+        self.axes, self.boundary, self.feed_forward = axes, boundary, feed_forward or boundary
+        self._made: dict[tuple[str, int, bool, bool], summa.Schedule] = {}
         self._last: summa.GatheredWeight | None = None
 
     def __getitem__(self, choice: Choice) -> summa.Schedule:
         """Returns the schedule that `choice` names, created on first use."""
-        key = choice.schedule, choice.n_chunks, choice.whole_backward
+        inside = choice.product.section == "feed_forward" and self.feed_forward != self.boundary
+        key = choice.schedule, choice.n_chunks, choice.whole_backward, inside
         if key not in self._made:
             match choice.schedule:
                 case "broadcast":
@@ -65,7 +74,8 @@ class Schedules:
                 case "pipelined":
                     self._made[key] = summa.Pipelined(self.axes)
                 case "gather":
-                    self._made[key] = summa.Gathered(self.axes, self.boundary, *key[1:])
+                    boundary = self.feed_forward if inside else self.boundary
+                    self._made[key] = summa.Gathered(self.axes, boundary, *key[1:3])
         return self._made[key]
 
     def gathered_weight(self, choice: Choice) -> summa.GatheredWeight | None:

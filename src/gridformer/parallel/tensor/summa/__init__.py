@@ -17,6 +17,7 @@ from gridformer.parallel.tensor.summa.autograd import (
 from gridformer.parallel.tensor.summa.gathered import (
     Chunk,
     Gathered,
+    InRankOrder,
     Operand,
     Replicated,
     Sharded,

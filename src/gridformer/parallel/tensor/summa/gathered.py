@@ -131,6 +131,25 @@ class Sharded(Replicated):
 
 
 @dataclass(frozen=True)
+class InRankOrder(Sharded):
+    """Activations are sharded over s and gathered device by device: [b, s/c, h] to [c b, s/c, h].
+
+    It serves sections that treat all tokens alike. Their messages are contiguous, while those over
+    s are copied if there are several sequences. Chunks are those over s.
+    """
+
+    dim: int = 0
+
+    def chunks(self, shape: torch.Size, n: int) -> Sequence[Chunk]:
+        over_s = Sharded(self.col, 1).chunks(shape, n)
+        return [(chunk, ALL) if isinstance(chunk, slice) else chunk for chunk in over_s]
+
+    def of_full(self, x: Tensor, chunk: Chunk) -> Tensor:
+        assert isinstance(chunk, tuple)
+        return x.unflatten(0, (self.col.size, -1))[(ALL, *chunk)].flatten(1, 2)
+
+
+@dataclass(frozen=True)
 class OnFirst(Replicated):
     """The first device holds the full activation; the others hold a tensor on the meta device.
 
