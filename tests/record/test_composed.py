@@ -247,6 +247,9 @@ def test_methods_are_those_of_the_complete_step(
         same(few, whole)
         assert max(recorded) < run.model.n_layers * len(whole.step.parts), "few layers and passes"
     few_s, whole_s = (seconds(run, [pair[i].trace for pair in pairs]) for i in (0, 1))
+    # Where the host is late, what it launches at the border of two passes may count to either one.
+    for phase in ("forward", "backward"):
+        assert few_s.pop(phase) == pytest.approx(whole_s.pop(phase), abs=0.005 * whole_s["step"])
     assert few_s == pytest.approx(whole_s, abs=1e-6 * whole_s["step"])
 
 
