@@ -232,6 +232,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] =
         6,
     ),
     "megatron_2d": ({"scheme": "megatron_2d", **GRID}, {}, {}, 6),
+    "rows over s": (
+        {"scheme": "megatron_2d", **GRID, "rows_over": "sequence"},
+        DROPS,
+        {},
+        9,
+    ),
     "optimus": ({"scheme": "optimus", **GRID}, {}, {"recompute": "full"}, 8),
     "optimus, broadcast": (
         {"scheme": "optimus", **GRID, "schedule": "broadcast", "stationary": "input"},

@@ -13,18 +13,14 @@ from torch.nn.attention.bias import causal_lower_right
 
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import scores as scores_module
+from gridformer.models.blocks import sequence as sequence_module
 from gridformer.models.blocks.dropout import DropoutRng, DropoutSite, keep_scores
 from gridformer.models.blocks.linear import Linear, MergedLinear
 from gridformer.models.blocks.norm import HeadNorm
 from gridformer.models.blocks.recompute import Recompute
 from gridformer.models.blocks.rotary import Rotation
 from gridformer.models.blocks.scores import MaskInParts, ScoreBias, ScoreParts, SharedBias, past
-from gridformer.models.blocks.sequence import (
-    SegmentBias,
-    SequenceRows,
-    attend_over_rows,
-    head_chunks,
-)
+from gridformer.models.blocks.sequence import SegmentBias, SequenceRows, head_chunks
 from gridformer.models.kernels import attention as kernel
 from gridformer.models.kernels import library
 
@@ -57,7 +53,9 @@ class _Heads(DropoutSite):
         whole = (self.training and self.p > 0.0) or getattr(self, "kv_heads", None) is not None
         n_chunks = 1 if whole else head_chunks(k_BNTD.shape[1], masks)
         qkv = q_BNSD, k_BNTD, v_BNTD
-        return attend_over_rows(self.sequence, self._attend, *qkv, causal, masks, n_chunks)
+        return sequence_module.attend_over_rows(
+            self.sequence, self._attend, *qkv, causal, masks, n_chunks
+        )
 
     def _attend(
         self,
