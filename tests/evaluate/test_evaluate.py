@@ -235,6 +235,10 @@ def test_the_command_prints_json(run_dir: Path, text_file: Path) -> None:
         (["--tasks", "text:FILE", "--length", "25"], "the model reads 24 tokens at once"),
         (["--tasks", "lambada:FILE"], "FILE:1: is not JSON"),
         (["train.steps=3", "--tasks", "text:FILE"], "a trained model keeps its settings"),
+        (
+            ["layout.scheme=optimus", "layout.rows=2", "layout.rows_over=sequence", "--set", "val"],
+            "divides texts over rows; use layout.rows_over=batch",
+        ),
         (["layout.colls=3", "--tasks", "text:FILE"], "did you mean 'cols'?"),
         (["--device", "tpu", "--tasks", "text:FILE"], "--device tpu is no device"),
         (["--set", "val", "--length", "8"], "--length 8 is for text:FILE, wikitext:FILE, "),

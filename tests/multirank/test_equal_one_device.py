@@ -501,6 +501,12 @@ ROWS: dict[str, tuple[Layout, Settings, Settings, bool]] = {
     "one sequence, grid": (over_sequence("optimus", 2, 2, **ALONE_IN_STEP), GROUPED, {}, False),
     "both chunks": (over_sequence("megatron_2d", 2, 3), EVERYTHING, SELECTIVE, True),
     "recomputed": (over_sequence("optimus", 3, 1), GROUPED, {"recompute": "full"}, True),
+    "kept attention": (
+        over_sequence("megatron_2d", 2, 2),
+        GROUPED,
+        {"recompute": "except_attention"},
+        False,
+    ),
     "recomputed scores": (over_sequence("optimus", 4, 1), GROUPED, SELECTIVE, False),
     "panels": (
         over_sequence("optimus", 3, 2, schedule="pipelined"),

@@ -154,6 +154,15 @@ def test_one_rule_broken(changes: dict[str, Any], text: str) -> None:
         check_layout(changed(run, offer))
 
 
+@pytest.mark.parametrize(("batch", "over"), [(4, "auto"), (2, "sequence"), (6, "sequence")])
+def test_rows_divide_sequences_that_they_cannot_share_out(batch: int, over: str) -> None:
+    run = run_of(**{"layout.scheme": "optimus", "layout.rows": 2, "layout.dp": 2})
+    run = changed(run, {"train.global_batch": batch})
+    assert check_layout(run).layout.rows_over == over
+    plain = changed(run, {"layout.rows_over": "batch"})
+    assert rules(plain) == (set() if over == "auto" else {"batch"})
+
+
 def test_all_problems_at_once() -> None:
     """Report the problems of the shape, the model, the batch and the sequence together."""
     changes = {

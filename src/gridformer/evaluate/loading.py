@@ -262,6 +262,9 @@ def plan_job(
         few = with_changes(run, spec_of(chosen).for_few_tokens(chosen))
         if few is not None and not _violations(few, length):
             run, chosen = few, few.layout
+    if "rows_over" in spec_of(chosen).keys_of(chosen):
+        chosen = chosen.model_copy(update={"rows_over": "batch"})
+        run = run.model_copy(update={"layout": chosen})
     problems = [str(problem) for problem in with_fixes(run, partial(_violations, length=length))]
     problems += check_devices(device, chosen.n_processes)
     if problems:
@@ -289,7 +292,11 @@ def violations_of_layout(run: RunConfig) -> list[Violation]:
 
     def of_layout(fix: Fix) -> Fix:
         def changes() -> Iterable[Changes]:
-            return (one for one in fix.changes() if all(key.startswith("layout.") for key in one))
+            return (
+                one
+                for one in fix.changes()
+                if all(key.startswith("layout.") for key in one) and "layout.rows_over" not in one
+            )
 
         return Fix(changes, fix.at_most)
 
