@@ -31,7 +31,7 @@ from gridformer.config import (
     RunConfig,
     TrainConfig,
 )
-from gridformer.parallel.validation import violations
+from gridformer.parallel.validation import violations, with_rows_over
 
 Sections = dict[str, dict[str, Any]]
 SECTIONS: dict[str, type[Config]] = {
@@ -272,12 +272,12 @@ def _mended(sections: Sections, chooser: Chooser) -> RunConfig | None:
 
 
 def run_of(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """Return the run; raises ValidationError if the sections form no valid run."""
+    """Return the run as it is checked; raises ValidationError if the sections form no valid run."""
     filled: Sections = {name: dict(sections.get(name, {})) for name in SECTIONS}
     for key, value in SET.items():
         section, name = key.split(".")
         filled[section].setdefault(name, value)
-    return RunConfig.model_validate({"name": "fuzz", **filled})
+    return with_rows_over(RunConfig.model_validate({"name": "fuzz", **filled}))
 
 
 @dataclass(frozen=True)
