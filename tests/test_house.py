@@ -147,8 +147,8 @@ def test_short_modules_with_one_sibling_importer_are_found(tmp_path: Path) -> No
 SET_OUTSIDE = {
     *("sys.unraisablehook", "sys.excepthook", "threading.excepthook", "setattr(sys)", "os.environ"),
     *("torch.backends.cudnn.allow_tf32", "torch.backends.cudnn.benchmark"),
-    *("deterministic.fill_uninitialized_memory", "scores.attention_in_parts"),
-    "setattr(distributed_c10d)",
+    *("deterministic.fill_uninitialized_memory", "setattr(distributed_c10d)"),
+    *("scores.attention_in_parts", "sequence.attend_over_rows"),
 }
 
 
