@@ -235,6 +235,33 @@ def test_volumes(pool: WorkerPool, case: str) -> None:
             assert one.kinds == {"gradients": {"reduce_scatter"}, "parameters": {"all_gather"}}
 
 
+def sums_in_levels(layout: Layout) -> dict[str, float]:
+    """Return the elements that this rank receives in a step over each axis of replicas."""
+    built, _, stepper = settings_of(layout, 2, **EVEN)
+    with record_messages() as recorder:
+        stepper(0, read_of(built, 0))
+    found: dict[str, float] = {"parameters": sum(p.numel() for p in built.parameters())}
+    for one in recorder.records:
+        if one.label in ("gradients", "parameters"):
+            found[f"{one.op} {one.axis}"] = found.get(f"{one.op} {one.axis}", 0.0) + one.moved
+    return found
+
+
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_two_levels_gather_inside_and_sum_parts_across(pool: WorkerPool, sync: str) -> None:
+    """Of P parameters, P / N are all-reduced over d / N groups once a step, whatever travels in."""
+    layout = {"dp": 6, "dp_mode": "fsdp", "shard_over": 2, "micro_batches": 3}
+    for found in pool.run(6, sums_in_levels, {**layout, "gradient_sync": sync}):
+        part = found.pop("parameters") / 2
+        assert found["all_reduce dp_replicate"] == 2 * 2 / 3 * part
+        assert found["reduce_scatter dp_shard"] == part * (3 if sync == "micro_batch" else 1)
+        assert {*found} == {
+            "all_gather dp_shard",
+            "reduce_scatter dp_shard",
+            "all_reduce dp_replicate",
+        }
+
+
 # --------------------------------------------------- overlap
 
 
