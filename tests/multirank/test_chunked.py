@@ -112,6 +112,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         **{"dp": 2, "dp_mode": "zero1", "micro_batches": 6},
     },
     "hidden, D&SP": BRANCHES,
+    # Gradients of weights are multiplied late.
+    "late, sequence": {**SEQUENCE, "micro_batches": 2},
+    "late, rows": {"scheme": "megatron_2d", "rows": 2, "cols": 2},
+    "late, stages": {
+        **{**SEQUENCE, "pp": 2, "stages_per_rank": 2, "micro_batches": 4},
+        **{"dp": 2, "dp_mode": "fsdp"},
+    },
     "D&SP": BRANCHES,
     "D&SP-cSub": {**BRANCHES, "common": "first"},
 }
@@ -123,10 +130,12 @@ QUICK = {
     ("hidden, replicated", "BERT", "none"),
     ("hidden, tokens", "T5", "full"),
     ("hidden, tokens over rows", "Llama", "none"),
+    ("late, sequence", "T5", "none"),
+    ("late, rows", "Llama", "full"),
 }
 
 
-def compare_in_parts(hides: bool, *args: Any) -> dict[str, float]:
+def compare_in_parts(hides: bool, late: bool, *args: Any) -> dict[str, float]:
     real, cuts = summa.Gathered.chunks, []
 
     def watched(schedule: summa.Gathered, shape: torch.Size) -> Sequence[summa.Chunk]:
@@ -140,7 +149,7 @@ def compare_in_parts(hides: bool, *args: Any) -> dict[str, float]:
             travels = choices.activation_bytes(one) or (choices.replicated and not one.common)
             return replace(one, n_chunks=3, whole_backward=hides) if travels else one
 
-        return rules._each(choices, cut)
+        return replace(rules._each(choices, cut), late_gradients=late)
 
     with (
         patch.object(rules, "_chunked", in_three),
@@ -169,8 +178,9 @@ def test_equals_one_device(pool: WorkerPool, name: str, model: str, recompute: s
     config = {"n_layers": 2, "max_seq_len": 12, "dropout": 0.1, **MODELS[model]}
     settings = {**SETTINGS, "recompute": recompute, "global_batch": 24}
     n = LayoutConfig(**layout).n_processes
-    hides = name.startswith("hidden")
-    for worst in pool.run(n, compare_in_parts, hides, layout, config, settings, STEPS):
+    late = name.startswith("late")
+    hides = late or name.startswith("hidden")
+    for worst in pool.run(n, compare_in_parts, hides, late, layout, config, settings, STEPS):
         assert max(worst.values()) <= TOLERANCE["float64"], worst
 
 

@@ -116,7 +116,7 @@ def one_dimensional(
 
     col, cuts_sequence = axes.col, boundary.activation_layout == "s"
     in_order = InRankOrder(col) if cuts_sequence else None  # a feed-forward treats tokens alike
-    schedules = Schedules(axes, boundary_of(boundary, axes), in_order)
+    schedules = Schedules(axes, boundary_of(boundary, axes), in_order, choices.late_gradients)
     of_chosen = Schedules(axes, Replicated(col))  # every device has the chosen tokens
     opening = ParamPlacement(("col",), copies="row", partial=True)
     tokens = tokens_of(axes, cuts_sequence)

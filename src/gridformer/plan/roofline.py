@@ -213,7 +213,7 @@ class _Step:
         during those of the backward pass after.
         """
         loads = [self.times.passes(choice) for choice in products]
-        if self.choices.rows == 1:
+        if self.choices.rows == 1 and not self.choices.late_gradients:
             return loads
         halves = [back.compute_s / 2 for _, back in loads]
         before = [

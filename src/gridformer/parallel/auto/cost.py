@@ -109,6 +109,8 @@ class Choices:
         cast_once: Whether a weight is cast to the type of the computation once a step and the copy
             is kept for all products of the step, or cast for each product.
         reshard: When layers free the parameters that they gather, with fsdp.
+        late_gradients: Whether a weight's gradient is multiplied in the backward pass of the
+            product before, while that waits for an activation.
         timed: The seconds of each product, by name, if the layout has a cluster.
     """
 
@@ -124,6 +126,7 @@ class Choices:
     sequence_rows: int = 1
     cast_once: bool = True
     reshard: Literal["layer", "step"] = "layer"
+    late_gradients: bool = False
     reasons: list[str] = field(default_factory=list)
     timed: dict[str, Timed] = field(default_factory=dict)
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from gridformer.cluster.costs import Costs, GroupPlace, MeshGroups, MessageTime
+from gridformer.cluster.costs import Costs, GroupPlace, KernelWork, MeshGroups, MessageTime
 from gridformer.cluster.file import load_cluster
 from gridformer.cluster.messages import Op
 from gridformer.config import LayoutConfig
@@ -126,7 +126,7 @@ class ProductTimes:
     def totals(self, choice: Choice) -> tuple[float, float]:
         """Returns the seconds of the device and of the host for all such products in a step.
 
-        They include what is computed around a product in a layer, except for attention.
+        They include what is computed around a product in a layer, with about a causal attention.
         """
         product, work = choice.product, self.work
         if choice.common:
@@ -136,6 +136,11 @@ class ProductTimes:
             if product.section != "head":
                 for load, around in zip((forward, backward), self.around(choice)):
                     load.add(around)
+            if product.section == "attention" and product.closes:
+                tokens, width = self.choices.tokens(product), product.n_in / self.choices.cols
+                flop = 2.0 * tokens * width * work.tokens / max(1, work.sequences)
+                kernel = KernelWork("attention", flop, 0.0, self.dtype)
+                backward.attention += 3 * self.costs.kernel_s(kernel)
             again = work.recomputed * (product.section != "head" and not product.ends_block)
             backward.add(forward, 1 + again)
             launch_s = self.costs.cluster.host.launch_us.value * 1e-6
@@ -189,8 +194,9 @@ class ProductTimes:
         gathers, keeps_output = choice.schedule == "gather", choice.stationary == "output"
         chunks = max(choice.n_chunks, choices.loss_chunks(choice))
         whole = choice.whole_backward
+        late = choices.late_gradients and (whole or chunks == 1)
         # In how many chunks gradients of activations are multiplied, and those of the weight.
-        turns, sums = 1 if whole and keeps_output else chunks, 1 if whole else chunks
+        turns, sums = 1 if late or (whole and keeps_output) else chunks, 1 if whole else chunks
         panels = 1 if gathers else choices.panels
         steps, apart = chunks * panels, self._rows_apart(choice)
         tokens = choices.head_tokens(choice)
@@ -248,15 +254,19 @@ class ProductTimes:
             [self.message(op, travels / n, self.axis) for n in (chunks, turns)]
             for op in _OPS[choices.between]
         )
+        # A gradient that is multiplied late is that of the product after.
+        late_s = before[1] if before and late else grad_w
         if keeps_output:
             forward.exposed[self.axis] += _in_turns(enter[0], chunks, one)
-            backward.exposed[self.axis] += turns * leave[1].beside(grad_w / turns)
+            backward.exposed[self.axis] += turns * leave[1].beside(late_s / turns)
             if not choice.keep_input:
                 backward.exposed[self.axis] += turns * enter[1].beside(grad_x / turns)
         else:
             forward.exposed[self.axis] += _in_turns(leave[0], chunks, one)
             waiting = grad_x + (0 if whole else grad_w)
-            backward.exposed[self.axis] += _in_turns(enter[1], turns, waiting)
+            backward.exposed[self.axis] += (
+                enter[1].beside(late_s) if late else _in_turns(enter[1], turns, waiting)
+            )
         if cols > 1:
             # Blocks of activations are copied that are not contiguous in a message.
             copied = [2 * travels * self._scattered(choice, n) for n in (chunks, turns)]
@@ -406,10 +416,13 @@ def fastest_choices(
     `block` is the block of the mesh on each node, or None if ranks are placed in order.
     """
     cluster = load_cluster(layout.cluster).for_processes(layout.n_processes)
-    times = ProductTimes(by_rules, layout, block, Costs(cluster))
     # What a device has left for operands that are gathered or kept.
     held, limit = by_rules.held_bytes, by_rules.work.memory_gib or cluster.limit_gib
     room = max(MEMORY_SHARE * limit * GIB - held, held * spec_of(layout).keep_share)
+    longer = max(map(by_rules.activation_bytes, by_rules.products.values()))
+    late = spec_of(layout).boundary(layout).activation_layout == "s" and 2 * longer < room
+    by_rules = replace(by_rules, late_gradients=late)
+    times = ProductTimes(by_rules, layout, block, Costs(cluster))
     found = list[tuple[float, float, dict[str, Choice]]]()
     for price in (1.0,) if times.costs.on_cpu else _LAUNCH_PRICES:
         times.launch_price = price
@@ -420,7 +433,7 @@ def fastest_choices(
         products = _keep(best, by_rules, layout, times, room)
         device_s, host_s = map(sum, zip(*map(times.totals, products.values())))
         found.append((max(device_s, host_s), price, products))
-        if host_s <= device_s:
+        if price == 0 and host_s <= device_s:
             break
     _, times.launch_price, products = min(found, key=lambda one: one[0])
     fastest = replace(by_rules, products=products)
@@ -430,6 +443,11 @@ def fastest_choices(
         if not choice.common
     }
     reasons = [said for said in by_rules.reasons if not said.startswith(_RULES)]
+    if late:
+        reasons.append(
+            "gradients: that of a weight is multiplied in the backward pass of the product before, "
+            "while that waits for an activation"
+        )
     return replace(fastest, timed=timed, reasons=[*reasons, _why(layout, timed, room)])
 
 
@@ -488,7 +506,7 @@ def _options(rule: Choice, choices: Choices, layout: LayoutConfig) -> Iterator[C
             continue
         if one == "weight":
             continue
-        if choices.activation_bytes(option) > 0:
+        if choices.activation_bytes(option) > 0 and not choices.late_gradients:
             yield from (replace(option, n_chunks=n) for n in counts)
         if choices.between == "cut" or (choices.replicated and one == "input"):
             yield from (replace(option, n_chunks=n, whole_backward=True) for n in counts)

@@ -54,12 +54,18 @@ class Schedules:
         axes: Axes of the grid.
         boundary: How activations are sharded between sections.
         feed_forward: How feed-forward sections gather them; None for the same way.
+        late: Whether gradients of weights are multiplied late, see `GatheredWeight`.
     """
 
     def __init__(
-        self, axes: Axes, boundary: summa.Replicated, feed_forward: summa.Replicated | None = None
+        self,
+        axes: Axes,
+        boundary: summa.Replicated,
+        feed_forward: summa.Replicated | None = None,
+        late: bool = False,
     ) -> None:
         self.axes, self.boundary, self.feed_forward = axes, boundary, feed_forward or boundary
+        self.late = late
         self._made: dict[tuple[str, int, bool, bool], summa.Schedule] = {}
         self._last: summa.GatheredWeight | None = None
 
@@ -79,9 +85,11 @@ class Schedules:
         return self._made[key]
 
     def gathered_weight(self, choice: Choice) -> summa.GatheredWeight | None:
-        """Returns what a product gathers of its weight ahead; None if no weight is gathered."""
-        gathers = choice.schedule == "gather" and self.axes.row.size > 1
-        return summa.GatheredWeight(self.axes.row, choice.keep_weight) if gathers else None
+        """Returns what a product gathers of its weight ahead, or does late; None if nothing."""
+        late = self.late and choice.product.section != "head"
+        if choice.schedule != "gather" or (self.axes.row.size == 1 and not late):
+            return None
+        return summa.GatheredWeight(self.axes.row, choice.keep_weight, late)
 
     def chain(
         self,

@@ -187,12 +187,14 @@ class _AB(torch.autograd.Function):
             ahead.prefetch_previous(a.dtype)
         grad_a = schedule.abt(grad, weight) if wants_a else None
         del weight  # frees what was gathered of it
-        into = _continued(ctx, a.dtype) if wants_b else None
-        grad_b = schedule.atb(operand, grad, into) if wants_b else None
+        if ctx.sums[1]:
+            ctx.sums[1].begin()  # while grad_a travels
+        grad_weight = None
+        if wants_b and not _multiplied_late(ctx, operand, operand, grad, a.dtype):
+            into = _continued(ctx, a.dtype)
+            # Waits for this gradient first: the sum of grad_a may then travel longer.
+            grad_weight = _weight_gradient(ctx, schedule.atb(operand, grad, into), into)
         grad_bias = _bias_gradient(ctx, grads[0])
-        # Waits for grad_b first: the sum of grad_a may then travel longer.
-        grad_weight = _weight_gradient(ctx, grad_b, into)
-        del grad_b
         grad_a = None if grad_a is None else grad_a.wait().to(a.dtype)
         left = ctx.sums[1].gradients(ctx.needs_input_grad[10:]) if ctx.sums[1] else ()
         return grad_a, grad_weight, grad_bias, *[None] * 7, *left
@@ -282,13 +284,21 @@ class _ABt(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (a,), b, schedule = ctx.saved_tensors, ctx.weight, ctx.schedule
         wants_a, wants_b = ctx.needs_input_grad[:2]
-        grad, operand, ahead = Operand(grads[0]), Operand(a), ctx.gathered_weight
+        if ahead := ctx.gathered_weight:
+            schedule = schedule.in_backward if ahead.late else schedule
+        grad, operand = Operand(grads[0]), Operand(a)
         weight = ahead.operand(b, a.dtype) if ahead else weight_operand(b, a.dtype)
         schedule.start(grad, weight if wants_a else None)
         if ahead:
             ahead.prefetch_previous(a.dtype)
+        if ctx.sums[1]:
+            ctx.sums[1].begin()  # while grad is gathered
         grad_a: Tensor | None = None
         grad_b: Pending | None = None
+        if wants_b and _multiplied_late(
+            ctx, grad, Operand(grad.local, grad.whole), operand, a.dtype
+        ):
+            wants_b = False
         into = _continued(ctx, a.dtype) if wants_b else None
         if wants_a and wants_b:
             grad_a, grad_b = schedule.ab_and_atb(grad, weight, operand, into)
@@ -369,10 +379,22 @@ def _continued(ctx: Any, dtype: torch.dtype) -> GradientSum | None:
 
     Autograd adds a gradient that was summed over devices just as well, unless it must be cast.
     """
-    if ctx.sums[0] is not None:
+    if ctx.sums[0] is not None and not ctx.schedule.adds_gradients:
         return None
     adds = ctx.schedule.adds_gradients or dtype != ctx.weight.dtype
     return continued(ctx.weight) if adds else None
+
+
+def _multiplied_late(ctx: Any, whole: Operand, a: Operand, b: Operand, dtype: torch.dtype) -> bool:
+    """Leaves the product Aᵀ B, a weight's gradient, to the product before, if that does it.
+
+    It does so only if `whole` is gathered at once: chunks are to save memory.
+    """
+    later: DeferredSum | None = ctx.sums[0]
+    if later is None or not later.late or whole.whole is None:
+        return False
+    schedule = ctx.schedule.in_backward
+    return later.give(lambda: schedule.atb(a, b, _continued(ctx, dtype)))
 
 
 def _weight_gradient(ctx: Any, gradient: Pending | None, into: GradientSum | None) -> Tensor | None:

@@ -29,6 +29,7 @@ class DeferredSum:
     The autograd node of that product has the parameters of the weight as further inputs. It waits
     for the sum at the end of its own backward pass and returns it as their gradients, in place of
     the node of the weight's own product. Autograd runs no parameter's hooks until both have run.
+    With `GatheredWeight.late` the gradient is even multiplied there, while an activation travels.
 
     Attributes:
         parameters: The parameters of the weight, which lie side by side if there are several.
@@ -38,19 +39,33 @@ class DeferredSum:
 
     def __init__(self, weight: GatheredWeight, parameters: Sequence[Tensor]) -> None:
         self.parameters, self._weight = parameters, weight
-        self._given: Pending | None = None
+        self._given: Pending | Callable[[], Pending] | None = None
         self._over = False
 
-    def give(self, total: Pending) -> bool:
-        """Leaves a sum to the product before, or returns that its backward pass is over."""
+    @property
+    def late(self) -> bool:
+        """Whether the product before multiplies the gradient, too."""
+        return self._weight.late
+
+    def give(self, total: Pending | Callable[[], Pending]) -> bool:
+        """Leaves a sum to the product before, or returns that its backward pass is over.
+
+        The sum has been started, or is started by a function that multiplies the gradient first.
+        """
         if not self._over:
             self._given, self._weight.unread = total, self._weight.unread + 1
         return not self._over
 
+    def begin(self) -> None:
+        """Multiplies the gradient, if that is left to be done, and starts its sum."""
+        if not isinstance(self._given, Pending | None):
+            self._given = self._given()
+
     def gradients(self, wanted: Sequence[bool]) -> list[Tensor | None]:
         """Waits for the sum, if there is one, and returns the gradients of the parameters."""
+        self.begin()
         total, self._given, self._over = self._given, None, True
-        if total is None:
+        if not isinstance(total, Pending):
             return [None] * len(self.parameters)
         self._weight.unread -= 1
         whole = total.wait().t() if self._weight.turned else total.wait()
@@ -71,6 +86,8 @@ class GatheredWeight:
         keeps: Whether the gathered column of the weight is kept from its first product until
             `close`. Otherwise it is freed after each use, but the neighboring product may have
             gathered it early.
+        late: Whether the weight's gradient is multiplied while the product before waits for the
+            message of an activation.
 
     Attributes:
         block: Returns the local block of the weight; None turns prefetching off.
@@ -85,8 +102,8 @@ class GatheredWeight:
         unread: How many sums were left to the previous product, which has not waited for them.
     """
 
-    def __init__(self, row: Axis, keeps: bool = True) -> None:
-        self.row, self.keeps = row, keeps
+    def __init__(self, row: Axis, keeps: bool = True, late: bool = False) -> None:
+        self.row, self.keeps, self.late = row, keeps, late
         self.block: Callable[[], Tensor] | None = None
         self.after: GatheredWeight | None = None
         self.before: GatheredWeight | None = None
@@ -124,7 +141,7 @@ class GatheredWeight:
     def prefetch(self, dtype: torch.dtype) -> None:
         """Starts to gather the weight early."""
         key = dtype, False
-        if self.block is not None and key not in self._operands:
+        if self.row.size > 1 and self.block is not None and key not in self._operands:
             local = cast(self.block(), dtype)
             started = comm.start_all_gather(local, self.row, 0, LABEL)
             self._operands[key] = Operand(local, started)
