@@ -44,6 +44,7 @@ from tests.support.multirank.exactness import (
 from tests.support.multirank.layouts import Layout
 from tests.support.multirank.matrix import MODELS, SETTINGS
 from tests.support.multirank.memory import a_run, agrees_of, measured
+from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.volumes import (
     CONFIG,
@@ -135,6 +136,10 @@ QUICK = {
 }
 
 
+# These take NCCL's path (tests/support/multirank/nccl_path.py).
+OVER_NCCL = {("hidden, tokens over rows", "none"), ("late, rows", "full"), ("late, stages", "none")}
+
+
 def compare_in_parts(hides: bool, late: bool, *args: Any) -> dict[str, float]:
     real, cuts = summa.Gathered.chunks, []
 
@@ -180,7 +185,9 @@ def test_equals_one_device(pool: WorkerPool, name: str, model: str, recompute: s
     n = LayoutConfig(**layout).n_processes
     late = name.startswith("late")
     hides = late or name.startswith("hidden")
-    for worst in pool.run(n, compare_in_parts, hides, late, layout, config, settings, STEPS):
+    of_rank = (compare_in_parts, hides, late, layout, config, settings, STEPS)
+    nccl = (on_nccl,) if (name, recompute) in OVER_NCCL else ()
+    for worst in pool.run(n, *nccl, *of_rank):
         assert max(worst.values()) <= TOLERANCE["float64"], worst
 
 

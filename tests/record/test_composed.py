@@ -277,6 +277,31 @@ def test_chunks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(on_their_way) == 1
 
 
+def test_gradients_are_multiplied_while_activations_travel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of all messages of activations in the backward pass, only the first is waited for at once."""
+    monkeypatch.setattr(
+        heuristics, "_chunked", lambda choices, _: replace(choices, late_gradients=True)
+    )
+    layout = {"scheme": "megatron", "cols": 2, "sequence_parallel": True, "keep_gathered": "none"}
+    run = run_of(layout, {"device": "cuda"}, {"family": "llama"})
+    for few, whole in both(run):
+        same(few, whole)
+        multiplied, alone = dict[int, int](), 0
+        products, backward = 0, False
+        for event in few.trace.unfolded():
+            if isinstance(event, Start) and event.label == "product":
+                backward = event.place.backward
+                multiplied[event.number] = products
+            elif isinstance(event, Kernel):
+                products += event.kind == "product"
+            elif isinstance(event, Wait) and event.number in multiplied and backward:
+                alone += multiplied[event.number] == products
+        # The last closing product has none after it in the chain, and the lookup's is the table's.
+        assert alone <= 3
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_messages_alone_and_evaluations(training: bool) -> None:
     run = run_of({**MEGATRON, "pp": 4, "micro_batches": 8}, {"device": "cuda"}, {"n_layers": 8})
