@@ -46,7 +46,7 @@ _PER_AXIS, _PER_CHUNK, _PER_HIDDEN, _PER_PANEL = (2, 4), (4, 7), (2, 3), (4, 8)
 _NORM, _RMS_NORM, _RESIDUAL = (2, 3), (7, 17.5), (3, 3)
 _GRID_NORM, NORM_LAUNCHES = (5, 19), (10, 14)  # where devices sum the statistics of a norm
 _INSIDE, _JOINED = (1, 3.5), (3, 8)  # joined products are rotated, or parts of them multiplied
-_BIAS = 2, 1  # forward only where the product is sharded
+_BIAS = 2, 1  # forward only where the product does not add it
 CAST_BYTES = 6  # of casting an element between types of 2 and 4 bytes
 _LAUNCH_PRICES = (0.0, 1.0, 0.5, 0.2)  # of a second of the host, which runs ahead of a GPU
 # Passes over gathered keys and values, forward and backward: they are put in order, and gradients
@@ -154,12 +154,14 @@ class ProductTimes:
         h = product.n_out if product.closes else product.n_in
         wide, casts = max(4, item), 2 * (item == 2)
         cut = 1 if choices.between != "cut" else choices.within
-        sharded = not choice.common and choices.rows * choices.cols > 1
+        # A product whose output stays adds its bias itself, if it is one product.
+        apart = not choice.common and choices.rows * choices.cols > 1
+        apart &= choice.stationary != "output" or choice.schedule != "gather" or choice.n_chunks > 1
         norm, inner = (_RMS_NORM if product.rms else _NORM), (_JOINED if product.parts else _INSIDE)
         summed = self.norm_axis in self.places
         norm = _GRID_NORM if summed else norm
         for way in range(2):
-            bias = product.bias * _BIAS[way] * (sharded or way)
+            bias = product.bias * _BIAS[way] * (apart or way)
             launches = (bias > 0) + way * (1 + casts / 2) * (1 + product.bias)  # and gradients
             if product.closes:
                 n_bytes = (_RESIDUAL[way] + bias) * item * h / cut

@@ -213,10 +213,7 @@ def _ab(
     schedule.start(a, weight)
     if ahead:
         ahead.prefetch_next(dtype)
-    c = schedule.ab(a, weight)
-    if bias is not None:
-        add_bias(c, bias)
-    return c
+    return schedule.ab(a, weight, bias)
 
 
 class _Computed(torch.autograd.Function):

@@ -270,11 +270,16 @@ def add_bias(c: Tensor, bias: Tensor) -> None:
     columns.add_(bias if ready else cast(bias, c.dtype))
 
 
-def times(a: Any, b: Tensor) -> Tensor:
-    """Multiplies a [.., K] by b [K, N]: [.., N]."""
+def times(a: Any, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiplies a [.., K] by b [K, N]: [.., N], and adds a bias [N] in the same kernel."""
     if isinstance(a, OneHot):
         return a.rows_of(b)
-    return (a if a.is_contiguous() else as_rows(a)) @ b
+    a = a if a.is_contiguous() else as_rows(a)
+    if bias is None:
+        return a @ b
+    ready = bias.dtype == a.dtype and bias.stride(-1)
+    bias = bias if ready else cast(bias, a.dtype)
+    return torch.addmm(bias, a.flatten(0, -2), b).view(*a.shape[:-1], -1)
 
 
 def _chunk_times(a: Any, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -362,17 +367,19 @@ class Gathered:
         if activation is not None and activation.whole is None and self.n_chunks == 1:
             activation.whole = self.boundary.gather(activation.local)
 
-    def ab(self, a: Operand, b: Operand) -> Tensor:
-        """Computes C = A B. a [.., K/c], b [K/r, N/c], result [.., N/c]."""
+    def ab(self, a: Operand, b: Operand, bias: Tensor | None = None) -> Tensor:
+        """Computes C = A B + bias. a [.., K/c], b [K/r, N/c], bias [at most N/c], C [.., N/c]."""
         if b.whole is None:
             self.start(a, b)
         column, c = b.whole.wait(), None  # type: ignore[union-attr]
         for chunk, arriving in self._arriving(a):
-            if chunk == ALL:
-                return times(arriving.wait(), column)
+            if chunk == ALL and (bias is None or len(bias) == column.shape[1]):
+                return times(arriving.wait(), column, bias)
             c = self._store(c, a, chunk, arriving.wait(), column)
             del arriving
         assert c is not None
+        if bias is not None:
+            add_bias(c, bias)
         return c
 
     def abt(self, a: Operand, b: Operand) -> Pending:
@@ -380,6 +387,8 @@ class Gathered:
         if b.whole is None:
             self.start(None, b)
         column = b.whole.wait().t()  # type: ignore[union-attr]
+        if self.n_chunks == 1:
+            return self.boundary.reduce_scatter(times(a.local, column))
         part = self.boundary.part(torch.Size((*a.local.shape[:-1], column.shape[1])))
         if len(chunks := self.chunks(torch.Size(part))) == 1:
             return self.boundary.reduce_scatter(times(a.local, column))

@@ -36,6 +36,7 @@ from gridformer.parallel.tensor.summa.gathered import (
     LABEL,
     OneHot,
     Operand,
+    add_bias,
     times,
     transposed_times,
 )
@@ -105,8 +106,8 @@ class Broadcast:
 
     # ------------------------------------------------------------------ the algorithms
 
-    def ab(self, a: Operand, b: Operand) -> Tensor:
-        """Optimus, Algorithm 1: for each panel l, C_ij += A_il B_lj."""
+    def ab(self, a: Operand, b: Operand, bias: Tensor | None = None) -> Tensor:
+        """Optimus, Algorithm 1: for each panel l, C_ij += A_il B_lj; then adds a bias [N/c]."""
         c: Tensor | None = None
         for _, a_il, b_lj in self._arriving(b.local.shape[0] * self.row.size, a, b):
             if c is None:  # panels of bfloat16 and float16 are accumulated in float32
@@ -117,7 +118,10 @@ class Broadcast:
             else:
                 c.view(-1, c.shape[-1]).addmm_(a_il.flatten(0, -2), b_lj)
         assert c is not None
-        return c.to(b.local.dtype)
+        c = c.to(b.local.dtype)
+        if bias is not None:
+            add_bias(c, bias)
+        return c
 
     def abt(self, a: Operand, b: Operand) -> Pending:
         """Optimus, Algorithm 2: for each panel l, reduce A_ij B_ljᵀ over j to C_il on its owner."""
