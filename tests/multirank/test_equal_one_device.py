@@ -514,6 +514,18 @@ ROWS: dict[str, tuple[Layout, Settings, Settings, bool]] = {
         {"recompute": "full", "loss_chunk_tokens": 24},
         False,
     ),
+    "heads over rows": (
+        over_sequence("optimus", 4, 1),
+        {"dropout": 0.1, "attention_dropout": 0.1},
+        {"recompute": "full"},
+        True,
+    ),
+    "heads over rows, source": (
+        over_sequence("megatron_2d", 3, 2),
+        {**MODELS["transformer"], "attention_dropout": 0.1},
+        SELECTIVE,
+        False,
+    ),
     "broadcasts": (over_sequence("optimus", 2, 2, schedule="broadcast"), {}, IN_BACKWARD, False),
     "windows": (
         over_sequence("megatron_2d", 3, 1, dp=2, dp_mode="fsdp"),

@@ -59,8 +59,9 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def run_of(layout: Layout, family: str, recompute: str, n_layers: int) -> RunConfig:
-    model = tiny(**{**MODELS[family], "max_seq_len": 12, "n_layers": n_layers})
+def run_of(layout: Layout, family: str, recompute: str, n_layers: int, **changes: Any) -> RunConfig:
+    sizes = {"max_seq_len": 12, "n_layers": n_layers, **changes}
+    model = tiny(**{**MODELS[family], **sizes})
     if model.two_stacks:
         model = model.model_copy(update={"n_decoder_layers": n_layers})
     s = model.max_seq_len
@@ -114,7 +115,21 @@ def quick(case: tuple[str, str, str]) -> bool:
 
 @pytest.mark.parametrize(("name", "family", "mode"), full_unless(quick, CASES, unpack=True))
 def test_bytes_of_a_layer(pool: WorkerPool, name: str, family: str, mode: str) -> None:
-    one, two = (run_of(LAYOUTS[name], family, mode, n) for n in (1, 2))
+    check_bytes(pool, *(run_of(LAYOUTS[name], family, mode, n) for n in (1, 2)))
+
+
+@pytest.mark.parametrize("family", full_unless("BERT".__eq__, ["BERT", "Transformer"]))
+def test_bytes_of_heads_over_rows(pool: WorkerPool, family: str) -> None:
+    """Without chunks, in which dropout gathers no keys and values, four rows redistribute heads."""
+    layout: Layout = {"scheme": "optimus", "rows": 4, "rows_over": "sequence"}
+    model = {"max_seq_len": 16, "attention_dropout": 0.1}
+    one, two = (run_of(layout, family, "selective", n, **model) for n in (1, 2))
+    assert decide_run(two).choices.heads_over_rows
+    check_bytes(pool, one, two)
+
+
+def check_bytes(pool: WorkerPool, one: RunConfig, two: RunConfig) -> None:
+    """Check what is said of a layer, by which the models of two runs differ."""
     ranks = zip(pool.run(4, moved, one), pool.run(4, moved, two))
     layer = [[b - a for a, b in zip(*rank)] for rank in ranks]
     said = [decide_run(run).traffic for run in (one, two)]

@@ -129,6 +129,8 @@ def _activations(run: RunConfig, choices: Choices) -> tuple[dict[str, float], fl
         whole = rows * (between if choice.common else 1 / grid) * item
         if product.closes:
             one = whole * product.n_in
+            # The results of attention before they are redistributed.
+            one += choices.redistributed(choice) * item * (work.recompute != "selective")
         else:
             # LayerNorm of whole rows keeps its input in float32.
             local = boundary.activation_layout == "h" and choices.cols > 1

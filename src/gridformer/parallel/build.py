@@ -65,7 +65,7 @@ def parallelize(
     if table is not None:
         apply_table(model, table, axes)
     if axes.sequence.size > 1:
-        model.reads_tokens(GatheringRows.over(axes.sequence))
+        model.reads_tokens(GatheringRows.over(axes.sequence, choices.heads_over_rows))
     return model
 
 

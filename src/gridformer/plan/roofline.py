@@ -21,7 +21,7 @@ from gridformer.memory.room import room_on
 from gridformer.parallel.auto.cost import Choice, resolved
 from gridformer.parallel.auto.decisions import decisions_of
 from gridformer.parallel.auto.fastest import CAST_BYTES, NORM_LAUNCHES, Load, ProductTimes
-from gridformer.parallel.auto.products import blocks_of, parameter_bytes
+from gridformer.parallel.auto.products import keys_chunks, parameter_bytes
 from gridformer.parallel.data.buckets import BUCKET_BYTES
 from gridformer.parallel.pipeline.partition import (
     StageShares,
@@ -174,14 +174,19 @@ class _Step:
             if again and not choice.product.ends_block:
                 backward.add(there, choice.product.count * again)  # with the kernels around it
             layer += self._elements(choice) / n * self.item
+            if self.choices.redistributed(choice):
+                sent = self.times.redistributes(choice)
+                forward.add(sent, choice.product.count)
+                backward.add(sent, choice.product.count * (1 + attends_again))
         keyed = [choice for choice in products if choice.product.keys]
         for choice, (there_s, back_s) in zip(keyed, self._attention(stack)):
             there, back = (
                 Load(attention=there_s, launches=1),
                 Load(attention=back_s, launches=3 - attends_again),
             )
-            if self.choices.sequence_rows > 1:
-                chunks = self._keys_chunks(stack)
+            if self.choices.gathered_keys(choice):
+                biased = self.run.model.family == "t5" and not choice.product.name.endswith(".kv")
+                chunks = keys_chunks(self.run.model, self.choices.cols, biased)
                 there.launches, back.launches = 2 * chunks, 4 * chunks
                 gathers = self.times.keys(choice, chunks, there_s, back_s)
                 for load, one in zip((there, back), gathers):
@@ -227,6 +232,8 @@ class _Step:
         model, s, source = self.run.model, self.run.seq_len, self.run.source_len
         batch, rows = self.choices.row_sequences, self.choices.sequence_rows
         heads, d = max(1, model.n_heads // self.choices.within), model.head_width
+        if self.choices.heads_over_rows:
+            heads, rows = heads // rows, 1
         causal = stack == "decoder" or model.family in ("gpt2", "llama")
         own = stack == "encoder" or model.attention_dropout or self.run.data.document_mask
         hides = min(model.window or 1, s) if causal else 0
@@ -246,14 +253,6 @@ class _Step:
                 there_s += self.costs.kernel_s(work)
                 back_s += self.costs.kernel_s(back)
             yield there_s, back_s
-
-    def _keys_chunks(self, stack: str) -> int:
-        """Returns in how many chunks of heads attention gathers keys and values over rows."""
-        model, most = self.run.model, 4  # as gridformer.models.blocks.sequence
-        if model.attention_dropout or (model.family == "t5" and stack == "encoder"):
-            return 1
-        heads = model.kv_heads // blocks_of(model.kv_heads, self.choices.cols)
-        return next(n for n in range(most, 0, -1) if heads % n == 0)
 
     def _head(self) -> tuple[Load, Load]:
         forward, backward = Load(), Load()

@@ -49,6 +49,12 @@ class _Heads(DropoutSite):
         if self.sequence.n == 1:
             assert not isinstance(masks, tuple)
             return self._attend(q_BNSD, k_BNTD, v_BNTD, causal, masks)
+        if self.sequence.by_heads:
+            assert not isinstance(masks, tuple)
+            to_heads, qkv = self.sequence.to_heads, (q_BNSD, k_BNTD, v_BNTD)
+            together = q_BNSD.shape == k_BNTD.shape
+            q, k, v = to_heads(*qkv) if together else (*to_heads(qkv[0]), *to_heads(*qkv[1:]))
+            return self.sequence.to_tokens(self._attend(q, k, v, causal, masks))
         # Masks of dropout count the heads of a device, and a table those of all its queries.
         whole = (self.training and self.p > 0.0) or getattr(self, "kv_heads", None) is not None
         n_chunks = 1 if whole else head_chunks(k_BNTD.shape[1], masks)
@@ -133,7 +139,7 @@ class _Heads(DropoutSite):
         window = 0 if parts.window is None else parts.window.size
         settings, counter = kernel.Settings(parts.causal, self.scale, window=window), None
         if self.training and self.p > 0.0:
-            head, counter = self.head_block * q.shape[1], self.counter(q.device)
+            head, counter = self._first_head(q), self.counter(q.device)
             settings = kernel.Settings(
                 parts.causal, self.scale, head, self.p, window, first_query, first_key
             )
@@ -146,6 +152,13 @@ class _Heads(DropoutSite):
             counter=counter,
         )
         return self.recompute.fused(attend, q, k, v)
+
+    def _first_head(self, q: Tensor) -> int:
+        """Returns the global index of the first of the heads of q."""
+        block, rows = self.head_block, self.sequence
+        if rows.by_heads:
+            block = block * rows.n + rows.index
+        return block * q.shape[1]
 
     def _unfused(
         self,
@@ -166,7 +179,7 @@ class _Heads(DropoutSite):
         elif mask is not None:
             scores = scores + mask
         shape = b, n, s, k.shape[2]
-        first = self.head_block * n, first_query, first_key
+        first = self._first_head(q), first_query, first_key
         keep = keep_scores(self.counter(q.device), shape, first, self.p)
         probabilities = torch.softmax(scores, -1) * keep / (1.0 - self.p)
         return probabilities.to(v.dtype) @ v

@@ -39,11 +39,14 @@ class SequenceRows:
         index: i, the index of this device's row.
         n: The number of rows; 1 if each device has whole sequences.
         part: The index of this device's part of the row's tokens, and the number of parts.
+        by_heads: Whether each row attends for whole sequences with some of the heads, instead of
+            gathering the keys and values of all of them.
     """
 
     index: int = 0
     n: int = 1
     part: tuple[int, int] = (0, 1)
+    by_heads: bool = False
 
     def segments(self, s: int) -> tuple[slice, ...]:
         """Returns where the tokens of the row lie in a sequence of s, in their order."""
@@ -85,8 +88,10 @@ class SequenceRows:
     def each_segment(self, s: int, make: Callable[[slice], Made]) -> Made | tuple[Made, ...]:
         """Makes something for each segment of queries in sequences of s tokens.
 
-        It is a tuple, unless each device has whole sequences.
+        It is a tuple, unless each device attends for whole sequences.
         """
+        if self.by_heads:
+            return make(slice(0, s))
         made = tuple(make(queries) for queries in self.segments(s))
         return made if self.n > 1 else made[0]
 
@@ -105,6 +110,17 @@ class SequenceRows:
             n_chunks: In how many chunks of heads they are gathered.
         """
         raise NotImplementedError("gridformer.parallel.tensor.sequence gathers over rows")
+
+    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Turns all heads of the row's tokens into some heads of all tokens [b, n / rows, s, d].
+
+        The tensors have the same shape and travel together.
+        """
+        raise NotImplementedError("gridformer.parallel.tensor.sequence redistributes heads")
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """Turns results [b, s, n d / rows] into those of all heads for the row's tokens."""
+        raise NotImplementedError("gridformer.parallel.tensor.sequence redistributes heads")
 
 
 def attend_over_rows(

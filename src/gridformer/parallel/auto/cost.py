@@ -106,6 +106,7 @@ class Choices:
         held_bytes: Approximate bytes that a device holds if nothing is kept gathered.
         block_inputs: Elements of the inputs of all blocks in one micro-batch.
         sequence_rows: Rows that divide each sequence, over which attention gathers keys and values.
+        heads_over_rows: Whether heads are redistributed over these rows instead.
         cast_once: Whether a weight is cast to the type of the computation once a step and the copy
             is kept for all products of the step, or cast for each product.
         reshard: When layers free the parameters that they gather, with fsdp.
@@ -124,6 +125,7 @@ class Choices:
     held_bytes: float = 0.0
     block_inputs: float = 0.0
     sequence_rows: int = 1
+    heads_over_rows: bool = False
     cast_once: bool = True
     reshard: Literal["layer", "step"] = "layer"
     late_gradients: bool = False
@@ -264,16 +266,27 @@ class Choices:
     def gathered_keys(self, choice: Choice) -> float:
         """Returns the elements of keys and values that attention gathers over rows in a layer."""
         product = choice.product
-        if self.sequence_rows == 1 or not product.keys:
+        if self.sequence_rows == 1 or self.heads_over_rows or not product.keys:
             return 0.0
         return self.work.rows_of(product) * (product.keys + product.copied) / self.cols
 
+    def redistributed(self, choice: Choice) -> float:
+        """Returns the elements of queries, keys, values or results that are sent to have heads."""
+        product = choice.product
+        if not self.heads_over_rows or product.section != "attention":
+            return 0.0
+        width = product.n_in if product.closes else choice.n_out
+        return self.work.rows_of(product) * width / (self.rows * self.cols)
+
     def received_keys(self) -> float:
-        """Returns the elements of keys and values, or of their gradients, received in a step."""
-        each = sum(self.gathered_keys(c) * c.product.count for c in self.products.values())
-        again = 1 if self.work.recompute == "selective" else self.work.recomputed
-        times = 2 + again  # gathered, and gradients summed
-        return each * (1 - 1 / self.sequence_rows) * times * self.work.micro_batches
+        """Returns the elements that attention receives over rows in a step, with gradients."""
+        total, selective = 0.0, self.work.recompute == "selective"
+        for choice in self.products.values():
+            each = (self.gathered_keys(choice) + self.redistributed(choice)) * choice.product.count
+            # Attention that is recomputed alone ends before its result is sent.
+            again = not choice.product.closes if selective else self.work.recomputed
+            total += each * (2 + again)
+        return total * (1 - 1 / self.sequence_rows) * self.work.micro_batches
 
     def _unit(self, choice: Choice) -> tuple[float, float]:
         """Returns the elements received to gather the activation, and the weight, once."""

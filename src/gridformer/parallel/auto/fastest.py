@@ -362,6 +362,13 @@ class ProductTimes:
             load.memory += self.costs.moved_s(2 * (x if product.closes else y) * (r > 1))
         return forward, backward
 
+    def redistributes(self, choice: Choice) -> Load:
+        """Returns the load of sending what a product computes or reads from tokens to heads."""
+        load, n_bytes = Load(), self.choices.redistributed(choice) * self.work.itemsize
+        load.exposed["row"] = self.message("all_to_all", n_bytes, "row").seconds
+        load.memory, load.launches = self.costs.moved_s(6 * n_bytes), 5.0
+        return load
+
     def message(self, op: Op | None, n_bytes: float, axis: str) -> MessageTime:
         """Returns the time of a message, if there is one; 0 on an axis of one rank.
 

@@ -24,7 +24,7 @@ from gridformer.parallel.auto.fastest import (
     fastest_choices,
     max_chunks,
 )
-from gridformer.parallel.auto.products import Work, blocks_of, products_of
+from gridformer.parallel.auto.products import Work, blocks_of, keys_chunks, products_of
 from gridformer.parallel.registry import spec_of
 from gridformer.utils.units import GIB, format_bytes
 
@@ -79,14 +79,16 @@ def decide(
         table,
         block_inputs=inputs,
         sequence_rows=layout.sequence_rows,
+        heads_over_rows=_heads_over_rows(model, layout.sequence_rows, cols),
     )
     axis = "branches" if "branches" in spec.axes else "columns"
     chosen.reasons.extend(_replicated_heads(chosen, model, axis))
     chosen.reasons.extend(spec.reasons(chosen, layout))
     if chosen.sequence_rows > 1:
         chosen.reasons.append(
-            "rows_over: each row has two parts of every sequence, and attention receives keys and "
-            f"values of {format_bytes(chosen.received_keys() * work.itemsize)} per step over rows"
+            "rows_over: each row has two parts of every sequence, and attention "
+            + ("redistributes heads" if chosen.heads_over_rows else "gathers keys and values")
+            + f" over rows, {format_bytes(chosen.received_keys() * work.itemsize)} per step"
         )
     if "stationary" in spec.keys and layout.stationary == "auto":
         chosen.reasons.append(_why_stationary(chosen))
@@ -101,6 +103,18 @@ def decide(
     if not layout.cluster or rows * cols == 1:
         return chosen
     return fastest_choices(chosen, layout, block)
+
+
+def _heads_over_rows(model: ModelConfig, rows: int, cols: int) -> bool:
+    """Whether heads are redistributed over the rows that divide each sequence.
+
+    They are if a device then receives no more than the first chunk of keys and values, for which it
+    waits. No device then holds those of all rows.
+    """
+    n, m, relative = model.n_heads, model.kv_heads, model.family == "t5"
+    if rows == 1 or relative or n % (rows * cols) or m % (rows * cols):
+        return False
+    return (n + m) / rows <= m / keys_chunks(model, cols, relative)
 
 
 def _replicated_heads(choices: Choices, model: ModelConfig, axis: str) -> list[str]:

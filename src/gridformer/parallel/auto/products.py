@@ -107,6 +107,16 @@ class Product:
         return replace(self, copied=sum(extra))
 
 
+def keys_chunks(model: ModelConfig, columns: int, biased: bool) -> int:
+    """Returns in how many chunks of heads attention gathers keys and values over rows.
+
+    `biased` says whether a learned bias is added to scores. See gridformer.models.blocks.sequence.
+    """
+    heads = model.kv_heads // blocks_of(model.kv_heads, columns)
+    alone = biased or model.attention_dropout > 0.0
+    return 1 if alone else next(n for n in (4, 3, 2, 1) if heads % n == 0)
+
+
 def blocks_of(pieces: int, columns: int) -> int:
     """Returns over how many blocks of columns, or branches, a part of a product is sharded.
 

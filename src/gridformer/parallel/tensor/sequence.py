@@ -29,6 +29,9 @@ def tokens_of(axes: Axes, over_columns: bool) -> SequenceRows:
 class GatheringRows(SequenceRows):
     """Gathers keys and values over rows: forward all-gather on s, backward reduce-scatter on s.
 
+    With `by_heads` it redistributes heads, as DeepSpeed-Ulysses does (Jacobs et al. 2023): forward
+    and backward all-to-alls from tokens to heads and back.
+
     The messages of all chunks are started at once. A chunk of heads thus travels while attention to
     the earlier ones is computed, and its gradients while attention to the others runs backward. If
     there is one chunk, attention waits for it.
@@ -37,21 +40,37 @@ class GatheringRows(SequenceRows):
     axis: Axis = field(default_factory=lambda: Axis("sequence"))
 
     @staticmethod
-    def over(axis: Axis) -> GatheringRows:
-        return GatheringRows(axis.index, axis.size, axis=axis)
+    def over(axis: Axis, by_heads: bool = False) -> GatheringRows:
+        return GatheringRows(axis.index, axis.size, by_heads=by_heads, axis=axis)
+
+    @property
+    def order(self) -> list[int]:
+        """Which of the chunks, row by row, is at each place of a sequence.
+
+        It has the first chunks of all rows in order, then the second ones in reverse.
+        """
+        return [*range(0, 2 * self.n, 2), *range(2 * self.n - 1, 0, -2)]
 
     def gathered(self, k: Tensor, v: Tensor, n_chunks: int) -> Iterator[tuple[Tensor, Tensor]]:
-        # A sequence has the first chunks of all rows in order, then the second ones in reverse.
-        order = [*range(0, 2 * self.n, 2), *range(2 * self.n - 1, 0, -2)]
         each = k.shape[1] // n_chunks
         started = []
         for chunk in zip(k.split(each, 1), v.split(each, 1)):
             # Tokens come first, so that what is gathered lies together.
             x = torch.stack([part.permute(2, 0, 1, 3) for part in chunk], 1)
-            started.append(autograd.StartedGather(x, self.axis, LABEL, order))
+            started.append(autograd.StartedGather(x, self.axis, LABEL, self.order))
         for gather in started:
             keys, values = gather.wait().permute(1, 2, 3, 0, 4).unbind(0)
             yield keys, values
+
+    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        x = autograd.alltoall(torch.stack(tensors), self.axis, 2, 3, LABEL)
+        chunks = x.chunk(2 * self.n, 3)
+        return torch.cat([chunks[i] for i in self.order], 3).unbind(0)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        chunks, places = x.chunk(2 * self.n, 1), range(2 * self.n)
+        of_rows = torch.cat([chunks[i] for i in sorted(places, key=self.order.__getitem__)], 1)
+        return autograd.alltoall(of_rows, self.axis, 1, 2, LABEL)
 
 
 class ChosenTokenOfParts(nn.Module):
