@@ -75,8 +75,8 @@ class LayoutConfig(Config):
     rows_over: Literal["auto", "batch", "sequence"] = "auto"
     """For megatron_2d and optimus, the rows of the grid divide the sequences of a micro-batch
     (batch), or the tokens of each sequence (sequence), whose attention then gathers keys and values
-    over rows. auto divides the sequences of a micro-batch where their number allows it, and
-    otherwise each of them."""
+    over rows or redistributes heads. auto divides the sequences of a micro-batch where their number
+    allows it, and otherwise each of them."""
     scatter_gather: bool = True
     """For megatron with a pipeline, all devices of a stage have equal copies of the activations.
     true lets each device send one slice of them, and the next stage gathers the slices; false lets
