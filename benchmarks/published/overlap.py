@@ -1,11 +1,11 @@
-"""Chunks of tokens that hide messages, on and off in turn, on an emulated cluster.
+"""What hides messages of activations, on and off in turn, on an emulated cluster.
 
     python -m benchmarks.published.overlap [MBIT ...]
 
 Four nodes of one process each hold the columns of sequence-parallel Megatron, with one sequence.
-The same processes run a forward and a backward pass of the same layers with messages at once and in
-chunks, in turn, so that what else the machine does strikes both. The ratio is the median of the
-ratios of such pairs.
+The same processes run a forward and a backward pass of the same layers with messages at once and
+with chunks of tokens, gradients that are multiplied late, or both, in turn, so that what else the
+machine does strikes both. The ratio is the median of the ratios of such pairs.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ MODEL = ModelConfig(
     family="llama", n_layers=2, hidden_size=256, n_heads=8, vocab_size=512, max_seq_len=TOKENS
 )
 LAYOUT = LayoutConfig(scheme="megatron", cols=NODES, sequence_parallel=True, keep_gathered="none")
-CHUNKS = (2, 4)
+# The number of chunks, and whether gradients are multiplied late.
+HIDING = {"late gradients": (1, True), "4 chunks": (4, False), "both": (4, True)}
 
 
-def in_chunks(n: int, whole_backward: bool) -> Callable[[], float]:
+def passes(n: int, late: bool) -> Callable[[], float]:
     """Returns what runs a forward and a backward pass and returns its seconds."""
     torch.set_num_threads(1)
     axes = build_axes(LAYOUT, "cpu")
@@ -48,10 +49,10 @@ def in_chunks(n: int, whole_backward: bool) -> Callable[[], float]:
 
     def cut(one: Choice) -> Choice:
         layer = one.product.section != "head"
-        return replace(one, n_chunks=n, whole_backward=whole_backward) if layer else one
+        return replace(one, n_chunks=n, whole_backward=n > 1) if layer else one
 
     products = {name: cut(one) for name, one in choices.products.items()}
-    cpu, chosen = torch.device("cpu"), replace(choices, products=products)
+    cpu, chosen = torch.device("cpu"), replace(choices, products=products, late_gradients=late)
     model = build_parallel(MODEL, LAYOUT, axes, 1, cpu, choices=chosen)
     batch = torch.randint(0, 512, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))
 
@@ -72,21 +73,18 @@ def worker(nodes: list[str], mbit: float) -> None:
     enter(nodes[int(os.environ["RANK"])])
     world = init_process_groups("cpu", NODES, 600.0)
     comm.barrier((Axis("world", NODES, world.rank),))
-    at_once = in_chunks(1, False)
-    for n in CHUNKS:
-        for whole in (True, False):
-            chunked = in_chunks(n, whole)
-            pairs = [(at_once(), chunked()) for _ in range(PAIRS + 2)][2:]
-            before, now = (1e3 * statistics.median(one) for one in zip(*pairs))
-            ratios = [a / b for a, b in pairs]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            if world.rank == 0:
-                kind = "only hide" if whole else "save memory"
-                print(
-                    f"{mbit:g} Mbit/s, {n} chunks that {kind}: {before:.0f} ms at once, "
-                    f"{now:.0f} ms in chunks, ratio {middle:.2f} (quartiles {low:.2f}, {high:.2f})",
-                    flush=True,
-                )
+    at_once = passes(1, False)
+    for name, how in HIDING.items():
+        hidden = passes(*how)
+        pairs = [(at_once(), hidden()) for _ in range(PAIRS + 2)][2:]
+        before, now = (1e3 * statistics.median(one) for one in zip(*pairs))
+        low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4)
+        if world.rank == 0:
+            print(
+                f"{mbit:g} Mbit/s, {name}: {before:.0f} ms at once, {now:.0f} ms, "
+                f"ratio {middle:.2f} (quartiles {low:.2f}, {high:.2f})",
+                flush=True,
+            )
     close_process_groups()
 
 

@@ -485,6 +485,8 @@ def _best(
     if rule.common:
         return rule
     plain = choices.keeping(rule, False, False) if layout.keep_gathered == "auto" else rule
+    if choices.late_gradients and rule.product.section != "head":
+        plain = replace(plain, n_chunks=1)  # fits, and chunks that save memory are not late
     fitting = [
         option
         for option in _options(rule, choices, layout)
