@@ -459,7 +459,11 @@ def methods() -> Iterator[Case]:
     orders = [pipe(2, 4, pipeline="gpipe"), pipe(2, 4, pipeline="1f1b"), pipe(2, 4, 2)]
     both = orders + [{**order, "dp": 2, "dp_mode": "zero1"} for order in orders]
     # Each stage is updated in its own last backward pass.
-    yield from cases("updated", both, orders, sizes, global_batch=32, **IN_BACKWARD)
+    hybrid: Layout = {"dp": 4, "dp_mode": "fsdp", "shard_over": 2}
+    each: Layout = {"gradient_sync": "micro_batch"}
+    both += [hybrid, {**hybrid, **each, "micro_batches": 2}, {**orders[2], **hybrid, **each}]
+    quick = [*orders, both[-1]]
+    yield from cases("updated", both, quick, sizes, global_batch=32, **IN_BACKWARD)
 
 
 # With updates in the backward pass under D&SP-cSub, all sub-grids send in the same order. The first

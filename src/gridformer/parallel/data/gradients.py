@@ -254,7 +254,7 @@ class GradientSums:
         """
         mine = {self._bucket_of[p] for p in parameters if p in self._bucket_of}
         while not mine.isdisjoint(self._queue):
-            self._queue.popleft().start()
+            self._start_next()
         for bucket in self._buckets:
             if bucket in mine:
                 bucket.finish()
@@ -275,9 +275,14 @@ class GradientSums:
         while self._queue and not self._queue[0].missing:
             self._send()
 
-    def _send(self) -> None:
+    def _start_next(self) -> _Bucket:
+        """Starts the next bucket, to which no later pass adds if all its gradients are complete."""
         bucket = self._queue.popleft()
         bucket.start(not self.every_pass or self._complete.issuperset(bucket.parameters))
+        return bucket
+
+    def _send(self) -> None:
+        bucket = self._start_next()
         if bucket.sharded and (self._waits or bucket.axis.across):
             self._held.append(bucket)
             self._wait_for_room()
@@ -310,6 +315,7 @@ class _Bucket:
 
     def start(self, final: bool = True) -> None:
         """Sends the gradients; `final` says whether no later pass of the step does so again."""
+        self.scattered()  # those of a pass of another stage
         self.missing, self._final = set(self.parameters), final
         grads = [_grad(parameter) for parameter in self.parameters]
         if self._flat_bucket is None:
