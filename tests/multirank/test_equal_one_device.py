@@ -462,8 +462,8 @@ def methods() -> Iterator[Case]:
     hybrid: Layout = {"dp": 4, "dp_mode": "fsdp", "shard_over": 2}
     each: Layout = {"gradient_sync": "micro_batch"}
     both += [hybrid, {**hybrid, **each, "micro_batches": 2}, {**orders[2], **hybrid, **each}]
-    quick = [*orders, both[-1]]
-    yield from cases("updated", both, quick, sizes, global_batch=32, **IN_BACKWARD)
+    chosen = [*orders, both[-1]]
+    yield from cases("updated", both, chosen, sizes, global_batch=32, **IN_BACKWARD)
 
 
 # With updates in the backward pass under D&SP-cSub, all sub-grids send in the same order. The first
