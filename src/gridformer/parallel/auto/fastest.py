@@ -429,9 +429,12 @@ def fastest_choices(
     held, limit = by_rules.held_bytes, by_rules.work.memory_gib or cluster.limit_gib
     room = max(MEMORY_SHARE * limit * GIB - held, held * spec_of(layout).keep_share)
     longer = max(map(by_rules.activation_bytes, by_rules.products.values()))
-    late = spec_of(layout).boundary(layout).activation_layout == "s" and 2 * longer < room
+    costs = Costs(cluster)
+    # Processes that share a CPU gain nothing: while one of them waits, another one multiplies.
+    late = not costs.on_cpu and 2 * longer < room
+    late = late and spec_of(layout).boundary(layout).activation_layout == "s"
     by_rules = replace(by_rules, late_gradients=late)
-    times = ProductTimes(by_rules, layout, block, Costs(cluster))
+    times = ProductTimes(by_rules, layout, block, costs)
     found = list[tuple[float, float, dict[str, Choice]]]()
     for price in (1.0,) if times.costs.on_cpu else _LAUNCH_PRICES:
         times.launch_price = price
