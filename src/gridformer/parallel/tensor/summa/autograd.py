@@ -65,7 +65,7 @@ def product_ab(
     left = sums[1].parameters if sums[1] else ()
     out: Tensor = _AB.apply(a, b, bias, operand, *how, *left)
     if ends_block:
-        out = _Computed.apply(out, lambda: _ab(operand, b, bias, schedule, weight, padded))
+        out = Computed.apply(out, lambda: _ab(operand, b, bias, schedule, weight, padded))
     return out
 
 
@@ -86,7 +86,7 @@ def product_abt(
     left = sums[1].parameters if sums[1] else ()
     out: Tensor = _ABt.apply(a, b, bias, schedule, weight, sums, ends_block, *left)
     if ends_block:
-        out = _Computed.apply(out, lambda: _abt(a, b, bias, schedule, weight))
+        out = Computed.apply(out, lambda: _abt(a, b, bias, schedule, weight))
     return out
 
 
@@ -144,7 +144,7 @@ class _AB(torch.autograd.Function):
 
     torch.utils.checkpoint stops recomputing as soon as it has every saved tensor, so it would skip
     a product at the end of a block (Xu et al. 2021) if that were computed after its operands are
-    saved. There the result is an empty tensor of the shape of C, which `_Computed` replaces.
+    saved. There the result is an empty tensor of the shape of C, which `Computed` replaces.
     """
 
     @staticmethod
@@ -216,7 +216,7 @@ def _ab(
     return schedule.ab(a, weight, bias)
 
 
-class _Computed(torch.autograd.Function):
+class Computed(torch.autograd.Function):
     """Computes a product that ends a block, whose result is empty so far; identity backward."""
 
     @staticmethod

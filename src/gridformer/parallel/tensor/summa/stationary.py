@@ -14,7 +14,6 @@ and Poulson 2016 call it stationary A or B; Pope et al. 2022 generate text with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import Tensor
 from gridformer.mesh import Axis
 from gridformer.models.blocks.cast import cast
 from gridformer.models.blocks.gradient_sum import continued
+from gridformer.parallel.tensor.summa.autograd import Computed
 from gridformer.parallel.tensor.summa.gathered import (
     OneHot,
     Replicated,
@@ -115,12 +115,12 @@ def weight_stationary(
     place = _Saved.apply(x, weight, bias, ends, gathered if keep_input else None)
     if not keep_input:
         gathered = ends.enter.gather(gathered).wait()
-    out: Tensor = _Computed.apply(place, lambda: ends.multiplied(gathered, weight, bias))
+    out: Tensor = Computed.apply(place, lambda: ends.multiplied(gathered, weight, bias))
     return out
 
 
 class _Saved(torch.autograd.Function):
-    """Records a product for the backward pass before `_Computed` computes it."""
+    """Records a product for the backward pass before `Computed` computes it."""
 
     @staticmethod
     def forward(
@@ -166,18 +166,6 @@ class _Saved(torch.autograd.Function):
                 grad_bias.zero_()
         grad_x = None if leaving is None else leaving.wait()
         return grad_x, grad_weight, grad_bias, None, None
-
-
-class _Computed(torch.autograd.Function):
-    """Computes a product that `_Saved` has recorded; identity backward."""
-
-    @staticmethod
-    def forward(ctx: Any, place: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        return compute()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
 
 
 def stationary_lookup(tokens: Tensor, table: Tensor, first: int, boundary: Replicated) -> Tensor:
