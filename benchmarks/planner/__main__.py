@@ -4,7 +4,7 @@
     python -m benchmarks.planner                # prints them
     python -m benchmarks.planner frontera-rtx5000 dgx-h100
     python -m benchmarks.planner held-out
-    python -m benchmarks.planner map --plot docs/results/planner-map.png
+    python -m benchmarks.planner map --cells cells.jsonl --plot docs/results/planner-map.png
     python -m benchmarks.planner speed          # docs/results/planner-speed.md
     python -m benchmarks.planner any-layout     # predict for layouts drawn at random
 
@@ -36,8 +36,11 @@ TABLES = [*FITS, "held-out", "torchtitan"]
 def main(arguments: Sequence[str]) -> None:
     if arguments and arguments[0] == "map":
         parser = ArgumentParser("benchmarks.planner map", description="Which layout wins where.")
+        parser.add_argument("words", nargs="*", help="clusters and models; all of them if none")
+        parser.add_argument("--cells", type=Path, required=True, help="a file of found cells")
         parser.add_argument("--plot", type=Path, help="a PNG file to write")
-        draw_map(parser.parse_args(arguments[1:]).plot)
+        asked = parser.parse_args(arguments[1:])
+        draw_map(asked.cells, asked.plot, asked.words)
         return
     if arguments and arguments[0] == "speed":
         parser = ArgumentParser("benchmarks.planner speed", description="Times of the commands.")

@@ -1,180 +1,225 @@
-"""Which scheme wins where: the fastest layout of each kind over devices and batch.
+"""Which kind of layout wins where: `gridformer plan` over clusters, models, devices and lengths.
 
-    python -m benchmarks.planner map --plot docs/results/planner-map.png
+    python -m benchmarks.planner map --cells FILE --plot docs/results/planner-map.png
 
-In each cell every kind of layout gets the best settings that fit by the estimates of `gridformer
-plan`, and is then traced as `gridformer predict` does. Memory is that of the estimates. It prints
-Markdown.
+In each cell the search of `gridformer plan` composes layouts of every kind from records of the real
+code, and the fastest of each kind that fits counts. It prints Markdown. Cells are appended to FILE
+as they are found, and those that it has are not searched again.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 
 from gridformer.cluster.file import load_cluster
-from gridformer.config import RunConfig, parse_run
-from gridformer.plan.predict import predict
+from gridformer.config import parse_run
 from gridformer.plan.search import PlannedLayout, Search, fastest_dtype, sharding
+from gridformer.plan.trace_candidates import Tracing
 
-IMPROVED = 2  # arrangements of each kind whose settings are improved
-CLOSE = 0.10  # what differs by less counts as close
-PROCESSES = 2
+CLOSE = 0.01  # what differs by less counts as equally fast
+LIMIT_S = 240.0  # seconds of a processor for a cell, after which no trace begins
+FEW, MANY = 2048, 16384  # tokens of a step for each device
 
-# Kinds of layouts, with their color in the figure. The strongest alternatives have replicas of any
-# mode, FSDP among them, and every kind may have a pipeline.
+# Kinds of layouts, with their color in the figure. Every kind may have a pipeline and replicas of
+# any mode, FSDP among them. Rows alone move what FSDP moves.
 KINDS = {
-    "data parallel": "#9ecae1",  # or FSDP
+    "data parallel": "#9ecae1",
     "Megatron": "#3182bd",
-    "rows alone": "#c7e9c0",
+    "rows alone": "#fdd0a2",
     "2-D grid": "#e6550d",
-    "sub-graph": "#fdd0a2",
+    "sub-graph": "#c7e9c0",
     "nothing fits": "#eeeeee",
 }
+LONG = (4096, 32768, 131072)
+H100, FRONTERA, NVL72, ETHERNET = "dgx-h100", "frontera-rtx5000", "gb200-nvl72", "l40s-ethernet"
 
 
 @dataclass(frozen=True)
-class Case:
-    """A model on a cluster, and the cells of its map."""
+class Place:
+    """A cell: so many devices of a cluster, and so many sequences of a length in a step."""
 
     cluster: str
     model: str
-    devices: tuple[int, ...]
-    batches: tuple[int, ...]
+    devices: int
+    seq_len: int
+    sequences: int
 
 
-CASES = (
-    Case("dgx-h100", "megatron-8.3b", (8, 32, 128, 512), (64, 512, 4096)),
-    Case("frontera-rtx5000", "megatron-1.2b", (4, 16, 64, 256), (64, 256, 1024)),
-)
-Cell = dict[str, PlannedLayout]
+@dataclass(frozen=True)
+class Found:
+    """The fastest layout of a kind in a cell: its settings, seconds of a step, and memory."""
+
+    name: str
+    step_s: float
+    peak_gib: float
 
 
-def cell_of(run: RunConfig, cluster: str, n_devices: int) -> Cell:
-    """Returns the fastest layout of each kind that fits, traced, fastest first."""
-    search = Search(run, load_cluster(cluster), n_devices, named=cluster)
-    of_kind: dict[str, list[PlannedLayout]] = {}
-    for arrangement in search.arrangements():
-        found = search.first(arrangement)
-        if found.estimate.fits:
-            of_kind.setdefault(sharding(arrangement.layout), []).append(found)
-    best: Cell = {}
-    for kind, some in of_kind.items():
-        some.sort(key=lambda one: one.step_s)
-        improved = [search.improved(one, margin=1.0) for one in some[:IMPROVED]]
-        chosen = [search.for_cluster(one) for one in (*improved, some[0])]
-        best[kind] = min((*chosen, *some), key=lambda one: one.step_s)
-    traced = {
-        kind: replace(one, prediction=predict(one.run, load_cluster(cluster), memory=False))
-        for kind, one in best.items()
-    }
-    return dict(sorted(traced.items(), key=lambda item: item[1].step_s))
+Cell = dict[str, Found]  # by kind, fastest first
 
 
-def _cell(case: Case, place: tuple[int, int]) -> Cell:
-    batch, n = place
-    dtype = fastest_dtype(load_cluster(case.cluster))
-    settings = [f"train.dtype={dtype}", f"train.global_batch={batch}"]
-    run = parse_run({"model": case.model, "data": {"path": "."}}, settings)
-    found = cell_of(run, case.cluster, n)
-    print(f"{case.cluster} {n} devices, batch {batch}", file=sys.stderr, flush=True)
-    return found
+def places() -> list[Place]:
+    """Returns all cells; cells of one figure follow each other."""
+    cases = [
+        *((H100, model, (8, 64, 512, 2048), LONG) for model in ("llama-3.1-8b", "llama-3.1-70b")),
+        (H100, "llama-3.1-405b", (512, 2048), LONG),
+        (H100, "megatron-8.3b", (8, 64, 512), (1024,)),
+        (H100, "gpt-175b", (512, 2048), (2048,)),
+        *((NVL72, model, (64, 576), LONG) for model in ("llama-3.1-8b", "llama-3.1-70b")),
+        (NVL72, "llama-3.1-405b", (64, 576), LONG),
+        (ETHERNET, "llama-3.1-8b", (8, 64, 512), LONG),
+        (FRONTERA, "megatron-8.3b", (64, 256), (1024,)),
+        (FRONTERA, "llama-3.1-8b", (64, 256), (4096, 32768)),
+    ]
+    every = (
+        Place(cluster, model, n, length, max(1, tokens * n // length))
+        for cluster, model, devices, lengths in cases
+        for n in devices
+        for length in lengths
+        for tokens in (FEW, MANY)
+    )
+    return [*dict.fromkeys(every)]
 
 
-def map_of(case: Case) -> dict[tuple[int, int], Cell]:
-    """Returns the cells of a map by (batch, devices)."""
-    places = [(batch, n) for batch in case.batches for n in case.devices]
-    with ProcessPoolExecutor(PROCESSES) as pool:
-        return dict(zip(places, pool.map(partial(_cell, case), places)))
+def cell_of(place: Place) -> Cell:
+    """Returns the fastest layout of each kind that fits, fastest first."""
+    cluster = load_cluster(place.cluster)
+    settings = [
+        f"train.dtype={fastest_dtype(cluster)}",
+        f"train.global_batch={place.sequences}",
+        f"data.seq_len={place.seq_len}",
+    ]
+    run = parse_run({"model": place.model, "data": {"path": "."}}, settings)
+    tracing = Tracing(Search(run, cluster, place.devices, named=place.cluster), top=1)
+    tracing.run(LIMIT_S)
+    best: dict[str, PlannedLayout] = {}
+    for one in tracing.result.layouts:
+        best.setdefault(sharding(one.run.layout), one)
+    return {kind: Found(one.name, one.step_s, one.peak_gib) for kind, one in best.items()}
 
 
-def lines_of(case: Case, cells: dict[tuple[int, int], Cell]) -> list[str]:
-    """Returns the table of a map: winner, its time, and the others' times relative to it."""
-    dtype = fastest_dtype(load_cluster(case.cluster))
+def cells_of(wanted: Sequence[Place], path: Path) -> dict[Place, Cell]:
+    """Returns the cells of places, from the file or searched and added to it."""
+    cells: dict[Place, Cell] = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            saved = json.loads(line)
+            cell = {kind: Found(**found) for kind, found in saved["cell"].items()}
+            cells[Place(**saved["place"])] = cell
+    for place in wanted:
+        if place not in cells:
+            with ProcessPoolExecutor(1) as pool:  # whose memory is freed
+                cell = cells[place] = pool.submit(cell_of, place).result()
+            found = {kind: asdict(one) for kind, one in cell.items()}
+            with path.open("a") as file:
+                file.write(json.dumps({"place": asdict(place), "cell": found}) + "\n")
+            print(place, next(iter(cell), "nothing fits"), file=sys.stderr, flush=True)
+    return {place: cells[place] for place in wanted}
+
+
+def lines_of(cells: Iterable[tuple[Place, Cell]]) -> list[str]:
+    """Returns the table of a figure: the fastest layout, and the others' times relative to it."""
     lines = [
-        f"## {case.model} on {case.cluster}, {dtype}",
-        "",
-        "| batch | devices | fastest | s a step | the best of other kinds, relative to it |",
+        "| devices | sequences | fastest | s a step | the best of other kinds, relative to it |",
         "|---:|---:|---|---:|---|",
     ]
-    for (batch, n), cell in cells.items():
+    for place, cell in cells:
+        batch = f"{place.sequences:,} x {place.seq_len:,}"
         if not cell:
-            lines.append(f"| {batch} | {n} | nothing fits | | |")
+            lines.append(f"| {place.devices} | {batch} | nothing fits | | |")
             continue
-        (_, first), *others = cell.items()
+        (kind, first), *others = cell.items()
         rest = ", ".join(
             f"{kind} {one.step_s / first.step_s:.2f} ({one.name})" for kind, one in others
         )
-        lines.append(f"| {batch} | {n} | {first.name} | {first.step_s:.3g} | {rest} |")
+        fastest = f"{kind}: {first.name}"
+        lines.append(f"| {place.devices} | {batch} | {fastest} | {first.step_s:.3g} | {rest} |")
     return lines
 
 
-def plot(maps: Sequence[tuple[Case, dict[tuple[int, int], Cell]]], path: Path) -> None:
-    """Draws the maps: the color of the fastest kind, and what a 2-D grid takes relative to it."""
+def wins(cells: Iterable[Cell]) -> str:
+    """Says in how many cells grids are the fastest, or as fast as the fastest."""
+    filled = [cell for cell in cells if cell]
+    first = sum(next(iter(cell)) == "2-D grid" for cell in filled)
+    rows = sum(next(iter(cell)) == "rows alone" for cell in filled)
+    near = sum(_behind(cell) <= CLOSE for cell in filled)
+    return (
+        f"Of {len(filled)} cells in which something fits, a 2-D grid is the fastest in {first} and "
+        f"rows alone in {rows}; a grid of either kind is within {CLOSE:.0%} of the fastest in "
+        f"{near}."
+    )
+
+
+def _behind(cell: Cell) -> float:
+    """Returns how much more time than the fastest the best grid takes, as a fraction."""
+    grids = [cell[kind].step_s for kind in ("2-D grid", "rows alone") if kind in cell]
+    return min(grids, default=float("inf")) / next(iter(cell.values())).step_s - 1
+
+
+def plot(figures: Sequence[tuple[str, dict[Place, Cell]]], path: Path) -> None:
+    """Draws a map for each model on a cluster: the fastest kind, and what a grid takes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.patches import Patch, Rectangle
 
-    figure, axes = plt.subplots(1, len(maps), figsize=(6.2 * len(maps), 4.6), squeeze=False)
-    for axis, (case, cells) in zip(axes[0], maps):
-        for (batch, n), cell in cells.items():
-            x, y = case.devices.index(n), case.batches.index(batch)
-            kind = next(iter(cell), "nothing fits")
-            axis.add_patch(Rectangle((x, y), 1, 1, facecolor=KINDS[kind], edgecolor="white"))
-            axis.text(x + 0.5, y + 0.5, _label(cell), ha="center", va="center", fontsize=8)
-        axis.set_xlim(0, len(case.devices))
-        axis.set_ylim(0, len(case.batches))
-        axis.set_xticks([i + 0.5 for i in range(len(case.devices))], map(str, case.devices))
-        axis.set_yticks([i + 0.5 for i in range(len(case.batches))], map(str, case.batches))
-        axis.set_xlabel("devices")
-        axis.set_ylabel("sequences a step")
-        axis.set_title(f"{case.model} on {case.cluster}")
+    columns = 3
+    n_lines = -(-len(figures) // columns)
+    figure, axes = plt.subplots(n_lines, columns, figsize=(16, 4.4 * n_lines), squeeze=False)
+    for axis in axes.flat[len(figures) :]:
+        axis.axis("off")
+    for axis, (title, cells) in zip(axes.flat, figures):
+        devices = [*dict.fromkeys(place.devices for place in cells)]
+        batches = [*dict.fromkeys(_batch(place) for place in cells)]
+        for place, cell in cells.items():
+            x, y = devices.index(place.devices), batches.index(_batch(place))
+            color = KINDS[next(iter(cell), "nothing fits")]
+            axis.add_patch(Rectangle((x, y), 1, 1, facecolor=color, edgecolor="white"))
+            axis.text(x + 0.5, y + 0.5, _label(cell), ha="center", va="center", fontsize=6.5)
+        axis.set(title=title, xlim=(0, len(devices)), ylim=(0, len(batches)))
+        axis.set_xticks([i + 0.5 for i in range(len(devices))], [f"{n:,} devices" for n in devices])
+        axis.set_yticks([i + 0.5 for i in range(len(batches))], batches)
     handles = [Patch(color=color, label=kind) for kind, color in KINDS.items()]
-    figure.legend(handles=handles, loc="lower center", ncol=len(handles), fontsize=8)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.savefig(path, dpi=120)
+    figure.legend(handles=handles, loc="lower center", ncol=len(handles), fontsize=9)
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.savefig(path, dpi=110)
+
+
+def _batch(place: Place) -> str:
+    few = place.sequences == max(1, FEW * place.devices // place.seq_len)
+    return f"{place.seq_len // 1024}k, {'few' if few else 'many'}"
 
 
 def _label(cell: Cell) -> str:
     if not cell:
-        return "nothing\nfits"
-    best = next(iter(cell.values()))
-    name = best.name.replace(", ", "\n")
-    grid = cell.get("2-D grid")
-    if grid is None:
-        return f"{name}\n2-D: does not fit"
-    if grid is best:
-        return name
-    return f"{name}\n2-D: {grid.step_s / best.step_s:.2f}"
+        return ""
+    first = next(iter(cell.values())).name.replace(", ", "\n")
+    behind = _behind(cell)
+    if behind == 0:
+        return first
+    return f"{first}\n" + (f"grid: {1 + behind:.2f}" if behind < float("inf") else "no grid fits")
 
 
-def wins(cells: dict[tuple[int, int], Cell]) -> str:
-    """Says in how many cells a 2-D grid is fastest."""
-    filled = [cell for cell in cells.values() if cell]
-    first = sum(next(iter(cell)) == "2-D grid" for cell in filled)
-    near = sum(
-        "2-D grid" in cell
-        and cell["2-D grid"].step_s <= (1 + CLOSE) * next(iter(cell.values())).step_s
-        for cell in filled
-    )
-    return (
-        f"A 2-D grid (rows and columns) is fastest in {first} of {len(filled)} cells in which "
-        f"something fits, and within {CLOSE:.0%} of the fastest in {near}."
-    )
-
-
-def main(picture: Path | None) -> None:
-    """Prints the maps, and draws them into a file if one is given."""
-    maps = []
-    for case in CASES:
-        cells = map_of(case)
-        maps.append((case, cells))
-        print("\n".join([*lines_of(case, cells), "", wins(cells), ""]), flush=True)
+def main(path: Path, picture: Path | None, words: Sequence[str]) -> None:
+    """Prints the maps of models on clusters that have one of the words, and draws them."""
+    wanted = [
+        place
+        for place in places()
+        if not words or any(word in (place.cluster, place.model) for word in words)
+    ]
+    cells = cells_of(wanted, path)
+    figures = []
+    for (cluster, model), some in groupby(cells, lambda place: (place.cluster, place.model)):
+        title = f"{model} on {cluster}, {fastest_dtype(load_cluster(cluster))}"
+        figures.append((title, {place: cells[place] for place in some}))
+    print(wins(cells.values()))
+    for title, one in figures:
+        print("\n".join(["", f"## {title}", "", *lines_of(one.items())]))
     if picture is not None:
-        plot(maps, picture)
+        plot(figures, picture)
