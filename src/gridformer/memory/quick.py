@@ -192,9 +192,12 @@ def _wide(run: RunConfig, choices: Choices, choice: Choice, out: float) -> float
         return out * 2.0 + _PANELS * whole / choices.panels
     if choice.stationary != "output" or choice.keep_input:
         return out
-    moves = 0.0 if on_gpu(run) else _RECEIVED * (1 - 1 / choices.cols)
-    found = max(out, 0.5 * out * bool(choice.product.parts) + (_GATHERED + moves) * whole)
-    return found
+    copies = float(_GATHERED)
+    if not on_gpu(run):
+        copies += _RECEIVED * (1 - 1 / choices.cols)
+    elif choice.product.section == "feed_forward":  # over s it is gathered without a copy
+        copies -= spec_of(run.layout).boundary(run.layout).activation_layout == "s"
+    return max(out, 0.5 * out * bool(choice.product.parts) + copies * whole)
 
 
 def _scores(run: RunConfig, choices: Choices) -> dict[str, float]:
