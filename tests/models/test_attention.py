@@ -60,9 +60,9 @@ def calls_of(model: Model, batch: Batch) -> list[dict[str, Any]]:
     calls = []
     fused = F.scaled_dot_product_attention
 
-    def watched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **how: Any) -> Tensor:
-        calls.append({"q": q, "k": k, "mask": mask, **how})
-        return fused(q, k, v, mask, **how)
+    def watched(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, **how: Any) -> Tensor:
+        calls.append({"q": q, "k": k, "mask": attn_mask, **how})
+        return fused(q, k, v, attn_mask, **how)
 
     with patch.object(F, "scaled_dot_product_attention", watched):
         loss = model.losses(batch)["tokens"]

@@ -53,7 +53,9 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, mask: None, is_causal: bool, scale: float) -> Tensor:
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: None, is_causal: bool, scale: float
+) -> Tensor:
     """Attention without dropout as CUDA runs it; torch does not know that the device has it."""
     found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
     out: Tensor = found[0]

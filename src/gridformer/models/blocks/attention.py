@@ -9,7 +9,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import scores as scores_module
@@ -121,6 +120,9 @@ class _Heads(DropoutSite):
         """
         s, dtype, device = q.shape[2], q.dtype, q.device
         if q.is_cuda and dtype in (torch.bfloat16, torch.float16):
+            # It loads torch's compiler, which is slow.
+            from torch.nn.attention.bias import causal_lower_right
+
             return causal_lower_right(s, seen)
         if fits and library.available(device, dtype):
             return ScoreParts(None, None, causal=True)

@@ -58,14 +58,14 @@ class DeferredSum:
 
     def begin(self) -> None:
         """Multiplies the gradient, if that is left to be done, and starts its sum."""
-        if not isinstance(self._given, Pending | None):
+        if callable(self._given):
             self._given = self._given()
 
     def gradients(self, wanted: Sequence[bool]) -> list[Tensor | None]:
         """Waits for the sum, if there is one, and returns the gradients of the parameters."""
         self.begin()
         total, self._given, self._over = self._given, None, True
-        if not isinstance(total, Pending):
+        if total is None:
             return [None] * len(self.parameters)
         self._weight.unread -= 1
         whole = total.wait().t() if self._weight.turned else total.wait()
