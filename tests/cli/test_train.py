@@ -144,7 +144,8 @@ def test_a_stopped_run_resumes_exactly(
 def test_bad_input_is_refused_before_anything_starts(run_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     bad = gridformer_here(
-        "train", run_file, "layout.cols=3", "train.global_batch=5", "--nproc", "4", "--out", out
+        *("train", run_file, "layout.cols=3", "layout.dp=2"),
+        *("train.global_batch=5", "--nproc", "4", "--out", out),
     )
     assert bad.returncode == 2
     assert "Traceback" not in bad.stderr
