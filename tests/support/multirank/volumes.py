@@ -70,12 +70,12 @@ def volume_of(recorder: Recorder, label: str = "") -> Volume:
 
 @cache  # cached by each worker, since the traffic is the same every time
 def passes(layout: LayoutConfig, config: ModelConfig) -> tuple[Recorder, Recorder]:
-    """Run forward and backward of one micro-batch of B sequences on one rank."""
+    """Run forward and backward of one micro-batch of B sequences a replica on one rank."""
     torch.set_num_threads(1)
     axes = axes_of(layout)
     model = build_parallel(config, layout, axes, 1, CPU)
-    split = RowSplit(B, 1, axes)
-    read = rows_of(next_words(batch_of(0, config, B)))
+    n = B * axes.dp.size
+    split, read = RowSplit(n, 1, axes), rows_of(next_words(batch_of(0, config, n)))
     (part,) = split.micro_batches(read(split.all_rows))
     with gathered_weights_scope(model):
         with record_messages() as forward:
