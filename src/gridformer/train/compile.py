@@ -37,6 +37,7 @@ from gridformer.models.blocks import (
 from gridformer.models.kernels import library
 from gridformer.parallel.sharding import info_of
 from gridformer.parallel.tensor.branched import Elsewhere
+from gridformer.parallel.tensor.partitioned_activations import PartitionedFromFirst
 
 _in_parts, _over_rows = scores.attention_in_parts, sequence.attend_over_rows
 _left_out: set[type[nn.Module]] = set()  # whose forward passes are excluded
@@ -59,11 +60,13 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
     from torch import bfloat16, compile
     from torch.compiler import disable
 
+    if isinstance(model.recompute.partition, PartitionedFromFirst):
+        # What compiled code saves behind the last product of a block, such as the counter of a
+        # dropout, decides how far it is recomputed. All ranks then recompute whole blocks.
+        model.recompute.stops_early = False
     if any(isinstance(module, Elsewhere) for module in model.modules()):
         # The first sub-grid has the common layers, which stand here as meta tensors: the compiler
-        # cannot keep those for the backward pass. Dropout that is compiled there saves its counter
-        # behind the last product of a block, so that recomputation goes on to it, as it must here.
-        model.recompute.stops_early &= not model.config.dropout
+        # cannot keep those for the backward pass.
         return
     for parameter in model.parameters():  # compiled code then only reads the answer
         library.available(parameter.device, bfloat16)
