@@ -112,7 +112,7 @@ class DropoutSite(nn.Module):
     def hold(self) -> None:
         """Makes the counter that compiled code reads next, because compiled code cannot make it."""
         counter = self.dropout_rng.counter(self.site, self.sample_block, self.dropout_rng.device)
-        object.__setattr__(self, "held", counter)  # faster than nn.Module's __setattr__
+        self.__dict__["held"] = counter  # faster than nn.Module's __setattr__
 
     def counter(self, device: torch.device) -> Tensor:
         """Returns the counter of the step and the rows that are set; see `DropoutRng`."""
