@@ -78,6 +78,10 @@ CASES += [
     for scheme in ("megatron_2d", "optimus")
     for how in ({"recompute": "none"}, {"recompute": "selective"}, FULL)
 ]
+# Devices with whole tokens hold all of a learned table of positions, those of a first stage alone.
+POSITIONS: Settings = {"hidden_size": 1024, "n_layers": 4, "n_heads": 8, "max_seq_len": 8192}
+FIRST: Settings = {**ROWS, "scheme": "megatron_2d", "pp": 2, "micro_batches": 2}
+CASES += [Case(POSITIONS, FIRST, {**BF16, **FULL, "global_batch": 2}, 0.85, 1.2, True)]
 # As on clusters of the time before fused attention, whose files say `fused_attention`. The head
 # counts as a layer, which of few layers is a large part.
 UNFUSED = {**MODEL, "max_seq_len": 1024, "attention_dropout": 0.1}

@@ -31,8 +31,9 @@ def states_of(run: RunConfig) -> float:
     This is a lower bound of what the fullest device holds with any batch.
     """
     choices = decide(run.model, run.layout, replica_work(run))
-    layers, head = _states(resolved(run, choices), choices)
-    return (sum(layers.values()) + head) / run.layout.pp
+    run = resolved(run, choices)
+    layers, head = _states(run, choices)
+    return (sum(layers.values()) + head + _position_states(run, choices)) / run.layout.pp
 
 
 def total_states(run: RunConfig) -> float:
@@ -82,6 +83,7 @@ def quick_peaks(run: RunConfig, choices: Choices) -> list[float]:
         held += weights * n_mine / n_layers
         if share.lookups or share.head:  # of two tables a rank of a pipeline has one
             held += outside if run.model.tied_head or layout.pp == 1 else outside / 2
+        held += _position_states(run, choices) * (share.lookups > 0)
         flight = _in_flight(run, rank)
         together = flight == m > 1  # then all begin before the first ends
         gone = absent if layout.pp == 1 else together * gradients * n_mine / n_layers
@@ -283,6 +285,20 @@ def _states(run: RunConfig, choices: Choices) -> tuple[dict[str, float], float]:
         else:
             layers[stack_of(choice.product)] += held_bytes
     return layers, head
+
+
+def _position_states(run: RunConfig, choices: Choices) -> float:
+    """Returns the bytes of a learned table of positions, with gradients and moments, on a device.
+
+    Devices that have tokens of the full width hold all of the table.
+    """
+    if run.model.family not in ("gpt2", "bert"):
+        return 0.0
+    boundary = spec_of(run.layout).boundary(run.layout)
+    over_h = choices.cols if boundary.activation_layout == "h" else 1
+    over_h *= choices.rows if boundary.h_over else 1
+    table = run.model.max_seq_len * run.model.hidden_size / over_h
+    return table * state_bytes(run, run.layout.shards)
 
 
 def _copy_bytes(run: RunConfig, choices: Choices, replicas: int) -> float:
