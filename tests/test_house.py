@@ -148,7 +148,7 @@ SET_OUTSIDE = {
     *("sys.unraisablehook", "sys.excepthook", "threading.excepthook", "setattr(sys)", "os.environ"),
     *("torch.backends.cudnn.allow_tf32", "torch.backends.cudnn.benchmark"),
     *("deterministic.fill_uninitialized_memory", "setattr(distributed_c10d)"),
-    *("scores.attention_in_parts", "sequence.attend_over_rows"),
+    *("scores.attention_in_parts", "GatheringRows.attend"),
 }
 
 

@@ -31,9 +31,8 @@ def states_of(run: RunConfig) -> float:
     This is a lower bound of what the fullest device holds with any batch.
     """
     choices = decide(run.model, run.layout, replica_work(run))
-    run = resolved(run, choices)
-    layers, head = _states(run, choices)
-    return (sum(layers.values()) + head + _position_states(run, choices)) / run.layout.pp
+    layers, head = _states(resolved(run, choices), choices)
+    return (sum(layers.values()) + head) / run.layout.pp
 
 
 def total_states(run: RunConfig) -> float:

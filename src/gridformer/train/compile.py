@@ -32,14 +32,14 @@ from gridformer.models.blocks import (
     MergedLinear,
     copy_of,
     scores,
-    sequence,
 )
 from gridformer.models.kernels import library
 from gridformer.parallel.sharding import info_of
 from gridformer.parallel.tensor.branched import Elsewhere
 from gridformer.parallel.tensor.partitioned_activations import PartitionedFromFirst
+from gridformer.parallel.tensor.sequence import GatheringRows
 
-_in_parts, _over_rows = scores.attention_in_parts, sequence.attend_over_rows
+_in_parts, _over_rows = scores.attention_in_parts, GatheringRows.attend
 _left_out: set[type[nn.Module]] = set()  # whose forward passes are excluded
 
 
@@ -83,7 +83,7 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
                 module.__class__ = _uncompiled(kind)
     if scores.attention_in_parts is _in_parts:  # whose parts would each be compiled
         scores.attention_in_parts = disable(_in_parts)
-        sequence.attend_over_rows = disable(_over_rows)  # it communicates
+        GatheringRows.attend = disable(_over_rows)  # type: ignore[method-assign] # it communicates
     for part in parts:
         compiled = compile(part.forward, backend=backend, dynamic=False)
         part.forward = _with_counters(part, compiled)  # type: ignore[method-assign]

@@ -16,7 +16,6 @@ from gridformer.comm import autograd
 from gridformer.mesh import Axes
 from gridformer.models.blocks import IGNORE, LayerNorm, RMSNorm, SequenceRows
 from gridformer.models.blocks.scores import past
-from gridformer.models.blocks.sequence import attend_over_rows
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 from gridformer.parallel.tensor.norm import GridNorm
@@ -396,7 +395,7 @@ def attention_over_rows(causal: bool, n_chunks: int, axes: Axes) -> Case:
 
     def on_grid(*qkv: Tensor) -> Tensor:
         q, k, v = (cut(x[:, :, order], (None, COL, ROW, None), axes) for x in qkv)
-        out = attend_over_rows(rows, attend, q, k, v, causal, None, n_chunks)
+        out = rows.attend(attend, q, k, v, causal, None)
         return join(out, (None, ROW, COL), axes)[:, order.argsort()]
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import scores as scores_module
-from gridformer.models.blocks import sequence as sequence_module
 from gridformer.models.blocks.dropout import DropoutRng, DropoutSite, keep_scores
 from gridformer.models.blocks.linear import Linear, MergedLinear
 from gridformer.models.blocks.norm import HeadNorm
 from gridformer.models.blocks.recompute import Recompute
 from gridformer.models.blocks.rotary import Rotation
 from gridformer.models.blocks.scores import MaskInParts, ScoreBias, ScoreParts, SharedBias, past
-from gridformer.models.blocks.sequence import SegmentBias, SequenceRows, head_chunks
+from gridformer.models.blocks.sequence import SegmentBias, SequenceRows
 from gridformer.models.kernels import attention as kernel
 from gridformer.models.kernels import library
 
@@ -38,6 +37,9 @@ class _Heads(DropoutSite):
         self.head_dim = config.head_width
         self.scale = 1.0 / math.sqrt(self.head_dim) if scaled else 1.0
         self.head_block = 0  # index of the block of heads that this device holds
+        # For each head of queries here, the index of the head of keys here that it reads; None
+        # means that equally many in a row share one
+        self.kv_heads: tuple[int, ...] | None = None
         self.recompute = Recompute()
         self.sequence = SequenceRows()
 
@@ -45,22 +47,10 @@ class _Heads(DropoutSite):
         self, q_BNSD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, causal: bool, masks: SegmentBias
     ) -> Tensor:
         """Returns `_attend`, to the tokens of all rows where they divide the sequence."""
-        if self.sequence.n == 1:
-            assert not isinstance(masks, tuple)
-            return self._attend(q_BNSD, k_BNTD, v_BNTD, causal, masks)
-        if self.sequence.by_heads:
-            assert not isinstance(masks, tuple)
-            to_heads, qkv = self.sequence.to_heads, (q_BNSD, k_BNTD, v_BNTD)
-            together = q_BNSD.shape == k_BNTD.shape
-            q, k, v = to_heads(*qkv) if together else (*to_heads(qkv[0]), *to_heads(*qkv[1:]))
-            return self.sequence.to_tokens(self._attend(q, k, v, causal, masks))
         # Masks of dropout count the heads of a device, and a table those of all its queries.
-        whole = (self.training and self.p > 0.0) or getattr(self, "kv_heads", None) is not None
-        n_chunks = 1 if whole else head_chunks(k_BNTD.shape[1], masks)
+        whole = (self.training and self.p > 0.0) or self.kv_heads is not None
         qkv = q_BNSD, k_BNTD, v_BNTD
-        return sequence_module.attend_over_rows(
-            self.sequence, self._attend, *qkv, causal, masks, n_chunks
-        )
+        return self.sequence.attend(self._attend, *qkv, causal, masks, whole)
 
     def _attend(
         self,
@@ -80,6 +70,11 @@ class _Heads(DropoutSite):
         """
         b, _, s, d = q_BNSD.shape
         seen = k_BNTD.shape[2]
+        if self.kv_heads is not None:
+            # Views are stacked, because indexing would send the indices to a GPU at each call.
+            k_BNTD, v_BNTD = (
+                torch.stack([x[:, i] for i in self.kv_heads], 1) for x in (k_BNTD, v_BNTD)
+            )
         dropped = self.training and self.p > 0.0
         fits = self.fused and d * q_BNSD.element_size() <= kernel.MAX_HEAD_BYTES
         if isinstance(mask, ScoreParts) and not fits:
@@ -320,10 +315,6 @@ class GroupedAttention(Attention):
 
     The columns of q, k and v are ordered [n, d] and [m, d], so that a contiguous block of columns
     holds whole heads.
-
-    Attributes:
-        kv_heads: For each head of queries on this device, the index of the head of keys that it
-            reads among those on this device. None means that n / m heads in a row share one.
     """
 
     def __init__(
@@ -336,7 +327,6 @@ class GroupedAttention(Attention):
     ) -> None:
         super().__init__(qkv, out, config, site, dropout_rng)
         self.window, d, eps = config.window, config.head_width, config.norm_eps
-        self.kv_heads: tuple[int, ...] | None = None
         self.q_norm: nn.Module | None = HeadNorm(d, eps) if config.qk_norm else None
         self.k_norm: nn.Module | None = HeadNorm(d, eps) if config.qk_norm else None
 
@@ -361,19 +351,3 @@ class GroupedAttention(Attention):
         heads = self.recompute.attention(self._heads_of, q, k, v, True, mask)
         out: Tensor = self.out(heads)
         return out
-
-    def _attend(
-        self,
-        q_BNSD: Tensor,
-        k_BNTD: Tensor,
-        v_BNTD: Tensor,
-        causal: bool,
-        mask: ScoreBias | None,
-        first_query: int = 0,
-        first_key: int = 0,
-    ) -> Tensor:
-        k, v = k_BNTD, v_BNTD
-        if self.kv_heads is not None:
-            # Views are stacked, because indexing would send the indices to a GPU at each call.
-            k, v = (torch.stack([x[:, i] for i in self.kv_heads], 1) for x in (k, v))
-        return super()._attend(q_BNSD, k, v, causal, mask, first_query, first_key)

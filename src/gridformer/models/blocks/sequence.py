@@ -5,26 +5,19 @@ Everything but attention is local in tokens. Attention gathers keys and values o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from gridformer.models.blocks.scores import (
-    DocumentBounds,
-    ScoreBias,
-    ScoreParts,
-    SharedBias,
-    document_bounds,
-)
+from gridformer.models.blocks.scores import DocumentBounds, ScoreBias, document_bounds
 
 Made = TypeVar("Made")
 # What is added to the scores of the queries of a device: of each of its segments if it has two.
 SegmentBias = ScoreBias | None | tuple[ScoreBias | None, ...]
-
-MOST_CHUNKS = 4  # of heads of keys and values, which travel while attention to others is computed
+Attend = Callable[[Tensor, Tensor, Tensor, bool, ScoreBias | None, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -101,77 +94,25 @@ class SequenceRows:
             return document_bounds(documents_BT)
         return document_bounds(documents_BT[:, queries], documents_BT[:, :keys])
 
-    def gathered(self, k: Tensor, v: Tensor, n_chunks: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the keys and values [b, m / n_chunks, S, d] of whole sequences in order.
+    def attend(
+        self,
+        attend: Attend,
+        q_BNSD: Tensor,
+        k_BMTD: Tensor,
+        v_BMTD: Tensor,
+        causal: bool,
+        masks: SegmentBias,
+        whole: bool = False,
+    ) -> Tensor:
+        """Attends from the tokens of this row to those of all rows; returns [b, s / n, heads * d].
+
+        Rows that divide sequences send keys and values (gridformer.parallel.tensor.sequence).
 
         Args:
-            k: Keys of the row's tokens [b, m, S / n, d].
-            v: Values of the same shape.
-            n_chunks: In how many chunks of heads they are gathered.
+            attend: Computes [b, s', heads * d] from queries, keys, values, `causal`, a mask and the
+                position of the first query.
+            whole: Whether all heads must be computed together.
         """
-        raise NotImplementedError("gridformer.parallel.tensor.sequence gathers over rows")
-
-    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Turns all heads of the row's tokens into some heads of all tokens [b, n / rows, s, d].
-
-        The tensors have the same shape and travel together.
-        """
-        raise NotImplementedError("gridformer.parallel.tensor.sequence redistributes heads")
-
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """Turns results [b, s, n d / rows] into those of all heads for the row's tokens."""
-        raise NotImplementedError("gridformer.parallel.tensor.sequence redistributes heads")
-
-
-def attend_over_rows(
-    sequence: SequenceRows,
-    attend: Callable[[Tensor, Tensor, Tensor, bool, ScoreBias | None, int], Tensor],
-    q_BNSD: Tensor,
-    k_BMTD: Tensor,
-    v_BMTD: Tensor,
-    causal: bool,
-    masks: SegmentBias,
-    n_chunks: int,
-) -> Tensor:
-    """Attends from the tokens of this row to those of all rows; returns [b, s / n, heads * d].
-
-    Each of the row's two segments of queries attends to the keys up to its own end if `causal`,
-    otherwise to all of them.
-
-    Args:
-        attend: Computes [b, s', heads * d] from queries, keys, values, `causal`, a mask and the
-            position of the first query.
-        n_chunks: In how many chunks of heads keys and values are gathered.
-    """
-    s, keys = q_BNSD.shape[2] * sequence.n, k_BMTD.shape[2] * sequence.n
-    segments = sequence.segments(s)
-    each = masks if isinstance(masks, tuple) else (masks,) * len(segments)
-    heads = q_BNSD.split(q_BNSD.shape[1] // n_chunks, 1)
-    results = []
-    for q, (k, v) in zip(heads, sequence.gathered(k_BMTD, v_BMTD, n_chunks)):
-        parts = []
-        for q_part, queries, mask in zip(q.chunk(len(segments), 2), segments, each):
-            end = queries.stop if causal else keys
-            some = q_part, k[:, :, :end], v[:, :, :end]
-            parts.append(attend(*some, causal, mask, queries.start))
-        results.append(torch.cat(parts, 1))
-    return results[0] if n_chunks == 1 else torch.cat(results, -1)
-
-
-def head_chunks(heads: int, masks: SegmentBias) -> int:
-    """Returns in how many chunks of heads keys and values are gathered.
-
-    Args:
-        heads: Heads of keys and values on this device.
-        masks: What is added to scores; what differs between heads is not divided.
-    """
-    every: Iterable[ScoreBias | None] = masks if isinstance(masks, tuple) else (masks,)
-    if any(map(_by_head, every)):
-        return 1
-    return next(n for n in range(MOST_CHUNKS, 0, -1) if heads % n == 0)
-
-
-def _by_head(mask: ScoreBias | None) -> bool:
-    if isinstance(mask, Tensor):
-        return mask.shape[1] > 1
-    return isinstance(mask, SharedBias) or (isinstance(mask, ScoreParts) and mask.bias is not None)
+        assert self.n == 1
+        assert not isinstance(masks, tuple)
+        return attend(q_BNSD, k_BMTD, v_BMTD, causal, masks, 0)

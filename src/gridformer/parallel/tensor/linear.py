@@ -238,11 +238,12 @@ def merged_placements(
     return weights, replace(bias, cut=(names.block,), copies=copies, partial=True)
 
 
-def shard_heads(attention: nn.Module, model: ModelConfig, axis: Axis) -> None:
+def shard_heads(
+    attention: blocks.Attention | blocks.CrossAttention, model: ModelConfig, axis: Axis
+) -> None:
     """Tells an attention module which of the heads, sharded over an axis, this device has."""
-    attention.head_block = axis.index  # type: ignore[assignment]
-    if isinstance(attention, blocks.GroupedAttention):
-        attention.kv_heads = kv_heads_of(model.n_heads, model.kv_heads, axis.index, axis.size)
+    attention.head_block = axis.index
+    attention.kv_heads = kv_heads_of(model.n_heads, model.kv_heads, axis.index, axis.size)
 
 
 def kv_heads_of(

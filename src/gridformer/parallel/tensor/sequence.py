@@ -6,7 +6,6 @@ Rows (`layout.rows_over: sequence`) have two chunks of every sequence each
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +14,11 @@ from torch import Tensor, nn
 from gridformer.comm import autograd
 from gridformer.mesh import Axes, Axis
 from gridformer.models.blocks import SequenceRows
+from gridformer.models.blocks.scores import ScoreBias, ScoreParts, SharedBias
+from gridformer.models.blocks.sequence import Attend, SegmentBias
 
 LABEL = "attention"
+MOST_CHUNKS = 4  # of heads of keys and values, which travel while attention to others is computed
 
 
 def tokens_of(axes: Axes, over_columns: bool) -> SequenceRows:
@@ -51,26 +53,72 @@ class GatheringRows(SequenceRows):
         """
         return [*range(0, 2 * self.n, 2), *range(2 * self.n - 1, 0, -2)]
 
-    def gathered(self, k: Tensor, v: Tensor, n_chunks: int) -> Iterator[tuple[Tensor, Tensor]]:
-        each = k.shape[1] // n_chunks
+    def attend(
+        self,
+        attend: Attend,
+        q_BNSD: Tensor,
+        k_BMTD: Tensor,
+        v_BMTD: Tensor,
+        causal: bool,
+        masks: SegmentBias,
+        whole: bool = False,
+    ) -> Tensor:
+        qkv = q_BNSD, k_BMTD, v_BMTD
+        if self.by_heads:
+            assert not isinstance(masks, tuple)
+            together = q_BNSD.shape == k_BMTD.shape
+            q, k, v = (
+                self._to_heads(*qkv)
+                if together
+                else (
+                    *self._to_heads(q_BNSD),
+                    *self._to_heads(k_BMTD, v_BMTD),
+                )
+            )
+            return self._to_tokens(attend(q, k, v, causal, masks, 0))
+        # Each of the row's two segments of queries attends to the keys up to its own end if causal.
+        segments = self.segments(q_BNSD.shape[2] * self.n)
+        each = masks if isinstance(masks, tuple) else (masks,) * len(segments)
+        heads = k_BMTD.shape[1]
+        whole = whole or any(map(_by_head, each))
+        n_chunks = 1 if whole else next(n for n in range(MOST_CHUNKS, 0, -1) if heads % n == 0)
         started = []
-        for chunk in zip(k.split(each, 1), v.split(each, 1)):
+        for chunk in zip(k_BMTD.chunk(n_chunks, 1), v_BMTD.chunk(n_chunks, 1)):
             # Tokens come first, so that what is gathered lies together.
             x = torch.stack([part.permute(2, 0, 1, 3) for part in chunk], 1)
             started.append(autograd.StartedGather(x, self.axis, LABEL, self.order))
-        for gather in started:
-            keys, values = gather.wait().permute(1, 2, 3, 0, 4).unbind(0)
-            yield keys, values
+        results = []
+        for q, gather in zip(q_BNSD.chunk(n_chunks, 1), started):
+            k, v = gather.wait().permute(1, 2, 3, 0, 4).unbind(0)
+            parts = []
+            for q_part, queries, mask in zip(q.chunk(len(segments), 2), segments, each):
+                end = queries.stop if causal else k.shape[2]
+                some = q_part, k[:, :, :end], v[:, :, :end]
+                parts.append(attend(*some, causal, mask, queries.start))
+            results.append(torch.cat(parts, 1))
+        return results[0] if n_chunks == 1 else torch.cat(results, -1)
 
-    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def _to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Turns all heads of the row's tokens into some heads of all tokens [b, n / rows, s, d].
+
+        The tensors have the same shape and travel together.
+        """
         x = autograd.alltoall(torch.stack(tensors), self.axis, 2, 3, LABEL)
         chunks = x.chunk(2 * self.n, 3)
         return torch.cat([chunks[i] for i in self.order], 3).unbind(0)
 
-    def to_tokens(self, x: Tensor) -> Tensor:
+    def _to_tokens(self, x: Tensor) -> Tensor:
+        """Turns results [b, s, n d / rows] into those of all heads for the row's tokens."""
         chunks, places = x.chunk(2 * self.n, 1), range(2 * self.n)
         of_rows = torch.cat([chunks[i] for i in sorted(places, key=self.order.__getitem__)], 1)
         return autograd.alltoall(of_rows, self.axis, 1, 2, LABEL)
+
+
+def _by_head(mask: ScoreBias | None) -> bool:
+    """Whether what is added to scores differs between heads, and so is not divided."""
+    if isinstance(mask, Tensor):
+        return mask.shape[1] > 1
+    return isinstance(mask, SharedBias) or (isinstance(mask, ScoreParts) and mask.bias is not None)
 
 
 class ChosenTokenOfParts(nn.Module):

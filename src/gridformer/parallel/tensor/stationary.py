@@ -12,6 +12,7 @@ columns. Each column of devices computes these for its own tokens, with `in` sha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -211,11 +212,9 @@ def stationary_table(model: Model, axes: Axes, choices: Choices, spec: BoundaryS
         plain.head_block = block
         if not by_sequence:
             plain.sample_block = col.index  # it gets the samples of all columns
-        if isinstance(plain, blocks.GroupedAttention):
-            over = blocks_over(config.kv_heads, col.size, row.size)
-            plain.kv_heads = kv_heads_of(
-                config.n_heads, config.kv_heads, block, multiple, over[0] * over[1]
-            )
+        over = blocks_over(config.kv_heads, col.size, row.size)
+        heads = config.n_heads, config.kv_heads
+        plain.kv_heads = kv_heads_of(*heads, block, multiple, math.prod(over))
 
     def norm(plain: blocks.LayerNorm | blocks.RMSNorm) -> nn.Module | None:
         if row.size > 1:
